@@ -1,0 +1,43 @@
+"""fds: a training step is a pure function, and what large-scale training needs is a transform of it."""
+
+# ruff: noqa: I001  (in data-flow order: a step is read from its loss to its state)
+
+# the loss is a value
+from fds.loss import Layers, LayerSpec, Mean, TiedLayerSpec, functional, recipe, with_buffers
+
+# what a batch is made of
+from fds.step import whole
+
+# transforms, in the order of the stations that they fill
+from fds.transforms.accumulate import accumulate
+from fds.transforms.freeze import freeze
+from fds.transforms.precision import precision
+from fds.transforms.autocast import autocast
+from fds.transforms.checkpoint_activations import checkpoint_activations
+from fds.transforms.loss_scale import loss_scale
+from fds.transforms.static_loss_scale import static_loss_scale
+from fds.transforms.skip_nonfinite import skip_nonfinite
+from fds.transforms.clip_by_global_norm import clip_by_global_norm
+from fds.transforms.clip_by_value import clip_by_value
+from fds.optim import Optimizer, adagrad, adam, adamw, by_name, lamb, lion, muon, sgd
+from fds.transforms.ema import ema
+from fds.transforms.donate import donate
+
+# a step, and what it steps through
+from fds.step import Step, Transform, compose
+from fds.state import State
+
+# keeping it
+from fds.storage import load, save
+
+# rooms that are used by name
+from fds import autodiff, errors, optim, random, schedules, tree
+from fds.errors import FdsError
+
+__all__ = [
+    "FdsError", "LayerSpec", "Layers", "Mean", "Optimizer", "State", "Step", "TiedLayerSpec", "Transform",
+    "accumulate", "adagrad", "adam", "adamw", "autocast", "autodiff", "by_name", "checkpoint_activations",
+    "clip_by_global_norm", "clip_by_value", "compose", "donate", "ema", "errors", "freeze", "functional", "lamb",
+    "lion", "load", "loss_scale", "muon", "optim", "precision", "random", "recipe", "save", "schedules", "sgd",
+    "skip_nonfinite", "static_loss_scale", "tree", "whole", "with_buffers",
+]  # fmt: skip

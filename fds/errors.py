@@ -1,0 +1,88 @@
+"""Errors with five fields: what was refused, where, got, want, hint. The text is rendered from them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FdsError(ValueError):
+    """Say what was refused and show what to write instead.
+
+    Attributes:
+        what: the refusal, one sentence.
+        where: key path, rank, step, JSON path or file; empty where there is none.
+        got: what was given.
+        want: what would have been accepted.
+        hint: the way out.
+
+    >>> print(FdsError("the batch does not divide", where="inputs", got="10 rows", want="a multiple of 4"))
+    the batch does not divide
+      where: inputs
+      got:   10 rows
+      want:  a multiple of 4
+    """
+
+    def __init__(self, what: str, *, where: str = "", got: str = "", want: str = "", hint: str = ""):
+        self.what, self.where, self.got, self.want, self.hint = what, where, got, want, hint
+        fields = (("where", where), ("got", got), ("want", want), ("hint", hint))
+        lines = [f"  {name + ':':<6} {_indent(text)}" for name, text in fields if text]
+        super().__init__("\n".join([what, *lines]))
+
+    def __reduce__(self) -> tuple:
+        return (_rebuild, (type(self), self.what, self.where, self.got, self.want, self.hint))
+
+
+class ComposeError(FdsError):
+    """Refuse a composition of transforms."""
+
+
+class StateError(FdsError):
+    """Refuse parameters or a state."""
+
+
+class DonatedStateError(StateError):
+    """Refuse a state whose buffers a donating step has already written over."""
+
+
+class BatchError(FdsError):
+    """Refuse a batch."""
+
+
+class LossError(FdsError):
+    """Refuse what a loss returned, or how it is built."""
+
+
+class ScheduleError(FdsError):
+    """Refuse the arguments of a schedule."""
+
+
+class OptimizerError(FdsError):
+    """Refuse the arguments of an optimizer, or parameters that it cannot update."""
+
+
+class StorageError(FdsError):
+    """Refuse to save to, or to load from, a directory."""
+
+
+class NotSupportedError(FdsError):
+    """Name a feature that fds does not have."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a hint that names the known word nearest to `word`, or the known words.
+
+    >>> did_you_mean("liner", ["log", "linear"])
+    "did you mean 'linear'?"
+    """
+    known = list(known)
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known[:20])
+
+
+def _indent(text: str) -> str:
+    return str(text).replace("\n", "\n         ")
+
+
+def _rebuild(cls: type[FdsError], what: str, where: str, got: str, want: str, hint: str) -> FdsError:
+    return cls(what, where=where, got=got, want=want, hint=hint)

@@ -1,0 +1,194 @@
+"""`Layers`: a loss that keeps its sequence of layers in the open, for checkpoints, pipelines and partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+
+from fds import random
+from fds.errors import BatchError, LossError
+from fds.loss.modules import Apply, functional, may_draw
+
+
+class LayerSpec:
+    """A layer to be built when and where it is needed: `LayerSpec(nn.Linear, 8, 8, bias=False)`."""
+
+    key: str | None = None
+    forward_fn: Callable | None = None
+
+    def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any):
+        self.cls, self.args, self.kwargs = cls, args, kwargs
+
+    def build(self) -> nn.Module:
+        """Return the layer, made anew."""
+        return self.cls(*self.args, **self.kwargs)
+
+    def __repr__(self) -> str:
+        words = [getattr(self.cls, "__name__", repr(self.cls)), *map(repr, self.args)]
+        return f"{type(self).__name__}({', '.join(words + [f'{k}={v!r}' for k, v in self.kwargs.items()])})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer whose parameters all layers of the same `key` share; they are named `<key>.<name>`.
+
+    `forward_fn(module, x)` says how this use of it is called (an embedding used as the output projection).
+    The first one of a key builds the layer, which gives the parameters their initial values.
+    """
+
+    def __init__(
+        self, key: str, cls: Callable[..., nn.Module], *args: Any, forward_fn: Callable | None = None, **kwargs: Any
+    ):
+        super().__init__(cls, *args, **kwargs)
+        if key.isdecimal():
+            raise LossError("the key of a tied layer is a number, as other layers' names are", got=repr(key),
+                            want="a word")  # fmt: skip
+        self.key, self.forward_fn = key, forward_fn
+
+
+@attrs.frozen(eq=False)
+class Layer:
+    """One built layer: its structure, and the names of what it owns."""
+
+    index: int
+    prefix: str  # "3." or "embedding."
+    apply: Apply | None  # None for a plain function
+    function: Callable | None
+    params: dict[str, str]  # name in the tree -> the module's own name
+    buffers: dict[str, str]
+    initial_buffers: dict[str, Tensor]
+    draws: bool
+
+    def __call__(self, params: dict, buffers: dict, x: Any) -> tuple[Any, dict[str, Tensor]]:
+        """Return the layer's output and its new buffers."""
+        if self.apply is None:
+            assert self.function is not None
+            return self.function(x), {}
+        mine = {local: params[name] for name, local in self.params.items()}
+        if not self.buffers:
+            return self.apply(mine, x), {}
+        held = {local: buffers[name] for name, local in self.buffers.items()}
+        out, new = self.apply.with_buffers(mine, held, x)
+        return out, {name: new[local] for name, local in self.buffers.items()}
+
+
+class _Use(nn.Module):
+    """A tied layer as one of its uses calls it."""
+
+    def __init__(self, module: nn.Module, forward_fn: Callable):
+        super().__init__()
+        self.module, self.forward_fn = module, forward_fn
+
+    def forward(self, x: Any) -> Any:
+        return self.forward_fn(self.module, x)
+
+
+@attrs.frozen(eq=False)
+class Layers:
+    """A loss made of a sequence of layers and a criterion: `Layers(layers, criterion)(params, (inputs, targets))`.
+
+    Args:
+        layers: `LayerSpec`s, `TiedLayerSpec`s, modules, plain functions, or one `nn.Sequential`. Each is called
+            with what the one before it returned (a tuple is one argument), the first with `inputs`.
+        criterion: `criterion(output, targets)` returns what a loss returns.
+
+    Parameters are a flat dict named as in `nn.Sequential` (`"0.weight"`), tied ones `"<key>.weight"`.
+    Persistent buffers start `state.buffers`; others are constants. This plain call defines what every pipeline
+    of the same layers must compute.
+    """
+
+    layers: tuple = attrs.field(converter=tuple)
+    criterion: Callable
+    built: dict[int, Layer] = attrs.field(factory=dict, init=False, repr=False)
+
+    @layers.validator
+    def _check(self, _: Any, layers: tuple) -> None:
+        for i, layer in enumerate(layers):
+            if isinstance(layer, type) or not (isinstance(layer, LayerSpec) or callable(layer)):
+                raise LossError("this is no layer", where=f"layers[{i}]", got=repr(layer)[:80],
+                                want="a LayerSpec, a module or a function")  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __call__(self, params: dict[str, Tensor], batch: Any) -> Any:
+        """Return what the criterion returns; buffers are the initial ones, and their updates are lost."""
+        inputs, targets = self.split(batch)
+        buffers = self.buffers()
+        for i in range(len(self)):
+            inputs, new = self.layer(i)(params, buffers, inputs)
+            buffers.update(new)
+        return self.criterion(inputs, targets)
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """Return `(inputs, targets)`. Raises `BatchError` for anything but a pair."""
+        if not (isinstance(batch, tuple | list) and len(batch) == 2):
+            raise BatchError("a loss made of layers takes a pair", got=type(batch).__name__, want="(inputs, targets)")
+        return batch[0], batch[1]
+
+    def layer(self, index: int) -> Layer:
+        """Return layer `index`, built at its first use."""
+        if index not in self.built:
+            spec = self.layers[index]
+            module = self._build(index, random.key(0)) if isinstance(spec, LayerSpec) else spec
+            self.built[index] = self._describe(index, module)
+        return self.built[index]
+
+    def init(self, key: Tensor) -> dict[str, Tensor]:
+        """Build all parameters from a key, layer by layer: a recipe for `step.init(layers.init, key=0)`.
+
+        Modules that were passed built keep their values.
+        """
+        params: dict[str, Tensor] = {}
+        for i, spec in enumerate(self.layers):
+            if not isinstance(spec, nn.Module | LayerSpec) or self.owner(i) != i:
+                continue
+            module = self._build(i, key) if isinstance(spec, LayerSpec) else spec
+            params.update((self._prefix(i) + name, p.detach()) for name, p in module.named_parameters())
+        return params
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the initial buffers of all layers."""
+        found: dict[str, Tensor] = {}
+        for i in range(len(self)):
+            found.update(self.layer(i).initial_buffers)
+        return found
+
+    def owner(self, index: int) -> int:
+        """Return the first layer that shares this layer's parameters: itself, unless it is tied."""
+        key = getattr(self.layers[index], "key", None) if isinstance(self.layers[index], LayerSpec) else None
+        if key is None:
+            return index
+        return next(i for i, s in enumerate(self.layers) if isinstance(s, LayerSpec) and s.key == key)
+
+    def _prefix(self, index: int) -> str:
+        spec = self.layers[index]
+        return f"{spec.key}." if isinstance(spec, LayerSpec) and spec.key is not None else f"{index}."
+
+    def _build(self, index: int, key: Tensor) -> nn.Module:
+        with random.scope([]):
+            random.reseed(random.seed(key, "layer", index), [])
+            return self.layers[index].build()
+
+    def _describe(self, index: int, module: Any) -> Layer:
+        prefix, spec = self._prefix(index), self.layers[index]
+        if not isinstance(module, nn.Module):
+            return Layer(index, prefix, None, module, {}, {}, {}, may_draw(module))
+        names = [name for name, _ in module.named_parameters()]
+        held = [name for name, _ in module.named_buffers() if _persistent(module, name)]
+        values = dict(module.named_buffers())
+        use, local = module, ""
+        if spec_forward := getattr(spec, "forward_fn", None) if isinstance(spec, LayerSpec) else None:
+            use, local = _Use(module, spec_forward), "module."
+        apply = attrs.evolve(functional(use)[0], prefix=prefix)
+        return Layer(
+            index, prefix, apply, None, {prefix + n: local + n for n in names}, {prefix + n: local + n for n in held},
+            {prefix + n: values[n].detach().clone() for n in held}, may_draw(use),
+        )  # fmt: skip
+
+
+def _persistent(module: nn.Module, name: str) -> bool:
+    path, _, local = name.rpartition(".")
+    return local not in module.get_submodule(path)._non_persistent_buffers_set

@@ -1,0 +1,100 @@
+"""One microbatch through a loss, whatever kind of loss it is: seeded, layer by layer, each call mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import random
+from fds.loss.layers import Layers
+from fds.loss.modules import Mode, mode
+from fds.loss.values import Buffered, Outcome, read
+
+LayerMap = Callable[[list[Callable]], list[Callable]]
+
+
+@attrs.frozen(eq=False)
+class Setting:
+    """All that one evaluation of a loss depends on besides parameters, batch and buffers."""
+
+    seeds: Sequence[int | None]  # one per layer that may draw, the criterion's last
+    devices: tuple[torch.device, ...] = ()
+    mode: Mode = Mode()
+    maps: tuple[LayerMap, ...] = ()  # outermost first
+
+    def call(self, index: int, f: Callable) -> Callable:
+        """Return `f` seeded and in this mode, however often and in whichever thread it is run again."""
+
+        def run(*args: Any) -> Any:
+            with mode(self.mode):
+                seed = self.seeds[index]
+                if seed is not None:
+                    random.reseed(seed, self.devices)
+                return f(*args)
+
+        return run
+
+    def mapped(self, calls: list[Callable]) -> list[Callable]:
+        """Apply the layer maps: a map takes the list of calls and may wrap or group them."""
+        for layer_map in reversed(self.maps):
+            calls = layer_map(calls)
+        return calls
+
+
+def draws(loss: Any) -> list[bool]:
+    """Say which calls of a loss are to be seeded: one for an opaque loss; every layer and the criterion."""
+    if isinstance(loss, Layers):
+        return [loss.layer(i).draws for i in range(len(loss))] + [True]
+    return [True]
+
+
+def initial_buffers(loss: Any) -> dict[str, Tensor]:
+    """Return the buffers with which `state.buffers` starts."""
+    if isinstance(loss, Layers):
+        return loss.buffers()
+    return loss.buffers if isinstance(loss, Buffered) else {}
+
+
+def run(loss: Any, params: Any, batch: Any, buffers: dict[str, Tensor], setting: Setting) -> Outcome:
+    """Evaluate a loss on one microbatch. Raises `LossError` for what a loss must not return."""
+    if isinstance(loss, Layers):
+        return _run_layers(loss, params, batch, buffers, setting)
+    threaded = isinstance(loss, Buffered)
+    f = loss.loss_fn if threaded else loss
+    (call,) = setting.mapped([setting.call(0, f)])
+    value = call(params, batch, buffers) if threaded else call(params, batch)
+    return read(value, where=name(loss), buffers=buffers, threaded=threaded)
+
+
+def name(loss: Any) -> str:
+    """Return how to call a loss in a message."""
+    inner = loss.loss_fn if isinstance(loss, Buffered) else loss
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
+def _run_layers(loss: Layers, params: Any, batch: Any, buffers: dict[str, Tensor], setting: Setting) -> Outcome:
+    x, targets = loss.split(batch)
+    current, given = dict(buffers), {}
+
+    def layer_call(index: int) -> Callable:
+        layer = loss.layer(index)
+
+        def one(x: Any) -> Any:
+            first = index not in given  # a recomputation finds the buffers of the first run, and its updates are lost
+            out, new = layer(params, given.setdefault(index, dict(current)) if layer.buffers else {}, x)
+            if first:
+                current.update(new)
+            return out
+
+        return setting.call(index, one)
+
+    for call in setting.mapped([layer_call(i) for i in range(len(loss))]):
+        x = call(x)
+    if setting.mode.seen is not None:
+        setting.mode.seen[:] = [x]
+    value = setting.call(len(loss), loss.criterion)(x, targets)
+    return read(value, where="the criterion of Layers", buffers=current)

@@ -1,0 +1,117 @@
+"""What a loss returns, read once: a total, its weight, the user's metrics, the new module buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import tree
+from fds.autodiff import check_scalar
+from fds.errors import LossError
+
+RESERVED = ("loss", "step", "lr", "grad_norm", "loss_scale", "skipped", "at_minimum_scale", "outputs")
+
+
+@tree.record
+class Mean:
+    """A weighted mean, kept apart so that means of microbatches and ranks combine exactly.
+
+    Return `Mean(token_losses.sum(), num_target_tokens)` in place of a scalar: the step then computes
+    sum(total) / sum(weight) over all microbatches. A plain scalar is `Mean(loss, 1)`.
+    """
+
+    total: Tensor  # () floating point
+    weight: Tensor | float  # () or a number, not negative
+
+
+@attrs.frozen(eq=False)
+class Buffered:
+    """A loss that carries module buffers: see `with_buffers`."""
+
+    loss_fn: Callable
+    buffers: dict[str, Tensor]
+
+
+def with_buffers(loss_fn: Callable, buffers: dict[str, Tensor]) -> Buffered:
+    """Make a loss of `loss_fn(params, batch, buffers) -> (scalar or Mean, metrics, new_buffers)`.
+
+    `buffers` (name -> tensor) are where `state.buffers` starts. Microbatches thread them in order, a
+    recomputation discards its updates, a skipped step keeps the old ones. Gradients do not flow through them.
+    """
+    return Buffered(loss_fn, dict(buffers))
+
+
+@attrs.frozen(eq=False)
+class Outcome:
+    """One evaluation of a loss on one microbatch."""
+
+    total: Tensor  # () float32 or float64, with its graph while training
+    weight: Tensor | float
+    metrics: dict[str, Tensor | float | int]
+    buffers: dict[str, Tensor]
+
+
+def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool = False) -> Outcome:
+    """Return the `Outcome` of what a loss returned; `threaded` losses return new buffers as a third part.
+
+    Raises `LossError` for a vector, an integer, metrics of another type, or parts that are missing.
+    """
+    if threaded:
+        if not (isinstance(value, tuple) and len(value) == 3):
+            raise LossError(
+                "a loss with buffers returns three things", where=where, got=_kind(value),
+                want="(scalar, metrics, new_buffers)",
+            )  # fmt: skip
+        buffers, value = _check_buffers(value[2], buffers, where), value[:2]
+    metrics: dict = {}
+    if isinstance(value, tuple):
+        if len(value) != 2 or not isinstance(value[1], dict):
+            raise LossError(
+                "a loss returns a scalar, or a scalar and a dict of metrics", where=where, got=_kind(value),
+                want="scalar or (scalar, metrics)",
+            )  # fmt: skip
+        value, metrics = value
+    total, weight = (value.total, value.weight) if isinstance(value, Mean) else (value, 1)
+    check_scalar(total, where)
+    if isinstance(weight, Tensor):
+        if weight.dim():
+            raise LossError(
+                "the weight of a Mean is not a scalar", where=where, got=f"shape {tuple(weight.shape)}", want="()"
+            )
+        weight = weight.detach()
+    if total.dtype in (torch.float16, torch.bfloat16):
+        total = total.float()  # a scale of 2**16 has no float16
+    return Outcome(total, weight, {k: _metric(k, v, where) for k, v in metrics.items()}, buffers)
+
+
+def _metric(name: str, value: Any, where: str) -> Tensor | float | int:
+    path = f"{where}, metrics[{name!r}]"
+    if not isinstance(name, str) or name in RESERVED:
+        raise LossError("a metric's name is taken", where=path, got=repr(name), want="a string that is none of "
+                        + ", ".join(RESERVED))  # fmt: skip
+    if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
+        value = value.detach()
+        return value.long() if value.dtype is torch.bool else value
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, bool) else value
+    raise LossError("a metric is not a number", where=path, got=_kind(value), want="a 0-d tensor, a float or an int")
+
+
+def _check_buffers(new: Any, old: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    if not isinstance(new, dict) or new.keys() != old.keys():
+        got = sorted(new) if isinstance(new, dict) else _kind(new)
+        raise LossError("a loss returned other buffers than it was given", where=where, got=str(got),
+                        want=str(sorted(old)))  # fmt: skip
+    return {name: value.detach() for name, value in new.items()}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(_kind(v) for v in value) + ")"
+    return f"{type(value).__name__} {value!r}"[:80]

@@ -1,0 +1,107 @@
+"""Adam, with weight decay in the gradient (adam) or beside it (adamw)."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf
+
+import torch
+from torch import Tensor
+
+from fds.optim.arguments import demand, demand_betas, spell
+from fds.optim.assembly import Now, assemble, lerp
+from fds.optim.base import Optimizer, Schedule
+
+
+def adam(
+    lr: Schedule = 1e-3, betas: tuple[Schedule, Schedule] = (0.9, 0.999), eps: float = 1e-8,
+    weight_decay: Schedule = 0.0, *, bias_correction: bool = True,
+) -> Optimizer:  # fmt: skip
+    """Scale each gradient's running mean by the root of its running square.
+
+    With n = t + 1, element by element::
+
+        g = g + weight_decay * p
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g^2
+        p = p - lr * (m / c1) / (sqrt(v / c2) + eps)        c1 = 1 - beta1^n, c2 = 1 - beta2^n
+
+    Slots: exp_avg (m), exp_avg_sq (v).
+
+    Args:
+        lr: learning rate; it, the betas and weight_decay may be schedules f(t).
+        betas: decay of the two running means, in [0, 1).
+        eps: added to the root.
+        weight_decay: L2 penalty.
+        bias_correction: False takes c1 = c2 = 1.
+
+    Raises `OptimizerError` for a value out of range.
+    Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
+
+    >>> adam(3e-4)
+    adam(lr=0.0003)
+    """
+    return _family(spell(adam, locals()), lr, betas, eps, weight_decay, bias_correction, decoupled=False)
+
+
+def adamw(
+    lr: Schedule = 1e-3, betas: tuple[Schedule, Schedule] = (0.9, 0.999), eps: float = 1e-8,
+    weight_decay: Schedule = 0.01, *, bias_correction: bool = True,
+) -> Optimizer:  # fmt: skip
+    """Update as `adam` does, and shrink each parameter by lr * weight_decay instead of decaying its gradient.
+
+    The first line of `adam` is replaced by p = p - lr * weight_decay * p; arguments, slots and errors are
+    the same, but weight_decay is 0.01 by default.
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2 (with lr in place of its two factors).
+
+    >>> adamw(lr=3e-4, weight_decay=0.1)
+    adamw(lr=0.0003, weight_decay=0.1)
+    """
+    return _family(spell(adamw, locals()), lr, betas, eps, weight_decay, bias_correction, decoupled=True)
+
+
+def _family(
+    text: str, lr: Schedule, betas: tuple[Schedule, Schedule], eps: float, weight_decay: Schedule,
+    bias_correction: bool, decoupled: bool,
+) -> Optimizer:  # fmt: skip
+    name = text.partition("(")[0]
+    demand(name, lr=lr, weight_decay=weight_decay)
+    demand(name, eps=eps, schedule=False)
+    demand_betas(name, betas)
+    fixed = {"eps": eps, "bias_correction": bias_correction, "decoupled": decoupled}
+    hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
+    return assemble(partial(_rule, **fixed), text=text, hyper=hyper, slots={"exp_avg": 0.0, "exp_avg_sq": 0.0})
+
+
+def _rule(
+    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, *,
+    eps: float, bias_correction: bool, decoupled: bool,
+) -> None:  # fmt: skip
+    if not now.static("beta1", "beta2", "weight_decay"):
+        return _formula(params, grads, opt, now, eps=eps, bias_correction=bias_correction, decoupled=decoupled)
+    # beta^inf = 0: an infinite count makes both corrections exactly 1.
+    count = now.updates().float() if bias_correction else torch.full((), inf, device=now.step.device)
+    beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
+    now.fused(
+        torch.ops.aten._fused_adamw_ if decoupled else torch.ops.aten._fused_adam_,
+        [params, grads, opt["exp_avg"], opt["exp_avg_sq"], [], [count] * len(params)],
+        beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False,
+    )  # fmt: skip
+
+
+def _formula(
+    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, *,
+    eps: float, bias_correction: bool, decoupled: bool,
+) -> None:  # fmt: skip
+    lr, beta1, beta2, weight_decay = now.read("lr", "beta1", "beta2", "weight_decay")
+    n = now.updates()
+    correction1, correction2 = (1 - beta1**n, 1 - beta2**n) if bias_correction else (1.0, 1.0)
+    kept = 1 - lr * weight_decay if decoupled else 1.0
+    for p, g, m, v in zip(params, now.unscale(grads), opt["exp_avg"], opt["exp_avg_sq"], strict=True):
+        if not decoupled:
+            g.add_(p * weight_decay)
+        now.write(m, lerp(m, g, 1 - beta1))
+        now.write(v, lerp(v, g.square_(), 1 - beta2))
+        denominator = (v / correction2).sqrt_().add_(eps)
+        now.write(p, (p * kept).sub_((m / denominator).mul_(lr / correction1)))

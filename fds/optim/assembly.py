@@ -1,0 +1,125 @@
+"""What every rule shares: values at t, unscaling, skipping, fused kernels; and the optimizer made of a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.optim.base import Optimizer, Schedule, Segment
+
+Rule = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now"], None]
+Check = Callable[[Sequence[Sequence[Segment]]], None]
+
+
+@attrs.frozen
+class Now:
+    """Hold what a rule reads at one update.
+
+    Attributes:
+        step: () int64, t.
+        values: every hyper-parameter at t: a float, or a () tensor where reading it would synchronise.
+        grad_scale: () float32, or None.
+        skip: () bool, or None.
+        segments: one list per slice.
+        axes: over which parameters are split.
+    """
+
+    step: Tensor
+    values: Mapping[str, float | Tensor]
+    grad_scale: Tensor | None
+    skip: Tensor | None
+    segments: Sequence[Sequence[Segment]]
+    axes: Sequence[Any]
+
+    def read(self, *names: str) -> list[Any]:
+        """Return the values under these names."""
+        return [self.values[name] for name in names]
+
+    def static(self, *names: str) -> bool:
+        """Tell whether fused kernels, which take floats only, can have these values."""
+        return not any(isinstance(self.values[name], Tensor) for name in names)
+
+    def updates(self) -> Tensor:
+        """Return t + 1, the number of updates with this one, as () float64."""
+        return (self.step + 1).double()
+
+    def unscale(self, grads: list[Tensor]) -> list[Tensor]:
+        """Divide the gradients, in place, by the scale that they arrive with."""
+        if self.grad_scale is not None:
+            torch.ops.aten._foreach_div_(grads, self.grad_scale)
+        return grads
+
+    def write(self, old: Tensor, new: Tensor) -> None:
+        """Write `new` over `old`, unless this update is skipped."""
+        if self.skip is None:
+            old.copy_(new)
+        else:
+            torch.where(self.skip, old, new, out=old)
+
+    def fused(self, kernel: Callable, lists: Sequence[list[Tensor]], **options: Any) -> None:
+        """Run a fused kernel of torch, which unscales and skips by itself, once per dtype; `lists[0]`: params."""
+        lr = self.values["lr"]
+        options["lr"] = lr.float() if isinstance(lr, Tensor) else lr
+        options["grad_scale"] = None if self.grad_scale is None else self.grad_scale.float()
+        options["found_inf"] = None if self.skip is None else self.skip.float()
+        for dtype in dict.fromkeys(p.dtype for p in lists[0]):
+            same = [[x for p, x in zip(lists[0], xs, strict=False) if p.dtype == dtype] for xs in lists]
+            kernel(*same, maximize=False, **options)
+
+
+def assemble(
+    rule: Rule, *, text: str, hyper: Mapping[str, Schedule], slots: Mapping[str, float],
+    whole: bool = False, check: Check | None = None,
+) -> Optimizer:  # fmt: skip
+    """Make an optimizer of an in-place rule.
+
+    Args:
+        rule: `rule(params, grads, opt, now)`; gradients come in the dtype of their params, still scaled.
+        text: how the optimizer was written.
+        hyper: hyper-parameters that may be schedules, "lr" among them.
+        slots: slot name -> what its tensors are filled with at first.
+        whole: as in `Optimizer`.
+        check: refuses segments that the rule cannot update.
+    """
+
+    def init(segments: Sequence[Sequence[Segment]], *, params: Sequence[Tensor]) -> dict[str, list[Tensor | None]]:
+        if check is not None:
+            check(segments)
+        return {name: [torch.full_like(p, fill, requires_grad=False) for p in params] for name, fill in slots.items()}
+
+    @torch.no_grad()
+    def update(
+        grads: Sequence[Tensor], opt: dict, params: list[Tensor], *, step: Tensor, lr: Tensor | None,
+        grad_scale: Tensor | None, skip: Tensor | None, segments: Sequence[Sequence[Segment]], axes: Sequence[Any],
+        out: list[Tensor] | None = None,
+    ) -> tuple[list[Tensor], dict]:  # fmt: skip
+        if not params:
+            return params, opt
+        values = {name: _at(value, step) for name, value in hyper.items() if name != "lr" or lr is None}
+        if lr is not None:
+            values["lr"] = _cheap(lr)
+        now = Now(step, values, grad_scale, skip, segments, axes)
+        rule(params, [g.to(p.dtype) for g, p in zip(grads, params, strict=True)], opt, now)
+        if out is not None:
+            torch.ops.aten._foreach_copy_(out, params)
+        return params, opt
+
+    return Optimizer(init, update, hyper["lr"], text, whole=whole)
+
+
+def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
+    """Return start + weight * (end - start), for a weight that is a float or a () tensor."""
+    return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, Tensor) else weight)
+
+
+def _at(value: Schedule, step: Tensor) -> float | Tensor:
+    return _cheap(value(step)) if callable(value) else value
+
+
+def _cheap(value: float | Tensor) -> float | Tensor:
+    # On the CPU reading a tensor is free, and with floats the fused kernels equal torch.optim's bit for bit.
+    return value if isinstance(value, Tensor) and value.device.type != "cpu" else float(value)

@@ -1,0 +1,86 @@
+"""What an optimizer is: two functions over flat slices, and what the step must know about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import attrs
+import torch
+from torch import Tensor
+
+Schedule = float | Callable[[int | Tensor], float | Tensor]
+
+
+@attrs.frozen
+class Segment:
+    """Say where one parameter lies inside a flat slice.
+
+    Attributes:
+        name: dotted parameter name.
+        shape: of the whole parameter.
+        offset: first element of the slice that belongs to it.
+        length: elements of it in the slice: all, some, or none where it is split over ranks.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the view (length,) of `flat` that holds this parameter.
+
+        >>> Segment("bias", (2,), 1, 2).of(torch.arange(4))
+        tensor([1, 2])
+        """
+        return flat[self.offset : self.offset + self.length]
+
+
+def single_group(name: str) -> Hashable:
+    """Return the same group for every parameter."""
+    return 0
+
+
+@attrs.frozen(eq=False, repr=False)
+class Optimizer:
+    """Hold the two functions of an optimizer and what the step must know about them.
+
+    Lists hold one 1-D contiguous tensor per slice, in the same order everywhere; `segments` holds one
+    list of `Segment` per slice.
+
+    Attributes:
+        init: `init(segments, *, params) -> opt`, with `opt[slot]` a list of one tensor per slice, of its
+            shape, dtype and device (`meta` stays `meta`), or None where that slice has no such slot.
+        update: `update(grads, opt, params, *, step, lr, grad_scale, skip, segments, axes, out=None) ->
+            (params, opt)`. Writes into `params`, `opt` and `grads` (of any floating dtype), returns the
+            first two, and never synchronises with an accelerator.
+
+            - step: () int64, updates applied before this one (t).
+            - lr: () float64, or None for the optimizer's own schedule at t.
+            - grad_scale: () float32 that the gradients arrive multiplied by, or None.
+            - skip: () bool, or None; where true, params and opt keep every bit, whatever the gradients hold.
+            - axes: mesh axes over which parameters are split: objects with `all_reduce(tensor) -> tensor`
+              (sum). Their ranks hold the same segments in the same order, of length 0 where a rank has none.
+            - out: one tensor per slice that receives the new params in its own dtype, or None.
+        lr: learning rate or its schedule `f(t)`: what the step evaluates, passes as `lr` and reports.
+        text: how the optimizer was written; also its repr.
+        whole: True where `update` needs whole parameters in each slice.
+        group: parameter name -> group; a slice never mixes groups.
+    """
+
+    init: Callable[..., dict[str, list[Tensor | None]]]
+    update: Callable[..., tuple[list[Tensor], dict[str, list[Tensor | None]]]]
+    lr: Schedule
+    text: str
+    whole: bool = False
+    group: Callable[[str], Hashable] = single_group
+
+    def learning_rate(self, step: Tensor) -> Tensor:
+        """Return the learning rate at t = `step` () as a () float64 tensor on its device."""
+        value = self.lr(step) if callable(self.lr) else self.lr
+        if isinstance(value, Tensor):
+            return value.to(step.device, torch.float64)
+        return torch.full((), value, dtype=torch.float64, device=step.device)
+
+    def __repr__(self) -> str:
+        return self.text

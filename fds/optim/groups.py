@@ -1,0 +1,102 @@
+"""One optimizer per group of parameters."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fds.errors import OptimizerError, did_you_mean
+from fds.optim.base import Optimizer, Segment
+
+
+def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
+    """Give each parameter the optimizer of the first pattern that its name matches.
+
+    Args:
+        optimizers: shell-style pattern (`*` crosses dots) -> optimizer, tried in order. A parameter's group
+            is the index of its pattern; every slice holds parameters of one group.
+
+    Every group follows its own learning rate: `update` ignores a `lr` that it is passed. `.lr`, which the
+    step reports, is the last pattern's. Slots of one name share an entry of `opt`, None for the slices of
+    groups without it. `whole` if any of the optimizers is.
+
+    Raises `OptimizerError` for values that are not optimizers, and in `init` for a parameter that matches
+    no pattern, or a pattern that no parameter matches.
+
+    >>> from fds.optim import adamw
+    >>> by_name({"*.bias": adamw(weight_decay=0.0), "*": adamw(weight_decay=0.1)})
+    by_name({'*.bias': adamw(weight_decay=0.0), '*': adamw(weight_decay=0.1)})
+    """
+    for pattern, optimizer in optimizers.items():
+        if not isinstance(optimizer, Optimizer):
+            raise OptimizerError(
+                "by_name: a pattern's value is not an optimizer", where=repr(pattern), got=repr(optimizer),
+                want="adamw(...), sgd(...), ...", hint="write by_name({pattern: optimizer, ...})",
+            )  # fmt: skip
+    if not optimizers:
+        raise OptimizerError(
+            "by_name: no optimizer", where="optimizers", got="{}", want="{pattern: optimizer, ...}",
+            hint='a last entry "*" takes every parameter that is left',
+        )  # fmt: skip
+    patterns, members = list(optimizers), list(optimizers.values())
+
+    def group(name: str) -> int:
+        for index, pattern in enumerate(patterns):
+            if fnmatch.fnmatchcase(name, pattern):
+                return index
+        raise OptimizerError(
+            "by_name: a parameter matches no pattern", where=name, got=", ".join(map(repr, patterns)),
+            want="a pattern for every parameter", hint='end with "*": adamw(...)',
+        )  # fmt: skip
+
+    def slices_of(segments: Sequence[Sequence[Segment]]) -> list[list[int]]:
+        """Return, for every group, the indices of its slices; one without parameters goes to the last."""
+        slices: list[list[int]] = [[] for _ in members]
+        for index, inside in enumerate(segments):
+            found = {group(segment.name) for segment in inside} or {len(members) - 1}
+            assert len(found) == 1, f"slice {index} mixes the groups {sorted(found)}"
+            slices[found.pop()].append(index)
+        return slices
+
+    def init(segments: Sequence[Sequence[Segment]], *, params: Sequence[Tensor]) -> dict[str, list[Tensor | None]]:
+        names = [segment.name for inside in segments for segment in inside]
+        for pattern in patterns:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                raise OptimizerError(
+                    "by_name: a pattern matches no parameter", where=repr(pattern), got=f"{len(names)} parameters",
+                    want="the name of a parameter, with * for any part of it",
+                    hint=did_you_mean(pattern, names) if names else "there is no trainable parameter",
+                )  # fmt: skip
+        opt: dict[str, list[Tensor | None]] = {}
+        for member, slices in zip(members, slices_of(segments), strict=True):
+            if not slices:
+                continue
+            part = member.init(_pick(segments, slices), params=_pick(params, slices))
+            for slot, tensors in part.items():
+                merged = opt.setdefault(slot, [None] * len(params))
+                for index, tensor in zip(slices, tensors, strict=True):
+                    merged[index] = tensor
+        return opt
+
+    def update(
+        grads: list[Tensor], opt: dict, params: list[Tensor], *, lr: Tensor | None,
+        segments: Sequence[Sequence[Segment]], out: list[Tensor] | None = None, **rest: Any,
+    ) -> tuple[list[Tensor], dict]:  # fmt: skip
+        for member, slices in zip(members, slices_of(segments), strict=True):
+            part = {slot: _pick(tensors, slices) for slot, tensors in opt.items()}
+            part = {slot: tensors for slot, tensors in part.items() if any(x is not None for x in tensors)}
+            member.update(
+                _pick(grads, slices), part, _pick(params, slices), lr=None, segments=_pick(segments, slices),
+                out=None if out is None else _pick(out, slices), **rest,
+            )  # fmt: skip
+        return params, opt
+
+    text = "by_name({" + ", ".join(f"{pattern!r}: {member}" for pattern, member in optimizers.items()) + "})"
+    return Optimizer(init, update, members[-1].lr, text, whole=any(m.whole for m in members), group=group)
+
+
+def _pick(values: Sequence, indices: list[int]) -> list:
+    return [values[i] for i in indices]

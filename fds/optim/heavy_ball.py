@@ -1,0 +1,86 @@
+"""Stochastic gradient descent, plain or with momentum."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fds.errors import OptimizerError
+from fds.optim.arguments import demand, spell
+from fds.optim.assembly import Now, assemble
+from fds.optim.base import Optimizer, Schedule
+
+
+def sgd(
+    lr: Schedule = 1e-3, momentum: Schedule = 0.0, weight_decay: Schedule = 0.0, *,
+    dampening: float = 0.0, nesterov: bool = False,
+) -> Optimizer:  # fmt: skip
+    """Step against the gradient, or against a running sum of gradients.
+
+    Element by element, with b = g at t = 0::
+
+        g = g + weight_decay * p
+        b = momentum * b + (1 - dampening) * g
+        p = p - lr * b                              nesterov: p - lr * (g + momentum * b)
+
+    Slot: momentum_buffer (b), only where momentum is not the constant 0 (then p = p - lr * g).
+
+    Args:
+        lr: learning rate; it, momentum and weight_decay may be schedules f(t).
+        momentum: weight of the past.
+        weight_decay: L2 penalty.
+        dampening: taken from the weight of the present, after the first update.
+        nesterov: look ahead along the momentum.
+
+    Raises `OptimizerError` for a value out of range, or nesterov without momentum or with dampening.
+    Source: Polyak 1964; Sutskever et al. 2013, ICML, section 2; the form is torch.optim.SGD's.
+
+    >>> sgd(0.1, momentum=0.9)
+    sgd(lr=0.1, momentum=0.9)
+    """
+    text = spell(sgd, locals())
+    demand("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
+    demand("sgd", dampening=dampening, schedule=False)
+    if nesterov and (momentum == 0 or dampening != 0):
+        raise OptimizerError(
+            "sgd: nesterov needs momentum and no dampening", where="nesterov", got=text,
+            want="sgd(momentum=0.9, nesterov=True)", hint="leave out nesterov, or dampening",
+        )  # fmt: skip
+    hyper = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    slots = {"momentum_buffer": 0.0} if momentum != 0 else {}
+    return assemble(partial(_rule, dampening=dampening, nesterov=nesterov), text=text, hyper=hyper, slots=slots)
+
+
+def _rule(
+    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, *,
+    dampening: float, nesterov: bool,
+) -> None:  # fmt: skip
+    momentum, weight_decay = now.read("momentum", "weight_decay")
+    buffers = opt.get("momentum_buffer", [])
+    # The kernel wants to be told of the first update: a host may read a CPU tensor for nothing, and on an
+    # accelerator a buffer of zeros gives the same unless dampened. It leaves the buffer alone at momentum 0.
+    on_host = now.step.device.type == "cpu"
+    dampened = bool(buffers) and dampening != 0
+    if not now.static("momentum", "weight_decay") or (buffers and momentum == 0) or (dampened and not on_host):
+        return _formula(params, grads, opt, now, dampening=dampening, nesterov=nesterov)
+    now.fused(
+        torch.ops.aten._fused_sgd_, [params, grads, buffers], momentum=momentum, weight_decay=weight_decay,
+        dampening=dampening, nesterov=nesterov, is_first_step=on_host and int(now.step) == 0,
+    )  # fmt: skip
+
+
+def _formula(
+    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, *,
+    dampening: float, nesterov: bool,
+) -> None:  # fmt: skip
+    lr, momentum, weight_decay = now.read("lr", "momentum", "weight_decay")
+    fresh = 1 - dampening * (now.step != 0).double()
+    buffers = opt.get("momentum_buffer", [None] * len(params))
+    for p, g, b in zip(params, now.unscale(grads), buffers, strict=True):
+        g.add_(p * weight_decay)
+        if b is not None:
+            now.write(b, (b * momentum).add_(g * fresh))
+            g = g.add_(b * momentum) if nesterov else b
+        now.write(p, p - g * lr)

@@ -1,0 +1,100 @@
+"""LAMB: Adam's direction, as long as the parameter that it moves."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fds.errors import OptimizerError
+from fds.optim.arguments import demand, demand_betas, spell
+from fds.optim.assembly import Now, assemble, lerp
+from fds.optim.base import Optimizer, Schedule
+
+
+def lamb(
+    lr: Schedule = 1e-3, betas: tuple[Schedule, Schedule] = (0.9, 0.999), eps: float = 1e-8,
+    weight_decay: Schedule = 0.0, *, min_coeff: float = 0.01, max_coeff: float = 10.0,
+    bias_correction: bool = True, eps_inside_sqrt: bool = False,
+) -> Optimizer:  # fmt: skip
+    """Make each parameter's update proportional to the parameter's own norm.
+
+    With n = t + 1, and norms taken over one whole parameter::
+
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g^2
+        u = m / (sqrt(v) + eps) + weight_decay * p          eps_inside_sqrt: m / sqrt(v + eps)
+        c = clamp(|p| / |u|, min_coeff, max_coeff)          1 where either norm is 0
+        p = p - rate * c * u                                rate = lr * sqrt(1 - beta2^n) / (1 - beta1^n)
+
+    Slots: exp_avg (m), exp_avg_sq (v).
+
+    Args:
+        lr: learning rate; it, the betas and weight_decay may be schedules f(t).
+        betas: decay of the two running means, in [0, 1).
+        eps: added to the root, or under it.
+        weight_decay: weight of the parameter in its own update.
+        min_coeff: least trust ratio c.
+        max_coeff: greatest trust ratio c.
+        bias_correction: False takes rate = lr.
+        eps_inside_sqrt: where eps goes.
+
+    Raises `OptimizerError` for a value out of range.
+    Source: You et al. 2020, arXiv:1904.00962, algorithm 2; clamping and the correction of the rate rather
+    than of the moments are DeepSpeed's FusedLamb.
+
+    >>> lamb(max_coeff=5.0)
+    lamb(max_coeff=5.0)
+    """
+    text = spell(lamb, locals())
+    demand("lamb", lr=lr, weight_decay=weight_decay)
+    demand("lamb", schedule=False, eps=eps, min_coeff=min_coeff, max_coeff=max_coeff)
+    demand_betas("lamb", betas)
+    if min_coeff > max_coeff:
+        raise OptimizerError(
+            "lamb: no coefficient lies between min_coeff and max_coeff", where="min_coeff",
+            got=f"min_coeff={min_coeff}, max_coeff={max_coeff}", want="min_coeff <= max_coeff", hint="swap them",
+        )  # fmt: skip
+    fixed = {
+        "eps": eps, "bounds": (min_coeff, max_coeff), "bias_correction": bias_correction,
+        "eps_inside_sqrt": eps_inside_sqrt,
+    }  # fmt: skip
+    hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
+    return assemble(partial(_rule, **fixed), text=text, hyper=hyper, slots={"exp_avg": 0.0, "exp_avg_sq": 0.0})
+
+
+def _rule(
+    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, *,
+    eps: float, bounds: tuple[float, float], bias_correction: bool, eps_inside_sqrt: bool,
+) -> None:  # fmt: skip
+    lr, beta1, beta2, weight_decay = now.read("lr", "beta1", "beta2", "weight_decay")
+    for p, g, m, v in zip(params, now.unscale(grads), opt["exp_avg"], opt["exp_avg_sq"], strict=True):
+        now.write(m, lerp(m, g, 1 - beta1))
+        now.write(v, lerp(v, g.square_(), 1 - beta2))
+        root = (v + eps).sqrt_() if eps_inside_sqrt else v.sqrt().add_(eps)
+        torch.div(m, root, out=g).add_(p * weight_decay)  # from here on the gradient's memory holds u
+
+    n = now.updates()
+    rate = lr * (1 - beta2**n).sqrt() / (1 - beta1**n) if bias_correction else lr
+    places = [(segment, i) for i, segments in enumerate(now.segments) for segment in segments]
+    for (segment, i), trust in zip(places, _trust(params, grads, now, bounds), strict=True):
+        segment.of(grads[i]).mul_(trust * rate)
+    for p, u in zip(params, grads, strict=True):
+        now.write(p, p - u)
+
+
+def _trust(params: list[Tensor], updates: list[Tensor], now: Now, bounds: tuple[float, float]) -> list[Tensor]:
+    """Return the coefficient c of every segment, () each, from two norms per segment and one all-reduce."""
+
+    def squares(flats: list[Tensor]) -> Tensor:
+        views = [s.of(flat) for flat, segments in zip(flats, now.segments, strict=True) for s in segments]
+        return torch.stack([norm.double().square() for norm in torch.ops.aten._foreach_norm(views)])
+
+    if not any(now.segments):
+        return []
+    both = torch.stack([squares(params), squares(updates)])
+    for axis in now.axes:
+        both = axis.all_reduce(both)
+    p_norm, u_norm = both.sqrt()
+    return list(torch.where((p_norm > 0) & (u_norm > 0), (p_norm / u_norm).clamp(*bounds), 1.0))

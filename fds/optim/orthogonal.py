@@ -1,0 +1,110 @@
+"""Muon: momentum, made orthogonal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod, sqrt
+
+import torch
+from torch import Tensor
+
+from fds.errors import OptimizerError, did_you_mean
+from fds.optim.arguments import demand, spell
+from fds.optim.assembly import Now, assemble, lerp
+from fds.optim.base import Optimizer, Schedule, Segment
+
+# How the rate grows with the (rows, columns) of a parameter.
+RATIOS = {
+    "original": lambda rows, columns: sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * sqrt(max(rows, columns)),
+}
+
+
+def muon(
+    lr: Schedule = 1e-3, weight_decay: Schedule = 0.1, momentum: Schedule = 0.95, *, nesterov: bool = True,
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315), eps: float = 1e-7, ns_steps: int = 5,
+    adjust_lr: str = "original",
+) -> Optimizer:  # fmt: skip
+    """Move every matrix along the orthogonal matrix nearest to its momentum.
+
+    For a parameter p of shape (A, B)::
+
+        b = momentum * b + (1 - momentum) * g
+        u = orthogonalize(b)                        nesterov: of momentum * b + (1 - momentum) * g
+        p = p - lr * weight_decay * p - lr * ratio * u
+
+    where `orthogonalize` runs `ns_steps` Newton-Schulz iterations in bfloat16, and ratio is
+    sqrt(max(1, A / B)) ("original") or 0.2 * sqrt(max(A, B)) ("match_rms_adamw", whose updates are as long
+    as AdamW's).
+
+    Slot: momentum_buffer (b). Needs whole parameters (`whole=True`).
+
+    Args:
+        lr: learning rate; it, weight_decay and momentum may be schedules f(t).
+        weight_decay: decoupled.
+        momentum: weight of the past.
+        nesterov: look ahead along the momentum.
+        ns_coefficients: (a, b, c) of the iteration x = a x + b (x x') x + c (x x')^2 x.
+        eps: least norm that a matrix is divided by.
+        ns_steps: number of iterations.
+        adjust_lr: the ratio.
+
+    Raises `OptimizerError` for a value out of range, and in `init` for a parameter that is not 2-D.
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982,
+    section 2.2; the form is torch.optim.Muon's.
+
+    >>> muon(0.02, adjust_lr="match_rms_adamw")
+    muon(lr=0.02, adjust_lr='match_rms_adamw')
+    """
+    text = spell(muon, locals())
+    demand("muon", lr=lr, weight_decay=weight_decay, momentum=momentum)
+    demand("muon", schedule=False, eps=eps, ns_steps=ns_steps)
+    if adjust_lr not in RATIOS:
+        raise OptimizerError(
+            "muon: unknown way to adjust the learning rate", where="adjust_lr", got=repr(adjust_lr),
+            want=" or ".join(map(repr, RATIOS)), hint=did_you_mean(str(adjust_lr), RATIOS),
+        )  # fmt: skip
+    if len(ns_coefficients) != 3:
+        raise OptimizerError(
+            "muon: ns_coefficients is not a triple", where="ns_coefficients", got=repr(ns_coefficients),
+            want="(a, b, c)", hint="leave it out: (3.4445, -4.775, 2.0315)",
+        )  # fmt: skip
+    orthogonal = partial(orthogonalize, coefficients=ns_coefficients, num_steps=ns_steps, eps=eps)
+    rule = partial(_rule, orthogonal=orthogonal, nesterov=nesterov, ratio=RATIOS[adjust_lr])
+    hyper = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+    return assemble(rule, text=text, hyper=hyper, slots={"momentum_buffer": 0.0}, whole=True, check=_matrices)
+
+
+def orthogonalize(x: Tensor, *, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
+    """Return, roughly, U V' of the singular value decomposition x = U S V'; x (A, B), the result bfloat16."""
+    a, b, c = coefficients
+    tall = x.shape[0] > x.shape[1]
+    y = x.bfloat16().T if tall else x.bfloat16()  # the Gram matrix is taken on the shorter side
+    y = y / y.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        gram = y @ y.T
+        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.T if tall else y
+
+
+def _rule(params: list, grads: list, opt: dict, now: Now, *, orthogonal, nesterov: bool, ratio) -> None:
+    lr, weight_decay, momentum = now.read("lr", "weight_decay", "momentum")
+    for p, g, b, segments in zip(params, now.unscale(grads), opt["momentum_buffer"], now.segments, strict=True):
+        now.write(b, lerp(b, g, 1 - momentum))
+        direction = lerp(g, b, momentum) if nesterov else b
+        p_new = p * (1 - lr * weight_decay)
+        for segment in filter(lambda s: s.length, segments):
+            assert segment.length == prod(segment.shape), f"muon needs the whole of {segment.name}"
+            u = orthogonal(segment.of(direction).view(segment.shape)).reshape(-1)
+            segment.of(p_new).sub_(u.to(p.dtype).mul_(lr * ratio(*segment.shape)))
+        now.write(p, p_new)
+
+
+def _matrices(segments: Sequence[Sequence[Segment]]) -> None:
+    for segment in (s for inside in segments for s in inside):
+        if len(segment.shape) != 2:
+            raise OptimizerError(
+                "muon updates matrices only", where=segment.name, got=f"shape {segment.shape}", want="two dimensions",
+                hint='give the others to another optimizer: by_name({"*.weight": muon(), "*": adamw()})',
+            )  # fmt: skip

@@ -1,0 +1,48 @@
+"""Lion: the sign of a momentum."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fds.optim.arguments import demand, demand_betas, spell
+from fds.optim.assembly import Now, assemble, lerp
+from fds.optim.base import Optimizer, Schedule
+
+
+def lion(
+    lr: Schedule = 1e-4, betas: tuple[Schedule, Schedule] = (0.9, 0.99), weight_decay: Schedule = 0.0
+) -> Optimizer:
+    """Move every element by lr, in the direction of its momentum's sign.
+
+    Element by element::
+
+        u = sign(beta1 * m + (1 - beta1) * g)
+        m = beta2 * m + (1 - beta2) * g
+        p = p - lr * (u + weight_decay * p)
+
+    Slot: exp_avg (m).
+
+    Args:
+        lr: learning rate, a third to a tenth of AdamW's; it, the betas and weight_decay may be schedules f(t).
+        betas: weight of the past in the direction, and in what is remembered, in [0, 1).
+        weight_decay: decoupled, three to ten times AdamW's.
+
+    Raises `OptimizerError` for a value out of range.
+    Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
+
+    >>> lion(betas=(0.95, 0.98))
+    lion(betas=(0.95, 0.98))
+    """
+    text = spell(lion, locals())
+    demand("lion", lr=lr, weight_decay=weight_decay)
+    demand_betas("lion", betas)
+    hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
+    return assemble(_rule, text=text, hyper=hyper, slots={"exp_avg": 0.0})
+
+
+def _rule(params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now) -> None:
+    lr, beta1, beta2, weight_decay = now.read("lr", "beta1", "beta2", "weight_decay")
+    for p, g, m in zip(params, now.unscale(grads), opt["exp_avg"], strict=True):
+        direction = lerp(m, g, 1 - beta1).sign_()
+        now.write(m, lerp(m, g, 1 - beta2))
+        now.write(p, (p * (1 - lr * weight_decay)).sub_(direction.mul_(lr)))

@@ -1,0 +1,68 @@
+"""Adagrad: rates that fall with the sum of the squared gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fds.optim.arguments import demand, spell
+from fds.optim.assembly import Now, assemble
+from fds.optim.base import Optimizer, Schedule
+
+
+def adagrad(
+    lr: Schedule = 1e-2, lr_decay: float = 0.0, weight_decay: Schedule = 0.0,
+    initial_accumulator_value: float = 0.0, eps: float = 1e-10,
+) -> Optimizer:  # fmt: skip
+    """Scale each gradient by the root of the sum of all its squares.
+
+    Element by element::
+
+        g = g + weight_decay * p
+        s = s + g^2
+        p = p - lr / (1 + t * lr_decay) * g / (sqrt(s) + eps)
+
+    Slot: sum (s).
+
+    Args:
+        lr: learning rate; it and weight_decay may be schedules f(t).
+        lr_decay: fall of the learning rate.
+        weight_decay: L2 penalty.
+        initial_accumulator_value: s before the first update.
+        eps: added to the root.
+
+    Raises `OptimizerError` for a value out of range.
+    Source: Duchi, Hazan and Singer 2011, JMLR 12, section 1.1; the form is torch.optim.Adagrad's.
+
+    >>> adagrad(lr=0.1)
+    adagrad(lr=0.1)
+    """
+    text = spell(adagrad, locals())
+    demand("adagrad", lr=lr, weight_decay=weight_decay)
+    demand("adagrad", schedule=False, lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value, eps=eps)
+    hyper = {"lr": lr, "weight_decay": weight_decay}
+    slots = {"sum": initial_accumulator_value}
+    return assemble(partial(_rule, lr_decay=lr_decay, eps=eps), text=text, hyper=hyper, slots=slots)
+
+
+def _rule(
+    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, *, lr_decay: float, eps: float
+) -> None:
+    if not now.static("weight_decay"):
+        return _formula(params, grads, opt, now, lr_decay=lr_decay, eps=eps)
+    lists = [params, grads, opt["sum"], [now.updates().float()] * len(params)]
+    (weight_decay,) = now.read("weight_decay")
+    now.fused(torch.ops.aten._fused_adagrad_, lists, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
+
+
+def _formula(
+    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, *, lr_decay: float, eps: float
+) -> None:
+    lr, weight_decay = now.read("lr", "weight_decay")
+    rate = lr / (1 + now.step.double() * lr_decay)
+    for p, g, s in zip(params, now.unscale(grads), opt["sum"], strict=True):
+        g.add_(p * weight_decay)
+        now.write(s, s + g.square())
+        now.write(p, p - g.div_(s.sqrt().add_(eps)).mul_(rate))

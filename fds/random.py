@@ -1,0 +1,91 @@
+"""Randomness as a value: keys, folds, and a scope in which torch's generators follow them.
+
+A key is a `(2,) int64` tensor on the CPU. `fold_in` derives another one from it and any integers or names;
+`seed` turns it into the number that a generator takes. Nothing else in fds seeds a generator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from fds.errors import FdsError
+
+
+def key(seed: int | Tensor) -> Tensor:
+    """Return the key `(2,) int64` for an integer seed; a key is returned as it is.
+
+    Raises `FdsError` for anything else.
+    """
+    if isinstance(seed, Tensor):
+        if seed.shape != (2,) or seed.dtype != torch.int64:
+            raise FdsError("not a random key", got=f"{tuple(seed.shape)} {seed.dtype}", want="(2,) torch.int64")
+        return seed.cpu()
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise FdsError("not a random seed", got=repr(seed), want="an int or a key")
+    return fold_in(torch.zeros(2, dtype=torch.int64, device="cpu"), seed)
+
+
+def fold_in(key: Tensor, *data: int | str) -> Tensor:
+    """Derive a key from a key and any integers or names. Distinct data give independent keys.
+
+    BLAKE2b over the key and the tagged data (RFC 7693): stateless, the same on every machine and version.
+
+    >>> k = fold_in(key(0), 3, "dropout")
+    >>> bool((k == fold_in(key(0), 3, "dropout")).all())
+    True
+    """
+    words = key.tolist()
+    return torch.tensor(struct.unpack("<qq", _digest(words, data)), dtype=torch.int64, device="cpu")
+
+
+def seed(key: Tensor, *data: int | str) -> int:
+    """Return the 63-bit seed of `fold_in(key, *data)`, for a generator."""
+    return int.from_bytes(_digest(key.tolist(), data)[:8], "little") >> 1
+
+
+def generator(key: Tensor, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a new generator on `device` seeded by the key."""
+    return torch.Generator(device).manual_seed(seed(key))
+
+
+@contextlib.contextmanager
+def scope(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore the default generators of the CPU and of `devices` on leaving."""
+    kept = [(g, g.get_state()) for g in _generators(devices)]
+    try:
+        yield
+    finally:
+        for g, state in kept:
+            g.set_state(state)
+
+
+def reseed(seed: int, devices: Iterable[torch.device]) -> None:
+    """Seed the default generators of the CPU and of `devices`; call it inside a `scope`.
+
+    `Generator.manual_seed` costs 1.4 us on the CPU, `torch.manual_seed` 157 us.
+    """
+    for g in _generators(devices):
+        g.manual_seed(seed)
+
+
+def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    found = [torch.default_generator]
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.init()
+            index = torch.cuda.current_device() if device.index is None else device.index
+            found.append(torch.cuda.default_generators[index])
+    return found
+
+
+def _digest(words: list[int], data: tuple[int | str, ...]) -> bytes:
+    h = hashlib.blake2b(struct.pack("<qq", *words), digest_size=16)
+    for d in data:
+        h.update(b"s" + d.encode() + b"\0" if isinstance(d, str) else b"i" + int(d).to_bytes(16, "little", signed=True))
+    return h.digest()

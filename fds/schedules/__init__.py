@@ -1,0 +1,25 @@
+"""Curves for the arguments of optimizers: functions f(t) of the number of updates applied before this one, t >= -1.
+
+Any callable of t may stand where one of these does, such as the closed form of a torch LRScheduler:
+
+>>> exponential = lambda t: 0.1 * 0.9**t
+>>> exponential(1) == 0.1 * 0.9
+True
+"""
+
+from fds.schedules.cycle import one_cycle, one_cycle_momentum
+from fds.schedules.flat import constant
+from fds.schedules.rate_range import lr_range_test
+from fds.schedules.warm_up import warmup
+from fds.schedules.warm_up_cosine import warmup_cosine
+from fds.schedules.warm_up_decay import warmup_decay
+
+__all__ = [
+    "constant",
+    "lr_range_test",
+    "one_cycle",
+    "one_cycle_momentum",
+    "warmup",
+    "warmup_cosine",
+    "warmup_decay",
+]

@@ -1,0 +1,94 @@
+"""A curve: a pure function of t that prints as the call that made it.
+
+t counts the updates applied before this one, so update k (1, 2, ...) uses t = k - 1; t = -1 is "before training".
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, ParamSpec, overload
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.errors import ScheduleError, did_you_mean
+
+P = ParamSpec("P")
+
+
+@attrs.frozen(repr=False)
+class Curve:
+    """Give a value to each t >= -1. Two curves are equal when the calls that made them say the same.
+
+    `curve(5)` is a float. `curve(t)` of an integer tensor is a float64 tensor of its shape on its device, computed
+    there without waiting for it.
+    """
+
+    factory: Callable[..., Curve]
+    positional: tuple
+    named: tuple[tuple[str, Any], ...]  # those that differ from their defaults, in the order of the signature
+    formula: Callable[[Tensor], Tensor] = attrs.field(eq=False)  # float64 to float64, elementwise, same device
+
+    @overload
+    def __call__(self, t: int) -> float: ...
+    @overload
+    def __call__(self, t: Tensor) -> Tensor: ...
+    def __call__(self, t):
+        if isinstance(t, Tensor):
+            return self.formula(t.to(torch.float64))
+        return self.formula(torch.tensor(t, dtype=torch.float64, device="cpu")).item()  # one formula, so no drift
+
+    def __repr__(self) -> str:
+        shown = [repr(value) for value in self.positional] + [f"{name}={value!r}" for name, value in self.named]
+        return f"{self.factory.__name__}({', '.join(shown)})"
+
+    def __reduce__(self) -> tuple:
+        return functools.partial(self.factory, *self.positional, **dict(self.named)), ()
+
+
+def schedule(factory: Callable[P, Callable[[Tensor], Tensor]]) -> Callable[P, Curve]:
+    """Turn a factory of formulas into a factory of curves that refuses bad arguments.
+
+    An argument annotated `int` must be a count, 0 or more; one annotated `float` a finite number.
+
+    Raises:
+        ScheduleError: an argument is missing, unknown or not such a number.
+    """
+    signature = inspect.signature(factory, eval_str=True)
+
+    @functools.wraps(factory)
+    def make(*args: P.args, **kwargs: P.kwargs) -> Curve:
+        bound = _bind(factory.__name__, signature, args, kwargs)
+        for name, value in bound.arguments.items():
+            _check(factory.__name__, signature.parameters[name], value)
+        bound.apply_defaults()
+        told = tuple((n, v) for n, v in bound.kwargs.items() if v != signature.parameters[n].default)
+        return Curve(make, bound.args, told, factory(*args, **kwargs))
+
+    return make
+
+
+def _bind(function: str, signature: inspect.Signature, args: tuple, kwargs: dict) -> inspect.BoundArguments:
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        unknown = [name for name in kwargs if name not in signature.parameters]
+        hint = did_you_mean(unknown[0], signature.parameters) if unknown else ""
+        want = f"{function}{signature.replace(return_annotation=inspect.Signature.empty)}"
+        raise ScheduleError(f"{function}: {error}", where=function, want=want, hint=hint) from None
+
+
+def _check(function: str, parameter: inspect.Parameter, value: Any) -> None:
+    if parameter.annotation in (int, int | None):
+        good, want = isinstance(value, int) and value >= 0, "a count, 0 or more"
+    elif parameter.annotation is float:
+        good, want = isinstance(value, int | float) and math.isfinite(value), "a finite number"
+    else:
+        return
+    if not good and not (value is None and parameter.default is None):
+        what = f"{function} cannot use this {parameter.name}"
+        raise ScheduleError(what, where=function, got=f"{parameter.name}={value!r}", want=want)

@@ -1,0 +1,68 @@
+"""Rise from a start to a peak, and stay: the beginning of most learning-rate curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor
+
+from fds.errors import ScheduleError, did_you_mean
+from fds.schedules.curve import schedule
+
+Kind = Literal["log", "linear"]
+RISES = {
+    "log": lambda t, steps: (t + 1).log() / math.log(steps),
+    "linear": lambda t, steps: t / steps,
+}
+
+
+@schedule
+def warmup(
+    peak: float, *, warmup_steps: int = 1000, start: float = 0.0, kind: Kind = "log"
+) -> Callable[[Tensor], Tensor]:
+    """Rise from `start` to `peak` within `warmup_steps` updates, then stay there. Values in the unit of `peak`.
+
+        f(t) = start + (peak - start) * rise(t)
+        rise(t) = 0 for t < 0; ln(t + 1) / ln(W) ("log") or t / W ("linear") for 0 <= t < W; 1 for t >= W
+        W = max(2, warmup_steps)
+
+    Both kinds begin at `start` on the first update, t = 0. With `warmup_steps=0` there is no warm-up: `peak` from
+    t = 0 on.
+
+    Raises:
+        ScheduleError: an argument is not a number of its kind, or `kind` is unknown.
+
+    Source: the values of DeepSpeed 0.19.6's WarmupLR, which uses t = -1 for the first update and t = k - 2 for update
+    k, so that two updates run at `start`; here update k uses t = k - 1.
+
+    >>> f = warmup(0.001, warmup_steps=4)
+    >>> [round(f(t), 6) for t in (-1, 0, 1, 2, 3, 4, 100)]
+    [0.0, 0.0, 0.0005, 0.000792, 0.001, 0.001, 0.001]
+    >>> f
+    warmup(0.001, warmup_steps=4)
+    """
+    share = rise(warmup_steps, kind)
+    return lambda t: between(start, peak, share(t))
+
+
+def rise(warmup_steps: int, kind: Kind) -> Callable[[Tensor], Tensor]:
+    """Return t -> the share of a warm-up that is done, 0 to 1; `warmup` has the formula."""
+    if kind not in RISES:
+        hint = did_you_mean(str(kind), RISES)
+        raise ScheduleError("unknown kind of warm-up", got=f"kind={kind!r}", want=" or ".join(RISES), hint=hint)
+    if warmup_steps == 0:
+        return lambda t: (t >= 0).to(t.dtype)
+    steps = length(warmup_steps)
+    return lambda t: RISES[kind](t.clamp(0, steps), steps).clamp(max=1)
+
+
+def length(warmup_steps: int) -> int:
+    """Return the number of updates that a warm-up takes: none or at least two, for ln(1) = 0 divides nothing."""
+    return max(2, warmup_steps) if warmup_steps else 0
+
+
+def between(low: float, high: float, share: Tensor) -> Tensor:
+    """Return the value at `share` of the way, exactly `low` at 0 and exactly `high` at 1."""
+    return low * (1 - share) + high * share

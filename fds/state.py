@@ -1,0 +1,48 @@
+"""The state of a run: one frozen record, a pytree of tensors. Nothing about the run lives anywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from fds import tree
+from fds.errors import DonatedStateError
+
+
+@attrs.define(eq=False)
+class Token:
+    """The right to read a state's buffers; a donating step spends it at its first write."""
+
+    spent_at: int | None = None  # the value of `calls` of the state that was given up
+
+
+@tree.record
+class State:
+    """Everything that a step reads and writes.
+
+    Its leaves are tensors, and the dotted key path of a leaf is its name in files and in errors.
+    `attrs.evolve` and `fds.tree.map` make new states; a map's result does not share the donation of its source.
+    """
+
+    step: Tensor  # () int64, on the device: updates applied
+    calls: Tensor  # () int64, on the CPU: calls made, skipped ones included
+    params: Any  # the user's tree, master precision
+    opt: dict[str, dict[str, Tensor]]  # slot of the optimizer -> parameter name -> tensor of its shape
+    buffers: dict[str, Tensor]  # module statistics by name
+    slots: dict[str, Any]  # one entry per transform that remembers, under its name
+    key: Tensor  # (2,) int64, on the CPU
+    token: Token = attrs.field(factory=Token, init=False, repr=False)
+
+    def check(self, doing: str) -> None:
+        """Raise `DonatedStateError` if a donating step has written over this state."""
+        if self.token.spent_at is not None:
+            raise DonatedStateError(
+                f"{doing}: this state was donated, and its buffers hold a later state now",
+                where=f"call {self.token.spent_at}",
+                got="a state that was already passed to a donating step",
+                want="the state which that step returned",
+                hint="keep the result (`state, metrics = step(state, batch)`), leave out fds.donate, or copy first: "
+                "fds.tree.map(torch.clone, state)",
+            )

@@ -1,0 +1,13 @@
+"""The step: its program of stations, transforms that fill them, and what composing means."""
+
+from fds.step.batch import Split, Whole, rows, whole
+from fds.step.compose import Composition, Transform, compose, fill, transform
+from fds.step.describe import Description
+from fds.step.gradients import Gradients, Measure, Sum, global_norm
+from fds.step.program import Step
+from fds.step.stations import After, Commit, Gather, Place, Reduce, Scale
+
+__all__ = [
+    "After", "Commit", "Composition", "Description", "Gather", "Gradients", "Measure", "Place", "Reduce", "Scale",
+    "Split", "Step", "Sum", "Transform", "Whole", "compose", "fill", "global_norm", "rows", "transform", "whole",
+]  # fmt: skip

@@ -1,0 +1,81 @@
+"""Batches: which leaves are rows, and how a batch becomes microbatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from fds import tree
+from fds.errors import BatchError
+
+
+@attrs.frozen(eq=False)
+class Whole:
+    """A batch leaf that every microbatch gets whole: see `whole`."""
+
+    value: Any
+
+
+def whole(x: Any) -> Whole:
+    """Mark a leaf of a batch that is not to be sliced; the loss sees the leaf itself."""
+    return Whole(x)
+
+
+def rows(batch: Any) -> int | None:
+    """Return the length that all sliced leaves share, None where there are none.
+
+    Raises `BatchError` where two leaves disagree.
+    """
+    first: tuple[str, int] | None = None
+    for path, x in tree.paths(batch).items():
+        if _is_sliced(x):
+            if first is None:
+                first = (path, x.shape[0])
+            elif x.shape[0] != first[1]:
+                raise BatchError(
+                    "the leaves of the batch disagree in length", where=path or "batch",
+                    got=f"{x.shape[0]} rows here, {first[1]} at {first[0]!r}", want="one length along dim 0",
+                    hint="mark a leaf that is not made of rows: fds.whole(x)",
+                )  # fmt: skip
+    return None if first is None else first[1]
+
+
+@attrs.frozen
+class Split:
+    """The station `split`: a batch as `num_microbatches` consecutive slices, views without a copy."""
+
+    num_microbatches: int = 1
+
+    def __call__(self, batch: Any) -> list[Any]:
+        """Return the microbatches. Raises `BatchError` for leaves that disagree or do not divide."""
+        n, length = self.num_microbatches, rows(batch)
+        if n > 1 and length is None:
+            raise BatchError(
+                "the batch has no rows to split", got=type(batch).__name__, want=f"{n} microbatches",
+                hint="a batch is a pytree (dict, list, tuple, record) of tensors; convert other containers",
+            )  # fmt: skip
+        if length is not None and (length % n or length < n):
+            where = next(path for path, x in tree.paths(batch).items() if _is_sliced(x))
+            raise BatchError(
+                f"the batch does not divide into {n} microbatches", where=where or "batch",
+                got=f"{length} rows", want=f"a positive multiple of {n}",
+                hint="drop the last rows, or mark a leaf that is not made of rows: fds.whole(x)",
+            )  # fmt: skip
+        leaves, build = tree.flatten(batch)
+        size = 0 if length is None else length // n
+        return [
+            build([_slice(x, i * size, size, n) for x in leaves])
+            for i in range(n)
+        ]  # fmt: skip
+
+
+def _slice(x: Any, start: int, size: int, n: int) -> Any:
+    if isinstance(x, Whole):
+        return x.value
+    return x.narrow(0, start, size) if n > 1 and _is_sliced(x) else x
+
+
+def _is_sliced(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0

@@ -1,0 +1,160 @@
+"""Transforms, and what composing them means: filling the stations of a `Step`, each single one once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import attrs
+
+from fds.errors import ComposeError
+from fds.optim import Optimizer
+
+if TYPE_CHECKING:
+    from fds.step.program import Step
+
+P = ParamSpec("P")
+
+
+@attrs.frozen(eq=False)
+class Transform:
+    """A named rewriting of a step, `Step -> Step`; its text reads as it was written."""
+
+    name: str
+    text: str
+    apply: Callable[[Step], Step] = attrs.field(repr=False)
+
+    def __call__(self, step: Step) -> Step:
+        """Return `step` with the stations of this transform filled."""
+        written = (*step.composition, self)
+        return self.apply(attrs.evolve(step, composition=written, position=len(step.composition)))
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def transform(factory: Callable[P, Callable[[Step], Step]]) -> Callable[P, Transform]:
+    """Make a factory of transforms out of a function from arguments to `Step -> Step`."""
+
+    @functools.wraps(factory)
+    def make(*args: P.args, **kwargs: P.kwargs) -> Transform:
+        words = [*map(_word, args), *(f"{k}={_word(v)}" for k, v in kwargs.items())]
+        return Transform(factory.__name__, f"{factory.__name__}({', '.join(words)})", factory(*args, **kwargs))
+
+    make.is_transform_factory = True  # type: ignore[attr-defined]
+    return make
+
+
+def fill(step: Step, *, hint: str = "", instead: str = "", **stations: Any) -> Step:
+    """Return `step` with stations filled by the transform whose turn it is.
+
+    Tuple stations are appended to; a single station that somebody filled before is a `ComposeError`, as is a slot
+    whose name is taken. `hint`, and `instead` of this transform's own text, go into that error.
+    """
+    by, changes, owners = step.position, {}, dict(step.owners)
+    for name, value in stations.items():
+        held = getattr(step, name)
+        if name == "slots":
+            for slot in value:
+                if slot in held:
+                    raise _refuse(step, f"the slot {slot!r}", owners[f"slots.{slot}"], hint, instead)
+                owners[f"slots.{slot}"] = by
+            changes[name] = {**held, **value}
+        elif isinstance(held, tuple):
+            changes[name] = (*held, value)
+        elif name in owners:
+            raise _refuse(step, f"the station {name!r}", owners[name], hint, instead)
+        else:
+            changes[name], owners[name] = value, by
+    return attrs.evolve(step, owners=owners, **changes)
+
+
+def optimize(optimizer: Optimizer) -> Transform:
+    """Return the transform that an optimizer is, wherever one may stand."""
+    return Transform("optimizer", repr(optimizer), lambda step: fill(step, optimizer=optimizer))
+
+
+@attrs.frozen(eq=False)
+class Composition:
+    """Transforms in order: called with a step it rewrites it, called with a loss it makes a step of it."""
+
+    parts: tuple[Transform, ...]
+
+    def __call__(self, loss: Any, eval_fn: Any = None) -> Step:
+        """Return the step. Raises `ComposeError` for an illegal composition."""
+        from fds.step.program import Step
+
+        if isinstance(loss, Step):
+            return self.rewrite(loss)
+        if isinstance(loss, Transform | Composition | Optimizer) or not (callable(loss) or hasattr(loss, "loss_fn")):
+            raise ComposeError("a composition is applied to a loss", got=repr(loss)[:80], want=f"{self}(loss_fn)")
+        step = self.rewrite(Step(loss=loss, eval_loss=loss if eval_fn is None else eval_fn))
+        if step.optimizer is None:
+            raise ComposeError(
+                "the composition has no optimizer", got=repr(self), want=_show([*self.parts, "adamw(3e-4)"])
+            )
+        return step
+
+    def rewrite(self, step: Step) -> Step:
+        """Apply the parts in order."""
+        written = (*step.composition, *self.parts)
+        for position, part in enumerate(self.parts, start=len(step.composition)):
+            step = part.apply(attrs.evolve(step, composition=written, position=position))
+        return step
+
+    def __repr__(self) -> str:
+        return _show(self.parts)
+
+
+def compose(*transforms: Any) -> Composition:
+    """Compose transforms and an optimizer into one value, which turns a loss into a `Step`.
+
+    `compose(accumulate(8), adamw(3e-4))(loss_fn)`; `compose(...)(loss_fn, eval_fn=None)`. Compositions nest. Where a
+    transform acts is its station's business: order matters only inside the tuple stations (gradient maps, layer
+    maps, views, what follows an update), where it is the order of execution. A factory that needs no arguments may
+    stand uncalled.
+
+    Raises `ComposeError` for anything that is not a transform, a station or slot filled twice, no optimizer.
+    """
+    parts: list[Transform] = []
+    for i, t in enumerate(transforms):
+        if getattr(t, "is_transform_factory", False):
+            try:
+                t = t()
+            except TypeError as error:
+                raise ComposeError("a transform needs its arguments", where=f"position {i}", got=t.__name__,
+                                   want=f"{t.__name__}(...)", hint=str(error)) from None  # fmt: skip
+        if isinstance(t, Optimizer):
+            t = optimize(t)
+        if isinstance(t, Composition):
+            parts.extend(t.parts)
+            continue
+        if not isinstance(t, Transform):
+            raise ComposeError(
+                "this is no transform", where=f"position {i}", got=repr(t)[:80],
+                want="a transform, a composition or an optimizer", hint="the loss goes in the second call: "
+                "compose(accumulate(8), adamw(3e-4))(loss_fn)",
+            )  # fmt: skip
+        parts.append(t)
+    return Composition(tuple(parts))
+
+
+def _refuse(step: Step, what: str, first: int, hint: str, instead: str) -> ComposeError:
+    written, second = step.composition, step.position
+    better = {second: instead or written[second]}
+    if not what.startswith("the slot"):
+        better[first] = None
+    want = [better.get(i, t) for i, t in enumerate(written) if better.get(i, t) is not None]
+    return ComposeError(
+        f"{what} is already filled by {written[first]} (position {first}); {written[second]} fills it too.",
+        where=f"position {second}", got=_show(written), want=_show(want), hint=hint,
+    )  # fmt: skip
+
+
+def _show(parts: Any) -> str:
+    return f"compose({', '.join(map(str, parts))})"
+
+
+def _word(value: Any) -> str:
+    return getattr(value, "__name__", None) or repr(value)

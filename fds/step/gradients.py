@@ -1,0 +1,160 @@
+"""From microbatches to one summed gradient, and what is measured on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import autodiff
+from fds.errors import LossError
+from fds.loss import Outcome
+
+
+@attrs.frozen
+class Sum:
+    """The station `sum`: the dtype in which microbatch gradients are added, None for the gradients' own."""
+
+    dtype: torch.dtype | None = None
+
+
+@attrs.define(eq=False)
+class Sums:
+    """Running sums over microbatches: gradients in place, losses, weights and metrics as device scalars."""
+
+    leaves: list[Tensor]  # what the loss is differentiated by; `.grad` holds the sum, or `wide` does
+    wide: list[Tensor | None]  # the sum where its dtype is another than the leaf's
+    loss: Tensor | None = None
+    weight: Tensor | float = 0
+    metrics: dict[str, Tensor] = attrs.field(factory=dict)
+
+    @classmethod
+    def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> Sums:
+        """Prepare to sum gradients by `leaves` in `dtype`."""
+        sums = cls(leaves, [None] * len(leaves))
+        for i, leaf in enumerate(leaves):
+            if dtype is not None and dtype != leaf.dtype:
+                leaf.register_post_accumulate_grad_hook(sums._widen(i, dtype))
+        return sums
+
+    def _widen(self, i: int, dtype: torch.dtype) -> Callable[[Tensor], None]:
+        def add(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            held = self.wide[i]
+            self.wide[i] = leaf.grad.to(dtype).contiguous() if held is None else held.add_(leaf.grad)
+            leaf.grad = None
+
+        return add
+
+    def add(self, outcome: Outcome, seed: Tensor | None, where: str) -> None:
+        """Add one microbatch: its gradients (times `seed`), loss, weight and metrics."""
+        total, weight = outcome.total, outcome.weight
+        if self.leaves:
+            if not total.requires_grad:
+                raise LossError(
+                    "the loss does not depend on the parameters", where=where, got="a value without a graph",
+                    want="a value computed from params",
+                    hint="look for .detach(), .item(), torch.no_grad(), or a module's own parameters in its place",
+                )  # fmt: skip
+            autodiff.backward_into(total, None if seed is None else seed.to(total.dtype), self.leaves)
+            for leaf in self.leaves:
+                if leaf.grad is not None:
+                    leaf.grad = autodiff.exclusive(leaf.grad)
+        loss = total.detach()
+        self.loss = loss if self.loss is None else self.loss + loss
+        if self.metrics and self.metrics.keys() != outcome.metrics.keys():
+            raise LossError(
+                "microbatches return different metrics", where=where, got=str(sorted(outcome.metrics)),
+                want=str(sorted(self.metrics)),
+            )  # fmt: skip
+        for name, value in outcome.metrics.items():
+            part = torch.as_tensor(value, device=loss.device)
+            part = part * weight if part.is_floating_point() else part.long()
+            self.metrics[name] = self.metrics[name] + part if name in self.metrics else part
+        self.weight = self.weight + weight
+
+    def means(self) -> dict[str, Tensor]:
+        """Return the weighted mean of the loss and of float metrics, the sum of integer ones."""
+        assert self.loss is not None
+        floats = {k: v / self.weight if v.is_floating_point() else v for k, v in self.metrics.items()}
+        return {"loss": self.loss / self.weight, **floats}
+
+    def grads(self) -> list[Tensor]:
+        """Return the summed gradients, contiguous and owned; zeros for a leaf that the loss does not use."""
+        found = []
+        for leaf, wide in zip(self.leaves, self.wide, strict=True):
+            grad = wide if wide is not None else leaf.grad
+            found.append(torch.zeros_like(leaf, memory_format=torch.contiguous_format) if grad is None else grad)
+            leaf.grad = None
+        return found
+
+
+@attrs.frozen(eq=False)
+class Gradients:
+    """Summed gradients on their way to the optimizer: the true ones are `leaves / scale`.
+
+    A gradient map (station `condition`) takes and returns one of these; it may write into the leaves.
+    """
+
+    leaves: list[Tensor]
+    scale: Tensor | None  # () float32; None is 1
+    norm: Tensor | None = None  # () global norm of the true gradients, where it was measured
+
+    def measured(self) -> Gradients:
+        """Return the same with its norm known."""
+        if self.norm is not None:
+            return self
+        norm = global_norm(self.leaves)
+        return attrs.evolve(self, norm=norm if self.scale is None else norm / self.scale)
+
+
+@attrs.frozen
+class Measure:
+    """The station `measure`: what is computed on the gradients of every step."""
+
+    norm: bool = False  # the global norm, and with it the flag that every element is finite
+
+
+def global_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm over all elements, () float32 (float64 for float64), finite if and only if all elements are.
+
+    A sum of squares overflows float32 from elements of 1e19 on. On a GPU it is summed in float64 at once; on the CPU,
+    where that costs 26 ms against 2.5 per 20M elements, only when the float32 sum came out not finite.
+    """
+    live = [x for x in tensors if x.numel()]
+    if not live:
+        return torch.zeros((), device=tensors[0].device if tensors else None)
+    wide = any(x.dtype is torch.float64 for x in live) or live[0].is_cuda
+    norm = _norm(live, torch.float64 if wide else torch.float32)
+    if not wide and norm.device.type == "cpu" and not bool(norm.isfinite()):
+        norm = _norm(live, torch.float64)
+    return norm if norm.dtype is torch.float64 and not live[0].is_cuda else _clamped(norm)
+
+
+def _norm(live: list[Tensor], dtype: torch.dtype) -> Tensor:
+    parts = torch._foreach_norm(live, 2, dtype=dtype) if any(x.dtype != dtype for x in live) else torch._foreach_norm(live, 2)
+    return torch.linalg.vector_norm(torch.stack(list(parts)))
+
+
+def _clamped(norm: Tensor) -> Tensor:
+    """Return as float32; a finite norm beyond its range becomes the largest number, not infinity."""
+    top = torch.finfo(torch.float32).max
+    return torch.where(norm.isfinite(), norm.clamp(max=top), norm).float()
+
+
+def apply_conditions(grads: Gradients, maps: Sequence[Callable[[Gradients], Gradients]]) -> Gradients:
+    """Run the gradient maps in order."""
+    for one in maps:
+        grads = one(grads)
+    return grads
+
+
+def combined_scale(weight: Tensor | float, scale: Tensor | None, device: torch.device) -> Tensor | None:
+    """Return weight x loss scale as () float32 on the device, None for 1: what the summed gradients are too large by."""
+    if scale is None and not isinstance(weight, Tensor):
+        return None if weight == 1 else torch.full((), float(weight), device=device)
+    total: Any = weight if scale is None else scale * weight
+    return total.to(device, torch.float32)

@@ -1,0 +1,43 @@
+"""The pool: memory that a pure step writes its results into. A cache: dropping it changes nothing."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+# Storage counts one for the pool's own tensor and one for the Python storage that asks.
+_FREE = 2
+
+
+@attrs.define(eq=False)
+class Pool:
+    """Buffers by shape, dtype and device, handed out again only when nobody else shares their storage.
+
+    Fresh memory is what makes a pure step slow: an Adam update of 50M float32 parameters takes 57 ms in place,
+    58 to 80 into memory already touched, 890 to 980 into fresh pages (two cores).
+    """
+
+    buffers: dict[tuple, list[Tensor]] = attrs.field(factory=dict)
+
+    def copies(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return contiguous copies of `tensors`; buffers that are free and not needed are let go."""
+        free = {key: [b for b in held if _shares(b) <= _FREE] for key, held in self.buffers.items()}
+        busy = {key: [b for b in held if _shares(b) > _FREE] for key, held in self.buffers.items()}
+        outs = []
+        for x in tensors:
+            key = (x.shape, x.dtype, x.device)
+            base = free[key].pop() if free.get(key) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            busy.setdefault(key, []).append(base)
+            outs.append(base.detach())
+        self.buffers = busy
+        if outs:
+            torch._foreach_copy_(outs, tensors)
+        return outs
+
+    def __reduce__(self) -> tuple:
+        return (Pool, ())
+
+
+def _shares(base: Tensor) -> int:
+    return torch._C._storage_Use_Count(base.untyped_storage()._cdata)

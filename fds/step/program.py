@@ -1,0 +1,269 @@
+"""The program: a training step as a fixed sequence of stations. Reading `Step.__call__` is reading the step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import loss as losses
+from fds import random, tree
+from fds.errors import LossError, StateError
+from fds.optim import Optimizer
+from fds.state import State
+from fds.step.batch import Split, rows
+from fds.step.describe import Description, describe
+from fds.step.gradients import Gradients, Measure, Sum, Sums, apply_conditions, combined_scale
+from fds.step.pool import Pool
+from fds.step.stations import After, Commit, Gather, Place, Reduce, Scale
+from fds.step.structure import Structure, own
+
+
+@attrs.frozen(eq=False)
+class Step:
+    """A training step: a value whose fields are its stations, and a pure function `(state, batch) -> (state, metrics)`.
+
+    `fds.compose(...)(loss)` makes one. The fields down to `place` are the stations in the order in which a step
+    passes them; transforms fill them by `attrs.evolve`.
+    """
+
+    loss: Any
+    eval_loss: Any
+    batch: tuple[Callable[[Any], Any], ...] = ()
+    split: Split = Split()
+    frozen: tuple[str, ...] = ()  # patterns of parameters that are not trained
+    gather: Gather = Gather()
+    view: tuple[Callable[[Any], Any], ...] = ()
+    context: tuple[Callable[[torch.device], contextlib.AbstractContextManager], ...] = ()
+    layer: tuple[losses.LayerMap, ...] = ()
+    scale: Scale | None = None
+    sum: Sum = Sum()
+    reduce: Reduce = Reduce()
+    measure: tuple[Measure, ...] = ()
+    condition: tuple[Callable[[Gradients], Gradients], ...] = ()
+    optimizer: Optimizer | None = None
+    commit: Commit | None = None
+    after: tuple[After, ...] = ()
+    place: Place = Place()
+
+    slots: Mapping[str, Callable[[Any, torch.device], Any]] = attrs.field(factory=dict)  # name -> (params, device) -> value
+    composition: tuple = ()  # the transforms, as they were written
+    position: int = attrs.field(default=0, repr=False)  # of the one whose turn it is while they are applied
+    owners: Mapping[str, int] = attrs.field(factory=dict, repr=False)  # station -> position of who filled it
+    pool: Pool = attrs.field(factory=Pool, init=False, repr=False)
+    structures: dict = attrs.field(factory=dict, init=False, repr=False)
+
+    def init(self, params: Any, *, key: int | Tensor = 0) -> State:
+        """Make the first state: parameters copied, optimizer and slots fresh.
+
+        Args:
+            params: a pytree of tensors, or a recipe `key -> params` (`layers.init`, `fds.recipe(factory)`).
+            key: where all randomness of the run starts, an int or a `(2,) int64` key.
+
+        Raises `StateError` for NaN, leaves that are no tensors or share memory, patterns that match nothing.
+        """
+        key = random.key(key)
+        if callable(params):
+            with random.scope([]):
+                params = params(random.fold_in(key, "params"))
+        params = own(params)
+        structure, device = self.structure_of(params), device_of(params)
+        tree.match(self.gather.float32, structure.names, what="precision(keep_float32=...)")
+        flat = [x.view(-1) for x in structure.pick(tree.leaves(params))]
+        assert self.optimizer is not None
+        return State(
+            step=torch.zeros((), dtype=torch.int64, device=device),
+            calls=torch.zeros((), dtype=torch.int64, device="cpu"),
+            params=params,
+            opt=structure.name_slots(self.optimizer.init(structure.segments, params=flat)),
+            buffers={name: b.detach().to(device).clone() for name, b in losses.initial_buffers(self.loss).items()},
+            slots={name: make(params, device) for name, make in self.slots.items()},
+            key=key,
+        )
+
+    def structure(self, params: Any) -> State:
+        """Return the state that `init` would make, as `meta` tensors: nothing is allocated or drawn.
+
+        `params` is what `init` takes: tensors, `meta` tensors or a recipe.
+        """
+        losses.initial_buffers(self.loss)  # builds what is not built yet, so not on meta
+        with torch.device("meta"):
+            params = params(random.key(0)) if callable(params) else params
+            params = tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, params)
+            return tree.map(lambda x: x.to("meta"), self.init(params))
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
+        """Return the next state and the metrics; inputs and global generators stay as they are.
+
+        With `fds.donate` the state is given up: its memory becomes the new state's.
+
+        Metrics are 0-d tensors on the step's device: `loss` (unscaled, the mean over the batch), `step` (updates
+        applied, this one included), `lr`, `grad_norm` (before clipping, where measured), `loss_scale` (that of this
+        step), `skipped`, `at_minimum_scale`, and the loss's own.
+
+        Raises `BatchError`, `LossError`, `DonatedStateError`; the state is then as it was.
+        """
+        state.check("step")
+        structure, leaves = self.structure_of(state.params), tree.leaves(state.params)
+        assert self.optimizer is not None
+
+        # from the batch to one summed gradient
+        microbatches = self.microbatches(batch)
+        settings = self.settings(state, len(microbatches))
+        whole = self.gather(structure.names, leaves)
+        seen = [x.detach().requires_grad_() for x in structure.pick(whole)]
+        scale = None if self.scale is None else self.scale.scale(state.slots, state.step.device)
+        sums, buffers = Sums.over(seen, self.sum.dtype), state.buffers
+        with random.scope(settings[0].devices), torch.enable_grad():
+            for microbatch, setting in zip(microbatches, settings, strict=True):
+                outcome = self.run_loss(self.loss, structure.put(whole, seen), microbatch, buffers, setting)
+                buffers = outcome.buffers
+                sums.add(outcome, scale, losses.name(self.loss))
+
+        # from the gradient to a decision
+        grads = Gradients(sums.grads(), combined_scale(sums.weight, scale, state.step.device))
+        if self.commit is not None or any(m.norm for m in self.measure):
+            grads = grads.measured()
+        norm, skip = grads.norm, None
+        if self.commit is not None:
+            assert norm is not None
+            skip = ~norm.isfinite()
+        grads = apply_conditions(grads, self.condition)
+
+        # the update: from here on the new state's memory is written
+        trained, opt, after = self._writable(state, structure.pick(leaves))
+        lr = self.optimizer.learning_rate(state.step)
+        flat, opt = self.optimizer.update(
+            [g.view(-1) for g in grads.leaves], structure.flat_slots(opt), [x.view(-1) for x in trained],
+            step=state.step, lr=lr, grad_scale=grads.scale, skip=skip, segments=structure.segments, axes=(),
+        )  # fmt: skip
+        trained = [x.view(old.shape) for x, old in zip(flat, trained, strict=True)]
+
+        # keep or skip, and what follows
+        slots = {**state.slots, **after}
+        if self.commit is not None:
+            assert skip is not None
+            slots = self.commit(slots, skip)
+            buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
+        for one in self.after:
+            slots[one.slot] = one(slots[one.slot], structure.put(leaves, trained), skip)
+        step = state.step + (1 if skip is None else ~skip)
+        new = State(
+            step=step, calls=state.calls + 1, params=structure.put(leaves, trained), opt=structure.name_slots(opt),
+            buffers=buffers, slots=slots, key=state.key,
+        )  # fmt: skip
+        return new, self._metrics(sums, state, step, lr, norm, skip)
+
+    def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
+        """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.
+
+        `outputs=True` adds `metrics["outputs"]`: what the last layer, or the last module applied, returned.
+        The batch is evaluated in one piece.
+        """
+        return self.evaluator(state)(batch, outputs=outputs)
+
+    def evaluator(self, state: State) -> Callable[..., dict[str, Tensor]]:
+        """Gather the parameters once and return `evaluate(batch, *, outputs=False)` for many batches."""
+        state.check("evaluate")
+        structure = self.structure_of(state.params)
+        params = structure.build(self.gather(structure.names, tree.leaves(state.params)))
+
+        def evaluate(batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
+            state.check("evaluate")
+            (whole_batch,) = attrs.evolve(self, split=Split()).microbatches(batch)
+            seen: list = []
+            (setting,) = self.settings(state, 1, evaluating=True, seen=seen)
+            with random.scope(setting.devices), torch.no_grad():
+                outcome = self.run_loss(self.eval_loss, params, whole_batch, state.buffers, setting)
+            sums = Sums([], [])
+            sums.add(outcome, None, losses.name(self.eval_loss))
+            if outputs and not seen:
+                raise LossError(
+                    "this loss shows no outputs", where=losses.name(self.eval_loss), got="outputs=True",
+                    want="Layers, or a loss that calls what fds.functional returned",
+                    hint="return what you want to see as a metric",
+                )  # fmt: skip
+            return {**sums.means(), "step": state.step.clone(), **({"outputs": seen[0]} if outputs else {})}
+
+        return evaluate
+
+    def params(self, state: State) -> Any:
+        """Return copies of the whole parameters, in master precision, in the user's structure."""
+        state.check("params")
+        return tree.map(torch.clone, state.params)
+
+    def describe(self, state: State | None = None, batch: Any = None) -> Description:
+        """Say station by station what is composed; with a state, the bytes held; with a batch, what is unused."""
+        return describe(self, state, batch)
+
+    def structure_of(self, params: Any) -> Structure:
+        """Return the structure of these parameters, read once for each tree."""
+        leaves, _ = tree.flatten(params)
+        key = (tree.structure(params), *((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves))
+        if key not in self.structures:
+            self.structures[key] = Structure.of(params, self.frozen)
+        return self.structures[key]
+
+    def microbatches(self, batch: Any) -> list[Any]:
+        """Return the microbatches of a batch, after the batch maps. Raises `BatchError`."""
+        for one in self.batch:
+            batch = one(batch)
+        rows(batch)
+        return self.split(batch)
+
+    def settings(
+        self, state: State, n: int, *, evaluating: bool = False, seen: list | None = None
+    ) -> list[losses.Setting]:
+        """Return the setting of each microbatch: all seeds of a call, computed before its first kernel."""
+        loss, calls = self.eval_loss if evaluating else self.loss, int(state.calls)
+        base = random.fold_in(state.key, "evaluate" if evaluating else "step", calls)
+        keys = [random.fold_in(base, i) for i in range(n)]
+        draws = losses.draws(loss)
+        device = state.step.device
+        low = self.gather.dtype in (torch.float16, torch.bfloat16)
+        mode = losses.Mode(evaluating, self.gather.float32, low, seen)
+        return [
+            losses.Setting([random.seed(k, j) if d else None for j, d in enumerate(draws)], (device,), mode,
+                           () if evaluating else self.layer)
+            for k in keys
+        ]  # fmt: skip
+
+    def run_loss(self, loss: Any, params: Any, batch: Any, buffers: dict, setting: losses.Setting) -> losses.Outcome:
+        """Evaluate a loss on one microbatch, parameters through the views, inside the contexts."""
+        for one in self.view:
+            params = one(params)
+        with contextlib.ExitStack() as stack:
+            for make in self.context:
+                stack.enter_context(make(setting.devices[0]))
+            return losses.run(loss, params, batch, buffers, setting)
+
+    def _writable(self, state: State, trained: list[Tensor]) -> tuple[list[Tensor], dict, dict]:
+        """Return the memory of the new state, holding the old values: the old state's, or the pool's."""
+        after = {one.slot: state.slots[one.slot] for one in self.after}
+        if self.place.donate:
+            state.token.spent_at = int(state.calls)
+            return trained, state.opt, after
+        leaves, build = tree.flatten((trained, state.opt, after))
+        return build(self.pool.copies(leaves))
+
+    def _metrics(
+        self, sums: Sums, state: State, step: Tensor, lr: Tensor, norm: Tensor | None, skip: Tensor | None
+    ) -> dict[str, Tensor]:
+        metrics = {**sums.means(), "step": step.clone(), "lr": lr}
+        if norm is not None:
+            metrics["grad_norm"] = norm
+        if skip is not None:
+            metrics["skipped"] = skip
+        return metrics if self.scale is None else {**metrics, **self.scale.metrics(state.slots, step.device)}
+
+
+def device_of(params: Any) -> torch.device:
+    """Return the device of the first leaf. Raises `StateError` for a tree without tensors."""
+    for leaf in tree.leaves(params):
+        return leaf.device
+    raise StateError("there are no parameters", got=repr(params)[:60], want="a pytree of tensors")
+

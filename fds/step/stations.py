@@ -1,0 +1,76 @@
+"""The stations' own small records: what each is when nobody fills it, and what it promises."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+
+@attrs.frozen
+class Gather:
+    """The station `gather`: held parameters to whole ones, in what dtype. None keeps the master's."""
+
+    dtype: torch.dtype | None = None
+    float32: tuple[str, ...] = ()  # patterns of parameters that stay as they are
+
+    def __call__(self, names: tuple[str, ...], leaves: list[Tensor]) -> list[Tensor]:
+        """Return what the loss sees, cast once a step."""
+        if self.dtype is None:
+            return leaves
+        return [x.to(self.dtype) if self.casts(n) and x.is_floating_point() else x
+                for n, x in zip(names, leaves, strict=True)]  # fmt: skip
+
+    def casts(self, name: str) -> bool:
+        """Say whether the parameter of this name is cast."""
+        return not any(fnmatch.fnmatchcase(name, p) for p in self.float32)
+
+
+@attrs.frozen
+class Reduce:
+    """The station `reduce`: the dtype in which gradients travel between ranks; one rank sends nothing."""
+
+    dtype: torch.dtype | None = None
+
+
+@attrs.frozen
+class Place:
+    """The station `place`: where leaves live, and whether the caller gives the old state up."""
+
+    donate: bool = False
+
+
+class Scale(Protocol):
+    """The station `scale`: what the loss is multiplied by, read from the slots."""
+
+    def scale(self, slots: dict[str, Any], device: torch.device) -> Tensor:
+        """Return the scale of this step, () float64 on the device."""
+        ...
+
+    def metrics(self, slots: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+        """Return what a step reports of it."""
+        ...
+
+
+class Commit(Protocol):
+    """The station `commit`: a step with a non-finite gradient is skipped; what the slots learn of it."""
+
+    def __call__(self, slots: dict[str, Any], skip: Tensor) -> dict[str, Any]:
+        """Return the slots after a step that was skipped where `skip`, () bool, is true."""
+        ...
+
+
+class After(Protocol):
+    """An entry of the station `after`: what follows an accepted update."""
+
+    @property
+    def slot(self) -> str:
+        """The name of the slot that it writes."""
+        ...
+
+    def __call__(self, slot: Any, params: Any, skip: Tensor | None) -> Any:
+        """Return the new slot; `slot` may be written over, and where `skip` is true nothing may change."""
+        ...

@@ -1,0 +1,1 @@
+"""Transforms, `Step -> Step`: one file, one transform. Import them from `fds`."""

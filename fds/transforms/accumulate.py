@@ -1,0 +1,31 @@
+"""Average gradients over `num_microbatches` consecutive slices of the batch.
+
+Fills:  split                    State:  none
+Law:    the hand-written loop over microbatches, bit for bit; accumulate(1) is the identity
+Cost:   time x1; activations / n; one gradient buffer, summed into in place
+Source: Huang et al. 2019, arXiv:1811.06965, section 2.2
+"""
+
+from fds.errors import ComposeError
+from fds.step import Split, Step, fill, transform
+
+
+@transform
+def accumulate(num_microbatches: int):
+    """Split the batch along dim 0 into `num_microbatches` views and sum their gradients before the update.
+
+    Microbatch means combine as `Mean`s do: sum(total) / sum(weight). Tensors of one or more dims are sliced; 0-d
+    tensors, other leaves and `fds.whole(x)` go whole to each microbatch.
+
+    Raises `ComposeError` for a count below 1 or a second accumulation; the step raises `BatchError` for leaves that
+    disagree in length or do not divide.
+    """
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ComposeError("accumulate takes a number of microbatches", got=repr(num_microbatches), want="an int >= 1")
+
+    def apply(step: Step) -> Step:
+        product = f"accumulate({step.split.num_microbatches * num_microbatches})"
+        hint = f"two accumulations are their product: {product}"
+        return fill(step, split=Split(num_microbatches), hint=hint, instead=product)
+
+    return apply

@@ -1,0 +1,90 @@
+"""Keep only the inputs of layers, and compute the rest again in backward.
+
+Fills:  layer                    State:  none
+Law:    the identity, bit for bit, dropout on, under any policy
+Cost:   time x4/3; activations: one input per `every` layers, and those of one group
+Source: Chen et al. 2016, arXiv:1604.06174; Griewank and Walther 2000 (Algorithm 799)
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fds.errors import ComposeError, did_you_mean
+from fds.step import Step, fill, transform
+
+MATMULS = (
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default, torch.ops.aten.convolution.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+)  # fmt: skip
+
+
+@attrs.frozen
+class Recompute:
+    """The layer map: groups of `every` calls, each run under `torch.utils.checkpoint`."""
+
+    policy: Any
+    store: str
+    every: int
+
+    def __call__(self, calls: list[Callable]) -> list[Callable]:
+        """Return one checkpointed call per group."""
+        groups = [calls[i : i + self.every] for i in range(0, len(calls), self.every)]
+        return [functools.partial(self.run, group) for group in groups]
+
+    def run(self, group: list[Callable], *args: Any) -> Any:
+        """Run a group; its seeds are set anew inside it, so no generator state is kept."""
+        contexts = {} if self.policy is None else {
+            "context_fn": functools.partial(create_selective_checkpoint_contexts, self.policy)
+        }  # fmt: skip
+        pinned = torch.cuda.is_available()
+        store = torch.autograd.graph.save_on_cpu(pin_memory=pinned) if self.store == "host" else contextlib.nullcontext()
+        with store:
+            return checkpoint(_chain, group, *args, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+
+def _chain(group: list[Callable], *args: Any) -> Any:
+    out = group[0](*args)
+    for call in group[1:]:
+        out = call(out)
+    return out
+
+
+@transform
+def checkpoint_activations(
+    *, policy: str | Sequence | Callable | None = None, store: str = "device", every: int = 1
+):
+    """Recompute activations in backward: per layer of `Layers`, per `every` layers, or the whole of an opaque loss.
+
+    Args:
+        policy: what a group keeps besides its input: None nothing; `"matmuls"` the results of matrix products,
+            convolutions and attention; a list of operators (`torch.ops.aten...`); or a function as
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it.
+        store: `"device"`, or `"host"`: the kept inputs wait in host memory (pinned where there is a GPU).
+        every: layers per group; one input is kept for each group.
+
+    The recomputation draws the same random numbers and discards its updates of module buffers.
+    Raises `ComposeError` for anything else.
+    """
+    if store not in ("device", "host"):
+        raise ComposeError("checkpoint_activations: unknown store", got=repr(store), want="'device' or 'host'",
+                           hint=did_you_mean(str(store), ["device", "host"]))  # fmt: skip
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ComposeError("checkpoint_activations: every counts layers", got=repr(every), want="an int >= 1")
+    if isinstance(policy, str) and policy != "matmuls":
+        raise ComposeError("checkpoint_activations: unknown policy", got=repr(policy),
+                           want="None, 'matmuls', a list of operators or a function")  # fmt: skip
+    kept: Any = list(MATMULS) if policy == "matmuls" else policy if policy is None or callable(policy) else list(policy)
+
+    def apply(step: Step) -> Step:
+        return fill(step, layer=Recompute(kept, store, every))
+
+    return apply

@@ -1,0 +1,58 @@
+"""Keep an exponential moving average of the parameters.
+
+Fills:  after                    State:  slot `ema` (or `name`): a tree like params
+Law:    e <- decay e + (1 - decay) p after every accepted update, from e = the initial parameters
+Cost:   the bytes of the parameters; one pass over them
+Source: Polyak and Juditsky 1992
+"""
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import tree
+from fds.errors import ComposeError
+from fds.step import Step, fill, transform
+
+
+@attrs.frozen
+class Average:
+    """What follows an update: move the average towards the new parameters."""
+
+    slot: str
+    decay: float
+
+    def init(self, params: Any, device: torch.device) -> Any:
+        """Return a copy of the parameters."""
+        return tree.map(torch.clone, params)
+
+    def __call__(self, slot: Any, params: Any, skip: Tensor | None) -> Any:
+        """Write the new average into `slot` and return it; where `skip` is true it keeps its bits."""
+        pairs = zip(tree.leaves(slot), tree.leaves(params), strict=True)
+        for e, p in pairs:
+            if not e.is_floating_point():
+                continue
+            if skip is None:
+                e.lerp_(p, 1 - self.decay)
+            else:
+                e.copy_(torch.where(skip, e, e.lerp(p, 1 - self.decay)))
+        return slot
+
+
+@transform
+def ema(decay: float, *, name: str = "ema"):
+    """Average the parameters into `state.slots[name]`; evaluate it with `attrs.evolve(state, params=...)`.
+
+    Raises `ComposeError` for a decay outside [0, 1) or a name that another transform uses.
+    """
+    if not (isinstance(decay, int | float) and 0 <= decay < 1):
+        raise ComposeError("ema takes a decay below 1", got=repr(decay), want="0 <= decay < 1, say 0.999")
+
+    def apply(step: Step) -> Step:
+        average = Average(name, float(decay))
+        return fill(step, after=average, slots={name: average.init}, instead=f"ema({decay}, name={name + '_2'!r})",
+                    hint="give one of them another name")  # fmt: skip
+
+    return apply

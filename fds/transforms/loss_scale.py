@@ -1,0 +1,102 @@
+"""Scale the loss by a factor that follows what 16-bit gradients can bear; skip the steps that overflow.
+
+Fills:  scale, commit, measure   State:  slot `loss_scale`
+Law:    at powers of two the identity, bit for bit, while nothing is subnormal or overflows; the factor of a step
+        is also what its gradients are divided by, on the step at which it doubles too
+Cost:   one pass over the gradients for their norm; no host synchronisation
+Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2; the rule is DeepSpeed's DynamicLossScaler
+"""
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import tree
+from fds.errors import ComposeError
+from fds.step import Measure, Step, fill, transform
+
+SLOT = "loss_scale"
+
+
+@tree.record
+class LossScale:
+    """What a dynamic loss scale remembers; scalars on the step's device."""
+
+    scale: Tensor  # () float64: the factor of the next step
+    good_steps: Tensor  # () int64: steps since the last overflow
+    hysteresis: Tensor  # () int64: overflows left before the scale falls, this one included
+
+
+@attrs.frozen
+class DynamicScale:
+    """The rule: halve on overflow once hysteresis is used up, double after `window` more good steps."""
+
+    initial: float
+    window: int
+    hysteresis: int
+    consecutive_hysteresis: bool
+    minimum: float
+
+    def init(self, params: Any, device: torch.device) -> LossScale:
+        """Return the slot at the start of a run."""
+        return LossScale(
+            torch.full((), self.initial, dtype=torch.float64, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+            torch.full((), self.hysteresis, dtype=torch.int64, device=device),
+        )
+
+    def scale(self, slots: dict[str, Any], device: torch.device) -> Tensor:
+        """Return the factor of this step, () float64."""
+        return slots[SLOT].scale
+
+    def metrics(self, slots: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+        """Return this step's `loss_scale`, and whether it can fall no further."""
+        scale = slots[SLOT].scale
+        return {"loss_scale": scale.clone(), "at_minimum_scale": scale <= self.minimum}
+
+    def __call__(self, slots: dict[str, Any], skip: Tensor) -> dict[str, Any]:
+        """Return the slots after a step that overflowed where `skip`, () bool, is true."""
+        s: LossScale = slots[SLOT]
+        falls = skip & (s.hysteresis == 1)
+        grows = ~skip & (s.good_steps > 0) & (s.good_steps % self.window == 0)
+        scale = torch.where(falls, (s.scale / 2).clamp(min=self.minimum), torch.where(grows, s.scale * 2, s.scale))
+        full = torch.full_like(s.hysteresis, self.hysteresis)
+        restored = full if self.consecutive_hysteresis else torch.where(grows, full, s.hysteresis)
+        hysteresis = torch.where(skip, (s.hysteresis - 1).clamp(min=1), restored)
+        good_steps = torch.where(skip, 0, s.good_steps + 1)
+        return {**slots, SLOT: LossScale(scale, good_steps, hysteresis)}
+
+
+@transform
+def loss_scale(
+    initial: float = 2.0**16,
+    window: int = 1000,
+    hysteresis: int = 2,
+    consecutive_hysteresis: bool = False,
+    minimum: float = 1.0,
+):
+    """Scale the loss dynamically, exactly as DeepSpeed's `DynamicLossScaler` would for any sequence of overflows.
+
+    A step whose gradients are not all finite is skipped: `state.step`, learning rates, parameters and optimizer
+    state stay. The scale is then halved, down to `minimum`, unless one of `hysteresis - 1` free overflows was left;
+    after every `window` steps without overflow (the first time one later) it doubles and the free overflows return
+    (with `consecutive_hysteresis` after every good step).
+
+    Metrics: `loss_scale` (the factor of this step), `skipped`, `at_minimum_scale`.
+    Raises `ComposeError` for values below 1 (`minimum`, `initial`: not positive, or initial < minimum).
+    """
+    for name, value, low in (("window", window, 1), ("hysteresis", hysteresis, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ComposeError(f"loss_scale: {name} counts steps", got=repr(value), want=f"an int >= {low}")
+    if not 0 < minimum <= initial < float("inf"):
+        raise ComposeError("loss_scale: the scale has no room", got=f"initial={initial!r}, minimum={minimum!r}",
+                           want="0 < minimum <= initial")  # fmt: skip
+
+    def apply(step: Step) -> Step:
+        rule = DynamicScale(float(initial), window, hysteresis, consecutive_hysteresis, float(minimum))
+        return fill(step, scale=rule, commit=rule, measure=Measure(norm=True), slots={SLOT: rule.init},
+                    hint="one loss scale is enough, and it skips what is not finite")  # fmt: skip
+
+    return apply

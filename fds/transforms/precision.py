@@ -1,0 +1,77 @@
+"""Keep float32 masters in the state and compute in 16 bit.
+
+Fills:  batch, gather, sum, reduce   State:  none
+Law:    equals casting parameters and inputs by hand, and adding the gradients in `accumulate`
+Cost:   2 bytes a parameter for the 16-bit copy within a step; matmuls at the 16-bit rate
+Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.1
+"""
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import tree
+from fds.errors import ComposeError
+from fds.loss import Layers
+from fds.step import Gather, Reduce, Step, Sum, Whole, fill, transform
+
+
+@attrs.frozen
+class CastInputs:
+    """The batch map: float32 leaves whose key path matches a pattern, in the compute dtype."""
+
+    dtype: torch.dtype
+    patterns: tuple[str, ...]
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the batch, cast."""
+        leaves, build = tree.flatten(batch)
+        return build([self.cast(p, x) for p, x in zip(tree.paths(batch), leaves, strict=True)])
+
+    def cast(self, path: str, x: Any) -> Any:
+        """Return one leaf, cast if it is a float32 tensor that matches."""
+        if isinstance(x, Whole):
+            return Whole(self.cast(path, x.value))
+        wanted = isinstance(x, Tensor) and x.dtype is torch.float32
+        return x.to(self.dtype) if wanted and any(fnmatch.fnmatchcase(path, p) for p in self.patterns) else x
+
+
+@transform
+def precision(
+    compute: torch.dtype = torch.bfloat16,
+    *,
+    reduce: torch.dtype | None = None,
+    accumulate: torch.dtype = torch.float32,
+    keep_float32: str | Sequence[str] = (),
+    inputs: str | Sequence[str] | None = None,
+):
+    """Compute in `compute`, from float32 master parameters that the optimizer updates.
+
+    Args:
+        compute: dtype of parameters and inputs as the loss sees them; with `torch.float16` add `loss_scale()`.
+        reduce: dtype in which gradients travel between ranks; None for `accumulate`. One rank sends nothing.
+        accumulate: dtype of the gradient buffer, into which every microbatch is added.
+        keep_float32: patterns of parameters that are not cast (`"*norm*"`). Modules of `functional` and `Layers` whose
+            own parameters all match compute in float32: their inputs are cast up and their outputs down again.
+        inputs: patterns of key paths of float32 batch leaves to cast; None for all, of `Layers` for `inputs` alone.
+
+    Raises `ComposeError` for dtypes that are not floating point, `StateError` at init for a pattern without a match.
+    """
+    for name, dtype in (("compute", compute), ("reduce", reduce or compute), ("accumulate", accumulate)):
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ComposeError(f"precision: {name} is no floating dtype", got=repr(dtype), want="say, torch.bfloat16")
+    kept = (keep_float32,) if isinstance(keep_float32, str) else tuple(keep_float32)
+
+    def apply(step: Step) -> Step:
+        own = ("0", "0.*") if isinstance(step.loss, Layers) else ("*",)
+        cast = own if inputs is None else (inputs,) if isinstance(inputs, str) else tuple(inputs)
+        return fill(
+            step, batch=CastInputs(compute, cast), gather=Gather(compute, kept), sum=Sum(accumulate),
+            reduce=Reduce(reduce),
+        )  # fmt: skip
+
+    return apply

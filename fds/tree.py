@@ -1,0 +1,130 @@
+"""Pytrees: nested dicts, lists, tuples and records of tensors. The only importer of torch.utils._pytree."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, dataclass_transform
+
+import attrs
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fds.errors import StateError, did_you_mean
+
+T = TypeVar("T")
+Tree = Any
+
+
+def static(**kwargs: Any) -> Any:
+    """Declare a field of a record that is structure, not a child: the same in every copy of the record."""
+    return attrs.field(metadata={"static": True}, **kwargs)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field, static))
+def record(cls: type[T]) -> type[T]:
+    """Make a frozen attrs class and register it as a pytree, fields as children under their names.
+
+    Fields declared by `static()` stay out of the leaves; fields with `init=False` start anew in every copy.
+
+    >>> @record
+    ... class Point:
+    ...     x: int
+    ...     y: int
+    >>> map(lambda v: v + 1, Point(1, 2))
+    Point(x=2, y=3)
+    """
+    made = attrs.frozen(eq=False)(cls)
+    children = tuple(f.name for f in attrs.fields(made) if f.init and not f.metadata.get("static"))
+    fixed = tuple(f.name for f in attrs.fields(made) if f.init and f.metadata.get("static"))
+
+    def flatten(value: Any) -> tuple[list, tuple]:
+        return [getattr(value, name) for name in children], tuple(getattr(value, name) for name in fixed)
+
+    def flatten_with_keys(value: Any) -> tuple[list, tuple]:
+        parts, context = flatten(value)
+        return [(pytree.GetAttrKey(n), p) for n, p in zip(children, parts, strict=True)], context
+
+    def unflatten(parts: Iterable, context: tuple) -> Any:
+        return made(**dict(zip(children, parts, strict=True)), **dict(zip(fixed, context, strict=True)))
+
+    pytree.register_pytree_node(
+        made, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys,
+        serialized_type_name=f"{made.__module__}.{made.__qualname__}",
+    )  # fmt: skip
+    return made
+
+
+def leaves(tree: Tree) -> list:
+    """Return the leaves of `tree` in order (dict entries in insertion order)."""
+    return pytree.tree_leaves(tree)
+
+
+def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """Apply `f` to every leaf, and to the leaves at the same place of the trees in `rest`."""
+    return pytree.tree_map(f, tree, *rest)
+
+
+def flatten(tree: Tree) -> tuple[list, Callable[[Iterable], Tree]]:
+    """Return the leaves and the function that puts leaves back into the same structure.
+
+    >>> parts, build = flatten({"a": 1, "b": [2, 3]})
+    >>> build([v * 10 for v in parts])
+    {'a': 10, 'b': [20, 30]}
+    """
+    parts, spec = pytree.tree_flatten(tree)
+    return parts, spec.unflatten
+
+
+def structure(tree: Tree) -> Any:
+    """Return the structure of a tree without its leaves: hashable, equal for trees of one structure."""
+    return pytree.tree_structure(tree)
+
+
+def paths(tree: Tree) -> dict[str, Any]:
+    """Return the leaves under their dotted key paths: checkpoint keys and error paths alike.
+
+    Raises `StateError` where two leaves would bear one path (`{"a.b": x, "a": {"b": y}}`).
+
+    >>> paths({"a": 1, "b": [2, {"c": 3}]})
+    {'a': 1, 'b.0': 2, 'b.1.c': 3}
+    """
+    named: dict[str, Any] = {}
+    for keys, leaf in pytree.tree_flatten_with_path(tree)[0]:
+        path = ".".join(_word(key) for key in keys)
+        if path in named:
+            raise StateError("two leaves bear one key path", where=path, hint="rename one of the keys")
+        named[path] = leaf
+    return named
+
+
+def match(patterns: Iterable[str], names: Iterable[str], *, what: str) -> set[str]:
+    """Return the names that match any of the shell-style patterns (`*` crosses dots).
+
+    Raises `StateError` for a pattern that matches no name; `what` says whose pattern it is.
+
+    >>> sorted(match(["*.bias"], ["0.weight", "0.bias", "1.bias"], what="freeze"))
+    ['0.bias', '1.bias']
+    """
+    names, found = list(names), set()
+    for pattern in patterns:
+        hits = fnmatch.filter(names, pattern)
+        if not hits:
+            raise StateError(
+                f"{what}: a pattern matches no parameter", got=repr(pattern), want="the name of a parameter, "
+                "with * for any part of it", hint=did_you_mean(pattern, names),
+            )  # fmt: skip
+        found.update(hits)
+    return found
+
+
+def num_bytes(tree: Tree) -> int:
+    """Return the bytes of all tensors in `tree`."""
+    return sum(x.numel() * x.element_size() for x in leaves(tree) if isinstance(x, Tensor))
+
+
+def _word(key: Any) -> str:
+    for field in ("key", "idx", "name"):
+        if hasattr(key, field):
+            return str(getattr(key, field))
+    return str(key)

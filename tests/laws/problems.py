@@ -1,0 +1,211 @@
+"""What the laws are held over: losses of every kind with their parameters and batches, optimizers, compositions.
+
+A new kind of loss or a new transform is a row here, and then meets every law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import nn
+
+import fds
+from fds.optim import Optimizer
+
+ROWS = 12  # divides into 1, 2, 3, 4, 6 microbatches
+
+
+@attrs.frozen
+class Problem:
+    """A loss, how to start it, and a batch of `ROWS` rows for it."""
+
+    name: str
+    loss: Any
+    params: Any
+    batch: Any
+    draws: bool = False  # dropout is on
+    coupled: bool = False  # rows of a microbatch see each other (batch norm)
+    additions: int = 4096  # additions behind one gradient element, at most
+
+    def _repr_pretty_(self, printer, cycle):
+        printer.text(f"<{self.name}, draws={self.draws}, coupled={self.coupled}>")
+
+
+class Block(nn.Module):
+    """A user's own module: residual, normalised, with dropout where asked for."""
+
+    def __init__(self, width: int, dropout: float):
+        super().__init__()
+        self.norm, self.linear, self.drop = nn.LayerNorm(width), nn.Linear(width, width), nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.drop(torch.tanh(self.linear(self.norm(x))))
+
+
+class TiedNet(nn.Module):
+    """Embedding and output share one weight."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.embed, self.block = nn.Embedding(7, 6), Block(6, dropout)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.block(self.embed(tokens)))
+
+
+def regression(seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, 5, generator=g, dtype=dtype), torch.randn(ROWS, 3, generator=g, dtype=dtype)
+
+
+def language(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 7, (ROWS, 4), generator=g)
+    targets = torch.randint(0, 7, (ROWS, 4), generator=g)
+    ignored = torch.rand(ROWS, 4, generator=g) < 0.3
+    ignored[:, 0] = False
+    return tokens, targets.masked_fill(ignored, -100)
+
+
+def token_mean(logits, targets):
+    """Return a token-weighted mean and metrics of both kinds."""
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
+    kept = (targets != -100).sum()
+    hits = (logits.argmax(-1) == targets).sum()
+    return fds.Mean(total, kept), {"accuracy": hits / kept, "tokens": kept}
+
+
+def layers(seed: int, dtype: torch.dtype, dropout: float, norm: bool) -> Problem:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        parts = [fds.LayerSpec(nn.Linear, 5, 6, dtype=dtype), Block(6, dropout).to(dtype), torch.tanh, nn.Dropout(dropout)]
+        if norm:
+            parts.append(nn.BatchNorm1d(6, dtype=dtype))
+        loss = fds.Layers([*parts, Block(6, dropout).to(dtype), nn.Linear(6, 3, dtype=dtype)], nn.MSELoss())
+        return Problem("layers", loss, loss.init(fds.random.key(seed)), regression(seed, dtype), dropout > 0, norm)
+
+
+def tied_layers(seed: int, dtype: torch.dtype, dropout: float, norm: bool) -> Problem:
+    loss = fds.Layers(
+        [
+            fds.TiedLayerSpec("embed", nn.Embedding, 7, 6, dtype=dtype),
+            nn.Dropout(dropout),
+            fds.LayerSpec(nn.LayerNorm, 6, dtype=dtype),
+            fds.TiedLayerSpec("embed", nn.Embedding, 7, 6, dtype=dtype, forward_fn=lambda m, x: F.linear(x, m.weight)),
+        ],
+        token_mean,
+    )
+    return Problem("tied_layers", loss, loss.init(fds.random.key(seed)), language(seed), dropout > 0)
+
+
+def opaque(seed: int, dtype: torch.dtype, dropout: float, norm: bool) -> Problem:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        parts = [nn.Linear(5, 6), nn.BatchNorm1d(6) if norm else nn.Tanh(), Block(6, dropout), nn.Linear(6, 3)]
+        apply, params, buffers = fds.functional(nn.Sequential(*parts).to(dtype))
+    x, y = regression(seed, dtype)
+
+    def loss_fn(params, batch, buffers):
+        out, new = apply.with_buffers(params, buffers, batch["x"])
+        return F.mse_loss(out, batch["y"]), {"size": out.detach().abs().mean()}, new
+
+    def plain_loss_fn(params, batch):
+        return F.mse_loss(apply(params, batch["x"]), batch["y"])
+
+    loss = fds.with_buffers(loss_fn, buffers) if norm else plain_loss_fn
+    return Problem("opaque", loss, params, {"x": x, "y": y}, dropout > 0, norm)
+
+
+def tied_module(seed: int, dtype: torch.dtype, dropout: float, norm: bool) -> Problem:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        apply, params, _ = fds.functional(TiedNet(dropout).to(dtype))
+
+    def loss_fn(params, batch):
+        return token_mean(apply(params, batch["tokens"]), batch["targets"])
+
+    tokens, targets = language(seed)
+    return Problem("tied_module", loss_fn, params, {"tokens": tokens, "targets": targets}, dropout > 0)
+
+
+def raw(seed: int, dtype: torch.dtype, dropout: float, norm: bool) -> Problem:
+    """No module: nested parameters, one unused, one integer, a leaf that is whole, a gradient that is a view."""
+    g = torch.Generator().manual_seed(seed)
+    params = {
+        "w": [torch.randn(5, 3, generator=g, dtype=dtype), torch.randn(3, generator=g, dtype=dtype)],
+        "scale": torch.ones((), dtype=dtype),
+        "unused": torch.randn(2, 2, generator=g, dtype=dtype),
+        "shift": torch.tensor([1, 2, 3]),
+    }
+
+    def loss_fn(params, batch):
+        x, y, weights = batch
+        out = F.dropout(x @ params["w"][0], dropout) * params["scale"] + (params["w"][1] + params["shift"])
+        return (((out - y) ** 2) * weights).mean() + params["w"][1].sum() * 0.5
+
+    x, y = regression(seed, dtype)
+    return Problem("raw", loss_fn, params, [x, y, fds.whole(torch.rand(3, generator=g, dtype=dtype))], dropout > 0)
+
+
+KINDS: tuple[Callable[..., Problem], ...] = (layers, tied_layers, opaque, tied_module, raw)
+
+
+@st.composite
+def problems(draw, dtype: torch.dtype = torch.float32, dropout: bool | None = None, norm: bool | None = None) -> Problem:
+    """Draw a problem; `dropout` and `norm` pin whether there are dropout and batch norm."""
+    p = draw(st.sampled_from([0.0, 0.3])) if dropout is None else 0.3 * dropout
+    n = draw(st.booleans()) if norm is None else norm
+    return draw(st.sampled_from(KINDS))(draw(st.integers(0, 2**16)), dtype, p, n)
+
+
+def _schedule(t):
+    return 0.01 / (t + 1)
+
+
+OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
+    "sgd": lambda: fds.sgd(0.1),
+    "momentum": lambda: fds.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda: fds.adam(0.01),
+    "adamw": lambda: fds.adamw(_schedule, weight_decay=0.1),
+    "lamb": lambda: fds.lamb(0.01),
+    "lion": lambda: fds.lion(0.01),
+    "adagrad": lambda: fds.adagrad(0.1),
+    "groups": lambda: fds.by_name({"*w*": fds.adamw(0.01), "*": fds.sgd(0.1)}),
+}
+
+
+def optimizers() -> st.SearchStrategy[Optimizer]:
+    """Draw an optimizer."""
+    return st.sampled_from(sorted(OPTIMIZERS)).map(lambda name: OPTIMIZERS[name]())
+
+
+# name -> (transform, stations whose order matters that it appends to)
+TRANSFORMS: dict[str, tuple[Callable[[], Any], str]] = {
+    "accumulate": (lambda: fds.accumulate(3), ""),
+    "checkpoint": (lambda: fds.checkpoint_activations(), "layer"),
+    "loss_scale": (lambda: fds.loss_scale(2.0**10), ""),
+    "clip_norm": (lambda: fds.clip_by_global_norm(0.5), "condition"),
+    "clip_value": (lambda: fds.clip_by_value(0.1), "condition"),
+    "ema": (lambda: fds.ema(0.9), "after"),
+    "slow_ema": (lambda: fds.ema(0.99, name="slow"), "after"),
+    "precision": (lambda: fds.precision(torch.bfloat16), ""),
+    "autocast": (lambda: fds.autocast(torch.bfloat16), "context"),
+}
+
+
+def compositions(*, without: tuple[str, ...] = ()) -> st.SearchStrategy[list[str]]:
+    """Draw names of transforms that may stand together, in any order."""
+    names = sorted(TRANSFORMS.keys() - set(without))
+    return st.lists(st.sampled_from(names), unique=True, max_size=5)
+
+
+def make(names: list[str], optimizer: Any, problem: Problem, *more: Any) -> fds.Step:
+    """Compose the named transforms and an optimizer over a problem's loss."""
+    return fds.compose(*(TRANSFORMS[n][0]() for n in names), *more, optimizer)(problem.loss)

@@ -1,0 +1,30 @@
+"""Law 2: recomputing activations changes nothing, bit for bit, dropout on, under any policy."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fds
+from tests.bits import assert_same_bits
+from tests.laws.problems import compositions, make, optimizers, problems
+
+
+def _save_nothing(ctx, op, *args, **kwargs):
+    return torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@given(
+    problems(),
+    optimizers(),
+    compositions(without=("checkpoint",)),
+    st.sampled_from([None, "matmuls", [torch.ops.aten.tanh.default], _save_nothing]),
+    st.sampled_from(["device", "host"]),
+    st.integers(1, 4),
+)
+def test_checkpointing_is_the_identity(problem, optimizer, names, policy, store, every):
+    plain = make(names, optimizer, problem)
+    checkpointed = make(names, optimizer, problem, fds.checkpoint_activations(policy=policy, store=store, every=every))
+    a = b = plain.init(problem.params, key=5)
+    for _ in range(2):
+        (a, metrics_a), (b, metrics_b) = plain(a, problem.batch), checkpointed(b, problem.batch)
+    assert_same_bits((b, metrics_b), (a, metrics_a))
