@@ -32,7 +32,11 @@ def value_and_grad(f: Callable, argnums: int | tuple[int, ...] = 0, has_aux: boo
         outs, pull = _linearize(f, argnums, has_aux, args, kwargs)
         value = outs[0] if has_aux else outs
         check_scalar(value, "value_and_grad")
-        value.requires_grad or _refuse_detached()
+        if not value.requires_grad:
+            raise LossError(
+                "the loss does not depend on the parameters", got="a value without a graph",
+                want="a value computed from params", hint="look for .detach(), .item(), torch.no_grad() or a constant",
+            )  # fmt: skip
         return tree.map(_detach, outs), pull(torch.ones_like(value))
 
     return run
@@ -101,13 +105,6 @@ def _linearize(f: Callable, argnums: Any, has_aux: bool, args: tuple, kwargs: di
         return grads[0] if isinstance(argnums, int) else grads
 
     return outs, pull
-
-
-def _refuse_detached() -> None:
-    raise LossError(
-        "the loss does not depend on the parameters", got="a value without a graph",
-        want="a value computed from params", hint="look for .detach(), .item(), torch.no_grad() or a constant",
-    )  # fmt: skip
 
 
 def _is_float(x: Any) -> bool:

@@ -23,7 +23,8 @@ class State:
     """Everything that a step reads and writes.
 
     Its leaves are tensors, and the dotted key path of a leaf is its name in files and in errors.
-    `attrs.evolve` and `fds.tree.map` make new states; a map's result does not share the donation of its source.
+    `attrs.evolve` makes a state that shares memory with its source, and so is given up together with it;
+    `fds.tree.map(torch.clone, state)` makes one that is independent.
     """
 
     step: Tensor  # () int64, on the device: updates applied
@@ -33,7 +34,7 @@ class State:
     buffers: dict[str, Tensor]  # module statistics by name
     slots: dict[str, Any]  # one entry per transform that remembers, under its name
     key: Tensor  # (2,) int64, on the CPU
-    token: Token = attrs.field(factory=Token, init=False, repr=False)
+    token: Token = tree.fresh(factory=Token, repr=False)
 
     def check(self, doing: str) -> None:
         """Raise `DonatedStateError` if a donating step has written over this state."""

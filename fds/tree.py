@@ -18,14 +18,19 @@ Tree = Any
 
 def static(**kwargs: Any) -> Any:
     """Declare a field of a record that is structure, not a child: the same in every copy of the record."""
-    return attrs.field(metadata={"static": True}, **kwargs)
+    return attrs.field(metadata={"role": "static"}, **kwargs)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field, static))
+def fresh(**kwargs: Any) -> Any:
+    """Declare a field that starts anew in what `map` and `flatten` rebuild, but that `attrs.evolve` shares."""
+    return attrs.field(metadata={"role": "fresh"}, **kwargs)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field, static, fresh))
 def record(cls: type[T]) -> type[T]:
     """Make a frozen attrs class and register it as a pytree, fields as children under their names.
 
-    Fields declared by `static()` stay out of the leaves; fields with `init=False` start anew in every copy.
+    Fields declared by `static()` or `fresh()` stay out of the leaves.
 
     >>> @record
     ... class Point:
@@ -35,8 +40,8 @@ def record(cls: type[T]) -> type[T]:
     Point(x=2, y=3)
     """
     made = attrs.frozen(eq=False)(cls)
-    children = tuple(f.name for f in attrs.fields(made) if f.init and not f.metadata.get("static"))
-    fixed = tuple(f.name for f in attrs.fields(made) if f.init and f.metadata.get("static"))
+    children = tuple(f.name for f in attrs.fields(made) if "role" not in f.metadata)
+    fixed = tuple(f.name for f in attrs.fields(made) if f.metadata.get("role") == "static")
 
     def flatten(value: Any) -> tuple[list, tuple]:
         return [getattr(value, name) for name in children], tuple(getattr(value, name) for name in fixed)

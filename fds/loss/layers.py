@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from fds import random
@@ -85,6 +86,15 @@ class _Use(nn.Module):
         return self.forward_fn(self.module, x)
 
 
+def _checked(layers: Any) -> tuple:
+    layers = tuple(layers)
+    for i, layer in enumerate(layers):
+        if isinstance(layer, type) or not (isinstance(layer, LayerSpec) or callable(layer)):
+            raise LossError("this is no layer", where=f"layers[{i}]", got=repr(layer)[:80],
+                            want="a LayerSpec, a module or a function")  # fmt: skip
+    return layers
+
+
 @attrs.frozen(eq=False)
 class Layers:
     """A loss made of a sequence of layers and a criterion: `Layers(layers, criterion)(params, (inputs, targets))`.
@@ -99,16 +109,9 @@ class Layers:
     of the same layers must compute.
     """
 
-    layers: tuple = attrs.field(converter=tuple)
+    layers: tuple = attrs.field(converter=_checked)
     criterion: Callable
     built: dict[int, Layer] = attrs.field(factory=dict, init=False, repr=False)
-
-    @layers.validator
-    def _check(self, _: Any, layers: tuple) -> None:
-        for i, layer in enumerate(layers):
-            if isinstance(layer, type) or not (isinstance(layer, LayerSpec) or callable(layer)):
-                raise LossError("this is no layer", where=f"layers[{i}]", got=repr(layer)[:80],
-                                want="a LayerSpec, a module or a function")  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -168,8 +171,9 @@ class Layers:
         return f"{spec.key}." if isinstance(spec, LayerSpec) and spec.key is not None else f"{index}."
 
     def _build(self, index: int, key: Tensor) -> nn.Module:
-        with random.scope([]):
-            random.reseed(random.seed(key, "layer", index), [])
+        devices = [torch.get_default_device()]
+        with random.scope(devices):
+            random.reseed(random.seed(key, "layer", index), devices)
             return self.layers[index].build()
 
     def _describe(self, index: int, module: Any) -> Layer:

@@ -27,7 +27,7 @@ class Mode:
     seen: list | None = attrs.field(default=None, eq=False)  # receives the last output
 
 
-_mode: ContextVar[Mode] = ContextVar("fds_mode", default=Mode())
+_mode: ContextVar[Mode] = ContextVar("fds_mode", default=Mode())  # noqa: B039 (frozen)
 
 
 @contextlib.contextmanager
@@ -123,8 +123,9 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Callable[[Tensor], dict[s
     """
 
     def build(key: Tensor) -> dict[str, Tensor]:
-        with random.scope([]):
-            random.reseed(random.seed(key), [])
+        devices = [torch.get_default_device()]
+        with random.scope(devices):
+            random.reseed(random.seed(key), devices)
             return {name: p.detach() for name, p in module_factory().named_parameters()}
 
     return build

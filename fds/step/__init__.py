@@ -1,7 +1,7 @@
 """The step: its program of stations, transforms that fill them, and what composing means."""
 
 from fds.step.batch import Split, Whole, rows, whole
-from fds.step.compose import Composition, Transform, compose, fill, transform
+from fds.step.composition import Composition, Transform, compose, fill, transform
 from fds.step.describe import Description
 from fds.step.gradients import Gradients, Measure, Sum, global_norm
 from fds.step.program import Step

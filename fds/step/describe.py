@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
 
-from fds import loss as losses
-from fds import random, tree
+from fds import loss as losses, random, tree
 from fds.state import State
 from fds.step.gradients import Sums
-
-if TYPE_CHECKING:
-    from fds.step.program import Step
 
 STATIONS = (
     "batch", "split", "frozen", "gather", "view", "context", "loss", "layer", "scale", "sum", "reduce", "measure",
@@ -45,7 +41,7 @@ class Description:
         return "\n".join(lines)
 
 
-def describe(step: Step, state: State | None, batch: Any) -> Description:
+def describe(step: Any, state: State | None, batch: Any) -> Description:
     """Return the description of a step; see `Step.describe`."""
     told = {}
     for station in STATIONS:
@@ -65,7 +61,7 @@ def describe(step: Step, state: State | None, batch: Any) -> Description:
     return Description(told, held, frozen, () if batch is None else _unused(step, state, batch))
 
 
-def _unused(step: Step, state: State, batch: Any) -> tuple[str, ...]:
+def _unused(step: Any, state: State, batch: Any) -> tuple[str, ...]:
     structure = step.structure_of(state.params)
     whole = step.gather(structure.names, tree.leaves(state.params))
     seen = [x.detach().requires_grad_() for x in structure.pick(whole)]

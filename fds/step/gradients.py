@@ -37,17 +37,8 @@ class Sums:
         sums = cls(leaves, [None] * len(leaves))
         for i, leaf in enumerate(leaves):
             if dtype is not None and dtype != leaf.dtype:
-                leaf.register_post_accumulate_grad_hook(sums._widen(i, dtype))
+                leaf.register_post_accumulate_grad_hook(_widen(sums.wide, i, dtype))
         return sums
-
-    def _widen(self, i: int, dtype: torch.dtype) -> Callable[[Tensor], None]:
-        def add(leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            held = self.wide[i]
-            self.wide[i] = leaf.grad.to(dtype).contiguous() if held is None else held.add_(leaf.grad)
-            leaf.grad = None
-
-        return add
 
     def add(self, outcome: Outcome, seed: Tensor | None, where: str) -> None:
         """Add one microbatch: its gradients (times `seed`), loss, weight and metrics."""
@@ -71,7 +62,7 @@ class Sums:
                 want=str(sorted(self.metrics)),
             )  # fmt: skip
         for name, value in outcome.metrics.items():
-            part = torch.as_tensor(value, device=loss.device)
+            part = value if isinstance(value, Tensor) else torch.full((), value, device=loss.device)
             part = part * weight if part.is_floating_point() else part.long()
             self.metrics[name] = self.metrics[name] + part if name in self.metrics else part
         self.weight = self.weight + weight
@@ -92,6 +83,18 @@ class Sums:
         return found
 
 
+def _widen(wide: list[Tensor | None], i: int, dtype: torch.dtype) -> Callable[[Tensor], None]:
+    """Return the hook that moves a leaf's new gradient into sum `i`; it holds no leaf, so there is no cycle."""
+
+    def add(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        held = wide[i]
+        wide[i] = leaf.grad.to(dtype).contiguous() if held is None else held.add_(leaf.grad)
+        leaf.grad = None
+
+    return add
+
+
 @attrs.frozen(eq=False)
 class Gradients:
     """Summed gradients on their way to the optimizer: the true ones are `leaves / scale`.
@@ -100,7 +103,7 @@ class Gradients:
     """
 
     leaves: list[Tensor]
-    scale: Tensor | None  # () float32; None is 1
+    scale: Tensor | None  # () float64; None is 1
     norm: Tensor | None = None  # () global norm of the true gradients, where it was measured
 
     def measured(self) -> Gradients:
@@ -108,7 +111,17 @@ class Gradients:
         if self.norm is not None:
             return self
         norm = global_norm(self.leaves)
-        return attrs.evolve(self, norm=norm if self.scale is None else norm / self.scale)
+        return attrs.evolve(self, norm=norm if self.scale is None else (norm / self.scale).to(norm.dtype))
+
+    def settled(self) -> Gradients:
+        """Return the same for the optimizer: scale () float32, or divided out where float64 leaves need its digits."""
+        if self.scale is None:
+            return self
+        if any(x.dtype is torch.float64 for x in self.leaves):
+            for leaf in self.leaves:
+                leaf.div_(self.scale)
+            return attrs.evolve(self, scale=None)
+        return attrs.evolve(self, scale=self.scale.to(torch.float32))
 
 
 @attrs.frozen
@@ -135,8 +148,7 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _norm(live: list[Tensor], dtype: torch.dtype) -> Tensor:
-    parts = torch._foreach_norm(live, 2, dtype=dtype) if any(x.dtype != dtype for x in live) else torch._foreach_norm(live, 2)
-    return torch.linalg.vector_norm(torch.stack(list(parts)))
+    return torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(live, 2, dtype=dtype))))
 
 
 def _clamped(norm: Tensor) -> Tensor:
@@ -153,8 +165,8 @@ def apply_conditions(grads: Gradients, maps: Sequence[Callable[[Gradients], Grad
 
 
 def combined_scale(weight: Tensor | float, scale: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return weight x loss scale as () float32 on the device, None for 1: what the summed gradients are too large by."""
+    """Return what the summed gradients are too large by, weight x loss scale: () float64 on the device, None for 1."""
     if scale is None and not isinstance(weight, Tensor):
-        return None if weight == 1 else torch.full((), float(weight), device=device)
+        return None if weight == 1 else torch.full((), float(weight), dtype=torch.float64, device=device)
     total: Any = weight if scale is None else scale * weight
-    return total.to(device, torch.float32)
+    return total.to(device, torch.float64)

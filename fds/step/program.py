@@ -10,12 +10,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds import loss as losses
-from fds import random, tree
+from fds import loss as losses, random, tree
 from fds.errors import LossError, StateError
 from fds.optim import Optimizer
 from fds.state import State
-from fds.step.batch import Split, rows
+from fds.step.batch import Split
 from fds.step.describe import Description, describe
 from fds.step.gradients import Gradients, Measure, Sum, Sums, apply_conditions, combined_scale
 from fds.step.pool import Pool
@@ -50,7 +49,7 @@ class Step:
     after: tuple[After, ...] = ()
     place: Place = Place()
 
-    slots: Mapping[str, Callable[[Any, torch.device], Any]] = attrs.field(factory=dict)  # name -> (params, device) -> value
+    slots: Mapping[str, Callable[[Any, torch.device], Any]] = attrs.field(factory=dict)  # (params, device) -> slot
     composition: tuple = ()  # the transforms, as they were written
     position: int = attrs.field(default=0, repr=False)  # of the one whose turn it is while they are applied
     owners: Mapping[str, int] = attrs.field(factory=dict, repr=False)  # station -> position of who filled it
@@ -67,9 +66,13 @@ class Step:
         Raises `StateError` for NaN, leaves that are no tensors or share memory, patterns that match nothing.
         """
         key = random.key(key)
+        if isinstance(params, torch.nn.Module):
+            raise StateError(
+                "a module is not a tree of parameters", got=type(params).__name__, want="a pytree of tensors, or a recipe",
+                hint="apply, params, buffers = fds.functional(module)",
+            )  # fmt: skip
         if callable(params):
-            with random.scope([]):
-                params = params(random.fold_in(key, "params"))
+            params = params(random.fold_in(key, "params"))
         params = own(params)
         structure, device = self.structure_of(params), device_of(params)
         tree.match(self.gather.float32, structure.names, what="precision(keep_float32=...)")
@@ -107,7 +110,7 @@ class Step:
 
         Raises `BatchError`, `LossError`, `DonatedStateError`; the state is then as it was.
         """
-        state.check("step")
+        self._check(state)
         structure, leaves = self.structure_of(state.params), tree.leaves(state.params)
         assert self.optimizer is not None
 
@@ -132,7 +135,7 @@ class Step:
         if self.commit is not None:
             assert norm is not None
             skip = ~norm.isfinite()
-        grads = apply_conditions(grads, self.condition)
+        grads = apply_conditions(grads, self.condition).settled()
 
         # the update: from here on the new state's memory is written
         trained, opt, after = self._writable(state, structure.pick(leaves))
@@ -208,11 +211,22 @@ class Step:
             self.structures[key] = Structure.of(params, self.frozen)
         return self.structures[key]
 
+    def _check(self, state: State) -> None:
+        if not isinstance(state, State):
+            raise StateError("this is no state", got=type(state).__name__, want="what step.init or a step returned")
+        state.check("step")
+        missing = self.slots.keys() - state.slots.keys()
+        if missing:
+            raise StateError(
+                "the state lacks what a transform remembers", where="slots." + sorted(missing)[0],
+                got=str(sorted(state.slots)), want=str(sorted(self.slots)),
+                hint="make the state with the init of this step: the composition has changed since",
+            )  # fmt: skip
+
     def microbatches(self, batch: Any) -> list[Any]:
         """Return the microbatches of a batch, after the batch maps. Raises `BatchError`."""
         for one in self.batch:
             batch = one(batch)
-        rows(batch)
         return self.split(batch)
 
     def settings(

@@ -21,10 +21,10 @@ from fds.storage import manifest
 LATEST, SAVING, LOCK = "latest", ".saving", ".lock"
 
 
-def checked_tag(tag: object, where: str) -> str:
+def checked_tag(tag: object) -> str:
     """Return `tag` if it can name a folder inside the run's. Raises `StorageError`."""
     if not isinstance(tag, str) or not re.fullmatch(r"\w[\w.+=,@-]*", tag) or tag.lower() == LATEST:
-        raise StorageError("not a tag", where=where, got=repr(tag)[:80], want=f"letters, digits and any of _.+=,@- "
+        raise StorageError("not a tag", where="tag", got=repr(tag)[:80], want=f"letters, digits and any of _.+=,@- "
                            f"after the first, and not {LATEST!r}")  # fmt: skip
     return tag
 
@@ -42,10 +42,11 @@ def find(dir: Path, tag: str | None) -> Path:
         raise StorageError("there is no save here", where=str(dir), want="a directory that fds.save wrote",
                            got="nothing" if not dir.exists() else "a directory" if dir.is_dir() else "a file",
                            hint=_near(dir))  # fmt: skip
-    tag = _latest(dir, known) if tag is None else checked_tag(tag, "tag")
+    where = dir if tag is not None else dir / LATEST
+    tag = _latest(where, known) if tag is None else tag
     if tag not in known:
-        raise StorageError("there is no save under this tag", where=str(dir), got=repr(tag),
-                           want="one of " + ", ".join(map(repr, known)), hint=did_you_mean(tag, known))  # fmt: skip
+        raise StorageError("there is no save under this tag", where=str(where), got=repr(tag)[:80],
+                           want="one of " + ", ".join(map(repr, known)), hint=did_you_mean(str(tag), known))  # fmt: skip
     return dir / tag if (dir / tag).exists() else dir / SAVING / "old" / tag
 
 
@@ -57,6 +58,8 @@ def publish(dir: Path, tag: str) -> Iterator[Path]:
     folder in the tag's place that is no save. After any error, other tags and `latest` are as they were.
     """
     with _refusing(dir):
+        if dir.exists() and not dir.is_dir():
+            raise StorageError("saves go into a directory", where=str(dir), got="a file", want="a directory, or nothing")
         missing = [p for p in (dir, *dir.parents) if not p.exists()]
         dir.mkdir(parents=True, exist_ok=True)
         for created in missing:
@@ -74,14 +77,22 @@ def publish(dir: Path, tag: str) -> Iterator[Path]:
                     file.flush()
                     os.fsync(file.fileno())
                 _sync(new)
-                if (dir / tag).exists():
-                    os.rename(dir / tag, saving / "old" / tag)
-                os.rename(new, dir / tag)
-                _sync(dir)
-                os.replace(saving / LATEST, dir / LATEST)
-                _sync(dir)
+                _put_in_place(dir, tag, new)
             finally:
                 _clear(dir)
+
+
+def _put_in_place(dir: Path, tag: str, new: Path) -> None:
+    if (dir / tag).exists():
+        os.rename(dir / tag, dir / SAVING / "old" / tag)
+    os.rename(new, dir / tag)
+    try:
+        _sync(dir)
+        os.replace(dir / SAVING / LATEST, dir / LATEST)
+    except BaseException:
+        os.rename(dir / tag, new)  # who is told of an error finds what was there before
+        raise
+    _sync(dir)
 
 
 def _clear(dir: Path) -> None:
@@ -92,15 +103,15 @@ def _clear(dir: Path) -> None:
     shutil.rmtree(dir / SAVING, ignore_errors=True)
 
 
-def _latest(dir: Path, known: list[str]) -> str:
-    path, hint = dir / LATEST, f"load(..., tag={known[-1]!r})"
+def _latest(path: Path, known: list[str]) -> str:
     try:
         with open(path, encoding="utf-8") as file:
-            tag = checked_tag(file.read(1000).removesuffix("\n"), str(path))
+            return file.read(1000).removesuffix("\n")
     except (OSError, UnicodeError) as error:
-        raise StorageError("it is not known which save is the last", where=str(path), got=str(error),
-                           want="one of " + ", ".join(map(repr, known)), hint=hint) from error  # fmt: skip
-    return tag
+        raise StorageError(
+            "it is not known which save is the last", where=str(path), got=str(getattr(error, "strerror", error)),
+            want="one of " + ", ".join(map(repr, known)), hint=f"load(..., tag={known[-1]!r})",
+        ) from error  # fmt: skip
 
 
 def _near(dir: Path) -> str:

@@ -60,7 +60,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of a folder durably. Raises `OSError`."""
     record = _CONVERTER.unstructure(manifest)
     with open(folder / NAME, "x", encoding="utf-8") as file:
-        json.dump({**record, "checksum": _checksum(record)}, file, indent=1, allow_nan=False)
+        file.write(_text({**record, "checksum": _checksum(record)}))
         file.flush()
         os.fsync(file.fileno())
 
@@ -74,10 +74,12 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         record = json.loads(path.read_bytes())
+        written = record.pop("checksum", None) if isinstance(record, dict) else None
+        found = _checksum(record)
     except OSError as error:
         raise StorageError("a save without a readable manifest", where=str(path), got=str(error.strerror)) from error
     except (ValueError, RecursionError) as error:
-        raise StorageError("the manifest is no JSON", where=str(path), got=str(error)) from error
+        raise StorageError("the manifest is no JSON", where=str(path), got=str(error)[:200]) from error
     if not isinstance(record, dict) or type(record.get("format")) is not int:
         raise StorageError("this JSON is no manifest of fds", where=str(path), got=json.dumps(record)[:60],
                            want=f'an object with "format": {FORMAT}')  # fmt: skip
@@ -86,14 +88,13 @@ def read_manifest(folder: Path) -> Manifest:
             "the manifest has another format version", where=str(path), got=f"format {record['format']}, written by "
             f"fds {record.get('fds')!s:.40}", want=f"format {FORMAT}", hint="load it with the version that wrote it",
         )  # fmt: skip
-    written = record.pop("checksum", None)
     try:
         manifest = _CONVERTER.structure(record, Manifest)
-    except Exception as error:  # cattrs collects whatever its hooks raise
+    except cattrs.BaseValidationError as error:
         raise StorageError("the manifest has wrong fields", where=str(path),
                            got="\n".join(cattrs.transform_error(error)[:5])) from None  # fmt: skip
-    if written != _checksum(record):
-        raise StorageError("the manifest was changed after it was written", where=str(path), got=_checksum(record),
+    if written != found:
+        raise StorageError("the manifest was changed after it was written", where=str(path), got=found,
                            want=f"the checksum that it was written with, {written!s:.40}")  # fmt: skip
     for name, leaf in manifest.leaves.items():
         _refuse_impossible(leaf, where=f"{path}: $.leaves[{name!r}]")
@@ -154,7 +155,14 @@ def _refuse_impossible(leaf: Leaf, where: str) -> None:
                            want=f"{math.prod(leaf.shape)}, by its shape {leaf.shape}")  # fmt: skip
 
 
-def _checksum(record: dict) -> str:
+def _text(record: dict) -> str:
+    """Return the JSON with one line for each field, and for each leaf."""
+    leaves = ",\n".join(f"  {json.dumps(name)}: {json.dumps(leaf)}" for name, leaf in record["leaves"].items())
+    fields = {name: json.dumps(value) for name, value in record.items()} | {"leaves": f"{{\n{leaves}\n }}"}
+    return "{\n" + ",\n".join(f" {json.dumps(name)}: {text}" for name, text in fields.items()) + "\n}\n"
+
+
+def _checksum(record: Any) -> str:
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return f"crc32:{zlib.crc32(text.encode()):08x}"
 

@@ -44,8 +44,9 @@ def save(
                            hint="fds.save(dir, state, step)")  # fmt: skip
     state.check("save")
     calls, named, extra = int(state.calls), tree.paths(state), checked_extra(extra)
-    tag = f"step{calls:08d}" if tag is None else checked_tag(tag, "tag")
+    tag = f"step{calls:08d}" if tag is None else checked_tag(tag)
     refuse_unwritable(named)
+    composition = tuple(map(repr, step.composition))
     with publish(Path(dir), tag) as folder:
         checksums = write_tensors(folder / FILE, named)
         leaves = {
@@ -53,7 +54,7 @@ def save(
             for name, x in named.items()
         }
         write_manifest(folder, Manifest(
-            FORMAT, _version(), torch.__version__, tag, calls, tuple(map(repr, step.composition)), leaves, extra,
+            FORMAT, _version(), torch.__version__, tag, calls, composition, leaves, extra,
         ))  # fmt: skip
     return Path(dir) / tag
 

@@ -23,7 +23,8 @@ from fds.errors import StorageError
 
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
@@ -47,15 +48,15 @@ def checksum(x: Tensor) -> str:
 def refuse_unwritable(named: Mapping[str, Any]) -> None:
     """Raise `StorageError` for a leaf that a file cannot hold: no tensor, no data, a dtype or layout beyond it."""
     for name, x in named.items():
-        what = f"a tensor of one of {', '.join(DTYPES)}"
+        want = f"a tensor of one of {', '.join(DTYPES)}"
         if not isinstance(x, Tensor):
-            raise StorageError("a leaf of the state is no tensor", where=name, got=repr(x)[:60], want=what)
+            raise StorageError("a leaf of the state is no tensor", where=name, got=repr(x)[:60], want=want)
         if x.is_meta:
-            raise StorageError("a leaf of the state has no data", where=name, got="a meta tensor", want=what,
+            raise StorageError("a leaf of the state has no data", where=name, got="a meta tensor", want=want,
                                hint="save what step.init or a step returned, not step.structure")  # fmt: skip
         if x.dtype not in _CODES or x.layout != torch.strided:
             raise StorageError("a leaf of the state has no place in a file", where=name,
-                               got=f"{x.dtype}, {x.layout}", want=what)  # fmt: skip
+                               got=f"{x.dtype}, {x.layout}", want=want)  # fmt: skip
         if name.encode(errors="replace").decode() != name:
             raise StorageError("a name is no text that a file can hold", where=ascii(name), want="valid Unicode")
 
@@ -66,7 +67,8 @@ def write_tensors(path: Path, named: Mapping[str, Tensor]) -> dict[str, str]:
     One tensor at a time is copied to host memory, if it is not there and contiguous already. Raises `OSError`.
     """
     names = sorted(named, key=lambda name: -named[name].element_size())  # so that every tensor starts aligned
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name in names:
         x = named[name]
         start, end = end, end + x.numel() * x.element_size()
@@ -121,4 +123,5 @@ def read_into(out: Tensor, file: safe_open, name: str, want: str, where: str) ->
 
 
 def _bytes(x: Tensor) -> memoryview:
-    return memoryview(x.view(-1).view(torch.uint8).numpy())
+    flat = x.as_strided((x.numel(),), (1,))  # view(-1) would keep the odd stride that a single element may have
+    return memoryview(flat.view(torch.uint8).numpy())

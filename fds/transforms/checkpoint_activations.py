@@ -6,7 +6,6 @@ Cost:   time x4/3; activations: one input per `every` layers, and those of one g
 Source: Chen et al. 2016, arXiv:1604.06174; Griewank and Walther 2000 (Algorithm 799)
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,13 +41,14 @@ class Recompute:
 
     def run(self, group: list[Callable], *args: Any) -> Any:
         """Run a group; its seeds are set anew inside it, so no generator state is kept."""
-        contexts = {} if self.policy is None else {
-            "context_fn": functools.partial(create_selective_checkpoint_contexts, self.policy)
-        }  # fmt: skip
-        pinned = torch.cuda.is_available()
-        store = torch.autograd.graph.save_on_cpu(pin_memory=pinned) if self.store == "host" else contextlib.nullcontext()
-        with store:
-            return checkpoint(_chain, group, *args, use_reentrant=False, preserve_rng_state=False, **contexts)
+        run = functools.partial(checkpoint, _chain, group, *args, use_reentrant=False, preserve_rng_state=False)
+        if self.policy is not None:
+            contexts = functools.partial(create_selective_checkpoint_contexts, self.policy)
+            run = functools.partial(run, context_fn=contexts)
+        if self.store == "device":
+            return run()
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return run()
 
 
 def _chain(group: list[Callable], *args: Any) -> Any:

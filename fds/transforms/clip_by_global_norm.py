@@ -7,7 +7,6 @@ Source: Pascanu et al. 2013, arXiv:1211.5063, algorithm 1
 """
 
 import attrs
-import torch
 
 from fds.errors import ComposeError
 from fds.step import Gradients, Measure, Step, fill, transform
@@ -23,9 +22,9 @@ class ClipNorm:
         """Return the gradients with the clip factor in their scale."""
         grads = grads.measured()
         assert grads.norm is not None
-        factor = ((grads.norm + 1e-6) / self.max_norm).clamp(min=1).to(torch.float32)
+        factor = ((grads.norm + 1e-6) / self.max_norm).clamp(min=1).double()
         scale = factor if grads.scale is None else grads.scale * factor
-        return Gradients(grads.leaves, scale, grads.norm / factor)
+        return Gradients(grads.leaves, scale, (grads.norm / factor).to(grads.norm.dtype))
 
 
 @transform

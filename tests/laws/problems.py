@@ -85,7 +85,8 @@ def token_mean(logits, targets):
 def layers(seed: int, dtype: torch.dtype, dropout: float, norm: bool) -> Problem:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        parts = [fds.LayerSpec(nn.Linear, 5, 6, dtype=dtype), Block(6, dropout).to(dtype), torch.tanh, nn.Dropout(dropout)]
+        first = fds.LayerSpec(nn.Linear, 5, 6, dtype=dtype)
+        parts = [first, Block(6, dropout).to(dtype), torch.tanh, nn.Dropout(dropout)]
         if norm:
             parts.append(nn.BatchNorm1d(6, dtype=dtype))
         loss = fds.Layers([*parts, Block(6, dropout).to(dtype), nn.Linear(6, 3, dtype=dtype)], nn.MSELoss())
@@ -158,7 +159,7 @@ KINDS: tuple[Callable[..., Problem], ...] = (layers, tied_layers, opaque, tied_m
 
 
 @st.composite
-def problems(draw, dtype: torch.dtype = torch.float32, dropout: bool | None = None, norm: bool | None = None) -> Problem:
+def problems(draw, dtype=torch.float32, dropout: bool | None = None, norm: bool | None = None) -> Problem:
     """Draw a problem; `dropout` and `norm` pin whether there are dropout and batch norm."""
     p = draw(st.sampled_from([0.0, 0.3])) if dropout is None else 0.3 * dropout
     n = draw(st.booleans()) if norm is None else norm

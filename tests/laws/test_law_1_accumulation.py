@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fds
-from fds import loss as losses
-from fds import tree
+from fds import loss as losses, tree
 from tests.bits import assert_rounding, assert_same_bits
 from tests.laws.problems import ROWS, compositions, make, optimizers, problems
 

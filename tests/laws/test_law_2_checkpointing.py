@@ -1,8 +1,7 @@
 """Law 2: recomputing activations changes nothing, bit for bit, dropout on, under any policy."""
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fds
 from tests.bits import assert_same_bits

@@ -1,8 +1,7 @@
 """Law 3: a scale at a power of two is invisible, and a non-finite batch leaves the state as it was."""
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fds
 from fds import tree

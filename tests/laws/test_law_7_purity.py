@@ -4,8 +4,7 @@ import random
 
 import numpy
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fds
 from fds import tree

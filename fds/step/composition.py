@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import attrs
+import torch
 
 from fds.errors import ComposeError
 from fds.optim import Optimizer
@@ -87,6 +88,11 @@ class Composition:
 
         if isinstance(loss, Step):
             return self.rewrite(loss)
+        if isinstance(loss, torch.nn.Module):
+            raise ComposeError(
+                "a module is not a loss", got=type(loss).__name__, want=f"{self}(loss_fn)", hint="apply, params, buffers = "
+                "fds.functional(module), then loss_fn(params, batch) calls apply(params, ...)",
+            )  # fmt: skip
         if isinstance(loss, Transform | Composition | Optimizer) or not (callable(loss) or hasattr(loss, "loss_fn")):
             raise ComposeError("a composition is applied to a loss", got=repr(loss)[:80], want=f"{self}(loss_fn)")
         step = self.rewrite(Step(loss=loss, eval_loss=loss if eval_fn is None else eval_fn))

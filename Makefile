@@ -1,0 +1,61 @@
+# Every target sets up what it needs: `make train` and `make test` work in a fresh clone, with Python 3.11 and make.
+PYTHON ?= $(shell for p in python3.11 python3; do \
+    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+ARGS ?=
+JOBS ?= 2
+BIN := .venv/bin
+READY := .venv/.ready
+PEERS := .venv-peers/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test laws lint bench-plain golden clean
+
+help:  ## say what there is to make
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo '  ARGS="..." is passed on to the program: make train ARGS="--steps 200"'
+
+setup: $(READY)  ## install fds and what its tests need into .venv
+
+train: $(READY)  ## run the main job, examples/train_gpt.py
+	@$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: lint  ## check, then run every test
+	@$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+laws: $(READY)  ## run the laws on many more examples than `make test`, new ones every time
+	@FDS_HYPOTHESIS_PROFILE=full $(BIN)/pytest -n $(JOBS) tests/laws $(ARGS)
+
+lint: $(READY)  ## ruff and pyright
+	@$(BIN)/ruff check
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+bench-plain: $(READY)  ## time the plain step beside a hand-written loop
+	@$(BIN)/python benchmarks/plain.py $(ARGS)
+
+golden: $(PEERS)  ## record again what DeepSpeed does, into tests/golden (needs .venv-peers, large)
+	@DS_ACCELERATOR=cpu .venv-peers/bin/python tests/golden/generate.py $(ARGS)
+
+clean:  ## remove the environments and every cache
+	@rm -rf .venv .venv-peers .pytest_cache .ruff_cache fds.egg-info
+	@find fds tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# torch comes first and pinned: a bare `torch` may be another release, and the build of fds needs torch's setuptools.
+# -qq, because pip warns about every index of the machine that lacks a package.
+define install
+	@test -n "$(PYTHON)" || { echo "fds: Python 3.11 or later is needed; say which with PYTHON=..."; exit 1; }
+	@$(@D)/bin/python -c "" 2>/dev/null \
+	    || { echo "fds: making $(@D) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(@D); }
+	@echo "fds: installing torch into $(@D) (a minute or two the first time)"
+	@$(@D)/bin/python -m pip install -qq -c constraints.txt torch setuptools
+	@echo "fds: installing fds[$(1)] into $(@D)"
+	@$(@D)/bin/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[$(1)]'
+	@touch $@
+endef
+
+$(READY): pyproject.toml constraints.txt
+	$(call install,dev$(comma)plot)
+
+$(PEERS): pyproject.toml constraints.txt
+	$(call install,peers)
+
+comma := ,

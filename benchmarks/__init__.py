@@ -1,0 +1,1 @@
+"""fds beside its peers, in one process: see README.md."""

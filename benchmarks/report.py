@@ -1,0 +1,152 @@
+"""What a comparison comes to: a table on the terminal, a dated Markdown file, a picture."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import Comparison, Series
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print the tables."""
+    for title, header, rows in _tables(comparison):
+        table = Table(*header, title=title, title_justify="left", header_style="bold")
+        for row in rows:
+            table.add_row(*row, style="red" if "NO" in row[-1] else None)
+        console.print(table)
+
+
+def write(comparison: Comparison, name: str, facts: Mapping[str, str], *, folder: Path = RESULTS) -> Path:
+    """Write `<today>-<name>.md`, and the picture beside it where matplotlib is installed; return the first's path.
+
+    `facts` say what ran.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{datetime.date.today()}-{name}.md"
+    lines = [f"# {name}, {datetime.date.today()}", ""]
+    lines += [f"- {key}: {value}" for key, value in {**facts, **machine()}.items()]
+    for title, header, rows in _tables(comparison):
+        lines += ["", f"## {title}", "", _line(header), _line(["---"] * len(header)), *map(_line, rows)]
+    try:
+        draw(comparison, path.with_suffix(".png"))
+        lines += ["", f"![paired ratios]({path.stem}.png)"]
+    except ImportError:
+        lines += ["", "No picture: matplotlib is not installed (`pip install 'fds[plot]'`)."]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def machine() -> dict[str, str]:
+    """Return where this runs, and on what versions."""
+    return {
+        "CPU": f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch",
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "load": "{:.1f}, {:.1f}, {:.1f} over the last 1, 5, 15 minutes".format(*os.getloadavg()),
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"fds {version('fds')}{_commit()}",
+    }
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Draw every ratio of every pair. Raises `ImportError` where matplotlib is missing."""
+    from matplotlib.figure import Figure
+
+    panels: list[tuple[str, Series, float | None]] = [
+        (f"{r.row.contender.name}\nbeside {r.row.beside.name}", r.time, r.row.time_at_most) for r in comparison.results
+    ]
+    panels += [(f"A/A: {one.name}\nbeside itself", series, None) for one, series in comparison.itself]
+    figure = Figure(figsize=(3 * len(panels), 4), layout="constrained")
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    for axes, (title, series, claim) in zip(grid[0], panels, strict=True):
+        low, high = series.interval()
+        axes.axhline(1, color="black", linewidth=0.6)
+        axes.axhspan(low, high, color="tab:blue", alpha=0.25, label=f"{series.ratio:.4f} [{low:.4f}, {high:.4f}]")
+        axes.axhline(series.ratio, color="tab:blue")
+        axes.plot(range(1, len(series.ratios) + 1), series.ratios, ".", color="tab:gray", markersize=4)
+        if claim is not None:
+            axes.axhline(claim, color="tab:red", linestyle="--", label=f"at most {claim:g}")
+        axes.set_title(title, fontsize=8)
+        axes.set_xlabel("pair")
+        axes.legend(fontsize=7, loc="upper right")
+        axes.set_ylim(*_window(comparison))
+    figure.axes[0].set_ylabel("time over time")
+    figure.savefig(path, dpi=120)
+
+
+def _window(comparison: Comparison) -> tuple[float, float]:
+    """Return the ratios to show: a few wild pairs must not press the rest into a line."""
+    series = [*(r.time for r in comparison.results), *(s for _, s in comparison.itself)]
+    near = sorted(x for s in series for x in s.ratios)
+    cut = len(near) // 50
+    near = near[cut : len(near) - cut]
+    ends = [x for s in series for x in s.interval()]
+    claims = [r.row.time_at_most for r in comparison.results if r.row.time_at_most is not None]
+    low, high = min(*near, *ends, *claims), max(*near, *ends, *claims)
+    return low - 0.05 * (high - low), high + 0.2 * (high - low)
+
+
+def _tables(comparison: Comparison) -> list[tuple[str, list[str], list[list[str]]]]:
+    pairs = len(comparison.results[0].time.ratios)
+    per = "" if comparison.calls == 1 else f", {comparison.calls} calls each"
+    time_rows = [
+        [r.row.contender.name, r.row.beside.name, *_timed(r.time), r.agreement, _claim(r.row.time_at_most, r.time_met)]
+        for r in comparison.results
+    ]
+    time_rows += [[one.name, "itself, made anew (A/A)", *_timed(s), "", ""] for one, s in comparison.itself]
+    memory_rows = [
+        [
+            r.row.contender.name, r.row.beside.name, *(f"{x.peak_bytes:,}" for x in (r.memory, r.beside_memory)),
+            f"{r.memory_ratio:.4f}", *(f"{x.held_bytes:,}" for x in (r.memory, r.beside_memory)),
+            _claim(r.row.memory_at_most, r.memory_met),
+        ]
+        for r in comparison.results
+    ]  # fmt: skip
+    return [
+        (f"Time ({pairs} pairs{per})",
+         ["contender", "beside", "ms", "ms beside", "ratio", "95% interval", "values agree", "claim"], time_rows),
+        ("Memory (bytes of tensors; held: between calls)",
+         ["contender", "beside", "peak", "peak beside", "ratio", "held", "held beside", "claim"], memory_rows),
+    ]  # fmt: skip
+
+
+def _timed(series: Series) -> list[str]:
+    (mine, other), (low, high) = series.medians_ms(), series.interval()
+    return [f"{mine:.4g}", f"{other:.4g}", f"{series.ratio:.4f}", f"{low:.4f} to {high:.4f}"]
+
+
+def _claim(at_most: float | None, met: bool | None) -> str:
+    return "" if at_most is None else f"at most {at_most:g}: {'yes' if met else 'NO'}"
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+        return next(line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=RESULTS.parent, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short", "HEAD")
+    changed = ", changed since" if git("status", "--porcelain", "--", "../fds", "../examples", ".") else ""
+    return f" ({commit}{changed})" if commit else ""

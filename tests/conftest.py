@@ -1,0 +1,23 @@
+"""What holds for every test: few threads, Triton interpreted without a GPU, how hard Hypothesis tries."""
+
+import os
+from pathlib import Path
+
+# Set before torch and triton are imported, and inherited by the processes that tests start.
+# On two cores, workers of one thread each leave the cores to each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault(
+    "HYPOTHESIS_STORAGE_DIRECTORY", str(Path(__file__).parents[1] / ".pytest_cache" / "hypothesis")
+)
+
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
+settings.register_profile("full", max_examples=250, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("FDS_HYPOTHESIS_PROFILE", "fast"))

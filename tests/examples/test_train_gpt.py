@@ -1,0 +1,246 @@
+"""The main job: it trains, can be stopped and resumed without a trace, takes the user's files, and says what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from safetensors.torch import load_file
+
+import fds
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import train_gpt  # noqa: E402  (a script's folder is on its path)
+from gpt import model  # noqa: E402
+from gpt.display import Display, spark  # noqa: E402
+from gpt.log import Log, smooth  # noqa: E402
+from gpt.text import even_starts, is_held_out, random_starts, read, standard_library, windows  # noqa: E402
+
+CLOCK = ("seconds", "tokens_per_s")  # what differs between two runs of the same thing
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny tensors: a second thread only waits, for seconds where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    """A text file large enough for tiny windows."""
+    path = tmp_path / "book.txt"
+    path.write_text("\n".join(f"the {i}th line of a short book" for i in range(400)))
+    return path
+
+
+def command(*arguments: object) -> subprocess.Popen:
+    """Start the script as a user does, warnings as errors; one thread, so that a busy machine is no slower than need be."""
+    words = [sys.executable, "-W", "error", str(EXAMPLES / "train_gpt.py"), *map(str, arguments)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+
+
+def lines(out: Path) -> list[dict]:
+    """Read a log without its clock."""
+    found = [json.loads(text) for text in (out / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in CLOCK} for line in found]
+
+
+def saved(out: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a run's last save."""
+    return load_file(out / "save" / "last" / "rank0.safetensors")
+
+
+def test_a_run_leaves_a_log_a_curve_a_save_and_prints_a_sample(tmp_path: Path):
+    run = command("--quick", "--out", tmp_path / "run")
+    said, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, said
+    assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == list(range(1, 21))
+    assert [line["step"] for line in lines(tmp_path / "run") if "held_out" in line] == [10, 20]
+    assert (tmp_path / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "embedding.weight" in " ".join(saved(tmp_path / "run"))
+    for word in ("a sample", "def ", "bits per byte", "step 20/20", "tokens/s", "curve.png", "log.jsonl"):
+        assert word in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_run_that_was_interrupted_and_resumed_equals_one_that_was_not(tmp_path: Path, book: Path, number: int):
+    options = ["--quick", "--data", book, "--steps", 120, "--eval-every", 50, "--read-every", 7, "--dropout", 0.1,
+               "--accumulate", 2, "--dtype", "float16" if number == signal.SIGINT else "bfloat16"]  # fmt: skip
+    whole, broken = command(*options, "--out", tmp_path / "whole"), command(*options, "--out", tmp_path / "broken")
+    log = tmp_path / "broken" / "log.jsonl"
+    while broken.poll() is None and not (log.exists() and log.read_text()):
+        time.sleep(0.005)
+    broken.send_signal(number)
+    said, _ = broken.communicate(timeout=120)
+    assert broken.returncode == 130, said
+    assert f"--resume {tmp_path / 'broken'}" in said
+    assert 0 < len(lines(tmp_path / "broken")) < 122
+    resumed = command("--resume", tmp_path / "broken")
+    assert resumed.wait(timeout=120) == whole.wait(timeout=120) == 0
+    assert lines(tmp_path / "broken") == lines(tmp_path / "whole")
+    first, second = saved(tmp_path / "broken"), saved(tmp_path / "whole")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for run in (whole, resumed):
+        run.stdout.close()
+
+
+def test_a_second_interrupt_ends_the_program_at_once():
+    with train_gpt.Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_fresh_run_replaces_an_earlier_one_and_nothing_else(tmp_path: Path, book: Path, capsys):
+    options = ["--quick", "--data", str(book), "--steps", "3", "--sample", "2", "--out"]
+    for seed in ("0", "1"):
+        assert train_gpt.main([*options, str(tmp_path / "run"), "--seed", seed]) == 0
+    assert len(lines(tmp_path / "run")) == 4  # three steps and the last evaluation
+    assert json.loads((tmp_path / "run" / "options.json").read_text())["seed"] == 1
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    assert train_gpt.main([*options, str(tmp_path / "mine")]) == 2
+    assert "is not replaced" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
+
+
+def test_the_number_of_steps_follows_the_minutes(tmp_path: Path, book: Path):
+    tiny = ["--quick", "--data", str(book), "--steps", "0", "--width", "8", "--layers", "1", "--context", "8"]
+    options = train_gpt.parse([*tiny, "--minutes", "1e-9", "--dtype", "float32"])
+    assert train_gpt.steps_within(options, read(options.data, context=8)) == 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "nowhere.txt"], ["there is no text here", "nowhere.txt"]),
+        (["--data", "empty"], ["there is no text here", "empty"]),
+        (["--data", "short.txt"], ["too little text", "5 bytes", "130"]),
+        (["--width", "30"], ["--width", "30 over 2 heads", "a multiple of 4"]),
+        (["--resume", "nowhere"], ["no run to resume", "nowhere"]),
+        (["--out", "short.txt"], ["short.txt"]),
+        (["--batch", "0"], ["--batch counts from 1"]),
+        (["--batch", "4", "--accumulate", "3"], ["does not divide into 3 microbatches", "4 rows"]),
+        (["--wdith", "8"], ["unrecognized arguments: --wdith 8"]),
+        (["--dtype", "int8"], ["invalid choice: 'int8'"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_what_is_wrong_is_said_in_words(arguments: list[str], words: list[str], tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("short.txt").write_text("short")
+    try:
+        code = train_gpt.main(["--quick", *arguments])
+    except SystemExit as end:  # argparse's own
+        code = end.code
+    said = capsys.readouterr().err
+    assert code == 2
+    assert all(word in said for word in words), said
+    assert "Traceback" not in said
+
+
+def test_a_run_does_not_go_on_with_another_text(tmp_path: Path, book: Path, capsys):
+    out = str(tmp_path / "run")
+    assert train_gpt.main(["--quick", "--data", str(book), "--steps", "2", "--sample", "1", "--out", out]) == 0
+    book.write_text(book.read_text().upper())
+    assert train_gpt.main(["--resume", out, "--steps", "4"]) == 2
+    assert "the text has changed" in capsys.readouterr().err
+
+
+def test_the_standard_library_is_held_out_by_name():
+    names = [name for name, _ in standard_library()]
+    held_out = [name for name in names if is_held_out(name)]
+    assert 0.02 < len(held_out) / len(names) < 0.1
+    assert not any("test" in name.split("/") or "site-packages" in name for name in names)
+    text = read(context=256)
+    assert len(text.train) > 10 * len(text.held_out) > 100_000
+    assert read(context=256).digest == text.digest
+
+
+def test_named_files_and_folders_are_read_without_hidden_and_binary_ones(tmp_path: Path):
+    for name, content in {"a.txt": b"a" * 90, "b/c.md": b"c" * 90, ".git/x": b"x" * 90, "b/d.bin": b"d\0d" * 30}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    text = read([str(tmp_path)], context=8)
+    assert set(text.train.tolist() + text.held_out.tolist()) == set(b"ac\n")
+    one = read([str(tmp_path / "a.txt")], context=8)
+    assert (len(one.train), len(one.held_out)) == (81, 9)
+
+
+def test_windows_are_a_function_of_the_key_and_stay_inside_the_text():
+    text = torch.arange(100, dtype=torch.uint8)
+    key = fds.random.key(0)
+    starts = random_starts(text, key, rows=5000, context=10)
+    assert starts.min() == 0
+    assert starts.max() == 89
+    assert torch.equal(starts, random_starts(text, key, rows=5000, context=10))
+    inputs, targets = windows(text, even_starts(text, rows=4, context=10), context=10)
+    assert inputs[:, 0].tolist() == [0, 29, 59, 89]
+    assert torch.equal(targets, inputs + 1)
+
+
+def test_a_byte_sees_only_what_is_before_it():
+    loss = model.gpt(width=16, layers=2, heads=2)
+    step = fds.compose(fds.adamw(0.1))(loss)
+    inputs = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
+    state, _ = step(step.init(loss.init, key=0), (inputs, inputs))  # fresh blocks are the identity
+    changed = inputs.clone()
+    changed[:, 7] = 255 - changed[:, 7]
+    first, second = (step.evaluate(state, (x, x), outputs=True)["outputs"] for x in (inputs, changed))
+    assert torch.equal(first[:, :7], second[:, :7])
+    assert not torch.equal(first[:, 7:], second[:, 7:])
+
+
+def test_attention_by_hand_is_torchs_own():
+    q, k, v = torch.randn(3, 2, 4, 33, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(model.attend(q, k, v), expected)
+
+
+def test_the_panel_shows_every_number(tmp_path: Path):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120, _environ={"TERM": "xterm"})
+    metrics = {"bits_per_byte": 2.5, "loss": 1.7, "lr": 1e-3, "grad_norm": 0.5, "loss_scale": 65536.0, "skipped": True}
+    with Log(tmp_path / "log.jsonl", upto=0) as log, Display(console, "title", total=100) as display:
+        log.step(50, {name: torch.tensor(value) for name, value in metrics.items()})
+        log.read(tokens_per_step=1000)
+        log.evaluation(50, 2.6)
+        display.show(log)
+    for word in ("loss", "2.500", "held out", "2.600", "tokens/s", "gradient norm", "0.500", "learning rate", "1.00e-03",
+                 "loss scale", "65536 (1 skipped)", "time left", "50", "100"):  # fmt: skip
+        assert word in screen.getvalue()
+
+
+def test_a_log_is_cut_at_the_resumed_step_and_at_a_torn_line(tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(f'{{"step": {i}, "loss": 1.0, "seconds": {i}.0}}\n' for i in range(1, 6)) + '{"step": 6, "lo')
+    with Log(path, upto=9) as log:
+        assert [line["step"] for line in log.steps] == [1, 2, 3, 4, 5]
+        assert 5 <= log.seconds < 6
+    with Log(path, upto=3) as log:
+        assert len(path.read_text().splitlines()) == len(log.steps) == 3
+
+
+def test_smoothing_passes_over_what_is_not_finite():
+    assert smooth([2.0, float("nan"), 2.0, float("inf")]) == [2.0] * 4
+    assert spark([3.0, 2.0, 1.0], width=3) == "█▅▁"

@@ -1,0 +1,135 @@
+"""Record what DeepSpeed 0.19.6 does, as numbers that fds is tested against.
+
+The values are kept beside this file, so the tests never need DeepSpeed. To make them again:
+
+    python -m venv /tmp/ds-venv
+    /tmp/ds-venv/bin/pip install torch==2.13.0
+    /tmp/ds-venv/bin/pip install deepspeed==0.19.6 numpy
+    DS_ACCELERATOR=cpu /tmp/ds-venv/bin/python tests/golden/generate.py
+
+0.19.6 is the last version that still has every feature that fds re-makes. Its classes are only driven from
+outside: constructed, stepped and read. Floats are written by `repr`, so reading them gives the same bits.
+
+lr_schedules.json, per case: `lr[0]` is the learning rate that the constructor leaves in the parameter group
+(t = -1), `lr[1 + t]` what it holds once t is reached; `beta1` likewise, where momentum is cycled.
+loss_scale.json, per case: `scale_after[i]` is the loss scale after the update that saw `overflow[i]`.
+"""
+
+import json
+import os
+import random
+from itertools import product
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NUM_STEPS = 48
+NUM_UPDATES = 60
+
+
+def main() -> None:
+    for name, cases in (("lr_schedules", lr_cases()), ("loss_scale", loss_scale_cases())):
+        lines = ",\n".join(json.dumps(case) for case in cases)
+        (HERE / f"{name}.json").write_text(f'{{"versions": {json.dumps(versions())}, "cases": [\n{lines}\n]}}\n')
+        print(f"{name}.json: {len(cases)} cases")
+
+
+def versions() -> dict:
+    import deepspeed  # pyright: ignore[reportMissingImports]
+    import torch
+
+    return {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
+
+
+def lr_grid() -> list[tuple[str, dict]]:
+    """Return (class, arguments), argument names being DeepSpeed's."""
+    grid = []
+    for kind, steps, (low, high) in product(("log", "linear"), (1, 2, 3, 4, 17, 30), ((0.0, 1e-3), (1e-5, 0.3))):
+        arguments = {"warmup_min_lr": low, "warmup_max_lr": high, "warmup_num_steps": steps, "warmup_type": kind}
+        grid.append(("WarmupLR", arguments))
+    for kind, (steps, total) in product(
+        ("log", "linear"), ((1, 10), (3, 30), (2, 2), (4, 5), (4, 40), (10, 6), (20, 60), (12, 12))
+    ):
+        arguments = {"total_num_steps": total, "warmup_num_steps": steps, "warmup_type": kind}
+        grid.append(("WarmupDecayLR", arguments | {"warmup_min_lr": 2e-5, "warmup_max_lr": 7e-4}))
+        grid.append(("WarmupDecayLR", arguments | {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1}))
+        grid.append(("WarmupCosineLR", arguments))
+        grid.append(("WarmupCosineLR", arguments | {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.05}))
+        grid.append(("WarmupCosineLR", arguments | {"cos_min_ratio": 0.0}))
+    for first, second in ((10, None), (1, 1), (7, 13), (20, 10), (12, 8), (30, 40)):
+        sizes = {"cycle_min_lr": 1e-4, "cycle_max_lr": 2e-2, "cycle_first_step_size": first}
+        sizes |= {"cycle_second_step_size": second}
+        decay = {"decay_step_size": 5, "decay_lr_rate": 0.3, "decay_mom_rate": 0.002}
+        momenta = {"cycle_min_mom": 0.7, "cycle_max_mom": 0.95}
+        grid.append(("OneCycle", sizes))
+        grid.append(("OneCycle", sizes | decay | momenta))
+        grid.append(("OneCycle", sizes | decay | {"decay_step_size": 0}))
+        for up, down in ((1, None), (3, 5), (5, None), (4, 0), (0, 4)):
+            stairs = {"cycle_first_stair_count": up, "cycle_second_stair_count": down}
+            grid.append(("OneCycle", sizes | decay | stairs))
+    for size, rate, staircase in product((1, 3, 7, 10, 49), (0.5, 1.0, 7.0), (False, True)):
+        arguments = {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": size}
+        arguments |= {"lr_range_test_step_rate": rate, "lr_range_test_staircase": staircase}
+        grid.append(("LRRangeTest", arguments))
+    return grid
+
+
+def lr_cases() -> list[dict]:
+    return [{"class": name, "arguments": arguments} | follow(name, arguments) for name, arguments in lr_grid()]
+
+
+def follow(name: str, arguments: dict, group_lr: float = 3e-4) -> dict:
+    """Return the parameter group's numbers after construction and after each of NUM_STEPS steps."""
+    import torch
+    from deepspeed.runtime import lr_schedules  # pyright: ignore[reportMissingImports]
+
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=group_lr)
+    scheduler = getattr(lr_schedules, name)(optimizer, **arguments)
+    group = optimizer.param_groups[0]
+    lr, beta1 = [group["lr"]], [group["betas"][0]]
+    for _ in range(NUM_STEPS):
+        scheduler.step()
+        lr.append(group["lr"])
+        beta1.append(group["betas"][0])
+    return {"group_lr": group_lr, "lr": lr} | ({"beta1": beta1} if name == "OneCycle" else {})
+
+
+def loss_scale_cases() -> list[dict]:
+    draw = random.Random(20240806)
+    cases = []
+    for (initial, minimum), window, hysteresis, consecutive in product(
+        ((256.0, 1.0), (100.0, 30.0)), (1, 2, 7, 25), (1, 2, 4), (False, True)
+    ):
+        runs = [[int(draw.random() < p) for _ in range(NUM_UPDATES)] for p in (0.05, 0.2, 0.5)]
+        if minimum == 1.0:
+            runs += [[0] * NUM_UPDATES, [1] * NUM_UPDATES]
+        settings = {"initial": initial, "window": window, "hysteresis": hysteresis}
+        settings |= {"consecutive_hysteresis": consecutive, "minimum": minimum}
+        cases += [settings | {"overflow": bits, "scale_after": scales(settings, bits)} for bits in runs]
+    return cases
+
+
+def scales(settings: dict, overflow: list[int]) -> list[float]:
+    """Return the scale of DeepSpeed's dynamic loss scaler after each update."""
+    from unittest import mock
+
+    from deepspeed.runtime.fp16 import loss_scaler  # pyright: ignore[reportMissingImports]
+
+    scaler = loss_scaler.DynamicLossScaler(
+        init_scale=settings["initial"],
+        scale_window=settings["window"],
+        min_scale=settings["minimum"],
+        delayed_shift=settings["hysteresis"],
+        consecutive_hysteresis=settings["consecutive_hysteresis"],
+        raise_error_at_min_scale=False,
+    )
+    after = []
+    with mock.patch.object(loss_scaler.dist, "get_rank", lambda: 0):  # asked only to decide whether to log
+        for bit in overflow:
+            scaler.update_scale(bool(bit))
+            after.append(float(scaler.loss_scale))
+    return after
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    main()

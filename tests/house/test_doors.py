@@ -1,0 +1,254 @@
+"""Rooms and doors: who may import whom, what nobody may import, and what no file may be called."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+BELOW_STEP = "state loss autodiff optim layout collectives random tree errors"
+ROOMS = {
+    "errors": "",
+    "tree": "errors",
+    "random": "errors tree",
+    "state": "tree errors",
+    "autodiff": "tree errors",
+    "loss": "autodiff random tree errors",
+    "layout": "tree errors",
+    "collectives": "random tree errors",
+    "kernels": "errors",
+    "optim": "kernels layout collectives tree errors",
+    "schedules": "errors",
+    "step": BELOW_STEP,
+    "plans": "errors",
+    "transforms": f"step {BELOW_STEP} kernels plans schedules",
+    "nn": "loss kernels random errors",
+    "storage": "step state layout collectives tree errors",
+    "data": "collectives random tree errors",
+}
+ROOMS["config"] = " ".join(ROOMS)
+ONLY = {"torch.utils._pytree": "tree", "torch.distributed": "collectives", "triton": "kernels"}
+NOBODY = ["pickle", "_pickle", "cloudpickle", "dill", "shelve", "torch.load", "torch.serialization"]
+SHAPELESS = {"util", "utils", "helper", "helpers", "common", "engine", "manager"}
+MAX_LINES = 300
+
+
+def violations(sources: dict[str, str]) -> list[str]:
+    """List every door that `sources` (path such as 'fds/step.py' -> text) opens and should not."""
+    modules = {dotted(path): path for path in sources}
+    trees = {module: ast.parse(sources[path], path) for module, path in modules.items()}
+    uses = {m: set(names_used(tree, package_of(m, modules[m]))) for m, tree in trees.items()}
+    found = []
+    for module, path in modules.items():
+        parts = module.split(".")
+        found += [f"{path}: '{part}' is a name for no idea" for part in parts if part in SHAPELESS]
+        if (length := lines_of_code(sources[path], trees[module])) > MAX_LINES:
+            found.append(f"{path}: {length} lines of code, more than {MAX_LINES}")
+        if module != "fds" and room(module) not in ROOMS:
+            found.append(f"{path}: the room '{room(module)}' is not in the table")
+        for name in sorted(uses[module]):
+            found += [f"{path}: {wrong}" for wrong in wrong_use(module, name, modules)]
+        if path.endswith("/__init__.py"):
+            found += [f"{path}: {wrong}" for wrong in wrong_bindings(module, trees[module], modules)]
+    graph = {m: {owner(n, modules) for n in names} - {m, None} for m, names in uses.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found.append(f"cycle: {' <- '.join(error.args[1])}")
+    return list(dict.fromkeys(found))
+
+
+def wrong_use(module: str, name: str, modules: dict[str, str]) -> Iterator[str]:
+    """Say what is wrong, if anything, with `module` naming `name` (dotted)."""
+    target = owner(name, modules) or name
+    here, there = room(module), room(target)
+    for it, only in ONLY.items():
+        if inside(name, it) and here != only:
+            yield f"{name} is for fds/{only} alone"
+    if any(inside(name, it) for it in NOBODY):
+        yield f"{name} is for nobody"
+    if not inside(name, "fds") or module == "fds":
+        return
+    if there == "":
+        yield f"{name} comes from the roof; import it from its room"
+    elif there != here and there not in ROOMS.get(here, "").split():
+        yield f"{here} may not import {there} ({name})"
+    elif here == "transforms" == there and f"{target}.".split(".")[2] != f"{module}.".split(".")[2] != "":
+        yield f"transforms never import each other ({name})"
+
+
+def wrong_bindings(package: str, tree: ast.Module, modules: dict[str, str]) -> Iterator[str]:
+    """Say which names of a package's `__init__` are a submodule's too; of the roof, only what is public."""
+    bound = dict(bindings(tree, package))
+    for name in all_of(tree) if package == "fds" else bound:
+        submodule = f"{package}.{name}"
+        if any(inside(module, submodule) for module in modules) and bound.get(name, submodule) != submodule:
+            yield f"binds '{name}', the name of a room or module in it"
+
+
+def names_used(tree: ast.Module, package: str) -> Iterator[str]:
+    """Yield the dotted name of all that is imported, and of every attribute reached through an import.
+
+    Imports inside functions and under TYPE_CHECKING count like any other.
+    """
+    imported = list(imports(ast.walk(tree), package))
+    yield from (target for _, target in imported)
+    known = dict(imported) | {name: name for name, target in imported if inside(target, name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, *rest = ast.unparse(node).split(".")
+            if root in known:
+                yield ".".join([known[root], *rest])
+
+
+def imports(nodes: Iterator[ast.AST] | list, package: str) -> Iterator[tuple[str, str]]:
+    """Yield (local name, dotted target) of every import in `nodes`, relative ones from `package` on."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((alias.asname or alias.name.split(".")[0], alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            yield from ((alias.asname or alias.name, f"{base}.{alias.name}") for alias in node.names)
+
+
+def bindings(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, dotted origin) of all that a package's `__init__` binds at its top level."""
+    yield from imports(tree.body, package)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name, f"{package}.__init__.{node.name}"
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((t.id, f"{package}.__init__.{t.id}") for t in targets if isinstance(t, ast.Name))
+
+
+def all_of(tree: ast.Module) -> list[str]:
+    """Return what `__all__` names, if it is there."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def lines_of_code(source: str, tree: ast.Module) -> int:
+    """Count the lines that are neither blank, nor comment, nor docstring."""
+    prose = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                prose |= set(range(node.lineno, node.end_lineno + 1))
+    lines = enumerate(map(str.strip, source.splitlines()), 1)
+    return sum(number not in prose and bool(line) and not line.startswith("#") for number, line in lines)
+
+
+def dotted(path: str) -> str:
+    """Turn 'fds/optim/adam.py' into 'fds.optim.adam', and a package's `__init__.py` into the package."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def package_of(module: str, path: str) -> str:
+    return module if path.endswith("/__init__.py") else module.rpartition(".")[0]
+
+
+def room(module: str) -> str:
+    return f"{module}.".split(".")[1]
+
+
+def inside(name: str, prefix: str) -> bool:
+    return f"{name}.".startswith(f"{prefix}.")
+
+
+def owner(name: str, modules: dict[str, str]) -> str | None:
+    """Return the module that a dotted name is of: its longest prefix that is one."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def test_the_house_keeps_its_doors():
+    sources = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.glob("fds/**/*.py"))}
+    assert sources
+    assert not violations(sources), "\n".join(violations(sources))
+
+
+def test_the_table_itself_has_no_cycle():
+    TopologicalSorter({name: line.split() for name, line in ROOMS.items()}).prepare()
+    assert {name for line in ROOMS.values() for name in line.split()} <= set(ROOMS)
+
+
+BROKEN = {
+    "a door that is not on the line": (
+        {"fds/tree.py": "from fds import state", "fds/state.py": ""},
+        "may not import state",
+    ),
+    "a relative one": (
+        {"fds/plans/a.py": "from ..tree import map", "fds/tree.py": ""},
+        "may not import tree",
+    ),
+    "inside a function": (
+        {"fds/errors.py": "def f():\n    import fds.tree as t"},
+        "errors may not import tree",
+    ),
+    "for the type checker": (
+        {"fds/tree.py": "if TYPE_CHECKING:\n    from fds.state import State"},
+        "tree may not",
+    ),
+    "from the roof": ({"fds/__init__.py": "", "fds/step.py": "from fds import compose"}, "from the roof"),
+    "through the roof": ({"fds/__init__.py": "", "fds/step.py": "import fds\nfds.adamw"}, "from the roof"),
+    "an unknown room": ({"fds/attic.py": ""}, "'attic' is not in the table"),
+    "pytree outside tree": (
+        {"fds/state.py": "import torch\ntorch.utils._pytree.tree_map"},
+        "for fds/tree alone",
+    ),
+    "distributed outside collectives": (
+        {"fds/step.py": "from torch import distributed"},
+        "collectives alone",
+    ),
+    "triton outside kernels": ({"fds/nn/norm.py": "import triton.language as tl"}, "for fds/kernels alone"),
+    "transforms among themselves": (
+        {"fds/transforms/a.py": "from fds.transforms.b import f", "fds/transforms/b.py": ""},
+        "transforms never import each other",
+    ),
+    "transforms, relative": (
+        {"fds/transforms/p/x.py": "from .. import b", "fds/transforms/b.py": ""},
+        "transforms never import each other",
+    ),
+    "a cycle in a room": (
+        {"fds/optim/a.py": "from . import b", "fds/optim/b.py": "from fds.optim.a import f"},
+        "cycle: fds.optim.",
+    ),
+    "a name of a submodule": (
+        {"fds/loss/__init__.py": "from fds.loss.run import run", "fds/loss/run.py": ""},
+        "binds 'run', the name of",
+    ),
+    "a room named like a function": (
+        {"fds/__init__.py": "from fds.data.load import data\n__all__ = ['data']", "fds/data/load.py": ""},
+        "binds 'data', the name of",
+    ),
+    "a name for no idea": ({"fds/optim/utils.py": ""}, "'utils' is a name for no idea"),
+    "two ideas in a file": ({"fds/tree.py": "x = 1\n" * 301}, "301 lines of code"),
+    "pickle": ({"fds/storage/save.py": "import pickle"}, "pickle is for nobody"),
+    "torch.load": ({"fds/storage/load.py": "import torch as t\nt.load('x')"}, "torch.load is for nobody"),
+}
+
+
+@pytest.mark.parametrize(("sources", "words"), BROKEN.values(), ids=BROKEN)
+def test_an_open_door_is_seen(sources, words):
+    assert words in "\n".join(violations(sources))
+
+
+def test_what_is_allowed_is_not_reported():
+    assert not violations({
+        "fds/__init__.py": "from fds import random\nfrom fds.step import fill\n__all__ = ['fill', 'random']",
+        "fds/random.py": "from .errors import FdsError",
+        "fds/errors.py": "",
+        "fds/step/__init__.py": "from fds.step import program\nfrom fds.step.program import compose",
+        "fds/step/program.py": '"""Fill.' + "\n" * 400 + '"""\nfrom fds import random\nrandom.key',
+        "fds/transforms/pipeline/run.py": "from .send import send\nfrom fds.step import compose",
+        "fds/transforms/pipeline/send.py": "",
+        "fds/kernels/adam.py": "import triton.language as tl",
+    })

@@ -1,0 +1,92 @@
+"""What the documents show runs: every Python block, in order, and every `make` target."""
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    path.relative_to(ROOT)
+    for path in [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    if path.exists()
+]
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str) -> list[tuple[str, str, int]]:
+    """Return (language, code, number of the code's first line) of every fenced block."""
+    return [(m[1], m[2], text.count("\n", 0, m.start(2)) + 1) for m in FENCE.finditer(text)]
+
+
+def run(text: str, filename: str) -> None:
+    """Run the Python blocks of a document in one namespace, under the line numbers of the document."""
+    module = sys.modules["__document__"] = ModuleType("__document__")
+    try:
+        for language, code, line in blocks(text):
+            if language in ("python", "py"):
+                if code.lstrip().lower().startswith(("# not run", "# not-run")):
+                    raise AssertionError(f"{filename}:{line}: a block that is not run may say anything")
+                exec(compile("\n" * (line - 1) + code, filename, "exec"), vars(module))
+    finally:
+        del sys.modules["__document__"]
+
+
+def make_targets(text: str) -> set[str]:
+    """Return the targets that a document's console blocks and inline code call."""
+    shown = [code for language, code, _ in blocks(text) if language not in ("python", "py")]
+    shown += re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+    call = re.compile(r"(?:^|&&)[ ]*(?:\$ +)?make +([a-z][\w-]*)", re.MULTILINE)
+    return {target for code in shown for target in call.findall(code)}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=str)
+def test_a_document_runs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        run((ROOT / path).read_text(), str(ROOT / path))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=str)
+def test_a_documents_make_targets_exist(path):
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert make_targets((ROOT / path).read_text()) <= targets
+
+
+DOCUMENT = """\
+Call `make train` or
+
+```console
+$ make test ARGS="-x"
+make lint   # make sure
+```
+```python
+x = 1
+```
+and then
+```python
+assert x == {}
+```
+"""
+
+
+def test_blocks_share_a_namespace():
+    run(DOCUMENT.replace("{}", "1"), "README.md")
+
+
+def test_a_failing_block_fails_under_its_own_line():
+    with pytest.raises(AssertionError) as caught:
+        run(DOCUMENT.replace("{}", "2"), "README.md")
+    assert (caught.traceback[-1].lineno + 1, str(caught.traceback[-1].path)[-9:]) == (12, "README.md")
+
+
+def test_a_block_may_not_be_left_out():
+    with pytest.raises(AssertionError, match="may say anything"):
+        run("```python\n# not run: needs a GPU\n1 / 0\n```\n", "README.md")
+
+
+def test_make_targets_are_read_from_code_only():
+    assert make_targets(DOCUMENT + "We\nmake progress.") == {"train", "test", "lint"}

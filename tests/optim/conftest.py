@@ -1,0 +1,60 @@
+"""One training loop over flat slices, for every test of optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from fds.optim import Optimizer, Segment
+
+
+def segments_of(shapes: Sequence[Sequence[int]], *, together: bool, names: Sequence[str] | None = None) -> list:
+    """Lay parameters into one slice each, or all into one slice with two elements of padding."""
+    names = names or [f"p{i}" for i in range(len(shapes))]
+    sizes = [math.prod(shape) for shape in shapes]
+    if not together:
+        return [[Segment(n, tuple(s), 0, size)] for n, s, size in zip(names, shapes, sizes, strict=True)]
+    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [[Segment(n, tuple(s), o, size) for n, s, o, size in zip(names, shapes, offsets, sizes, strict=True)]]
+
+
+def flatten(tensors: Sequence[Tensor], *, together: bool) -> list[Tensor]:
+    flat = [x.detach().reshape(-1).clone() for x in tensors]
+    return [torch.cat([*flat, flat[0].new_zeros(2)])] if together else flat
+
+
+@pytest.fixture
+def train() -> Callable:
+    def run(
+        optimizer: Optimizer, params: Sequence[Tensor], batches: Sequence[Sequence[Tensor]], *, together: bool = False,
+        names: Sequence[str] | None = None, edit: Callable = lambda t, keywords: {}, on_grad: Callable = lambda g: g,
+    ) -> tuple[list[Tensor], dict]:  # fmt: skip
+        """Return (params, opt) after one update per batch; params as flat tensors, one per parameter."""
+        segments = segments_of([p.shape for p in params], together=together, names=names)
+        flat = flatten(params, together=together)
+        opt = optimizer.init(segments, params=flat)
+        for t, grads in enumerate(batches):
+            step = torch.tensor(t)
+            keywords = {"step": step, "lr": optimizer.learning_rate(step), "grad_scale": None, "skip": None, "axes": ()}
+            keywords |= edit(t, keywords)
+            slices = [on_grad(g) for g in flatten(grads, together=together)]
+            back, opt_back = optimizer.update(slices, opt, flat, segments=segments, **keywords)
+            assert all(a is b for a, b in zip(back, flat, strict=True)) and opt_back is opt
+        return [s.of(x).clone() for x, inside in zip(flat, segments, strict=True) for s in inside], opt
+
+    return run
+
+
+@pytest.fixture
+def draw() -> Callable:
+    def make(shapes: Sequence[Sequence[int]], *, num_steps: int = 50, dtype: torch.dtype = torch.float32) -> tuple:
+        """Return random (params, batches of gradients)."""
+        generator = torch.Generator().manual_seed(len(shapes))
+        tensors = lambda: [torch.randn(tuple(s), dtype=dtype, generator=generator) for s in shapes]
+        return tensors(), [tensors() for _ in range(num_steps)]
+
+    return make

@@ -1,0 +1,84 @@
+"""One optimizer per group of parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fds.errors import OptimizerError
+from fds.optim import Segment, adamw, by_name, muon, sgd
+
+NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
+SHAPES = [(5, 3), (5,), (2, 5), (2,)]
+
+
+def test_each_group_is_updated_by_its_own_optimizer(train, draw):
+    params, batches = draw(SHAPES)
+    bias, rest = adamw(lambda t: 0.1 / (t + 1), weight_decay=0.0), sgd(0.1, momentum=0.9)
+    both, opt = train(by_name({"*.bias": bias, "*": rest}), params, batches, names=NAMES)
+    for member, indices in ((bias, (1, 3)), (rest, (0, 2))):
+        alone, slots = train(member, [params[i] for i in indices], [[g[i] for i in indices] for g in batches])
+        assert all(torch.equal(both[i], p) for i, p in zip(indices, alone, strict=True))
+        for slot, tensors in slots.items():
+            assert all(torch.equal(opt[slot][i], x) for i, x in zip(indices, tensors, strict=True))
+    assert [x is None for x in opt["exp_avg"]] == [True, False, True, False]
+    assert [x is None for x in opt["momentum_buffer"]] == [False, True, False, True]
+
+
+def test_the_first_match_wins_and_is_the_group():
+    optimizer = by_name({"0.*": sgd(), "*.bias": adamw(), "*": sgd(0.5)})
+    assert [optimizer.group(name) for name in NAMES] == [0, 0, 2, 1]
+    assert optimizer.learning_rate(torch.tensor(0)).item() == 0.5
+    assert adamw().group("0.bias") == adamw().group("1.weight")
+
+
+def test_a_learning_rate_that_is_passed_is_ignored(train, draw):
+    params, batches = draw(SHAPES, num_steps=3)
+    optimizer = by_name({"*.bias": sgd(0.1), "*": sgd(0.2)})
+    passed, _ = train(optimizer, params, batches, names=NAMES, edit=lambda t, _: {"lr": torch.tensor(9.0)})
+    own, _ = train(optimizer, params, batches, names=NAMES)
+    assert all(torch.equal(a, b) for a, b in zip(passed, own, strict=True))
+
+
+def test_groups_nest(train, draw):
+    params, batches = draw(SHAPES, num_steps=3)
+    flat = by_name({"0.bias": sgd(0.1), "*.bias": sgd(0.2, momentum=0.9), "*": adamw()})
+    nested = by_name({"*.bias": by_name({"0.*": sgd(0.1), "*": sgd(0.2, momentum=0.9)}), "*": adamw()})
+    a, b = (train(optimizer, params, batches, names=NAMES) for optimizer in (flat, nested))
+    assert all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and set(a[1]) == set(b[1])
+
+
+def test_muon_takes_the_matrices_and_makes_the_whole_whole(train, draw):
+    params, batches = draw(SHAPES, num_steps=3)
+    optimizer = by_name({"*.weight": muon(), "*": adamw()})
+    assert optimizer.whole and not adamw().whole
+    train(optimizer, params, batches, names=NAMES)
+
+
+def test_a_slice_without_parameters_belongs_to_the_last_group():
+    optimizer = by_name({"*.bias": sgd(momentum=0.9), "*": adamw()})
+    segments = [[Segment("0.bias", (2,), 0, 2)], [Segment("0.weight", (2,), 0, 2)], []]
+    opt = optimizer.init(segments, params=[torch.zeros(2)] * 3)
+    assert [x is None for x in opt["exp_avg"]] == [True, False, False]
+
+
+def test_a_slice_of_two_groups_is_a_bug_of_ours():
+    segments = [[Segment("0.bias", (2,), 0, 2), Segment("0.weight", (2,), 2, 2)]]
+    with pytest.raises(AssertionError, match="mixes the groups"):
+        by_name({"*.bias": sgd(), "*": adamw()}).init(segments, params=[torch.zeros(4)])
+
+
+@pytest.mark.parametrize(("patterns", "where"), [
+    ({"*.bias": sgd()}, "0.weight"), ({"*.bais": sgd(), "*": adamw()}, "'*.bais'"),
+])  # fmt: skip
+def test_a_parameter_without_a_pattern_and_a_pattern_without_a_parameter_are_refused(patterns, where):
+    segments = [[Segment(name, shape, 0, 1)] for name, shape in zip(NAMES, SHAPES, strict=True)]
+    with pytest.raises(OptimizerError) as error:
+        by_name(patterns).init(segments, params=[torch.zeros(1)] * 4)
+    assert error.value.where == where and error.value.got and error.value.want and error.value.hint
+
+
+@pytest.mark.parametrize("optimizers", [{}, {"*": "adamw"}, {"*": adamw}])
+def test_what_is_not_an_optimizer_is_refused(optimizers):
+    with pytest.raises(OptimizerError, match="by_name"):
+        by_name(optimizers)

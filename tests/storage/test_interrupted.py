@@ -1,0 +1,128 @@
+"""A save that dies or fails leaves the last complete one."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+import fds
+from fds.errors import StorageError
+from fds.storage import folders
+from tests.storage.faults import at_request
+from tests.storage.states import Template, num_calls, small_state
+
+STEP = Template(small_state())
+
+
+def found(dir):
+    return num_calls(fds.load(dir, STEP, {})[0])
+
+
+def test_killed_at_any_request_and_any_instant_the_last_complete_save_loads(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.storage.killing", tmp_path], capture_output=True, text=True, timeout=200, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" kills, ") == 4
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("tag", [None, "best"])
+def test_an_error_at_any_request_is_a_storage_error_and_changes_nothing(tmp_path, code, tag):
+    def fail(request):
+        raise OSError(code, os.strerror(code))
+
+    n, refused = 0, 0
+    while True:
+        dir = tmp_path / str(n)
+        fds.save(dir, small_state(1), STEP, tag)
+        try:
+            with at_request(n, fail) as made:
+                fds.save(dir, small_state(2), STEP, tag)
+        except StorageError as error:
+            refused += 1
+            assert os.strerror(code) in error.got
+            if "replace" in made[:n]:  # only the flush after the last rename failed: all is there, perhaps not durably
+                assert found(dir) == 2
+            else:
+                assert found(dir) == 1 and folders.tags(dir) == [tag or "step00000001"]
+            assert not (dir / ".saving").exists()
+        else:
+            assert found(dir) == 2
+            if len(made) <= n:
+                break  # there was no such request
+        fds.save(dir, small_state(3), STEP, tag)
+        assert found(dir) == 3 and not (dir / ".saving").exists()
+        n += 1
+    assert refused >= 20
+
+
+def test_ctrl_c_while_saving_changes_nothing(tmp_path):
+    def interrupt(request):
+        raise KeyboardInterrupt
+
+    fds.save(tmp_path, small_state(1), STEP)
+    for n in range(12):
+        with pytest.raises(KeyboardInterrupt), at_request(n, interrupt):
+            fds.save(tmp_path, small_state(2), STEP)
+        assert found(tmp_path) == 1 and sorted(os.listdir(tmp_path)) == [".lock", "latest", "step00000001"]
+
+
+def test_a_file_size_limit_is_a_storage_error(tmp_path):
+    fds.save(tmp_path, small_state(1), STEP)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # Python ignores the signal that comes with it
+    try:
+        with pytest.raises(StorageError) as error:
+            fds.save(tmp_path, small_state(2, width=50_000), STEP)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error.value.got == os.strerror(errno.EFBIG)
+    assert found(tmp_path) == 1 and sorted(os.listdir(tmp_path)) == [".lock", "latest", "step00000001"]
+
+
+def test_a_full_and_a_read_only_disk_are_storage_errors(tmp_path):
+    namespace = ["unshare", "--map-root-user", "--mount"]
+    allowed = subprocess.run([*namespace, "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True, check=False)
+    if allowed.returncode:
+        pytest.skip("no mount namespace for this user; the limit of file sizes stands for the full disk")
+    done = subprocess.run(
+        [*namespace, sys.executable, "-m", "tests.storage.full_disk", tmp_path], capture_output=True, text=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("the file system refuses this save") >= 3
+    assert not os.listdir(tmp_path)
+
+
+def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path):
+    fds.save(tmp_path, small_state(1), STEP)
+    left = tmp_path / ".saving" / "new" / "step00000009"
+    left.mkdir(parents=True)
+    (left / "rank0.safetensors").write_bytes(b"half")
+    assert found(tmp_path) == 1
+    fds.save(tmp_path, small_state(2), STEP)
+    assert found(tmp_path) == 2 and not (tmp_path / ".saving").exists()
+
+
+def test_a_tag_that_a_killed_save_had_moved_away_loads_and_returns(tmp_path):
+    folder = fds.save(tmp_path, small_state(1), STEP, "best")
+    (tmp_path / ".saving" / "old").mkdir(parents=True)
+    os.rename(folder, tmp_path / ".saving" / "old" / "best")
+    assert found(tmp_path) == 1
+    fds.save(tmp_path, small_state(2), STEP, "other")
+    assert sorted(os.listdir(tmp_path)) == [".lock", "best", "latest", "other"]
+    assert num_calls(fds.load(tmp_path, STEP, {}, tag="best")[0]) == 1
+
+
+def test_two_saves_into_one_directory_at_once_are_refused(tmp_path):
+    with folders.publish(tmp_path, "first") as folder:
+        with pytest.raises(StorageError, match="another save is writing here"):
+            fds.save(tmp_path, small_state(2), STEP)
+        assert folder.exists()
+        (folder / "manifest.json").write_text("{}")
+    fds.save(tmp_path, small_state(3), STEP)
+    assert found(tmp_path) == 3

@@ -1,0 +1,162 @@
+"""Gradients as values: torch.func is the oracle."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from fds import tree
+from fds.autodiff import exclusive, value_and_grad, vjp
+from fds.errors import LossError
+from tests.bits import assert_same_bits, snapshot
+
+OPS = {
+    "tanh": torch.tanh,
+    "square": lambda x: x * x,
+    "softmax": lambda x: torch.softmax(x.flatten(), 0),
+    "cumsum": lambda x: x.flatten().cumsum(0),
+    "flip": lambda x: x.flip(0) * 2,
+    "transpose": lambda x: x.mT.exp(),
+}
+
+
+@st.composite
+def functions(draw):
+    """Draw a scalar function of two nested trees, and the trees."""
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    shapes = draw(st.lists(st.sampled_from([(2, 3), (1, 1), (4, 2)]), min_size=1, max_size=3))
+    names = draw(st.lists(st.sampled_from(sorted(OPS)), min_size=len(shapes), max_size=len(shapes)))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    a = {"w": [torch.randn(s, generator=g, dtype=dtype) for s in shapes], "unused": torch.ones(2, dtype=dtype)}
+    b = (torch.randn((), generator=g, dtype=dtype), {"c": torch.randn(3, generator=g, dtype=dtype)})
+
+    def f(a, b, power=1):
+        parts = [OPS[n](w).sum() for n, w in zip(names, a["w"], strict=True)]
+        return (sum(parts) * b[0] + (b[1]["c"] ** 2).sum()) ** power
+
+    return f, a, b
+
+
+@given(functions(), st.sampled_from([0, 1, (0, 1), (1, 0), (1,)]), st.booleans())
+def test_gradients_are_those_of_torch_func(problem, argnums, has_aux):
+    f, a, b = problem
+    g = (lambda *x, **k: (f(*x, **k), [x[0]["w"][0] * 2])) if has_aux else f
+    got = value_and_grad(g, argnums, has_aux)(a, b, power=2)
+    grads, value = torch.func.grad_and_value(g, argnums, has_aux)(a, b, power=2)
+    assert tree.structure(got[1]) == tree.structure(grads)
+    torch.testing.assert_close((got[0], got[1]), (value, grads))
+
+
+@given(functions())
+def test_cotangents_are_those_of_torch_func(problem):
+    f, a, b = problem
+    g = lambda a, b: {"value": f(a, b), "more": [a["w"][0] * 3, b[1]["c"].exp()]}
+    (got, pull), (want, pull_want) = vjp(g, a, b), torch.func.vjp(g, a, b)
+    torch.testing.assert_close(got, want)
+    cotangent = tree.map(torch.ones_like, want)
+    torch.testing.assert_close(pull(cotangent), pull_want(cotangent))
+
+
+def test_unused_leaves_have_zeros():
+    _, grads = value_and_grad(lambda p: p["a"].sum())({"a": torch.ones(2), "b": torch.ones(3)})
+    assert_same_bits(grads["b"], torch.zeros(3))
+
+
+def test_integer_leaves_have_none():
+    params = {"w": torch.ones(2), "n": torch.tensor(3), "on": torch.tensor(True)}
+    _, grads = value_and_grad(lambda p: (p["w"] * p["n"]).sum())(params)
+    assert grads["n"] is None
+    assert grads["on"] is None
+    assert_same_bits(grads["w"], torch.full((2,), 3.0))
+
+
+def test_nothing_that_is_returned_has_a_graph():
+    (value, aux), grads = value_and_grad(lambda p: (p.sum(), [p * 2]), has_aux=True)(torch.ones(2))
+    assert not any(x.requires_grad for x in tree.leaves((value, aux, grads)))
+
+
+def test_the_arguments_stay_as_they_are():
+    w = torch.ones(2, requires_grad=True)
+    other = torch.ones(2, requires_grad=True)
+    value_and_grad(lambda p: (p * other).sum())(w)
+    assert w.grad is None
+    assert other.grad is None
+    assert w.requires_grad
+
+
+def test_gradients_come_also_under_no_grad():
+    with torch.no_grad():
+        _, grads = value_and_grad(lambda p: (p**2).sum())(torch.ones(2))
+    assert_same_bits(grads, torch.full((2,), 2.0))
+
+
+def test_a_gradient_of_a_gradient():
+    inner = lambda p: torch.func.grad(lambda q: (q**3).sum())(p).sum()
+    _, second = value_and_grad(inner)(torch.tensor([1.0, 2.0]))
+    assert_same_bits(second, torch.tensor([6.0, 12.0]))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_functions_are_differentiated(use_reentrant):
+    w, x = torch.randn(3, 3), torch.randn(2, 3, requires_grad=True)
+    plain = lambda p: torch.tanh(x @ p).sum()
+    kept = lambda p: checkpoint(lambda x, p: torch.tanh(x @ p), x, p, use_reentrant=use_reentrant).sum()
+    if use_reentrant:  # it runs torch.autograd.backward inside, which torch.autograd.grad refuses
+        with pytest.raises(RuntimeError, match="use_reentrant"):
+            value_and_grad(kept)(w)
+    else:
+        assert_same_bits(value_and_grad(kept)(w), value_and_grad(plain)(w))
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (lambda p: p, "scalar"),
+        (lambda p: p.sum().long(), "floating"),
+        (lambda p: p.sum().detach(), "depend"),
+        (lambda p: torch.tensor(1.0), "depend"),
+        (lambda p: 1.0, "tensor"),
+        (lambda p: (p.sum(), {}), "tensor"),
+        (lambda p: p.sum().to(torch.complex64), "floating"),
+    ],
+)
+def test_what_is_no_scalar_with_a_graph_is_refused(value, word):
+    with pytest.raises(LossError, match=word):
+        value_and_grad(value)(torch.ones(2))
+
+
+def test_aux_that_was_promised_and_is_missing_is_refused():
+    with pytest.raises(LossError):
+        value_and_grad(lambda p: p.sum(), has_aux=True)(torch.ones(2))
+
+
+def test_memory_of_one_tensor_is_its_own():
+    x = torch.ones(3)
+    assert exclusive(x) is x
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [lambda x: x[1:], lambda x: x.view(-1), lambda x: x.detach(), lambda x: x.expand(2, 4), lambda x: x.t()],
+    ids=["slice", "view", "detached", "expanded", "transposed"],
+)
+def test_aliases_are_copied(alias):
+    base = torch.arange(4.0)
+    before, x = snapshot(base), alias(base)
+    mine = exclusive(x)
+    assert_same_bits(mine, x.contiguous())
+    assert mine.is_contiguous()
+    mine.fill_(9.0)
+    assert_same_bits(base, before)
+
+
+def test_a_lone_tensor_in_another_layout_is_made_contiguous():
+    assert exclusive(torch.randn(2, 3).t()).is_contiguous()
+
+
+def test_a_tensor_that_numpy_holds_is_copied():
+    x = torch.ones(3)
+    array = x.numpy()
+    exclusive(x.detach()).fill_(5.0)
+    assert array.tolist() == [1.0, 1.0, 1.0]

@@ -1,0 +1,143 @@
+"""Keys: the same everywhere, different wherever the data differ, and nobody else's generators move."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fds import random
+from fds.errors import FdsError
+from tests.bits import assert_same_bits
+
+CPU = [torch.device("cpu")]
+data = st.lists(st.integers(-(2**64), 2**64) | st.text(max_size=4), max_size=4).map(tuple)
+
+
+@pytest.mark.parametrize(
+    ("got", "golden"),
+    [
+        (lambda: random.key(0), [-576771799201900427, -1487764213865068967]),
+        (lambda: random.key(1), [-4295312061505730674, -633530459426448455]),
+        (lambda: random.key(-1), [5247256907195886032, 3479975867097419176]),
+        (lambda: random.fold_in(random.key(0), 3, "dropout"), [4371803707922121398, -3392212528112949957]),
+    ],
+)
+def test_keys_never_change(got, golden):
+    """Runs are resumed from keys on disk: another hash would be another run."""
+    assert got().tolist() == golden
+
+
+def test_seeds_never_change():
+    assert random.seed(random.key(0)) == 2220031907499264593
+    assert random.seed(random.key(0), "layer", 2) == 7418673289939439170
+
+
+def test_a_key_is_two_integers_on_the_cpu():
+    with torch.device("meta"):
+        key = random.fold_in(random.key(5), 1)
+    assert (key.shape, key.dtype, key.device.type) == ((2,), torch.int64, "cpu")
+
+
+def test_a_key_is_a_key_of_itself():
+    assert_same_bits(random.key(random.key(3)), random.key(3))
+
+
+@given(data, data)
+def test_distinct_data_give_distinct_keys(one, other):
+    a, b = random.fold_in(random.key(0), *one), random.fold_in(random.key(0), *other)
+    assert torch.equal(a, b) == (one == other)
+
+
+@given(st.text("s\0i", max_size=6), st.text("s\0i", max_size=6), st.text("s\0i", max_size=6))
+def test_a_name_is_not_two_names(whole, left, right):
+    k = random.key(0)
+    assert not torch.equal(random.fold_in(k, whole), random.fold_in(k, left, right))
+
+
+def test_a_name_with_a_nul_is_not_two_names():
+    k = random.key(0)
+    assert not torch.equal(random.fold_in(k, "a\0sb"), random.fold_in(k, "a", "b"))
+
+
+def test_a_number_is_not_its_name():
+    assert not torch.equal(random.fold_in(random.key(0), 1), random.fold_in(random.key(0), "1"))
+
+
+@given(st.integers(-(2**63), 2**63), st.integers(-(2**63), 2**63))
+def test_distinct_seeds_give_distinct_keys(a, b):
+    assert torch.equal(random.key(a), random.key(b)) == (a == b)
+
+
+@given(st.integers(-(2**63), 2**63), data)
+def test_a_seed_fits_every_generator(number, folds):
+    seed = random.seed(random.key(number), *folds)
+    assert 0 <= seed < 2**63
+    torch.Generator().manual_seed(seed)
+
+
+def test_the_seed_of_data_is_the_seed_of_the_folded_key():
+    k = random.key(7)
+    assert random.seed(k, 3, "a") != random.seed(k)
+    assert random.seed(k, 3, "a") == random.seed(k, 3, "a")
+
+
+def test_a_generator_of_a_key_draws_the_same():
+    draw = lambda: torch.rand(4, generator=random.generator(random.key(1)))
+    assert_same_bits(draw(), draw())
+    torch.testing.assert_close(
+        torch.rand(2, generator=random.generator(random.key(0))), torch.tensor([0.28320420, 0.89195067])
+    )
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        True, 1.0, "1", None, np.int64(3), torch.tensor(1), torch.zeros(3, dtype=torch.int64),
+        torch.zeros(2), torch.zeros(2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int64),
+    ],
+)  # fmt: skip
+def test_what_is_no_seed_is_refused(seed):
+    with pytest.raises(FdsError, match="random"):
+        random.key(seed)
+
+
+@pytest.mark.parametrize("datum", [1.5, None, 2**130, b"a"])
+def test_what_cannot_be_folded_is_refused(datum):
+    with pytest.raises(FdsError):
+        random.fold_in(random.key(0), datum)
+
+
+def test_a_scope_restores_the_generator():
+    before = torch.get_rng_state()
+    with random.scope(CPU):
+        random.reseed(1, CPU)
+        torch.rand(5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_scope_restores_the_generator_when_something_breaks():
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError), random.scope(CPU):
+        torch.rand(5)
+        raise KeyError
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_scopes_nest():
+    with random.scope([]):
+        random.reseed(1, [])
+        with random.scope([]):
+            random.reseed(2, [])
+            torch.rand(3)
+        inner = torch.rand(3)
+        random.reseed(1, [])
+        assert_same_bits(torch.rand(3), inner)
+
+
+def test_reseeding_repeats_the_draws():
+    with random.scope(CPU):
+        random.reseed(5, CPU)
+        first = torch.rand(3)
+        random.reseed(5, CPU)
+        assert_same_bits(torch.rand(3), first)
