@@ -39,6 +39,7 @@ loss_fn = fds.Layers(
     criterion=F.cross_entropy,
 )
 
+
 def peak_bytes(step, state, batch):
     """Return the new state and the most bytes that the step had allocated at once, beyond what was there before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

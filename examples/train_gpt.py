@@ -71,31 +71,33 @@ def train(options: argparse.Namespace, text: Text, out: Path, console: Console) 
                                want=extra["text"], hint="leave out --resume to start again")  # fmt: skip
     else:
         state = step.init(params, key=options.seed)
-    text, calls, last = text.to(device), int(state.calls), options.steps
+    text, done, last = text.to(device), int(state.calls), options.steps
     size = sum(x.numel() for x in fds.tree.leaves(state.params))
     title = f"[bold]fds[/]  GPT of {size / 1e6:.1f}M parameters, {options.dtype} on {device}"
 
-    with (Log(out / "log.jsonl", upto=calls) as log, Display(console, title, total=last, done=calls) as display,
+    with (Log(out / "log.jsonl", upto=done) as log, Display(console, title, total=last, done=done) as display,
           Interrupt() as interrupt):  # fmt: skip
-        while calls < last and not interrupt.asked:
+        for done in range(done + 1, last + 1):
             state, metrics = step(state, next_batch(text, state, options))
-            log.step(calls := calls + 1, metrics)
-            evaluates, saves = (calls % every == 0 or calls == last for every in (options.eval_every, options.save_every))
-            if calls % options.read_every == 0 or evaluates or saves or interrupt.asked:
+            log.step(done, metrics)
+            stops = interrupt.asked or done == last
+            evaluates, saves = done % options.eval_every == 0 or done == last, done % options.save_every == 0 or stops
+            if done % options.read_every == 0 or evaluates or saves:
                 log.read(tokens_per_step=options.batch * options.context)
                 display.show(log)
             if evaluates:
-                log.evaluation(calls, held_out_bits(step, state, text, options))
-                display.show(log)
+                log.evaluation(done, held_out_bits(step, state, text, options))
                 display.tell(log)
-            if saves or interrupt.asked:
+            if saves:
                 fds.save(out / "save", state, step, tag="last", extra={"text": text.digest})
             if evaluates or saves:
                 log.pause()
+            if stops:
+                break
 
-    if calls < last:
-        command = shlex.join(["python", sys.argv[0], "--resume", str(out)])
-        console.print(f"\nstopped after step {calls} of {last}, and saved. Go on with:\n\n  [bold]{command}[/]\n", soft_wrap=True)
+    if done < last:
+        command = shlex.join([sys.executable, sys.argv[0], "--resume", str(out)])
+        console.print(f"stopped after step {done} of {last}, and saved. Go on with:\n\n  {command}\n", soft_wrap=True)
         return 130
     code = generate(step.evaluator(state), options.prompt, num_bytes=options.sample, context=options.context,
                     key=fds.random.fold_in(state.key, "sample"), device=device)  # fmt: skip

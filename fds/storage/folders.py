@@ -45,8 +45,10 @@ def find(dir: Path, tag: str | None) -> Path:
     where = dir if tag is not None else dir / LATEST
     tag = _latest(where, known) if tag is None else tag
     if tag not in known:
-        raise StorageError("there is no save under this tag", where=str(where), got=repr(tag)[:80],
-                           want="one of " + ", ".join(map(repr, known)), hint=did_you_mean(str(tag), known))  # fmt: skip
+        raise StorageError(
+            "there is no save under this tag", where=str(where), got=repr(tag)[:80],
+            want="one of " + ", ".join(map(repr, known)), hint=did_you_mean(str(tag), known),
+        )  # fmt: skip
     return dir / tag if (dir / tag).exists() else dir / SAVING / "old" / tag
 
 
@@ -59,7 +61,7 @@ def publish(dir: Path, tag: str) -> Iterator[Path]:
     """
     with _refusing(dir):
         if dir.exists() and not dir.is_dir():
-            raise StorageError("saves go into a directory", where=str(dir), got="a file", want="a directory, or nothing")
+            raise StorageError("saves go into a directory", where=str(dir), got="a file", want="a directory or nothing")
         missing = [p for p in (dir, *dir.parents) if not p.exists()]
         dir.mkdir(parents=True, exist_ok=True)
         for created in missing:
@@ -129,9 +131,11 @@ def _refuse_foreign(folder: Path) -> None:
     inside = [p.name for p in folder.iterdir()] if folder.is_dir() and not folder.is_symlink() else []
     other = [name for name in inside if name != manifest.NAME and not name.endswith(".safetensors")]
     if manifest.NAME not in inside or other:
-        raise StorageError("what is in the place of this tag is no save, and is not replaced", where=str(folder),
-                           got=", ".join(sorted(other or inside)[:5]) or "a file or an empty folder",
-                           want=f"nothing, or {manifest.NAME} and *.safetensors", hint="choose another tag")  # fmt: skip
+        raise StorageError(
+            "what is in the place of this tag is no save, and is not replaced", where=str(folder),
+            got=", ".join(sorted(other or inside)[:5]) or "a file or an empty folder",
+            want=f"nothing, or {manifest.NAME} and *.safetensors", hint="choose another tag",
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

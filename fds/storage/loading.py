@@ -81,7 +81,8 @@ def _refuse_other(manifest: Manifest, want: Mapping[str, Leaf], folder: Path) ->
         hints.append(f"{len(odd)} leaves differ in all")
     hints.append(f"it was saved by compose({', '.join(manifest.composition)})")
     raise StorageError(
-        f"{what}: {name}", where=str(folder), got=f"{have[name]} in the save" if name in have else "nothing in the save",
+        f"{what}: {name}", where=str(folder),
+        got=f"{have[name]} in the save" if name in have else "nothing in the save",
         want=f"{want[name]}, as this step has it" if name in want else "nothing, as this step has it",
         hint="\n".join(hints),
     )  # fmt: skip

@@ -124,4 +124,4 @@ def read_into(out: Tensor, file: safe_open, name: str, want: str, where: str) ->
 
 def _bytes(x: Tensor) -> memoryview:
     flat = x.as_strided((x.numel(),), (1,))  # view(-1) would keep the odd stride that a single element may have
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data

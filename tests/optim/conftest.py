@@ -31,7 +31,7 @@ def flatten(tensors: Sequence[Tensor], *, together: bool) -> list[Tensor]:
 def train() -> Callable:
     def run(
         optimizer: Optimizer, params: Sequence[Tensor], batches: Sequence[Sequence[Tensor]], *, together: bool = False,
-        names: Sequence[str] | None = None, edit: Callable = lambda t, keywords: {}, on_grad: Callable = lambda g: g,
+        names: Sequence[str] | None = None, edit: Callable = lambda t, keywords: {},
     ) -> tuple[list[Tensor], dict]:  # fmt: skip
         """Return (params, opt) after one update per batch; params as flat tensors, one per parameter."""
         segments = segments_of([p.shape for p in params], together=together, names=names)
@@ -41,7 +41,7 @@ def train() -> Callable:
             step = torch.tensor(t)
             keywords = {"step": step, "lr": optimizer.learning_rate(step), "grad_scale": None, "skip": None, "axes": ()}
             keywords |= edit(t, keywords)
-            slices = [on_grad(g) for g in flatten(grads, together=together)]
+            slices = flatten(grads, together=together)
             back, opt_back = optimizer.update(slices, opt, flat, segments=segments, **keywords)
             assert all(a is b for a, b in zip(back, flat, strict=True)) and opt_back is opt
         return [s.of(x).clone() for x, inside in zip(flat, segments, strict=True) for s in inside], opt

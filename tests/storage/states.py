@@ -37,7 +37,8 @@ def state_of(params: Any, *, calls: int = 0, opt=None, buffers=None, slots=None)
 
 def small_state(calls: int = 0, width: int = 3) -> State:
     """Return a state whose every element says at which call it was reached."""
-    params = {"in": {"weight": torch.full((4, width), float(calls))}, "out": torch.full((5,), calls, dtype=torch.bfloat16)}
+    weight, out = torch.full((4, width), float(calls)), torch.full((5,), calls, dtype=torch.bfloat16)
+    params = {"in": {"weight": weight}, "out": out}
     return state_of(params, calls=calls, slots={"ema": tree.map(torch.clone, params)})
 
 

@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from fds.storage import folders
 from tests.storage.faults import at_request
 from tests.storage.states import Template, num_calls, small_state
 
+ROOT = Path(__file__).parents[2]
 STEP = Template(small_state())
 
 
@@ -23,7 +25,8 @@ def found(dir):
 
 def test_killed_at_any_request_and_any_instant_the_last_complete_save_loads(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.storage.killing", tmp_path], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-m", "tests.storage.killing", tmp_path], capture_output=True, text=True, timeout=200,
+        check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" kills, ") == 4
@@ -31,7 +34,8 @@ def test_killed_at_any_request_and_any_instant_the_last_complete_save_loads(tmp_
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("tag", [None, "best"])
-def test_an_error_at_any_request_is_a_storage_error_and_changes_nothing(tmp_path, code, tag):
+def test_an_error_at_any_request_is_a_storage_error_and_changes_nothing(tmp_path, code, tag, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # no power fails here, and fsync takes the time
     def fail(request):
         raise OSError(code, os.strerror(code))
 
@@ -58,6 +62,35 @@ def test_an_error_at_any_request_is_a_storage_error_and_changes_nothing(tmp_path
         assert found(dir) == 3 and not (dir / ".saving").exists()
         n += 1
     assert refused >= 20
+
+
+def test_everything_is_flushed_before_it_is_named(tmp_path, monkeypatch):
+    flushed, named = set(), []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def flush(fd):
+        fsync(fd)
+        flushed.add(os.fstat(fd).st_ino)
+
+    def put(call):
+        def checked(old, new):
+            if Path(new).parent == tmp_path:
+                inside = [Path(old), *(Path(old).iterdir() if Path(old).is_dir() else [])]
+                assert {p.stat().st_ino for p in inside} <= flushed, f"{new} has a name before it is on the disk"
+                named.append((Path(new).name, tmp_path.stat().st_ino in flushed))
+                flushed.discard(tmp_path.stat().st_ino)
+            call(old, new)
+
+        return checked
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "rename", put(rename))
+    monkeypatch.setattr(os, "replace", put(replace))
+    fds.save(tmp_path, small_state(1), STEP, "best")
+    fds.save(tmp_path, small_state(2), STEP, "best")
+    assert [name for name, _ in named] == ["best", "latest"] * 2
+    assert [before for name, before in named if name == "latest"] == [True, True]  # the tag is durable when latest says so
+    assert tmp_path.stat().st_ino in flushed
 
 
 def test_ctrl_c_while_saving_changes_nothing(tmp_path):
@@ -91,7 +124,7 @@ def test_a_full_and_a_read_only_disk_are_storage_errors(tmp_path):
         pytest.skip("no mount namespace for this user; the limit of file sizes stands for the full disk")
     done = subprocess.run(
         [*namespace, sys.executable, "-m", "tests.storage.full_disk", tmp_path], capture_output=True, text=True,
-        timeout=100, check=False,
+        timeout=100, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("the file system refuses this save") >= 3

@@ -7,8 +7,7 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import fds
 from fds import tree
@@ -18,6 +17,7 @@ from tests.bits import assert_same_bits
 from tests.storage.states import Template, json_values, rewrite, small_state, state_of
 
 STEP = Template(small_state())
+MANY = settings(max_examples=4 * settings().max_examples)  # each takes a few milliseconds
 
 
 @pytest.fixture
@@ -71,22 +71,23 @@ def test_latest_that_is_lost_or_no_text(folder):
     fds.load(folder.parent, STEP, {}, tag="one")
 
 
-def test_every_truncation_of_every_file(folder):
+def test_a_file_cut_off_anywhere(folder):
     for path in folder.iterdir():
         whole = path.read_bytes()
-        for length in range(len(whole) - (path.suffix == ".json")):  # the last byte of a manifest is a line feed
+        last = len(whole) - (path.suffix == ".json")  # without the line feed at the end a manifest is whole
+        for length in {*range(0, last, 9), *range(last - 9, last)}:
             path.write_bytes(whole[:length])
             error = refused(folder.parent)
             assert error.where.startswith(str(path)), error
         path.write_bytes(whole)
 
 
-def test_every_flipped_byte_is_seen_or_harmless(folder):
+def test_a_byte_flipped_anywhere_is_seen_or_harmless(folder):
     state, extra = fds.load(folder.parent, STEP, {})
     seen = {}
     for path in folder.iterdir():
         whole = path.read_bytes()
-        for at in range(len(whole)):
+        for at in range(0, len(whole), 3):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
             try:
                 found = fds.load(folder.parent, STEP, {})
@@ -95,10 +96,10 @@ def test_every_flipped_byte_is_seen_or_harmless(folder):
             else:
                 assert_same_bits(found[0], state)
                 assert found[1] == extra
-                harmless = whole[at : at + 1].isspace() or b"__metadata__" in whole[:60] and at < 60
+                harmless = whole[at : at + 1].isspace() or (b"__metadata__" in whole[:60] and at < 60)
                 assert harmless, (path, at, whole[max(at - 20, 0) : at + 20])
         path.write_bytes(whole)
-    assert seen[".safetensors"] > 500 and seen[".json"] > 500
+    assert seen[".safetensors"] > 150 and seen[".json"] > 150
 
 
 def test_a_flipped_byte_is_a_checksum_error_that_names_the_leaf(folder):
@@ -170,11 +171,11 @@ def test_a_manifest_of_a_newer_format(folder):
     (lambda m: m.update(leaves=[]), "@ $.leaves"),
     (lambda m: m["leaves"]["params.out"].update(shape=["5"]), "@ $.leaves['params.out'].shape[0]"),
     (lambda m: m["leaves"]["params.out"].update(shape=[5.0]), "@ $.leaves['params.out'].shape[0]"),
-    (lambda m: m["leaves"]["params.out"].pop("dtype"), "@ $.leaves['params.out'].dtype"),
+    (lambda m: m["leaves"]["params.out"].__delitem__("dtype"), "@ $.leaves['params.out'].dtype"),
     (lambda m: m["leaves"]["params.out"]["chunks"][0].update(file=None), "@ $.leaves['params.out'].chunks[0].file"),
     (lambda m: m["leaves"]["params.out"]["chunks"][0].update(odd=1), "(odd) @ $.leaves['params.out'].chunks[0]"),
     (lambda m: m.update(pickle="gASV"), "extra fields found (pickle) @ $"),
-    (lambda m: m.pop("extra"), "required field missing @ $.extra"),
+    (lambda m: m.__delitem__("extra"), "required field missing @ $.extra"),
 ])  # fmt: skip
 def test_wrong_types_in_a_manifest_are_shown_with_their_path(folder, edit, path):
     rewrite(folder, edit)
@@ -190,7 +191,8 @@ def test_a_manifest_that_somebody_edited(folder):
 
 @pytest.mark.parametrize("file", [
     "../one/rank0.safetensors", "../../etc/passwd", "/etc/passwd", "/etc/passwd.safetensors", "", ".", "..",
-    ".hidden.safetensors", "a\\b.safetensors", "rank0.safetensors\n", "manifest.json", "a\0.safetensors", "C:a.safetensors",
+    ".hidden.safetensors", "a\\b.safetensors", "rank0.safetensors\n", "manifest.json", "a\0.safetensors",
+    "C:a.safetensors",
 ])  # fmt: skip
 def test_a_hostile_file_name_is_refused_before_anything_is_opened(folder, file, monkeypatch):
     monkeypatch.setattr(loading, "open_tensors", lambda path: pytest.fail(f"opened {path}"))
@@ -201,7 +203,8 @@ def test_a_hostile_file_name_is_refused_before_anything_is_opened(folder, file, 
 
 
 @pytest.mark.parametrize("edit", [
-    {"shape": [10**30]}, {"shape": [-5]}, {"shape": [-1, -5]}, {"dtype": "pickle"}, {"dtype": "float99"}, {"chunks": []},
+    {"shape": [10**30]}, {"shape": [-5]}, {"shape": [-1, -5]}, {"dtype": "pickle"}, {"dtype": "float99"},
+    {"chunks": []},
     {"chunks": [("rank0.safetensors", 0, 4)]}, {"chunks": [("rank0.safetensors", 1, 5)]},
     {"chunks": [("rank0.safetensors", 0, 10**30)]}, {"chunks": [("rank0.safetensors", 0, -5)]},
     {"chunks": [("rank0.safetensors", -5, 10)]}, {"chunks": [("rank0.safetensors", 0, 5)] * 2},
@@ -221,12 +224,15 @@ def nodes(value, at=()):
         yield from nodes(part, (*at, key))
 
 
-@settings(max_examples=300)
+@MANY
 @given(st.data())
 def test_any_change_of_a_manifest_is_refused_or_harmless(tmp_path_factory, data):
-    dir = tmp_path_factory.mktemp("run")
-    folder = fds.save(dir, small_state(1), STEP)
-    record = json.loads((folder / "manifest.json").read_text())
+    dir = tmp_path_factory.getbasetemp() / "manifests"
+    folder = dir / "step00000001"
+    if not dir.exists():
+        fds.save(dir, small_state(1), STEP)
+    whole = (folder / "manifest.json").read_text()
+    record = json.loads(whole)
     at = data.draw(st.sampled_from([n for n in nodes(record) if n]))
 
     def edit(record):
@@ -250,13 +256,17 @@ def test_any_change_of_a_manifest_is_refused_or_harmless(tmp_path_factory, data)
         assert error.where
     else:
         assert_same_bits(state, small_state(1))
+    finally:
+        (folder / "manifest.json").write_text(whole)
 
 
-@settings(max_examples=300)
+@MANY
 @given(at=st.integers(0, 1500), new=st.binary(min_size=1, max_size=20), cut=st.integers(0, 20))
 def test_any_change_of_a_tensor_file_is_refused_or_harmless(tmp_path_factory, at, new, cut):
-    dir = tmp_path_factory.mktemp("run")
-    path = fds.save(dir, small_state(1), STEP) / "rank0.safetensors"
+    dir = tmp_path_factory.getbasetemp() / "tensors"
+    path = dir / "step00000001" / "rank0.safetensors"
+    if not dir.exists():
+        fds.save(dir, small_state(1), STEP)
     whole = path.read_bytes()
     path.write_bytes(whole[:at] + new + whole[at + cut :])
     try:
@@ -265,6 +275,8 @@ def test_any_change_of_a_tensor_file_is_refused_or_harmless(tmp_path_factory, at
         assert error.where.startswith(str(path))
     else:
         assert_same_bits(state, small_state(1))
+    finally:
+        path.write_bytes(whole)
 
 
 def save(dir, state):
@@ -272,8 +284,11 @@ def save(dir, state):
 
 
 def test_another_model_names_the_first_parameter_that_differs_with_both_shapes(tmp_path):
-    mine = state_of({"b": torch.ones(4, 3), "a": torch.ones(3), "c": torch.ones(2)}, opt={"m": {"b": torch.ones(4, 3)}})
-    yours = state_of({"b": torch.ones(4, 5), "a": torch.ones(5), "c": torch.ones(2)}, opt={"m": {"b": torch.ones(4, 5)}})
+    def model(width):
+        b, a = torch.ones(4, width), torch.ones(width)
+        return state_of({"b": b, "a": a, "c": torch.ones(2)}, opt={"exp_avg": {"b": b}})
+
+    mine, yours = model(3), model(5)
     save(tmp_path, mine)
     error = refused(tmp_path, Template(yours))
     assert error.what == "this is a save of another model: params.b"

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import fds
@@ -50,10 +49,8 @@ def everything(loss):
 
 
 def layers(width=6):
-    return fds.Layers(
-        [fds.LayerSpec(nn.Linear, 5, width), nn.BatchNorm1d(width), torch.tanh, nn.Dropout(0.3), fds.LayerSpec(nn.Linear, width, 3)],
-        nn.MSELoss(),
-    )  # fmt: skip
+    first, last = fds.LayerSpec(nn.Linear, 5, width), fds.LayerSpec(nn.Linear, width, 3)
+    return fds.Layers([first, nn.BatchNorm1d(width), torch.tanh, nn.Dropout(0.3), last], nn.MSELoss())
 
 
 BATCH = (torch.arange(40.0).view(8, 5).sin(), torch.arange(24.0).view(8, 3).cos())

@@ -5,8 +5,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 from safetensors.torch import load_file
 
 import fds
