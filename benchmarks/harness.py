@@ -148,13 +148,13 @@ def compare(
 
 
 def agreement(one: Contender, other: Contender, *, calls: int = 5) -> str:
-    """Return in words how far apart the values of two contenders are, call by call."""
+    """Return in words how far apart the values of two contenders are in their first calls."""
     a, b = one.make(), other.make()
     values = [(a().detach().clone(), b().detach().clone()) for _ in range(calls)]
     if all(torch.equal(x, y) for x, y in values):
-        return f"bit for bit over {calls} calls"
+        return "bit for bit"
     apart = max(float((x.double() - y.double()).abs().max()) for x, y in values)
-    return f"apart by at most {apart:.2g} over {calls} calls"
+    return f"to {apart:.2g}"
 
 
 def _time(

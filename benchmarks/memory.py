@@ -7,6 +7,7 @@ operator take for themselves is not seen. On CUDA the caching allocator keeps th
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +27,11 @@ class Memory:
 
 
 def measure(make: Callable[[], Callable[[], Any]], *, calls: int, device: torch.device) -> Memory:
-    """Make a contender, call it, and return its memory. The garbage collector is off: a cycle counts as a leak."""
+    """Make a contender, call it, and return its memory. The garbage collector is off: a cycle counts as a leak.
+
+    One is made and called before that: what it leaves behind for all, such as cached tables, belongs to nobody.
+    """
+    make()()
     gc.collect()
     gc.disable()
     try:
@@ -48,6 +53,7 @@ def _on_cuda(make: Callable[[], Callable[[], Any]], calls: int, device: torch.de
 
 
 def _on_cpu(make: Callable[[], Callable[[], Any]], calls: int) -> Memory:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints a line at every start and stop
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         call = make()
         for _ in range(calls):

@@ -93,13 +93,13 @@ def plain_loop(options: argparse.Namespace, batches: list, device: torch.device)
     """Return the same, as PyTorch's tutorials write it."""
     model = Plain(gpt_of(options), device)
     optimizer = torch.optim.AdamW(model.parameters(), LR, BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-    return training(model, optimizer, batches, then=lambda: None)
+    return training(model, optimizer, batches)
 
 
 def loop_of_the_example(options: argparse.Namespace, batches: list, device: torch.device) -> Call:
     """Return the loop that does all that the example composes."""
     model = Plain(gpt_of(options), device)
-    named = dict(model.named_parameters())
+    named = model.named_like_the_example()
     optimizer = torch.optim.AdamW(
         [{"params": [p for n, p in named.items() if "norm" not in n]},
          {"params": [p for n, p in named.items() if "norm" in n], "weight_decay": 0.0}],
@@ -109,15 +109,15 @@ def loop_of_the_example(options: argparse.Namespace, batches: list, device: torc
         options.lr, warmup_steps=options.steps // 20, total_steps=options.steps, kind="linear", end_ratio=0.02
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: float(curve(t)))
-    clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+    clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     return training(model, optimizer, batches, before=clip, then=schedule.step)
 
 
 def training(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list, *, then: Callable,
-    before: Callable = lambda: None,
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list, *, before: Callable = lambda: None,
+    then: Callable = lambda: None,
 ) -> Call:  # fmt: skip
-    """Return a call that does one turn of a training loop."""
+    """Return a call that does one turn of a training loop, with what comes before and after the update."""
     turn = 0
 
     def call() -> Tensor:
@@ -147,10 +147,18 @@ class Plain(nn.Module):
         self.to(device)
         first = layers.init(first_key())
         with torch.no_grad():
-            for name, p in self.named_parameters():
-                where, _, rest = name.partition(".")
-                index, rest = rest.split(".", 1) if where == "blocks" else (len(blocks), rest)
-                p.copy_(first[name if where == "embedding" else f"{int(index) + 1}.{rest}"])
+            for name, p in self.named_like_the_example().items():
+                p.copy_(first[name])
+
+    def named_like_the_example(self) -> dict[str, nn.Parameter]:
+        """Return the parameters under the names that they have in `fds.Layers`."""
+        places = {"embedding": "embedding", "norm": str(len(self.blocks) + 1)}
+        places |= {f"blocks.{i}": str(i + 1) for i in range(len(self.blocks))}
+        return {
+            f"{place}.{name}": p
+            for mine, place in places.items()
+            for name, p in self.get_submodule(mine).named_parameters()
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)

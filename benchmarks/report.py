@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -20,11 +21,20 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """Print the tables."""
+    """Print the tables, the one beside in grey below its contender."""
     for title, header, rows in _tables(comparison):
-        table = Table(*header, title=title, title_justify="left", header_style="bold")
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in header:
+            if not name.endswith("beside"):
+                table.add_column(name, justify="left" if name == "contender" else "right", no_wrap=name != "claim")
         for row in rows:
-            table.add_row(*row, style="red" if "NO" in row[-1] else None)
+            cells: list[str] = []
+            for name, cell in zip(header, row, strict=True):  # what is beside stands below
+                if name.endswith("beside"):
+                    cells[-1] += f"\n[dim]{cell}[/]"
+                else:
+                    cells.append(cell)
+            table.add_row(*cells, style="red" if "NO" in row[-1] else None)
         console.print(table)
 
 

@@ -90,8 +90,8 @@ class Composition:
             return self.rewrite(loss)
         if isinstance(loss, torch.nn.Module):
             raise ComposeError(
-                "a module is not a loss", got=type(loss).__name__, want=f"{self}(loss_fn)", hint="apply, params, buffers = "
-                "fds.functional(module), then loss_fn(params, batch) calls apply(params, ...)",
+                "a module is not a loss", got=type(loss).__name__, want=f"{self}(loss_fn)",
+                hint="apply, params, buffers = fds.functional(module); loss_fn(params, batch) calls apply(params, ...)",
             )  # fmt: skip
         if isinstance(loss, Transform | Composition | Optimizer) or not (callable(loss) or hasattr(loss, "loss_fn")):
             raise ComposeError("a composition is applied to a loss", got=repr(loss)[:80], want=f"{self}(loss_fn)")

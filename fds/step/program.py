@@ -68,7 +68,7 @@ class Step:
         key = random.key(key)
         if isinstance(params, torch.nn.Module):
             raise StateError(
-                "a module is not a tree of parameters", got=type(params).__name__, want="a pytree of tensors, or a recipe",
+                "a module is no tree of parameters", got=type(params).__name__, want="a pytree of tensors, or a recipe",
                 hint="apply, params, buffers = fds.functional(module)",
             )  # fmt: skip
         if callable(params):

@@ -123,7 +123,7 @@ def scales(settings: dict, overflow: list[int]) -> list[float]:
         raise_error_at_min_scale=False,
     )
     after = []
-    with mock.patch.object(loss_scaler.dist, "get_rank", lambda: 0):  # asked only to decide whether to log
+    with mock.patch.object(loss_scaler.dist, "get_rank", return_value=0):  # asked only to decide whether to log
         for bit in overflow:
             scaler.update_scale(bool(bit))
             after.append(float(scaler.loss_scale))

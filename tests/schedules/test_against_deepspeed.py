@@ -81,7 +81,7 @@ def test_the_momentum_is_deepspeeds_at_the_same_t(case):
     assert case["beta1"][0] == low and momentum(-1) == high  # its constructor contradicts its formula; ours does not
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is a peer, not a dependency")
+@pytest.mark.peers
 def test_the_golden_values_are_what_deepspeed_says_now(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     spec = importlib.util.spec_from_file_location("generate", GOLDEN / "generate.py")

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -37,7 +36,9 @@ counts = st.integers(0, 50)
 sizes = st.integers(1, 50)
 kinds = st.sampled_from(["log", "linear"])
 stairs = st.integers(0, 8)
-halves = dict(first_steps=sizes, second_steps=st.none() | sizes, first_stairs=stairs, second_stairs=st.none() | stairs)
+halves = {
+    "first_steps": sizes, "second_steps": st.none() | sizes, "first_stairs": stairs, "second_stairs": st.none() | stairs
+}  # fmt: skip
 curves = st.one_of(
     st.builds(schedules.constant, rates),
     st.builds(schedules.warmup, rates, warmup_steps=counts, start=rates, kind=kinds),

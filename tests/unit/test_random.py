@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fds import random
 from fds.errors import FdsError
@@ -117,10 +116,14 @@ def test_a_scope_restores_the_generator():
 
 
 def test_a_scope_restores_the_generator_when_something_breaks():
-    before = torch.get_rng_state()
-    with pytest.raises(KeyError), random.scope(CPU):
+    @random.scope(CPU)
+    def draw_and_fail():
         torch.rand(5)
         raise KeyError
+
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError):
+        draw_and_fail()
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -5,8 +5,7 @@ from collections import OrderedDict, namedtuple
 import attrs
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fds import tree
 from fds.errors import StateError
@@ -64,11 +63,13 @@ def test_a_record_compares_by_identity():
 
 nested = st.recursive(
     st.integers(),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
-    | st.tuples(inner, inner)
-    | st.builds(Pair, inner, inner)
-    | st.builds(lambda x, y: Point(x, y, "km"), inner, inner),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.builds(Pair, inner, inner)
+        | st.builds(lambda x, y: Point(x, y, "km"), inner, inner)
+    ),
     max_leaves=10,
 )
 

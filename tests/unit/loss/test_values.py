@@ -59,8 +59,14 @@ def test_microbatches_of_different_weight_combine_exactly():
 
 def test_float_metrics_are_averaged_by_the_weights_and_integers_are_summed():
     parts = [
-        lambda p, b: (fds.Mean(value(p, b), 1), {"f": torch.tensor(4.0), "n": torch.tensor(1), "on": torch.tensor(True)}),
-        lambda p, b: (fds.Mean(value(p, b), 3), {"f": torch.tensor(8.0), "n": torch.tensor(2), "on": torch.tensor(True)}),
+        lambda p, b: (
+            fds.Mean(value(p, b), 1),
+            {"f": torch.tensor(4.0), "n": torch.tensor(1), "on": torch.tensor(True)},
+        ),
+        lambda p, b: (
+            fds.Mean(value(p, b), 3),
+            {"f": torch.tensor(8.0), "n": torch.tensor(2), "on": torch.tensor(True)},
+        ),
     ]
     _, metrics = run(counted(*parts), fds.accumulate(2))
     assert metrics["f"] == 7.0

@@ -1,0 +1,132 @@
+"""Composing: data about stations, refused with a picture."""
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import fds
+from fds.errors import ComposeError
+from tests.bits import assert_same_bits
+from tests.unit.step.problem import BATCH, loss_fn, make_params
+
+
+def result(step):
+    return step(step.init(make_params()), BATCH)
+
+
+@pytest.mark.parametrize("bad", [loss_fn, 3, "adam", None, nn.Linear(2, 2), torch.ones(1), fds.adamw, [fds.sgd(0.1)]])
+def test_what_is_no_transform_is_refused_by_its_position(bad):
+    with pytest.raises(ComposeError, match="no transform") as caught:
+        fds.compose(fds.sgd(0.1), bad)
+    assert caught.value.where == "position 1"
+
+
+def test_a_factory_without_required_arguments_may_stand_uncalled():
+    assert_same_bits(
+        result(fds.compose(fds.donate, fds.skip_nonfinite, fds.sgd(0.1))(loss_fn)),
+        result(fds.compose(fds.donate(), fds.skip_nonfinite(), fds.sgd(0.1))(loss_fn)),
+    )
+
+
+def test_a_factory_with_required_arguments_may_not():
+    with pytest.raises(ComposeError, match="arguments") as caught:
+        fds.compose(fds.accumulate, fds.sgd(0.1))
+    assert "num_microbatches" in caught.value.hint
+
+
+@pytest.mark.parametrize("parts", [(), (lambda: fds.accumulate(2),), (lambda: fds.ema(0.9), lambda: fds.donate())])
+def test_a_composition_without_an_optimizer_is_refused_with_one_shown(parts):
+    with pytest.raises(ComposeError, match="no optimizer") as caught:
+        fds.compose(*(p() for p in parts))(loss_fn)
+    assert "adamw" in caught.value.want
+
+
+@pytest.mark.parametrize(
+    "loss", [fds.accumulate(2), fds.sgd(0.1), fds.compose(fds.sgd(0.1)), None, 3, torch.ones(1), fds.accumulate],
+)  # fmt: skip
+def test_what_is_no_loss_is_refused(loss):
+    with pytest.raises(ComposeError, match="loss"):
+        fds.compose(fds.adam(0.1))(loss)
+
+
+def test_a_module_is_no_loss():
+    with pytest.raises(ComposeError) as caught:
+        fds.compose(fds.adam(0.1))(nn.Linear(3, 2))
+    assert "functional" in caught.value.hint
+
+
+def test_two_optimizers_are_refused():
+    with pytest.raises(ComposeError, match="optimizer") as caught:
+        fds.compose(fds.sgd(0.1), fds.accumulate(2), fds.adam(0.2))(loss_fn)
+    assert caught.value.where == "position 2"
+    assert "position 0" in caught.value.what
+
+
+def test_a_station_filled_twice_shows_what_was_written_and_what_to_write():
+    with pytest.raises(ComposeError) as caught:
+        fds.compose(fds.accumulate(4), fds.sgd(0.1), fds.accumulate(2))(loss_fn)
+    assert caught.value.got == "compose(accumulate(4), sgd(lr=0.1), accumulate(2))"
+    assert "accumulate(8)" in caught.value.want
+    assert caught.value.want.count("accumulate") == 1
+
+
+def test_two_slots_of_one_name_are_refused():
+    with pytest.raises(ComposeError, match="slot") as caught:
+        fds.compose(fds.ema(0.9), fds.ema(0.99), fds.sgd(0.1))(loss_fn)
+    assert "name=" in caught.value.want
+
+
+def test_compositions_nest():
+    flat = fds.compose(fds.accumulate(2), fds.clip_by_global_norm(1.0), fds.ema(0.9), fds.sgd(0.1))
+    nested = fds.compose(
+        fds.compose(fds.accumulate(2), fds.compose(fds.clip_by_global_norm(1.0))),
+        fds.compose(),
+        fds.compose(fds.ema(0.9), fds.sgd(0.1)),
+    )
+    assert repr(nested) == repr(flat)
+    assert_same_bits(result(nested(loss_fn)), result(flat(loss_fn)))
+
+
+def test_a_composition_serves_many_losses():
+    composition = fds.compose(fds.accumulate(2), fds.sgd(0.1))
+    first = result(composition(loss_fn))
+    composition(lambda p, b: loss_fn(p, b) * 2)
+    assert_same_bits(result(composition(loss_fn)), first)
+
+
+def test_a_transform_rewrites_a_finished_step_and_leaves_it():
+    plain = fds.compose(fds.sgd(0.1))(loss_fn)
+    rewritten = fds.accumulate(2)(plain)
+    assert plain.split.num_microbatches == 1
+    assert_same_bits(result(rewritten), result(fds.compose(fds.accumulate(2), fds.sgd(0.1))(loss_fn)))
+    assert [str(t) for t in rewritten.composition] == ["sgd(lr=0.1)", "accumulate(2)"]
+
+
+def test_a_composition_rewrites_a_finished_step():
+    plain = fds.compose(fds.sgd(0.1))(loss_fn)
+    more = fds.compose(fds.ema(0.9), fds.accumulate(2))
+    assert_same_bits(result(more(plain)), result(fds.compose(more, fds.sgd(0.1))(loss_fn)))
+
+
+def test_a_finished_step_refuses_what_it_has():
+    for more in (fds.accumulate(2), fds.compose(fds.accumulate(2)), fds.compose(fds.adam(0.1))):
+        with pytest.raises(ComposeError, match="already filled"):
+            more(fds.compose(fds.accumulate(4), fds.sgd(0.1))(loss_fn))
+
+
+def test_a_transform_reads_as_it_was_written():
+    assert repr(fds.accumulate(num_microbatches=4)) == "accumulate(num_microbatches=4)"
+    text = repr(fds.compose(fds.accumulate(4), fds.ema(0.9, name="slow"), fds.sgd(0.1)))
+    assert text == "compose(accumulate(4), ema(0.9, name='slow'), sgd(lr=0.1))"
+
+
+def test_a_state_of_a_smaller_composition_is_refused():
+    plain, more = fds.compose(fds.sgd(0.1))(loss_fn), fds.compose(fds.ema(0.9), fds.sgd(0.1))(loss_fn)
+    with pytest.raises(fds.FdsError, match="lacks"):
+        more(plain.init(make_params()), BATCH)
+
+
+def test_a_station_can_be_set_by_hand():
+    step = attrs.evolve(fds.compose(fds.sgd(0.1))(loss_fn), optimizer=fds.sgd(0.0))
+    assert_same_bits(result(step)[0].params, make_params())

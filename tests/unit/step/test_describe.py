@@ -1,0 +1,75 @@
+"""A step in words."""
+
+import torch
+from torch import nn
+
+import fds
+from fds import tree
+from tests.unit.step.problem import BATCH, loss_fn, make, make_params
+
+
+def test_only_filled_stations_are_told_in_program_order():
+    told = make(fds.clip_by_global_norm(1.0), fds.accumulate(4)).describe()
+    assert list(told.stations) == ["split", "loss", "measure", "condition", "optimizer"]
+    assert told.stations["loss"] == "loss_fn"
+    assert "4" in told.stations["split"]
+    assert told.num_bytes == {}
+
+
+def test_bytes_are_those_of_the_tensors():
+    step = make(fds.ema(0.9), fds.freeze("net.b"))
+    state = step.init(make_params())
+    held = step.describe(state).num_bytes
+    assert {part: held[part] for part in ("params", "opt", "slots", "buffers")} == {
+        part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "slots", "buffers")
+    }
+    assert held["gradients"] == 4 * 6
+    assert held["opt"] == 2 * 4 * 6
+
+
+def test_buffers_have_bytes():
+    loss = fds.Layers([nn.BatchNorm1d(3)], nn.MSELoss())
+    step = make(loss=loss)
+    assert step.describe(step.init(loss.init)).num_bytes["buffers"] == 3 * 4 * 2 + 8
+
+
+def test_16_bit_gradients_summed_in_float32_hold_4_bytes():
+    step = make(fds.precision(torch.bfloat16))
+    assert step.describe(step.init(make_params())).num_bytes["gradients"] == 4 * 8
+
+
+def test_unused_and_frozen_parameters_are_named():
+    step = make(fds.freeze("net.b"))
+    state = step.init({**make_params(), "spare": [torch.ones(2)]})
+    told = step.describe(state, BATCH)
+    assert told.unused == ("spare.0",)
+    assert "net.b" in told.frozen
+    assert "spare.0" in str(told)
+    assert step.describe(state).unused == ()
+
+
+def test_a_parameter_that_one_microbatch_uses_is_used():
+    def loss(params, batch):
+        return loss_fn(params, batch) + (params["late"].sum() if batch["x"][0, 0] > 0 else 0)
+
+    step = make(fds.accumulate(2), loss=loss)
+    state = step.init({**make_params(), "late": torch.ones(2)})
+    x = torch.cat([-torch.ones(4, 3), torch.ones(4, 3)])
+    assert step.describe(state, {**BATCH, "x": x}).unused == ()
+
+
+def test_the_text_is_a_table():
+    step = make(fds.accumulate(4))
+    text = str(step.describe(step.init(make_params()), BATCH))
+    lines = text.splitlines()
+    assert lines[0].startswith("split")
+    assert any(line.startswith("params") and line.endswith("40 bytes") for line in lines)
+    assert all(len(line) < 200 for line in lines)
+    assert "0x" not in text
+
+
+def test_describing_changes_nothing():
+    step = make(fds.donate())
+    state = step.init(make_params())
+    step.describe(state, BATCH)
+    step(state, BATCH)

@@ -1,0 +1,149 @@
+"""A donated state: written over, and refused from then on."""
+
+import attrs
+import pytest
+import torch
+
+import fds
+from fds import tree
+from fds.errors import ComposeError, DonatedStateError, LossError
+from tests.bits import assert_same_bits, snapshot
+from tests.unit.step.problem import BATCH, loss_fn, make, make_params
+
+
+def addresses(state):
+    trained = (state.params["net"], state.opt, state.slots)
+    return [x.data_ptr() for x in tree.leaves(trained)]
+
+
+def test_the_new_state_is_in_the_memory_of_the_old():
+    step = make(fds.donate(), fds.ema(0.9))
+    state = step.init(make_params())
+    new, _ = step(state, BATCH)
+    assert addresses(new) == addresses(state)
+    assert tree.num_bytes(step.pool.buffers) == 0
+
+
+def test_the_users_own_parameters_are_never_written():
+    step, params = make(fds.donate()), make_params()
+    before = snapshot(params)
+    state = step.init(params)
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    assert_same_bits(params, before)
+
+
+def test_every_entry_refuses_a_state_that_was_given_up(tmp_path):
+    step = make(fds.donate())
+    state = step.init(make_params())
+    evaluate = step.evaluator(state)
+    step(state, BATCH)
+    for entry in (
+        lambda: step(state, BATCH),
+        lambda: step.evaluate(state, BATCH),
+        lambda: step.evaluator(state),
+        lambda: evaluate(BATCH),
+        lambda: step.params(state),
+        lambda: step.describe(state),
+        lambda: step.describe(state, BATCH),
+        lambda: fds.save(tmp_path, state, step),
+        lambda: make()(state, BATCH),
+    ):
+        with pytest.raises(DonatedStateError):
+            entry()
+
+
+def test_a_pure_step_gives_nothing_up():
+    step = make()
+    state = step.init(make_params())
+    step(state, BATCH)
+    step(state, BATCH)
+
+
+def test_the_state_that_came_back_goes_in_again():
+    step = make(fds.donate())
+    state = step.init(make_params())
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    assert state.step == 3
+
+
+def _vector(params, batch):
+    return batch["x"] @ params["net"]["w"]
+
+
+def _raising(params, batch):
+    raise KeyError("in the loss")
+
+
+@pytest.mark.parametrize(("loss", "error"), [(_vector, LossError), (_raising, KeyError)])
+def test_an_error_before_the_first_write_leaves_the_state(loss, error):
+    broken, good = make(fds.donate(), loss=loss), make(fds.donate())
+    state = broken.init(make_params())
+    before = snapshot(state)
+    with pytest.raises(error):
+        broken(state, BATCH)
+    assert_same_bits(state, before)
+    good(state, BATCH)
+
+
+def test_a_schedule_that_raises_leaves_the_state():
+    def schedule(t):
+        raise KeyError("in the schedule")
+
+    step = make(fds.donate(), optimizer=fds.sgd(schedule))
+    state = step.init(make_params())
+    before = snapshot(state)
+    with pytest.raises(KeyError):
+        step(state, BATCH)
+    assert_same_bits(state, before)
+    state.check("be used again")
+
+
+def test_parameters_in_another_layout_are_stepped_or_left():
+    step, pure = make(fds.donate(), optimizer=fds.sgd(0.1)), make(optimizer=fds.sgd(0.1))
+    make_state = lambda: attrs.evolve(
+        step.init(make_params()), params={**make_params(), "net": {"w": torch.ones(2, 3).t(), "b": torch.zeros(2)}}
+    )
+    want, _ = pure(make_state(), BATCH)
+    state = make_state()
+    try:
+        got, _ = step(state, BATCH)
+    except RuntimeError:
+        state.check("be used again: nothing was written")
+    else:
+        assert_same_bits(got, want)
+
+
+def test_averages_put_in_place_of_the_parameters_are_stepped_as_in_the_pure_step():
+    results = []
+    for more in ((), (fds.donate(),)):
+        step = make(fds.ema(0.5), *more)
+        state, _ = step(step.init(make_params()), BATCH)
+        state, _ = step(attrs.evolve(state, params=state.slots["ema"]), BATCH)
+        results.append(state)
+    assert_same_bits(results[1], results[0])
+
+
+def test_a_map_over_a_state_makes_it_independent():
+    step = make(fds.donate())
+    state = step.init(make_params())
+    other = tree.map(torch.clone, state)
+    step(state, BATCH)
+    assert_same_bits(step.evaluate(other, BATCH)["loss"], loss_fn(make_params(), BATCH))
+
+
+def test_metrics_and_parameters_that_are_held_never_change():
+    step = make(fds.donate(), fds.clip_by_global_norm(1.0))
+    state, told = step.init(make_params()), []
+    for _ in range(4):
+        state, metrics = step(state, BATCH)
+        params = step.params(state)
+        told.append((metrics, params, snapshot((metrics, params))))
+    for metrics, params, kept in told:
+        assert_same_bits((metrics, params), kept)
+
+
+def test_giving_up_twice_is_refused_at_composing():
+    with pytest.raises(ComposeError):
+        make(fds.donate(), fds.donate())
