@@ -1,6 +1,6 @@
 """Train a byte-level GPT on Python's own standard library, or on your files: the main job of fds.
 
-    python examples/train_gpt.py                        # three minutes of training, then a sample
+    python examples/train_gpt.py                        # some three minutes of training, then a sample
     python examples/train_gpt.py --data my/notes book.txt --minutes 30 --width 512 --layers 8
     python examples/train_gpt.py --resume runs/gpt      # go on where Ctrl-C stopped it, bit for bit
 
@@ -11,6 +11,7 @@ into the folder of another one replaces it.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 import shutil
@@ -47,14 +48,17 @@ def training_step(options: argparse.Namespace) -> fds.Step:
     lr = fds.schedules.warmup_cosine(
         options.lr, warmup_steps=options.steps // 20, total_steps=options.steps, kind="linear", end_ratio=0.02
     )
-    betas = (0.9, 0.95)
+    adamw = functools.partial(fds.adamw, lr, betas=(0.9, 0.95))
+    muon = functools.partial(fds.muon, lr, adjust_lr="match_rms_adamw")  # as long a step as AdamW's
+    matrices = muon if options.optimizer == "muon" else adamw
     return fds.compose(
         PRECISIONS[options.dtype],
         fds.accumulate(options.accumulate),
         fds.clip_by_global_norm(1.0),
         fds.by_name({
-            "*norm*": fds.adamw(lr, betas, weight_decay=0.0),
-            "*": fds.adamw(lr, betas, weight_decay=options.weight_decay),
+            "*norm*": adamw(weight_decay=0.0),
+            "*.*.weight": matrices(weight_decay=options.weight_decay),  # of the blocks: 1.qkv.weight
+            "*": adamw(weight_decay=options.weight_decay),
         }),
         fds.donate(),
     )(gpt(width=options.width, layers=options.layers, heads=options.heads, dropout=options.dropout))  # fmt: skip
@@ -77,8 +81,9 @@ def train(options: argparse.Namespace, text: Text, out: Path, console: Console) 
 
     with (Log(out / "log.jsonl", upto=done) as log, Display(console, title, total=last, done=done) as display,
           Interrupt() as interrupt):  # fmt: skip
-        for done in range(done + 1, last + 1):
+        while done < last:
             state, metrics = step(state, next_batch(text, state, options))
+            done += 1
             log.step(done, metrics)
             stops = interrupt.asked or done == last
             evaluates, saves = done % options.eval_every == 0 or done == last, done % options.save_every == 0 or stops
@@ -101,7 +106,8 @@ def train(options: argparse.Namespace, text: Text, out: Path, console: Console) 
         return 130
     code = generate(step.evaluator(state), options.prompt, num_bytes=options.sample, context=options.context,
                     key=fds.random.fold_in(state.key, "sample"), device=device)  # fmt: skip
-    console.print(Panel(Syntax(code, "python", theme="ansi_dark", word_wrap=True), title="a sample", border_style="dim"))
+    code = Syntax(code, "python", theme="ansi_dark", word_wrap=True)
+    console.print(Panel(code, title="a sample", border_style="dim"))
     console.print(summary(log, out, options), highlight=False, soft_wrap=True)
     return 0
 
@@ -189,7 +195,7 @@ def steps_within(options: argparse.Namespace, text: Text) -> int:
         float(metrics["loss"])
         times.append(time.perf_counter() - start)
     typical = sorted(times)[len(times) // 2]
-    return min(20_000, max(100, round(60 * options.minutes / typical, -2)))
+    return min(20_000, max(100, 100 * round(0.6 * options.minutes / typical)))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -203,20 +209,26 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name, default, meaning in (
         ("steps", 0, "steps to train; 0 takes what fits into --minutes"),
         ("batch", 8, "windows per step"), ("accumulate", 1, "microbatches per step"),
-        ("context", 256, "bytes per window"), ("width", 192, "of the model"), ("layers", 4, "blocks"),
-        ("heads", 3, "attention heads per block"), ("seed", 0, "of everything random"),
+        ("context", 256, "bytes per window"), ("width", 128, "of the model"), ("layers", 4, "blocks"),
+        ("heads", 2, "attention heads per block"), ("seed", 0, "of everything random"),
         ("read-every", 10, "steps between readings of the metrics"), ("eval-every", 100, "steps between evaluations"),
         ("eval-rows", 64, "held-out windows"), ("save-every", 250, "steps between saves"),
         ("sample", 600, "bytes to generate at the end"),
     ):  # fmt: skip
         sizes.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (%(default)s)")
     training = parser.add_argument_group("training")
-    training.add_argument("--minutes", type=float, default=3.0, help="of training, where --steps is 0 (%(default)s)")
-    training.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (%(default)s)")
+    training.add_argument("--minutes", type=float, default=2.75, help="of training, where --steps is 0 (%(default)s)")
+    training.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (%(default)s)")
     training.add_argument("--weight-decay", type=float, default=0.1, help="(%(default)s)")
     training.add_argument("--dropout", type=float, default=0.0, help="(%(default)s)")
     training.add_argument("--prompt", default="def ", help="what the sample starts with")
     training.add_argument("--dtype", choices=["auto", *PRECISIONS], default="auto", help="auto: the fastest here")
+    training.add_argument(
+        "--optimizer",
+        choices=["auto", "adamw", "muon"],
+        default="auto",
+        help="of the blocks' matrices; auto: muon where bfloat16 is fast",
+    )
     training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
 
     first = parser.parse_args(arguments)
@@ -229,7 +241,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     elif first.quick:
         parser.set_defaults(steps=20, batch=4, context=64, width=32, layers=2, heads=2, eval_every=10, sample=40)
     options = parser.parse_args(arguments)
-    for name in ("batch", "accumulate", "context", "width", "layers", "heads", "read_every", "eval_every", "eval_rows", "save_every"):
+    counts = "batch accumulate context width layers heads read_every eval_every eval_rows save_every"
+    for name in counts.split():
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} counts from 1, not {getattr(options, name)}")
     return options
@@ -250,6 +263,8 @@ def prepare(options: argparse.Namespace, text: Text, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     if options.dtype == "auto":
         options.dtype = fastest_dtype(options.device)
+    if options.optimizer == "auto":
+        options.optimizer = "muon" if options.dtype == "bfloat16" else "adamw"
     if options.steps < 1:
         options.steps = steps_within(options, text)
     options.data = [str(Path(path).resolve()) for path in options.data]

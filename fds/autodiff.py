@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,10 @@ def value_and_grad(f: Callable, argnums: int | tuple[int, ...] = 0, has_aux: boo
 
     def run(*args: Any, **kwargs: Any) -> Any:
         outs, pull = _linearize(f, argnums, has_aux, args, kwargs)
-        value = outs[0] if has_aux else outs
+        if has_aux and not (isinstance(outs, tuple) and len(outs) == 2):
+            raise LossError("a function with aux returns a pair", where="value_and_grad", got=type(outs).__name__,
+                            want="(scalar, aux)")  # fmt: skip
+        value: Any = outs[0] if has_aux else outs
         check_scalar(value, "value_and_grad")
         if not value.requires_grad:
             raise LossError(
@@ -44,7 +48,7 @@ def value_and_grad(f: Callable, argnums: int | tuple[int, ...] = 0, has_aux: boo
 
 def vjp(f: Callable, *args: Any) -> tuple[Any, Callable[[Any], tuple]]:
     """Return `f(*args)` and the function from a cotangent of its value to the cotangents of all arguments."""
-    outs, pull = _linearize(f, tuple(range(len(args))), False, args, {})
+    outs, pull = _linearize(f, tuple(range(len(args))), False, args, {}, keep=True)
     return tree.map(_detach, outs), pull
 
 
@@ -64,15 +68,29 @@ def exclusive(grad: Tensor) -> Tensor:
     Autograd hands a gradient over without a copy when nobody holds the *tensor*; its storage may still be that of
     a view. Only memory that is ours may be written.
     """
-    storage = grad.untyped_storage()
-    alone = torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor, and `storage` here
-    return grad if alone and grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
+    if grad.layout is not torch.strided:
+        return grad.to_dense()
+    return grad if is_alone(grad) and grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
+
+
+def is_alone(x: Tensor) -> bool:
+    """Say whether nobody else holds the memory of `x`: no other tensor, and no storage object."""
+    return all(n <= alone for n, alone in zip(_holders(x), _ALONE, strict=True))
+
+
+def _holders(x: Tensor) -> tuple[int, int]:
+    storage = x.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+_ALONE = _holders(torch.empty(1))  # how one tensor by itself is counted: 2 and 3 in torch 2.13
 
 
 def check_scalar(value: Any, where: str) -> None:
     """Raise `LossError` unless `value` is a floating-point tensor of no dims."""
     if not isinstance(value, Tensor):
-        raise LossError("the loss is no tensor", where=where, got=repr(type(value)), want="a 0-d floating tensor")
+        raise LossError("the loss is no tensor", where=where, got=type(value).__name__, want="a 0-d floating tensor",
+                        hint="look for .item() or float(); a pair is (scalar, metrics)")  # fmt: skip
     if value.dim() != 0:
         raise LossError(
             "the loss is not a scalar", where=where, got=f"shape {tuple(value.shape)}", want="shape ()",
@@ -82,7 +100,9 @@ def check_scalar(value: Any, where: str) -> None:
         raise LossError("the loss is not floating point", where=where, got=str(value.dtype), want="a float dtype")
 
 
-def _linearize(f: Callable, argnums: Any, has_aux: bool, args: tuple, kwargs: dict) -> tuple[Any, Callable]:
+def _linearize(
+    f: Callable, argnums: Any, has_aux: bool, args: tuple, kwargs: dict, keep: bool = False
+) -> tuple[Any, Callable]:
     picked = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     parts, build = tree.flatten([args[i] for i in picked])
     tracked = [x.detach().requires_grad_() if _is_float(x) else x for x in parts]
@@ -97,11 +117,13 @@ def _linearize(f: Callable, argnums: Any, has_aux: bool, args: tuple, kwargs: di
         pairs = zip(tree.leaves(outs[0] if has_aux else outs), tree.leaves(cotangent), strict=True)
         live = [(o, c) for o, c in pairs if isinstance(o, Tensor) and o.requires_grad]
         found = iter(
-            torch.autograd.grad([o for o, _ in live], inputs, [c for _, c in live], materialize_grads=True)
+            torch.autograd.grad(
+                [o for o, _ in live], inputs, [c for _, c in live], materialize_grads=True, retain_graph=keep
+            )
             if live
             else [torch.zeros_like(x) for x in inputs]
         )
-        grads = tuple(build([next(found) if _is_float(x) else None for x in tracked]))
+        grads = tuple(build([exclusive(next(found)) if _is_float(x) else None for x in tracked]))
         return grads[0] if isinstance(argnums, int) else grads
 
     return outs, pull

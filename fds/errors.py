@@ -65,10 +65,6 @@ class StorageError(FdsError):
     """Refuse to save to, or to load from, a directory."""
 
 
-class NotSupportedError(FdsError):
-    """Name a feature that fds does not have."""
-
-
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a hint that names the known word nearest to `word`, or the known words.
 

@@ -25,7 +25,7 @@ def key(seed: int | Tensor) -> Tensor:
     if isinstance(seed, Tensor):
         if seed.shape != (2,) or seed.dtype != torch.int64:
             raise FdsError("not a random key", got=f"{tuple(seed.shape)} {seed.dtype}", want="(2,) torch.int64")
-        return seed.cpu()
+        return seed.to("cpu", copy=True)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise FdsError("not a random seed", got=repr(seed), want="an int or a key")
     return fold_in(torch.zeros(2, dtype=torch.int64, device="cpu"), seed)
@@ -40,8 +40,7 @@ def fold_in(key: Tensor, *data: int | str) -> Tensor:
     >>> bool((k == fold_in(key(0), 3, "dropout")).all())
     True
     """
-    words = key.tolist()
-    return torch.tensor(struct.unpack("<qq", _digest(words, data)), dtype=torch.int64, device="cpu")
+    return torch.tensor(struct.unpack("<qq", _digest(key.tolist(), data)), dtype=torch.int64, device="cpu")
 
 
 def seed(key: Tensor, *data: int | str) -> int:
@@ -65,6 +64,13 @@ def scope(devices: Iterable[torch.device]) -> Iterator[None]:
             g.set_state(state)
 
 
+def in_use() -> list[torch.device]:
+    """Return the devices on which a function that builds tensors may draw: every GPU once there is one in use."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return [torch.get_default_device()]
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+
+
 def reseed(seed: int, devices: Iterable[torch.device]) -> None:
     """Seed the default generators of the CPU and of `devices`; call it inside a `scope`.
 
@@ -85,7 +91,15 @@ def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
 
 
 def _digest(words: list[int], data: tuple[int | str, ...]) -> bytes:
+    if len(words) != 2:
+        raise FdsError("not a random key", got=f"{len(words)} words", want="(2,) torch.int64, from fds.random.key")
     h = hashlib.blake2b(struct.pack("<qq", *words), digest_size=16)
     for d in data:
-        h.update(b"s" + d.encode() + b"\0" if isinstance(d, str) else b"i" + int(d).to_bytes(16, "little", signed=True))
+        if isinstance(d, str):
+            text = d.encode()
+            h.update(b"s" + struct.pack("<q", len(text)) + text)
+        elif isinstance(d, int) and abs(d) < 2**71 - 1:
+            h.update(b"i" + int(d).to_bytes(9, "little", signed=True))
+        else:
+            raise FdsError("a key is folded with ints and names", got=repr(d)[:60], want="an int of 71 bits, or a str")
     return h.digest()

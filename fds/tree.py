@@ -30,7 +30,8 @@ def fresh(**kwargs: Any) -> Any:
 def record(cls: type[T]) -> type[T]:
     """Make a frozen attrs class and register it as a pytree, fields as children under their names.
 
-    Fields declared by `static()` or `fresh()` stay out of the leaves.
+    Fields declared by `static()` or `fresh()` stay out of the leaves. A method `check(doing)` is called before a record
+    is taken apart, and may refuse.
 
     >>> @record
     ... class Point:
@@ -43,7 +44,11 @@ def record(cls: type[T]) -> type[T]:
     children = tuple(f.name for f in attrs.fields(made) if "role" not in f.metadata)
     fixed = tuple(f.name for f in attrs.fields(made) if f.metadata.get("role") == "static")
 
+    check = getattr(made, "check", None)
+
     def flatten(value: Any) -> tuple[list, tuple]:
+        if check is not None:
+            check(value, "reading its leaves")
         return [getattr(value, name) for name in children], tuple(getattr(value, name) for name in fixed)
 
     def flatten_with_keys(value: Any) -> tuple[list, tuple]:

@@ -12,7 +12,7 @@ import fds
 
 def generate(
     evaluate: Callable, prompt: str, *, num_bytes: int, context: int, key: Tensor, device: torch.device,
-    temperature: float = 0.7, top_k: int = 40,
+    temperature: float = 0.8, top_k: int = 40,
 ) -> str:  # fmt: skip
     """Return the prompt and `num_bytes` more, each drawn from the `top_k` likeliest next bytes.
 

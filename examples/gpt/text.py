@@ -57,7 +57,7 @@ def read(paths: Sequence[str] = (), *, context: int) -> Text:
 
 
 def windows(text: Tensor, starts: Tensor, *, context: int) -> tuple[Tensor, Tensor]:
-    """Return `(inputs, targets)`, both (B, context) int64: the bytes from each of `starts` (B,), and those one later."""
+    """Return `(inputs, targets)`, both (B, context) int64: the bytes from each of `starts` (B,), and each next byte."""
     places = starts.to(text.device)[:, None] + torch.arange(context + 1, device=text.device)
     found = text[places].long()
     return found[:, :-1], found[:, 1:]

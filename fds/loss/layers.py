@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +44,8 @@ class TiedLayerSpec(LayerSpec):
         self, key: str, cls: Callable[..., nn.Module], *args: Any, forward_fn: Callable | None = None, **kwargs: Any
     ):
         super().__init__(cls, *args, **kwargs)
-        if key.isdecimal():
-            raise LossError("the key of a tied layer is a number, as other layers' names are", got=repr(key),
+        if key[:1].isdecimal():
+            raise LossError("the key of a tied layer begins with a number, as other layers' names do", got=repr(key),
                             want="a word")  # fmt: skip
         self.key, self.forward_fn = key, forward_fn
 
@@ -86,16 +87,18 @@ class _Use(nn.Module):
         return self.forward_fn(self.module, x)
 
 
-def _checked(layers: Any) -> tuple:
-    layers = tuple(layers)
-    for i, layer in enumerate(layers):
-        if isinstance(layer, type) or not (isinstance(layer, LayerSpec) or callable(layer)):
-            raise LossError("this is no layer", where=f"layers[{i}]", got=repr(layer)[:80],
-                            want="a LayerSpec, a module or a function")  # fmt: skip
-    return layers
+def _children(layers: Any) -> tuple[tuple[str, ...], tuple]:
+    """Return names and layers of a list of layers or an `nn.Sequential`."""
+    if not isinstance(layers, nn.Sequential):
+        layers = tuple(layers)
+        return tuple(map(str, range(len(layers)))), layers
+    if type(layers).forward is not nn.Sequential.forward or layers._forward_hooks or layers._forward_pre_hooks:
+        raise LossError("this nn.Sequential does more than call its layers in order", got=type(layers).__name__,
+                        want="a plain nn.Sequential without hooks", hint="use fds.functional(module)")  # fmt: skip
+    return tuple(layers._modules), tuple(layers)
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, init=False)
 class Layers:
     """A loss made of a sequence of layers and a criterion: `Layers(layers, criterion)(params, (inputs, targets))`.
 
@@ -104,14 +107,32 @@ class Layers:
             with what the one before it returned (a tuple is one argument), the first with `inputs`.
         criterion: `criterion(output, targets)` returns what a loss returns.
 
-    Parameters are a flat dict named as in `nn.Sequential` (`"0.weight"`), tied ones `"<key>.weight"`.
+    Parameters are a flat dict named as in `nn.Sequential` (`"0.weight"`), tied ones `"<key>.weight"`; a module that
+    stands twice is tied to its first place.
     Persistent buffers start `state.buffers`; others are constants. This plain call defines what every pipeline
     of the same layers must compute.
     """
 
-    layers: tuple = attrs.field(converter=_checked)
+    layers: tuple
     criterion: Callable
-    built: dict[int, Layer] = attrs.field(factory=dict, init=False, repr=False)
+    names: tuple[str, ...] = attrs.field(repr=False)
+    built: dict[Any, Any] = attrs.field(repr=False)
+
+    def __init__(self, layers: Any, criterion: Callable):
+        names, layers = _children(layers)
+        self.__attrs_init__(layers, criterion, names, {})  # type: ignore[attr-defined]
+        for i, layer in enumerate(layers):
+            if isinstance(layer, type) or not (isinstance(layer, LayerSpec) or callable(layer)):
+                raise LossError("this is no layer", where=f"layers[{i}]", got=repr(layer)[:80],
+                                want="a LayerSpec, a module or a function")  # fmt: skip
+            if isinstance(layer, nn.Module):
+                self.layer(i)  # as it is now: its owner may go on changing it
+        if isinstance(criterion, nn.Module):
+            apply, params, _ = functional(criterion)
+            if params:
+                raise LossError("the criterion has parameters, which nobody would train", where="criterion",
+                                got=", ".join(params), want="none", hint="put them into a layer")  # fmt: skip
+            self.built["criterion"] = functools.partial(apply, {})
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -119,11 +140,12 @@ class Layers:
     def __call__(self, params: dict[str, Tensor], batch: Any) -> Any:
         """Return what the criterion returns; buffers are the initial ones, and their updates are lost."""
         inputs, targets = self.split(batch)
+        self.check(params)
         buffers = self.buffers()
         for i in range(len(self)):
             inputs, new = self.layer(i)(params, buffers, inputs)
             buffers.update(new)
-        return self.criterion(inputs, targets)
+        return self.compare(inputs, targets)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """Return `(inputs, targets)`. Raises `BatchError` for anything but a pair."""
@@ -131,12 +153,32 @@ class Layers:
             raise BatchError("a loss made of layers takes a pair", got=type(batch).__name__, want="(inputs, targets)")
         return batch[0], batch[1]
 
+    def compare(self, output: Any, targets: Any) -> Any:
+        """Return what the criterion returns; a module runs in the mode that the step asks for."""
+        return self.built.get("criterion", self.criterion)(output, targets)
+
+    def check(self, params: Any) -> None:
+        """Raise `LossError` unless these are the parameters of these layers."""
+        if "names" not in self.built:
+            self.built["names"] = {name for i in range(len(self)) for name in self.layer(i).params}
+        names = self.built["names"]
+        if not isinstance(params, dict) or params.keys() != names:
+            got = params.keys() if isinstance(params, dict) else set()
+            raise LossError(
+                "the parameters are not those of the layers",
+                got=f"missing {sorted(names - got)}, unknown {sorted(got - names)}", want="the dict of layers.init",
+            )  # fmt: skip
+
     def layer(self, index: int) -> Layer:
         """Return layer `index`, built at its first use."""
         if index not in self.built:
             spec = self.layers[index]
-            module = self._build(index, random.key(0)) if isinstance(spec, LayerSpec) else spec
-            self.built[index] = self._describe(index, module)
+            layer = self._describe(index, self._trace(index) if isinstance(spec, LayerSpec) else spec)
+            first = layer if self.owner(index) == index else self.layer(self.owner(index))
+            if layer.params.keys() != first.params.keys():
+                raise LossError("layers of one key have other parameters", where=f"layers[{index}]",
+                                got=str(sorted(layer.params)), want=str(sorted(first.params)))  # fmt: skip
+            self.built[index] = layer
         return self.built[index]
 
     def init(self, key: Tensor) -> dict[str, Tensor]:
@@ -156,25 +198,39 @@ class Layers:
         """Return the initial buffers of all layers."""
         found: dict[str, Tensor] = {}
         for i in range(len(self)):
-            found.update(self.layer(i).initial_buffers)
+            if self.owner(i) == i:
+                found.update(self.layer(i).initial_buffers)
         return found
 
     def owner(self, index: int) -> int:
         """Return the first layer that shares this layer's parameters: itself, unless it is tied."""
-        key = getattr(self.layers[index], "key", None) if isinstance(self.layers[index], LayerSpec) else None
-        if key is None:
-            return index
-        return next(i for i, s in enumerate(self.layers) if isinstance(s, LayerSpec) and s.key == key)
+        own = self.layers[index]
+        if isinstance(own, LayerSpec) and own.key is not None:
+            return next(i for i, s in enumerate(self.layers) if isinstance(s, LayerSpec) and s.key == own.key)
+        return next(i for i, s in enumerate(self.layers) if s is own) if isinstance(own, nn.Module) else index
 
     def _prefix(self, index: int) -> str:
         spec = self.layers[index]
-        return f"{spec.key}." if isinstance(spec, LayerSpec) and spec.key is not None else f"{index}."
+        tied = isinstance(spec, LayerSpec) and spec.key is not None
+        return f"{spec.key}." if tied else f"{self.names[self.owner(index)]}."
 
     def _build(self, index: int, key: Tensor) -> nn.Module:
-        devices = [torch.get_default_device()]
+        devices = random.in_use()
         with random.scope(devices):
             random.reseed(random.seed(key, "layer", index), devices)
             return self.layers[index].build()
+
+    def _trace(self, index: int) -> nn.Module:
+        """Build a layer's structure on `meta`; for real where it computes more than parameters."""
+        try:
+            with torch.device("meta"):
+                module = self.layers[index].build()
+            plain = [x for m in module.modules() for x in vars(m).values() if isinstance(x, Tensor)]
+            if not plain and not list(module.buffers()):
+                return module
+        except Exception:
+            pass
+        return self._build(index, random.key(0))
 
     def _describe(self, index: int, module: Any) -> Layer:
         prefix, spec = self._prefix(index), self.layers[index]

@@ -66,7 +66,10 @@ def run(loss: Any, params: Any, batch: Any, buffers: dict[str, Tensor], setting:
     threaded = isinstance(loss, Buffered)
     f = loss.loss_fn if threaded else loss
     (call,) = setting.mapped([setting.call(0, f)])
-    value = call(params, batch, buffers) if threaded else call(params, batch)
+    if threaded:
+        value = call(params, batch, {key: b.clone() for key, b in buffers.items()})
+    else:
+        value = call(params, batch)
     return read(value, where=name(loss), buffers=buffers, threaded=threaded)
 
 
@@ -78,6 +81,7 @@ def name(loss: Any) -> str:
 
 def _run_layers(loss: Layers, params: Any, batch: Any, buffers: dict[str, Tensor], setting: Setting) -> Outcome:
     x, targets = loss.split(batch)
+    loss.check(params)
     current, given = dict(buffers), {}
 
     def layer_call(index: int) -> Callable:
@@ -94,7 +98,7 @@ def _run_layers(loss: Layers, params: Any, batch: Any, buffers: dict[str, Tensor
 
     for call in setting.mapped([layer_call(i) for i in range(len(loss))]):
         x = call(x)
+    value = setting.call(len(loss), loss.compare)(x, targets)
     if setting.mode.seen is not None:
         setting.mode.seen[:] = [x]
-    value = setting.call(len(loss), loss.criterion)(x, targets)
     return read(value, where="the criterion of Layers", buffers=current)

@@ -23,6 +23,7 @@ class Mode:
 
     evaluating: bool = False
     float32: tuple[str, ...] = ()  # patterns of parameters whose modules compute in float32
+    buffers: dict[str, Tensor] = attrs.field(factory=dict, eq=False)  # of the state, for evaluation
     low: bool = False  # parameters and inputs are 16 bit: batch statistics compute in float32 too
     seen: list | None = attrs.field(default=None, eq=False)  # receives the last output
 
@@ -48,53 +49,78 @@ class Apply:
     """
 
     source: nn.Module = attrs.field(repr=False)  # parameters on meta, buffers its own
-    param_names: frozenset[str] = attrs.field(repr=False)
-    constants: dict[str, Tensor] = attrs.field(repr=False)
+    params: dict[str, str] = attrs.field(repr=False)  # path of every place -> the name of what is put there
+    places: dict[str, str] = attrs.field(repr=False)  # the same of buffers
+    constants: dict[str, Tensor] = attrs.field(repr=False)  # the buffers as they were; nobody writes here
     prefix: str = ""  # what stands before these names in the whole tree of parameters
     variants: dict[tuple, nn.Module] = attrs.field(factory=dict, repr=False)
+    frozen: frozenset[str] = frozenset()  # names that the module wants no gradient for
+    probed: set[tuple] = attrs.field(factory=set, repr=False)
 
     def __call__(self, params: dict[str, Tensor], *args: Any, buffers: dict | None = None, **kwargs: Any) -> Any:
         """Return the module's output. Raises `LossError` where the module changes its buffers."""
-        given = self.constants if buffers is None else {**self.constants, **buffers}
-        before = [(name, b, b._version) for name, b in given.items()]
-        out = self._run(params, given, args, kwargs)
-        changed = [name for name, b, version in before if b._version != version]
-        if changed:
-            for name in changed:
-                if name in self.constants:
-                    self.constants[name] = dict(self.source.named_buffers())[name].clone()
-            raise LossError(
-                "the module changes its buffers, and this call would lose the change", where=", ".join(changed),
-                got="apply(params, ...)", want="apply.with_buffers(params, buffers, ...) -> (out, new_buffers)",
-                hint="make the loss with fds.with_buffers(loss_fn, buffers), or module.eval() before functional",
-            )  # fmt: skip
+        if buffers is None:  # an eval_fn that does not thread them sees those of the state
+            buffers = {n: b for n, b in _mode.get().buffers.items() if n in self.constants}
+        given = {**self.constants, **buffers}
+        out, new = self._run(params, given, args, kwargs)
+        self._refuse_changes(given, new, set(given))
         return out
 
     def with_buffers(
         self, params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Return the module's output and the new buffers; those that were passed stay as they are."""
-        new = {name: b.detach().clone() for name, b in buffers.items()}
-        out = self._run(params, {**self.constants, **new}, args, kwargs)
-        return out, new
+        """Return the module's output and the new buffers; those that were passed stay as they are.
 
-    def _run(self, params: dict[str, Tensor], buffers: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
-        if params.keys() != self.param_names:
-            missing, extra = sorted(self.param_names - params.keys()), sorted(params.keys() - self.param_names)
+        Raises `LossError` where the module changes a buffer that was not passed.
+        """
+        out, new = self._run(params, {**self.constants, **buffers}, args, kwargs)
+        self._refuse_changes(self.constants, new, self.constants.keys() - buffers.keys())
+        return out, {name: new[name].detach() for name in buffers}
+
+    def _run(self, params: dict, buffers: dict, args: tuple, kwargs: dict) -> tuple[Any, dict[str, Tensor]]:
+        """Run the module on copies of the buffers; return its output and what the buffers became."""
+        _same_names(params, set(self.params.values()), "parameters")
+        _same_names(buffers, self.constants.keys(), "buffers")
+        trained = [name for name in self.frozen if params[name].requires_grad]
+        if trained:
             raise LossError(
-                "the parameters are not the module's", got=f"missing {missing}, unknown {extra}",
-                want="the dict that fds.functional returned, with other values",
+                "the module wants no gradient for parameters that are being trained", where=", ".join(sorted(trained)),
+                got="requires_grad=False in the module", want="fds.freeze(...) with their names",
+                hint="or module.requires_grad_(True) before fds.functional(module)",
             )  # fmt: skip
         now = _mode.get()
-        out = torch.func.functional_call(self._variant(now), (params, buffers), args, kwargs)
+        device = next((x.device for x in params.values()), None)
+        copies = {name: b.detach().to(device, copy=True) for name, b in buffers.items()}
+        put = {place: params[name] for place, name in self.params.items()}
+        put |= {place: copies[name] for place, name in self.places.items()}
+        out = torch.func.functional_call(self._variant(now), put, args, kwargs, tie_weights=False)
         if now.seen is not None:
             now.seen[:] = [out]
-        return out
+        # functional_call leaves in `put` what the module holds at the end: a buffer may have been assigned
+        assigned = {name: put[place] for place, name in self.places.items() if put[place] is not copies[name]}
+        return out, copies | assigned
+
+    def _refuse_changes(self, old: dict[str, Tensor], new: dict[str, Tensor], names: set[str]) -> None:
+        """Refuse lost updates, told by version; in each mode up to the first good call by value.
+
+        By value, since batch_norm and an assignment leave no version; once, since it waits for the device.
+        """
+        first = (key := _key(_mode.get())) not in self.probed
+        changed = [n for n in names if new[n]._version or (first and not _equal(old[n], new[n]))]
+        if not changed:
+            self.probed.add(key)
+        else:
+            raise LossError(
+                "the module changes its buffers, and this call would lose the change", where=", ".join(sorted(changed)),
+                got="apply(params, ...)", want="apply.with_buffers(params, buffers, ...) -> (out, new_buffers)",
+                hint="make the loss with fds.with_buffers(loss_fn, buffers), or module.eval() before functional; "
+                "in Layers, register the buffer as persistent",
+            )  # fmt: skip
 
     def _variant(self, now: Mode) -> nn.Module:
-        key = (now.evaluating, now.float32, now.low)
+        key = _key(now)
         if key not in self.variants:
-            module = structural(self.source) if any(key) else self.source
+            module = structural(self.source)  # the source is never run, so that it stays what it was
             if now.evaluating:
                 module.eval()
             _in_float32(module, now, self.prefix)
@@ -110,10 +136,25 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     captured as constants. Training or eval mode of every submodule is what it was at this call;
     `step.evaluate` runs an eval-mode copy.
     """
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise LossError(
+                "an embedding with max_norm writes over its own weight in forward", where=path, got=f"{part}",
+                want="max_norm=None", hint="divide the rows by their norms in the loss",
+            )  # fmt: skip
+        if any(isinstance(p, nn.UninitializedParameter) for p in part.parameters(recurse=False)):
+            raise LossError("a lazy module has no shapes yet", where=path, got=f"{part}",
+                            want="a module that was called once, or one that is not lazy")  # fmt: skip
     params = {name: p.detach() for name, p in module.named_parameters()}
     buffers = {name: b.detach() for name, b in module.named_buffers()}
     constants = {name: b.clone() for name, b in buffers.items()}
-    return Apply(structural(module), frozenset(params), constants), params, buffers
+    names = {id(x): name for name, x in [*module.named_parameters(), *module.named_buffers()]}
+    held: list[dict[str, str]] = [{}, {}]
+    for path, part in module.named_modules():  # each module once, however many names it has
+        for places, own in zip(held, (part._parameters, part._buffers), strict=True):
+            places.update((f"{path}.{n}" if path else n, names[id(x)]) for n, x in own.items() if x is not None)
+    frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
+    return Apply(structural(module), held[0], held[1], constants, frozen=frozen), params, buffers
 
 
 def recipe(module_factory: Callable[[], nn.Module]) -> Callable[[Tensor], dict[str, Tensor]]:
@@ -123,7 +164,7 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Callable[[Tensor], dict[s
     """
 
     def build(key: Tensor) -> dict[str, Tensor]:
-        devices = [torch.get_default_device()]
+        devices = random.in_use()
         with random.scope(devices):
             random.reseed(random.seed(key), devices)
             return {name: p.detach() for name, p in module_factory().named_parameters()}
@@ -132,11 +173,21 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Callable[[Tensor], dict[s
 
 
 def structural(module: nn.Module) -> nn.Module:
-    """Copy a module's structure: parameters become empty `meta` tensors, buffers stay shared."""
-    memo: dict[int, Any] = {id(b): b for b in module.buffers()}
+    """Copy a module's structure: parameters become empty `meta` tensors, buffers are copied.
+
+    Raises `LossError` for a module that cannot be copied.
+    """
+    memo: dict[int, Any] = {id(b): b.detach().clone() for b in module.buffers()}
     for p in module.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-    return copy.deepcopy(module, memo)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise LossError(
+            "the module cannot be copied", where=type(module).__name__, got=f"{type(error).__name__}: {error}"[:200],
+            want="a module that copy.deepcopy takes",
+            hint="one that keeps activations must let them go; for weight_norm use torch.nn.utils.parametrizations",
+        ) from error  # fmt: skip
 
 
 _DRAWING = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
@@ -145,10 +196,31 @@ _DRAWING = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.
 
 
 def may_draw(module: Any) -> bool:
-    """Say whether calling this may draw random numbers: all but torch's own modules that never do."""
+    """Say whether calling this may draw random numbers: all but torch's own modules that never do, as they are."""
     if not isinstance(module, nn.Module):
         return True
-    return any(isinstance(m, _DRAWING) or not type(m).__module__.startswith("torch.nn.") for m in module.modules())
+    return any(
+        isinstance(m, _DRAWING) or not type(m).__module__.startswith("torch.nn.modules.") or "forward" in vars(m)
+        or m._forward_hooks or m._forward_pre_hooks
+        for m in module.modules()
+    )  # fmt: skip
+
+
+def _key(now: Mode) -> tuple:
+    return (now.evaluating, now.float32, now.low)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.shape == b.shape and a.dtype == b.dtype and (a.is_meta or torch.equal(a, b)))
+
+
+def _same_names(got: dict, want: Any, what: str) -> None:
+    if got.keys() != want:
+        missing, extra = sorted(want - got.keys()), sorted(got.keys() - want)
+        raise LossError(
+            f"the {what} are not the module's", got=f"missing {missing}, unknown {extra}",
+            want="the dict that fds.functional returned, with other values",
+        )  # fmt: skip
 
 
 def _in_float32(module: nn.Module, now: Mode, prefix: str) -> None:

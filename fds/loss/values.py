@@ -77,12 +77,11 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
         value, metrics = value
     total, weight = (value.total, value.weight) if isinstance(value, Mean) else (value, 1)
     check_scalar(total, where)
-    if isinstance(weight, Tensor):
-        if weight.dim():
-            raise LossError(
-                "the weight of a Mean is not a scalar", where=where, got=f"shape {tuple(weight.shape)}", want="()"
-            )
-        weight = weight.detach()
+    if isinstance(weight, Tensor) and weight.dim() == 0 and not weight.is_complex():
+        weight = _wide(weight.detach())
+    elif isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
+        raise LossError("the weight of a Mean is not a number of rows, tokens, ...", where=where, got=_kind(weight),
+                        want="a 0-d tensor, a float or an int, not negative")  # fmt: skip
     if total.dtype in (torch.float16, torch.bfloat16):
         total = total.float()  # a scale of 2**16 has no float16
     return Outcome(total, weight, {k: _metric(k, v, where) for k, v in metrics.items()}, buffers)
@@ -94,8 +93,7 @@ def _metric(name: str, value: Any, where: str) -> Tensor | float | int:
         raise LossError("a metric's name is taken", where=path, got=repr(name), want="a string that is none of "
                         + ", ".join(RESERVED))  # fmt: skip
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
-        value = value.detach()
-        return value.long() if value.dtype is torch.bool else value
+        return _wide(value.detach())
     if isinstance(value, int | float):
         return int(value) if isinstance(value, bool) else value
     raise LossError("a metric is not a number", where=path, got=_kind(value), want="a 0-d tensor, a float or an int")
@@ -106,7 +104,18 @@ def _check_buffers(new: Any, old: dict[str, Tensor], where: str) -> dict[str, Te
         got = sorted(new) if isinstance(new, dict) else _kind(new)
         raise LossError("a loss returned other buffers than it was given", where=where, got=str(got),
                         want=str(sorted(old)))  # fmt: skip
-    return {name: value.detach() for name, value in new.items()}
+    for name, value in new.items():
+        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (old[name].shape, old[name].dtype):
+            raise LossError("a loss returned another kind of buffer", where=f"{where}, buffers[{name!r}]",
+                            got=_kind(value), want=_kind(old[name]))  # fmt: skip
+    return {name: value.detach().clone() for name, value in new.items()}
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return a scalar in a dtype that a sum of many does not leave: int64, float32 or float64."""
+    if not x.is_floating_point():
+        return x.long()
+    return x if x.dtype is torch.float64 else x.float()
 
 
 def _kind(value: Any) -> str:

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.optim.base import Optimizer, Schedule, Segment
+from fds.optim.base import Optimizer, Schedule, Segment, at
 
 Rule = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now"], None]
 Check = Callable[[Sequence[Sequence[Segment]]], None]
@@ -99,7 +99,7 @@ def assemble(
     ) -> tuple[list[Tensor], dict]:  # fmt: skip
         if not params:
             return params, opt
-        values = {name: _at(value, step) for name, value in hyper.items() if name != "lr" or lr is None}
+        values = {name: _cheap(at(value, step)) for name, value in hyper.items() if name != "lr" or lr is None}
         if lr is not None:
             values["lr"] = _cheap(lr)
         now = Now(step, values, grad_scale, skip, segments, axes)
@@ -108,16 +108,12 @@ def assemble(
             torch.ops.aten._foreach_copy_(out, params)
         return params, opt
 
-    return Optimizer(init, update, hyper["lr"], text, whole=whole)
+    return Optimizer(init, update, whole, lr=hyper["lr"], text=text)
 
 
 def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
     """Return start + weight * (end - start), for a weight that is a float or a () tensor."""
     return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, Tensor) else weight)
-
-
-def _at(value: Schedule, step: Tensor) -> float | Tensor:
-    return _cheap(value(step)) if callable(value) else value
 
 
 def _cheap(value: float | Tensor) -> float | Tensor:

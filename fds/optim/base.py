@@ -11,6 +11,16 @@ from torch import Tensor
 Schedule = float | Callable[[int | Tensor], float | Tensor]
 
 
+def at(value: Schedule, step: Tensor) -> float | Tensor:
+    """Return a value or its schedule at t = `step` () int64.
+
+    On the CPU a schedule gets a Python int: reading it is free, and `0.98**t` of an int tensor would be float32.
+    """
+    if not callable(value):
+        return value
+    return value(int(step) if step.device.type == "cpu" else step.clone())
+
+
 @attrs.frozen
 class Segment:
     """Say where one parameter lies inside a flat slice.
@@ -70,14 +80,14 @@ class Optimizer:
 
     init: Callable[..., dict[str, list[Tensor | None]]]
     update: Callable[..., tuple[list[Tensor], dict[str, list[Tensor | None]]]]
-    lr: Schedule
-    text: str
     whole: bool = False
+    lr: Schedule = 0.0
+    text: str = "optimizer"
     group: Callable[[str], Hashable] = single_group
 
     def learning_rate(self, step: Tensor) -> Tensor:
         """Return the learning rate at t = `step` () as a () float64 tensor on its device."""
-        value = self.lr(step) if callable(self.lr) else self.lr
+        value = at(self.lr, step)
         if isinstance(value, Tensor):
             return value.to(step.device, torch.float64)
         return torch.full((), value, dtype=torch.float64, device=step.device)

@@ -95,7 +95,7 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         return params, opt
 
     text = "by_name({" + ", ".join(f"{pattern!r}: {member}" for pattern, member in optimizers.items()) + "})"
-    return Optimizer(init, update, members[-1].lr, text, whole=any(m.whole for m in members), group=group)
+    return Optimizer(init, update, any(m.whole for m in members), lr=members[-1].lr, text=text, group=group)
 
 
 def _pick(values: Sequence, indices: list[int]) -> list:

@@ -35,8 +35,8 @@ def rows(batch: Any) -> int | None:
                 first = (path, x.shape[0])
             elif x.shape[0] != first[1]:
                 raise BatchError(
-                    "the leaves of the batch disagree in length", where=path or "batch",
-                    got=f"{x.shape[0]} rows here, {first[1]} at {first[0]!r}", want="one length along dim 0",
+                    "the leaves of the batch disagree in length", where=place(path),
+                    got=f"{x.shape[0]} rows here, {first[1]} at {place(first[0])}", want="one length along dim 0",
                     hint="mark a leaf that is not made of rows: fds.whole(x)",
                 )  # fmt: skip
     return None if first is None else first[1]
@@ -59,7 +59,7 @@ class Split:
         if length is not None and (length % n or length < n):
             where = next(path for path, x in tree.paths(batch).items() if _is_sliced(x))
             raise BatchError(
-                f"the batch does not divide into {n} microbatches", where=where or "batch",
+                f"the batch does not divide into {n} microbatches", where=place(where),
                 got=f"{length} rows", want=f"a positive multiple of {n}",
                 hint="drop the last rows, or mark a leaf that is not made of rows: fds.whole(x)",
             )  # fmt: skip
@@ -69,6 +69,15 @@ class Split:
             build([_slice(x, i * size, size, n) for x in leaves])
             for i in range(n)
         ]  # fmt: skip
+
+
+def place(path: str) -> str:
+    """Return how to call a leaf of the batch in a message.
+
+    >>> place("inputs.0"), place("")
+    ('batch.inputs.0', 'batch')
+    """
+    return f"batch.{path}" if path else "batch"
 
 
 def _slice(x: Any, start: int, size: int, n: int) -> Any:

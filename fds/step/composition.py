@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import attrs
 import torch
 
+import fds.optim
 from fds.errors import ComposeError
+from fds.loss import Buffered
 from fds.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ class Transform:
     def __call__(self, step: Step) -> Step:
         """Return `step` with the stations of this transform filled."""
         written = (*step.composition, self)
-        return self.apply(attrs.evolve(step, composition=written, position=len(step.composition)))
+        return _apply(self, attrs.evolve(step, composition=written, position=len(step.composition)))
 
     def __repr__(self) -> str:
         return self.text
@@ -47,11 +49,11 @@ def transform(factory: Callable[P, Callable[[Step], Step]]) -> Callable[P, Trans
     return make
 
 
-def fill(step: Step, *, hint: str = "", instead: str = "", **stations: Any) -> Step:
+def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: Any) -> Step:
     """Return `step` with stations filled by the transform whose turn it is.
 
     Tuple stations are appended to; a single station that somebody filled before is a `ComposeError`, as is a slot
-    whose name is taken. `hint`, and `instead` of this transform's own text, go into that error.
+    whose name is taken. `hint`, and `instead` of this transform's own text (None: nothing), go into that error.
     """
     by, changes, owners = step.position, {}, dict(step.owners)
     for name, value in stations.items():
@@ -69,6 +71,11 @@ def fill(step: Step, *, hint: str = "", instead: str = "", **stations: Any) -> S
         else:
             changes[name], owners[name] = value, by
     return attrs.evolve(step, owners=owners, **changes)
+
+
+def _factory(t: Any) -> bool:
+    """Say whether this is a factory of transforms or optimizers that was not called."""
+    return hasattr(t, "is_transform_factory") or (callable(t) and getattr(t, "__name__", "") in fds.optim.__all__)
 
 
 def optimize(optimizer: Optimizer) -> Transform:
@@ -93,8 +100,11 @@ class Composition:
                 "a module is not a loss", got=type(loss).__name__, want=f"{self}(loss_fn)",
                 hint="apply, params, buffers = fds.functional(module); loss_fn(params, batch) calls apply(params, ...)",
             )  # fmt: skip
-        if isinstance(loss, Transform | Composition | Optimizer) or not (callable(loss) or hasattr(loss, "loss_fn")):
-            raise ComposeError("a composition is applied to a loss", got=repr(loss)[:80], want=f"{self}(loss_fn)")
+        for role, f in (("loss", loss), ("eval_fn", loss if eval_fn is None else eval_fn)):
+            wrong = isinstance(f, Transform | Composition | Optimizer | torch.nn.Module) or _factory(f)
+            if wrong or not (callable(f) or isinstance(f, Buffered)):
+                raise ComposeError("a composition is applied to a loss", where=role, got=repr(f)[:80],
+                                   want=f"{self}(loss_fn)")  # fmt: skip
         step = self.rewrite(Step(loss=loss, eval_loss=loss if eval_fn is None else eval_fn))
         if step.optimizer is None:
             raise ComposeError(
@@ -106,7 +116,7 @@ class Composition:
         """Apply the parts in order."""
         written = (*step.composition, *self.parts)
         for position, part in enumerate(self.parts, start=len(step.composition)):
-            step = part.apply(attrs.evolve(step, composition=written, position=position))
+            step = _apply(part, attrs.evolve(step, composition=written, position=position))
         return step
 
     def __repr__(self) -> str:
@@ -125,7 +135,7 @@ def compose(*transforms: Any) -> Composition:
     """
     parts: list[Transform] = []
     for i, t in enumerate(transforms):
-        if getattr(t, "is_transform_factory", False):
+        if _factory(t):
             try:
                 t = t()
             except TypeError as error:
@@ -146,10 +156,21 @@ def compose(*transforms: Any) -> Composition:
     return Composition(tuple(parts))
 
 
-def _refuse(step: Step, what: str, first: int, hint: str, instead: str) -> ComposeError:
+def _apply(part: Transform, step: Step) -> Step:
+    """Apply a transform, which may stand only once unless each use remembers something under a name of its own."""
+    new = part.apply(step)
+    earlier = [i for i, t in enumerate(step.composition[: step.position]) if t.name == part.name]
+    if earlier and new.slots.keys() == step.slots.keys():
+        raise _refuse(step, f"the name {part.name!r}", earlier[0], "write it once, with all its arguments", "")
+    return new
+
+
+def _refuse(step: Step, what: str, first: int, hint: str, instead: str | None) -> ComposeError:
     written, second = step.composition, step.position
-    better = {second: instead or written[second]}
-    if not what.startswith("the slot"):
+    better: dict = {second: instead or written[second]}
+    if instead is None:
+        better = {second: None}
+    elif not what.startswith("the slot"):
         better[first] = None
     want = [better.get(i, t) for i, t in enumerate(written) if better.get(i, t) is not None]
     return ComposeError(

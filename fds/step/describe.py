@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import attrs
-import torch
 
-from fds import loss as losses, random, tree
+from fds import tree
 from fds.state import State
-from fds.step.gradients import Sums
-
-STATIONS = (
-    "batch", "split", "frozen", "gather", "view", "context", "loss", "layer", "scale", "sum", "reduce", "measure",
-    "condition", "optimizer", "commit", "after", "place",
-)  # fmt: skip
 
 
 @attrs.frozen
@@ -44,14 +38,16 @@ class Description:
 def describe(step: Any, state: State | None, batch: Any) -> Description:
     """Return the description of a step; see `Step.describe`."""
     told = {}
-    for station in STATIONS:
-        value = losses.name(step.loss) if station == "loss" else getattr(step, station)
-        default = attrs.fields_dict(type(step))[station].default
-        if value not in (default, None, ()):
-            told[station] = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    if state is None:
+    for station in attrs.fields(type(step)):
+        if station.name == "slots":  # what follows is not a station
+            break
+        value = getattr(step, station.name)
+        if station.name != "eval_loss" and value not in (station.default, None, ()):
+            told[station.name] = ", ".join(map(_text, value)) if isinstance(value, tuple) else _text(value)
+    if state is None and batch is None:
         return Description(told)
-    state.check("describe")
+    step.check(state, "describe")
+    assert state is not None
     structure = step.structure_of(state.params)
     held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
     trained = set(structure.trained)
@@ -61,13 +57,13 @@ def describe(step: Any, state: State | None, batch: Any) -> Description:
     return Description(told, held, frozen, () if batch is None else _unused(step, state, batch))
 
 
+def _text(value: Any) -> str:
+    return value.__name__ if inspect.isfunction(value) else str(value)
+
+
 def _unused(step: Any, state: State, batch: Any) -> tuple[str, ...]:
     structure = step.structure_of(state.params)
-    whole = step.gather(structure.names, tree.leaves(state.params))
-    seen = [x.detach().requires_grad_() for x in structure.pick(whole)]
-    microbatch, sums = step.microbatches(batch)[0], Sums.over(seen, None)
-    setting = step.settings(state, 1)[0]
-    with random.scope(setting.devices), torch.enable_grad():
-        outcome = step.run_loss(step.loss, structure.put(whole, seen), microbatch, state.buffers, setting)
-        sums.add(outcome, None, losses.name(step.loss))
-    return tuple(structure.names[i] for i, x in zip(structure.trained, seen, strict=True) if x.grad is None)
+    exact = attrs.evolve(step, sum=type(step.sum)())  # gradients stay where they can be seen
+    sums, _ = exact.backward(state, structure, tree.leaves(state.params), batch, None)
+    found = zip(structure.trained, sums.leaves, strict=True)
+    return tuple(structure.names[i] for i, x in found if x.grad is None)

@@ -30,6 +30,7 @@ class Sums:
     loss: Tensor | None = None
     weight: Tensor | float = 0
     metrics: dict[str, Tensor] = attrs.field(factory=dict)
+    count: int = 0  # microbatches added
 
     @classmethod
     def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> Sums:
@@ -45,27 +46,24 @@ class Sums:
         total, weight = outcome.total, outcome.weight
         if self.leaves:
             if not total.requires_grad:
-                raise LossError(
-                    "the loss does not depend on the parameters", where=where, got="a value without a graph",
-                    want="a value computed from params",
-                    hint="look for .detach(), .item(), torch.no_grad(), or a module's own parameters in its place",
-                )  # fmt: skip
+                raise detached(where, "a value without a graph")
             autodiff.backward_into(total, None if seed is None else seed.to(total.dtype), self.leaves)
             for leaf in self.leaves:
                 if leaf.grad is not None:
                     leaf.grad = autodiff.exclusive(leaf.grad)
         loss = total.detach()
         self.loss = loss if self.loss is None else self.loss + loss
-        if self.metrics and self.metrics.keys() != outcome.metrics.keys():
+        if self.count and self.metrics.keys() != outcome.metrics.keys():
             raise LossError(
                 "microbatches return different metrics", where=where, got=str(sorted(outcome.metrics)),
                 want=str(sorted(self.metrics)),
             )  # fmt: skip
         for name, value in outcome.metrics.items():
-            part = value if isinstance(value, Tensor) else torch.full((), value, device=loss.device)
-            part = part * weight if part.is_floating_point() else part.long()
+            held = isinstance(value, Tensor)
+            part = value.to(loss.device, non_blocking=True) if held else torch.full((), value, device=loss.device)
+            part = part * weight if part.is_floating_point() else part.to(torch.int64, copy=True)
             self.metrics[name] = self.metrics[name] + part if name in self.metrics else part
-        self.weight = self.weight + weight
+        self.weight, self.count = self.weight + weight, self.count + 1
 
     def means(self) -> dict[str, Tensor]:
         """Return the weighted mean of the loss and of float metrics, the sum of integer ones."""
@@ -73,14 +71,28 @@ class Sums:
         floats = {k: v / self.weight if v.is_floating_point() else v for k, v in self.metrics.items()}
         return {"loss": self.loss / self.weight, **floats}
 
-    def grads(self) -> list[Tensor]:
-        """Return the summed gradients, contiguous and owned; zeros for a leaf that the loss does not use."""
+    def grads(self, where: str) -> list[Tensor]:
+        """Return the summed gradients, contiguous and owned; zeros for a leaf that the loss does not use.
+
+        The leaves are let go. Raises `LossError` where the loss used none of them.
+        """
+        if self.leaves and all(x.grad is None and w is None for x, w in zip(self.leaves, self.wide, strict=True)):
+            raise detached(where, "a graph that leads to none of them")
         found = []
         for leaf, wide in zip(self.leaves, self.wide, strict=True):
             grad = wide if wide is not None else leaf.grad
             found.append(torch.zeros_like(leaf, memory_format=torch.contiguous_format) if grad is None else grad)
             leaf.grad = None
+        self.leaves, self.wide = [], []
         return found
+
+
+def detached(where: str, got: str) -> LossError:
+    """Return the error of a loss that does not depend on what is trained."""
+    return LossError(
+        "the loss does not depend on the parameters", where=where, got=got, want="a value computed from params",
+        hint="look for .detach(), .item(), torch.no_grad(), or a module called in place of its fds.functional",
+    )  # fmt: skip
 
 
 def _widen(wide: list[Tensor | None], i: int, dtype: torch.dtype) -> Callable[[Tensor], None]:
@@ -89,7 +101,8 @@ def _widen(wide: list[Tensor | None], i: int, dtype: torch.dtype) -> Callable[[T
     def add(leaf: Tensor) -> None:
         assert leaf.grad is not None
         held = wide[i]
-        wide[i] = leaf.grad.to(dtype).contiguous() if held is None else held.add_(leaf.grad)
+        grad = leaf.grad if leaf.grad.layout is torch.strided else leaf.grad.to_dense()
+        wide[i] = grad.to(dtype).contiguous() if held is None else held.add_(grad)
         leaf.grad = None
 
     return add
@@ -135,16 +148,18 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm over all elements, () float32 (float64 for float64), finite if and only if all elements are.
 
     A sum of squares overflows float32 from elements of 1e19 on. On a GPU it is summed in float64 at once; on the CPU,
-    where that costs 26 ms against 2.5 per 20M elements, only when the float32 sum came out not finite.
+    where that costs 26 ms against 2.5 per 20M elements, only when the float32 sum came out not finite. (On a GPU,
+    float64 elements of 1e154 and more count as not finite.)
     """
     live = [x for x in tensors if x.numel()]
     if not live:
         return torch.zeros((), device=tensors[0].device if tensors else None)
-    wide = any(x.dtype is torch.float64 for x in live) or live[0].is_cuda
-    norm = _norm(live, torch.float64 if wide else torch.float32)
-    if not wide and norm.device.type == "cpu" and not bool(norm.isfinite()):
-        norm = _norm(live, torch.float64)
-    return norm if norm.dtype is torch.float64 and not live[0].is_cuda else _clamped(norm)
+    double = any(x.dtype is torch.float64 for x in live)
+    norm = _norm(live, torch.float64 if double or live[0].is_cuda else torch.float32)
+    if norm.device.type == "cpu" and not bool(norm.isfinite()):
+        biggest = torch.stack([x.abs().max().double() for x in live]).max()
+        norm = _norm([x / biggest for x in live], torch.float64) * biggest if bool(biggest.isfinite()) else biggest
+    return norm if double else _clamped(norm)
 
 
 def _norm(live: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import attrs
 import torch
 from torch import Tensor
 
-# Storage counts one for the pool's own tensor and one for the Python storage that asks.
-_FREE = 2
+from fds.autodiff import is_alone
 
 
 @attrs.define(eq=False)
@@ -19,18 +20,21 @@ class Pool:
     """
 
     buffers: dict[tuple, list[Tensor]] = attrs.field(factory=dict)
+    lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def copies(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return contiguous copies of `tensors`; buffers that are free and not needed are let go."""
-        free = {key: [b for b in held if _shares(b) <= _FREE] for key, held in self.buffers.items()}
-        busy = {key: [b for b in held if _shares(b) > _FREE] for key, held in self.buffers.items()}
-        outs = []
-        for x in tensors:
-            key = (x.shape, x.dtype, x.device)
-            base = free[key].pop() if free.get(key) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            busy.setdefault(key, []).append(base)
-            outs.append(base.detach())
-        self.buffers = busy
+        outs, busy = [], {}
+        with self.lock:  # two threads that step at once get two buffers
+            free = {key: [b for b in held if is_alone(b)] for key, held in self.buffers.items()}
+            for key, held in self.buffers.items():
+                busy[key] = [b for b in held if not any(b is f for f in free[key])]
+            for x in tensors:
+                key = (x.shape, x.dtype, x.device)
+                base = free[key].pop() if free.get(key) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                busy.setdefault(key, []).append(base)
+                outs.append(base.detach())
+            self.buffers = busy
         if outs:
             torch._foreach_copy_(outs, tensors)
         return outs
@@ -39,5 +43,3 @@ class Pool:
         return (Pool, ())
 
 
-def _shares(base: Tensor) -> int:
-    return torch._C._storage_Use_Count(base.untyped_storage()._cdata)

@@ -19,10 +19,10 @@ from fds.step.describe import Description, describe
 from fds.step.gradients import Gradients, Measure, Sum, Sums, apply_conditions, combined_scale
 from fds.step.pool import Pool
 from fds.step.stations import After, Commit, Gather, Place, Reduce, Scale
-from fds.step.structure import Structure, own
+from fds.step.structure import Structure, distinct, own
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Step:
     """A training step: a value whose fields are its stations, and a pure function `(state, batch) -> (state, metrics)`.
 
@@ -30,14 +30,14 @@ class Step:
     passes them; transforms fill them by `attrs.evolve`.
     """
 
-    loss: Any
-    eval_loss: Any
     batch: tuple[Callable[[Any], Any], ...] = ()
     split: Split = Split()
     frozen: tuple[str, ...] = ()  # patterns of parameters that are not trained
     gather: Gather = Gather()
     view: tuple[Callable[[Any], Any], ...] = ()
     context: tuple[Callable[[torch.device], contextlib.AbstractContextManager], ...] = ()
+    loss: Any = None
+    eval_loss: Any = None
     layer: tuple[losses.LayerMap, ...] = ()
     scale: Scale | None = None
     sum: Sum = Sum()
@@ -56,6 +56,9 @@ class Step:
     pool: Pool = attrs.field(factory=Pool, init=False, repr=False)
     structures: dict = attrs.field(factory=dict, init=False, repr=False)
 
+    def __repr__(self) -> str:
+        return f"compose({', '.join(map(str, self.composition))})({losses.name(self.loss)})"
+
     def init(self, params: Any, *, key: int | Tensor = 0) -> State:
         """Make the first state: parameters copied, optimizer and slots fresh.
 
@@ -66,6 +69,8 @@ class Step:
         Raises `StateError` for NaN, leaves that are no tensors or share memory, patterns that match nothing.
         """
         key = random.key(key)
+        if isinstance(params, losses.Layers):
+            raise StateError("layers are a loss, not parameters", got="layers", want="layers.init")
         if isinstance(params, torch.nn.Module):
             raise StateError(
                 "a module is no tree of parameters", got=type(params).__name__, want="a pytree of tensors, or a recipe",
@@ -74,6 +79,8 @@ class Step:
         if callable(params):
             params = params(random.fold_in(key, "params"))
         params = own(params)
+        if isinstance(self.loss, losses.Layers):
+            self.loss.check(params)
         structure, device = self.structure_of(params), device_of(params)
         tree.match(self.gather.float32, structure.names, what="precision(keep_float32=...)")
         flat = [x.view(-1) for x in structure.pick(tree.leaves(params))]
@@ -110,25 +117,15 @@ class Step:
 
         Raises `BatchError`, `LossError`, `DonatedStateError`; the state is then as it was.
         """
-        self._check(state)
-        structure, leaves = self.structure_of(state.params), tree.leaves(state.params)
+        structure, leaves = self._check(state), tree.leaves(state.params)
         assert self.optimizer is not None
 
         # from the batch to one summed gradient
-        microbatches = self.microbatches(batch)
-        settings = self.settings(state, len(microbatches))
-        whole = self.gather(structure.names, leaves)
-        seen = [x.detach().requires_grad_() for x in structure.pick(whole)]
         scale = None if self.scale is None else self.scale.scale(state.slots, state.step.device)
-        sums, buffers = Sums.over(seen, self.sum.dtype), state.buffers
-        with random.scope(settings[0].devices), torch.enable_grad():
-            for microbatch, setting in zip(microbatches, settings, strict=True):
-                outcome = self.run_loss(self.loss, structure.put(whole, seen), microbatch, buffers, setting)
-                buffers = outcome.buffers
-                sums.add(outcome, scale, losses.name(self.loss))
+        sums, buffers = self.backward(state, structure, leaves, batch, scale)
+        grads = Gradients(sums.grads(losses.name(self.loss)), combined_scale(sums.weight, scale, state.step.device))
 
         # from the gradient to a decision
-        grads = Gradients(sums.grads(), combined_scale(sums.weight, scale, state.step.device))
         if self.commit is not None or any(m.norm for m in self.measure):
             grads = grads.measured()
         norm, skip = grads.norm, None
@@ -138,13 +135,18 @@ class Step:
         grads = apply_conditions(grads, self.condition).settled()
 
         # the update: from here on the new state's memory is written
-        trained, opt, after = self._writable(state, structure.pick(leaves))
         lr = self.optimizer.learning_rate(state.step)
-        flat, opt = self.optimizer.update(
-            [g.view(-1) for g in grads.leaves], structure.flat_slots(opt), [x.view(-1) for x in trained],
-            step=state.step, lr=lr, grad_scale=grads.scale, skip=skip, segments=structure.segments, axes=(),
+        trained, opt, after = self._writable(state, structure.pick(leaves))
+        flat, flat_opt = [x.view(-1) for x in trained], structure.flat_slots(opt)
+        if self.place.donate:
+            state.token.spent_at = int(state.calls)
+        flat, flat_opt = self.optimizer.update(
+            [g.view(-1) for g in grads.leaves], flat_opt, flat, step=state.step, lr=lr, grad_scale=grads.scale,
+            skip=skip, segments=structure.segments, axes=(),
         )  # fmt: skip
-        trained = [x.view(old.shape) for x, old in zip(flat, trained, strict=True)]
+        if self.place.donate:
+            torch.autograd.graph.increment_version(flat)  # fused kernels do not: a graph that saved these must fail
+        trained, opt = [x.view(old.shape) for x, old in zip(flat, trained, strict=True)], structure.name_slots(flat_opt)
 
         # keep or skip, and what follows
         slots = {**state.slots, **after}
@@ -156,10 +158,29 @@ class Step:
             slots[one.slot] = one(slots[one.slot], structure.put(leaves, trained), skip)
         step = state.step + (1 if skip is None else ~skip)
         new = State(
-            step=step, calls=state.calls + 1, params=structure.put(leaves, trained), opt=structure.name_slots(opt),
+            step=step, calls=state.calls + 1, params=structure.put(leaves, trained), opt=opt,
             buffers=buffers, slots=slots, key=state.key,
         )  # fmt: skip
         return new, self._metrics(sums, state, step, lr, norm, skip)
+
+    def backward(
+        self, state: State, structure: Structure, leaves: list[Tensor], batch: Any, scale: Tensor | None
+    ) -> tuple[Sums, dict[str, Tensor]]:
+        """Run every microbatch forward and backward; return the sums and the new buffers.
+
+        What only this needs (low-precision parameters, microbatches, graphs) is gone before the update.
+        """
+        microbatches = self.microbatches(batch)
+        settings = self.settings(state, len(microbatches))
+        whole = self.gather(structure.names, leaves)
+        seen = [x.detach().requires_grad_() for x in structure.pick(whole)]
+        sums, buffers = Sums.over(seen, self.sum.dtype), state.buffers
+        with random.scope(settings[0].devices), torch.inference_mode(False), torch.enable_grad():
+            for microbatch, setting in zip(microbatches, settings, strict=True):
+                outcome = self.run_loss(self.loss, structure.put(whole, seen), microbatch, buffers, setting)
+                buffers = outcome.buffers
+                sums.add(outcome, scale, losses.name(self.loss))
+        return sums, buffers
 
     def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
         """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.
@@ -171,7 +192,7 @@ class Step:
 
     def evaluator(self, state: State) -> Callable[..., dict[str, Tensor]]:
         """Gather the parameters once and return `evaluate(batch, *, outputs=False)` for many batches."""
-        state.check("evaluate")
+        self.check(state, "evaluate")
         structure = self.structure_of(state.params)
         params = structure.build(self.gather(structure.names, tree.leaves(state.params)))
 
@@ -196,7 +217,7 @@ class Step:
 
     def params(self, state: State) -> Any:
         """Return copies of the whole parameters, in master precision, in the user's structure."""
-        state.check("params")
+        self.check(state, "params")
         return tree.map(torch.clone, state.params)
 
     def describe(self, state: State | None = None, batch: Any = None) -> Description:
@@ -208,20 +229,33 @@ class Step:
         leaves, _ = tree.flatten(params)
         key = (tree.structure(params), *((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves))
         if key not in self.structures:
-            self.structures[key] = Structure.of(params, self.frozen)
+            assert self.optimizer is not None
+            self.structures[key] = Structure.of(params, self.frozen, self.optimizer)
         return self.structures[key]
 
-    def _check(self, state: State) -> None:
+    def _check(self, state: Any) -> Structure:
+        """Return the structure of a state that this step can take. Raises `StateError` for any other."""
+        self.check(state, "step")
+        structure = self.structure_of(state.params)
+        for part, got, want in (
+            ("slots", state.slots, self.slots),
+            ("opt", state.opt, structure.opt_names),
+            *((f"opt.{slot}", state.opt.get(slot, {}), names) for slot, names in structure.opt_names.items()),
+        ):
+            if got.keys() != want.keys():
+                raise StateError(
+                    "the state is another composition's", where=part, got=", ".join(map(str, got)) or "nothing",
+                    want=", ".join(map(str, want)) or "nothing", hint="make the state with the init of this step, or "
+                    "carry params over: step.init(other_step.params(state))",
+                )  # fmt: skip
+        return structure
+
+    def check(self, state: Any, doing: str) -> None:
+        """Raise `StateError` for anything but a state, `DonatedStateError` for one that was given up."""
         if not isinstance(state, State):
-            raise StateError("this is no state", got=type(state).__name__, want="what step.init or a step returned")
-        state.check("step")
-        missing = self.slots.keys() - state.slots.keys()
-        if missing:
-            raise StateError(
-                "the state lacks what a transform remembers", where="slots." + sorted(missing)[0],
-                got=str(sorted(state.slots)), want=str(sorted(self.slots)),
-                hint="make the state with the init of this step: the composition has changed since",
-            )  # fmt: skip
+            raise StateError(f"{doing}: this is no state", got=type(state).__name__, want="a State",
+                             hint="what step.init(params), fds.load or a step returned")  # fmt: skip
+        state.check(doing)
 
     def microbatches(self, batch: Any) -> list[Any]:
         """Return the microbatches of a batch, after the batch maps. Raises `BatchError`."""
@@ -239,7 +273,8 @@ class Step:
         draws = losses.draws(loss)
         device = state.step.device
         low = self.gather.dtype in (torch.float16, torch.bfloat16)
-        mode = losses.Mode(evaluating, self.gather.float32, low, seen)
+        held = state.buffers if evaluating else {}
+        mode = losses.Mode(evaluating, self.gather.float32, held, low, seen)
         return [
             losses.Setting([random.seed(k, j) if d else None for j, d in enumerate(draws)], (device,), mode,
                            () if evaluating else self.layer)
@@ -247,22 +282,33 @@ class Step:
         ]  # fmt: skip
 
     def run_loss(self, loss: Any, params: Any, batch: Any, buffers: dict, setting: losses.Setting) -> losses.Outcome:
-        """Evaluate a loss on one microbatch, parameters through the views, inside the contexts."""
+        """Evaluate a loss on one microbatch, parameters through the views, inside the contexts.
+
+        Raises `LossError` where the loss writes into parameters or batch.
+        """
+        held = {"params": params, "batch": batch}
+        given = [(x, x._version) for x in tree.leaves(held) if isinstance(x, Tensor) and not x.is_inference()]
         for one in self.view:
             params = one(params)
         with contextlib.ExitStack() as stack:
             for make in self.context:
                 stack.enter_context(make(setting.devices[0]))
-            return losses.run(loss, params, batch, buffers, setting)
+            outcome = losses.run(loss, params, batch, buffers, setting)
+        changed = {id(x) for x, version in given if x._version != version}
+        if changed:
+            where = ", ".join(path for path, x in tree.paths(held).items() if id(x) in changed)
+            raise LossError(
+                "the loss writes over what it is given", where=where, got="an in-place operation",
+                want="a loss that leaves its arguments as they are",
+                hint="look for inplace=True in the first layer and methods that end in _; what was written stays",
+            )  # fmt: skip
+        return outcome
 
     def _writable(self, state: State, trained: list[Tensor]) -> tuple[list[Tensor], dict, dict]:
         """Return the memory of the new state, holding the old values: the old state's, or the pool's."""
         after = {one.slot: state.slots[one.slot] for one in self.after}
-        if self.place.donate:
-            state.token.spent_at = int(state.calls)
-            return trained, state.opt, after
         leaves, build = tree.flatten((trained, state.opt, after))
-        return build(self.pool.copies(leaves))
+        return build(distinct(leaves) if self.place.donate else self.pool.copies(leaves))
 
     def _metrics(
         self, sums: Sums, state: State, step: Tensor, lr: Tensor, norm: Tensor | None, skip: Tensor | None

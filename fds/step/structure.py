@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.errors import StateError
-from fds.optim import Segment
+from fds.optim import Optimizer, Segment
 
 
 @attrs.frozen(eq=False)
@@ -22,9 +22,10 @@ class Structure:
     trained: tuple[int, ...]
     build: Callable[[Sequence], Any]
     segments: list[list[Segment]]
+    opt_names: dict[str, dict[str, Any]]  # slot of the optimizer -> names of the parameters that have it
 
     @classmethod
-    def of(cls, params: Any, frozen: Sequence[str]) -> Structure:
+    def of(cls, params: Any, frozen: Sequence[str], optimizer: Optimizer) -> Structure:
         """Read the structure of a tree of tensors. Raises `StateError` for a leaf that is no tensor."""
         named = tree.paths(params)
         for name, x in named.items():
@@ -37,7 +38,10 @@ class Structure:
         trained = tuple(i for i, (n, x) in enumerate(named.items()) if x.is_floating_point() and n not in still)
         leaves = list(named.values())
         segments = [[Segment(tuple(named)[i], tuple(leaves[i].shape), 0, leaves[i].numel())] for i in trained]
-        return cls(tuple(named), trained, tree.flatten(params)[1], segments)
+        made = cls(tuple(named), trained, tree.flatten(params)[1], segments, {})
+        flat = [torch.empty(leaves[i].numel(), dtype=leaves[i].dtype, device="meta") for i in trained]
+        made.opt_names.update(made.name_slots(optimizer.init(segments, params=flat)))
+        return made
 
     def pick(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Return the trained ones of all leaves."""
@@ -72,17 +76,47 @@ def own(params: Any) -> Any:
         if not isinstance(x, Tensor):
             continue
         if x.numel() and not x.is_meta:
-            place = (x.device, x.data_ptr(), tuple(x.shape), x.stride())
-            if place in seen:
-                raise StateError(
-                    "two parameters share their memory, and a copy would untie them", where=name,
-                    got=f"the tensor of {seen[place]!r}", want="each parameter once",
-                    hint="leave one name out (fds.functional and TiedLayerSpec do), and use it twice in the loss",
-                )  # fmt: skip
-            seen[place] = name
+            others = seen.setdefault((x.device, x.untyped_storage().data_ptr()), {})
+            for other, y in others.items():
+                if overlap(x, y):
+                    raise StateError(
+                        "two parameters share their memory, and a copy would untie them", where=name,
+                        got=f"memory of {other!r}", want="each parameter once",
+                        hint="leave one name out (fds.functional and TiedLayerSpec do), and use it twice in the loss",
+                    )  # fmt: skip
+            others[name] = x
         if x.is_floating_point() and not x.is_meta and not bool(torch.isfinite(x).all()):
             bad = int((~torch.isfinite(x)).sum())
             raise StateError("a parameter is not finite", where=name, got=f"{bad} of {x.numel()} elements NaN or "
                              "infinite", want="finite initial values")  # fmt: skip
-    copied = (lambda x: x.detach().clone(memory_format=torch.contiguous_format))
-    return tree.map(lambda x: copied(x) if isinstance(x, Tensor) else x, params)
+    return tree.map(lambda x: contiguous_copy(x) if isinstance(x, Tensor) else x, params)
+
+
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Say whether two tensors of one storage share an element."""
+    (a, b), (c, d) = ((t.storage_offset(), t.storage_offset() + _extent(t)) for t in (x, y))
+    if x.dtype != y.dtype or b <= c or d <= a:
+        return b > c and d > a
+    used = torch.zeros(max(b, d), dtype=torch.bool)
+    used.as_strided(x.shape, x.stride(), a).fill_(True)
+    return bool(used.as_strided(y.shape, y.stride(), c).any())
+
+
+def distinct(leaves: list[Tensor]) -> list[Tensor]:
+    """Return leaves that may be written one by one: copies of what is not contiguous or aliases an earlier one."""
+    seen: set[int] = set()
+    out = []
+    for x in leaves:
+        place = x.data_ptr() if x.numel() and not x.is_meta else 0
+        out.append(x if x.is_contiguous() and (not place or place not in seen) else contiguous_copy(x))
+        seen.add(place)
+    return out
+
+
+def contiguous_copy(x: Tensor) -> Tensor:
+    """Return a detached contiguous copy."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _extent(x: Tensor) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

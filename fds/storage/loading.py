@@ -22,9 +22,7 @@ from fds.storage.tensors import DTYPES, dtype_name, open_tensors, read_into
 ON_HOST = ("calls", "key")  # what the host reads without asking the device
 
 
-def load(
-    dir: str | os.PathLike, step: Step, params: Any, *, tag: str | None = None
-) -> tuple[State, dict[str, Any]]:
+def load(dir: str | os.PathLike, step: Step, params: Any, *, tag: str | None = None) -> tuple[State, dict[str, Any]]:
     """Read a state that `save` wrote below `dir`, and the `extra` that was saved with it.
 
     Args:

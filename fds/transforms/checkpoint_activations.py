@@ -14,7 +14,8 @@ import attrs
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fds.errors import ComposeError, did_you_mean
+from fds import tree
+from fds.errors import ComposeError, LossError, did_you_mean
 from fds.step import Step, fill, transform
 
 MATMULS = (
@@ -40,15 +41,31 @@ class Recompute:
         return [functools.partial(self.run, group) for group in groups]
 
     def run(self, group: list[Callable], *args: Any) -> Any:
-        """Run a group; its seeds are set anew inside it, so no generator state is kept."""
-        run = functools.partial(checkpoint, _chain, group, *args, use_reentrant=False, preserve_rng_state=False)
+        """Run a group; its seeds are set anew inside it, so no generator state is kept.
+
+        Raises `LossError` where the group writes over its input, from which it would be computed again.
+        """
+        given = [(x, x._version) for x in tree.leaves(args) if isinstance(x, torch.Tensor)]
+        call = functools.partial(checkpoint, _chain, group, *args, use_reentrant=False, preserve_rng_state=False)
         if self.policy is not None:
             contexts = functools.partial(create_selective_checkpoint_contexts, self.policy)
-            run = functools.partial(run, context_fn=contexts)
-        if self.store == "device":
-            return run()
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return run()
+            call = functools.partial(call, context_fn=contexts)
+        if self.store == "host":
+            with torch.autograd.graph.save_on_cpu(pin_memory=any(x.is_cuda for x, _ in given)):
+                out = call()
+        else:
+            out = call()
+        if any(x._version != version for x, version in given):
+            raise LossError(
+                "a checkpointed layer writes over its input", got="an in-place operation",
+                want="layers that leave their input as it is, since they are computed from it again",
+                hint="inplace=False, or an `every` that puts it in one group with the layer before it",
+            )  # fmt: skip
+        return out
+
+
+def _is_op(x: Any) -> bool:
+    return isinstance(x, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 
 
 def _chain(group: list[Callable], *args: Any) -> Any:
@@ -71,6 +88,8 @@ def checkpoint_activations(
         store: `"device"`, or `"host"`: the kept inputs wait in host memory (pinned where there is a GPU).
         every: layers per group; one input is kept for each group.
 
+    For an opaque loss the peak stays what it was, since the one recomputation is as large as what it saves; put
+    the layers in the open (`Layers`) to divide it.
     The recomputation draws the same random numbers and discards its updates of module buffers.
     Raises `ComposeError` for anything else.
     """
@@ -79,7 +98,8 @@ def checkpoint_activations(
                            hint=did_you_mean(str(store), ["device", "host"]))  # fmt: skip
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ComposeError("checkpoint_activations: every counts layers", got=repr(every), want="an int >= 1")
-    if isinstance(policy, str) and policy != "matmuls":
+    operators = not isinstance(policy, str) and isinstance(policy, Sequence)
+    if policy is not None and not (policy == "matmuls" or callable(policy) or (operators and all(map(_is_op, policy)))):
         raise ComposeError("checkpoint_activations: unknown policy", got=repr(policy),
                            want="None, 'matmuls', a list of operators or a function")  # fmt: skip
     kept: Any = list(MATMULS) if policy == "matmuls" else policy if policy is None or callable(policy) else list(policy)

@@ -25,8 +25,8 @@ class Average:
     decay: float
 
     def init(self, params: Any, device: torch.device) -> Any:
-        """Return a copy of the parameters."""
-        return tree.map(torch.clone, params)
+        """Return a copy of the parameters, 16-bit ones in float32."""
+        return tree.map(lambda p: p.float() if p.dtype in (torch.float16, torch.bfloat16) else p.clone(), params)
 
     def __call__(self, slot: Any, params: Any, skip: Tensor | None) -> Any:
         """Write the new average into `slot` and return it; where `skip` is true it keeps its bits."""
@@ -35,9 +35,9 @@ class Average:
             if not e.is_floating_point():
                 continue
             if skip is None:
-                e.lerp_(p, 1 - self.decay)
+                e.lerp_(p.to(e.dtype), 1 - self.decay)
             else:
-                e.copy_(torch.where(skip, e, e.lerp(p, 1 - self.decay)))
+                e.copy_(torch.where(skip, e, e.lerp(p.to(e.dtype), 1 - self.decay)))
         return slot
 
 
@@ -49,6 +49,9 @@ def ema(decay: float, *, name: str = "ema"):
     """
     if not (isinstance(decay, int | float) and 0 <= decay < 1):
         raise ComposeError("ema takes a decay below 1", got=repr(decay), want="0 <= decay < 1, say 0.999")
+
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ComposeError("ema: the name of a slot is a word", got=repr(name), want='say, "slow"')
 
     def apply(step: Step) -> Step:
         average = Average(name, float(decay))

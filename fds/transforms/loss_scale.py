@@ -90,7 +90,8 @@ def loss_scale(
     for name, value, low in (("window", window, 1), ("hysteresis", hysteresis, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ComposeError(f"loss_scale: {name} counts steps", got=repr(value), want=f"an int >= {low}")
-    if not 0 < minimum <= initial < float("inf"):
+    numbers = all(isinstance(x, int | float) for x in (initial, minimum))
+    if not (numbers and 0 < minimum <= initial < float("inf")):
         raise ComposeError("loss_scale: the scale has no room", got=f"initial={initial!r}, minimum={minimum!r}",
                            want="0 < minimum <= initial")  # fmt: skip
 

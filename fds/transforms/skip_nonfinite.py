@@ -31,6 +31,6 @@ def skip_nonfinite():
     """
 
     def apply(step: Step) -> Step:
-        return fill(step, commit=Skip(), measure=Measure(norm=True), hint="a loss scale skips already")
+        return fill(step, commit=Skip(), measure=Measure(norm=True), instead=None, hint="a loss scale skips already")
 
     return apply

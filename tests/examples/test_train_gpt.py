@@ -1,4 +1,4 @@
-"""The main job: it trains, can be stopped and resumed without a trace, takes the user's files, and says what is wrong."""
+"""The main job: it trains, stops and resumes without a trace, takes the user's files, and says what is wrong."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def book(tmp_path: Path) -> Path:
 
 
 def command(*arguments: object) -> subprocess.Popen:
-    """Start the script as a user does, warnings as errors; one thread, so that a busy machine is no slower than need be."""
+    """Start the script as a user does, warnings as errors, one thread."""
     words = [sys.executable, "-W", "error", str(EXAMPLES / "train_gpt.py"), *map(str, arguments)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
@@ -123,10 +123,21 @@ def test_a_fresh_run_replaces_an_earlier_one_and_nothing_else(tmp_path: Path, bo
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
 
 
-def test_the_number_of_steps_follows_the_minutes(tmp_path: Path, book: Path):
+@pytest.mark.parametrize(("minutes", "steps"), [(1e-9, 100), (1e9, 20_000)])
+def test_the_number_of_steps_follows_the_minutes(book: Path, minutes: float, steps: int):
     tiny = ["--quick", "--data", str(book), "--steps", "0", "--width", "8", "--layers", "1", "--context", "8"]
-    options = train_gpt.parse([*tiny, "--minutes", "1e-9", "--dtype", "float32"])
-    assert train_gpt.steps_within(options, read(options.data, context=8)) == 100
+    options = train_gpt.parse([*tiny, "--minutes", str(minutes), "--dtype", "float32"])
+    assert train_gpt.steps_within(options, read(options.data, context=8)) == steps
+
+
+def test_without_a_number_of_steps_the_run_finds_one_and_writes_it_down(tmp_path: Path, book: Path):
+    tiny = ["--quick", "--data", str(book), "--width", "8", "--layers", "1", "--context", "8", "--sample", "1"]
+    out = tmp_path / "run"
+    assert train_gpt.main([*tiny, "--steps", "0", "--minutes", "0.03", "--eval-every", "1000", "--out", str(out)]) == 0
+    steps = json.loads((out / "options.json").read_text())["steps"]
+    assert isinstance(steps, int)
+    assert steps % 100 == 0
+    assert lines(out)[-1]["step"] == steps
 
 
 @pytest.mark.parametrize(
@@ -178,7 +189,8 @@ def test_the_standard_library_is_held_out_by_name():
 
 
 def test_named_files_and_folders_are_read_without_hidden_and_binary_ones(tmp_path: Path):
-    for name, content in {"a.txt": b"a" * 90, "b/c.md": b"c" * 90, ".git/x": b"x" * 90, "b/d.bin": b"d\0d" * 30}.items():
+    files = {"a.txt": b"a" * 90, "b/c.md": b"c" * 90, ".git/x": b"x" * 90, "b/d.bin": b"d\0d" * 30}
+    for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     text = read([str(tmp_path)], context=8)
@@ -226,14 +238,15 @@ def test_the_panel_shows_every_number(tmp_path: Path):
         log.read(tokens_per_step=1000)
         log.evaluation(50, 2.6)
         display.show(log)
-    for word in ("loss", "2.500", "held out", "2.600", "tokens/s", "gradient norm", "0.500", "learning rate", "1.00e-03",
-                 "loss scale", "65536 (1 skipped)", "time left", "50", "100"):  # fmt: skip
+    for word in ("loss", "2.500", "held out", "2.600", "tokens/s", "gradient norm", "0.500", "learning rate",
+                 "1.00e-03", "loss scale", "65536 (1 skipped)", "time left", "50", "100"):  # fmt: skip
         assert word in screen.getvalue()
 
 
 def test_a_log_is_cut_at_the_resumed_step_and_at_a_torn_line(tmp_path: Path):
     path = tmp_path / "log.jsonl"
-    path.write_text("".join(f'{{"step": {i}, "loss": 1.0, "seconds": {i}.0}}\n' for i in range(1, 6)) + '{"step": 6, "lo')
+    whole = [f'{{"step": {i}, "loss": 1.0, "seconds": {i}.0}}\n' for i in range(1, 6)]
+    path.write_text("".join(whole) + '{"step": 6, "lo')
     with Log(path, upto=9) as log:
         assert [line["step"] for line in log.steps] == [1, 2, 3, 4, 5]
         assert 5 <= log.seconds < 6

@@ -47,6 +47,19 @@ class Block(nn.Module):
         return x + self.drop(torch.tanh(self.linear(self.norm(x))))
 
 
+class Attention(nn.Module):
+    """Torch's own attention with dropout, and an in-place activation inside."""
+
+    def __init__(self, width: int, dropout: float):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, dropout=dropout, batch_first=True)
+        self.act = nn.SiLU(inplace=True)
+
+    def forward(self, x):
+        y = x.unsqueeze(1).expand(-1, 3, -1)
+        return self.act(x + self.attention(y, y, y, need_weights=False)[0].mean(1))
+
+
 class TiedNet(nn.Module):
     """Embedding and output share one weight."""
 
@@ -89,7 +102,8 @@ def layers(seed: int, dtype: torch.dtype, dropout: float, norm: bool) -> Problem
         parts = [first, Block(6, dropout).to(dtype), torch.tanh, nn.Dropout(dropout)]
         if norm:
             parts.append(nn.BatchNorm1d(6, dtype=dtype))
-        loss = fds.Layers([*parts, Block(6, dropout).to(dtype), nn.Linear(6, 3, dtype=dtype)], nn.MSELoss())
+        last = [Block(6, dropout).to(dtype), Attention(6, dropout).to(dtype), nn.Linear(6, 3, dtype=dtype)]
+        loss = fds.Layers([*parts, *last], nn.MSELoss())
         return Problem("layers", loss, loss.init(fds.random.key(seed)), regression(seed, dtype), dropout > 0, norm)
 
 
@@ -187,26 +201,38 @@ def optimizers() -> st.SearchStrategy[Optimizer]:
     return st.sampled_from(sorted(OPTIMIZERS)).map(lambda name: OPTIMIZERS[name]())
 
 
-# name -> (transform, stations whose order matters that it appends to)
-TRANSFORMS: dict[str, tuple[Callable[[], Any], str]] = {
-    "accumulate": (lambda: fds.accumulate(3), ""),
-    "checkpoint": (lambda: fds.checkpoint_activations(), "layer"),
-    "loss_scale": (lambda: fds.loss_scale(2.0**10), ""),
-    "clip_norm": (lambda: fds.clip_by_global_norm(0.5), "condition"),
-    "clip_value": (lambda: fds.clip_by_value(0.1), "condition"),
-    "ema": (lambda: fds.ema(0.9), "after"),
-    "slow_ema": (lambda: fds.ema(0.99, name="slow"), "after"),
-    "precision": (lambda: fds.precision(torch.bfloat16), ""),
-    "autocast": (lambda: fds.autocast(torch.bfloat16), "context"),
+@attrs.frozen
+class Part:
+    """A transform that compositions may hold: its tuple station, inside which order matters, and whom it excludes."""
+
+    make: Callable[[], Any]
+    station: str = ""
+    excludes: str = ""  # of the parts that bear the same word, one may stand
+
+
+TRANSFORMS: dict[str, Part] = {
+    "accumulate": Part(lambda: fds.accumulate(3)),
+    "checkpoint": Part(lambda: fds.checkpoint_activations(), excludes="checkpoint"),
+    "checkpoint_pairs": Part(lambda: fds.checkpoint_activations(every=2, store="host"), excludes="checkpoint"),
+    "loss_scale": Part(lambda: fds.loss_scale(2.0**10), excludes="commit"),
+    "static_loss_scale": Part(lambda: fds.static_loss_scale(2.0**5), excludes="commit"),
+    "skip_nonfinite": Part(lambda: fds.skip_nonfinite(), excludes="commit"),
+    "clip_norm": Part(lambda: fds.clip_by_global_norm(0.5), "condition"),
+    "clip_value": Part(lambda: fds.clip_by_value(0.1), "condition"),
+    "ema": Part(lambda: fds.ema(0.9), "after"),
+    "slow_ema": Part(lambda: fds.ema(0.99, name="slow"), "after"),
+    "precision": Part(lambda: fds.precision(torch.bfloat16), excludes="precision"),
+    "half": Part(lambda: fds.precision(torch.float16), excludes="precision"),
+    "autocast": Part(lambda: fds.autocast(torch.bfloat16), "context", "precision"),
 }
 
 
 def compositions(*, without: tuple[str, ...] = ()) -> st.SearchStrategy[list[str]]:
     """Draw names of transforms that may stand together, in any order."""
     names = sorted(TRANSFORMS.keys() - set(without))
-    return st.lists(st.sampled_from(names), unique=True, max_size=5)
+    return st.lists(st.sampled_from(names), unique_by=lambda n: TRANSFORMS[n].excludes or n, max_size=5)
 
 
 def make(names: list[str], optimizer: Any, problem: Problem, *more: Any) -> fds.Step:
     """Compose the named transforms and an optimizer over a problem's loss."""
-    return fds.compose(*(TRANSFORMS[n][0]() for n in names), *more, optimizer)(problem.loss)
+    return fds.compose(*(TRANSFORMS[n].make() for n in names), *more, optimizer)(problem.loss)

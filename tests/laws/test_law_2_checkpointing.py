@@ -15,7 +15,7 @@ def _save_nothing(ctx, op, *args, **kwargs):
 @given(
     problems(),
     optimizers(),
-    compositions(without=("checkpoint",)),
+    compositions(without=("checkpoint", "checkpoint_pairs")),
     st.sampled_from([None, "matmuls", [torch.ops.aten.tanh.default], _save_nothing]),
     st.sampled_from(["device", "host"]),
     st.integers(1, 4),

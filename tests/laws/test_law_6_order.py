@@ -15,16 +15,16 @@ def _shuffled(names: list[str], seed: int) -> list[str]:
     """Return another order of the names that keeps the order inside each tuple station."""
     order = names[:]
     random.Random(seed).shuffle(order)
-    for station in {TRANSFORMS[n][1] for n in names} - {""}:
-        places = [i for i, n in enumerate(order) if TRANSFORMS[n][1] == station]
-        for place, name in zip(places, [n for n in names if TRANSFORMS[n][1] == station], strict=True):
+    for station in {TRANSFORMS[n].station for n in names} - {""}:
+        places = [i for i, n in enumerate(order) if TRANSFORMS[n].station == station]
+        for place, name in zip(places, [n for n in names if TRANSFORMS[n].station == station], strict=True):
             order[place] = name
     return order
 
 
 @given(problems(), optimizers(), compositions(), st.integers(0, 2**16), st.booleans())
 def test_order_between_stations_is_invisible(problem, optimizer, names, seed, nested):
-    parts = {n: TRANSFORMS[n][0]() for n in names}
+    parts = {n: TRANSFORMS[n].make() for n in names}
     one = fds.compose(*(parts[n] for n in names), optimizer)(problem.loss)
     other = [parts[n] for n in _shuffled(names, seed)]
     where = seed % (len(other) + 1)

@@ -111,7 +111,7 @@ def test_schedules_equal_setting_the_group_by_hand(name, own, train, draw):
     curves = {h: (CURVES["beta1"], CURVES["beta2"]) if h == "betas" else CURVES[h] for h in HYPER[name]}
 
     def by_hand(t, group):
-        now = {hyper: float(curve(torch.tensor(t))) for hyper, curve in CURVES.items()}
+        now = {hyper: float(curve(t)) for hyper, curve in CURVES.items()}
         group |= {h: (now["beta1"], now["beta2"]) if h == "betas" else now[h] for h in HYPER[name]}
 
     start = {"momentum": 0.5} if name == "sgd" else {}

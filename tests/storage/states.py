@@ -75,7 +75,7 @@ def tensors(draw) -> Tensor:
     return x
 
 
-names = st.sampled_from(["a.b", "0", "", "__metadata__", "…é\n\"\\", ".", "weight"]) | st.text(
+names = st.sampled_from(["a.b", "0", "", "__metadata__", '…é\n"\\', ".", "weight"]) | st.text(
     st.characters(codec="utf-8"), max_size=5
 )
 

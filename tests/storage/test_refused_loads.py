@@ -207,6 +207,7 @@ def test_a_hostile_file_name_is_refused_before_anything_is_opened(folder, file, 
     {"chunks": []},
     {"chunks": [("rank0.safetensors", 0, 4)]}, {"chunks": [("rank0.safetensors", 1, 5)]},
     {"chunks": [("rank0.safetensors", 0, 10**30)]}, {"chunks": [("rank0.safetensors", 0, -5)]},
+    {"chunks": [("rank0.safetensors", 0, 10), ("rank0.safetensors", 10, -5)]},
     {"chunks": [("rank0.safetensors", -5, 10)]}, {"chunks": [("rank0.safetensors", 0, 5)] * 2},
     {"shape": [10**15], "chunks": [("rank0.safetensors", 0, 10**15)]},
 ])  # fmt: skip
@@ -215,7 +216,8 @@ def test_absurd_shapes_dtypes_and_chunks(folder, edit):
     if "chunks" in edit:
         edit = {**edit, "chunks": [dict(zip(names, c, strict=True), checksum="crc32:0") for c in edit["chunks"]]}
     rewrite(folder, lambda m: m["leaves"]["params.out"].update(edit))
-    assert "params.out" in str(refused(folder.parent))
+    error = refused(folder.parent)
+    assert "$.leaves['params.out']" in error.where or error.what == "this is a save of another model: params.out"
 
 
 def nodes(value, at=()):

@@ -57,10 +57,11 @@ def test_nan_payloads_and_signed_zeros_survive(tmp_path):
 
 def test_lazy_conjugates_and_negatives_are_written_as_they_read(tmp_path):
     z = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
-    state = state_of({}, buffers={"conj": z.conj(), "neg": z.conj().imag})
+    state = state_of({}, buffers={"conj": z.conj(), "neg": z.conj().imag, "view": torch._neg_view(torch.ones(2))})
     fds.save(tmp_path, state, Template(state))
     loaded, _ = fds.load(tmp_path, Template(state), {})
     assert torch.equal(loaded.buffers["conj"], z.conj()) and torch.equal(loaded.buffers["neg"], z.conj().imag)
+    assert torch.equal(loaded.buffers["view"], -torch.ones(2))
 
 
 def test_shared_memory_is_written_twice_and_comes_back_apart(tmp_path):

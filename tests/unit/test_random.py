@@ -16,10 +16,10 @@ data = st.lists(st.integers(-(2**64), 2**64) | st.text(max_size=4), max_size=4).
 @pytest.mark.parametrize(
     ("got", "golden"),
     [
-        (lambda: random.key(0), [-576771799201900427, -1487764213865068967]),
-        (lambda: random.key(1), [-4295312061505730674, -633530459426448455]),
-        (lambda: random.key(-1), [5247256907195886032, 3479975867097419176]),
-        (lambda: random.fold_in(random.key(0), 3, "dropout"), [4371803707922121398, -3392212528112949957]),
+        (lambda: random.key(0), [-7547183913967088085, 2880732566925708935]),
+        (lambda: random.key(1), [-8447760626485232450, -6902025837448968743]),
+        (lambda: random.key(-1), [-3973721663066143052, -8293298019676204458]),
+        (lambda: random.fold_in(random.key(0), 3, "dropout"), [8849560116515709929, -2412113018094132649]),
     ],
 )
 def test_keys_never_change(got, golden):
@@ -28,8 +28,8 @@ def test_keys_never_change(got, golden):
 
 
 def test_seeds_never_change():
-    assert random.seed(random.key(0)) == 2220031907499264593
-    assert random.seed(random.key(0), "layer", 2) == 7418673289939439170
+    assert random.seed(random.key(0)) == 4812554971875570867
+    assert random.seed(random.key(0), "layer", 2) == 370184172156135461
 
 
 def test_a_key_is_two_integers_on_the_cpu():
@@ -85,7 +85,7 @@ def test_a_generator_of_a_key_draws_the_same():
     draw = lambda: torch.rand(4, generator=random.generator(random.key(1)))
     assert_same_bits(draw(), draw())
     torch.testing.assert_close(
-        torch.rand(2, generator=random.generator(random.key(0))), torch.tensor([0.28320420, 0.89195067])
+        torch.rand(2, generator=random.generator(random.key(0))), torch.tensor([0.63922101, 0.02779067])
     )
 
 

@@ -2,6 +2,8 @@
 
 from collections import namedtuple
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -195,11 +197,29 @@ def test_parameters_of_other_layers_are_refused(names):
         loss(params, (X, Y))
 
 
-def test_one_module_in_two_places_is_refused_at_init():
+def test_one_module_in_two_places_is_tied():
     shared = nn.Linear(3, 3)
-    step = fds.compose(fds.sgd(0.1))(loss := Layers([shared, torch.tanh, shared], F.mse_loss))
-    with pytest.raises(StateError, match="share"):
-        step.init(loss.init)
+    loss = Layers([shared, torch.tanh, shared], F.mse_loss)
+    assert set(loss.init(fds.random.key(0))) == {"0.weight", "0.bias"}
+    step = fds.compose(fds.sgd(0.1))(loss)
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    state, _ = step(step.init(loss.init), (x, y))
+    F.mse_loss(shared(torch.tanh(shared(x))), y).backward()
+    torch.testing.assert_close(state.params["0.weight"], (shared.weight - 0.1 * shared.weight.grad).detach())
+
+
+def test_a_sequential_keeps_its_names():
+    net = nn.Sequential(OrderedDict(first=nn.Linear(3, 3), last=nn.Linear(3, 1)))
+    assert list(Layers(net, F.mse_loss).init(fds.random.key(0))) == list(net.state_dict())
+
+
+def test_a_sequential_that_does_more_is_refused():
+    class Twice(nn.Sequential):
+        def forward(self, x):
+            return super().forward(super().forward(x))
+
+    with pytest.raises(LossError, match="more than"):
+        Layers(Twice(nn.Linear(3, 3)), F.mse_loss)
 
 
 # --- buffers and random numbers ---

@@ -157,7 +157,7 @@ def test_the_module_is_never_touched(train):
     before = everything_of(module)
     apply, params, buffers = fds.functional(module)
     loss = fds.with_buffers(lambda p, x, b: _with_loss(apply, p, x, b), buffers)
-    step = fds.compose(fds.donate(), fds.adamw(0.1))(loss)
+    step = fds.compose(fds.donate(), fds.freeze("0.bias"), fds.adamw(0.1))(loss)
     state = step.init(params)
     for _ in range(3):
         state, _ = step(state, X)
@@ -318,3 +318,25 @@ def test_a_recipe_that_fails_leaves_the_generator():
     with pytest.raises(TypeError):
         fds.recipe(lambda: nn.Linear(int(torch.rand(3).sum()) + 2, "three"))(fds.random.key(0))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_parameters_that_the_module_wants_no_gradient_for_are_not_trained_by_accident():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    module[0].requires_grad_(False)
+    apply, params, _ = fds.functional(module)
+    loss = lambda p, x: apply(p, x).mean()
+    step = fds.compose(fds.sgd(0.1))(loss)
+    with pytest.raises(LossError, match="wants no gradient") as caught:
+        step(step.init(params), X)
+    assert caught.value.where == "0.bias, 0.weight"
+    frozen = fds.compose(fds.freeze("0.*"), fds.sgd(0.1))(loss)
+    state, _ = frozen(frozen.init(params), X)
+    assert_same_bits(state.params["0.weight"], module[0].weight.detach())
+
+
+def test_a_loss_that_calls_the_module_itself_is_refused():
+    module = nn.Linear(3, 1)
+    _, params, _ = fds.functional(module)
+    step = fds.compose(fds.adamw(0.1))(lambda p, x: module(x).mean())
+    with pytest.raises(LossError, match="does not depend on the parameters"):
+        step(step.init(params), X)

@@ -83,15 +83,15 @@ def test_leaves_that_disagree_are_refused_by_both_paths_and_numbers():
     for n in (1, 2):
         with pytest.raises(BatchError, match="disagree") as caught:
             seen_by_the_loss(batch, n)
-        assert caught.value.where == "deep.1"
+        assert caught.value.where == "batch.deep.1"
         assert "7 rows" in caught.value.got
-        assert "8 at 'x'" in caught.value.got
+        assert "8 at batch.x" in caught.value.got
 
 
 def test_leaves_that_do_not_divide_are_refused_by_path_and_both_numbers():
     with pytest.raises(BatchError, match="into 3 microbatches") as caught:
         seen_by_the_loss({"s": torch.tensor(1.0), "x": torch.ones(8, 3)}, 3)
-    assert caught.value.where == "x"
+    assert caught.value.where == "batch.x"
     assert "8 rows" in caught.value.got
     assert "multiple of 3" in caught.value.want
 

@@ -15,7 +15,7 @@ def result(step):
     return step(step.init(make_params()), BATCH)
 
 
-@pytest.mark.parametrize("bad", [loss_fn, 3, "adam", None, nn.Linear(2, 2), torch.ones(1), fds.adamw, [fds.sgd(0.1)]])
+@pytest.mark.parametrize("bad", [loss_fn, 3, "adam", None, nn.Linear(2, 2), torch.ones(1), [fds.sgd(0.1)]])
 def test_what_is_no_transform_is_refused_by_its_position(bad):
     with pytest.raises(ComposeError, match="no transform") as caught:
         fds.compose(fds.sgd(0.1), bad)
@@ -123,7 +123,7 @@ def test_a_transform_reads_as_it_was_written():
 
 def test_a_state_of_a_smaller_composition_is_refused():
     plain, more = fds.compose(fds.sgd(0.1))(loss_fn), fds.compose(fds.ema(0.9), fds.sgd(0.1))(loss_fn)
-    with pytest.raises(fds.FdsError, match="lacks"):
+    with pytest.raises(fds.FdsError, match="another composition"):
         more(plain.init(make_params()), BATCH)
 
 
