@@ -1,8 +1,6 @@
 """`Layers`: a sequence in the open, equal to the sequence in the closed."""
 
-from collections import namedtuple
-
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
 """One call of a step: what it counts, reports, and leaves alone."""
 
-import contextlib
 import random as python_random
 
 import attrs
