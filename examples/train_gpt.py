@@ -92,6 +92,7 @@ def train(options: argparse.Namespace, text: Text, out: Path, console: Console) 
                 display.show(log)
             if evaluates:
                 log.evaluation(done, held_out_bits(step, state, text, options))
+                display.show(log)
                 display.tell(log)
             if saves:
                 fds.save(out / "save", state, step, tag="last", extra={"text": text.digest})

@@ -30,7 +30,7 @@ def gpt(*, width: int, layers: int, heads: int, dropout: float = 0.0) -> fds.Lay
         [
             fds.TiedLayerSpec("embedding", Embedding, width),
             *(fds.LayerSpec(Block, width, heads, layers, dropout) for _ in range(layers)),
-            fds.LayerSpec(nn.LayerNorm, width, bias=False),
+            fds.TiedLayerSpec("final_norm", nn.LayerNorm, width, bias=False),  # tied to nothing: a key is a name
             fds.TiedLayerSpec("embedding", Embedding, width, forward_fn=Embedding.logits),
         ],
         criterion,
