@@ -152,7 +152,7 @@ class Plain(nn.Module):
 
     def named_like_the_example(self) -> dict[str, nn.Parameter]:
         """Return the parameters under the names that they have in `fds.Layers`."""
-        places = {"embedding": "embedding", "norm": str(len(self.blocks) + 1)}
+        places = {"embedding": "embedding", "norm": "final_norm"}
         places |= {f"blocks.{i}": str(i + 1) for i in range(len(self.blocks))}
         return {
             f"{place}.{name}": p
