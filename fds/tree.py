@@ -86,6 +86,11 @@ def flatten(tree: Tree) -> tuple[list, Callable[[Iterable], Tree]]:
     return parts, spec.unflatten
 
 
+def parts(tree: Tree) -> tuple[list, Any]:
+    """Return the leaves and the structure of a tree, in one pass."""
+    return pytree.tree_flatten(tree)
+
+
 def structure(tree: Tree) -> Any:
     """Return the structure of a tree without its leaves: hashable, equal for trees of one structure."""
     return pytree.tree_structure(tree)

@@ -48,10 +48,10 @@ def describe(step: Any, state: State | None, batch: Any) -> Description:
         return Description(told)
     step.check(state, "describe")
     assert state is not None
-    structure = step.structure_of(state.params)
+    structure, leaves = step.structure_of(state.params)
     held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
     trained = set(structure.trained)
-    whole = step.gather(structure.names, tree.leaves(state.params))
+    whole = step.gather(structure.names, leaves)
     held["gradients"] = sum(x.numel() * (step.sum.dtype or x.dtype).itemsize for x in structure.pick(whole))
     frozen = tuple(n for i, n in enumerate(structure.names) if i not in trained)
     return Description(told, held, frozen, () if batch is None else _unused(step, state, batch))
@@ -62,8 +62,8 @@ def _text(value: Any) -> str:
 
 
 def _unused(step: Any, state: State, batch: Any) -> tuple[str, ...]:
-    structure = step.structure_of(state.params)
+    structure, leaves = step.structure_of(state.params)
     exact = attrs.evolve(step, sum=type(step.sum)())  # gradients stay where they can be seen
-    sums, _ = exact.backward(state, structure, tree.leaves(state.params), batch, None)
+    sums, _ = exact.backward(state, structure, leaves, batch, None)
     found = zip(structure.trained, sums.leaves, strict=True)
     return tuple(structure.names[i] for i, x in found if x.grad is None)

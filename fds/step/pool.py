@@ -20,6 +20,7 @@ class Pool:
     """
 
     buffers: dict[tuple, list[Tensor]] = attrs.field(factory=dict)
+    ballast: list[Tensor] = attrs.field(factory=list)  # the last gradients, until the next call needs the room
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def copies(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -81,9 +81,9 @@ class Step:
         params = own(params)
         if isinstance(self.loss, losses.Layers):
             self.loss.check(params)
-        structure, device = self.structure_of(params), device_of(params)
+        (structure, leaves), device = self.structure_of(params), device_of(params)
         tree.match(self.gather.float32, structure.names, what="precision(keep_float32=...)")
-        flat = [x.view(-1) for x in structure.pick(tree.leaves(params))]
+        flat = [x.view(-1) for x in structure.pick(leaves)]
         assert self.optimizer is not None
         return State(
             step=torch.zeros((), dtype=torch.int64, device=device),
@@ -117,11 +117,12 @@ class Step:
 
         Raises `BatchError`, `LossError`, `DonatedStateError`; the state is then as it was.
         """
-        structure, leaves = self._check(state), tree.leaves(state.params)
+        structure, leaves = self._check(state)
         assert self.optimizer is not None
 
         # from the batch to one summed gradient
         scale = None if self.scale is None else self.scale.scale(state.slots, state.step.device)
+        self.pool.ballast.clear()
         sums, buffers = self.backward(state, structure, leaves, batch, scale)
         grads = Gradients(sums.grads(losses.name(self.loss)), combined_scale(sums.weight, scale, state.step.device))
 
@@ -140,13 +141,18 @@ class Step:
         flat, flat_opt = [x.view(-1) for x in trained], structure.flat_slots(opt)
         if self.place.donate:
             state.token.spent_at = int(state.calls)
-        flat, flat_opt = self.optimizer.update(
+        new, new_opt = self.optimizer.update(
             [g.view(-1) for g in grads.leaves], flat_opt, flat, step=state.step, lr=lr, grad_scale=grads.scale,
             skip=skip, segments=structure.segments, axes=(),
         )  # fmt: skip
         if self.place.donate:
             torch.autograd.graph.increment_version(flat)  # fused kernels do not: a graph that saved these must fail
-        trained, opt = [x.view(old.shape) for x, old in zip(flat, trained, strict=True)], structure.name_slots(flat_opt)
+        if new is not flat or new_opt is not flat_opt:  # ours write in place and return what they were given
+            trained = [x.view(old.shape) for x, old in zip(new, trained, strict=True)]
+            opt = structure.name_slots(new_opt)
+
+        if state.step.device.type == "cpu":
+            self.pool.ballast.extend(grads.leaves)
 
         # keep or skip, and what follows
         slots = {**state.slots, **after}
@@ -193,8 +199,8 @@ class Step:
     def evaluator(self, state: State) -> Callable[..., dict[str, Tensor]]:
         """Gather the parameters once and return `evaluate(batch, *, outputs=False)` for many batches."""
         self.check(state, "evaluate")
-        structure = self.structure_of(state.params)
-        params = structure.build(self.gather(structure.names, tree.leaves(state.params)))
+        structure, leaves = self.structure_of(state.params)
+        params = structure.build(self.gather(structure.names, leaves))
 
         def evaluate(batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
             state.check("evaluate")
@@ -224,19 +230,19 @@ class Step:
         """Say station by station what is composed; with a state, the bytes held; with a batch, what is unused."""
         return describe(self, state, batch)
 
-    def structure_of(self, params: Any) -> Structure:
-        """Return the structure of these parameters, read once for each tree."""
-        leaves, _ = tree.flatten(params)
-        key = (tree.structure(params), *((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves))
+    def structure_of(self, params: Any) -> tuple[Structure, list[Tensor]]:
+        """Return the structure of these parameters, read once for each kind of tree, and their leaves."""
+        leaves, spec = tree.parts(params)
+        key = (spec, *((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves))
         if key not in self.structures:
             assert self.optimizer is not None
             self.structures[key] = Structure.of(params, self.frozen, self.optimizer)
-        return self.structures[key]
+        return self.structures[key], leaves
 
-    def _check(self, state: Any) -> Structure:
-        """Return the structure of a state that this step can take. Raises `StateError` for any other."""
+    def _check(self, state: Any) -> tuple[Structure, list[Tensor]]:
+        """Return structure and leaves of a state that this step can take. Raises `StateError` for any other."""
         self.check(state, "step")
-        structure = self.structure_of(state.params)
+        structure, leaves = self.structure_of(state.params)
         for part, got, want in (
             ("slots", state.slots, self.slots),
             ("opt", state.opt, structure.opt_names),
@@ -248,7 +254,7 @@ class Step:
                     want=", ".join(map(str, want)) or "nothing", hint="make the state with the init of this step, or "
                     "carry params over: step.init(other_step.params(state))",
                 )  # fmt: skip
-        return structure
+        return structure, leaves
 
     def check(self, state: Any, doing: str) -> None:
         """Raise `StateError` for anything but a state, `DonatedStateError` for one that was given up."""
@@ -307,8 +313,11 @@ class Step:
     def _writable(self, state: State, trained: list[Tensor]) -> tuple[list[Tensor], dict, dict]:
         """Return the memory of the new state, holding the old values: the old state's, or the pool's."""
         after = {one.slot: state.slots[one.slot] for one in self.after}
-        leaves, build = tree.flatten((trained, state.opt, after))
-        return build(distinct(leaves) if self.place.donate else self.pool.copies(leaves))
+        slots, parts = state.opt, [*trained, *(x for slot in state.opt.values() for x in slot.values())]
+        averages, build = tree.flatten(after)
+        out = iter((distinct if self.place.donate else self.pool.copies)([*parts, *averages]))
+        trained = [next(out) for _ in trained]
+        return trained, {slot: {name: next(out) for name in slots[slot]} for slot in slots}, build(out)
 
     def _metrics(
         self, sums: Sums, state: State, step: Tensor, lr: Tensor, norm: Tensor | None, skip: Tensor | None
