@@ -20,7 +20,9 @@ class Pool:
     """
 
     buffers: dict[tuple, list[Tensor]] = attrs.field(factory=dict)
-    ballast: list[Tensor] = attrs.field(factory=list)  # the last gradients, until the next call needs the room
+    # The last gradients (CPU only), until the next call begins: freed at the end of a step they would let malloc give
+    # the top of its heap back, 560 page faults a step of the example; a hand-written loop keeps them in `.grad` too.
+    ballast: list[Tensor] = attrs.field(factory=list)
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def copies(self, tensors: list[Tensor]) -> list[Tensor]:
