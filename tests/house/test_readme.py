@@ -1,5 +1,7 @@
 """What the documents show runs: every Python block, in order, and every `make` target."""
 
+import contextlib
+import io
 import re
 import sys
 from pathlib import Path
@@ -23,14 +25,25 @@ def blocks(text: str) -> list[tuple[str, str, int]]:
 
 
 def run(text: str, filename: str) -> None:
-    """Run the Python blocks of a document in one namespace, under the line numbers of the document."""
+    """Run the Python blocks of a document in one namespace, under the line numbers of the document.
+
+    A block of plain text that follows one of them is what it prints.
+    """
     module = sys.modules["__document__"] = ModuleType("__document__")
+    printed = None
     try:
         for language, code, line in blocks(text):
-            if language in ("python", "py"):
+            if language == "text" and printed is not None:
+                assert printed == code, f"{filename}:{line}: this is not what the block above prints: {printed}"
+                printed = None
+            elif language in ("python", "py"):
                 if code.lstrip().lower().startswith(("# not run", "# not-run")):
                     raise AssertionError(f"{filename}:{line}: a block that is not run may say anything")
-                exec(compile("\n" * (line - 1) + code, filename, "exec"), vars(module))
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    exec(compile("\n" * (line - 1) + code, filename, "exec"), vars(module))
+                printed = out.getvalue()
+            else:
+                printed = None
     finally:
         del sys.modules["__document__"]
 
@@ -81,6 +94,13 @@ def test_a_failing_block_fails_under_its_own_line():
     with pytest.raises(AssertionError) as caught:
         run(DOCUMENT.replace("{}", "2"), "README.md")
     assert (caught.traceback[-1].lineno + 1, str(caught.traceback[-1].path)[-9:]) == (12, "README.md")
+
+
+def test_what_a_block_prints_is_shown_as_it_is():
+    shown = "```python\nprint(1 + 1)\n```\n```text\n{}\n```\n"
+    run(shown.format(2), "README.md")
+    with pytest.raises(AssertionError, match="not what the block above prints"):
+        run(shown.format(3), "README.md")
 
 
 def test_a_block_may_not_be_left_out():
