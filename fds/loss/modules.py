@@ -183,7 +183,8 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
         for places, own in zip(held, (part._parameters, part._buffers), strict=True):
             places.update((f"{path}.{n}" if path else n, names[id(x)]) for n, x in own.items() if x is not None)
     frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
-    return Apply(structural(module), *held, frozenset(params), constants, frozen=frozen), params, buffers  # type: ignore
+    apply = Apply(structural(module), held[0], held[1], frozenset(params), constants, frozen=frozen)
+    return apply, params, buffers
 
 
 def recipe(module_factory: Callable[[], nn.Module]) -> Callable[[Tensor], dict[str, Tensor]]:

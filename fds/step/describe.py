@@ -9,6 +9,7 @@ import attrs
 
 from fds import tree
 from fds.state import State
+from fds.step.check import usable
 
 
 @attrs.frozen
@@ -46,7 +47,7 @@ def describe(step: Any, state: State | None, batch: Any) -> Description:
             told[station.name] = ", ".join(map(_text, value)) if isinstance(value, tuple) else _text(value)
     if state is None and batch is None:
         return Description(told)
-    step.check(state, "describe")
+    usable(state, "describe")
     assert state is not None
     structure, leaves = step.structure_of(state.params)
     held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}

@@ -15,6 +15,7 @@ from fds.errors import LossError, StateError
 from fds.optim import Optimizer
 from fds.state import State
 from fds.step.batch import Split
+from fds.step.check import given, same_composition, usable
 from fds.step.describe import Description, describe
 from fds.step.gradients import Gradients, Measure, Sum, Sums, apply_conditions, combined_scale
 from fds.step.pool import Pool
@@ -69,16 +70,7 @@ class Step:
         Raises `StateError` for NaN, leaves that are no tensors or share memory, patterns that match nothing.
         """
         key = random.key(key)
-        if isinstance(params, losses.Layers):
-            raise StateError("layers are a loss, not parameters", got="layers", want="layers.init")
-        if isinstance(params, torch.nn.Module):
-            raise StateError(
-                "a module is no tree of parameters", got=type(params).__name__, want="a pytree of tensors, or a recipe",
-                hint="apply, params, buffers = fds.functional(module)",
-            )  # fmt: skip
-        if callable(params):
-            params = params(random.fold_in(key, "params"))
-        params = own(params)
+        params = own(given(params, random.fold_in(key, "params")))
         if isinstance(self.loss, losses.Layers):
             self.loss.check(params)
         (structure, leaves), device = self.structure_of(params), device_of(params)
@@ -198,7 +190,7 @@ class Step:
 
     def evaluator(self, state: State) -> Callable[..., dict[str, Tensor]]:
         """Gather the parameters once and return `evaluate(batch, *, outputs=False)` for many batches."""
-        self.check(state, "evaluate")
+        usable(state, "evaluate")
         structure, leaves = self.structure_of(state.params)
         params = structure.build(self.gather(structure.names, leaves))
 
@@ -223,7 +215,7 @@ class Step:
 
     def params(self, state: State) -> Any:
         """Return copies of the whole parameters, in master precision, in the user's structure."""
-        self.check(state, "params")
+        usable(state, "params")
         return tree.map(torch.clone, state.params)
 
     def describe(self, state: State | None = None, batch: Any = None) -> Description:
@@ -241,27 +233,10 @@ class Step:
 
     def _check(self, state: Any) -> tuple[Structure, list[Tensor]]:
         """Return structure and leaves of a state that this step can take. Raises `StateError` for any other."""
-        self.check(state, "step")
+        usable(state, "step")
         structure, leaves = self.structure_of(state.params)
-        for part, got, want in (
-            ("slots", state.slots, self.slots),
-            ("opt", state.opt, structure.opt_names),
-            *((f"opt.{slot}", state.opt.get(slot, {}), names) for slot, names in structure.opt_names.items()),
-        ):
-            if got.keys() != want.keys():
-                raise StateError(
-                    "the state is another composition's", where=part, got=", ".join(map(str, got)) or "nothing",
-                    want=", ".join(map(str, want)) or "nothing", hint="make the state with the init of this step, or "
-                    "carry params over: step.init(other_step.params(state))",
-                )  # fmt: skip
+        same_composition(state, self.slots, structure.opt_names)
         return structure, leaves
-
-    def check(self, state: Any, doing: str) -> None:
-        """Raise `StateError` for anything but a state, `DonatedStateError` for one that was given up."""
-        if not isinstance(state, State):
-            raise StateError(f"{doing}: this is no state", got=type(state).__name__, want="a State",
-                             hint="what step.init(params), fds.load or a step returned")  # fmt: skip
-        state.check(doing)
 
     def microbatches(self, batch: Any) -> list[Any]:
         """Return the microbatches of a batch, after the batch maps. Raises `BatchError`."""
