@@ -94,7 +94,7 @@ class Step:
         """
         losses.initial_buffers(self.loss)  # builds what is not built yet, so not on meta
         with torch.device("meta"):
-            params = params(random.key(0)) if callable(params) else params
+            params = given(params, random.key(0))
             params = tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, params)
             return tree.map(lambda x: x.to("meta"), self.init(params))
 

@@ -23,7 +23,8 @@ def test_scaling_by_a_power_of_two_is_invisible(problem, optimizer, names, power
 
 
 @given(
-    problems(), optimizers(), compositions(without=SCALES), st.sampled_from([float("nan"), float("inf"), -float("inf")]),
+    problems(), optimizers(), compositions(without=SCALES),
+    st.sampled_from([float("nan"), float("inf"), -float("inf")]),
     st.sampled_from([fds.loss_scale, fds.static_loss_scale, fds.skip_nonfinite]), st.booleans(),
 )  # fmt: skip
 def test_a_batch_that_is_not_finite_leaves_everything_but_calls(problem, optimizer, names, bad, transform, donated):
