@@ -62,6 +62,7 @@ class Layer:
     buffers: dict[str, str]
     initial_buffers: dict[str, Tensor]
     draws: bool
+    in_place: bool  # it writes over its input, so the two cannot be computed again apart
 
     def __call__(self, params: dict, buffers: dict, x: Any) -> tuple[Any, dict[str, Tensor]]:
         """Return the layer's output and its new buffers."""
@@ -235,7 +236,7 @@ class Layers:
     def _describe(self, index: int, module: Any) -> Layer:
         prefix, spec = self._prefix(index), self.layers[index]
         if not isinstance(module, nn.Module):
-            return Layer(index, prefix, None, module, {}, {}, {}, may_draw(module))
+            return Layer(index, prefix, None, module, {}, {}, {}, may_draw(module), False)
         names = [name for name, _ in module.named_parameters()]
         held = [name for name, _ in module.named_buffers() if _persistent(module, name)]
         values = dict(module.named_buffers())
@@ -246,7 +247,14 @@ class Layers:
         return Layer(
             index, prefix, apply, None, {prefix + n: local + n for n in names}, {prefix + n: local + n for n in held},
             {prefix + n: values[n].detach().clone() for n in held}, may_draw(use),
+            _writes_over_input(module),
         )  # fmt: skip
+
+
+def _writes_over_input(module: nn.Module) -> bool:
+    while isinstance(module, nn.Sequential) and len(module):
+        module = module[0]
+    return getattr(module, "inplace", False) is True
 
 
 def _persistent(module: nn.Module, name: str) -> bool:

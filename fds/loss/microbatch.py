@@ -94,7 +94,9 @@ def _run_layers(loss: Layers, params: Any, batch: Any, buffers: dict[str, Tensor
                 current.update(new)
             return out
 
-        return setting.call(index, one)
+        call = setting.call(index, one)
+        call.in_place = layer.in_place  # for maps that run a call twice
+        return call
 
     for call in setting.mapped([layer_call(i) for i in range(len(loss))]):
         x = call(x)

@@ -37,7 +37,12 @@ class Recompute:
 
     def __call__(self, calls: list[Callable]) -> list[Callable]:
         """Return one checkpointed call per group."""
-        groups = [calls[i : i + self.every] for i in range(0, len(calls), self.every)]
+        groups: list[list[Callable]] = []
+        for call in calls:
+            full = not groups or len(groups[-1]) >= self.every
+            if full and not (groups and getattr(call, "in_place", False)):
+                groups.append([])
+            groups[-1].append(call)  # one that writes over its input stays with whoever computes it
         return [functools.partial(self.run, group) for group in groups]
 
     def run(self, group: list[Callable], *args: Any) -> Any:
@@ -86,7 +91,8 @@ def checkpoint_activations(
             convolutions and attention; a list of operators (`torch.ops.aten...`); or a function as
             `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it.
         store: `"device"`, or `"host"`: the kept inputs wait in host memory (pinned where there is a GPU).
-        every: layers per group; one input is kept for each group.
+        every: layers per group; one input is kept for each group. A layer with `inplace=True` joins the group of the
+            layer before it.
 
     For an opaque loss the peak stays what it was, since the one recomputation is as large as what it saves; put
     the layers in the open (`Layers`) to divide it.

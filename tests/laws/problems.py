@@ -99,7 +99,7 @@ def layers(seed: int, dtype: torch.dtype, dropout: float, norm: bool) -> Problem
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         first = fds.LayerSpec(nn.Linear, 5, 6, dtype=dtype)
-        parts = [first, Block(6, dropout).to(dtype), torch.tanh, nn.Dropout(dropout)]
+        parts = [first, Block(6, dropout).to(dtype), nn.SiLU(inplace=True), torch.tanh, nn.Dropout(dropout)]
         if norm:
             parts.append(nn.BatchNorm1d(6, dtype=dtype))
         last = [Block(6, dropout).to(dtype), Attention(6, dropout).to(dtype), nn.Linear(6, 3, dtype=dtype)]
