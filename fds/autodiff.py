@@ -105,8 +105,8 @@ def _linearize(
 ) -> tuple[Any, Callable]:
     picked = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     parts, build = tree.flatten([args[i] for i in picked])
-    tracked = [x.detach().requires_grad_() if _is_float(x) else x for x in parts]
-    inputs = [x for x in tracked if _is_float(x)]
+    tracked = [x.detach().requires_grad_() if tree.is_float(x) else x for x in parts]
+    inputs = [x for x in tracked if tree.is_float(x)]
     full = list(args)
     for i, arg in zip(picked, build(tracked), strict=True):
         full[i] = arg
@@ -123,14 +123,10 @@ def _linearize(
             if live
             else [torch.zeros_like(x) for x in inputs]
         )
-        grads = tuple(build([exclusive(next(found)) if _is_float(x) else None for x in tracked]))
+        grads = tuple(build([exclusive(next(found)) if tree.is_float(x) else None for x in tracked]))
         return grads[0] if isinstance(argnums, int) else grads
 
     return outs, pull
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _detach(x: Any) -> Any:

@@ -71,6 +71,15 @@ def in_use() -> list[torch.device]:
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
 
+@contextlib.contextmanager
+def seeded(key: Tensor, *data: int | str) -> Iterator[None]:
+    """Run what builds tensors with every generator that it may use seeded from `fold_in(key, *data)`, and restored."""
+    devices = in_use()
+    with scope(devices):
+        reseed(seed(key, *data), devices)
+        yield
+
+
 def reseed(seed: int, devices: Iterable[torch.device]) -> None:
     """Seed the default generators of the CPU and of `devices`; call it inside a `scope`.
 

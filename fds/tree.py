@@ -133,6 +133,16 @@ def match(patterns: Iterable[str], names: Iterable[str], *, what: str) -> set[st
     return found
 
 
+def is_float(x: Any) -> bool:
+    """Say whether a leaf is a floating-point tensor."""
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def is_low(x: Any) -> bool:
+    """Say whether a leaf is a 16-bit floating-point tensor."""
+    return is_float(x) and x.dtype.itemsize == 2
+
+
 def num_bytes(tree: Tree) -> int:
     """Return the bytes of all tensors in `tree`."""
     return sum(x.numel() * x.element_size() for x in leaves(tree) if isinstance(x, Tensor))

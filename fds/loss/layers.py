@@ -54,8 +54,6 @@ class TiedLayerSpec(LayerSpec):
 class Layer:
     """One built layer: its structure, and the names of what it owns."""
 
-    index: int
-    prefix: str  # "3." or "embedding."
     apply: Apply | None  # None for a plain function
     function: Callable | None
     params: dict[str, str]  # name in the tree -> the module's own name
@@ -216,9 +214,7 @@ class Layers:
         return f"{spec.key}." if tied else f"{self.names[self.owner(index)]}."
 
     def _build(self, index: int, key: Tensor) -> nn.Module:
-        devices = random.in_use()
-        with random.scope(devices):
-            random.reseed(random.seed(key, "layer", index), devices)
+        with random.seeded(key, "layer", index):
             return self.layers[index].build()
 
     def _trace(self, index: int) -> nn.Module:
@@ -229,14 +225,14 @@ class Layers:
             plain = [x for m in module.modules() for x in vars(m).values() if isinstance(x, Tensor)]
             if not plain and not list(module.buffers()):
                 return module
-        except Exception:
+        except Exception:  # a constructor that reads values: the build for real succeeds, or says what is wrong
             pass
         return self._build(index, random.key(0))
 
     def _describe(self, index: int, module: Any) -> Layer:
         prefix, spec = self._prefix(index), self.layers[index]
         if not isinstance(module, nn.Module):
-            return Layer(index, prefix, None, module, {}, {}, {}, may_draw(module), False)
+            return Layer(None, module, {}, {}, {}, may_draw(module), False)
         names = [name for name, _ in module.named_parameters()]
         held = [name for name, _ in module.named_buffers() if _persistent(module, name)]
         values = dict(module.named_buffers())
@@ -245,7 +241,7 @@ class Layers:
             use, local = _Use(module, spec_forward), "module."
         apply = attrs.evolve(functional(use)[0], prefix=prefix)
         return Layer(
-            index, prefix, apply, None, {prefix + n: local + n for n in names}, {prefix + n: local + n for n in held},
+            apply, None, {prefix + n: local + n for n in names}, {prefix + n: local + n for n in held},
             {prefix + n: values[n].detach().clone() for n in held}, may_draw(use),
             _writes_over_input(module),
         )  # fmt: skip

@@ -116,18 +116,18 @@ class Apply:
             )  # fmt: skip
 
     def _variant(self, now: Mode) -> Variant:
-        key = _key(now)
-        if key not in self.variants:
+        mode_key = _key(now)
+        if mode_key not in self.variants:
             module = structural(self.source)  # the source is never run, so that it stays what it was
             if now.evaluating:
                 module.eval()
             _in_float32(module, now, self.prefix)
             parts = dict(module.named_modules())
-            find = lambda place: (parts[place.rpartition(".")[0]], place.rpartition(".")[2])
-            params = [(find(p)[0]._parameters, find(p)[1], name) for p, name in self.params.items()]
-            buffers = [(find(p)[0]._buffers, find(p)[1], name) for p, name in self.places.items()]
-            self.variants[key] = Variant(module, params, buffers)
-        return self.variants[key]
+            split = lambda places: [(*place.rpartition(".")[::2], name) for place, name in places.items()]
+            params = [(parts[path]._parameters, key, name) for path, key, name in split(self.params)]
+            buffers = [(parts[path]._buffers, key, name) for path, key, name in split(self.places)]
+            self.variants[mode_key] = Variant(module, params, buffers)
+        return self.variants[mode_key]
 
 
 @attrs.frozen(eq=False)
@@ -194,9 +194,7 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Callable[[Tensor], dict[s
     """
 
     def build(key: Tensor) -> dict[str, Tensor]:
-        devices = random.in_use()
-        with random.scope(devices):
-            random.reseed(random.seed(key), devices)
+        with random.seeded(key):
             return {name: p.detach() for name, p in module_factory().named_parameters()}
 
     return build
@@ -266,24 +264,16 @@ def _float32(part: nn.Module, forward: Callable) -> Callable:
     """Return `forward` of a module with inputs and parameters cast up, and its outputs cast down again."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        low = next((x.dtype for x in tree.leaves((args, kwargs)) if _is_low(x)), None)
+        low = next((x.dtype for x in tree.leaves((args, kwargs)) if tree.is_low(x)), None)
         if low is None:
             return forward(*args, **kwargs)
-        args, kwargs = tree.map(lambda x: x.float() if _is_low(x) else x, (args, kwargs))
+        args, kwargs = tree.map(lambda x: x.float() if tree.is_low(x) else x, (args, kwargs))
         held = dict(part._parameters)
-        part._parameters.update({n: p.float() for n, p in held.items() if _is_low(p)})  # type: ignore[arg-type]
+        part._parameters.update({n: p.float() for n, p in held.items() if tree.is_low(p)})  # type: ignore[arg-type]
         try:
             out = forward(*args, **kwargs)
         finally:
             part._parameters.update(held)
-        return tree.map(lambda x: x.to(low) if _is_float(x) else x, out)
+        return tree.map(lambda x: x.to(low) if tree.is_float(x) else x, out)
 
     return run
-
-
-def _is_low(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()

@@ -82,7 +82,7 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
     elif isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
         raise LossError("the weight of a Mean is not a number of rows, tokens, ...", where=where, got=_kind(weight),
                         want="a 0-d tensor, a float or an int, not negative")  # fmt: skip
-    if total.dtype in (torch.float16, torch.bfloat16):
+    if tree.is_low(total):
         total = total.float()  # a scale of 2**16 has no float16
     return Outcome(total, weight, {k: _metric(k, v, where) for k, v in metrics.items()}, buffers)
 

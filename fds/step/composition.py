@@ -61,13 +61,14 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
         if name == "slots":
             for slot in value:
                 if slot in held:
-                    raise _refuse(step, f"the slot {slot!r}", owners[f"slots.{slot}"], hint, instead)
+                    raise _refuse(step, f"the slot {slot!r}", owners[f"slots.{slot}"], hint, instead=instead)
                 owners[f"slots.{slot}"] = by
             changes[name] = {**held, **value}
         elif isinstance(held, tuple):
             changes[name] = (*held, value)
         elif name in owners:
-            raise _refuse(step, f"the station {name!r}", owners[name], hint, instead)
+            drop = by if instead is None else owners[name]
+            raise _refuse(step, f"the station {name!r}", owners[name], hint, drop=drop, instead=instead)
         else:
             changes[name], owners[name] = value, by
     return attrs.evolve(step, owners=owners, **changes)
@@ -161,17 +162,19 @@ def _apply(part: Transform, step: Step) -> Step:
     new = part.apply(step)
     earlier = [i for i, t in enumerate(step.composition[: step.position]) if t.name == part.name]
     if earlier and new.slots.keys() == step.slots.keys():
-        raise _refuse(step, f"the name {part.name!r}", earlier[0], "write it once, with all its arguments", "")
+        raise _refuse(step, f"the name {part.name!r}", earlier[0], "write it once, with all its arguments",
+                      drop=earlier[0])  # fmt: skip
     return new
 
 
-def _refuse(step: Step, what: str, first: int, hint: str, instead: str | None) -> ComposeError:
+def _refuse(
+    step: Step, what: str, first: int, hint: str, *, drop: int | None = None, instead: str | None = ""
+) -> ComposeError:
+    """Return the error of two fillers; `drop` is the position that the better composition leaves out."""
     written, second = step.composition, step.position
     better: dict = {second: instead or written[second]}
-    if instead is None:
-        better = {second: None}
-    elif not what.startswith("the slot"):
-        better[first] = None
+    if drop is not None:
+        better[drop] = None
     want = [better.get(i, t) for i, t in enumerate(written) if better.get(i, t) is not None]
     return ComposeError(
         f"{what} is already filled by {written[first]} (position {first}); {written[second]} fills it too.",

@@ -172,13 +172,6 @@ def _clamped(norm: Tensor) -> Tensor:
     return torch.where(norm.isfinite(), norm.clamp(max=top), norm).float()
 
 
-def apply_conditions(grads: Gradients, maps: Sequence[Callable[[Gradients], Gradients]]) -> Gradients:
-    """Run the gradient maps in order."""
-    for one in maps:
-        grads = one(grads)
-    return grads
-
-
 def combined_scale(weight: Tensor | float, scale: Tensor | None, device: torch.device) -> Tensor | None:
     """Return what the summed gradients are too large by, weight x loss scale: () float64 on the device, None for 1."""
     if scale is None and not isinstance(weight, Tensor):

@@ -17,7 +17,7 @@ from fds.state import State
 from fds.step.batch import Split
 from fds.step.check import given, same_composition, usable
 from fds.step.describe import Description, describe
-from fds.step.gradients import Gradients, Measure, Sum, Sums, apply_conditions, combined_scale
+from fds.step.gradients import Gradients, Measure, Sum, Sums, combined_scale
 from fds.step.pool import Pool
 from fds.step.stations import After, Commit, Gather, Place, Reduce, Scale
 from fds.step.structure import Structure, distinct, own
@@ -107,7 +107,8 @@ class Step:
         applied, this one included), `lr`, `grad_norm` (before clipping, where measured), `loss_scale` (that of this
         step), `skipped`, `at_minimum_scale`, and the loss's own.
 
-        Raises `BatchError`, `LossError`, `DonatedStateError`; the state is then as it was.
+        Raises `BatchError`, `LossError`, `StateError`, `DonatedStateError`; the state is then as it was, but for what
+        a loss that is refused for it wrote there itself.
         """
         structure, leaves = self._check(state)
         assert self.optimizer is not None
@@ -125,7 +126,9 @@ class Step:
         if self.commit is not None:
             assert norm is not None
             skip = ~norm.isfinite()
-        grads = apply_conditions(grads, self.condition).settled()
+        for one in self.condition:
+            grads = one(grads)
+        grads = grads.settled()
 
         # the update: from here on the new state's memory is written
         lr = self.optimizer.learning_rate(state.step)
@@ -196,7 +199,7 @@ class Step:
 
         def evaluate(batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
             state.check("evaluate")
-            (whole_batch,) = attrs.evolve(self, split=Split()).microbatches(batch)
+            (whole_batch,) = self.microbatches(batch, Split())
             seen: list = []
             (setting,) = self.settings(state, 1, evaluating=True, seen=seen)
             with random.scope(setting.devices), torch.no_grad():
@@ -238,11 +241,11 @@ class Step:
         same_composition(state, self.slots, structure.opt_names)
         return structure, leaves
 
-    def microbatches(self, batch: Any) -> list[Any]:
-        """Return the microbatches of a batch, after the batch maps. Raises `BatchError`."""
+    def microbatches(self, batch: Any, split: Split | None = None) -> list[Any]:
+        """Return the microbatches of a batch, by this step's split or another. Raises `BatchError`."""
         for one in self.batch:
             batch = one(batch)
-        return self.split(batch)
+        return (split or self.split)(batch)
 
     def settings(
         self, state: State, n: int, *, evaluating: bool = False, seen: list | None = None

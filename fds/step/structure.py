@@ -35,7 +35,7 @@ class Structure:
                 raise StateError("a parameter is complex", where=name, got=str(x.dtype), want="a real dtype",
                                  hint="keep real and imaginary part: torch.view_as_real")  # fmt: skip
         still = tree.match(frozen, named, what="freeze")
-        trained = tuple(i for i, (n, x) in enumerate(named.items()) if x.is_floating_point() and n not in still)
+        trained = tuple(i for i, (n, x) in enumerate(named.items()) if tree.is_float(x) and n not in still)
         leaves = list(named.values())
         segments = [[Segment(tuple(named)[i], tuple(leaves[i].shape), 0, leaves[i].numel())] for i in trained]
         made = cls(tuple(named), trained, tree.flatten(params)[1], segments, {})

@@ -26,7 +26,7 @@ class Average:
 
     def init(self, params: Any, device: torch.device) -> Any:
         """Return a copy of the parameters, 16-bit ones in float32."""
-        return tree.map(lambda p: p.float() if p.dtype in (torch.float16, torch.bfloat16) else p.clone(), params)
+        return tree.map(lambda p: p.float() if tree.is_low(p) else p.clone(), params)
 
     def __call__(self, slot: Any, params: Any, skip: Tensor | None) -> Any:
         """Write the new average into `slot` and return it; where `skip` is true it keeps its bits."""
