@@ -8,9 +8,13 @@ from fds.loss import Layers, LayerSpec, Mean, TiedLayerSpec, functional, recipe,
 # what a batch is made of
 from fds.step import whole
 
+# the ranks that run
+from fds.collectives import init_distributed, mesh, simulate
+
 # transforms, in the order of the stations that they fill
 from fds.transforms.accumulate import accumulate
 from fds.transforms.freeze import freeze
+from fds.transforms.shard_optimizer import shard_optimizer
 from fds.transforms.precision import precision
 from fds.transforms.autocast import autocast
 from fds.transforms.checkpoint_activations import checkpoint_activations
@@ -23,6 +27,9 @@ from fds.optim import Optimizer, adagrad, adam, adamw, by_name, lamb, lion, muon
 from fds.transforms.ema import ema
 from fds.transforms.donate import donate
 
+# a parameter that is gathered when it is used, as a plain tensor
+from fds.handles import materialize
+
 # a step, and what it steps through
 from fds.step import Step, Transform, compose
 from fds.state import State
@@ -31,13 +38,14 @@ from fds.state import State
 from fds.storage import load, save
 
 # rooms that are used by name
-from fds import autodiff, errors, optim, random, schedules, tree
+from fds import autodiff, collectives, errors, optim, random, schedules, tree
 from fds.errors import FdsError
 
 __all__ = [
     "FdsError", "LayerSpec", "Layers", "Mean", "Optimizer", "State", "Step", "TiedLayerSpec", "Transform",
     "accumulate", "adagrad", "adam", "adamw", "autocast", "autodiff", "by_name", "checkpoint_activations",
-    "clip_by_global_norm", "clip_by_value", "compose", "donate", "ema", "errors", "freeze", "functional", "lamb",
-    "lion", "load", "loss_scale", "muon", "optim", "precision", "random", "recipe", "save", "schedules", "sgd",
-    "skip_nonfinite", "static_loss_scale", "tree", "whole", "with_buffers",
+    "clip_by_global_norm", "clip_by_value", "collectives", "compose", "donate", "ema", "errors", "freeze",
+    "functional", "init_distributed", "lamb", "lion", "load", "loss_scale", "materialize", "mesh", "muon", "optim",
+    "precision", "random", "recipe", "save", "schedules", "sgd", "shard_optimizer", "simulate", "skip_nonfinite",
+    "static_loss_scale", "tree", "whole", "with_buffers",
 ]  # fmt: skip

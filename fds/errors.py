@@ -65,6 +65,14 @@ class StorageError(FdsError):
     """Refuse to save to, or to load from, a directory."""
 
 
+class MeshError(FdsError):
+    """Refuse a mesh, an axis, or the environment that the ranks were started in."""
+
+
+class RankError(FdsError):
+    """Report ranks that died, hung, or took different paths."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a hint that names the known word nearest to `word`, or the known words.
 

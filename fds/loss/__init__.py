@@ -2,10 +2,11 @@
 
 from fds.loss.layers import Layers, LayerSpec, TiedLayerSpec
 from fds.loss.microbatch import LayerMap, Setting, draws, initial_buffers, name, run
-from fds.loss.modules import Mode, functional, recipe
+from fds.loss.modules import Mode, functional
+from fds.loss.recipes import Recipe, recipe
 from fds.loss.values import Buffered, Mean, Outcome, with_buffers
 
 __all__ = [
-    "Buffered", "LayerMap", "LayerSpec", "Layers", "Mean", "Mode", "Outcome", "Setting", "TiedLayerSpec", "draws",
-    "functional", "initial_buffers", "name", "recipe", "run", "with_buffers",
+    "Buffered", "LayerMap", "LayerSpec", "Layers", "Mean", "Mode", "Outcome", "Recipe", "Setting", "TiedLayerSpec",
+    "draws", "functional", "initial_buffers", "name", "recipe", "run", "with_buffers",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fds import random
 from fds.errors import BatchError, LossError
 from fds.loss.modules import Apply, functional, may_draw
+from fds.loss.recipes import Recipe
 
 
 class LayerSpec:
@@ -180,18 +181,31 @@ class Layers:
             self.built[index] = layer
         return self.built[index]
 
-    def init(self, key: Tensor) -> dict[str, Tensor]:
-        """Build all parameters from a key, layer by layer: a recipe for `step.init(layers.init, key=0)`.
+    @property
+    def init(self) -> Recipe:
+        """The recipe of all parameters, layer by layer: `layers.init(key)`, `step.init(layers.init, key=0)`.
 
         Modules that were passed built keep their values.
         """
+        return Recipe(self._shapes, self._pieces)
+
+    def _shapes(self) -> dict[str, Tensor]:
         params: dict[str, Tensor] = {}
-        for i, spec in enumerate(self.layers):
-            if not isinstance(spec, nn.Module | LayerSpec) or self.owner(i) != i:
-                continue
-            module = self._build(i, key) if isinstance(spec, LayerSpec) else spec
-            params.update((self._prefix(i) + name, p.detach()) for name, p in module.named_parameters())
+        for i, spec in self._owners():
+            module = self._trace(i) if isinstance(spec, LayerSpec) else spec
+            params.update((self._prefix(i) + name, p.detach().to("meta")) for name, p in module.named_parameters())
         return params
+
+    def _pieces(self, key: Tensor) -> Iterator[dict[str, Tensor]]:
+        for i, spec in self._owners():
+            module = self._build(i, key) if isinstance(spec, LayerSpec) else spec
+            yield {self._prefix(i) + name: p.detach() for name, p in module.named_parameters()}
+
+    def _owners(self) -> Iterator[tuple[int, Any]]:
+        """Yield the layers that have parameters of their own, with their index."""
+        for i, spec in enumerate(self.layers):
+            if isinstance(spec, nn.Module | LayerSpec) and self.owner(i) == i:
+                yield i, spec
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the initial buffers of all layers."""

@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fds import random, tree
+from fds import tree
 from fds.errors import LossError
 
 
@@ -54,7 +54,7 @@ class Apply:
     names: frozenset[str] = attrs.field(repr=False)
     constants: dict[str, Tensor] = attrs.field(repr=False)  # the buffers as they were; nobody writes here
     prefix: str = ""  # what stands before these names in the whole tree of parameters
-    variants: dict[tuple, Variant] = attrs.field(factory=dict, repr=False)
+    variants: dict[tuple, list[Variant]] = attrs.field(factory=dict, repr=False)  # those that nobody runs just now
     frozen: frozenset[str] = frozenset()  # names that the module wants no gradient for
     probed: set[tuple] = attrs.field(factory=set, repr=False)
 
@@ -93,7 +93,15 @@ class Apply:
         if buffers:
             device = next((x.device for x in params.values()), None)
             buffers = {name: b.detach().to(device, copy=True) for name, b in buffers.items()}
-        out, new = self._variant(now).run(params, buffers, args, kwargs)
+        free = self.variants.setdefault(_key(now), [])
+        try:
+            variant = free.pop()
+        except IndexError:  # the first call, or another thread is in the middle of one
+            variant = self._variant(now)
+        try:
+            out, new = variant.run(params, buffers, args, kwargs)
+        finally:
+            free.append(variant)
         if now.seen is not None:
             now.seen[:] = [out]
         return out, new
@@ -116,18 +124,16 @@ class Apply:
             )  # fmt: skip
 
     def _variant(self, now: Mode) -> Variant:
-        mode_key = _key(now)
-        if mode_key not in self.variants:
-            module = structural(self.source)  # the source is never run, so that it stays what it was
-            if now.evaluating:
-                module.eval()
-            _in_float32(module, now, self.prefix)
-            parts = dict(module.named_modules())
-            split = lambda places: [(*place.rpartition(".")[::2], name) for place, name in places.items()]
-            params = [(parts[path]._parameters, key, name) for path, key, name in split(self.params)]
-            buffers = [(parts[path]._buffers, key, name) for path, key, name in split(self.places)]
-            self.variants[mode_key] = Variant(module, params, buffers)
-        return self.variants[mode_key]
+        """Return a copy of the module in this mode."""
+        module = structural(self.source)  # the source is never run, so that it stays what it was
+        if now.evaluating:
+            module.eval()
+        _in_float32(module, now, self.prefix)
+        parts = dict(module.named_modules())
+        split = lambda places: [(*place.rpartition(".")[::2], name) for place, name in places.items()]
+        params = [(parts[path]._parameters, key, name) for path, key, name in split(self.params)]
+        buffers = [(parts[path]._buffers, key, name) for path, key, name in split(self.places)]
+        return Variant(module, params, buffers)
 
 
 @attrs.frozen(eq=False)
@@ -185,19 +191,6 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
     apply = Apply(structural(module), held[0], held[1], frozenset(params), constants, frozen=frozen)
     return apply, params, buffers
-
-
-def recipe(module_factory: Callable[[], nn.Module]) -> Callable[[Tensor], dict[str, Tensor]]:
-    """Make `key -> params` of a function that builds a module: for `step.init(fds.recipe(GPT), key=0)`.
-
-    The factory runs with torch's generators seeded from the key; names are those of `named_parameters`.
-    """
-
-    def build(key: Tensor) -> dict[str, Tensor]:
-        with random.seeded(key):
-            return {name: p.detach() for name, p in module_factory().named_parameters()}
-
-    return build
 
 
 def structural(module: nn.Module) -> nn.Module:

@@ -8,6 +8,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds.layout import Segment
+
+__all__ = ["Optimizer", "Schedule", "Segment", "at", "single_group"]
+
 Schedule = float | Callable[[int | Tensor], float | Tensor]
 
 
@@ -19,31 +23,6 @@ def at(value: Schedule, step: Tensor) -> float | Tensor:
     if not callable(value):
         return value
     return value(int(step) if step.device.type == "cpu" else step.clone())
-
-
-@attrs.frozen
-class Segment:
-    """Say where one parameter lies inside a flat slice.
-
-    Attributes:
-        name: dotted parameter name.
-        shape: of the whole parameter.
-        offset: first element of the slice that belongs to it.
-        length: elements of it in the slice: all, some, or none where it is split over ranks.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    length: int
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Return the view (length,) of `flat` that holds this parameter.
-
-        >>> Segment("bias", (2,), 1, 2).of(torch.arange(4))
-        tensor([1, 2])
-        """
-        return flat[self.offset : self.offset + self.length]
 
 
 def single_group(name: str) -> Hashable:
@@ -74,16 +53,20 @@ class Optimizer:
             - out: one tensor per slice that receives the new params in its own dtype, or None.
         lr: learning rate or its schedule `f(t)`: what the step evaluates, passes as `lr` and reports.
         text: how the optimizer was written; also its repr.
-        whole: True where `update` needs whole parameters in each slice.
+        whole: True where `update` needs whole parameters in each slice; or parameter name -> that.
         group: parameter name -> group; a slice never mixes groups.
     """
 
     init: Callable[..., dict[str, list[Tensor | None]]]
     update: Callable[..., tuple[list[Tensor], dict[str, list[Tensor | None]]]]
-    whole: bool = False
+    whole: bool | Callable[[str], bool] = False
     lr: Schedule = 0.0
     text: str = "optimizer"
     group: Callable[[str], Hashable] = single_group
+
+    def needs_whole(self, name: str) -> bool:
+        """Say whether a slice must hold all or nothing of the parameter of this name."""
+        return self.whole(name) if callable(self.whole) else self.whole
 
     def learning_rate(self, step: Tensor) -> Tensor:
         """Return the learning rate at t = `step` () as a () float64 tensor on its device."""

@@ -21,7 +21,7 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
 
     Every group follows its own learning rate: `update` ignores a `lr` that it is passed. `.lr`, which the
     step reports, is the last pattern's. Slots of one name share an entry of `opt`, None for the slices of
-    groups without it. `whole` if any of the optimizers is.
+    groups without it. A parameter is kept whole if its optimizer asks for it.
 
     Raises `OptimizerError` for values that are not optimizers, and in `init` for a parameter that matches
     no pattern, or a pattern that no parameter matches.
@@ -95,7 +95,9 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         return params, opt
 
     text = "by_name({" + ", ".join(f"{pattern!r}: {member}" for pattern, member in optimizers.items()) + "})"
-    return Optimizer(init, update, any(m.whole for m in members), lr=members[-1].lr, text=text, group=group)
+    some_whole = any(m.whole for m in members)
+    whole = (lambda name: members[group(name)].needs_whole(name)) if some_whole else False
+    return Optimizer(init, update, whole, lr=members[-1].lr, text=text, group=group)
 
 
 def _pick(values: Sequence, indices: list[int]) -> list:

@@ -33,11 +33,8 @@ def same_composition(state: State, slots: Iterable[str], opt: Mapping[str, Itera
             )  # fmt: skip
 
 
-def given(params: Any, key: torch.Tensor) -> Any:
-    """Return the parameters that `step.init` was given, built from the key where that is a recipe.
-
-    Raises `StateError` for a module or a loss in their place.
-    """
+def parameters(params: Any) -> None:
+    """Raise `StateError` for a module or a loss in place of the parameters that `step.init` takes."""
     if isinstance(params, Layers):
         raise StateError("layers are a loss, not parameters", got="layers", want="layers.init")
     if isinstance(params, torch.nn.Module):
@@ -45,4 +42,3 @@ def given(params: Any, key: torch.Tensor) -> Any:
             "a module is no tree of parameters", got=type(params).__name__, want="a pytree of tensors, or a recipe",
             hint="apply, params, buffers = fds.functional(module)",
         )  # fmt: skip
-    return params(key) if callable(params) else params

@@ -52,8 +52,9 @@ def transform(factory: Callable[P, Callable[[Step], Step]]) -> Callable[P, Trans
 def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: Any) -> Step:
     """Return `step` with stations filled by the transform whose turn it is.
 
-    Tuple stations are appended to; a single station that somebody filled before is a `ComposeError`, as is a slot
-    whose name is taken. `hint`, and `instead` of this transform's own text (None: nothing), go into that error.
+    Tuple stations are appended to; of `gather` and `reduce` a dict fills the fields that it names. What somebody
+    filled before, station, field or slot, is a `ComposeError`, into which `hint` goes, and `instead` of this
+    transform's own text (None: nothing).
     """
     by, changes, owners = step.position, {}, dict(step.owners)
     for name, value in stations.items():
@@ -66,11 +67,14 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
             changes[name] = {**held, **value}
         elif isinstance(held, tuple):
             changes[name] = (*held, value)
-        elif name in owners:
-            drop = by if instead is None else owners[name]
-            raise _refuse(step, f"the station {name!r}", owners[name], hint, drop=drop, instead=instead)
         else:
-            changes[name], owners[name] = value, by
+            keys = [f"{name}.{field}" for field in value] if isinstance(value, dict) else [name]
+            taken = next((key for key in keys if key in owners), None)
+            if taken is not None:
+                drop = by if instead is None else owners[taken]
+                raise _refuse(step, f"the station {name!r}", owners[taken], hint, drop=drop, instead=instead)
+            changes[name] = attrs.evolve(held, **value) if isinstance(value, dict) else value
+            owners.update(dict.fromkeys(keys, by))
     return attrs.evolve(step, owners=owners, **changes)
 
 

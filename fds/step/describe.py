@@ -10,6 +10,8 @@ import attrs
 from fds import tree
 from fds.state import State
 from fds.step.check import usable
+from fds.step.footprint import held_bytes, sent_bytes
+from fds.step.structure import Structure
 
 
 @attrs.frozen
@@ -18,19 +20,24 @@ class Description:
 
     Attributes:
         stations: station -> what fills it, in program order, filled ones only.
-        num_bytes: part of the state -> bytes held between steps; `gradients` within one. Empty without a state.
+        num_bytes: part -> bytes that this rank holds: those of the state between steps; within one also `gradients`,
+            `buckets`, `whole` and `low` parameters (see `fds.step.footprint`). Empty without a state.
+        sent: station -> bytes that this rank sends in a step, at most.
         frozen: names of parameters that are not trained.
-        unused: names of trained parameters that the loss did not use on the batch: their gradient is zero.
+        unused: names of trained parameters that the loss did not use on the batch (of this rank): their gradient is
+            zero.
     """
 
     stations: dict[str, str]
     num_bytes: dict[str, int] = attrs.field(factory=dict)
+    sent: dict[str, int] = attrs.field(factory=dict)
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{name:<10} {text}" for name, text in self.stations.items()]
         lines += [f"{name:<10} {n:>16,} bytes" for name, n in self.num_bytes.items()]
+        lines += [f"{name:<10} {n:>16,} bytes sent a step" for name, n in self.sent.items()]
         lines += [f"frozen     {', '.join(self.frozen)}"] if self.frozen else []
         lines += [f"unused     {', '.join(self.unused)}: zero gradient"] if self.unused else []
         return "\n".join(lines)
@@ -49,22 +56,17 @@ def describe(step: Any, state: State | None, batch: Any) -> Description:
         return Description(told)
     usable(state, "describe")
     assert state is not None
-    structure, leaves = step.structure_of(state.params)
-    held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
-    trained = set(structure.trained)
-    whole = step.gather(structure.names, leaves)
-    held["gradients"] = sum(x.numel() * (step.sum.dtype or x.dtype).itemsize for x in structure.pick(whole))
-    frozen = tuple(n for i, n in enumerate(structure.names) if i not in trained)
-    return Description(told, held, frozen, () if batch is None else _unused(step, state, batch))
+    structure, _ = step.structure_of(state.params)
+    trained = set(structure.trained_names)
+    frozen = tuple(name for name in structure.names if name not in trained)
+    unused = () if batch is None else _unused(step, structure, state, batch)
+    return Description(told, held_bytes(step, structure, state), sent_bytes(step, structure), frozen, unused)
 
 
 def _text(value: Any) -> str:
     return value.__name__ if inspect.isfunction(value) else str(value)
 
 
-def _unused(step: Any, state: State, batch: Any) -> tuple[str, ...]:
-    structure, leaves = step.structure_of(state.params)
-    exact = attrs.evolve(step, sum=type(step.sum)())  # gradients stay where they can be seen
-    sums, _ = exact.backward(state, structure, leaves, batch, None)
-    found = zip(structure.trained, sums.leaves, strict=True)
-    return tuple(structure.names[i] for i, x in found if x.grad is None)
+def _unused(step: Any, structure: Structure, state: State, batch: Any) -> tuple[str, ...]:
+    _, sums, _ = step.backward(state, structure, tree.leaves(state.params), batch, None)
+    return tuple(name for name, used in zip(structure.trained_names, sums.used(), strict=True) if not used)

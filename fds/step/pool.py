@@ -23,6 +23,8 @@ class Pool:
     # The last gradients (CPU only), until the next call begins: freed at the end of a step they would let malloc give
     # the top of its heap back, 560 page faults a step of the example; a hand-written loop keeps them in `.grad` too.
     ballast: list[Tensor] = attrs.field(factory=list)
+    # Flat buckets, CPU only and for the same reason: what one step gathers and reduces in, the next one does too.
+    scratch: dict[tuple, list[Tensor]] = attrs.field(factory=dict)
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def copies(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -41,6 +43,18 @@ class Pool:
         if outs:
             torch._foreach_copy_(outs, tensors)
         return outs
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory (numel,) with anything in it, for as long as somebody holds it."""
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        with self.lock:
+            held = self.scratch.setdefault((numel, dtype), [])
+            for base in held:
+                if is_alone(base):
+                    return base.detach()
+            held.append(torch.empty(numel, dtype=dtype, device=device))
+            return held[-1].detach()
 
     def __reduce__(self) -> tuple:
         return (Pool, ())

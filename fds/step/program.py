@@ -11,16 +11,24 @@ import torch
 from torch import Tensor
 
 from fds import loss as losses, random, tree
-from fds.errors import LossError, StateError
+from fds.errors import LossError
 from fds.optim import Optimizer
 from fds.state import State
 from fds.step.batch import Split
-from fds.step.check import given, same_composition, usable
+from fds.step.buckets import Bucketed
+from fds.step.check import same_composition, usable
 from fds.step.describe import Description, describe
-from fds.step.gradients import Gradients, Measure, Sum, Sums, combined_scale
+from fds.step.evaluation import evaluator
+from fds.step.gather import Gather
+from fds.step.gradients import Gradients, Measure, combined_scale
+from fds.step.initial import initial, traced
+from fds.step.order import Memory, Order
 from fds.step.pool import Pool
-from fds.step.stations import After, Commit, Gather, Place, Reduce, Scale
-from fds.step.structure import Structure, distinct, own
+from fds.step.reduce import Reduce
+from fds.step.stations import After, Commit, Place, Scale
+from fds.step.structure import Structure, distinct
+from fds.step.sums import InPlace, Sum, demand_graph, demand_use
+from fds.step.totals import Totals
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -56,6 +64,7 @@ class Step:
     owners: Mapping[str, int] = attrs.field(factory=dict, repr=False)  # station -> position of who filled it
     pool: Pool = attrs.field(factory=Pool, init=False, repr=False)
     structures: dict = attrs.field(factory=dict, init=False, repr=False)
+    memories: dict[str, Memory] = attrs.field(factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
         return f"compose({', '.join(map(str, self.composition))})({losses.name(self.loss)})"
@@ -64,39 +73,20 @@ class Step:
         """Make the first state: parameters copied, optimizer and slots fresh.
 
         Args:
-            params: a pytree of tensors, or a recipe `key -> params` (`layers.init`, `fds.recipe(factory)`).
+            params: a pytree of tensors, of which rank 0's values are taken; or a recipe `key -> params`
+                (`layers.init`, `fds.recipe(factory)`), which every rank runs layer by layer, keeping its slices.
             key: where all randomness of the run starts, an int or a `(2,) int64` key.
 
         Raises `StateError` for NaN, leaves that are no tensors or share memory, patterns that match nothing.
         """
-        key = random.key(key)
-        params = own(given(params, random.fold_in(key, "params")))
-        if isinstance(self.loss, losses.Layers):
-            self.loss.check(params)
-        (structure, leaves), device = self.structure_of(params), device_of(params)
-        tree.match(self.gather.float32, structure.names, what="precision(keep_float32=...)")
-        flat = [x.view(-1) for x in structure.pick(leaves)]
-        assert self.optimizer is not None
-        return State(
-            step=torch.zeros((), dtype=torch.int64, device=device),
-            calls=torch.zeros((), dtype=torch.int64, device="cpu"),
-            params=params,
-            opt=structure.name_slots(self.optimizer.init(structure.segments, params=flat)),
-            buffers={name: b.detach().to(device).clone() for name, b in losses.initial_buffers(self.loss).items()},
-            slots={name: make(params, device) for name, make in self.slots.items()},
-            key=key,
-        )
+        return initial(self, params, key)
 
     def structure(self, params: Any) -> State:
         """Return the state that `init` would make, as `meta` tensors: nothing is allocated or drawn.
 
         `params` is what `init` takes: tensors, `meta` tensors or a recipe.
         """
-        losses.initial_buffers(self.loss)  # builds what is not built yet, so not on meta
-        with torch.device("meta"):
-            params = given(params, random.key(0))
-            params = tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, params)
-            return tree.map(lambda x: x.to("meta"), self.init(params))
+        return traced(self, params)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
         """Return the next state and the metrics; inputs and global generators stay as they are.
@@ -110,35 +100,38 @@ class Step:
         Raises `BatchError`, `LossError`, `StateError`, `DonatedStateError`; the state is then as it was, but for what
         a loss that is refused for it wrote there itself.
         """
-        structure, leaves = self._check(state)
+        structure, parts = self._check(state)
         assert self.optimizer is not None
 
         # from the batch to one summed gradient
         scale = None if self.scale is None else self.scale.scale(state.slots, state.step.device)
         self.pool.ballast.clear()
-        sums, buffers = self.backward(state, structure, leaves, batch, scale)
-        grads = Gradients(sums.grads(losses.name(self.loss)), combined_scale(sums.weight, scale, state.step.device))
+        totals, sums, buffers = self.backward(state, structure, parts, batch, scale)
+        demand_use(sums.used(), losses.name(self.loss))
+        leaves = sums.finish()
 
-        # from the gradient to a decision
-        if self.commit is not None or any(m.norm for m in self.measure):
-            grads = grads.measured()
-        norm, skip = grads.norm, None
+        # from the gradient to a decision, the same on every rank
+        measures = self.commit is not None or any(m.norm for m in self.measure)
+        totals, norm, buffers = self.reduce.agree(totals, leaves, buffers, norm=measures)
+        total = combined_scale(totals.weight, scale, state.step.device, self.reduce.predivide)
+        norm, skip = norm if norm is None or total is None else (norm / total).to(norm.dtype), None
         if self.commit is not None:
             assert norm is not None
             skip = ~norm.isfinite()
+        grads = known = Gradients(leaves, total, norm, structure.segments, self.reduce.axes)
         for one in self.condition:
-            grads = one(grads)
+            grads = attrs.evolve(one(grads), segments=known.segments, axes=known.axes)
         grads = grads.settled()
 
         # the update: from here on the new state's memory is written
         lr = self.optimizer.learning_rate(state.step)
-        trained, opt, after = self._writable(state, structure.pick(leaves))
+        trained, opt, after = self._writable(state, structure.pick(parts))
         flat, flat_opt = [x.view(-1) for x in trained], structure.flat_slots(opt)
         if self.place.donate:
             state.token.spent_at = int(state.calls)
         new, new_opt = self.optimizer.update(
             [g.view(-1) for g in grads.leaves], flat_opt, flat, step=state.step, lr=lr, grad_scale=grads.scale,
-            skip=skip, segments=structure.segments, axes=(),
+            skip=skip, segments=structure.segments, axes=self.reduce.axes,
         )  # fmt: skip
         if self.place.donate:
             torch.autograd.graph.increment_version(flat)  # fused kernels do not: a graph that saved these must fail
@@ -156,32 +149,45 @@ class Step:
             slots = self.commit(slots, skip)
             buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
         for one in self.after:
-            slots[one.slot] = one(slots[one.slot], structure.put(leaves, trained), skip)
+            slots[one.slot] = one(slots[one.slot], structure.put(parts, trained), skip)
         step = state.step + (1 if skip is None else ~skip)
         new = State(
-            step=step, calls=state.calls + 1, params=structure.put(leaves, trained), opt=opt,
+            step=step, calls=state.calls + 1, params=structure.put(parts, trained), opt=opt,
             buffers=buffers, slots=slots, key=state.key,
         )  # fmt: skip
-        return new, self._metrics(sums, state, step, lr, norm, skip)
+        return new, self._metrics(totals, state, step, lr, norm, skip)
 
     def backward(
-        self, state: State, structure: Structure, leaves: list[Tensor], batch: Any, scale: Tensor | None
-    ) -> tuple[Sums, dict[str, Tensor]]:
-        """Run every microbatch forward and backward; return the sums and the new buffers.
+        self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
+    ) -> tuple[Totals, InPlace | Bucketed, dict[str, Tensor]]:
+        """Run every microbatch forward and backward; return totals, sums of gradients and the new buffers.
 
-        What only this needs (low-precision parameters, microbatches, graphs) is gone before the update.
+        What only this needs (whole or low-precision parameters, microbatches, graphs) is gone before the update.
         """
-        microbatches = self.microbatches(batch)
+        microbatches, where = self.microbatches(batch), losses.name(self.loss)
         settings = self.settings(state, len(microbatches))
-        whole = self.gather(structure.names, leaves)
-        seen = [x.detach().requires_grad_() for x in structure.pick(whole)]
-        sums, buffers = Sums.over(seen, self.sum.dtype), state.buffers
+        order = self.order("step")
+        params = self.gather(structure, parts, self.pool, train=True, order=order)
+        sums = self.reduce.sums(structure, params.trained, self.sum.dtype, self.pool, order)
+        totals, buffers = Totals(), state.buffers
         with random.scope(settings[0].devices), torch.inference_mode(False), torch.enable_grad():
-            for microbatch, setting in zip(microbatches, settings, strict=True):
-                outcome = self.run_loss(self.loss, structure.put(whole, seen), microbatch, buffers, setting)
+            for i, (microbatch, setting) in enumerate(zip(microbatches, settings, strict=True)):
+                outcome = self.run_loss(self.loss, params.tree, microbatch, buffers, setting)
                 buffers = outcome.buffers
-                sums.add(outcome, scale, losses.name(self.loss))
-        return sums, buffers
+                if params.trained:
+                    demand_graph(outcome.total, where)
+                    seed = None if scale is None else scale.to(outcome.total.dtype)
+                    sums.add(outcome.total, seed, last=i + 1 == len(microbatches))
+                totals.add(outcome, where)
+        params.close()
+        return totals, sums, buffers
+
+    def order(self, what: str) -> Order | None:
+        """Return the order in which ranks meet while parameters are gathered when used, None where they are not."""
+        shard = self.gather.shard
+        if shard is None or shard.stage < 3:
+            return None
+        return Order(shard.axis, self.memories.setdefault(what, Memory()), shard.prefetch)
 
     def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
         """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.
@@ -193,33 +199,17 @@ class Step:
 
     def evaluator(self, state: State) -> Callable[..., dict[str, Tensor]]:
         """Gather the parameters once and return `evaluate(batch, *, outputs=False)` for many batches."""
-        usable(state, "evaluate")
-        structure, leaves = self.structure_of(state.params)
-        params = structure.build(self.gather(structure.names, leaves))
-
-        def evaluate(batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
-            state.check("evaluate")
-            (whole_batch,) = self.microbatches(batch, Split())
-            seen: list = []
-            (setting,) = self.settings(state, 1, evaluating=True, seen=seen)
-            with random.scope(setting.devices), torch.no_grad():
-                outcome = self.run_loss(self.eval_loss, params, whole_batch, state.buffers, setting)
-            sums = Sums([], [])
-            sums.add(outcome, None, losses.name(self.eval_loss))
-            if outputs and not seen:
-                raise LossError(
-                    "this loss shows no outputs", where=losses.name(self.eval_loss), got="outputs=True",
-                    want="Layers, or a loss that calls what fds.functional returned",
-                    hint="return what you want to see as a metric",
-                )  # fmt: skip
-            return {**sums.means(), "step": state.step.clone(), **({"outputs": seen[0]} if outputs else {})}
-
-        return evaluate
+        return evaluator(self, state)
 
     def params(self, state: State) -> Any:
-        """Return copies of the whole parameters, in master precision, in the user's structure."""
+        """Return copies of the whole parameters, in master precision, in the user's structure: all ranks call it."""
         usable(state, "params")
-        return tree.map(torch.clone, state.params)
+        structure, parts = self.structure_of(state.params)
+        if not structure.sharded:
+            return tree.map(torch.clone, state.params)
+        exact = Gather(shard=self.gather.shard)
+        whole = [x.clone() for x in exact.all_at_once(structure, parts, Pool())]
+        return structure.build_whole(whole)
 
     def describe(self, state: State | None = None, batch: Any = None) -> Description:
         """Say station by station what is composed; with a state, the bytes held; with a batch, what is unused."""
@@ -231,7 +221,7 @@ class Step:
         key = (spec, *((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves))
         if key not in self.structures:
             assert self.optimizer is not None
-            self.structures[key] = Structure.of(params, self.frozen, self.optimizer)
+            self.structures[key] = Structure.of(params, self)
         return self.structures[key], leaves
 
     def _check(self, state: Any) -> tuple[Structure, list[Tensor]]:
@@ -253,7 +243,8 @@ class Step:
         """Return the setting of each microbatch: all seeds of a call, computed before its first kernel."""
         loss, calls = self.eval_loss if evaluating else self.loss, int(state.calls)
         base = random.fold_in(state.key, "evaluate" if evaluating else "step", calls)
-        keys = [random.fold_in(base, i) for i in range(n)]
+        first = 0 if self.reduce.shard is None else self.reduce.shard.data.index * n
+        keys = [random.fold_in(base, first + i) for i in range(n)]
         draws = losses.draws(loss)
         device = state.step.device
         low = self.gather.dtype in (torch.float16, torch.bfloat16)
@@ -298,19 +289,11 @@ class Step:
         return trained, {slot: {name: next(out) for name in slots[slot]} for slot in slots}, build(out)
 
     def _metrics(
-        self, sums: Sums, state: State, step: Tensor, lr: Tensor, norm: Tensor | None, skip: Tensor | None
+        self, totals: Totals, state: State, step: Tensor, lr: Tensor, norm: Tensor | None, skip: Tensor | None
     ) -> dict[str, Tensor]:
-        metrics = {**sums.means(), "step": step.clone(), "lr": lr}
+        metrics = {**totals.means(), "step": step.clone(), "lr": lr}
         if norm is not None:
             metrics["grad_norm"] = norm
         if skip is not None:
             metrics["skipped"] = skip
         return metrics if self.scale is None else {**metrics, **self.scale.metrics(state.slots, step.device)}
-
-
-def device_of(params: Any) -> torch.device:
-    """Return the device of the first leaf. Raises `StateError` for a tree without tensors."""
-    for leaf in tree.leaves(params):
-        return leaf.device
-    raise StateError("there are no parameters", got=repr(params)[:60], want="a pytree of tensors")
-

@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
 from typing import Any, Protocol
 
 import attrs
 import torch
 from torch import Tensor
-
-
-@attrs.frozen
-class Gather:
-    """The station `gather`: held parameters to whole ones, in what dtype. None keeps the master's."""
-
-    dtype: torch.dtype | None = None
-    float32: tuple[str, ...] = ()  # patterns of parameters that stay as they are
-
-    def __call__(self, names: tuple[str, ...], leaves: list[Tensor]) -> list[Tensor]:
-        """Return what the loss sees, cast once a step."""
-        if self.dtype is None:
-            return leaves
-        return [x.to(self.dtype) if self.casts(n) and x.is_floating_point() else x
-                for n, x in zip(names, leaves, strict=True)]  # fmt: skip
-
-    def casts(self, name: str) -> bool:
-        """Say whether the parameter of this name is cast."""
-        return not any(fnmatch.fnmatchcase(name, p) for p in self.float32)
-
-
-@attrs.frozen
-class Reduce:
-    """The station `reduce`: the dtype in which gradients travel between ranks; one rank sends nothing."""
-
-    dtype: torch.dtype | None = None
 
 
 @attrs.frozen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -11,66 +11,140 @@ from torch import Tensor
 
 from fds import tree
 from fds.errors import StateError
-from fds.optim import Optimizer, Segment
+from fds.layout import Layout, Leaf, Segment, Sharded
+from fds.optim import Optimizer
+from fds.step.shard import Shard
 
 
 @attrs.frozen(eq=False)
 class Structure:
-    """Names of all leaves in order, the indices of those that are trained, and the optimizer's segments."""
+    """How a step sees parameters: the user's leaves by name, and the parts in which a state holds them.
 
-    names: tuple[str, ...]
-    trained: tuple[int, ...]
-    build: Callable[[Sequence], Any]
-    segments: list[list[Segment]]
-    opt_names: dict[str, dict[str, Any]]  # slot of the optimizer -> names of the parameters that have it
+    Unsharded the parts are the leaves; sharded they are this rank's slices of the buckets of `layout`.
+    """
+
+    names: tuple[str, ...]  # of the user's leaves, in order
+    trained_names: tuple[str, ...]  # of those that are trained
+    held: tuple[str, ...]  # names of the parts
+    shapes: tuple[torch.Size, ...]  # of the parts
+    trained: tuple[int, ...]  # indices of the parts that are trained
+    build: Callable[[Sequence], Any]  # parts -> what `state.params` is
+    build_whole: Callable[[Sequence], Any]  # whole leaves -> the user's tree
+    segments: list[list[Segment]]  # of the trained parts
+    layout: Layout | None  # of the slices in the state, or of the gradients alone; None where one rank does all
+    sharded: bool
+    opt_names: dict[str, dict[str, Any]]  # slot of the optimizer -> names of the parts that have it
 
     @classmethod
-    def of(cls, params: Any, frozen: Sequence[str], optimizer: Optimizer) -> Structure:
-        """Read the structure of a tree of tensors. Raises `StateError` for a leaf that is no tensor."""
-        named = tree.paths(params)
-        for name, x in named.items():
-            if not isinstance(x, Tensor):
-                raise StateError("a parameter is no tensor", where=name, got=repr(x)[:60], want="a tensor")
-            if x.is_complex():
-                raise StateError("a parameter is complex", where=name, got=str(x.dtype), want="a real dtype",
-                                 hint="keep real and imaginary part: torch.view_as_real")  # fmt: skip
-        still = tree.match(frozen, named, what="freeze")
-        trained = tuple(i for i, (n, x) in enumerate(named.items()) if tree.is_float(x) and n not in still)
-        leaves = list(named.values())
-        segments = [[Segment(tuple(named)[i], tuple(leaves[i].shape), 0, leaves[i].numel())] for i in trained]
-        made = cls(tuple(named), trained, tree.flatten(params)[1], segments, {})
-        flat = [torch.empty(leaves[i].numel(), dtype=leaves[i].dtype, device="meta") for i in trained]
-        made.opt_names.update(made.name_slots(optimizer.init(segments, params=flat)))
-        return made
+    def of(cls, params: Any, step: Any) -> Structure:
+        """Read the structure of a tree of tensors, or of `Sharded` ones.
 
-    def pick(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Return the trained ones of all leaves."""
-        return [leaves[i] for i in self.trained]
+        Raises `StateError` for a leaf that is no tensor, and for what was sharded in another way.
+        """
+        shard: Shard | None = step.reduce.shard
+        if isinstance(params, Sharded):
+            if shard is None or shard.stage == 0 or params.layout.num_ranks != shard.axis.size:
+                raise StateError(
+                    "these parameters are sharded in another way", where="params", got=f"slices for "
+                    f"{params.layout.num_ranks} ranks", want=f"{shard or 'whole parameters'}",
+                    hint="step.params(state) of the step that made them gives whole ones",
+                )  # fmt: skip
+            return cls._of_layout(params.layout, shard, step.optimizer)
+        leaves = read_leaves(params, step)
+        if shard is not None and shard.stage > 0:
+            return cls._of_layout(shard.plan(leaves, tree.structure(params)), shard, step.optimizer)
+        live = [leaf for leaf in leaves if leaf.trained]
+        layout = None if shard is None else shard.plan(live, None)
+        build, names = tree.flatten(params)[1], tuple(leaf.name for leaf in leaves)
+        segments = [[Segment(leaf.name, leaf.shape, 0, leaf.numel)] for leaf in live]
+        made = cls(
+            names, tuple(leaf.name for leaf in live), names, tuple(torch.Size(leaf.shape) for leaf in leaves),
+            tuple(i for i, leaf in enumerate(leaves) if leaf.trained), build, build, segments, layout, False, {},
+        )  # fmt: skip
+        return made._with_slots(step.optimizer, [(leaf.numel, leaf.dtype) for leaf in live])
 
-    def put(self, leaves: Sequence[Tensor], trained: Sequence[Tensor]) -> Any:
-        """Return the tree of `leaves` with the trained ones replaced."""
-        out = list(leaves)
+    @classmethod
+    def _of_layout(cls, layout: Layout, shard: Shard, optimizer: Optimizer) -> Structure:
+        buckets = layout.buckets
+        trained = {leaf.name for b in buckets if b.trained for leaf in b.leaves}
+        made = cls(
+            layout.names, tuple(n for n in layout.names if n in trained), tuple(b.name for b in buckets),
+            tuple(torch.Size((b.length,)) for b in buckets), tuple(i for i, b in enumerate(buckets) if b.trained),
+            lambda parts: Sharded(dict(zip((b.name for b in buckets), parts, strict=True)), layout), layout.build,
+            [b.segments(shard.axis.index) for b in buckets if b.trained], layout, True, {},
+        )  # fmt: skip
+        return made._with_slots(optimizer, [(b.length, b.dtype) for b in buckets if b.trained])
+
+    def _with_slots(self, optimizer: Optimizer, flat: list[tuple[int, torch.dtype]]) -> Structure:
+        """Return the same, knowing which slots the optimizer keeps."""
+        params = [torch.empty(n, dtype=dtype, device="meta") for n, dtype in flat]
+        self.opt_names.update(self.name_slots(optimizer.init(self.segments, params=params)))
+        return self
+
+    def hold(self, leaves: Iterable[tuple[str, Tensor]], index: int) -> Any:
+        """Return what a state holds, from (name, whole leaf) one after another: all, or slice `index` of each bucket.
+
+        Leaves are taken over where they are held whole, else copied from.
+        """
+        if not self.sharded:
+            named = dict(leaves)
+            return self.build([named[name] for name in self.names])
+        assert self.layout is not None
+        places = {s.name: (i, s) for i, b in enumerate(self.layout.buckets) for s in b.segments(index)}
+        parts: list[Any] = [None] * len(self.held)
+        for name, leaf in leaves:
+            i, s = places[name]
+            if parts[i] is None:
+                parts[i] = leaf.new_zeros(self.shapes[i])
+            s.of(parts[i]).copy_(leaf.reshape(-1)[s.start : s.start + s.length])
+        return self.build(parts)
+
+    def pick(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the trained ones of all parts."""
+        return [parts[i] for i in self.trained]
+
+    def put(self, parts: Sequence[Tensor], trained: Sequence[Tensor]) -> Any:
+        """Return what `state.params` is with the trained parts replaced."""
+        out = list(parts)
         for i, x in zip(self.trained, trained, strict=True):
             out[i] = x
         return self.build(out)
 
     def name_slots(self, opt: dict[str, list]) -> dict[str, dict[str, Tensor]]:
-        """Turn the optimizer's flat slices into tensors under the names of their parameters."""
+        """Turn the optimizer's flat slices into tensors under the names of their parts."""
+        places = [(self.held[i], self.shapes[i]) for i in self.trained]
         return {
-            slot: {s.name: x.view(s.shape) for (s,), x in zip(self.segments, parts, strict=True) if x is not None}
+            slot: {name: x.view(shape) for (name, shape), x in zip(places, parts, strict=True) if x is not None}
             for slot, parts in opt.items()
         }
 
     def flat_slots(self, opt: dict[str, dict[str, Tensor]]) -> dict[str, list]:
         """Undo `name_slots`: views, no copies."""
-        return {
-            slot: [parts[s.name].view(-1) if s.name in parts else None for (s,) in self.segments]
-            for slot, parts in opt.items()
-        }
+        names = [self.held[i] for i in self.trained]
+        return {slot: [parts[n].view(-1) if n in parts else None for n in names] for slot, parts in opt.items()}
 
 
-def own(params: Any) -> Any:
-    """Copy parameters for a state: contiguous and detached. Raises `StateError` for NaN and for shared leaves."""
+def read_leaves(params: Any, step: Any) -> list[Leaf]:
+    """Return what planning must know of every leaf. Raises `StateError` for one that is no real tensor."""
+    named, optimizer = tree.paths(params), step.optimizer
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise StateError("a parameter is no tensor", where=name, got=repr(x)[:60], want="a tensor")
+        if x.is_complex():
+            raise StateError("a parameter is complex", where=name, got=str(x.dtype), want="a real dtype",
+                             hint="keep real and imaginary part: torch.view_as_real")  # fmt: skip
+    still = tree.match(step.frozen, named, what="freeze")
+    leaves = []
+    for name, x in named.items():
+        trained = tree.is_float(x) and name not in still
+        group = optimizer.group(name) if trained else None
+        kind = (group, step.gather.casts(name), step.gather.persists(x.numel()))
+        leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, trained and optimizer.needs_whole(name)))
+    return leaves
+
+
+def check_own(params: Any) -> None:
+    """Raise `StateError` for leaves of a tree that are not finite, or that share memory."""
     named, seen = tree.paths(params), {}
     for name, x in named.items():
         if not isinstance(x, Tensor):
@@ -85,11 +159,15 @@ def own(params: Any) -> Any:
                         hint="leave one name out (fds.functional and TiedLayerSpec do), and use it twice in the loss",
                     )  # fmt: skip
             others[name] = x
-        if x.is_floating_point() and not x.is_meta and not bool(torch.isfinite(x).all()):
-            bad = int((~torch.isfinite(x)).sum())
-            raise StateError("a parameter is not finite", where=name, got=f"{bad} of {x.numel()} elements NaN or "
-                             "infinite", want="finite initial values")  # fmt: skip
-    return tree.map(lambda x: contiguous_copy(x) if isinstance(x, Tensor) else x, params)
+        check_finite(name, x)
+
+
+def check_finite(name: str, x: Tensor) -> None:
+    """Raise `StateError` for a leaf with NaN or infinite elements."""
+    if x.is_floating_point() and not x.is_meta and not bool(torch.isfinite(x).all()):
+        bad = int((~torch.isfinite(x)).sum())
+        raise StateError("a parameter is not finite", where=name, got=f"{bad} of {x.numel()} elements NaN or "
+                         "infinite", want="finite initial values")  # fmt: skip
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fds import tree
 from fds.errors import ComposeError
 from fds.loss import Layers
-from fds.step import Gather, Reduce, Step, Sum, Whole, fill, transform
+from fds.step import Step, Sum, Whole, fill, transform
 
 
 @attrs.frozen
@@ -70,8 +70,8 @@ def precision(
         own = ("0", "0.*") if isinstance(step.loss, Layers) else ("*",)
         cast = own if inputs is None else (inputs,) if isinstance(inputs, str) else tuple(inputs)
         return fill(
-            step, batch=CastInputs(compute, cast), gather=Gather(compute, kept), sum=Sum(accumulate),
-            reduce=Reduce(reduce),
+            step, batch=CastInputs(compute, cast), gather={"dtype": compute, "float32": kept}, sum=Sum(accumulate),
+            reduce={"dtype": reduce},
         )  # fmt: skip
 
     return apply

@@ -1,0 +1,28 @@
+"""Collectives: the ranks that run, named axes over them, and what they send each other.
+
+`start_*` of an `Axis` is the raw core, in place and asynchronous; the functions here are its pure, differentiable face.
+"""
+
+from fds.collectives.axis import Axis
+from fds.collectives.calls import Work
+from fds.collectives.functional import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    recv,
+    reduce_scatter,
+    send,
+)
+from fds.collectives.joining import init_distributed
+from fds.collectives.meshes import Mesh, from_torch, mesh
+from fds.collectives.simulation import simulate
+from fds.collectives.topology import Topology
+from fds.collectives.traffic import counted
+
+__all__ = [
+    "init_distributed", "mesh", "from_torch", "simulate", "Mesh", "Topology", "Axis", "Work",
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "recv", "barrier",
+    "counted",
+]  # fmt: skip

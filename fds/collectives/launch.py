@@ -1,0 +1,110 @@
+"""Launch: what the program that started the ranks wrote into their environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import socket
+from collections.abc import Mapping
+
+import attrs
+
+from fds.errors import MeshError
+
+PORT = 29500  # torchrun's own
+
+# By whom: rank, number of ranks, rank on the node. MPI before Slurm, whose variables of the batch script reach every
+# process that mpirun starts; torchrun before both, for it runs under them.
+STARTERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+}
+ON_THIS_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # how many of the ranks
+
+
+@attrs.frozen
+class Launch:
+    """One rank among those that were started together."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str = ""  # host of rank 0; empty for one rank
+    port: int = PORT
+
+
+def launched(environ: Mapping[str, str]) -> Launch | None:
+    """Read torchrun's, MPI's or Slurm's variables; None where nobody started ranks.
+
+    Raises `MeshError` for an environment that says half of it.
+    """
+    for starter, (rank, size, local) in STARTERS.items():
+        if rank not in environ and size not in environ:
+            continue
+        if rank not in environ or size not in environ:
+            has, lacks = (rank, size) if rank in environ else (size, rank)
+            raise MeshError(
+                f"the environment says {has} and not {lacks}", where=starter, got=f"{has}={environ[has]}",
+                want="both, or neither for one process", hint=f"start with {starter}, or unset {has}",
+            )  # fmt: skip
+        number, count = _integer(environ, rank), _integer(environ, size)
+        if not 0 <= number < count:
+            raise MeshError("the rank is not among the ranks", where=starter, got=f"{rank}={number}, {size}={count}",
+                            want=f"0 to {count - 1}")  # fmt: skip
+        at = _integer(environ, local) if local in environ else 0
+        if count == 1:
+            return Launch(number, count, at)
+        return Launch(number, count, at, *_rendezvous(environ, starter, number, count))
+    return None
+
+
+def _rendezvous(environ: Mapping[str, str], starter: str, rank: int, world_size: int) -> tuple[str, int]:
+    """Return the host and port at which rank 0 waits for the others."""
+    port = _integer(environ, "MASTER_PORT") if "MASTER_PORT" in environ else PORT
+    if "MASTER_ADDR" in environ:
+        return environ["MASTER_ADDR"], port
+    if starter == "Slurm":
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+        if nodes:  # jobs may share a node: the port follows the job's number
+            job = _integer(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
+            return first_host(nodes), port if "MASTER_PORT" in environ or not job else 20_000 + job % 10_000
+    if starter in ("Open MPI", "PMI"):
+        if importlib.util.find_spec("mpi4py") is not None:
+            return _tell(rank)
+        if str(world_size) in (environ.get(name) for name in ON_THIS_NODE):
+            return "127.0.0.1", port
+    raise MeshError(
+        "nobody says where rank 0 is", where=starter, got="no MASTER_ADDR in the environment",
+        want="MASTER_ADDR=<host of rank 0>", hint="mpi4py finds it, where it is installed" if "MPI" in starter else "",
+    )  # fmt: skip
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a Slurm node list.
+
+    >>> first_host("gpu[007-012,020],login1")
+    'gpu007'
+    """
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+
+
+def _tell(rank: int) -> tuple[str, int]:
+    """Let rank 0 find a free port and tell the others by MPI."""
+    from mpi4py import MPI  # type: ignore[import-not-found]
+
+    found = None
+    if rank == 0:
+        with socket.socket() as s:
+            s.bind(("", 0))
+            found = (socket.gethostname(), s.getsockname()[1])
+    return MPI.COMM_WORLD.bcast(found, root=0)
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise MeshError("not a number in the environment", where=name, got=repr(environ[name]), want="an int") from None

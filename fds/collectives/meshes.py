@@ -1,0 +1,123 @@
+"""Meshes: names for the axes along which ranks lie."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fds.collectives import worlds
+from fds.collectives.axis import Axis
+from fds.collectives.topology import Topology
+from fds.collectives.worlds import World
+from fds.errors import MeshError
+
+
+@attrs.frozen
+class Mesh:
+    """Ranks on named axes: `mesh["dp"]` is one, `mesh["pp", "dp"]` two of them flattened, the last varying fastest.
+
+    Equal meshes have the same axes over the same ranks of the same world. Under NCCL an axis makes its process group
+    when it is first asked for, so all ranks ask for new axes in one order; elsewhere an axis needs none.
+    """
+
+    world: World = attrs.field(repr=False)
+    topology: Topology
+    groups: dict[str, Any] = attrs.field(eq=False, repr=False, factory=dict)  # of a DeviceMesh, by axis
+    axes: dict[tuple[str, ...], Axis] = attrs.field(eq=False, repr=False, init=False, factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """This rank, counted in the world."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are in the mesh."""
+        return len(self.topology.ranks)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Sizes of the axes, by name."""
+        return self.topology.shape
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
+        """Return an axis. Raises `MeshError` for a name that the mesh lacks."""
+        names = (names,) if isinstance(names, str) else names
+        if names not in self.axes:
+            if not names:
+                raise MeshError("an axis has a name", got="mesh[()]", want='mesh["' + self.topology.names[0] + '"]')
+            ranks = next(tuple(g) for g in self.topology.get_axis_comm_lists(*names) if self.rank in g)
+            link = self.world.link(ranks, self.groups.get(",".join(names))) if len(ranks) > 1 else None
+            self.axes[names] = Axis(self.world, ",".join(names), ranks, ranks.index(self.rank), self, link)
+        return self.axes[names]
+
+    def coordinate(self, rank: int | None = None) -> dict[str, int]:
+        """Return the coordinates of a rank, this one by default, by axis."""
+        return self.topology.get_coord(self.rank if rank is None else rank)
+
+    def get_rank(self, **coords: int) -> int:
+        """Return the rank with these coordinates, one for every axis."""
+        return self.topology.get_rank(**coords)
+
+    def get_coord(self, rank: int) -> dict[str, int]:
+        """Return the coordinates of a rank, by axis."""
+        return self.topology.get_coord(rank)
+
+    def get_axis_comm_lists(self, *axes: str) -> list[list[int]]:
+        """Return the lists of ranks that communicate along an axis, or along several, flattened."""
+        return self.topology.get_axis_comm_lists(*axes)
+
+    def filter_match(self, **coords: int) -> list[int]:
+        """Return the ranks that have these coordinates."""
+        return self.topology.filter_match(**coords)
+
+    def to_torch(self) -> DeviceMesh:
+        """Return torch's `DeviceMesh` of the same ranks and names; collective. Raises `MeshError` in other worlds."""
+        if not isinstance(self.world, worlds.TorchWorld):
+            raise MeshError("only torch.distributed's ranks have a DeviceMesh", got=f"a mesh of {self.size} ranks, "
+                            f"{type(self.world).__name__}", want="fds.init_distributed() under torchrun")  # fmt: skip
+        ranks = torch.tensor(self.topology.ranks, device="cpu").view(self.topology.sizes)
+        return DeviceMesh(self.world.device.type, ranks, mesh_dim_names=self.topology.names)
+
+
+def mesh(**axes: int) -> Mesh:
+    """Name the axes of the world that runs: `mesh(pp=2, dp=-1)`. The last varies fastest; one may be -1, the rest.
+
+    Raises `MeshError` where the sizes do not multiply to the number of ranks.
+    """
+    world = worlds.current()
+    text = f"mesh({', '.join(f'{name}={size}' for name, size in axes.items())})"
+    if not axes:
+        raise MeshError("a mesh has an axis", got=text, want="mesh(dp=-1)")
+    for name, size in axes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise MeshError("not the size of an axis", where=name, got=repr(size), want="1 or more, or -1 for the rest")
+    free = [name for name, size in axes.items() if size == -1]
+    if len(free) > 1:
+        raise MeshError("only one axis can be the rest", got=text, want="-1 once")
+    product = math.prod(size for size in axes.values() if size != -1)
+    if world.size % product if free else world.size != product:
+        raise MeshError(
+            f"these axes do not fit {world.size} rank{'s' * (world.size > 1)}", got=text,
+            want=f"sizes that multiply to {world.size}" if not free else f"sizes that divide {world.size}",
+            hint="fds.init_distributed() comes first, under torchrun" if world.size == 1 else "",
+        )  # fmt: skip
+    sizes = {name: world.size // product if size == -1 else size for name, size in axes.items()}
+    return Mesh(world, Topology.of(**sizes))
+
+
+def from_torch(device_mesh: DeviceMesh) -> Mesh:
+    """Return the mesh of a `DeviceMesh` with named dims, over its process groups under NCCL. Raises `MeshError`."""
+    world, names = worlds.current(), device_mesh.mesh_dim_names
+    if names is None:
+        raise MeshError("the dims of this DeviceMesh have no names", got=repr(device_mesh), want="mesh_dim_names")
+    if device_mesh.get_coordinate() is None:
+        raise MeshError("this rank is not in the mesh", got=f"rank {world.rank}", want=repr(device_mesh))
+    ranks = device_mesh.mesh
+    topology = Topology(tuple(names), tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+    nccl = world.device.type == "cuda"
+    return Mesh(world, topology, {name: device_mesh.get_group(name) for name in names} if nccl else {})

@@ -1,0 +1,63 @@
+"""`simulate`: many ranks in one process, on threads that take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+import torch
+
+from fds.collectives import worlds
+from fds.collectives.calls import Link
+from fds.collectives.memory import Hub, MemoryLink
+from fds.collectives.turns import Turns, refuse_size
+from fds.errors import FdsError
+
+T = TypeVar("T")
+
+
+@attrs.frozen(eq=False)
+class SimulatedWorld:
+    """The ranks of one call of `simulate`, as one of them sees them."""
+
+    rank: int
+    size: int
+    hub: Hub
+    device: torch.device = torch.device("cpu")
+    counters: list = attrs.field(factory=list)
+    links: dict[tuple[int, ...], MemoryLink] = attrs.field(factory=dict)
+
+    def link(self, ranks: tuple[int, ...], group: Any = None) -> Link:
+        """Return the link between these ranks, made once."""
+        return self.links.setdefault(ranks, MemoryLink(self.hub, ranks, ranks.index(self.rank)))
+
+
+def simulate(fn: Callable[[], T], world_size: int) -> list[T]:
+    """Run `fn()` once per rank and return the results, in rank order.
+
+    The ranks are threads that take turns: one runs until it waits in a collective or ends, then the next rank that can.
+    Each draws from its own default generator of the CPU, which starts as the caller's is; the caller's stays as it was.
+    What runs, and in what order sums are taken, is the same every time.
+
+    Raises what the first rank raised, with a note that names it; `RankError` when no rank can run, when ranks call
+    different collectives, or when one was started that others never came to; `FdsError` inside another simulation.
+
+    >>> from fds.collectives import mesh
+    >>> simulate(lambda: mesh(dp=-1)["dp"].exchange("hello"), 2)
+    [['hello', 'hello'], ['hello', 'hello']]
+    """
+    refuse_size(world_size)
+    if worlds.simulated.get() is not None:
+        raise FdsError("a simulated rank cannot simulate", got="simulate inside simulate", want="one of them")
+    hub = Hub()
+
+    def body(world: SimulatedWorld) -> T:
+        worlds.simulated.set(world)
+        return fn()
+
+    ranks = [SimulatedWorld(rank, world_size, hub) for rank in range(world_size)]
+    hub.turns = Turns([lambda world=world: body(world) for world in ranks])
+    results = hub.turns.run()
+    hub.refuse_unmet()
+    return results

@@ -1,0 +1,133 @@
+"""Turns: threads of which one runs at a time, until it waits for something or ends."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from fds.errors import FdsError, RankError
+
+
+class Stopped(BaseException):
+    """End a rank's thread because the simulation is over; not an error of the rank."""
+
+
+@attrs.define(eq=False)
+class Seat:
+    """One rank's thread."""
+
+    thread: threading.Thread
+    turn: threading.Semaphore = attrs.field(factory=lambda: threading.Semaphore(0))
+    ready: Callable[[], bool] | None = None  # what it waits for
+    waiting: Callable[[], str] | None = None  # the same in words
+    ended: bool = False
+    result: Any = None
+
+
+class Turns:
+    """Run one function per rank, in threads that take turns in rank order."""
+
+    def __init__(self, bodies: list[Callable[[], Any]]):
+        self.seats = [Seat(threading.Thread(target=self._run, args=(rank, contextvars.copy_context(), body),
+                                            name=f"fds rank {rank}", daemon=True))
+                      for rank, body in enumerate(bodies)]  # fmt: skip
+        self.error: BaseException | None = None
+        self.stopped = False
+        self.over = threading.Event()
+        self.grad_mode = torch.is_grad_enabled()
+        self.random = [torch.default_generator.get_state()] * len(bodies)
+
+    def run(self) -> list[Any]:
+        """Return the results; raise the first error of a rank, or `RankError` when nobody can run."""
+        mine = torch.default_generator.get_state()
+        for seat in self.seats:
+            seat.thread.start()
+        try:
+            self.seats[0].turn.release()
+            self.over.wait()
+            for seat in self.seats:
+                seat.thread.join()
+        except BaseException:  # a key was pressed; the rank that runs ends at its next collective
+            self.stopped = True
+            self.over.wait(timeout=1.0)
+            raise
+        finally:
+            torch.default_generator.set_state(mine)
+        error, self.error = self.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # it holds this frame
+        return [seat.result for seat in self.seats]
+
+    def wait(self, rank: int, ready: Callable[[], bool], waiting: Callable[[], str]) -> None:
+        """Let the others run until `ready()`; `waiting()` says what for, should nobody be able to run."""
+        seat = self.seats[rank]
+        if threading.current_thread() is not seat.thread:
+            raise RankError(
+                "a collective of a simulated rank was waited for on another thread", where=f"rank {rank}",
+                got=threading.current_thread().name, want=seat.thread.name,
+                hint="make the mesh inside the function that is simulated; tensors must be on the CPU",
+            )  # fmt: skip
+        if self.stopped:
+            raise Stopped
+        if ready():
+            return
+        seat.ready, seat.waiting = ready, waiting
+        self._leave(rank)
+        self._come(rank)
+        seat.ready = seat.waiting = None
+
+    def _run(self, rank: int, context: contextvars.Context, body: Callable[[], Any]) -> None:
+        seat = self.seats[rank]
+        torch.set_grad_enabled(self.grad_mode)
+        try:
+            self._come(rank)
+            seat.result = context.run(body)
+        except Stopped:
+            pass
+        except BaseException as error:
+            if self.error is None and not self.stopped:
+                error.add_note(f"in rank {rank} of {len(self.seats)}, simulated")
+                self.error = error
+            self.stopped = True
+        finally:
+            seat.ended = True
+            self._leave(rank)
+
+    def _come(self, rank: int) -> None:
+        self.seats[rank].turn.acquire()
+        if self.stopped:
+            raise Stopped
+        torch.default_generator.set_state(self.random[rank])
+
+    def _leave(self, rank: int) -> None:
+        """Let the next rank run that can."""
+        self.random[rank] = torch.default_generator.get_state()
+        order = [(rank + i) % len(self.seats) for i in range(1, len(self.seats) + 1)]
+        alive = [r for r in order if not self.seats[r].ended]
+        if not alive:
+            self.over.set()
+            return
+        able = [r for r in alive if self.stopped or (ready := self.seats[r].ready) is None or ready()]
+        if not able:
+            self.error, self.stopped, able = self._deadlock(), True, alive
+        self.seats[able[0]].turn.release()
+
+    def _deadlock(self) -> RankError:
+        say = lambda seat: "has ended" if seat.waiting is None else f"waits in {seat.waiting()}"
+        lines = [f"rank {rank} {say(seat)}" for rank, seat in enumerate(self.seats)]
+        return RankError("no rank can run: each waits for another, or has ended", got="\n".join(lines),
+                         want="every rank of an axis to start the same collectives, in the same order")  # fmt: skip
+
+
+def refuse_size(world_size: int) -> None:
+    """Raise `FdsError` for what is no number of ranks."""
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise FdsError("not a number of ranks", where="world_size", got=repr(world_size), want="an int, 1 or more")

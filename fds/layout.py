@@ -1,0 +1,241 @@
+"""Flat buckets: how the leaves of a tree lie in a few 1-D buffers, of which every rank owns one slice.
+
+A bucket of `num_ranks` slices of `length` elements holds whole parameters one after another, each starting at a
+multiple of `ALIGN` elements, gaps filled with zeros. Slice r is elements r * length to (r + 1) * length; a parameter
+may lie in several slices, unless the optimizer needs it whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import tree
+
+ALIGN = 16  # elements: what tensor cores ask of 16-bit operands is 16 bytes, of 8-bit ones as many
+
+
+@attrs.frozen
+class Segment:
+    """Say where one parameter lies inside a flat slice.
+
+    Attributes:
+        name: dotted parameter name.
+        shape: of the whole parameter.
+        offset: first element of the slice that belongs to it.
+        length: elements of it in the slice: all, some, or none where it is split over ranks.
+        start: which of its elements comes first.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+    start: int = 0
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the view (length,) of `flat` that holds this parameter.
+
+        >>> Segment("bias", (2,), 1, 2).of(torch.arange(4))
+        tensor([1, 2])
+        """
+        return flat[self.offset : self.offset + self.length]
+
+
+@attrs.frozen
+class Leaf:
+    """What planning must know of one leaf: its name, shape and dtype, and what it may share a bucket with."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool = True
+    kind: Hashable = None  # a bucket never mixes kinds
+    whole: bool = False  # it must lie in one slice
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its elements."""
+        return self.numel * self.dtype.itemsize
+
+
+@attrs.frozen
+class Bucket:
+    """One buffer: `num_ranks` slices of `length` elements, and the parameters in it with their offsets."""
+
+    name: str
+    leaves: tuple[Leaf, ...]
+    offsets: tuple[int, ...]
+    length: int
+    num_ranks: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the masters."""
+        return self.leaves[0].dtype
+
+    @property
+    def trained(self) -> bool:
+        """Whether its parameters are trained."""
+        return self.leaves[0].trained
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole bucket, gaps included."""
+        return self.length * self.num_ranks
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the (start, end) that belong to no parameter."""
+        ends = sorted((o, o + leaf.numel) for o, leaf in zip(self.offsets, self.leaves, strict=True))
+        edges = [0, *itertools.chain.from_iterable(ends), self.numel]
+        return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the parameters as views of the whole bucket (numel,), in the order of `leaves`."""
+        return [
+            flat[o : o + leaf.numel].view(leaf.shape) for o, leaf in zip(self.offsets, self.leaves, strict=True)
+        ]
+
+    def slice(self, rank: int, flat: Tensor) -> Tensor:
+        """Return the view (length,) of the whole bucket that `rank` owns."""
+        return flat[rank * self.length : (rank + 1) * self.length]
+
+    def segments(self, rank: int) -> list[Segment]:
+        """Return where every parameter lies in the slice of `rank`, in the same order for every rank."""
+        low, high = rank * self.length, (rank + 1) * self.length
+        found = []
+        for offset, leaf in zip(self.offsets, self.leaves, strict=True):
+            start, end = max(offset, low), min(offset + leaf.numel, high)
+            inside = end > start
+            found.append(Segment(leaf.name, leaf.shape, start - low if inside else 0, max(end - start, 0),
+                                 start - offset if inside else 0))  # fmt: skip
+        return found
+
+    def fill(self, flat: Tensor, parts: Iterable[Tensor]) -> Tensor:
+        """Write parameters into the whole bucket (numel,), zeros into the gaps, and return it."""
+        for a, b in self.gaps():
+            flat[a:b].zero_()
+        for view, part in zip(self.views(flat), parts, strict=True):
+            view.copy_(part)
+        return flat
+
+
+@attrs.frozen(cache_hash=True)
+class Layout:
+    """All buckets of a tree: the plan that every rank computes alike.
+
+    `spec` is the structure of the user's tree, `names` its leaves in order.
+    """
+
+    names: tuple[str, ...]
+    buckets: tuple[Bucket, ...]
+    num_ranks: int
+    spec: Any = attrs.field(repr=False)
+
+    def collect(self, bucket_views: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return leaves in the order of `names`, given those of every bucket."""
+        found = {
+            leaf.name: x
+            for bucket, views in zip(self.buckets, bucket_views, strict=True)
+            for leaf, x in zip(bucket.leaves, views, strict=True)
+        }
+        return [found[name] for name in self.names]
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """Return the user's tree with these leaves, in the order of `names`."""
+        return self.spec.unflatten(leaves)
+
+
+@tree.record
+class Sharded:
+    """What a rank holds of a tree of parameters: its slice of every bucket, (length,) each, under the bucket's name."""
+
+    buckets: dict[str, Tensor]
+    layout: Layout = tree.static(repr=False)
+
+
+def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int) -> Layout:
+    """Plan the buckets of a tree.
+
+    Leaves of one kind, dtype and trainability fill a bucket in order until `bucket_bytes` are reached; a layer is
+    not divided between two buckets unless it alone is larger. A leaf larger than a bucket has one of its own.
+
+    Args:
+        leaves: of the tree, in order.
+        spec: its structure.
+        num_ranks: slices per bucket.
+        bucket_bytes: bound of a bucket, in the dtype of the masters.
+    """
+    open_: dict[tuple, list[Leaf]] = {}
+    closed: list[list[Leaf]] = []
+    for _, group in itertools.groupby(leaves, key=lambda leaf: layer_of(leaf.name)):
+        parts: dict[tuple, list[Leaf]] = {}
+        for leaf in group:
+            parts.setdefault((leaf.trained, leaf.dtype, leaf.kind, leaf.whole), []).append(leaf)
+        for key, part in parts.items():
+            bound = bucket_bytes * (num_ranks if key[-1] else 1)  # whole parameters balance only if there are several
+            for piece in _pieces(part, bound):
+                held = open_.get(key)
+                if held is None or _bytes(held) + _bytes(piece) > bound:
+                    open_[key] = held = []
+                    closed.append(held)
+                held.extend(piece)
+    first = {leaf.name: i for i, leaf in enumerate(leaves)}
+    closed.sort(key=lambda held: first[held[0].name])
+    buckets = tuple(_bucket(f"{i:04d}", held, num_ranks) for i, held in enumerate(closed))
+    return Layout(tuple(leaf.name for leaf in leaves), buckets, num_ranks, spec)
+
+
+def layer_of(name: str) -> str:
+    """Return the layer that a parameter belongs to: its name up to the first number, else up to the last dot.
+
+    >>> [layer_of(n) for n in ("h.3.attn.weight", "0.weight", "embed.weight", "scale")]
+    ['h.3', '0', 'embed', '']
+    """
+    words = name.split(".")
+    number = next((i for i, word in enumerate(words[:-1]) if word.isdecimal()), len(words) - 2)
+    return ".".join(words[: number + 1])
+
+
+def _pieces(part: list[Leaf], bound: int) -> list[list[Leaf]]:
+    """Return the leaves of a layer together if they fit into a bucket, else one by one."""
+    return [part] if _bytes(part) <= bound else [[leaf] for leaf in part]
+
+
+def _bytes(leaves: list[Leaf]) -> int:
+    return sum(leaf.num_bytes for leaf in leaves)
+
+
+def _bucket(name: str, leaves: list[Leaf], num_ranks: int) -> Bucket:
+    if leaves[0].whole:
+        return _bucket_of_whole(name, leaves, num_ranks)
+    offsets = list(itertools.accumulate((_aligned(leaf.numel) for leaf in leaves), initial=0))
+    length = max(ALIGN, _aligned(-(-offsets.pop() // num_ranks)))  # a message is never empty
+    return Bucket(name, tuple(leaves), tuple(offsets), length, num_ranks)
+
+
+def _bucket_of_whole(name: str, leaves: list[Leaf], num_ranks: int) -> Bucket:
+    """Give every leaf to the rank that has least so far, large ones first."""
+    ends, places = [0] * num_ranks, {}
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.numel):
+        rank = ends.index(min(ends))
+        places[leaf.name] = rank, ends[rank]
+        ends[rank] += _aligned(leaf.numel)
+    length = max(ALIGN, *ends)
+    offsets = [rank * length + start for rank, start in (places[leaf.name] for leaf in leaves)]
+    return Bucket(name, tuple(leaves), tuple(offsets), length, num_ranks)
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGN) * ALIGN

@@ -1,0 +1,75 @@
+"""What a step holds and sends on one rank, by formula: from the layout, without running anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fds import tree
+from fds.layout import Bucket
+from fds.state import State
+from fds.step.live import capacity
+from fds.step.structure import Structure
+
+
+def held_bytes(step: Any, structure: Structure, state: State) -> dict[str, int]:
+    """Return part -> bytes that this rank holds: between steps the parts of the state, within one the others.
+
+    `gradients` are their sums; `buckets` at stages 2 and 3 the two that are being filled and reduced; `whole` the
+    gathered parameters, at stage 3 never more; `low` an unsharded step's 16-bit copy.
+    """
+    held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
+    gather, shard, layout = step.gather, step.reduce.shard, structure.layout
+    if not structure.sharded:
+        leaves = dict(zip(structure.names, tree.leaves(state.params), strict=True))
+        seen = {name: gather.dtype_of(name, x.dtype) for name, x in leaves.items()}
+        live = structure.trained_names
+        sums = {n: leaves[n].numel() * (step.sum.dtype or seen[n]).itemsize for n in live}
+        low = sum(x.numel() * seen[n].itemsize for n, x in leaves.items() if x.dtype != seen[n])
+        held |= {"low": low} if low else {}
+        if layout is None:
+            return {**held, "gradients": sum(sums.values())}
+    assert layout is not None and shard is not None
+    trained = [b for b in layout.buckets if b.trained]
+    if shard.stage < 2:
+        held["gradients"] = sum(b.numel * _sum_dtype(step, b).itemsize for b in trained)
+    else:
+        held["gradients"] = sum(b.length * _sum_dtype(step, b).itemsize for b in trained)
+        filled = [b.numel * (step.reduce.dtype or _sum_dtype(step, b)).itemsize for b in trained]
+        held["buckets"] = sum(sorted(filled)[-2:])
+    if structure.sharded:
+        sizes = [_gathered(step, b) for b in layout.buckets]
+        held["whole"] = sum(sizes)
+        if shard.stage == 3:
+            staying = [gather.persists(b.leaves[0].numel) for b in layout.buckets]
+            passing = [n for n, stays in zip(sizes, staying, strict=True) if not stays]
+            bound = capacity(shard.max_live_bytes, shard.prefetch, passing) + shard.prefetch * max(passing, default=0)
+            held["whole"] = sum(sizes) - sum(passing) + min(bound, sum(passing))
+    return held
+
+
+def sent_bytes(step: Any, structure: Structure) -> dict[str, int]:
+    """Return station -> bytes that this rank sends in one step, at most; nothing without a layout.
+
+    Every bucket is gathered once a step at stages 1 and 2, at stage 3 twice a microbatch; it is reduced once a step
+    at stages 0 (which then gathers the sums) and 1, once a microbatch at 2 and 3.
+    """
+    shard, layout = step.reduce.shard, structure.layout
+    if layout is None or shard is None:
+        return {}
+    peers, n = (shard.axis.size - 1) / shard.axis.size, step.split.num_microbatches
+    reduced = sum(b.numel * (step.reduce.dtype or _sum_dtype(step, b)).itemsize for b in layout.buckets if b.trained)
+    sent = {"reduce": peers * reduced * {0: 2, 1: 1, 2: n, 3: n}[shard.stage]}
+    if structure.sharded:
+        passing = [b for b in layout.buckets if shard.stage == 3 and not step.gather.persists(b.leaves[0].numel)]
+        staying = [b for b in layout.buckets if b not in passing]
+        gathered = sum(_gathered(step, b) for b in staying) + 2 * n * sum(_gathered(step, b) for b in passing)
+        sent["gather"] = peers * gathered
+    return {station: round(bytes_) for station, bytes_ in sent.items()}
+
+
+def _sum_dtype(step: Any, bucket: Bucket) -> Any:
+    return step.sum.dtype or step.gather.dtype_of(bucket.leaves[0].name, bucket.dtype)
+
+
+def _gathered(step: Any, bucket: Bucket) -> int:
+    return bucket.numel * step.gather.dtype_of(bucket.leaves[0].name, bucket.dtype).itemsize

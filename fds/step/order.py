@@ -1,0 +1,107 @@
+"""The order in which ranks meet: collectives that each rank needs at its own time, in one order for all.
+
+A gather at stage 3 happens when the loss uses a parameter, so ranks whose losses take different paths would meet in
+different collectives, and hang. Here every rank follows one list of events, the plan, whose events any rank can join
+at any time, whether it needs them or not (a reduction: with what it has so far). Who needs an event joins all that
+the plan has before it. Who needs one that the plan does not have runs the plan to its end and asks the others there,
+in rounds that go on until nobody asks. So nobody waits for anything but an event that all others will come to: of the
+ranks that wait, the one that has come least far waits for an event that all others have joined.
+
+The plan is what was asked for in the step before, when there was no plan; it is learned anew when somebody had to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from fds.collectives import Axis
+
+Event = tuple[str, int]  # ("gather" or "reduce", bucket)
+
+
+@attrs.define
+class Memory:
+    """What a step remembers from call to call: a cache, dropping it costs one slow step."""
+
+    plan: list[Event] | None = None
+
+
+@attrs.define(eq=False)
+class Order:
+    """One pass through the events of a step."""
+
+    axis: Axis
+    memory: Memory
+    ahead: int = 1  # gathers to launch before they are needed
+    joins: dict[str, Callable[[int], None]] = attrs.field(factory=dict)  # what launches an event of each kind
+    at: int = 0  # of the plan, not joined yet
+    asked: list[Event] = attrs.field(factory=list)
+    wasted: bool = False  # whether this rank gathered for nothing
+
+    def need(self, event: Event) -> None:
+        """Join events up to this one."""
+        plan = self.memory.plan or []
+        try:
+            stop = plan.index(event, self.at)
+        except ValueError:
+            self._run(len(plan))
+            self._round(event)
+            return
+        self._run(stop + 1)
+
+    def look_ahead(self) -> None:
+        """Join the gathers that come next in the plan, so that they are under way before they are needed."""
+        plan = self.memory.plan or []
+        end = min(self.at + self.ahead, len(plan))
+        while self.at < end and plan[self.at][0] == "gather":
+            self._run(self.at + 1)
+
+    def finish(self) -> None:
+        """Join what others may still need, until all have come here; settle the plan of the next step."""
+        self._run(len(self.memory.plan or []))
+        wants = self._round(None)
+        while any(isinstance(want, list) for want in wants):
+            wants = self._round(None)
+        if self.memory.plan is None:
+            self.memory.plan = _sooner(self.asked) if self.ahead else self.asked
+        elif self.asked or all(wants):
+            self.memory.plan = None
+        self.joins.clear()
+
+    def _run(self, stop: int) -> None:
+        plan = self.memory.plan
+        while self.at < stop:
+            assert plan is not None
+            self.at += 1
+            self._join(plan[self.at - 1])
+
+    def _round(self, want: Event | None) -> list:
+        """Say what this rank needs (or whether it joined gathers for nothing), hear the others, join all of it."""
+        wants = self.axis.exchange(self.wasted if want is None else list(want))
+        for event in dict.fromkeys(tuple(want) for want in wants if isinstance(want, list)):
+            self.asked.append(event)
+            self._join(event)
+        return wants
+
+    def _join(self, event: Event) -> None:
+        kind, bucket = event
+        if kind in self.joins:
+            self.joins[kind](bucket)
+
+
+def _sooner(events: list[Event]) -> list[Event]:
+    """Move every gather before the reduction that precedes it: it is under way while that one is computed.
+
+    >>> _sooner([("gather", 1), ("reduce", 2), ("gather", 0), ("reduce", 1)])
+    [('gather', 1), ('gather', 0), ('reduce', 2), ('reduce', 1)]
+    """
+    out = list(events)
+    i = 1
+    while i < len(out):
+        if out[i - 1][0] == "reduce" and out[i][0] == "gather":
+            out[i - 1], out[i] = out[i], out[i - 1]
+            i += 1
+        i += 1
+    return out

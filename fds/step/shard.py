@@ -1,0 +1,41 @@
+"""How ranks share the work of a step: along which axis, at which ZeRO stage, in buckets of what size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from fds.collectives import Axis
+from fds.layout import Layout, Leaf, plan
+
+
+@attrs.frozen(repr=False)
+class Shard:
+    """What `fds.shard_optimizer` decides, for the stations `gather` and `reduce`."""
+
+    axis: Axis  # over which the state is sliced
+    stage: int
+    data: Axis  # over which batches differ: `axis`, or the replicas of it too
+    replicate: Axis | None = None  # over which the slices are replicated
+    bucket_bytes: int = 32 * 2**20
+    max_live_bytes: int | None = None
+    prefetch: int = 1
+    persist_below: int = 0
+    predivide: float = 1.0
+
+    def plan(self, leaves: Sequence[Leaf], spec: Any) -> Layout:
+        """Return the buckets of these leaves."""
+        return plan(leaves, spec, num_ranks=self.axis.size, bucket_bytes=self.bucket_bytes)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's gradients count in sums over all ranks: of replicas the first one's do."""
+        if self.stage == 0:
+            return self.data.index == 0
+        return self.replicate is None or self.replicate.index == 0
+
+    def __repr__(self) -> str:
+        copies = "" if self.replicate is None else f", replicated over {self.replicate.name} ({self.replicate.size})"
+        return f"stage {self.stage} over {self.axis.name} ({self.axis.size} ranks){copies}"

@@ -1,0 +1,90 @@
+"""Where gradients are added up on one rank: in `.grad` of the leaves, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import autodiff
+from fds.errors import LossError
+
+
+@attrs.frozen
+class Sum:
+    """The station `sum`: the dtype in which microbatch gradients are added, None for the gradients' own."""
+
+    dtype: torch.dtype | None = None
+
+
+@attrs.define(eq=False)
+class InPlace:
+    """Gradients by `leaves`, summed over microbatches: `.grad` holds the sum, or `wide` where its dtype is another."""
+
+    leaves: list[Tensor]
+    wide: list[Tensor | None]
+
+    @classmethod
+    def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> InPlace:
+        """Prepare to sum gradients by `leaves` in `dtype`."""
+        sums = cls(leaves, [None] * len(leaves))
+        for i, leaf in enumerate(leaves):
+            if dtype is not None and dtype != leaf.dtype:
+                leaf.register_post_accumulate_grad_hook(_widen(sums.wide, i, dtype))
+        return sums
+
+    def add(self, total: Tensor, seed: Tensor | None, *, last: bool) -> None:
+        """Add the gradients of one microbatch's total, times `seed`."""
+        autodiff.backward_into(total, seed, self.leaves)
+        for leaf in self.leaves:
+            if leaf.grad is not None:
+                leaf.grad = autodiff.exclusive(leaf.grad)
+
+    def used(self) -> list[bool]:
+        """Say of every leaf whether a gradient has come for it."""
+        return [x.grad is not None or w is not None for x, w in zip(self.leaves, self.wide, strict=True)]
+
+    def finish(self) -> list[Tensor]:
+        """Return the sums, contiguous and owned, zeros for a leaf that was not used, and let the leaves go."""
+        found = []
+        for leaf, wide in zip(self.leaves, self.wide, strict=True):
+            grad = wide if wide is not None else leaf.grad
+            found.append(torch.zeros_like(leaf, memory_format=torch.contiguous_format) if grad is None else grad)
+            leaf.grad = None
+        self.leaves, self.wide = [], []
+        return found
+
+
+def demand_graph(total: Tensor, where: str) -> None:
+    """Raise `LossError` for a total that depends on nothing."""
+    if not total.requires_grad:
+        raise detached(where, "a value without a graph")
+
+
+def demand_use(used: Sequence[bool], where: str) -> None:
+    """Raise `LossError` where none of the leaves got a gradient."""
+    if used and not any(used):
+        raise detached(where, "a graph that leads to none of them")
+
+
+def detached(where: str, got: str) -> LossError:
+    """Return the error of a loss that does not depend on what is trained."""
+    return LossError(
+        "the loss does not depend on the parameters", where=where, got=got, want="a value computed from params",
+        hint="look for .detach(), .item(), torch.no_grad(), or a module called in place of its fds.functional",
+    )  # fmt: skip
+
+
+def _widen(wide: list[Tensor | None], i: int, dtype: torch.dtype) -> Callable[[Tensor], None]:
+    """Return the hook that moves a leaf's new gradient into sum `i`; it holds no leaf, so there is no cycle."""
+
+    def add(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        held = wide[i]
+        grad = leaf.grad if leaf.grad.layout is torch.strided else leaf.grad.to_dense()
+        wide[i] = grad.to(dtype).contiguous() if held is None else held.add_(grad)
+        leaf.grad = None
+
+    return add

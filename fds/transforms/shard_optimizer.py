@@ -1,0 +1,81 @@
+"""Share optimizer state, gradients and parameters among the ranks of an axis: ZeRO, stages 0 to 3.
+
+Fills:  gather, reduce           State:  params and opt as this rank's slices of flat buckets (stages 1 to 3)
+Law:    over N ranks with accumulate(n), the plain step's accumulate(N * n) of the concatenated batch, to rounding
+Cost:   sends 2P per step at stage 0 and 1, (1 + n)P at stage 2, 3nP at stage 3; float32 Adam holds 12P / N bytes
+Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277 (replicas)
+"""
+
+import math
+
+from fds.collectives import Axis
+from fds.errors import ComposeError
+from fds.step import Shard, Step, fill, transform
+
+
+@transform
+def shard_optimizer(
+    axis: Axis,
+    *,
+    stage: int = 1,
+    replicate: Axis | None = None,
+    bucket_bytes: int = 32 * 2**20,
+    max_live_bytes: int | None = None,
+    prefetch: int = 1,
+    persist_below: int = 0,
+    predivide: float = 1.0,
+):
+    """Let every rank of `axis` pass its own batch, and own one slice of what training keeps.
+
+    Every rank passes the batch of its coordinate; the step is that of all batches together. Stage 0 keeps everything
+    on every rank and sums gradients; stage 1 keeps a slice of masters and optimizer state; stage 2 of gradients too,
+    which are then reduced every microbatch; stage 3 gathers parameters only while the loss uses them, in forward and
+    again in backward. `fds.precision` says in which dtypes parameters and gradients travel and are summed.
+
+    Args:
+        axis: of `fds.mesh`, over which batches and slices differ. One of size 1 changes nothing.
+        stage: 0, 1, 2 or 3.
+        replicate: a second axis of the same mesh, over which batches differ and slices are alike: gathers stay on
+            `axis` (inside a node), and gradients are summed over both (hybrid sharding).
+        bucket_bytes: bound of a bucket, in master precision: what is gathered or reduced in one message. A parameter
+            that is larger has a bucket of its own.
+        max_live_bytes: stage 3: bound of the parameters that are whole at once; by default two buckets beside those
+            that are on their way.
+        prefetch: stage 3: buckets that are gathered ahead, in the order of the step before.
+        persist_below: stage 3: parameters of fewer elements stay whole from the start of a step to its end.
+        predivide: gradients are divided by this before they are sent and multiplied after (the number of ranks keeps
+            16-bit sums in range).
+
+    Raises `ComposeError` for anything else; the step raises `StateError` where `max_live_bytes` has no room for a
+    bucket.
+    """
+    for name, one in (("axis", axis), ("replicate", replicate)):
+        if not isinstance(one, Axis) and not (name == "replicate" and one is None):
+            raise ComposeError(f"shard_optimizer: {name} is no axis", got=repr(one)[:80], want='fds.mesh(dp=-1)["dp"]')
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ComposeError("shard_optimizer: unknown stage", got=repr(stage), want="0, 1, 2 or 3")
+    counts = {"bucket_bytes": (bucket_bytes, 1), "prefetch": (prefetch, 0), "persist_below": (persist_below, 0)}
+    counts |= {} if max_live_bytes is None else {"max_live_bytes": (max_live_bytes, 1)}
+    for name, (value, low) in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ComposeError(f"shard_optimizer: {name} is a count", got=repr(value), want=f"an int >= {low}")
+    if not (isinstance(predivide, int | float) and math.isfinite(predivide) and predivide > 0):
+        raise ComposeError("shard_optimizer: predivide is no divisor", got=repr(predivide), want="a positive number")
+    data = axis
+    if replicate is not None:
+        if replicate.mesh is not axis.mesh or replicate.name == axis.name:
+            raise ComposeError(
+                "shard_optimizer: replicate and axis are not two axes of one mesh",
+                got=f"{replicate.name!r} and {axis.name!r}", want='mesh = fds.mesh(replicate=2, shard=-1); '
+                'shard_optimizer(mesh["shard"], replicate=mesh["replicate"])',
+            )  # fmt: skip
+        data = axis.mesh[replicate.name, axis.name]
+    shard = Shard(
+        axis, stage, data, replicate if replicate is not None and replicate.size > 1 else None, bucket_bytes,
+        max_live_bytes, prefetch, persist_below, float(predivide),
+    )  # fmt: skip
+
+    def apply(step: Step) -> Step:
+        return step if data.size == 1 else fill(step, gather={"shard": shard}, reduce={"shard": shard})
+
+    return apply
