@@ -181,15 +181,18 @@ def _call(func: Any, args: Sequence, kwargs: dict, read: Callable[[Handle], Tens
 
 
 _UNSAFE = {aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten._unsafe_view.default}  # secret views
-_BY_ADDRESS = {aten.view.dtype, aten.as_strided.default}  # what they mean depends on the bytes behind the window
 
 
 def _views(p: Handle, func: Any, args: Sequence, kwargs: dict) -> Any:
     """Return views of a handle, from those of its window, nothing gathered; None where a window cannot say it."""
-    if func in _BY_ADDRESS:
+    if func is aten.view.dtype:
         return None
     outs = func(p.window, *args[1:], **kwargs)
     windows = [outs] if isinstance(outs, Tensor) else outs
+    if func is aten.as_strided.default:  # unchecked on meta, and beyond this parameter lies another
+        last = outs.storage_offset() + sum((n - 1) * step for n, step in zip(outs.shape, outs.stride(), strict=True))
+        if (last + 1) * outs.element_size() > p.window.untyped_storage().nbytes():
+            return None
     if any(x.dtype != p.window.dtype or x.is_conj() or x.is_neg() for x in windows):
         return None
     return p.onto(outs) if isinstance(outs, Tensor) else [p.onto(x) for x in windows]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fds.collectives.calls import Call, Link, Work
+from fds.collectives.gloo import lost
 from fds.errors import RankError
 
 GRACE = datetime.timedelta(seconds=5)  # to tell each other of an error before the store's host goes away
@@ -52,8 +53,10 @@ class Checked:
         """Wait until these ranks have written their rows, and compare what `alike` makes of them."""
         try:
             self.store.wait(list(rows.values()), self.timeout)
-        except RuntimeError as error:
-            raise self._missing(call, rows, error) from error
+        except dist.DistStoreError as error:
+            raise self._missing(call, rows) from error
+        except RuntimeError as error:  # the store ended with its host
+            raise lost(call, self.ranks, self.index, None, error) from error
         said = {rank: self.store.get(row).decode() for rank, row in rows.items()}
         if len({alike(text) for text in said.values()}) > 1:
             self._farewell(rows)
@@ -76,19 +79,19 @@ class Checked:
         self.store.set(row, f"{call}, number {row.split('/')[-2]} on it")
         self.store.set(f"last/{self.ranks[self.index]}", str(call))
 
-    def _missing(self, call: Call, rows: dict[int, str], error: BaseException) -> RankError:
+    def _missing(self, call: Call, rows: dict[int, str]) -> RankError:
         last = {}
         try:
             for rank in [rank for rank, row in rows.items() if not self.store.check([row])]:
                 known = self.store.check([f"last/{rank}"])
                 last[rank] = self.store.get(f"last/{rank}").decode() if known else "nothing yet"
         except RuntimeError:
-            pass  # the store went away with its host
+            pass
         missing = ", ".join(f"rank {rank}" for rank in last)
         return RankError(
             f"{missing or 'a rank'} did not come in {self.timeout.total_seconds():g} s",
             where=f"rank {self.ranks[self.index]}, waiting in {call}",
-            got="\n".join(f"rank {rank} started last: {text}" for rank, text in last.items()) or str(error)[:200],
+            got="\n".join(f"rank {rank} started last: {text}" for rank, text in last.items()),
             want=f"ranks {', '.join(map(str, self.ranks))} to take part",
         )  # fmt: skip
 

@@ -9,7 +9,9 @@ a message into 2 to 16 gained nothing at any size.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from fds.collectives.calls import Call, Work, same_memory
 from fds.collectives.reductions import bounds, is_exchanged, reduce_in_rank_order
-from fds.errors import RankError
+from fds.errors import FdsError, RankError
 
 COLLECTIVE, SECOND, DIRECT = 0, 1, 2  # tags of one running number: a collective, its second phase, a send
 
@@ -32,21 +34,22 @@ class GlooLink:
         self.group, self.ranks, self.index, self.size = group, ranks, index, len(ranks)
         self.count = 0  # collectives started
         self.sent, self.received = [0] * self.size, [0] * self.size  # sends and recvs started, by other rank
-        # 18 bits, the same on all ranks of the axis whatever else each of them has made. Two axes that share a number
-        # still match by order of launch.
-        digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).digest()
-        self.number = 1 + int.from_bytes(digest, "little") % (2**18 - 1)
+        # The same on all ranks of the axis whatever else each of them has made. Axes that share one match by order.
+        self.number = 1 + _digest(ranks, 2**13 - 1)
         self.scratch = Scratch()
 
     def start(self, call: Call, out: Tensor, x: Tensor) -> Work:
-        """Start a collective."""
+        """Start a collective. Raises `FdsError` for tensors that are not on the CPU."""
+        if x.device.type != "cpu":
+            raise FdsError("gloo carries tensors of the CPU", where=str(call), got=f"a tensor on {x.device}",
+                           want="x.cpu()", hint='or fds.init_distributed("nccl")')  # fmt: skip
         if call.op in ("send", "recv"):
             counts = self.sent if call.op == "send" else self.received
             counts[call.peer] += 1
-            messages, tag = Messages(self, call), self._tag(counts[call.peer], DIRECT)
+            messages, tag = Messages(self, call), self._tag(call, counts[call.peer], DIRECT)
             return messages.send(call.peer, x, tag) if call.op == "send" else messages.receive(call.peer, out, tag)
         self.count += 1
-        tag = self._tag(self.count, COLLECTIVE)
+        tag = self._tag(call, self.count, COLLECTIVE)
         match call.op:
             case "all_gather":
                 return self._all_gather(call, out.chunk(self.size), x, tag)
@@ -57,7 +60,7 @@ class GlooLink:
             case "all_reduce":
                 pieces = [x[slice(*bounds(len(x), self.size, i))] for i in range(self.size)]
                 first = self._reduce_scatter(call, pieces[self.index], pieces, call.how, tag)
-                second = self._tag(self.count, SECOND)
+                second = self._tag(call, self.count, SECOND)
                 return Chain(first, lambda: self._all_gather(call, pieces, pieces[self.index], second))
             case "all_to_all":
                 return self._all_to_all(call, out.chunk(self.size), x.chunk(self.size), tag)
@@ -72,13 +75,20 @@ class GlooLink:
         lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         self.count += 1
         length = torch.tensor([len(own)], device="cpu")
-        self._all_gather(call, lengths.chunk(self.size), length, self._tag(self.count, COLLECTIVE)).wait()
+        self._all_gather(call, lengths.chunk(self.size), length, self._tag(call, self.count, COLLECTIVE)).wait()
         texts = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.tolist()]
-        self._all_gather(call, texts, own, self._tag(self.count, SECOND)).wait()
+        self._all_gather(call, texts, own, self._tag(call, self.count, SECOND)).wait()
         return [bytes(text.tolist()).decode() for text in texts]
 
-    def _tag(self, count: int, part: int) -> int:
-        return self.number << 13 | (count % 2**11) << 2 | part
+    def _tag(self, call: Call, count: int, part: int) -> int:
+        """Return 31 bits: 13 of the axis, 7 of what is called, 9 of its number, 2 of its part.
+
+        Different calls get different tags, lest they take each other's bytes: their ranks end by timeout. Of calls that
+        go both ways the size stays out, since gloo ends a process that is sent too much; too little it takes silently.
+        """
+        one_way = part == DIRECT or call.op == "broadcast"
+        alike = ("direct" if part == DIRECT else call.op, call.how, str(call.dtype), call.shape if one_way else ())
+        return self.number << 18 | _digest(alike, 2**7) << 11 | (count % 2**9) << 2 | part
 
     def _others(self) -> list[int]:
         """List the other ranks, each beginning with its successor, so that not all send to one."""
@@ -224,9 +234,14 @@ class Chain:
         return self.then is None
 
 
+@functools.lru_cache(maxsize=4096)
+def _digest(data: tuple, modulus: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(data).encode(), digest_size=8).digest(), "little") % modulus
+
+
 def lost(call: Call, ranks: tuple[int, ...], index: int, peer: int | None, error: BaseException) -> RankError:
     """Return the error for a collective that failed because of another rank."""
-    words = str(error).strip().partition("\n")[0]
+    words = re.sub(r"\[/\S+\] ", "", str(error).strip().partition("\n")[0])  # without the source of gloo
     late = "imed out" in words or "imeout" in words
     who = f"rank {peer}" if peer is not None else "a rank"
     return RankError(

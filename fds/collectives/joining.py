@@ -59,9 +59,7 @@ def _launch(rank: int | None, world_size: int | None, init_method: str | None) -
     return Launch(rank, world_size, int(local))
 
 
-def _start(
-    backend: str | None, timeout: float | datetime.timedelta, launch: Launch, init_method: str | None
-) -> None:
+def _start(backend: str | None, timeout: float | datetime.timedelta, launch: Launch, init_method: str | None) -> None:
     if backend not in (None, "nccl", "gloo"):
         raise MeshError("no such backend", got=repr(backend), want="'nccl', 'gloo', or None for what fits")
     backend = backend or ("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")

@@ -10,7 +10,7 @@ import attrs
 import torch.distributed as dist
 from torch import Tensor
 
-from fds.collectives.calls import DONE, Call, Work
+from fds.collectives.calls import Call, Work
 from fds.collectives.gloo import GlooLink, lost
 
 # torch 2.13 renames them, and warns of the old names
@@ -27,7 +27,9 @@ class NcclLink:
     host: GlooLink
 
     def start(self, call: Call, out: Tensor, x: Tensor) -> Work:
-        """Start a collective on NCCL's stream."""
+        """Start a collective on NCCL's stream; tensors of the CPU go over gloo."""
+        if x.device.type == "cpu":
+            return self.host.start(call, out, x)
         to = {"group": self.group, "async_op": True}
         with _named(self.host, call):
             match call.op:
@@ -43,11 +45,10 @@ class NcclLink:
                     work = dist.broadcast(x, self.host.ranks[call.peer], **to)
                 case "send":
                     work = dist.isend(x, self.host.ranks[call.peer], self.group)
-                case "recv":
-                    work = dist.irecv(out, self.host.ranks[call.peer], self.group)
                 case _:
-                    return self.host.start(call, out, x)
-        return NcclWork(self.host, call, work, (out, x)) if work is not None else DONE
+                    assert call.op == "recv", call
+                    work = dist.irecv(out, self.host.ranks[call.peer], self.group)
+        return NcclWork(self.host, call, work, (out, x))
 
     def exchange(self, call: Call, text: str) -> list[str]:
         """Send a text to every rank, over gloo."""

@@ -58,6 +58,9 @@ def simulate(fn: Callable[[], T], world_size: int) -> list[T]:
 
     ranks = [SimulatedWorld(rank, world_size, hub) for rank in range(world_size)]
     hub.turns = Turns([lambda world=world: body(world) for world in ranks])
-    results = hub.turns.run()
+    try:
+        results = hub.turns.run()
+    finally:
+        hub.turns = None
     hub.refuse_unmet()
     return results

@@ -67,9 +67,7 @@ class Topology:
                 raise MeshError("no such coordinate", where=name, got=str(at), want=f"0 to {self.shape[name] - 1}")
         strides = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
         spans = [[coords[n]] if n in coords else range(s) for n, s in zip(self.names, self.sizes, strict=True)]
-        return [
-            self.ranks[sum(c * s for c, s in zip(at, strides, strict=True))] for at in itertools.product(*spans)
-        ]
+        return [self.ranks[sum(c * s for c, s in zip(at, strides, strict=True))] for at in itertools.product(*spans)]
 
     def refuse_unknown(self, names: tuple[str, ...] | Mapping[str, int]) -> None:
         """Raise `MeshError` for the first name that is no axis, or that is named twice."""

@@ -64,7 +64,9 @@ class Turns:
                 raise error
             finally:
                 del error  # it holds this frame
-        return [seat.result for seat in self.seats]
+        results = [seat.result for seat in self.seats]
+        self.seats.clear()  # an axis among the results leads here
+        return results
 
     def wait(self, rank: int, ready: Callable[[], bool], waiting: Callable[[], str]) -> None:
         """Let the others run until `ready()`; `waiting()` says what for, should nobody be able to run."""

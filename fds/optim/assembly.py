@@ -99,16 +99,31 @@ def assemble(
     ) -> tuple[list[Tensor], dict]:  # fmt: skip
         if not params:
             return params, opt
+        slices, given = params, opt
+        params, grads, opt, segments = _by_segment(params, grads, opt, segments)
         values = {name: _cheap(at(value, step)) for name, value in hyper.items() if name != "lr" or lr is None}
         if lr is not None:
             values["lr"] = _cheap(lr)
         now = Now(step, values, grad_scale, skip, segments, axes)
         rule(params, [g.to(p.dtype) for g, p in zip(grads, params, strict=True)], opt, now)
         if out is not None:
-            torch.ops.aten._foreach_copy_(out, params)
-        return params, opt
+            torch.ops.aten._foreach_copy_(out, slices)
+        return slices, given
 
     return Optimizer(init, update, whole, lr=hyper["lr"], text=text)
+
+
+def _by_segment(params: list, grads: Sequence, opt: dict, segments: Sequence[Sequence[Segment]]) -> tuple:
+    """Return views of every parameter in slices of many.
+
+    The last elements of a tensor, too few for a vector register, are computed one by one, and round differently in some
+    kernels: in slices they are the same ones as in the parameter by itself, so every stage gives the same bits.
+    """
+    if all(len(inside) == 1 and inside[0].length == len(p) for p, inside in zip(params, segments, strict=True)):
+        return params, grads, opt, segments
+    cut = lambda flats: [s.of(x) for x, inside in zip(flats, segments, strict=True) for s in inside]
+    alone = [[attrs.evolve(s, offset=0)] for inside in segments for s in inside]
+    return cut(params), cut(grads), {slot: cut(flats) for slot, flats in opt.items()}, alone
 
 
 def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:

@@ -31,6 +31,7 @@ class Live:
         self.trained, self.ahead = set(structure.trained_names), max(1, shard.prefetch)
         self.used: dict[int, Tensor] = {}  # least recently used first
         self.coming: dict[int, tuple[Tensor, Work]] = {}  # under way, or arrived and not used yet
+        self.wanted: int | None = None  # what an operator is waiting for
         self.bytes = [b.numel * gather.dtype_of(b.leaves[0].name, b.dtype).itemsize for b in layout.buckets]
         staying = [i for i, b in enumerate(layout.buckets) if gather.persists(b.leaves[0].numel)]
         self.capacity = capacity(shard.max_live_bytes, shard.prefetch, self.bytes)
@@ -57,9 +58,10 @@ class Live:
         if index in self.used:
             self.used[index] = flat = self.used.pop(index)
             return flat
-        known = index in self.coming
-        if not known:
+        if index not in self.coming:
+            self.wanted = index
             self.order.need(("gather", index))
+            self.wanted = None
         flat, work = self.coming.pop(index)
         work.wait()
         self.used[index] = flat
@@ -70,10 +72,11 @@ class Live:
 
     def join(self, index: int) -> None:
         """Begin to gather a bucket, for this rank or for others."""
-        while len(self.coming) >= self.ahead:
-            self._drop(next(iter(self.coming)))
         if index in self.coming:
             self._drop(index)
+        others = [i for i in self.coming if i != self.wanted]
+        for i in others[: max(0, len(others) + 1 - self.ahead)]:
+            self._drop(i)
         self.coming[index] = self.gather.start(self.layout.buckets[index], self.parts[index], self.pool)
 
     def close(self) -> None:

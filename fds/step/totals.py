@@ -39,8 +39,8 @@ class Totals:
     def means(self) -> dict[str, Tensor]:
         """Return the weighted mean of the loss and of float metrics, the sum of integer ones."""
         assert self.loss is not None
-        floats = {k: v / self.weight if v.is_floating_point() else v for k, v in self.metrics.items()}
-        return {"loss": self.loss / self.weight, **floats}
+        sums = {"loss": self.loss, **self.metrics}
+        return {k: (v / self.weight).to(v.dtype) if v.is_floating_point() else v for k, v in sums.items()}
 
 
 def agree(

@@ -52,6 +52,11 @@ def find(dir: Path, tag: str | None) -> Path:
     return dir / tag if (dir / tag).exists() else dir / SAVING / "old" / tag
 
 
+def unpublished(dir: Path, tag: str) -> Path:
+    """Return the folder into which a tag is written before it is published."""
+    return dir / SAVING / "new" / tag
+
+
 @contextlib.contextmanager
 def publish(dir: Path, tag: str) -> Iterator[Path]:
     """Give an empty folder to write into, and make it the tag `tag` of `dir` when the block ends without an error.
@@ -59,7 +64,7 @@ def publish(dir: Path, tag: str) -> Iterator[Path]:
     Raises `StorageError` for whatever the file system refuses, for another save that is running here, and for a
     folder in the tag's place that is no save. After any error, other tags and `latest` are as they were.
     """
-    with _refusing(dir):
+    with refusing(dir):
         if dir.exists() and not dir.is_dir():
             raise StorageError("saves go into a directory", where=str(dir), got="a file", want="a directory or nothing")
         missing = [p for p in (dir, *dir.parents) if not p.exists()]
@@ -69,7 +74,7 @@ def publish(dir: Path, tag: str) -> Iterator[Path]:
         with _locked(dir):
             _clear(dir)
             _refuse_foreign(dir / tag)
-            saving, new = dir / SAVING, dir / SAVING / "new" / tag
+            saving, new = dir / SAVING, unpublished(dir, tag)
             try:
                 new.mkdir(parents=True)
                 (saving / "old").mkdir()
@@ -157,7 +162,8 @@ def _locked(dir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _refusing(dir: Path) -> Iterator[None]:
+def refusing(dir: Path) -> Iterator[None]:
+    """Turn what the file system refuses inside the block into `StorageError`."""
     try:
         yield
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,47 +18,63 @@ from fds.state import State
 from fds.step import Step
 from fds.storage.folders import find
 from fds.storage.manifest import Leaf, Manifest, read_manifest
-from fds.storage.tensors import DTYPES, dtype_name, open_tensors, read_into
-
-ON_HOST = ("calls", "key")  # what the host reads without asking the device
+from fds.storage.parts import Part, blank, parts_of
+from fds.storage.tensors import open_tensors, read_into
+from fds.storage.together import Ranks
 
 
 def load(dir: str | os.PathLike, step: Step, params: Any, *, tag: str | None = None) -> tuple[State, dict[str, Any]]:
     """Read a state that `save` wrote below `dir`, and the `extra` that was saved with it.
 
+    Where ranks share the state, all of them call this, and each reads what it will hold. On how many ranks, at which
+    stage and in which buckets the state was saved makes no difference.
+
     Args:
         dir: the run's directory.
-        step: the step that will go on; its state's structure must be that of the saved one.
+        step: the step that will go on; its plain state's structure must be that of the saved one.
         params: what `step.init` would take: tensors, `meta` tensors or a recipe. Only structure is read, and the
             device that the state goes to (that of the first tensor with data, else torch's default).
         tag: which save; by default the last.
 
     Raises `StorageError` if there is no such save, if it is of another model or composition (the first parameter, or
-    slot, that differs is named), or if a byte of it is not as it was written.
+    slot, that differs is named), or if a byte of it is not as it was written; on every rank if on any. Raises
+    `RankError` if a rank is lost.
     """
-    folder = find(Path(dir), tag)
-    manifest, template = read_manifest(folder), step.structure(params)
-    want = {name: Leaf(dtype_name(x), tuple(x.shape), ()) for name, x in tree.paths(template).items()}
-    _refuse_other(manifest, want, folder)
-    read = _read(folder, {name: manifest.leaves[name] for name in want}, _device(params))
-    return tree.flatten(template)[1](read), manifest.extra
+    ranks = Ranks.of(step)
+    with ranks.together() as said:
+        place = find(Path(dir), tag).relative_to(dir) if ranks.index == 0 else Path()  # others might see a newer one
+        said.mine = {"place": str(place), "asked": {"tag": repr(tag)}}
+    ranks.refuse_different([one["asked"] for one in said.all])
+    folder = Path(dir) / said.all[0]["place"]
+    with ranks.together() as said:
+        manifest, template = read_manifest(folder), step.structure(params)
+        want = {name: part.leaf() for name, part in parts_of(template, ranks.slice).items()}
+        _refuse_other(manifest, want, folder)
+        state = blank(step, template, _device(params))
+        _fill(parts_of(state, ranks.slice), manifest, folder)
+        said.mine = {"save that they read": hashlib.blake2b(repr(manifest).encode(), digest_size=8).hexdigest()}
+    ranks.refuse_different(said.all)
+    return state, manifest.extra
 
 
-def _read(folder: Path, leaves: Mapping[str, Leaf], device: torch.device) -> list[Tensor]:
-    """Read leaves into memory of their own, one at a time on its way to the device."""
-    read = []
+def _fill(parts: Mapping[str, Part], manifest: Manifest, folder: Path) -> None:
+    """Read what overlaps the parts, one chunk at a time, into their tensors."""
+    files: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        files = {
-            name: stack.enter_context(open_tensors(folder / name))
-            for name in dict.fromkeys(chunk.file for leaf in leaves.values() for chunk in leaf.chunks)
-        }
-        for name, leaf in leaves.items():
-            x = torch.empty(leaf.shape, dtype=DTYPES[leaf.dtype], device="cpu")
-            for chunk in leaf.chunks:
-                part = x.view(-1)[chunk.start : chunk.start + chunk.length]
-                read_into(part, files[chunk.file], name, chunk.checksum, f"{folder / chunk.file}: {name}")
-            read.append(x if name in ON_HOST else x.to(device))
-    return read
+        for name, part in parts.items():
+            flat = part.tensor.view(-1)
+            for chunk in manifest.leaves[name].chunks:
+                low, high = max(part.start, chunk.start), min(part.end, chunk.start + chunk.length)
+                if part.split and low >= high:
+                    continue
+                if chunk.file not in files:
+                    files[chunk.file] = stack.enter_context(open_tensors(folder / chunk.file))
+                out, where = flat[low - part.start : high - part.start], f"{folder / chunk.file}: {name}"
+                direct = out.numel() == chunk.length and out.device.type == "cpu"
+                read = out if direct else torch.empty(chunk.length, dtype=out.dtype, device="cpu")
+                read_into(read, files[chunk.file], name, chunk.checksum, where)
+                if not direct:
+                    out.copy_(read[low - chunk.start : high - chunk.start])
 
 
 def _refuse_other(manifest: Manifest, want: Mapping[str, Leaf], folder: Path) -> None:

@@ -97,7 +97,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise StorageError("the manifest was changed after it was written", where=str(path), got=found,
                            want=f"the checksum that it was written with, {written!s:.40}")  # fmt: skip
     for name, leaf in manifest.leaves.items():
-        _refuse_impossible(leaf, where=f"{path}: $.leaves[{name!r}]")
+        refuse_impossible(leaf, where=f"{path}: $.leaves[{name!r}]")
     return manifest
 
 
@@ -136,7 +136,8 @@ def _refuse_non_json(value: Any, path: str) -> None:
         )  # fmt: skip
 
 
-def _refuse_impossible(leaf: Leaf, where: str) -> None:
+def refuse_impossible(leaf: Leaf, where: str) -> None:
+    """Raise `StorageError` for a leaf that no save writes: of no dtype, or with chunks that do not tile it."""
     if leaf.dtype not in DTYPES:
         raise StorageError("unknown dtype", where=f"{where}.dtype", got=leaf.dtype[:40], want=", ".join(DTYPES))
     if any(n < 0 for n in leaf.shape):

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.metadata
 import os
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
-from fds import tree
 from fds.errors import StorageError
+from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step
-from fds.storage.folders import checked_tag, publish
-from fds.storage.manifest import FORMAT, Chunk, Leaf, Manifest, checked_extra, write_manifest
-from fds.storage.tensors import dtype_name, refuse_unwritable, write_tensors
-
-FILE = "rank0.safetensors"
+from fds.storage.folders import checked_tag, publish, refusing, unpublished
+from fds.storage.manifest import FORMAT, Chunk, Leaf, Manifest, checked_extra, refuse_impossible, write_manifest
+from fds.storage.parts import Part, parts_of
+from fds.storage.tensors import refuse_unwritable, write_tensors
+from fds.storage.together import Ranks
 
 
 def save(
@@ -29,34 +32,105 @@ def save(
 ) -> Path:
     """Write a state below `dir`, whole and durably or not at all, and return the folder of its tag.
 
+    Where ranks share the state, all of them call this, with one `dir` of a file system that all of them see, and each
+    writes what it owns. What is written is the plain state: any number of ranks loads it, at any stage.
+
     Args:
         dir: the run's directory, made if it is missing.
         state: what `step.init` or a step returned.
         step: whose state it is; its composition is written down for people to read.
         tag: the name of this save, `step00000012` after 12 calls unless given; one that exists is replaced.
-        extra: what else the run needs to go on (a loader's position): a dict that JSON gives back as it is.
+        extra: what else the run needs to go on (a loader's position): a dict that JSON gives back as it is. Of several
+            ranks, the first one's is written.
 
-    Raises `StorageError` for whatever cannot be written or the file system refuses, `DonatedStateError` for a state
-    that was given up. Then the saves that were there, and which of them is the last, are as they were.
+    Raises `StorageError` for whatever cannot be written or the file system refuses, on every rank if on any;
+    `DonatedStateError` for a state that was given up; `RankError` if a rank is lost. Then the saves that were there,
+    and which of them is the last, are as they were.
     """
+    ranks = Ranks.of(step)
+    with ranks.together() as said:
+        draft = _draft(Path(dir), state, step, tag, extra, ranks)
+        said.mine = draft.common()
+    ranks.refuse_different(said.all)
+    folder = unpublished(draft.dir, draft.tag)
+    with contextlib.ExitStack() as saving:
+        with ranks.together():
+            if ranks.index == 0:
+                saving.enter_context(publish(draft.dir, draft.tag))
+        with ranks.together() as said, refusing(draft.dir):
+            said.mine = _write(folder, draft, ranks)
+        with ranks.together(), refusing(draft.dir):
+            if ranks.index == 0:
+                write_manifest(folder, draft.manifest(said.all))
+                saving.close()  # from here on it has its name
+    return draft.dir / draft.tag
+
+
+@attrs.frozen
+class Draft:
+    """A save before anything of it is written."""
+
+    dir: Path
+    tag: str
+    calls: int
+    extra: dict[str, Any]
+    composition: tuple[str, ...]
+    parts: dict[str, Part]  # by key path
+
+    def common(self) -> dict[str, str]:
+        """Return in what all ranks must agree."""
+        leaves = "\n".join(sorted(f"{name} {part.leaf()}" for name, part in self.parts.items()))
+        digest = hashlib.blake2b(leaves.encode(), digest_size=8).hexdigest()
+        return {"directory": str(self.dir), "tag": self.tag, "calls made": str(self.calls),
+                "leaves": f"{len(self.parts)} leaves, {digest}"}  # fmt: skip
+
+    def manifest(self, written: list[dict[str, list]]) -> Manifest:
+        """Return the manifest, given what `_write` returned on every rank."""
+        found: dict[str, list[Chunk]] = {name: [] for name in self.parts}
+        for rank, chunks in enumerate(written):
+            for name, chunk in chunks.items():
+                found[name].append(Chunk(_file(rank), *chunk))
+        leaves: dict[str, Leaf] = {}
+        for name, chunks in found.items():
+            leaves[name] = self.parts[name].leaf(tuple(sorted(chunks, key=lambda c: c.start)))
+            refuse_impossible(leaves[name], where=name)
+        return Manifest(FORMAT, _version(), torch.__version__, self.tag, self.calls, self.composition, leaves, self.extra)
+
+
+def _draft(
+    dir: Path, state: State, step: Step, tag: str | None, extra: dict[str, Any] | None, ranks: Ranks
+) -> Draft:
+    """Return what is to be saved. Raises `StorageError` for what cannot be."""
     if not isinstance(state, State):
         raise StorageError("what is to be saved is no state", got=repr(type(state).__name__), want="a State",
                            hint="fds.save(dir, state, step)")  # fmt: skip
     state.check("save")
-    calls, named, extra = int(state.calls), tree.paths(state), checked_extra(extra)
+    if isinstance(state.params, Sharded):
+        step.structure_of(state.params)  # refuses slices of another step
+    parts, extra = parts_of(state, ranks.slice), checked_extra(extra)
+    calls = int(state.calls)
     tag = f"step{calls:08d}" if tag is None else checked_tag(tag)
-    refuse_unwritable(named)
-    composition = tuple(map(repr, step.composition))
-    with publish(Path(dir), tag) as folder:
-        checksums = write_tensors(folder / FILE, named)
-        leaves = {
-            name: Leaf(dtype_name(x), tuple(x.shape), (Chunk(FILE, 0, x.numel(), checksums[name]),))
-            for name, x in named.items()
-        }
-        write_manifest(folder, Manifest(
-            FORMAT, _version(), torch.__version__, tag, calls, composition, leaves, extra,
-        ))  # fmt: skip
-    return Path(dir) / tag
+    refuse_unwritable({name: part.tensor for name, part in parts.items()})
+    return Draft(dir, tag, calls, extra, tuple(map(repr, step.composition)), parts)
+
+
+def _write(folder: Path, draft: Draft, ranks: Ranks) -> dict[str, list]:
+    """Write what this rank owns; return start, length and checksum by key path.
+
+    Of what is split, that is its part, unless it is a copy; of what every rank has, everything is the first one's.
+    """
+    owned = {
+        name: part for name, part in draft.parts.items()
+        if (part.tensor.numel() and ranks.replica == 0 if part.split else ranks.index == 0)
+    }  # fmt: skip
+    if not owned:
+        return {}
+    checksums = write_tensors(folder / _file(ranks.index), {name: part.written for name, part in owned.items()})
+    return {name: [part.start, part.tensor.numel(), checksums[name]] for name, part in owned.items()}
+
+
+def _file(rank: int) -> str:
+    return f"rank{rank}.safetensors"
 
 
 def _version() -> str:

@@ -186,6 +186,7 @@ def _schedule(t):
 
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
     "sgd": lambda: fds.sgd(0.1),
+    "half_sgd": lambda: fds.sgd(0.5),
     "momentum": lambda: fds.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda: fds.adam(0.01),
     "adamw": lambda: fds.adamw(_schedule, weight_decay=0.1),

@@ -298,7 +298,8 @@ LOSSES = {
     "as a Parameter's data": lambda p: (nn.Parameter(p["a"]) * p["b"]).sum(),
     "attention": lambda p: F.scaled_dot_product_attention(*[p["a"][None, None]] * 2, p["b"][None, None]).sin().sum(),
     "complex": lambda p: (torch.view_as_complex(p["a"].view(4, 2, 2)).conj() * 1j).abs().sum(),
-    "by address": lambda p: p["a"].as_strided((2, 3), (3, 1), 2).sum() + p["b"].data.view(torch.int32).sum() % 7,
+    "strided": lambda p: (p["a"][1:].as_strided((2, 3), (3, 1), 2) * p["a"].t().as_strided((2, 3), (1, 4))).sum(),
+    "bits": lambda p: p["a"].sum() + p["b"].t()[1:].data.t().contiguous().view(torch.int32).sum() % 7,
     "function": lambda p: Saves.apply(Saves.apply(X, p["a"]), p["a"]).square().sum(),
     "function with setup_context": lambda p: SetsUp.apply(X, p["a"]).square().sum(),
     "function that returns its input": lambda p: (X @ Same.apply(p["a"]) @ SameView.apply(p["b"])).square().sum(),
@@ -398,7 +399,8 @@ def test_a_graph_holds_no_memory():
 def test_views_and_printing_gather_nothing():
     pages, held = handles({"w": rand(2, 6), "s": rand()})
     p = held["w"]
-    views = [p, *p.chunk(2, 1), *p.unsafe_chunk(2), p.t(), p[0, 1:], p.expand(3, 2, 6), p.view(3, 4), p.detach(), p.data, nn.Parameter(p)]
+    views = [*p.chunk(2, 1), *p.unsafe_chunk(2), p.t(), p[0, 1:], p.expand(3, 2, 6), p.view(3, 4), p.diagonal()]
+    views += [p.detach(), p.data, nn.Parameter(p), p.as_subclass(torch.Tensor)]
     assert all(isinstance(x, Handle) for x in views)
     assert repr(p) == str(p) == f"{p}" == "Handle('w', shape=(2, 6), dtype=torch.float32)"
     assert isinstance(p, torch.Tensor) and tree.leaves({"w": p}) == [p]
@@ -530,6 +532,32 @@ def test_handles_made_in_inference_mode_train_afterwards():
         held["w"].view(2, 2)
     held["w"].view(2, 2).square().sum().backward()
     assert_same_bits(held["w"].grad, 2 * rand(4))
+
+
+def test_a_kept_graph_runs_backward_again():
+    params = {f"{i}": rand(4, 4, seed=i) for i in range(7)}
+    pages, held = handles(params)
+    found = []
+    for p in (plain(params), held):
+        value = chain(p, X)
+        value.backward(retain_graph=True, inputs=tree.leaves(p))
+        value.backward()
+        found.append([x.grad for x in tree.leaves(p)] + list(torch.autograd.grad(chain(p, X), tree.leaves(p))))
+    assert_same_bits(*found)
+    assert pages.peak == 2
+
+
+def test_other_kinds_of_tensors_meet_handles():
+    p = handles({"w": rand(4, 4)})[1]["w"]
+    ragged = torch.nested.nested_tensor([rand(2, 4), rand(3, 4)], layout=torch.jagged)
+    assert_same_bits(F.linear(ragged, p).values(), F.linear(ragged.values(), rand(4, 4)))
+    assert_same_bits(torch.sparse.mm(X.to_sparse(), p), torch.sparse.mm(X.to_sparse(), rand(4, 4)))
+
+
+def test_reading_beyond_a_parameter_is_refused_as_ever():
+    _, held = handles({"a": rand(4, 4), "b": rand(4, 4)}, num_buckets=1)
+    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+        held["a"].as_strided((8, 8), (8, 1))
 
 
 def test_an_error_of_the_operator_is_torchs():

@@ -1,0 +1,82 @@
+"""At stage 3 every rank may use other parameters, in another order, as often as it likes: nobody hangs."""
+
+import torch
+from hypothesis import given, strategies as st
+from torch.utils.checkpoint import checkpoint
+
+import fds
+from tests.bits import assert_rounding, assert_same_bits
+
+LAYERS = 5
+PATHS = st.lists(st.integers(0, LAYERS - 1), min_size=1, max_size=6)
+PARAMS = {str(i): {"w": torch.randn(6, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64) / 4,
+                   "b": torch.zeros(6, dtype=torch.float64)} for i in range(LAYERS)}  # fmt: skip
+
+
+def loss_fn(params, batch):
+    """Send each row through the layers that its path names, some of them recomputed in backward."""
+    x, path = batch["x"], [int(i) for i in batch["path"].flatten() if i >= 0]
+    for n, i in enumerate(path):
+        layer = lambda x, i=i: x + torch.tanh(x @ params[str(i)]["w"] + params[str(i)]["b"])
+        x = checkpoint(layer, x, use_reentrant=False) if n % 3 == 2 else layer(x)
+    return (x**2).mean()
+
+
+def rows(paths):
+    """Return a batch with one row for each path, padded with -1."""
+    x = torch.randn(len(paths), 6, generator=torch.Generator().manual_seed(len(paths)), dtype=torch.float64)
+    return {"x": x, "path": torch.tensor([p + [-1] * (6 - len(p)) for p in paths])}
+
+
+@given(
+    st.integers(2, 3).flatmap(
+        lambda ranks: st.lists(st.lists(PATHS, min_size=2 * ranks, max_size=2 * ranks), min_size=1, max_size=4)
+    ),
+    st.sampled_from([0, 1, 2]), st.sampled_from([None, 1]),
+)  # fmt: skip
+def test_ranks_may_take_any_paths_through_the_parameters(steps, prefetch, room):
+    ranks = len(steps[0]) // 2
+    size = 2560
+    bound = None if room is None else (1 + prefetch) * size
+
+    def run():
+        axis = fds.mesh(dp=-1)["dp"]
+        sharding = fds.shard_optimizer(axis, stage=3, bucket_bytes=800, prefetch=prefetch, max_live_bytes=bound)
+        step = fds.compose(fds.accumulate(2), sharding, fds.sgd(0.1))(loss_fn)
+        state, losses = step.init(PARAMS), []
+        for paths in steps:
+            mine = rows(paths)
+            mine = {k: v[2 * axis.index : 2 * axis.index + 2] for k, v in mine.items()}
+            state, metrics = step(state, mine)
+            losses.append(metrics["loss"])
+            losses.append(step.evaluate(state, {k: v[:1] for k, v in mine.items()})["loss"])
+        return step.params(state), losses
+
+    results = fds.simulate(run, ranks)
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+    plain = fds.compose(fds.accumulate(2 * ranks), fds.sgd(0.1))(loss_fn)
+    state = plain.init(PARAMS)
+    for paths in steps:
+        state, _ = plain(state, rows(paths))
+    assert_rounding(results[0][0], state.params, additions=20_000, scale=4.0)
+
+
+def test_the_order_is_learned_in_one_step_and_again_when_it_changes():
+    """A step that follows the plan asks nobody: of its messages only one is an exchange, the last."""
+
+    def run():
+        axis = fds.mesh(dp=-1)["dp"]
+        step = fds.compose(fds.shard_optimizer(axis, stage=3, bucket_bytes=800), fds.sgd(0.1))(loss_fn)
+        state, asked = step.init(PARAMS), []
+        for path in ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [4, 2, 0], [4, 2, 0], [4, 2, 0]):
+            with fds.collectives.counted() as traffic:
+                state, _ = step(state, rows([path]))
+            asked.append(traffic["exchange", "dp"].calls)
+        return asked
+
+    for asked in fds.simulate(run, 2):
+        learns, follows = asked[0], asked[1]
+        assert follows == asked[2] == 1 < learns
+        assert asked[3] > 1 and 1 in asked[4:]
+
