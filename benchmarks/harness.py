@@ -65,6 +65,10 @@ class Series:
         low, high = np.percentile(medians, [2.5, 97.5])
         return float(low), float(high)
 
+    def reaches(self, at_most: float | None) -> bool | None:
+        """Whether the interval reaches down to a claim; None where nothing is claimed."""
+        return None if at_most is None else self.interval()[0] <= at_most
+
     def medians_ms(self) -> tuple[float, float]:
         """Return the median milliseconds of the contender and of the one beside it."""
         return 1e3 * statistics.median(self.contender), 1e3 * statistics.median(self.beside)
@@ -88,8 +92,7 @@ class Result:
     @property
     def time_met(self) -> bool | None:
         """Whether the interval reaches down to the claim; None where nothing is claimed."""
-        claim = self.row.time_at_most
-        return None if claim is None else self.time.interval()[0] <= claim
+        return self.time.reaches(self.row.time_at_most)
 
     @property
     def memory_met(self) -> bool | None:

@@ -6,7 +6,7 @@ import datetime
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,10 +19,17 @@ from benchmarks.harness import Comparison, Series
 
 RESULTS = Path(__file__).parent / "results"
 
+Rows = tuple[str, list[str], list[list[str]]]  # a title, a header, and rows of as many cells
+
 
 def show(comparison: Comparison, console: Console) -> None:
-    """Print the tables, the one beside in grey below its contender."""
-    for title, header, rows in _tables(comparison):
+    """Print the tables of a comparison."""
+    show_tables(_tables(comparison), console)
+
+
+def show_tables(tables: Sequence[Rows], console: Console) -> None:
+    """Print tables, the one beside in grey below its contender; a row whose last cell says NO in red."""
+    for title, header, rows in tables:
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
         for name in header:
             if not name.endswith("beside"):
@@ -43,17 +50,25 @@ def write(comparison: Comparison, name: str, facts: Mapping[str, str], *, folder
 
     `facts` say what ran.
     """
+    path = write_tables(_tables(comparison), name, facts, folder=folder)
+    try:
+        draw(comparison, path.with_suffix(".png"))
+        picture = f"![paired ratios]({path.stem}.png)"
+    except ImportError:
+        picture = "No picture: matplotlib is not installed (`pip install 'fds[plot]'`)."
+    with path.open("a") as file:
+        file.write(f"\n{picture}\n")
+    return path
+
+
+def write_tables(tables: Sequence[Rows], name: str, facts: Mapping[str, str], *, folder: Path = RESULTS) -> Path:
+    """Write `<today>-<name>.md` with these facts, the machine's and the tables, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{datetime.date.today()}-{name}.md"
     lines = [f"# {name}, {datetime.date.today()}", ""]
     lines += [f"- {key}: {value}" for key, value in {**facts, **machine()}.items()]
-    for title, header, rows in _tables(comparison):
+    for title, header, rows in tables:
         lines += ["", f"## {title}", "", _line(header), _line(["---"] * len(header)), *map(_line, rows)]
-    try:
-        draw(comparison, path.with_suffix(".png"))
-        lines += ["", f"![paired ratios]({path.stem}.png)"]
-    except ImportError:
-        lines += ["", "No picture: matplotlib is not installed (`pip install 'fds[plot]'`)."]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -106,19 +121,19 @@ def _window(comparison: Comparison) -> tuple[float, float]:
     return low - 0.05 * (high - low), high + 0.25 * (high - low)
 
 
-def _tables(comparison: Comparison) -> list[tuple[str, list[str], list[list[str]]]]:
+def _tables(comparison: Comparison) -> list[Rows]:
     pairs = len(comparison.results[0].time.ratios)
     per = "" if comparison.calls == 1 else f", {comparison.calls} calls each"
     time_rows = [
-        [r.row.contender.name, r.row.beside.name, *_timed(r.time), r.agreement, _claim(r.row.time_at_most, r.time_met)]
+        [r.row.contender.name, r.row.beside.name, *timed(r.time), r.agreement, verdict(r.row.time_at_most, r.time_met)]
         for r in comparison.results
     ]
-    time_rows += [[one.name, "itself anew (A/A)", *_timed(s), "", ""] for one, s in comparison.itself]
+    time_rows += [[one.name, "itself anew (A/A)", *timed(s), "", ""] for one, s in comparison.itself]
     memory_rows = [
         [
             r.row.contender.name, r.row.beside.name, *(f"{x.peak_bytes:,}" for x in (r.memory, r.beside_memory)),
             f"{r.memory_ratio:.4f}", *(f"{x.held_bytes:,}" for x in (r.memory, r.beside_memory)),
-            _claim(r.row.memory_at_most, r.memory_met),
+            verdict(r.row.memory_at_most, r.memory_met),
         ]
         for r in comparison.results
     ]  # fmt: skip
@@ -130,12 +145,14 @@ def _tables(comparison: Comparison) -> list[tuple[str, list[str], list[list[str]
     ]  # fmt: skip
 
 
-def _timed(series: Series) -> list[str]:
+def timed(series: Series) -> list[str]:
+    """Return the cells of a series: both medians in ms, the ratio, its interval."""
     (mine, other), (low, high) = series.medians_ms(), series.interval()
     return [f"{mine:.4g}", f"{other:.4g}", f"{series.ratio:.4f}", f"{low:.4f} to {high:.4f}"]
 
 
-def _claim(at_most: float | None, met: bool | None) -> str:
+def verdict(at_most: float | None, met: bool | None) -> str:
+    """Return the cell of a claim."""
     return "" if at_most is None else f"≤ {at_most:g}: {'yes' if met else 'NO'}"
 
 

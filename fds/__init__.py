@@ -28,7 +28,7 @@ from fds.transforms.ema import ema
 from fds.transforms.donate import donate
 
 # a parameter that is gathered when it is used, as a plain tensor
-from fds.handles import materialize
+from fds.step.handles import materialize
 
 # a step, and what it steps through
 from fds.step import Step, Transform, compose

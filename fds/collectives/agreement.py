@@ -39,10 +39,10 @@ class Checked:
         self.direct[pair] = number = self.direct.get(pair, 0) + 1
         rows = [f"{self.name}/{pair[0]}to{pair[1]}/{number}/{end}" for end in ("send", "recv")]
         own, other = rows if call.op == "send" else reversed(rows)
-        # A sender starts at once and a receiver only when it is waited for: neither waits for the other at its start.
+        # Compared when they are waited for, since neither end waits for the other at its start; gloo's tags keep what
+        # differs apart until then.
         self._say(own, call)
-        started = self.link.start(call, out, x) if call.op == "send" else None
-        return CheckedMessage(self, call, own, other, started, out)
+        return CheckedMessage(self, call, own, other, self.link.start(call, out, x))
 
     def exchange(self, call: Call, text: str) -> list[str]:
         """Exchange texts when all ranks agree that they do."""
@@ -114,8 +114,7 @@ class CheckedMessage:
     call: Call
     own: str
     other: str
-    started: Work | None  # of a receive, nothing until both ends agree
-    out: Tensor
+    started: Work
     over: bool = False
 
     def wait(self) -> None:
@@ -125,8 +124,6 @@ class CheckedMessage:
         checked, call = self.checked, self.call
         rows = {checked.ranks[checked.index]: self.own, checked.ranks[call.peer]: self.other}
         checked.compare(call, rows, lambda text: text.partition(" of ")[2])
-        if self.started is None:
-            self.started = checked.link.start(call, self.out, self.out)
         self.started.wait()
         self.over = True
 

@@ -49,7 +49,8 @@ class Turns:
             seat.thread.start()
         try:
             self.seats[0].turn.release()
-            self.over.wait()
+            while not self.over.wait(timeout=0.5):
+                pass  # so that a key is noticed whichever thread the signal went to
             for seat in self.seats:
                 seat.thread.join()
         except BaseException:  # a key was pressed; the rank that runs ends at its next collective

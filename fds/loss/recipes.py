@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import random as python_random
 from collections.abc import Callable, Iterator
 
 import attrs
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from fds import random
+from fds.errors import LossError
+from fds.loss.record import Window
+from fds.loss.recorder import record
 
 
 @attrs.frozen(eq=False)
@@ -16,7 +24,7 @@ class Recipe:
 
     Attributes:
         trace: `trace() -> params` on `meta`: nothing is allocated or drawn.
-        pieces: `pieces(key)` yields `{name: tensor}`, a layer at a time.
+        pieces: `pieces(key)` yields `{name: tensor}`, a layer at a time, in the order of the trace.
     """
 
     trace: Callable[[], dict[str, Tensor]]
@@ -24,22 +32,78 @@ class Recipe:
 
     def __call__(self, key: Tensor) -> dict[str, Tensor]:
         """Return all parameters, in the order of the trace."""
-        made = {name: x for piece in self.pieces(key) for name, x in piece.items()}
-        return {name: made[name] for name in self.trace()}
+        return {name: x for piece in self.pieces(key) for name, x in piece.items()}
 
 
 def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
     """Make `key -> params` of a function that builds a module: for `step.init(fds.recipe(GPT), key=0)`.
 
-    The factory runs with torch's generators seeded from the key; names are those of `named_parameters`.
+    Names are those of `named_parameters`. The factory runs on `meta`, where what it does to tensors is recorded; then
+    the operations behind the parameters of one submodule are done for real, those of the next, and so on, on the
+    devices where the factory would have done them. Draw number i is seeded by the key and i: values have the
+    distribution that the factory gives them, not the numbers that `torch.manual_seed` would. What is never written is
+    zero. Python's and NumPy's global generators are seeded from the key as well; every generator is restored.
+
+    A factory whose operations cannot be recorded is built for real, whole, in one piece, seeded from the key: one that
+    seeds torch's generator or passes its own, calls `.numpy()`, indexes with a boolean mask, loads a file with
+    `torch.load`, or uses operations without a shape function. Values that it reads (`.item()`, `if (w > 0).all():`)
+    are made on the way, and cost their operations once more. A tensor that every parameter is derived from is made
+    again for every submodule.
+
+    `trace`, `pieces` and the call raise what the factory raises, and `LossError` where it returns no module.
     """
 
     def pieces(key: Tensor) -> Iterator[dict[str, Tensor]]:
-        with random.seeded(key):
-            params = {name: p.detach() for name, p in module_factory().named_parameters()}
-        yield params
+        with _python_generators(key):
+            found = record(module_factory, key)
+        if found is None:
+            yield _built(module_factory, key)
+            return
+        recorded, params = found
+        del found
+        for _, group in itertools.groupby(params, lambda name: name.rpartition(".")[0]):
+            names = list(group)
+            windows = {name: w for name in names if isinstance(w := params[name], Window)}
+            piece = dict(zip(windows, recorded.replay(windows.values(), key), strict=True))
+            piece = {name: piece[name] if name in piece else params[name] for name in names}
+            yield {name: piece.pop(name) for name in names}  # type: ignore[misc]
 
     def trace() -> dict[str, Tensor]:
-        return {name: x.to("meta") for name, x in next(pieces(random.key(0))).items()}
+        key = random.key(0)
+        with torch.device("cpu"):  # whatever the device in force, nothing is allocated there
+            with _python_generators(key):
+                found = record(module_factory, key)
+            params = _built(module_factory, key) if found is None else found[1]
+        return {name: _shape(x) for name, x in params.items()}
 
     return Recipe(trace, pieces)
+
+
+def _built(module_factory: Callable[[], nn.Module], key: Tensor) -> dict[str, Tensor]:
+    """Return the parameters of a module that is built for real."""
+    with _python_generators(key), random.seeded(key):
+        module = module_factory()
+        if not isinstance(module, nn.Module):
+            raise LossError("a recipe needs a function that builds a module", got=type(module).__name__,
+                            want="fds.recipe(lambda: nn.Linear(3, 2))")  # fmt: skip
+        return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def _shape(x: Tensor | Window) -> Tensor:
+    if isinstance(x, Tensor):
+        return x.to("meta")
+    return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
+
+
+@contextlib.contextmanager
+def _python_generators(key: Tensor) -> Iterator[None]:
+    """Seed the global generators of Python and NumPy from the key, and restore them on leaving."""
+    python, numpy = python_random.getstate(), np.random.get_state()
+    seed = random.seed(key, "python")
+    try:
+        python_random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
+    finally:
+        python_random.setstate(python)
+        np.random.set_state(numpy)

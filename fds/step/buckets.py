@@ -27,6 +27,16 @@ class Filling:
     filled: set[int] = attrs.field(factory=set)
 
 
+@attrs.frozen(eq=False)
+class Flight:
+    """A bucket that is being reduced: what was sent, and where this rank's slice of the sum arrives."""
+
+    held: Filling
+    sent: Tensor
+    own: Tensor
+    work: Work
+
+
 class Bucketed:
     """Gradients by the trained leaves, summed over microbatches and ranks.
 
@@ -47,7 +57,7 @@ class Bucketed:
         self.dtypes: dict[int, torch.dtype] = {}  # of the sums
         self.reduce_dtype = reduce_dtype
         self.filling: dict[int, Filling] = {}
-        self.flying: dict[int, tuple[Filling, Tensor, Work]] = {}  # launched, in order; with what was sent
+        self.flying: dict[int, Flight] = {}  # launched, in order
         self.slices: dict[int, Tensor] = {}  # stages 2 and 3: the sums so far
         self.seen: set[str] = set()  # names of leaves that got a gradient
         self.arrived: dict[int, set[int]] = {}  # bucket -> leaves that got one in this microbatch
@@ -148,25 +158,28 @@ class Bucketed:
             del self.filling[i]
         sent = held.flat if self.reduce_dtype is None else held.flat.to(self.reduce_dtype)
         own = bucket.slice(shard.axis.index, sent)
-        self.flying[i] = held, sent, shard.axis.start_reduce_scatter(own, sent)
+        if shard.stage >= 2 and i not in self.slices and sent.dtype == self.dtypes[i]:
+            own = self.pool.take(bucket.length, sent.dtype, self.device)  # the first sum is where the others are added
+        self.flying[i] = Flight(held, sent, own, shard.axis.start_reduce_scatter(own, sent))
 
     def _own(self, i: int) -> Tensor:
         """Wait for a bucket and return this rank's slice of the sum over all ranks, in the dtype that was sent."""
-        _, sent, work = self.flying[i]
-        work.wait()
-        own = self.buckets[i].slice(self.shard.axis.index, sent)
+        flight = self.flying[i]
+        flight.work.wait()
         if self.shard.replicate is not None:
-            self.shard.replicate.start_all_reduce(own).wait()
-        return own
+            self.shard.replicate.start_all_reduce(flight.own).wait()
+        return flight.own
 
     def _land(self, i: int) -> None:
         """Add a bucket that has arrived to the sum of its slice, and give its memory back."""
         own = self._own(i)
-        del self.flying[i]
+        sent = self.flying.pop(i).sent
         if i in self.slices:
             self.slices[i].add_(own)
-        else:
+        elif own.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr():
             self.slices[i] = self.pool.take(own.numel(), self.dtypes[i], self.device).copy_(own)
+        else:
+            self.slices[i] = own
 
     def _sum(self, i: int) -> Tensor:
         if i not in self.slices:  # no rank used it
@@ -175,14 +188,11 @@ class Bucketed:
 
     def _whole(self) -> list[Tensor]:
         """Gather the reduced slices of all ranks into the buckets they came from; return the parameters' views."""
-        works = []
-        for i, (_, sent, _) in self.flying.items():
-            own = self.buckets[i].slice(self.shard.axis.index, sent)
-            works.append(self.shard.axis.start_all_gather(sent, own))
-        found = {}
-        for (i, (held, sent, _)), work in zip(self.flying.items(), works, strict=True):
+        axis, found = self.shard.axis, {}
+        works = [axis.start_all_gather(flight.sent, flight.own) for flight in self.flying.values()]
+        for (i, flight), work in zip(self.flying.items(), works, strict=True):
             work.wait()
-            if held.flat is not sent:
-                held.flat.copy_(sent)
-            found.update(zip((leaf.name for leaf in self.buckets[i].leaves), held.views, strict=True))
+            if flight.held.flat is not flight.sent:
+                flight.held.flat.copy_(flight.sent)
+            found.update(zip((leaf.name for leaf in self.buckets[i].leaves), flight.held.views, strict=True))
         return [found[name] for name in self.names]

@@ -13,6 +13,7 @@ from fds.errors import LossError
 from fds.state import State
 from fds.step.batch import Split
 from fds.step.check import usable
+from fds.step.parameters import open_parameters
 from fds.step.totals import Totals, agree
 
 
@@ -20,7 +21,7 @@ def evaluator(step: Any, state: State) -> Callable[..., dict[str, Tensor]]:
     """Return a function of the batch; see `Step.evaluator`. Parameters are gathered once, at stage 3 when used."""
     usable(state, "evaluate")
     structure, parts = step.structure_of(state.params)
-    open_ = lambda: step.gather(structure, parts, step.pool, train=False, order=step.order("evaluate"))
+    open_ = lambda: open_parameters(step.gather, structure, parts, step.pool, train=False, order=step.order("evaluate"))
     kept = None if step.order("evaluate") is not None else open_()
 
     def evaluate(batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from typing import Any
 from fds import tree
 from fds.layout import Bucket
 from fds.state import State
-from fds.step.live import capacity
 from fds.step.structure import Structure
 
 
@@ -40,10 +39,9 @@ def held_bytes(step: Any, structure: Structure, state: State) -> dict[str, int]:
         sizes = [_gathered(step, b) for b in layout.buckets]
         held["whole"] = sum(sizes)
         if shard.stage == 3:
-            staying = [gather.persists(b.leaves[0].numel) for b in layout.buckets]
-            passing = [n for n, stays in zip(sizes, staying, strict=True) if not stays]
-            bound = capacity(shard.max_live_bytes, shard.prefetch, passing) + shard.prefetch * max(passing, default=0)
-            held["whole"] = sum(sizes) - sum(passing) + min(bound, sum(passing))
+            some = list(gather.passing(layout).values())
+            bound = gather.room(layout) + shard.prefetch * max(some, default=0)
+            held["whole"] = sum(sizes) - sum(some) + min(bound, sum(some))
     return held
 
 
@@ -60,10 +58,8 @@ def sent_bytes(step: Any, structure: Structure) -> dict[str, int]:
     reduced = sum(b.numel * (step.reduce.dtype or _sum_dtype(step, b)).itemsize for b in layout.buckets if b.trained)
     sent = {"reduce": peers * reduced * {0: 2, 1: 1, 2: n, 3: n}[shard.stage]}
     if structure.sharded:
-        passing = [b for b in layout.buckets if shard.stage == 3 and not step.gather.persists(b.leaves[0].numel)]
-        staying = [b for b in layout.buckets if b not in passing]
-        gathered = sum(_gathered(step, b) for b in staying) + 2 * n * sum(_gathered(step, b) for b in passing)
-        sent["gather"] = peers * gathered
+        twice = sum(step.gather.passing(layout).values()) if shard.stage == 3 else 0
+        sent["gather"] = peers * (sum(_gathered(step, b) for b in layout.buckets) + (2 * n - 1) * twice)
     return {station: round(bytes_) for station, bytes_ in sent.items()}
 
 

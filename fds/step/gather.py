@@ -9,27 +9,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.layout import Bucket
-from fds.step.live import Live
-from fds.step.order import Order
+from fds.errors import StateError
+from fds.layout import Bucket, Layout
 from fds.step.pool import Pool
 from fds.step.shard import Shard
 from fds.step.structure import Structure
-
-
-@attrs.frozen(eq=False)
-class Parameters:
-    """The parameters that a loss sees for the length of a step: whole tensors, or handles that gather when used."""
-
-    leaves: list[Tensor]  # by the names of the structure; the trained ones are autograd leaves where they are asked for
-    trained: list[Tensor]
-    tree: Any
-    live: Live | None = None  # at stage 3: the buckets that are whole just now
-
-    def close(self) -> None:
-        """Join what other ranks still need, and let go of what is whole."""
-        if self.live is not None:
-            self.live.close()
 
 
 @attrs.frozen
@@ -39,25 +23,6 @@ class Gather:
     dtype: torch.dtype | None = None
     float32: tuple[str, ...] = ()  # patterns of parameters that stay as they are
     shard: Shard | None = None
-
-    def __call__(
-        self, structure: Structure, parts: list[Tensor], pool: Pool, *, train: bool, order: Order | None
-    ) -> Parameters:
-        """Return what the loss sees, cast once a step; with `train` the trained leaves require gradients."""
-        live = None
-        if not structure.sharded:
-            whole = [self.cast(name, x) for name, x in zip(structure.names, parts, strict=True)]
-        elif order is None:
-            whole = self.all_at_once(structure, parts, pool)
-        else:
-            live = Live(self, structure, parts, pool, order)
-            whole = live.handles(train)
-        trained = set(structure.trained_names)
-        if train and live is None:
-            pairs = zip(structure.names, whole, strict=True)
-            whole = [x.detach().requires_grad_() if name in trained else x for name, x in pairs]
-        seen = [x for name, x in zip(structure.names, whole, strict=True) if name in trained]
-        return Parameters(whole, seen, structure.build_whole(whole), live)
 
     def all_at_once(self, structure: Structure, parts: list[Tensor], pool: Pool) -> list[Tensor]:
         """Gather every bucket; the parameters are views of them."""
@@ -77,6 +42,31 @@ class Gather:
         own = bucket.slice(axis.index, flat)
         own.copy_(part)
         return flat, axis.start_all_gather(flat, own)
+
+    def passing(self, layout: Layout) -> dict[int, int]:
+        """Return the buckets that stage 3 does not keep whole for the length of a step, with their bytes if whole."""
+        return {
+            i: b.numel * self.dtype_of(b.leaves[0].name, b.dtype).itemsize
+            for i, b in enumerate(layout.buckets) if not self.persists(b.leaves[0].numel)
+        }  # fmt: skip
+
+    def room(self, layout: Layout) -> int:
+        """Return the bytes of used buckets that stage 3 may keep whole beside those that are on their way.
+
+        Raises `StateError` where the bound has no room for a single bucket.
+        """
+        assert self.shard is not None
+        largest, bound = max(self.passing(layout).values(), default=0), self.shard.max_live_bytes
+        coming = self.shard.prefetch * largest
+        if bound is None:
+            return 2 * largest
+        if bound < largest + coming:
+            raise StateError(
+                "shard_optimizer: max_live_bytes has no room for the largest bucket", got=f"{bound:,}",
+                want=f"at least {largest + coming:,}: one bucket of {largest:,} bytes, and {self.shard.prefetch} on "
+                "the way", hint="smaller bucket_bytes, or prefetch=0",
+            )  # fmt: skip
+        return bound - coming
 
     def cast(self, name: str, x: Tensor) -> Tensor:
         """Return a leaf in the dtype in which the loss sees it."""

@@ -36,6 +36,9 @@ def initial(step: Any, params: Any, key: int | Tensor) -> State:
     tree.match(step.gather.float32, structure.names, what="precision(keep_float32=...)")
     if step.reduce.shard is not None and not _on_meta(params):
         _same_everywhere(shapes, step.reduce.shard.data)
+    if step.reduce.shard is not None and step.reduce.shard.stage == 3:
+        assert structure.layout is not None
+        step.gather.room(structure.layout)
     held = structure.hold(leaves, 0 if step.reduce.shard is None else step.reduce.shard.axis.index)
     device, parts = device_of(held), tree.leaves(held)
     flat = [x.view(-1) for x in structure.pick(parts)]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from fds.collectives import Work
-from fds.errors import StateError
-from fds.handles import handle
+from fds.step.gather import Gather
+from fds.step.handles import handle
 from fds.step.order import Order
 from fds.step.pool import Pool
 from fds.step.structure import Structure
-
-if TYPE_CHECKING:
-    from fds.step.gather import Gather
 
 
 class Live:
@@ -32,9 +27,8 @@ class Live:
         self.used: dict[int, Tensor] = {}  # least recently used first
         self.coming: dict[int, tuple[Tensor, Work]] = {}  # under way, or arrived and not used yet
         self.wanted: int | None = None  # what an operator is waiting for
-        self.bytes = [b.numel * gather.dtype_of(b.leaves[0].name, b.dtype).itemsize for b in layout.buckets]
-        staying = [i for i, b in enumerate(layout.buckets) if gather.persists(b.leaves[0].numel)]
-        self.capacity = capacity(shard.max_live_bytes, shard.prefetch, self.bytes)
+        self.bytes, self.capacity = gather.passing(layout), gather.room(layout)
+        staying = [i for i in range(len(layout.buckets)) if i not in self.bytes]
         started = {i: gather.start(layout.buckets[i], parts[i], pool) for i in staying}
         self.staying = {i: flat for i, (flat, work) in started.items() if work.wait() is None}
         order.joins["gather"] = self.join
@@ -90,21 +84,3 @@ class Live:
     def _drop(self, index: int) -> None:
         self.coming.pop(index)[1].wait()
         self.order.wasted = True
-
-
-def capacity(max_live_bytes: int | None, prefetch: int, num_bytes: list[int]) -> int:
-    """Return the bytes of used buckets that may stay whole beside those that are on their way.
-
-    Raises `StateError` where the bound has no room for a single bucket.
-    """
-    largest = max(num_bytes, default=0)
-    coming = prefetch * largest
-    if max_live_bytes is None:
-        return 2 * largest
-    if max_live_bytes < largest + coming:
-        raise StateError(
-            "shard_optimizer: max_live_bytes has no room for the largest bucket", got=f"{max_live_bytes:,}",
-            want=f"at least {largest + coming:,}: one bucket of {largest:,} bytes, and {prefetch} on the way",
-            hint="smaller bucket_bytes, or prefetch=0",
-        )  # fmt: skip
-    return max_live_bytes - coming

@@ -23,6 +23,7 @@ from fds.step.gather import Gather
 from fds.step.gradients import Gradients, Measure, combined_scale
 from fds.step.initial import initial, traced
 from fds.step.order import Memory, Order
+from fds.step.parameters import open_parameters
 from fds.step.pool import Pool
 from fds.step.reduce import Reduce
 from fds.step.stations import After, Commit, Place, Scale
@@ -167,7 +168,7 @@ class Step:
         microbatches, where = self.microbatches(batch), losses.name(self.loss)
         settings = self.settings(state, len(microbatches))
         order = self.order("step")
-        params = self.gather(structure, parts, self.pool, train=True, order=order)
+        params = open_parameters(self.gather, structure, parts, self.pool, train=True, order=order)
         sums = self.reduce.sums(structure, params.trained, self.sum.dtype, self.pool, order)
         totals, buffers = Totals(), state.buffers
         with random.scope(settings[0].devices), torch.inference_mode(False), torch.enable_grad():

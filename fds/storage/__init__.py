@@ -4,9 +4,13 @@ dir/
 latest                   the tag saved last, a line of text
 step00000012/            one folder a tag
 manifest.json          what is where: `fds.storage.manifest`
-rank0.safetensors      the tensors, under their key paths
+rank0.safetensors      tensors under their key paths: what all ranks have alike, and what the first one owns
+rank1.safetensors      what the second one owns, and so on
 .saving/                 what a running or a killed save left; the next save clears it
 .lock                    held while a save runs
+
+Key paths, shapes and elements are those of the plain state: how many ranks wrote it, at which stage and in which
+buckets, shows only in how leaves are cut into chunks.
 """
 
 from fds.storage.loading import load

@@ -66,14 +66,12 @@ def parts_of(state: State, index: int) -> dict[str, Part]:
         layout = state.params.layout
         opt = {slot: _parts_of_buckets(slices, layout, index) for slot, slices in state.opt.items()}
     plain = attrs.evolve(state, params=_plain(state.params, index), opt=opt, slots=_plain(state.slots, index))
-    return {
-        name: x if isinstance(x, Part) else Part(x, tuple(getattr(x, "shape", ())))  # what is no tensor is refused later
-        for name, x in tree.paths(plain).items()
-    }
+    whole = lambda x: Part(x, tuple(getattr(x, "shape", ())))  # what is no tensor is refused later
+    return {name: x if isinstance(x, Part) else whole(x) for name, x in tree.paths(plain).items()}
 
 
 def blank(step: Step, template: State, device: torch.device) -> State:
-    """Return memory for a state like `template`: zeros, and between the parts of a slice what `step.init` puts there."""
+    """Return memory for a state like `template`: zeros, and between parts of a slice what `step.init` puts there."""
 
     def zeros(x: Tensor, device: torch.device) -> Tensor:
         return torch.zeros(x.shape, dtype=x.dtype, device=device)  # large ones are not touched before they are read
@@ -111,5 +109,6 @@ def _plain(value: Any, index: int) -> Any:
         case list() | tuple():
             return type(value)(_plain(x, index) for x in value)
         case _ if attrs.has(type(value)):
-            return attrs.evolve(value, **{f.name: _plain(getattr(value, f.name), index) for f in attrs.fields(type(value))})
+            fields = [f for f in attrs.fields(type(value)) if f.init]
+            return attrs.evolve(value, **{f.alias: _plain(getattr(value, f.name), index) for f in fields})
     return value

@@ -47,6 +47,9 @@ def save(
     `DonatedStateError` for a state that was given up; `RankError` if a rank is lost. Then the saves that were there,
     and which of them is the last, are as they were.
     """
+    if not isinstance(state, State):
+        raise StorageError("what is to be saved is no state", got=repr(type(state).__name__), want="a State",
+                           hint="fds.save(dir, state, step)")  # fmt: skip
     ranks = Ranks.of(step)
     with ranks.together() as said:
         draft = _draft(Path(dir), state, step, tag, extra, ranks)
@@ -94,16 +97,15 @@ class Draft:
         for name, chunks in found.items():
             leaves[name] = self.parts[name].leaf(tuple(sorted(chunks, key=lambda c: c.start)))
             refuse_impossible(leaves[name], where=name)
-        return Manifest(FORMAT, _version(), torch.__version__, self.tag, self.calls, self.composition, leaves, self.extra)
+        return Manifest(
+            FORMAT, _version(), torch.__version__, self.tag, self.calls, self.composition, leaves, self.extra
+        )
 
 
 def _draft(
     dir: Path, state: State, step: Step, tag: str | None, extra: dict[str, Any] | None, ranks: Ranks
 ) -> Draft:
     """Return what is to be saved. Raises `StorageError` for what cannot be."""
-    if not isinstance(state, State):
-        raise StorageError("what is to be saved is no state", got=repr(type(state).__name__), want="a State",
-                           hint="fds.save(dir, state, step)")  # fmt: skip
     state.check("save")
     if isinstance(state.params, Sharded):
         step.structure_of(state.params)  # refuses slices of another step

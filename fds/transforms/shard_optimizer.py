@@ -46,7 +46,7 @@ def shard_optimizer(
         predivide: gradients are divided by this before they are sent and multiplied after (the number of ranks keeps
             16-bit sums in range).
 
-    Raises `ComposeError` for anything else; the step raises `StateError` where `max_live_bytes` has no room for a
+    Raises `ComposeError` for anything else; `step.init` raises `StateError` where `max_live_bytes` has no room for a
     bucket.
     """
     for name, one in (("axis", axis), ("replicate", replicate)):

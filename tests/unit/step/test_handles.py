@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fds
 from fds import tree
 from fds.errors import LossError
-from fds.handles import Handle, handle, materialize
+from fds.step.handles import Handle, handle, materialize
 from tests.bits import assert_same_bits
 
 

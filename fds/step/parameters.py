@@ -1,0 +1,48 @@
+"""The parameters of one step, as the loss sees them: whole tensors, or handles that gather when they are used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from fds.step.gather import Gather
+from fds.step.live import Live
+from fds.step.order import Order
+from fds.step.pool import Pool
+from fds.step.structure import Structure
+
+
+@attrs.frozen(eq=False)
+class Parameters:
+    """The parameters that a loss sees for the length of a step: whole tensors, or handles that gather when used."""
+
+    trained: list[Tensor]
+    tree: Any
+    live: Live | None = None  # at stage 3: the buckets that are whole just now
+
+    def close(self) -> None:
+        """Join what other ranks still need, and let go of what is whole."""
+        if self.live is not None:
+            self.live.close()
+
+
+def open_parameters(
+    gather: Gather, structure: Structure, parts: list[Tensor], pool: Pool, *, train: bool, order: Order | None
+) -> Parameters:
+    """Return what the loss sees, cast once a step; with `train` the trained leaves require gradients."""
+    live = None
+    if not structure.sharded:
+        whole = [gather.cast(name, x) for name, x in zip(structure.names, parts, strict=True)]
+    elif order is None:
+        whole = gather.all_at_once(structure, parts, pool)
+    else:
+        live = Live(gather, structure, parts, pool, order)
+        whole = live.handles(train)
+    trained = set(structure.trained_names)
+    if train and live is None:
+        pairs = zip(structure.names, whole, strict=True)
+        whole = [x.detach().requires_grad_() if name in trained else x for name, x in pairs]
+    seen = [x for name, x in zip(structure.names, whole, strict=True) if name in trained]
+    return Parameters(seen, structure.build_whole(whole), live)
