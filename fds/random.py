@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random as python_random
 import struct
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,6 +80,20 @@ def seeded(key: Tensor, *data: int | str) -> Iterator[None]:
     with scope(devices):
         reseed(seed(key, *data), devices)
         yield
+
+
+@contextlib.contextmanager
+def python_seeded(key: Tensor) -> Iterator[None]:
+    """Seed the global generators of Python and NumPy from the key, and restore them on leaving."""
+    python, numpy = python_random.getstate(), np.random.get_state()
+    number = seed(key, "python")
+    try:
+        python_random.seed(number)
+        np.random.seed(number % 2**32)
+        yield
+    finally:
+        python_random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def reseed(seed: int, devices: Iterable[torch.device]) -> None:

@@ -55,7 +55,7 @@ class GlooLink:
                 return self._all_gather(call, out.chunk(self.size), x, tag)
             case "reduce_scatter":
                 return self._reduce_scatter(call, out, list(x.chunk(self.size)), "sum", tag)
-            case "all_reduce" if is_exchanged(call):
+            case "all_reduce" if is_exchanged(call, self.size):
                 return self._exchange(call, x, tag)
             case "all_reduce":
                 pieces = [x[slice(*bounds(len(x), self.size, i))] for i in range(self.size)]

@@ -12,16 +12,18 @@ from fds.collectives.calls import Call
 
 COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
-# Up to this size every rank sends its whole vector to every other, and reduces all of them itself; beyond, each
-# reduces one piece and sends it round. Two gloo ranks: 0.30 against 0.55 ms at 64 KB, 0.46 against 0.61 at 256 KB,
-# 1.02 against 1.18 at 1 MB, equal (52 ms) at 64 MB, where pieces need half the scratch; gloo's own all_reduce takes
-# 0.60, 0.81, 1.3 and 56.
+# Up to these sizes every rank sends its whole vector to every other, and reduces all of them itself; beyond, each reduces
+# one piece and sends it round, in two phases of which only the first overlaps with what the caller does. Two gloo ranks
+# send as much either way: 0.30 against 0.55 ms at 64 KB, 0.46 against 0.61 at 256 KB, 1.02 against 1.18 at 1 MB, 7.7
+# either way at 8 MB and 52 at 64 MB (gloo's own: 0.60, 0.81, 1.3, 7.9, 56); on a busy machine 3.3 against 7.8 at 1 MB, 7
+# against 9 at 4 MB, 42 against 43 at 25 MB. Pieces need half the scratch.
 EXCHANGED_BYTES = 1 << 18
+EXCHANGED_BYTES_OF_TWO = 1 << 25
 
 
-def is_exchanged(call: Call) -> bool:
-    """Say whether an all_reduce is done by one exchange of whole vectors."""
-    return call.num_bytes <= EXCHANGED_BYTES
+def is_exchanged(call: Call, size: int) -> bool:
+    """Say whether an all_reduce between `size` ranks is done by one exchange of whole vectors."""
+    return call.num_bytes <= (EXCHANGED_BYTES_OF_TWO if size == 2 else EXCHANGED_BYTES)
 
 
 def bounds(length: int, size: int, index: int) -> tuple[int, int]:
@@ -32,13 +34,13 @@ def bounds(length: int, size: int, index: int) -> tuple[int, int]:
 def bytes_sent(call: Call, size: int, index: int) -> int:
     """Return the bytes that this rank sends in a call: of direct messages between ranks, as over gloo.
 
-    For n bytes given and N ranks: all_gather n (N - 1); reduce_scatter as much for n bytes received; all_to_all and
-    all_reduce of 256 KiB or more 1 and 2 times n (N - 1) / N, smaller all_reduces n (N - 1); broadcast n (N - 1) at the
-    source; send n. NCCL's rings send the same, but a small all_reduce, where they send 2 n (N - 1) / N.
+    For n bytes given and N ranks: all_gather n (N - 1); reduce_scatter as much for n bytes received; all_to_all
+    n (N - 1) / N; all_reduce 2 n (N - 1) / N, or n (N - 1) up to 256 KiB; broadcast n (N - 1) at the source; send n.
+    NCCL's rings send the same, but for small all_reduces, where they send 2 n (N - 1) / N.
     """
     others, n = size - 1, call.num_bytes
     match call.op:
-        case "all_reduce" if not is_exchanged(call):
+        case "all_reduce" if not is_exchanged(call, size):
             low, high = bounds(math.prod(call.shape), size, index)
             own = (high - low) * call.dtype.itemsize
             return n - own + own * others

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import random as python_random
 from collections.abc import Callable, Iterator
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -54,7 +51,7 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
     """
 
     def pieces(key: Tensor) -> Iterator[dict[str, Tensor]]:
-        with _python_generators(key):
+        with random.python_seeded(key):
             found = record(module_factory, key)
         if found is None:
             yield _built(module_factory, key)
@@ -71,7 +68,7 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
     def trace() -> dict[str, Tensor]:
         key = random.key(0)
         with torch.device("cpu"):  # whatever the device in force, nothing is allocated there
-            with _python_generators(key):
+            with random.python_seeded(key):
                 found = record(module_factory, key)
             params = _built(module_factory, key) if found is None else found[1]
         return {name: _shape(x) for name, x in params.items()}
@@ -81,7 +78,7 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
 
 def _built(module_factory: Callable[[], nn.Module], key: Tensor) -> dict[str, Tensor]:
     """Return the parameters of a module that is built for real."""
-    with _python_generators(key), random.seeded(key):
+    with random.python_seeded(key), random.seeded(key):
         module = module_factory()
         if not isinstance(module, nn.Module):
             raise LossError("a recipe needs a function that builds a module", got=type(module).__name__,
@@ -93,17 +90,3 @@ def _shape(x: Tensor | Window) -> Tensor:
     if isinstance(x, Tensor):
         return x.to("meta")
     return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
-
-
-@contextlib.contextmanager
-def _python_generators(key: Tensor) -> Iterator[None]:
-    """Seed the global generators of Python and NumPy from the key, and restore them on leaving."""
-    python, numpy = python_random.getstate(), np.random.get_state()
-    seed = random.seed(key, "python")
-    try:
-        python_random.seed(seed)
-        np.random.seed(seed % 2**32)
-        yield
-    finally:
-        python_random.setstate(python)
-        np.random.set_state(numpy)

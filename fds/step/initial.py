@@ -18,13 +18,17 @@ from fds.step.structure import check_finite, check_own, contiguous_copy
 
 
 def initial(step: Any, params: Any, key: int | Tensor) -> State:
-    """Return the first state of a step; see `Step.init`."""
-    key, data = random.key(key), None if step.reduce.shard is None else step.reduce.shard.data
-    if data is not None and not _on_meta(params):
+    """Return the first state of a step, agreed between the ranks that share it; see `Step.init`."""
+    return _initial(step, params, random.key(key), None if step.reduce.shard is None else step.reduce.shard.data)
+
+
+def _initial(step: Any, params: Any, key: Tensor, data: Axis | None) -> State:
+    """Return the first state; `data` is the axis to agree over, None for a rank that asks for its own part."""
+    if data is not None:
         key = torch.tensor(data.exchange(key.tolist())[0], dtype=torch.int64, device="cpu")
     check.parameters(params)
     if callable(params) and not isinstance(params, losses.Recipe):
-        params, data = params(random.fold_in(key, "params")), None
+        params = params(random.fold_in(key, "params"))
     if isinstance(params, losses.Recipe):
         shapes, leaves = params.trace(), _from_recipe(params, random.fold_in(key, "params"))
     else:
@@ -34,8 +38,8 @@ def initial(step: Any, params: Any, key: int | Tensor) -> State:
         step.loss.check(shapes)
     structure, _ = step.structure_of(shapes)
     tree.match(step.gather.float32, structure.names, what="precision(keep_float32=...)")
-    if step.reduce.shard is not None and not _on_meta(params):
-        _same_everywhere(shapes, step.reduce.shard.data)
+    if data is not None:
+        _same_everywhere(shapes, data)
     if step.reduce.shard is not None and step.reduce.shard.stage == 3:
         assert structure.layout is not None
         step.gather.room(structure.layout)
@@ -63,7 +67,7 @@ def traced(step: Any, params: Any) -> State:
         elif callable(params):
             params = params(random.key(0))
         params = tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, params)
-        return tree.map(lambda x: x.to("meta"), initial(step, params, 0))
+        return tree.map(lambda x: x.to("meta"), _initial(step, params, random.key(0), None))
 
 
 def device_of(params: Any) -> torch.device:
@@ -79,13 +83,15 @@ def _from_recipe(recipe: losses.Recipe, key: Tensor) -> Iterator[tuple[str, Tens
         for name, x in piece.items():
             check_finite(name, x)
             yield name, contiguous_copy(x)
+            del x
+        del piece  # before the next one is made
 
 
 def _from_rank_0(params: Any, data: Axis | None) -> Iterator[tuple[str, Tensor]]:
     """Yield copies of every leaf, with the values of rank 0."""
     for name, x in tree.paths(params).items():
         x = contiguous_copy(x)
-        if data is not None and x.numel() and not x.is_meta:
+        if data is not None and x.numel():
             data.start_broadcast(x.view(-1), 0).wait()
         yield name, x
 
@@ -101,6 +107,3 @@ def _same_everywhere(shapes: Any, data: Axis) -> None:
             got=f"{len(lines)} leaves on this rank", want="the same names, shapes and dtypes as on rank 0",
         )  # fmt: skip
 
-
-def _on_meta(params: Any) -> bool:
-    return not callable(params) and any(isinstance(x, Tensor) and x.is_meta for x in tree.leaves(params))

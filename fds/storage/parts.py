@@ -61,13 +61,12 @@ class Part:
 
 def parts_of(state: State, index: int) -> dict[str, Part]:
     """Return the leaves of the plain state by key path, given the state of the rank with slice `index`."""
-    opt = state.opt
     if isinstance(state.params, Sharded):
         layout = state.params.layout
         opt = {slot: _parts_of_buckets(slices, layout, index) for slot, slices in state.opt.items()}
-    plain = attrs.evolve(state, params=_plain(state.params, index), opt=opt, slots=_plain(state.slots, index))
+        state = attrs.evolve(state, params=_plain(state.params, index), opt=opt, slots=_plain(state.slots, index))
     whole = lambda x: Part(x, tuple(getattr(x, "shape", ())))  # what is no tensor is refused later
-    return {name: x if isinstance(x, Part) else whole(x) for name, x in tree.paths(plain).items()}
+    return {name: x if isinstance(x, Part) else whole(x) for name, x in tree.paths(state).items()}
 
 
 def blank(step: Step, template: State, device: torch.device) -> State:

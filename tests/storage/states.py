@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.state import State
+from fds.step.reduce import Reduce
 from fds.storage import manifest
 from fds.storage.tensors import DTYPES
 
@@ -23,6 +24,7 @@ class Template:
 
     state: State
     composition: tuple = ("adamw(0.1)",)
+    reduce: Reduce = Reduce()
 
     def structure(self, params: Any) -> State:
         return tree.map(lambda x: x.to("meta"), self.state)

@@ -1,0 +1,289 @@
+"""Law 9, across ranks and stages: what any of them saved, any other loads, and every bit is as it was."""
+
+import json
+import os
+from typing import NamedTuple
+from unittest import mock
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+
+import fds
+from fds import tree
+from fds.layout import Sharded
+from fds.storage import manifest
+from tests.bits import assert_same_bits
+from tests.laws.problems import OPTIMIZERS, compositions, problems
+from tests.storage.topologies import Topology, compose, plain, saved, topologies, train
+
+STAGES = st.integers(0, 3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_power_fails_here():
+    with mock.patch.object(os, "fsync"):  # with it the laws took three times as long
+        yield
+
+
+@given(
+    problems(), st.sampled_from(sorted(OPTIMIZERS)), compositions(), topologies(), topologies(), st.integers(0, 2),
+    st.booleans(),
+)  # fmt: skip
+def test_a_save_of_any_topology_is_the_same_on_any_other(
+    tmp_path_factory, problem, optimizer, names, one, other, calls, on_meta
+):
+    dir = tmp_path_factory.mktemp("run")
+    step_on = lambda topology: compose(problem, optimizer, names, topology)
+    states, want = saved(dir / "one", step_on, problem, one, calls)
+    params = tree.map(lambda x: x.to("meta"), problem.params) if on_meta else problem.params
+
+    def move():
+        step = step_on(other)
+        state, extra = fds.load(dir / "one", step, params)
+        assert extra == {"rank": 0}
+        assert tree.structure(state) == tree.structure(step.init(problem.params))
+        fds.save(dir / "other", state, step)
+        return plain(state, step)
+
+    for got in other.run(move):
+        assert_same_bits(got, want)
+
+    def back():
+        step = step_on(one)
+        state, _ = fds.load(dir / "other", step, params)
+        return state, train(step, state, problem, 1)
+
+    def straight():
+        step, rank = step_on(one), fds.mesh(dp=-1).rank
+        return train(step, states[rank], problem, 1)
+
+    for state, (loaded, after), went_on in zip(states, one.run(back), one.run(straight), strict=True):
+        assert_same_bits(loaded, state)  # padding included
+        assert_same_bits(after, went_on)
+
+
+@given(problems(), st.integers(2, 4), STAGES, STAGES)
+def test_training_goes_on_at_another_stage_as_it_would_have(tmp_path_factory, problem, ranks, one, other):
+    """With one microbatch and no norm, the order of summation is the same at every stage."""
+    dir = tmp_path_factory.mktemp("run")
+    step_on = lambda topology: compose(problem, "adamw", ["ema"], topology)
+    states, _ = saved(dir, step_on, problem, Topology(ranks, one), 2)
+
+    def resume():
+        step = step_on(Topology(ranks, other, 64))
+        return plain(train(step, fds.load(dir, step, problem.params)[0], problem, 2), step)
+
+    def straight():
+        step = step_on(Topology(ranks, one))
+        return plain(train(step, states[fds.mesh(dp=-1).rank], problem, 2), step)
+
+    assert_same_bits(fds.simulate(resume, ranks)[0], fds.simulate(straight, ranks)[0])
+
+
+@given(problems(), st.sampled_from(["adamw", "groups"]), topologies())
+def test_one_rank_without_sharding_loads_and_saves_for_all(tmp_path_factory, problem, optimizer, topology):
+    dir = tmp_path_factory.mktemp("run")
+    step_on = lambda topology: compose(problem, optimizer, ["ema", "loss_scale"], topology)
+    _, want = saved(dir, step_on, problem, topology, 1)
+    step = step_on(None)
+    state, _ = fds.load(dir, step, problem.params)
+    assert_same_bits(tree.paths(state), want)
+    after = train(step, state, problem, 1)
+    fds.save(dir, after, step)
+
+    def load():
+        step = step_on(topology)
+        return plain(fds.load(dir, step, problem.params)[0], step)
+
+    assert_same_bits(topology.run(load)[0], tree.paths(after))
+
+
+def matrices_and_more():
+    """Matrices for Muon, a vector and a scalar for AdamW, an empty one, integers, and one that trains not at all."""
+    params = {
+        "a": torch.arange(12.0).view(4, 3), "b": torch.ones(3, 7), "c": torch.ones(2, 2), "bias": torch.ones(5),
+        "scalar": torch.tensor(2.0), "empty": torch.ones(0, 3), "index": torch.arange(3), "": {"x.y": torch.ones(1)},
+    }  # fmt: skip
+
+    def loss(params, batch):
+        out = batch @ params["a"] @ params["b"]
+        return (out**2).mean() * params["scalar"] + params["bias"].sum() + params["c"].sin().sum()
+
+    return params, loss
+
+
+def muon_and_adamw():
+    return fds.by_name({"[abc]": fds.muon(0.1), "bias": fds.sgd(0.1), "*": fds.adamw(0.1)})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_matrices_and_slots_that_some_buckets_lack(tmp_path, stage):
+    params, loss = matrices_and_more()
+
+    def make(topology):
+        return fds.compose(fds.freeze("c"), topology.shard(), muon_and_adamw(), fds.ema(0.9))(loss)
+
+    def save():
+        step = make(Topology(3, stage, 64))
+        state, _ = step(step.init(params), torch.ones(2, 4) * (1 + fds.mesh(dp=-1).rank))
+        return fds.save(tmp_path, state, step), plain(state, step)
+
+    folder, want = fds.simulate(save, 3)[0]
+    assert set(want) >= {"opt.momentum_buffer.a", "opt.exp_avg.scalar", "opt.exp_avg.empty", "params..x.y"}
+    assert "opt.exp_avg.a" not in want and "opt.exp_avg.bias" not in want and "opt.momentum_buffer.c" not in want
+    leaves = manifest.read_manifest(folder).leaves
+    assert {name: leaf.shape for name, leaf in leaves.items()} == {name: tuple(x.shape) for name, x in want.items()}
+    assert all(len(leaves[f"opt.momentum_buffer.{name}"].chunks) == 1 for name in "ab")
+
+    def load():
+        step = make(Topology(2, 2))
+        return plain(fds.load(tmp_path, step, params)[0], step)
+
+    assert_same_bits(fds.simulate(load, 2)[1], want)
+
+
+@pytest.mark.parametrize("params", [torch.arange(40.0), [torch.ones(3), (torch.zeros(2, 9),)], {"": torch.ones(20)}])
+def test_any_tree_of_parameters(tmp_path, params):
+    loss = lambda params, batch: sum((x * batch).sum() for x in tree.leaves(params))
+
+    def body():
+        step = fds.compose(Topology(2, 2).shard(), fds.adam(0.1))(loss)
+        state, _ = step(step.init(params), torch.tensor(1.0))
+        fds.save(tmp_path, state, step)
+        return plain(state, step)
+
+    want = fds.simulate(body, 2)[0]
+    step = fds.compose(fds.adam(0.1))(loss)
+    state, _ = fds.load(tmp_path, step, params)
+    assert_same_bits(tree.paths(state), want)
+
+
+def wide():
+    apply, params, _ = fds.functional(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 2)))
+    return params, lambda params, batch: apply(params, batch).square().mean()
+
+
+def test_ranks_write_what_they_own_and_nothing_twice(tmp_path):
+    params, loss = wide()
+
+    def body():
+        topology = Topology(4, 1, replicas=2)
+        step = fds.compose(topology.shard(), fds.adamw(0.1))(loss)
+        state, _ = step(step.init(params), torch.ones(2, 16))
+        return fds.save(tmp_path, state, step)
+
+    folder = fds.simulate(body, 4)[0]
+    record = manifest.read_manifest(folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "rank0.safetensors", "rank1.safetensors"]
+    elements = dict.fromkeys((0, 1), 0)
+    for name, leaf in record.leaves.items():
+        for chunk in leaf.chunks:
+            elements[int(chunk.file[4])] += chunk.length if "." in name else 0
+            assert "." in name or chunk.file == "rank0.safetensors"
+    count = 3 * sum(x.numel() for x in tree.leaves(params))
+    assert sum(elements.values()) == count  # no padding, no copies
+    assert abs(elements[0] - elements[1]) <= 3 * 6 * 16  # the padding: of four parameters, and of two slices
+    sizes = [(folder / f"rank{i}.safetensors").stat().st_size - 4 * n for i, n in elements.items()]
+    assert all(0 < size < 3000 for size in sizes)  # headers
+
+
+def test_ranks_open_only_files_that_they_need(tmp_path, monkeypatch):
+    from fds.storage import loading
+
+    params, loss = wide()
+    step_on = lambda: fds.compose(Topology(3, 1, 2**20).shard(), fds.sgd(0.1))(loss)
+
+    def save():
+        step = step_on()
+        return fds.save(tmp_path, step.init(params), step)
+
+    fds.simulate(save, 3)
+    opened, plain_open = [], loading.open_tensors
+
+    def open_tensors(path):
+        opened.append((fds.mesh(dp=-1).rank, path.name))
+        return plain_open(path)
+
+    monkeypatch.setattr(loading, "open_tensors", open_tensors)
+    fds.simulate(lambda: fds.load(tmp_path, step_on(), params), 3)
+    own = {(rank, f"rank{rank}.safetensors") for rank in range(3)}
+    assert sorted(opened) == sorted(own | {(1, "rank0.safetensors"), (2, "rank0.safetensors")})  # step, calls, key
+
+
+def test_what_the_host_reads_stays_on_the_host(tmp_path):
+    params, loss = wide()
+
+    def body():
+        step = fds.compose(Topology(2, 1).shard(), fds.sgd(0.1), fds.loss_scale())(loss)
+        state = step.init(params)
+        fds.save(tmp_path, state, step)
+        with torch.device("meta"):  # the only other device of every machine
+            loaded, _ = fds.load(tmp_path, step, tree.map(lambda x: x.to("meta"), params))
+        assert isinstance(loaded.params, Sharded)
+        return {name for name, x in tree.paths(loaded).items() if not x.is_meta}
+
+    assert fds.simulate(body, 2) == [{"calls", "key"}] * 2
+
+
+def test_other_programs_can_read_a_save_of_many_ranks(tmp_path):
+    from safetensors.torch import load_file
+
+    params, loss = wide()
+
+    def body():
+        step = fds.compose(Topology(3, 3, 300).shard(), fds.sgd(0.1))(loss)
+        state = step.init(params)
+        return fds.save(tmp_path, state, step), plain(state, step)
+
+    folder, want = fds.simulate(body, 3)[0]
+    record = json.loads((folder / "manifest.json").read_text())
+    files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    for name, leaf in record["leaves"].items():
+        pieces = [files[chunk["file"]][name].view(-1) for chunk in leaf["chunks"]]
+        assert_same_bits(torch.cat(pieces).view(leaf["shape"]), want[name])
+
+
+class Two(NamedTuple):
+    """A slot of another make."""
+
+    fast: object
+    slow: object
+
+
+@tree.record
+class Held:
+    """A slot of yet another make."""
+
+    mean: object
+    count: torch.Tensor
+
+
+def test_slots_that_hold_parameters_anywhere(tmp_path):
+    params, loss = wide()
+    copy = lambda params: tree.map(torch.clone, params)
+
+    def slot(params, device):
+        count = torch.ones((), device=device)
+        return {"a": [copy(params), count], "b": Held(copy(params), count), "c": (Two(copy(params), count),)}
+
+    def make(*sharding):
+        step = fds.compose(*sharding, fds.sgd(0.1))(loss)
+        return attrs.evolve(step, slots={"mine": slot})
+
+    def save():
+        step = make(Topology(3, 1, 300).shard())
+        fds.save(tmp_path, step.init(params), step)
+
+    fds.simulate(save, 3)
+    step = make()
+    state, _ = fds.load(tmp_path, step, params)
+    assert_same_bits(state, step.init(params))
+
+    def load():
+        step = make(Topology(2, 3).shard())
+        assert_same_bits(fds.load(tmp_path, step, params)[0], step.init(params))
+
+    fds.simulate(load, 2)
