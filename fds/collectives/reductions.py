@@ -12,11 +12,11 @@ from fds.collectives.calls import Call
 
 COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
-# Up to these sizes every rank sends its whole vector to every other, and reduces all of them itself; beyond, each reduces
-# one piece and sends it round, in two phases of which only the first overlaps with what the caller does. Two gloo ranks
-# send as much either way: 0.30 against 0.55 ms at 64 KB, 0.46 against 0.61 at 256 KB, 1.02 against 1.18 at 1 MB, 7.7
-# either way at 8 MB and 52 at 64 MB (gloo's own: 0.60, 0.81, 1.3, 7.9, 56); on a busy machine 3.3 against 7.8 at 1 MB, 7
-# against 9 at 4 MB, 42 against 43 at 25 MB. Pieces need half the scratch.
+# Up to these sizes every rank sends its whole vector to every other, and reduces all of them itself; beyond, each
+# reduces one piece and sends it round, in two phases of which only the first overlaps with what the caller does. Two
+# gloo ranks send as much either way: 0.30 against 0.55 ms at 64 KB, 0.46 against 0.61 at 256 KB, 1.02 against 1.18 at
+# 1 MB, 7.7 either way at 8 MB and 52 at 64 MB (gloo's own: 0.60, 0.81, 1.3, 7.9, 56); on a busy machine 3.3 against 7.8
+# at 1 MB, 7 against 9 at 4 MB, 42 against 43 at 25 MB. Pieces need half the scratch.
 EXCHANGED_BYTES = 1 << 18
 EXCHANGED_BYTES_OF_TWO = 1 << 25
 

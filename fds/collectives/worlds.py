@@ -111,7 +111,7 @@ def current() -> World:
     world = simulated.get()
     if world is not None:
         return world
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return SINGLE
     return of_torch()
 

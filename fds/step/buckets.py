@@ -76,7 +76,8 @@ class Bucketed:
         self.reducing = last or self.shard.stage >= 2
         self.turn = sorted(self.buckets)
         self.arrived = {i: set() for i in self.buckets}
-        autodiff.backward_into(total, seed, self.leaves)
+        if total.requires_grad:  # the loss of another rank may depend on parameters where this one does not
+            autodiff.backward_into(total, seed, self.leaves)
         if self.reducing and self.order is None:
             while self.turn:
                 self._launch(self.turn.pop())

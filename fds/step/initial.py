@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fds import loss as losses, random, tree
 from fds.collectives import Axis
-from fds.errors import StateError
+from fds.errors import FdsError, StateError
 from fds.state import State
 from fds.step import check
 from fds.step.structure import check_finite, check_own, contiguous_copy
@@ -26,23 +26,18 @@ def _initial(step: Any, params: Any, key: Tensor, data: Axis | None) -> State:
     """Return the first state; `data` is the axis to agree over, None for a rank that asks for its own part."""
     if data is not None:
         key = torch.tensor(data.exchange(key.tolist())[0], dtype=torch.int64, device="cpu")
-    check.parameters(params)
-    if callable(params) and not isinstance(params, losses.Recipe):
-        params = params(random.fold_in(key, "params"))
-    if isinstance(params, losses.Recipe):
-        shapes, leaves = params.trace(), _from_recipe(params, random.fold_in(key, "params"))
-    else:
-        check_own(params)
-        shapes, leaves = params, _from_rank_0(params, data)
-    if isinstance(step.loss, losses.Layers):
-        step.loss.check(shapes)
-    structure, _ = step.structure_of(shapes)
-    tree.match(step.gather.float32, structure.names, what="precision(keep_float32=...)")
+    error = None
+    try:
+        shapes, params = _read(step, params, random.fold_in(key, "params"))
+    except FdsError as caught:
+        shapes, error = {}, caught
     if data is not None:
-        _same_everywhere(shapes, data)
-    if step.reduce.shard is not None and step.reduce.shard.stage == 3:
-        assert structure.layout is not None
-        step.gather.room(structure.layout)
+        _agree(shapes, error, data)
+    if error is not None:
+        raise error
+    structure, _ = step.structure_of(shapes)
+    recipe = isinstance(params, losses.Recipe)
+    leaves = _from_recipe(params, random.fold_in(key, "params")) if recipe else _from_rank_0(params, data)
     held = structure.hold(leaves, 0 if step.reduce.shard is None else step.reduce.shard.axis.index)
     device, parts = device_of(held), tree.leaves(held)
     flat = [x.view(-1) for x in structure.pick(parts)]
@@ -96,14 +91,35 @@ def _from_rank_0(params: Any, data: Axis | None) -> Iterator[tuple[str, Tensor]]
         yield name, x
 
 
-def _same_everywhere(shapes: Any, data: Axis) -> None:
-    """Raise `StateError` on every rank where ranks were given parameters of other names, shapes or dtypes."""
-    lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tree.paths(shapes).items()]
-    found = data.exchange(hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest())
-    if len(set(found)) > 1:
-        other = next(r for r in range(len(found)) if found[r] != found[0])
-        raise StateError(
-            "ranks were given different parameters", where=f"rank {other} of {data.name}",
-            got=f"{len(lines)} leaves on this rank", want="the same names, shapes and dtypes as on rank 0",
-        )  # fmt: skip
+def _read(step: Any, params: Any, key: Tensor) -> tuple[Any, Any]:
+    """Return the shapes of the parameters, and what makes them: a recipe or a tree. Raises `StateError`."""
+    check.parameters(params)
+    if callable(params) and not isinstance(params, losses.Recipe):
+        params = params(key)
+    recipe = isinstance(params, losses.Recipe)
+    if not recipe:
+        check_own(params)
+    shapes = params.trace() if recipe else params
+    if isinstance(step.loss, losses.Layers):
+        step.loss.check(shapes)
+    structure, _ = step.structure_of(shapes)
+    tree.match(step.gather.float32, structure.names, what="precision(keep_float32=...)")
+    if step.gather.shard is not None and step.gather.shard.stage == 3:
+        assert structure.layout is not None
+        step.gather.room(structure.layout)
+    return shapes, params
 
+
+def _agree(shapes: Any, error: FdsError | None, data: Axis) -> None:
+    """Raise `StateError` on every rank where one refused its parameters, or has others than rank 0."""
+    lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tree.paths(shapes).items()]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+    heard = data.exchange([digest, len(lines), None if error is None else str(error)])
+    for rank, (found, number, refused) in enumerate(heard):
+        if error is None and refused is not None:
+            raise StateError("another rank refuses its parameters", where=f"rank {rank} of {data.name}", got=refused)
+        if error is None and found != heard[0][0]:
+            raise StateError(
+                "ranks were given different parameters", where=f"rank {rank} of {data.name}", got=f"{number} leaves",
+                want=f"the {heard[0][1]} leaves of rank 0, with their names, shapes and dtypes",
+            )  # fmt: skip

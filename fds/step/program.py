@@ -28,7 +28,7 @@ from fds.step.pool import Pool
 from fds.step.reduce import Reduce
 from fds.step.stations import After, Commit, Place, Scale
 from fds.step.structure import Structure, distinct
-from fds.step.sums import InPlace, Sum, demand_graph, demand_use
+from fds.step.sums import InPlace, Sum
 from fds.step.totals import Totals
 
 
@@ -66,6 +66,7 @@ class Step:
     pool: Pool = attrs.field(factory=Pool, init=False, repr=False)
     structures: dict = attrs.field(factory=dict, init=False, repr=False)
     memories: dict[str, Memory] = attrs.field(factory=dict, init=False, repr=False)
+    asked: set[str] = attrs.field(factory=set, init=False, repr=False)  # what ranks have agreed on once
 
     def __repr__(self) -> str:
         return f"compose({', '.join(map(str, self.composition))})({losses.name(self.loss)})"
@@ -108,7 +109,7 @@ class Step:
         scale = None if self.scale is None else self.scale.scale(state.slots, state.step.device)
         self.pool.ballast.clear()
         totals, sums, buffers = self.backward(state, structure, parts, batch, scale)
-        demand_use(sums.used(), losses.name(self.loss))
+        self.reduce.demand_use(sums.used(), totals, losses.name(self.loss), self.asked)
         leaves = sums.finish()
 
         # from the gradient to a decision, the same on every rank
@@ -176,7 +177,7 @@ class Step:
                 outcome = self.run_loss(self.loss, params.tree, microbatch, buffers, setting)
                 buffers = outcome.buffers
                 if params.trained:
-                    demand_graph(outcome.total, where)
+                    self.reduce.demand_graph(outcome.total, where)
                     seed = None if scale is None else scale.to(outcome.total.dtype)
                     sums.add(outcome.total, seed, last=i + 1 == len(microbatches))
                 totals.add(outcome, where)

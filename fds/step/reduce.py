@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 from torch import Tensor
 
 from fds.collectives import Axis
+from fds.errors import LossError
 from fds.step.buckets import Bucketed
 from fds.step.gradients import global_norm
 from fds.step.order import Order
 from fds.step.pool import Pool
 from fds.step.shard import Shard
 from fds.step.structure import Structure
-from fds.step.sums import InPlace
+from fds.step.sums import InPlace, detached
 from fds.step.totals import Totals, agree
 
 
@@ -31,6 +34,30 @@ class Reduce:
         if self.shard is None:
             return InPlace.over(leaves, dtype)
         return Bucketed(structure, leaves, self.shard, pool, dtype=dtype, reduce_dtype=self.dtype, order=order)
+
+    def demand_graph(self, total: Tensor, where: str) -> None:
+        """Raise `LossError` for a total that depends on nothing, on one rank alone."""
+        if self.shard is None and not total.requires_grad:
+            raise detached(where, "a value without a graph")
+
+    def demand_use(self, used: Sequence[bool], totals: Totals, where: str, asked: set[str]) -> None:
+        """Raise `LossError` where no trained parameter got a gradient, on any rank, or ranks have other metrics.
+
+        Ranks ask each other in a step's first call, which leaves its mark in `asked`.
+        """
+        some = any(used) or not used
+        if self.shard is not None:
+            if "use" in asked:
+                return
+            asked.add("use")
+            heard = self.shard.data.exchange([some, sorted(totals.metrics)])
+            some = any(one for one, _ in heard)
+            for rank, (_, names) in enumerate(heard):
+                if names != heard[0][1]:
+                    raise LossError("ranks return different metrics", where=f"{where}, rank {rank}", got=str(names),
+                                    want=f"{heard[0][1]}, as rank 0")  # fmt: skip
+        if not some:
+            raise detached(where, "a graph that leads to none of them")
 
     @property
     def axes(self) -> tuple[Axis, ...]:

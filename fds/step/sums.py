@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import attrs
 import torch
@@ -55,18 +55,6 @@ class InPlace:
             leaf.grad = None
         self.leaves, self.wide = [], []
         return found
-
-
-def demand_graph(total: Tensor, where: str) -> None:
-    """Raise `LossError` for a total that depends on nothing."""
-    if not total.requires_grad:
-        raise detached(where, "a value without a graph")
-
-
-def demand_use(used: Sequence[bool], where: str) -> None:
-    """Raise `LossError` where none of the leaves got a gradient."""
-    if used and not any(used):
-        raise detached(where, "a graph that leads to none of them")
 
 
 def detached(where: str, got: str) -> LossError:

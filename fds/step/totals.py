@@ -57,7 +57,7 @@ def agree(
     assert totals.loss is not None
     device, size = totals.loss.device, data.size
     scalars = [totals.loss, *totals.metrics.values()]
-    parts = [*scalars, torch.as_tensor(totals.weight, device=device), *([] if squares is None else [squares])]
+    parts = [*scalars, _scalar(totals.weight, device), *([] if squares is None else [squares])]
     flat = [x.reshape(-1).double() for x in parts]
     for b in buffers.values():
         wide = b.reshape(-1).double()
@@ -71,3 +71,8 @@ def agree(
     shared = None if squares is None else next(read).view(())
     buffers = {name: next(read).view(b.shape).to(b.dtype) for name, b in buffers.items()}
     return Totals(loss, weight, dict(zip(totals.metrics, metrics, strict=True)), totals.count), shared, buffers
+
+
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return a number as a () tensor, without the copy that would make the host wait for a device."""
+    return value.to(device) if isinstance(value, Tensor) else torch.full((), value, device=device)

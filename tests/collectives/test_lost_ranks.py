@@ -1,0 +1,140 @@
+"""Real ranks that die, hang or take other paths: the others say so, and soon."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from fds import collectives as c
+from fds.errors import RankError
+from tests import ranks
+from tests.collectives.cases import axis
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def told(body) -> str:
+    try:
+        body()
+    except RankError as error:
+        return str(error)
+    return "nothing"
+
+
+def wait_for_one_who_dies():
+    c.init_distributed(timeout=30)
+    a, x = axis(), torch.ones(1_000_000)
+    a.start_all_reduce(x).wait()
+    if a.index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    print(told(lambda: a.start_all_reduce(x).wait()), "at once" if time.monotonic() - start < 15 else "late")
+
+
+def test_a_rank_that_dies_is_named_by_the_others():
+    results = ranks.spawn(wait_for_one_who_dies, world_size=3)
+    assert [code for code, _ in results] == [0, -signal.SIGKILL, 0], results
+    for _, text in (results[0], results[2]):
+        assert "rank 1 was lost" in text and "all_reduce (sum) of (1000000,) float32 on axis 'dp'" in text
+        assert "ranks 0, 1, 2" in text and "at once" in text
+
+
+def wait_for_one_who_sleeps() -> str:
+    a = axis()
+    a.barrier()
+    if a.index == 0:
+        return told(lambda: a.start_recv(torch.ones(3), 1).wait())
+    time.sleep(2)
+    return ""
+
+
+def test_a_rank_that_does_not_come_in_time_is_named():
+    text, _ = ranks.run(wait_for_one_who_sleeps, timeout=3)
+    assert "rank 1 did not answer in time" in text and "recv from 1 of (3,) float32" in text
+    assert "check=True" in text
+
+
+PATHS = {
+    "op": (lambda a: a.start_all_reduce(torch.ones(2)), lambda a: a.start_broadcast(torch.ones(2), 0)),
+    "shape": (lambda a: a.start_all_reduce(torch.ones(2)), lambda a: a.start_all_reduce(torch.ones(3))),
+    "dtype": (lambda a: a.start_all_reduce(torch.ones(2)), lambda a: a.start_all_reduce(torch.ones(2).int())),
+    "exchange": (lambda a: a.start_all_reduce(torch.ones(2)), lambda a: a.exchange(1)),
+    "message": (lambda a: a.start_send(torch.ones(2), 1), lambda a: a.start_recv(torch.ones(3), 0)),
+}
+
+
+def take(path: str) -> tuple:
+    c.init_distributed(check=True)
+    mesh = c.mesh(a=-1, b=1)
+    a = mesh["a"]
+    total = a.all_reduce(torch.ones(3))
+    if a.index < 2:  # messages go both ways at once
+        out = torch.zeros(3)
+        works = [a.start_send(total, 1 - a.index), a.start_recv(out, 1 - a.index)]
+        for work in works:
+            work.wait()
+        assert torch.equal(out, total)
+    assert a.exchange(a.index) == list(range(a.size))
+    if path == "message" and a.index > 1:
+        return total, ""
+    start = time.monotonic()
+    text = told(lambda: PATHS[path][a.index % 2](a).wait())
+    return total, text if time.monotonic() - start < 5 else f"late: {text}"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_checked_ranks_all_say_who_does_what(path):
+    results = ranks.run(take, path, world_size=3)
+    for rank, (total, text) in enumerate(results):
+        assert torch.equal(total, torch.full((3,), 3.0))
+        if path == "message" and rank == 2:
+            continue
+        assert text.startswith("the ranks do different things"), text
+        assert "rank 0: " in text and "rank 1: " in text
+        assert f"where: rank {rank}, axis 'a'" in text
+
+
+def stay_away() -> str:
+    c.init_distributed(check=True)
+    mesh = c.mesh(a=2, b=2)
+    mesh["b"].barrier()
+    if mesh.rank == 2:
+        time.sleep(2.5)
+        return ""
+    if mesh.rank == 3:
+        return told(lambda: mesh["b"].start_all_reduce(torch.ones(5)))
+    return told(lambda: mesh["a"].start_all_reduce(torch.ones(4)))
+
+
+def test_a_checked_rank_that_is_missing_is_named_with_what_it_does_instead():
+    texts = ranks.run(stay_away, world_size=4, timeout=4)
+    assert "rank 2 did not come in 2 s" in texts[0] and "rank 2 started last: barrier" in texts[0]
+    assert "rank 3 did not come in 2 s" in texts[1]
+    assert "rank 3 started last: all_reduce (sum) of (5,) float32 on axis 'b'" in texts[1]
+    assert "rank 2 did not come in 2 s" in texts[3]
+
+
+def fail_on(rank: int):
+    axis().barrier()
+    if axis().index == rank:
+        raise ZeroDivisionError("of one rank")
+    return told(axis().barrier)
+
+
+def die_on(rank: int):
+    if axis().index == rank:
+        print("the last words", flush=True)
+        os._exit(3)
+    return told(axis().barrier)
+
+
+def test_the_pool_says_what_failed_and_goes_on():
+    with pytest.raises(ranks.RankFailure, match=r"(?s)rank 1:.*ZeroDivisionError: of one rank"):
+        ranks.run(fail_on, 1)
+    with pytest.raises(ranks.RankFailure, match=r"(?s)rank 1 ended with 3:.*the last words"):
+        ranks.run(die_on, 1)
+    with pytest.raises(ranks.RankFailure, match="rank 0 took too long"):
+        ranks.run(time.sleep, 30, world_size=1, timeout=0.5)
+    assert ranks.run(fail_on, -1) == ["nothing"] * 2
