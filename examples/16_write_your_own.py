@@ -1,7 +1,8 @@
 """Write a transform of your own: a function that fills a station.
 
 Gradient centralization (Yong et al. 2020, arXiv:2004.01461) subtracts from the gradient of each row of a weight its
-mean. It maps gradients to gradients, so its station is `condition`, and it works with everything else at once.
+mean. It maps gradients to gradients, so its station is `condition`, and it works with everything else at once. Only
+slices of gradients it cannot use, since it needs whole rows: where ranks have those, the composition is refused.
 """
 
 import inspect

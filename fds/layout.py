@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
+from fds.errors import StateError
 
 ALIGN = 32  # elements: 64 bytes in 16 bit; at other addresses matrix products round differently on a CPU
 
@@ -158,6 +159,12 @@ class Sharded:
 
     buckets: dict[str, Tensor]
     layout: Layout = tree.static(repr=False)
+
+    def __getitem__(self, name: Any) -> Any:
+        """Raise `StateError`: no rank has a whole parameter."""
+        raise StateError("these parameters are sharded, and this rank has slices of them", where="state.params",
+                         got=f"state.params[{name!r}]", want="step.params(state), a copy of the whole tree",
+                         hint="all ranks call it")  # fmt: skip
 
 
 def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int) -> Layout:

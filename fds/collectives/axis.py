@@ -11,10 +11,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds.collectives import worlds
 from fds.collectives.calls import DONE, Call, Link, Work, same_memory
 from fds.collectives.reductions import COMBINE
 from fds.collectives.worlds import World
-from fds.errors import FdsError
+from fds.errors import FdsError, MeshError
 
 _handles = itertools.count()
 _by_handle: weakref.WeakValueDictionary[int, Axis] = weakref.WeakValueDictionary()
@@ -49,6 +50,15 @@ class Axis:
     def device(self) -> torch.device:
         """The device whose tensors this rank sends: a GPU under NCCL, else the CPU."""
         return self.world.device
+
+    def demand_current(self) -> None:
+        """Raise `MeshError` if other ranks are running now than when the mesh was made."""
+        if self.world is not worlds.current():
+            raise MeshError(
+                "this axis is of other ranks than those that run now", got=f"axis {self.name!r} of {self.size} ranks",
+                want="a mesh made here", hint="make it after fds.init_distributed(), or inside the function that "
+                "fds.simulate runs",
+            )  # fmt: skip
 
     def start_all_gather(self, out: Tensor, part: Tensor) -> Work:
         """Gather the parts (n,) of all ranks into `out` (size * n,); `part` may be its own place in `out`."""

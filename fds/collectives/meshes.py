@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import attrs
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fds.collectives import worlds
 from fds.collectives.axis import Axis
+from fds.collectives.launch import launched
 from fds.collectives.topology import Topology
 from fds.collectives.worlds import World
 from fds.errors import MeshError
@@ -87,12 +89,17 @@ class Mesh:
 def mesh(**axes: int) -> Mesh:
     """Name the axes of the world that runs: `mesh(pp=2, dp=-1)`. The last varies fastest; one may be -1, the rest.
 
-    Raises `MeshError` where the sizes do not multiply to the number of ranks.
+    Raises `MeshError` where the sizes do not multiply to the number of ranks, and where ranks were started together
+    that did not join yet.
     """
-    world = worlds.current()
+    world, launch = worlds.current(), launched(os.environ)
     text = f"mesh({', '.join(f'{name}={size}' for name, size in axes.items())})"
     if not axes:
         raise MeshError("a mesh has an axis", got=text, want="mesh(dp=-1)")
+    if world is worlds.SINGLE and launch is not None and launch.world_size > 1:
+        raise MeshError("the ranks that were started together have not joined yet", got=text,
+                        want="fds.init_distributed() before it",
+                        hint=f"the environment names rank {launch.rank} of {launch.world_size}")  # fmt: skip
     for name, size in axes.items():
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
             raise MeshError("not the size of an axis", where=name, got=repr(size), want="1 or more, or -1 for the rest")

@@ -10,6 +10,7 @@ import attrs
 import torch
 
 import fds.optim
+from fds.collectives import Axis
 from fds.errors import ComposeError
 from fds.loss import Buffered
 from fds.optim import Optimizer
@@ -115,6 +116,13 @@ class Composition:
             raise ComposeError(
                 "the composition has no optimizer", got=repr(self), want=_show([*self.parts, "adamw(3e-4)"])
             )
+        for one in step.condition if step.reduce.axes else ():
+            if not getattr(one, "takes_slices", False):
+                raise ComposeError(
+                    "a gradient map may need whole gradients, and each rank has flat slices of them",
+                    where="station 'condition'", got=_word(one), want="a map with takes_slices = True",
+                    hint="set it on a map that treats every element alike, wherever it lies; or shard at stage 0",
+                )  # fmt: skip
         return step
 
     def rewrite(self, step: Step) -> Step:
@@ -191,4 +199,6 @@ def _show(parts: Any) -> str:
 
 
 def _word(value: Any) -> str:
+    if isinstance(value, Axis):
+        return f"mesh[{value.name!r}]"
     return getattr(value, "__name__", None) or repr(value)

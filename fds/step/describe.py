@@ -22,7 +22,8 @@ class Description:
         stations: station -> what fills it, in program order, filled ones only.
         num_bytes: part -> bytes that this rank holds: those of the state between steps; within one also `gradients`,
             `buckets`, `whole` and `low` parameters (see `fds.step.footprint`). Empty without a state.
-        sent: station -> bytes that this rank sends in a step, at most.
+        sent: station -> bytes that this rank sends in a step, where the loss uses every bucket once and ranks take
+            one path.
         frozen: names of parameters that are not trained.
         unused: names of trained parameters that the loss did not use on the batch (of this rank): their gradient is
             zero.

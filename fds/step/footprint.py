@@ -46,21 +46,24 @@ def held_bytes(step: Any, structure: Structure, state: State) -> dict[str, int]:
 
 
 def sent_bytes(step: Any, structure: Structure) -> dict[str, int]:
-    """Return station -> bytes that this rank sends in one step, at most; nothing without a layout.
+    """Return station -> bytes that this rank sends in one step; nothing without a layout.
 
-    Every bucket is gathered once a step at stages 1 and 2, at stage 3 twice a microbatch; it is reduced once a step
-    at stages 0 (which then gathers the sums) and 1, once a microbatch at 2 and 3.
+    Every bucket is gathered once a step at stages 1 and 2, at stage 3 at most twice a microbatch, unless the loss
+    comes back to it after others or ranks take different paths; it is reduced once a step at stages 0 (which then
+    gathers the sums) and 1, once a microbatch at 2 and 3, and then over the replicas.
     """
     shard, layout = step.reduce.shard, structure.layout
     if layout is None or shard is None:
         return {}
     peers, n = (shard.axis.size - 1) / shard.axis.size, step.split.num_microbatches
     reduced = sum(b.numel * (step.reduce.dtype or _sum_dtype(step, b)).itemsize for b in layout.buckets if b.trained)
-    sent = {"reduce": peers * reduced * {0: 2, 1: 1, 2: n, 3: n}[shard.stage]}
+    times = {0: 1, 1: 1, 2: n, 3: n}[shard.stage]
+    copies = 0 if shard.replicate is None else 2 * (1 - 1 / shard.replicate.size) / shard.axis.size
+    sent = {"gather": 0.0, "reduce": (peers * (2 if shard.stage == 0 else 1) + copies) * reduced * times}
     if structure.sharded:
         twice = sum(step.gather.passing(layout).values()) if shard.stage == 3 else 0
         sent["gather"] = peers * (sum(_gathered(step, b) for b in layout.buckets) + (2 * n - 1) * twice)
-    return {station: round(bytes_) for station, bytes_ in sent.items()}
+    return {station: round(n) for station, n in sent.items() if n}
 
 
 def _sum_dtype(step: Any, bucket: Bucket) -> Any:

@@ -56,15 +56,19 @@ class Gather:
         Raises `StateError` where the bound has no room for a single bucket.
         """
         assert self.shard is not None
-        largest, bound = max(self.passing(layout).values(), default=0), self.shard.max_live_bytes
+        sizes, bound = self.passing(layout), self.shard.max_live_bytes
+        largest = max(sizes.values(), default=0)
         coming = self.shard.prefetch * largest
         if bound is None:
             return 2 * largest
         if bound < largest + coming:
+            bucket = layout.buckets[max(sizes, key=sizes.__getitem__)]
             raise StateError(
-                "shard_optimizer: max_live_bytes has no room for the largest bucket", got=f"{bound:,}",
-                want=f"at least {largest + coming:,}: one bucket of {largest:,} bytes, and {self.shard.prefetch} on "
-                "the way", hint="smaller bucket_bytes, or prefetch=0",
+                "shard_optimizer: max_live_bytes has no room for the largest bucket",
+                where=bucket.leaves[0].name + (f" and {len(bucket.leaves) - 1} more" if bucket.leaves[1:] else ""),
+                got=f"{bound:,} bytes", want=f"at least {largest + coming:,} bytes: one bucket of {largest:,}, and "
+                f"{self.shard.prefetch} on the way",
+                hint="prefetch=0, or more room" if len(bucket.leaves) == 1 else "smaller bucket_bytes, or prefetch=0",
             )  # fmt: skip
         return bound - coming
 

@@ -18,7 +18,8 @@ class Gradients:
     """Summed gradients on their way to the optimizer: the true ones are `leaves / scale`.
 
     A gradient map (station `condition`) takes and returns one of these; it may write into the leaves. Where the
-    parameters are sharded a leaf is this rank's flat slice of many, and `segments` says what lies where in it.
+    parameters are sharded a leaf is this rank's flat slice of many, and `segments` says what lies where in it: a map
+    that does the same to every element says so by an attribute `takes_slices = True`, and others are refused.
     """
 
     leaves: list[Tensor]

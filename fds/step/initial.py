@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,12 +115,16 @@ def _agree(shapes: Any, error: FdsError | None, data: Axis) -> None:
     """Raise `StateError` on every rank where one refused its parameters, or has others than rank 0."""
     lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tree.paths(shapes).items()]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-    heard = data.exchange([digest, len(lines), None if error is None else str(error)])
-    for rank, (found, number, refused) in enumerate(heard):
-        if error is None and refused is not None:
+    heard = data.exchange([digest, None if error is None else str(error)])
+    if error is not None:
+        return
+    for rank, (_, refused) in enumerate(heard):
+        if refused is not None:
             raise StateError("another rank refuses its parameters", where=f"rank {rank} of {data.name}", got=refused)
-        if error is None and found != heard[0][0]:
-            raise StateError(
-                "ranks were given different parameters", where=f"rank {rank} of {data.name}", got=f"{number} leaves",
-                want=f"the {heard[0][1]} leaves of rank 0, with their names, shapes and dtypes",
-            )  # fmt: skip
+    if len({found for found, _ in heard}) > 1:
+        all_lines = data.exchange(lines)
+        rank = next(r for r, (found, _) in enumerate(heard) if found != heard[0][0])
+        pairs = itertools.zip_longest(all_lines[rank], all_lines[0], fillvalue="nothing")
+        got, want = next(pair for pair in pairs if pair[0] != pair[1])
+        raise StateError("ranks were given different parameters", where=f"rank {rank} of {data.name}", got=got,
+                         want=f"{want}, as on rank 0")  # fmt: skip

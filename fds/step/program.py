@@ -195,12 +195,15 @@ class Step:
         """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.
 
         `outputs=True` adds `metrics["outputs"]`: what the last layer, or the last module applied, returned.
-        The batch is evaluated in one piece.
+        The batch is evaluated in one piece; where ranks share the step all of them call this, each with its own batch.
         """
         return self.evaluator(state)(batch, outputs=outputs)
 
     def evaluator(self, state: State) -> Callable[..., dict[str, Tensor]]:
-        """Gather the parameters once and return `evaluate(batch, *, outputs=False)` for many batches."""
+        """Gather the parameters once and return `evaluate(batch, *, outputs=False)` for many batches.
+
+        At stage 3 they are gathered when used. Where ranks share a step all of them call this, and what it returns.
+        """
         return evaluator(self, state)
 
     def params(self, state: State) -> Any:
@@ -214,7 +217,10 @@ class Step:
         return structure.build_whole(whole)
 
     def describe(self, state: State | None = None, batch: Any = None) -> Description:
-        """Say station by station what is composed; with a state, the bytes held; with a batch, what is unused."""
+        """Say station by station what is composed; with a state, the bytes held and sent; with a batch, what is unused.
+
+        For that the loss runs forward and backward, so where ranks share the step all of them call it with a batch.
+        """
         return describe(self, state, batch)
 
     def structure_of(self, params: Any) -> tuple[Structure, list[Tensor]]:

@@ -25,7 +25,7 @@ class Reduce:
     """The dtype in which gradients travel (None: that of their sum), and the ranks; one rank sends nothing."""
 
     dtype: torch.dtype | None = None
-    shard: Shard | None = None
+    shard: Shard | None = attrs.field(default=None, repr=lambda s: "None" if s is None else f"over {s.data.name}")
 
     def sums(
         self, structure: Structure, leaves: list[Tensor], dtype: torch.dtype | None, pool: Pool, order: Order | None

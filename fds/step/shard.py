@@ -38,4 +38,7 @@ class Shard:
 
     def __repr__(self) -> str:
         copies = "" if self.replicate is None else f", replicated over {self.replicate.name} ({self.replicate.size})"
-        return f"stage {self.stage} over {self.axis.name} ({self.axis.size} ranks){copies}"
+        text = f"stage {self.stage} over {self.axis.name} ({self.axis.size} ranks){copies}"
+        text += f", buckets of {self.bucket_bytes:,} bytes"
+        bound = "" if self.max_live_bytes is None else f", {self.max_live_bytes:,} bytes whole at most"
+        return text + (f"{bound}, {self.prefetch} ahead" if self.stage == 3 else "")

@@ -6,6 +6,8 @@ Cost:   one pass over the gradients for the norm; the factor is applied inside t
 Source: Pascanu et al. 2013, arXiv:1211.5063, algorithm 1
 """
 
+from typing import ClassVar
+
 import attrs
 
 from fds.errors import ComposeError
@@ -17,6 +19,7 @@ class ClipNorm:
     """The gradient map: a larger divisor, no pass over the gradients."""
 
     max_norm: float
+    takes_slices: ClassVar = True
 
     def __call__(self, grads: Gradients) -> Gradients:
         """Return the gradients with the clip factor in their scale."""

@@ -6,6 +6,8 @@ Cost:   one pass over the gradients
 Source: Mikolov 2012, Statistical language models based on neural networks, section 3.2.2
 """
 
+from typing import ClassVar
+
 import attrs
 import torch
 
@@ -18,6 +20,7 @@ class ClipValue:
     """The gradient map: unscale and clamp in place."""
 
     max_value: float
+    takes_slices: ClassVar = True
 
     def __call__(self, grads: Gradients) -> Gradients:
         """Return the clamped gradients; their scale is 1 from here on."""

@@ -53,7 +53,8 @@ def precision(
 
     Args:
         compute: dtype of parameters and inputs as the loss sees them; with `torch.float16` add `loss_scale()`.
-        reduce: dtype in which gradients travel between ranks; None for `accumulate`. One rank sends nothing.
+        reduce: dtype in which gradients travel between ranks; None for `accumulate`, so 4 bytes each: the compute
+            dtype halves that. One rank sends nothing.
         accumulate: dtype of the gradient buffer, into which every microbatch is added.
         keep_float32: patterns of parameters that are not cast (`"*norm*"`). Modules of `functional` and `Layers` whose
             own parameters all match compute in float32: their inputs are cast up and their outputs down again.

@@ -46,12 +46,13 @@ def shard_optimizer(
         predivide: gradients are divided by this before they are sent and multiplied after (the number of ranks keeps
             16-bit sums in range).
 
-    Raises `ComposeError` for anything else; `step.init` raises `StateError` where `max_live_bytes` has no room for a
-    bucket.
+    Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that are not those that run now;
+    `step.init` raises `StateError` where `max_live_bytes` has no room for a bucket.
     """
     for name, one in (("axis", axis), ("replicate", replicate)):
         if not isinstance(one, Axis) and not (name == "replicate" and one is None):
             raise ComposeError(f"shard_optimizer: {name} is no axis", got=repr(one)[:80], want='fds.mesh(dp=-1)["dp"]')
+    axis.demand_current()
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ComposeError("shard_optimizer: unknown stage", got=repr(stage), want="0, 1, 2 or 3")
     counts = {"bucket_bytes": (bucket_bytes, 1), "prefetch": (prefetch, 0), "persist_below": (persist_below, 0)}
