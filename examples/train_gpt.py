@@ -3,9 +3,12 @@
     python examples/train_gpt.py                        # some three minutes of training, then a sample
     python examples/train_gpt.py --data my/notes book.txt --minutes 30 --width 512 --layers 8
     python examples/train_gpt.py --resume runs/gpt      # go on where Ctrl-C stopped it, bit for bit
+    python examples/train_gpt.py --ranks 0              # on every GPU of this machine, or every core
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py
 
 A run is a folder: `options.json`, `log.jsonl`, `save/` (its last state) and, at the end, `curve.png`. A fresh run
-into the folder of another one replaces it.
+into the folder of another one replaces it; ranks that torchrun starts again go on from the last save. The batch is
+that of all ranks, so their number changes the speed of a run and not its curve, and a run may go on with another.
 """
 
 from __future__ import annotations
@@ -13,18 +16,18 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import torch
-from gpt import curve
+from gpt import curve, ranks
 from gpt.display import Display
+from gpt.interrupt import Interrupt
 from gpt.log import Log
 from gpt.model import gpt
 from gpt.sample import generate
@@ -35,15 +38,18 @@ from rich.syntax import Syntax
 from torch import Tensor
 
 import fds
+from fds.collectives import Axis
+from fds.errors import FdsError, StorageError
 
 PRECISIONS = {
     "float32": fds.compose(),
     "bfloat16": fds.precision(torch.bfloat16),
     "float16": fds.compose(fds.precision(torch.float16), fds.loss_scale()),
 }
+TIMEOUT = 300.0  # seconds that a rank waits for the others; alone they do nothing that takes half of it
 
 
-def training_step(options: argparse.Namespace) -> fds.Step:
+def training_step(options: argparse.Namespace, axis: Axis) -> fds.Step:
     """Compose the whole of training."""
     lr = fds.schedules.warmup_cosine(
         options.lr, warmup_steps=options.steps // 20, total_steps=options.steps, kind="linear", end_ratio=0.02
@@ -54,6 +60,7 @@ def training_step(options: argparse.Namespace) -> fds.Step:
     return fds.compose(
         PRECISIONS[options.dtype],
         fds.accumulate(options.accumulate),
+        fds.shard_optimizer(axis, stage=options.stage),
         fds.clip_by_global_norm(1.0),
         fds.by_name({
             "*norm*": adamw(weight_decay=0.0),
@@ -61,37 +68,48 @@ def training_step(options: argparse.Namespace) -> fds.Step:
             "*": adamw(weight_decay=options.weight_decay),
         }),
         fds.donate(),
-    )(gpt(width=options.width, layers=options.layers, heads=options.heads, dropout=options.dropout))  # fmt: skip
+    )(model(options))  # fmt: skip
 
 
-def train(options: argparse.Namespace, text: Text, out: Path, console: Console) -> int:
-    """Train until the last step or an interruption, then show what came of it; return the exit code."""
-    step, device = training_step(options), torch.device(options.device)
+def model(options: argparse.Namespace) -> fds.Layers:
+    """Return the loss."""
+    return gpt(width=options.width, layers=options.layers, heads=options.heads, dropout=options.dropout)
+
+
+def train(options: argparse.Namespace, text: Text, out: Path, axis: Axis) -> int:
+    """Train until the last step or an interruption, then show what came of it; return the exit code.
+
+    Every rank does the same, and what is collective together; the log and the console of all but the first lead
+    nowhere.
+    """
+    step, device, shown = training_step(options, axis), torch.device(options.device), axis.index == 0
     params = initial_params(step, options)
     if options.resume:
         state, extra = fds.load(out / "save", step, params)
         if extra["text"] != text.digest:
-            raise fds.FdsError("the text has changed since this run began", where=str(out), got=text.digest,
+            raise StorageError("the text has changed since this run began", where=str(out), got=text.digest,
                                want=extra["text"], hint="leave out --resume to start again")  # fmt: skip
     else:
         state = step.init(params, key=options.seed)
     text, done, last = text.to(device), int(state.calls), options.steps
-    size = sum(x.numel() for x in fds.tree.leaves(state.params))
-    title = f"[bold]fds[/]  GPT of {size / 1e6:.1f}M parameters, {options.dtype} on {device}"
+    console = Console() if shown else Console(quiet=True, force_terminal=False)
+    size = sum(x.numel() for x in fds.tree.leaves(params))
+    title = f"[bold]fds[/]  GPT of {size / 1e6:.1f}M parameters, {options.dtype} on "
+    title += f"{device}" if axis.size == 1 else f"{axis.size} ranks of {device.type}, stage {options.stage}"
 
-    with (Log(out / "log.jsonl", upto=done) as log, Display(console, title, total=last, done=done) as display,
-          Interrupt() as interrupt):  # fmt: skip
+    with (Log(out / "log.jsonl" if shown else Path(os.devnull), upto=done) as log,
+          Display(console, title, total=last, done=done) as display, Interrupt(axis) as interrupt):  # fmt: skip
         while done < last:
-            state, metrics = step(state, next_batch(text, state, options))
+            state, metrics = step(state, next_batch(text, state, options, axis))
             done += 1
             log.step(done, metrics)
-            stops = interrupt.asked or done == last
+            stops = interrupt.agreed() or done == last
             evaluates, saves = done % options.eval_every == 0 or done == last, done % options.save_every == 0 or stops
             if done % options.read_every == 0 or evaluates or saves:
                 log.read(tokens_per_step=options.batch * options.context)
                 display.show(log)
             if evaluates:
-                log.evaluation(done, held_out_bits(step, state, text, options))
+                log.evaluation(done, held_out_bits(step, state, text, options, axis))
                 display.show(log)
                 display.tell(log)
             if saves:
@@ -107,9 +125,10 @@ def train(options: argparse.Namespace, text: Text, out: Path, console: Console) 
         return 130
     code = generate(step.evaluator(state), options.prompt, num_bytes=options.sample, context=options.context,
                     key=fds.random.fold_in(state.key, "sample"), device=device)  # fmt: skip
-    code = Syntax(code, "python", theme="ansi_dark", word_wrap=True)
-    console.print(Panel(code, title="a sample", border_style="dim"))
-    console.print(summary(log, out, options), highlight=False, soft_wrap=True)
+    if shown:
+        code = Syntax(code, "python", theme="ansi_dark", word_wrap=True)
+        console.print(Panel(code, title="a sample", border_style="dim"))
+        console.print(summary(log, out, options), highlight=False, soft_wrap=True)
     return 0
 
 
@@ -119,19 +138,21 @@ def initial_params(step: fds.Step, options: argparse.Namespace) -> dict[str, Ten
     return fds.tree.map(lambda x: x.to(options.device), step.loss.init(key))
 
 
-def next_batch(text: Text, state: fds.State, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Return random windows: a pure function of the state, so that a loader has nothing to remember."""
+def next_batch(
+    text: Text, state: fds.State, options: argparse.Namespace, axis: Axis
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return this rank's rows of random windows: a pure function of the state, so a loader has nothing to remember."""
     key = fds.random.fold_in(state.key, "batch", int(state.calls))
     starts = random_starts(text.train, key, rows=options.batch, context=options.context)
-    return windows(text.train, starts, context=options.context)
+    return windows(text.train, ranks.share(starts, axis), context=options.context)
 
 
-def held_out_bits(step: fds.Step, state: fds.State, text: Text, options: argparse.Namespace) -> float:
-    """Return the bits per byte on the same windows of held-out text for every run."""
+def held_out_bits(step: fds.Step, state: fds.State, text: Text, options: argparse.Namespace, axis: Axis) -> float:
+    """Return the bits per byte on the same windows of held-out text for every run; the ranks share them."""
     starts = even_starts(text.held_out, rows=options.eval_rows, context=options.context)
-    evaluate = step.evaluator(state)
-    batches = [windows(text.held_out, some, context=options.context) for some in starts.split(options.batch)]
-    bits = [evaluate(batch)["bits_per_byte"] * len(batch[0]) for batch in batches]
+    evaluate, parts = step.evaluator(state), starts.split(options.batch)
+    batches = [windows(text.held_out, ranks.share(part, axis), context=options.context) for part in parts]
+    bits = [evaluate(batch)["bits_per_byte"] * len(part) for part, batch in zip(parts, batches, strict=True)]
     return float(torch.stack(bits).sum() / len(starts))
 
 
@@ -152,25 +173,6 @@ def summary(log: Log, out: Path, options: argparse.Namespace) -> str:
     ))  # fmt: skip
 
 
-class Interrupt:
-    """Ctrl-C and SIGTERM: the first asks the loop to end after its step, a second one ends the program at once."""
-
-    asked = False
-
-    def __enter__(self) -> Interrupt:
-        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
 def fastest_dtype(device: str) -> str:
     """Return bfloat16 where matrix products run much faster in it, found by trying, else float32."""
 
@@ -185,17 +187,17 @@ def fastest_dtype(device: str) -> str:
     return "bfloat16" if 1.5 * seconds(torch.bfloat16) < seconds(torch.float32) else "float32"
 
 
-def steps_within(options: argparse.Namespace, text: Text) -> int:
-    """Return how many steps fit into `--minutes` on this machine, from the times of a few."""
+def steps_within(options: argparse.Namespace, text: Text, axis: Axis) -> int:
+    """Return how many steps fit into `--minutes` on this machine, from the times of a few on the first rank."""
     options.steps = 1
-    step, text = training_step(options), text.to(torch.device(options.device))
+    step, text = training_step(options, axis), text.to(torch.device(options.device))
     state, times = step.init(initial_params(step, options)), []
     for _ in range(8):
         start = time.perf_counter()
-        state, metrics = step(state, next_batch(text, state, options))
+        state, metrics = step(state, next_batch(text, state, options, axis))
         float(metrics["loss"])
         times.append(time.perf_counter() - start)
-    typical = sorted(times)[len(times) // 2]
+    typical = axis.exchange(sorted(times)[len(times) // 2])[0]
     return min(20_000, max(100, 100 * round(0.6 * options.minutes / typical)))
 
 
@@ -215,6 +217,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         ("read-every", 10, "steps between readings of the metrics"), ("eval-every", 100, "steps between evaluations"),
         ("eval-rows", 64, "held-out windows"), ("save-every", 250, "steps between saves"),
         ("sample", 600, "bytes to generate at the end"),
+        ("ranks", 1, "processes that share each batch; 0 takes one per GPU or core, as many as divide it"),
+        ("restarts", 0, "times that the ranks are started again from the last save when one is lost"),
     ):  # fmt: skip
         sizes.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (%(default)s)")
     training = parser.add_argument_group("training")
@@ -223,6 +227,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     training.add_argument("--weight-decay", type=float, default=0.1, help="(%(default)s)")
     training.add_argument("--dropout", type=float, default=0.0, help="(%(default)s)")
     training.add_argument("--prompt", default="def ", help="what the sample starts with")
+    training.add_argument("--stage", type=int, choices=range(4), default=2, help="of sharding by ranks (%(default)s)")
     training.add_argument("--dtype", choices=["auto", *PRECISIONS], default="auto", help="auto: the fastest here")
     training.add_argument(
         "--optimizer",
@@ -235,29 +240,52 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     first = parser.parse_args(arguments)
     if first.resume:
         try:
-            parser.set_defaults(**json.loads((Path(first.resume) / "options.json").read_text()))
+            parser.set_defaults(**written(Path(first.resume)))
         except (OSError, ValueError) as error:
-            raise fds.FdsError("there is no run to resume", where=first.resume, got=str(error),
-                               want="a folder that this script wrote") from None  # fmt: skip
+            raise FdsError("there is no run to resume", where=first.resume, got=str(error),
+                           want="a folder that this script wrote") from None  # fmt: skip
     elif first.quick:
         parser.set_defaults(steps=20, batch=4, context=64, width=32, layers=2, heads=2, eval_every=10, sample=40)
     options = parser.parse_args(arguments)
     counts = "batch accumulate context width layers heads read_every eval_every eval_rows save_every"
-    for name in counts.split():
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} counts from 1, not {getattr(options, name)}")
+    for name, low in (*((name, 1) for name in counts.split()), ("ranks", 0), ("restarts", 0)):
+        if getattr(options, name) < low:
+            parser.error(f"--{name.replace('_', '-')} counts from {low}, not {getattr(options, name)}")
+    options.ranks = options.ranks or ranks.fitting(options.device, rows=options.batch // options.accumulate)
     return options
 
 
-def prepare(options: argparse.Namespace, text: Text, out: Path) -> None:
-    """Settle what is left open, make the folder, and write the options down.
+def refuse(options: argparse.Namespace) -> None:
+    """Raise `FdsError` for sizes that do not fit, before anything is started."""
+    model(options)
+    if options.batch % options.ranks:
+        raise FdsError("the ranks cannot share the batch evenly", where="--batch",
+                       got=f"{options.batch} windows for {options.ranks} ranks", want="a multiple")  # fmt: skip
+
+
+def settle(options: argparse.Namespace, text: Text, out: Path, axis: Axis) -> None:
+    """Settle what is left open, alike on every rank; the first one makes the folder and writes the options down.
 
     Raises `FdsError` for a folder that holds something else than a run.
     """
+    ranks.agree(axis, lambda: begin(options, out), vars(options))
+    if options.steps < 1:
+        options.steps = steps_within(options, text, axis)
+    if axis.index == 0:
+        kept = {name: value for name, value in vars(options).items() if name not in ("out", "resume", "quick")}
+        (out / "options.json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def begin(options: argparse.Namespace, out: Path) -> None:
+    """Replace what an earlier run left in the folder, or take up the run of ranks that were started again."""
+    run = ranks.run_id()
+    if ranks.started_again() and written(out, {}).get("run") == run:
+        vars(options).update(written(out), resume=str(out) if (out / "save" / "latest").exists() else None)
+        return
     if not options.resume:
         if out.exists() and any(out.iterdir()) and not (out / "options.json").exists():
-            raise fds.FdsError("this folder holds no run, and is not replaced", where="--out", got=str(out),
-                               want="a new or empty folder, or an earlier run's")  # fmt: skip
+            raise FdsError("this folder holds no run, and is not replaced", where="--out", got=str(out),
+                           want="a new or empty folder, or an earlier run's")  # fmt: skip
         for name in ("options.json", "log.jsonl", "curve.png"):
             (out / name).unlink(missing_ok=True)
         shutil.rmtree(out / "save", ignore_errors=True)
@@ -266,23 +294,38 @@ def prepare(options: argparse.Namespace, text: Text, out: Path) -> None:
         options.dtype = fastest_dtype(options.device)
     if options.optimizer == "auto":
         options.optimizer = "muon" if options.dtype == "bfloat16" else "adamw"
-    if options.steps < 1:
-        options.steps = steps_within(options, text)
-    options.data = [str(Path(path).resolve()) for path in options.data]
-    kept = {name: value for name, value in vars(options).items() if name not in ("out", "resume", "quick")}
-    (out / "options.json").write_text(json.dumps(kept, indent=1) + "\n")
+    options.data, options.run = [str(Path(path).resolve()) for path in options.data], run
+
+
+def written(out: Path, otherwise: dict | None = None) -> dict:
+    """Return the options of the run in a folder. Raises `OSError` or `ValueError` where there are none."""
+    try:
+        return json.loads((out / "options.json").read_text())
+    except (OSError, ValueError):
+        if otherwise is None:
+            raise
+        return otherwise
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run from the command line; return the exit code."""
+    rank = 0
     try:
         options = parse(arguments)
-        out = Path(options.resume or options.out)
+        fds.init_distributed("gloo" if options.device == "cpu" else None, timeout=TIMEOUT)
+        axis = fds.mesh(dp=-1)["dp"]
+        rank, started = axis.index, axis.size > 1 or ranks.run_id() is not None
+        options.ranks = axis.size if started else options.ranks
+        refuse(options)
         text = read(options.data, context=options.context)
-        prepare(options, text, out)
-        return train(options, text, out, Console())
-    except (fds.FdsError, OSError) as error:
-        print(f"train_gpt: {error}", file=sys.stderr)
+        if options.ranks > axis.size:
+            return ranks.launch([sys.argv[0], *arguments], options.ranks, restarts=options.restarts)
+        out = Path(options.resume or options.out)
+        settle(options, text, out, axis)
+        return train(options, text, out, axis)
+    except (FdsError, OSError) as error:
+        if not (rank and isinstance(error, StorageError)):  # which every rank raises
+            print(f"train_gpt{f', rank {rank}' if rank else ''}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

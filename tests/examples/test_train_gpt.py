@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,20 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from safetensors.torch import load_file
 
 import fds
+from tests.examples.runs import command, lines, saved
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+import train_gpt  # isort: skip  (runs puts the folder of the script on the path)
+from gpt import model, ranks  # isort: skip
+from gpt.display import Display, spark  # isort: skip
+from gpt.interrupt import Interrupt  # isort: skip
+from gpt.log import Log, smooth  # isort: skip
+from gpt.text import even_starts, is_held_out, random_starts, read, standard_library, windows  # isort: skip
 
-import train_gpt  # noqa: E402  (a script's folder is on its path)
-from gpt import model  # noqa: E402
-from gpt.display import Display, spark  # noqa: E402
-from gpt.log import Log, smooth  # noqa: E402
-from gpt.text import even_starts, is_held_out, random_starts, read, standard_library, windows  # noqa: E402
-
-CLOCK = ("seconds", "tokens_per_s")  # what differs between two runs of the same thing
+ALONE = fds.mesh(dp=-1)["dp"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,32 +33,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def book(tmp_path: Path) -> Path:
-    """A text file large enough for tiny windows."""
-    path = tmp_path / "book.txt"
-    path.write_text("\n".join(f"the {i}th line of a short book" for i in range(400)))
-    return path
-
-
-def command(*arguments: object) -> subprocess.Popen:
-    """Start the script as a user does, warnings as errors, one thread."""
-    words = [sys.executable, "-W", "error", str(EXAMPLES / "train_gpt.py"), *map(str, arguments)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-
-
-def lines(out: Path) -> list[dict]:
-    """Read a log without its clock."""
-    found = [json.loads(text) for text in (out / "log.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in CLOCK} for line in found]
-
-
-def saved(out: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a run's last save."""
-    return load_file(out / "save" / "last" / "rank0.safetensors")
 
 
 def test_a_run_leaves_a_log_a_curve_a_save_and_prints_a_sample(tmp_path: Path):
@@ -102,9 +71,10 @@ def test_a_run_that_was_interrupted_and_resumed_equals_one_that_was_not(tmp_path
 
 
 def test_a_second_interrupt_ends_the_program_at_once():
-    with train_gpt.Interrupt() as interrupt:
+    with Interrupt(ALONE) as interrupt:
+        assert not interrupt.agreed()
         signal.raise_signal(signal.SIGINT)
-        assert interrupt.asked
+        assert interrupt.agreed()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -123,11 +93,29 @@ def test_a_fresh_run_replaces_an_earlier_one_and_nothing_else(tmp_path: Path, bo
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
 
 
+def test_only_ranks_that_were_started_again_go_on_by_themselves_and_only_with_their_own_run(
+    tmp_path: Path, book: Path, monkeypatch
+):
+    def start(run: str, restarts: int, seed: int) -> list[dict]:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        options = ["--quick", "--data", str(book), "--steps", "4", "--save-every", "2", "--sample", "1"]
+        assert train_gpt.main([*options, "--seed", str(seed), "--out", str(tmp_path / "run")]) == 0
+        return lines(tmp_path / "run")
+
+    first = start("a", 0, seed=0)
+    assert start("a", 1, seed=1) == first
+    (tmp_path / "run" / "save" / "latest").unlink()
+    assert start("a", 2, seed=1) == first  # killed before its first save
+    assert start("b", 1, seed=1) != first
+    assert start("b", 0, seed=0) == first
+
+
 @pytest.mark.parametrize(("minutes", "steps"), [(1e-9, 100), (1e9, 20_000)])
 def test_the_number_of_steps_follows_the_minutes(book: Path, minutes: float, steps: int):
     tiny = ["--quick", "--data", str(book), "--steps", "0", "--width", "8", "--layers", "1", "--context", "8"]
     options = train_gpt.parse([*tiny, "--minutes", str(minutes), "--dtype", "float32"])
-    assert train_gpt.steps_within(options, read(options.data, context=8)) == steps
+    assert train_gpt.steps_within(options, read(options.data, context=8), ALONE) == steps
 
 
 def test_without_a_number_of_steps_the_run_finds_one_and_writes_it_down(tmp_path: Path, book: Path):
@@ -150,6 +138,8 @@ def test_without_a_number_of_steps_the_run_finds_one_and_writes_it_down(tmp_path
         (["--resume", "nowhere"], ["no run to resume", "nowhere"]),
         (["--out", "short.txt"], ["short.txt"]),
         (["--batch", "0"], ["--batch counts from 1"]),
+        (["--ranks", "-1"], ["--ranks counts from 0"]),
+        (["--batch", "5", "--ranks", "2"], ["cannot share the batch evenly", "5 windows for 2 ranks"]),
         (["--batch", "4", "--accumulate", "3"], ["does not divide into 3 microbatches", "4 rows"]),
         (["--wdith", "8"], ["unrecognized arguments: --wdith 8"]),
         (["--dtype", "int8"], ["invalid choice: 'int8'"]),
@@ -176,6 +166,12 @@ def test_a_run_does_not_go_on_with_another_text(tmp_path: Path, book: Path, caps
     book.write_text(book.read_text().upper())
     assert train_gpt.main(["--resume", out, "--steps", "4"]) == 2
     assert "the text has changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("cores", "rows", "number"), [(2, 8, 2), (2, 9, 1), (6, 8, 4), (64, 12, 12), (1, 8, 1)])
+def test_there_is_a_rank_per_core_as_far_as_they_divide_the_rows(cores: int, rows: int, number: int, monkeypatch):
+    monkeypatch.setattr(ranks, "num_cores", lambda: cores)
+    assert ranks.fitting("cpu", rows=rows) == number
 
 
 def test_the_standard_library_is_held_out_by_name():
