@@ -1,0 +1,172 @@
+"""Layouts: every element of every parameter lies in one place, and nothing lies in between."""
+
+import math
+
+import torch
+from hypothesis import given, strategies as st
+
+import fds
+from fds import tree
+from fds.layout import ALIGN, Leaf, plan
+from fds.step.pool import Pool
+from tests.bits import assert_same_bits
+from tests.sharding.models import data_axis
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float16]
+SHAPES = st.sampled_from([(), (0,), (3, 0), (1,), (31,), (32,), (33,), (7, 5), (64, 3), (2, 3, 4), (1000,)])
+NAMES = st.sampled_from(["w", "b", "scale", "0", "h.3", "attn.q", "a.b.c", "12.7"])
+
+
+@st.composite
+def leaves(draw):
+    names = draw(st.lists(st.builds("{}.{}".format, NAMES, NAMES) | NAMES, min_size=1, max_size=12, unique=True))
+    made = []
+    for name in names:
+        dtype = draw(st.sampled_from(DTYPES))
+        trained = dtype.is_floating_point and draw(st.booleans())
+        made.append(Leaf(name, draw(SHAPES), dtype, trained, draw(st.sampled_from([0, (1, True)])),
+                         trained and draw(st.booleans())))  # fmt: skip
+    return made
+
+
+@given(leaves(), st.integers(1, 9), st.sampled_from([1, 64, 500, 4000, 2**20]))
+def test_every_element_lies_in_one_place(found, ranks, bucket_bytes):
+    layout = plan(found, tree.structure([0] * len(found)), num_ranks=ranks, bucket_bytes=bucket_bytes)
+    assert layout.names == tuple(leaf.name for leaf in found)
+    assert sorted(leaf.name for b in layout.buckets for leaf in b.leaves) == sorted(layout.names)
+    assert len({b.name for b in layout.buckets}) == len(layout.buckets)
+    for bucket in layout.buckets:
+        assert len({(leaf.dtype, leaf.trained, leaf.kind, leaf.whole) for leaf in bucket.leaves}) == 1
+        assert bucket.length > 0 and bucket.length % ALIGN == 0
+        owner = torch.full((bucket.numel,), -1)
+        for i, (leaf, offset) in enumerate(zip(bucket.leaves, bucket.offsets, strict=True)):
+            assert offset % ALIGN == 0
+            place = owner[offset : offset + leaf.numel]
+            assert len(place) == leaf.numel and bool((place == -1).all())
+            place.fill_(i)
+        for a, b in bucket.gaps():
+            assert bool((owner[a:b] == -1).all())
+            owner[a:b] = -2
+        assert bool((owner != -1).all())
+
+        flat = torch.arange(bucket.numel)
+        views = bucket.views(flat)
+        pieces = [[] for _ in bucket.leaves]
+        for rank in range(ranks):
+            part = bucket.slice(rank, flat)
+            for i, segment in enumerate(bucket.segments(rank)):
+                assert segment.name == bucket.leaves[i].name and segment.shape == bucket.leaves[i].shape
+                assert segment.length in (0, bucket.leaves[i].numel) or not bucket.leaves[i].whole
+                if segment.length:
+                    assert segment.start == sum(map(len, pieces[i]))
+                    pieces[i].append(segment.of(part))
+        for view, piece in zip(views, pieces, strict=True):
+            assert torch.equal(view.reshape(-1), torch.cat(piece) if piece else view.new_empty(0))
+        if len(bucket.leaves) > 1 and not bucket.leaves[0].whole:
+            held = sum(-(-leaf.numel // ALIGN) * ALIGN for leaf in bucket.leaves)
+            assert held * bucket.dtype.itemsize <= bucket_bytes
+            assert bucket.numel < held + ALIGN * ranks + ALIGN
+
+
+@given(leaves(), st.integers(1, 4), st.sampled_from([64, 500, 2**20]))
+def test_leaves_come_back_as_they_went_in(found, ranks, bucket_bytes):
+    layout = plan(found, tree.structure([0] * len(found)), num_ranks=ranks, bucket_bytes=bucket_bytes)
+    values = {leaf.name: torch.randn(leaf.shape).to(leaf.dtype) for leaf in found}
+    flats = [torch.empty(b.numel, dtype=b.dtype).fill_(1) for b in layout.buckets]
+    for bucket, flat in zip(layout.buckets, flats, strict=True):
+        bucket.fill(flat, [values[leaf.name] for leaf in bucket.leaves])
+        for a, b in bucket.gaps():
+            assert not flat[a:b].any()
+    back = layout.collect([b.views(flat) for b, flat in zip(layout.buckets, flats, strict=True)])
+    assert_same_bits(layout.build(back), [values[name] for name in layout.names])
+
+
+OPTIMIZERS = {
+    "sgd": lambda: fds.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adamw": lambda: fds.adamw(0.1, weight_decay=0.1),
+    "lion": lambda: fds.lion(0.1, weight_decay=0.1),
+    "adagrad": lambda: fds.adagrad(0.1),
+    "lamb": lambda: fds.lamb(0.1, weight_decay=0.1),
+    "muon": lambda: fds.by_name({"*m*": fds.muon(0.1), "*": fds.adamw(0.1)}),
+}
+
+
+@st.composite
+def trees(draw):
+    """Draw parameters of all dtypes, some of them matrices by the name `m...`, and patterns of frozen ones."""
+    n, params, frozen = draw(st.integers(1, 8)), {}, []
+    for i in range(n):
+        dtype = draw(st.sampled_from([torch.float32] * 3 + [torch.bfloat16, torch.float64, torch.int64, torch.bool]))
+        matrix = dtype is torch.float32 and draw(st.booleans())
+        shape = draw(st.sampled_from([(5, 3), (40, 2), (2, 70), (1, 1)])) if matrix else draw(SHAPES)
+        name = f"{'m' if matrix else 'v'}.{i}"
+        params[name] = torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(dtype)
+        if dtype.is_floating_point and i and draw(st.integers(0, 3)) == 0:
+            frozen.append(name)
+    params["m.always"], params["v.always"] = torch.ones(3, 4), torch.ones(2)
+    return params, frozen
+
+
+def used(params, batch):
+    """Depend on every floating parameter, nonlinearly."""
+    total = 0.0
+    for x in params.values():
+        y = x.to(torch.float32)
+        total = total + torch.tanh(y * batch.mean() + 0.1 * (y + 1).square()).sum() if y.numel() else total + y.sum()
+    return total
+
+
+@given(trees(), st.sampled_from(sorted(OPTIMIZERS)), st.integers(1, 3), st.integers(2, 5),
+       st.sampled_from([64, 600, 2**20]))  # fmt: skip
+def test_gaps_stay_zero_and_muon_has_whole_parameters(found, optimizer, stage, ranks, size):
+    params, frozen = found
+    freeze = [fds.freeze(*frozen)] if frozen else []
+    batch = torch.arange(2.0 * ranks)
+
+    def make(*more):
+        return fds.compose(*more, *freeze, fds.ema(0.5), OPTIMIZERS[optimizer]())(used)
+
+    def run():
+        axis = data_axis()
+        step = make(fds.shard_optimizer(axis, stage=stage, bucket_bytes=size))
+        state = step.init(params)
+        assert_same_bits(step.params(state), params)
+        for _ in range(5):
+            state, _ = step(state, batch.chunk(ranks)[axis.index])
+        structure, parts = step.structure_of(state.params)
+        slots = [list(slot.values()) for slot in [state.slots["ema"].buckets]]
+        trained = [structure.layout.buckets[i] for i in structure.trained]
+        for bucket, part in [*zip(structure.layout.buckets, parts, strict=True),
+                             *zip(structure.layout.buckets, slots[0], strict=True),
+                             *((next(b for b in trained if b.name == name), x) for slot in state.opt.values()
+                               for name, x in slot.items() if optimizer != "adagrad")]:  # fmt: skip
+            rest = part.clone()
+            for segment in bucket.segments(axis.index):
+                segment.of(rest).zero_()
+                if optimizer == "muon" and segment.name.startswith("m") and bucket.trained:
+                    assert segment.length in (0, math.prod(segment.shape))
+            assert not rest.any()
+        return step.params(state)
+
+    got = fds.simulate(run, ranks)
+    plain = make(fds.accumulate(ranks))
+    state = plain.init(params)
+    for _ in range(5):
+        state, _ = plain(state, batch)
+    for one in got:
+        assert_same_bits(one, got[0])
+        for name, x in one.items():
+            if name in frozen or not x.is_floating_point():
+                assert_same_bits({"x": x}, {"x": params[name]})
+            else:
+                loose = 4.0 if x.dtype is torch.bfloat16 or optimizer in ("lion", "muon") else 1e-3
+                assert float((x.double() - state.params[name].double()).abs().max() if x.numel() else 0) <= loose
+
+
+def test_what_a_pool_gives_twice_is_free():
+    pool = Pool()
+    a = pool.take(8, torch.float32, torch.device("cpu"))
+    view = a[2:4]
+    del a
+    b = pool.take(8, torch.float32, torch.device("cpu"))
+    assert b.data_ptr() != view.data_ptr() - 8
