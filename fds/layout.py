@@ -22,7 +22,7 @@ from fds.errors import StateError
 ALIGN = 32  # elements: 64 bytes in 16 bit; at other addresses matrix products round differently on a CPU
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Segment:
     """Say where one parameter lies inside a flat slice.
 
@@ -171,7 +171,8 @@ def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int
     """Plan the buckets of a tree.
 
     Leaves of one kind, dtype and trainability fill a bucket in order until `bucket_bytes` are reached; a layer is
-    not divided between two buckets unless it alone is larger. A leaf larger than a bucket has one of its own.
+    not divided between two buckets unless it alone is larger. A leaf larger than a bucket has one of its own. Buckets
+    of leaves that must be whole hold up to `num_ranks` times as much, so that every rank has some.
 
     Args:
         leaves: of the tree, in order.
@@ -179,6 +180,7 @@ def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int
         num_ranks: slices per bucket.
         bucket_bytes: bound of a bucket, in the dtype of the masters.
     """
+    largest = max((_bytes([leaf]) for leaf in leaves if leaf.whole), default=0)
     open_: dict[tuple, list[Leaf]] = {}
     closed: list[list[Leaf]] = []
     for _, group in itertools.groupby(leaves, key=lambda leaf: layer_of(leaf.name)):
@@ -186,7 +188,8 @@ def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int
         for leaf in group:
             parts.setdefault((leaf.trained, leaf.dtype, leaf.kind, leaf.whole), []).append(leaf)
         for key, part in parts.items():
-            bound = bucket_bytes * (num_ranks if key[-1] else 1)  # whole parameters balance only if there are several
+            # whole parameters balance only if there are as many large ones as ranks
+            bound = num_ranks * max(bucket_bytes, largest) if key[-1] else bucket_bytes
             for piece in _pieces(part, bound):
                 held = open_.get(key)
                 if held is None or _bytes(held) + _bytes(piece) > bound:

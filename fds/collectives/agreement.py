@@ -23,10 +23,12 @@ GRACE = datetime.timedelta(seconds=5)  # to tell each other of an error before t
 class Checked:
     """A link that says first what it will do, and goes on only when all ranks of the axis say the same."""
 
-    def __init__(self, link: Link, ranks: tuple[int, ...], index: int, timeout: datetime.timedelta):
+    def __init__(
+        self, link: Link, ranks: tuple[int, ...], index: int, timeout: datetime.timedelta, channel: str = ""
+    ):
         self.link, self.ranks, self.index, self.timeout = link, ranks, index, timeout
         self.store: Any = dist.PrefixStore("fds-agreement", dist.distributed_c10d._get_default_store())
-        self.name = ".".join(map(str, ranks))
+        self.name = ".".join(map(str, ranks)) + channel
         self.count = 0
         self.direct: dict[tuple[int, int], int] = {}  # messages from one rank to another
 

@@ -26,7 +26,8 @@ class Axis:
     """The ranks that differ from this one along one axis of a mesh (or several, flattened).
 
     `start_*` writes into the memory that it is given and returns at once; nobody may write to what it reads, or use
-    what it writes, before `wait`. Ranks are matched by the order in which they start collectives on an axis. On an axis
+    what it writes, before `wait`. Ranks are matched by the order in which they start collectives on an axis, and
+    wait for them in that order. On an axis
     of one rank nothing happens. Equal axes are the same ranks under the same name in the same world.
     """
 
@@ -50,6 +51,14 @@ class Axis:
     def device(self) -> torch.device:
         """The device whose tensors this rank sends: a GPU under NCCL, else the CPU."""
         return self.world.device
+
+    def channel(self, name: str) -> Axis:
+        """Return the same ranks with an order of collectives of their own, which others cannot get between.
+
+        Under NCCL that is another group, so all ranks ask for it.
+        """
+        link = None if self.link is None else self.world.link(self.ranks, None, name)
+        return attrs.evolve(self, link=link)
 
     def demand_current(self) -> None:
         """Raise `MeshError` if other ranks are running now than when the mesh was made."""

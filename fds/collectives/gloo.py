@@ -30,12 +30,12 @@ COLLECTIVE, SECOND, DIRECT = 0, 1, 2  # tags of one running number: a collective
 class GlooLink:
     """One axis over a group of all ranks whose CPU tensors go through gloo."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int):
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int, channel: str = ""):
         self.group, self.ranks, self.index, self.size = group, ranks, index, len(ranks)
         self.count = 0  # collectives started
         self.sent, self.received = [0] * self.size, [0] * self.size  # sends and recvs started, by other rank
         # The same on all ranks of the axis whatever else each of them has made. Axes that share one match by order.
-        self.number = 1 + _digest(ranks, 2**13 - 1)
+        self.number = 1 + _digest((ranks, channel) if channel else ranks, 2**13 - 1)
         self.scratch = Scratch()
 
     def start(self, call: Call, out: Tensor, x: Tensor) -> Work:

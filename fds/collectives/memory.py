@@ -72,8 +72,8 @@ class Hub:
 class MemoryLink:
     """One axis of a simulated rank."""
 
-    def __init__(self, hub: Hub, ranks: tuple[int, ...], index: int):
-        self.hub, self.ranks, self.index = hub, ranks, index
+    def __init__(self, hub: Hub, ranks: tuple[int, ...], index: int, channel: str = ""):
+        self.hub, self.ranks, self.index, self.channel = hub, ranks, index, channel
         self.count = 0
         self.direct: defaultdict[tuple[int, int], int] = defaultdict(int)  # messages from one coordinate to another
 
@@ -82,11 +82,12 @@ class MemoryLink:
         if call.op in ("send", "recv"):
             pair = (self.index, call.peer) if call.op == "send" else (call.peer, self.index)
             self.direct[pair] += 1
-            key, expected = (self.ranks, pair, self.direct[pair]), pair
+            key, expected = (self.channel, self.ranks, pair, self.direct[pair]), pair
             title = f"message {self.direct[pair]} from {pair[0]} to {pair[1]}"
         else:
             self.count += 1
-            key, expected, title = (self.ranks, self.count), tuple(range(len(self.ranks))), f"number {self.count}"
+            key, expected = (self.channel, self.ranks, self.count), tuple(range(len(self.ranks)))
+            title = f"number {self.count}"
         meeting = self.hub.join(key, Meeting(self.ranks, expected, title), self.index, call, out, x)
         return MemoryWork(self, call, meeting)
 

@@ -72,7 +72,7 @@ class NcclWork:
             self.held = ()
 
     def done(self) -> bool:
-        """Say whether NCCL has finished."""
+        """Say whether NCCL has finished, or the current stream waits for it."""
         return not self.held or self.work.is_completed()
 
 

@@ -26,11 +26,12 @@ class SimulatedWorld:
     hub: Hub
     device: torch.device = torch.device("cpu")
     counters: list = attrs.field(factory=list)
-    links: dict[tuple[int, ...], MemoryLink] = attrs.field(factory=dict)
+    links: dict[tuple, MemoryLink] = attrs.field(factory=dict)
 
-    def link(self, ranks: tuple[int, ...], group: Any = None) -> Link:
-        """Return the link between these ranks, made once."""
-        return self.links.setdefault(ranks, MemoryLink(self.hub, ranks, ranks.index(self.rank)))
+    def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
+        """Return the link between these ranks on a channel, made once."""
+        made = MemoryLink(self.hub, ranks, ranks.index(self.rank), channel)
+        return self.links.setdefault((ranks, channel), made)
 
 
 def simulate(fn: Callable[[], T], world_size: int) -> list[T]:

@@ -39,8 +39,11 @@ class World(Protocol):
         """The `traffic.Traffic`s that are being counted."""
         ...
 
-    def link(self, ranks: tuple[int, ...], group: Any = None) -> Link:
-        """Return what carries messages between these ranks, of which this is one; collective over them."""
+    def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
+        """Return what carries messages between these ranks, of which this is one; collective over them.
+
+        Collectives are matched by their order within a channel.
+        """
         ...
 
 
@@ -53,7 +56,7 @@ class Single:
     device: torch.device = torch.device("cpu")
     counters: list = attrs.field(factory=list)
 
-    def link(self, ranks: tuple[int, ...], group: Any = None) -> Link:
+    def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
         """Fail: one rank has nobody to talk to."""
         raise AssertionError(ranks)
 
@@ -79,23 +82,23 @@ class TorchWorld:
         """How many ranks there are."""
         return self.group.size()
 
-    def link(self, ranks: tuple[int, ...], group: Any = None) -> Link:
-        """Return the link between these ranks, made once; under NCCL on `group`, or a new one."""
-        key = (ranks, self.check)
+    def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
+        """Return the link between these ranks on a channel, made once; under NCCL on `group`, or a new one."""
+        key = (ranks, self.check, channel)
         if key not in self.links:
-            made: Link = GlooLink(self.host, ranks, ranks.index(self.rank))
+            made: Link = GlooLink(self.host, ranks, ranks.index(self.rank), channel)
             if self.device.type == "cuda":
-                made = NcclLink(self._nccl(ranks) if group is None else group, made)
+                made = NcclLink(self._nccl(ranks, channel) if group is None else group, made)
             if self.check:
-                made = Checked(made, ranks, ranks.index(self.rank), self._timeout())
+                made = Checked(made, ranks, ranks.index(self.rank), self._timeout(), channel)
             self.links[key] = made
         return self.links[key]
 
     def _timeout(self) -> datetime.timedelta:
         return self.host._get_backend(torch.device("cpu")).options._timeout
 
-    def _nccl(self, ranks: tuple[int, ...]) -> Any:
-        if ranks == tuple(range(self.size)):
+    def _nccl(self, ranks: tuple[int, ...], channel: str) -> Any:
+        if ranks == tuple(range(self.size)) and not channel:
             return self.group
         order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
         return dist.new_group(list(ranks), backend="nccl", use_local_synchronization=True, **order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ class Now:
 
 def assemble(
     rule: Rule, *, text: str, hyper: Mapping[str, Schedule], slots: Mapping[str, float],
-    whole: bool = False, check: Check | None = None,
+    whole: bool = False, check: Check | None = None, keep_empty: bool = False,
 ) -> Optimizer:  # fmt: skip
     """Make an optimizer of an in-place rule.
 
@@ -84,6 +85,7 @@ def assemble(
         slots: slot name -> what its tensors are filled with at first.
         whole: as in `Optimizer`.
         check: refuses segments that the rule cannot update.
+        keep_empty: the rule sees parameters of which this rank has nothing too, since ranks do something together.
     """
 
     def init(segments: Sequence[Sequence[Segment]], *, params: Sequence[Tensor]) -> dict[str, list[Tensor | None]]:
@@ -100,7 +102,7 @@ def assemble(
         if not params:
             return params, opt
         slices, given = params, opt
-        params, grads, opt, segments = _by_segment(params, grads, opt, segments)
+        params, grads, opt, segments = _by_segment(params, grads, opt, segments, keep_empty)
         values = {name: _cheap(at(value, step)) for name, value in hyper.items() if name != "lr" or lr is None}
         if lr is not None:
             values["lr"] = _cheap(lr)
@@ -113,7 +115,9 @@ def assemble(
     return Optimizer(init, update, whole, lr=hyper["lr"], text=text)
 
 
-def _by_segment(params: list, grads: Sequence, opt: dict, segments: Sequence[Sequence[Segment]]) -> tuple:
+def _by_segment(
+    params: list, grads: Sequence, opt: dict, segments: Sequence[Sequence[Segment]], keep_empty: bool
+) -> tuple:
     """Return views of every parameter in slices of many.
 
     The last elements of a tensor, too few for a vector register, are computed one by one, and round differently in some
@@ -121,9 +125,32 @@ def _by_segment(params: list, grads: Sequence, opt: dict, segments: Sequence[Seq
     """
     if all(len(inside) == 1 and inside[0].length == len(p) for p, inside in zip(params, segments, strict=True)):
         return params, grads, opt, segments
-    cut = lambda flats: [s.of(x) for x, inside in zip(flats, segments, strict=True) for s in inside]
-    alone = [[attrs.evolve(s, offset=0)] for inside in segments for s in inside]
+    cuts, alone = _cuts(tuple(map(tuple, segments)), tuple(map(len, params)), keep_empty)
+    cut = lambda flats: [
+        parts[k] for x, (sizes, kept) in zip(flats, cuts, strict=True) for parts in (x.split(sizes),) for k in kept
+    ]  # fmt: skip
     return cut(params), cut(grads), {slot: cut(flats) for slot, flats in opt.items()}, alone
+
+
+@functools.lru_cache(maxsize=64)  # per step, group and optimizer; 1000 parameters: 73 ms without
+def _cuts(
+    segments: tuple[tuple[Segment, ...], ...], lengths: tuple[int, ...], keep_empty: bool
+) -> tuple[list[tuple[list[int], list[int]]], list[list[Segment]]]:
+    """Return for every slice how to split it and which parts are parameters; and those parts as slices of their own."""
+    cuts, alone = [], []
+    for inside, length in zip(segments, lengths, strict=True):
+        sizes: list[int] = []
+        kept: list[tuple[Segment, int]] = []
+        end = 0
+        for segment in sorted((s for s in inside if s.length), key=lambda s: s.offset):
+            sizes += [segment.offset - end, segment.length]
+            kept.append((segment, len(sizes) - 1))
+            end = segment.offset + segment.length
+        sizes += [length - end, 0]
+        places = dict(kept) | {s: len(sizes) - 1 for s in inside if not s.length and keep_empty}
+        cuts.append((sizes, [places[s] for s in inside if s in places]))
+        alone += [[attrs.evolve(s, offset=0)] for s in inside if s in places]
+    return cuts, alone
 
 
 def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:

@@ -61,7 +61,8 @@ def lamb(
         "eps_inside_sqrt": eps_inside_sqrt,
     }  # fmt: skip
     hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
-    return assemble(partial(_rule, **fixed), text=text, hyper=hyper, slots={"exp_avg": 0.0, "exp_avg_sq": 0.0})
+    return assemble(partial(_rule, **fixed), text=text, hyper=hyper, slots={"exp_avg": 0.0, "exp_avg_sq": 0.0},
+                    keep_empty=True)  # fmt: skip
 
 
 def _rule(

@@ -70,4 +70,6 @@ def _text(value: Any) -> str:
 
 def _unused(step: Any, structure: Structure, state: State, batch: Any) -> tuple[str, ...]:
     _, sums, _ = step.backward(state, structure, tree.leaves(state.params), batch, None)
-    return tuple(name for name, used in zip(structure.trained_names, sums.used(), strict=True) if not used)
+    used = sums.used()
+    sums.finish()
+    return tuple(name for name, some in zip(structure.trained_names, used, strict=True) if not some)

@@ -37,7 +37,7 @@ class Gather:
         """Begin to gather a bucket from the slices of all ranks; return its memory (numel,) and the work."""
         assert self.shard is not None
         axis = self.shard.axis
-        dtype = self.dtype_of(bucket.leaves[0].name, bucket.dtype)
+        dtype = self.dtype_of(bucket.leaves[0].name, part.dtype)
         flat = pool.take(bucket.numel, dtype, part.device)
         own = bucket.slice(axis.index, flat)
         own.copy_(part)

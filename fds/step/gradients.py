@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fds.collectives import Axis
 from fds.layout import Segment
+from fds.step.totals import clamped, combined
 
 
 @attrs.frozen(eq=False)
@@ -63,11 +64,12 @@ def global_norm(tensors: Sequence[Tensor], axes: Sequence[Axis] = ()) -> Tensor:
     float64 elements of 1e154 and more count as not finite.)
     """
     if axes:
-        own = global_norm(tensors)
-        squares = own.double().square()
+        norm = global_norm(tensors)
         for axis in axes:
-            squares = axis.all_reduce(squares)
-        return squares.sqrt().to(own.dtype)
+            place = torch.zeros(axis.size, dtype=torch.float64, device=norm.device)
+            place[axis.index] = norm
+            norm = clamped(combined(axis.all_reduce(place)), norm.dtype)
+        return norm
     live = [x for x in tensors if x.numel()]
     if not live:
         return torch.zeros((), device=tensors[0].device if tensors else None)
@@ -76,17 +78,11 @@ def global_norm(tensors: Sequence[Tensor], axes: Sequence[Axis] = ()) -> Tensor:
     if norm.device.type == "cpu" and not bool(norm.isfinite()):
         biggest = torch.stack([x.abs().max().double() for x in live]).max()
         norm = _norm([x / biggest for x in live], torch.float64) * biggest if bool(biggest.isfinite()) else biggest
-    return norm if double else _clamped(norm)
+    return norm if double else clamped(norm, torch.float32)
 
 
 def _norm(live: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(live, 2, dtype=dtype))))
-
-
-def _clamped(norm: Tensor) -> Tensor:
-    """Return as float32; a finite norm beyond its range becomes the largest number, not infinity."""
-    top = torch.finfo(torch.float32).max
-    return torch.where(norm.isfinite(), norm.clamp(max=top), norm).float()
 
 
 def combined_scale(

@@ -29,7 +29,7 @@ def _initial(step: Any, params: Any, key: Tensor, data: Axis | None) -> State:
         key = torch.tensor(data.exchange(key.tolist())[0], dtype=torch.int64, device="cpu")
     error = None
     try:
-        shapes, params = _read(step, params, random.fold_in(key, "params"))
+        shapes, params = _read(step, params, random.fold_in(key, "params"), own=data is None or data.index == 0)
     except FdsError as caught:
         shapes, error = {}, caught
     if data is not None:
@@ -38,7 +38,8 @@ def _initial(step: Any, params: Any, key: Tensor, data: Axis | None) -> State:
         raise error
     structure, _ = step.structure_of(shapes)
     recipe = isinstance(params, losses.Recipe)
-    leaves = _from_recipe(params, random.fold_in(key, "params")) if recipe else _from_rank_0(params, data)
+    made = _from_recipe(params, random.fold_in(key, "params")) if recipe else _from_tree(params, data)
+    leaves = ((name, _of_rank_0(x, data)) for name, x in made)
     held = structure.hold(leaves, 0 if step.reduce.shard is None else step.reduce.shard.axis.index)
     device, parts = device_of(held), tree.leaves(held)
     flat = [x.view(-1) for x in structure.pick(parts)]
@@ -47,7 +48,10 @@ def _initial(step: Any, params: Any, key: Tensor, data: Axis | None) -> State:
         calls=torch.zeros((), dtype=torch.int64, device="cpu"),
         params=held,
         opt=structure.name_slots(step.optimizer.init(structure.segments, params=flat)),
-        buffers={name: b.detach().to(device).clone() for name, b in losses.initial_buffers(step.loss).items()},
+        buffers={
+            name: _of_rank_0(contiguous_copy(b.to(device)), data)
+            for name, b in losses.initial_buffers(step.loss).items()
+        },
         slots={name: make(held, device) for name, make in step.slots.items()},
         key=key,
     )
@@ -74,7 +78,7 @@ def device_of(params: Any) -> torch.device:
 
 
 def _from_recipe(recipe: losses.Recipe, key: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter, one layer at a time in memory; equal keys make equal ones on every rank."""
+    """Yield every parameter, one layer at a time in memory."""
     for piece in recipe.pieces(key):
         for name, x in piece.items():
             check_finite(name, x)
@@ -83,22 +87,36 @@ def _from_recipe(recipe: losses.Recipe, key: Tensor) -> Iterator[tuple[str, Tens
         del piece  # before the next one is made
 
 
-def _from_rank_0(params: Any, data: Axis | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield copies of every leaf, with the values of rank 0."""
+def _from_tree(params: Any, data: Axis | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield a copy of every leaf; of those without values, which rank 0 has, memory on the axis' device."""
     for name, x in tree.paths(params).items():
-        x = contiguous_copy(x)
-        if data is not None and x.numel():
-            data.start_broadcast(x.view(-1), 0).wait()
-        yield name, x
+        if x.is_meta and data is not None and data.index:
+            yield name, torch.empty(x.shape, dtype=x.dtype, device=data.device)
+        else:
+            yield name, contiguous_copy(x)
 
 
-def _read(step: Any, params: Any, key: Tensor) -> tuple[Any, Any]:
-    """Return the shapes of the parameters, and what makes them: a recipe or a tree. Raises `StateError`."""
+def _of_rank_0(x: Tensor, data: Axis | None) -> Tensor:
+    """Return a contiguous tensor with the values of rank 0, written in place: modules that were built have their own.
+
+    Complex numbers travel as pairs, truth values as bytes.
+    """
+    if data is not None and x.numel():
+        flat = torch.view_as_real(x) if x.is_complex() else x.view(torch.uint8) if x.dtype is torch.bool else x
+        data.start_broadcast(flat.view(-1), 0).wait()
+    return x
+
+
+def _read(step: Any, params: Any, key: Tensor, *, own: bool) -> tuple[Any, Any]:
+    """Return the shapes of the parameters, and what makes them: a recipe or a tree. Raises `StateError`.
+
+    Values count where they are this rank's `own`.
+    """
     check.parameters(params)
     if callable(params) and not isinstance(params, losses.Recipe):
         params = params(key)
     recipe = isinstance(params, losses.Recipe)
-    if not recipe:
+    if not recipe and own:
         check_own(params)
     shapes = params.trace() if recipe else params
     if isinstance(step.loss, losses.Layers):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fds.collectives import Work
+from fds.errors import LossError
 from fds.step.gather import Gather
 from fds.step.handles import handle
 from fds.step.order import Order
@@ -27,7 +28,9 @@ class Live:
         self.used: dict[int, Tensor] = {}  # least recently used first
         self.coming: dict[int, tuple[Tensor, Work]] = {}  # under way, or arrived and not used yet
         self.wanted: int | None = None  # what an operator is waiting for
+        self.over = False  # the step has ended
         self.bytes, self.capacity = gather.passing(layout), gather.room(layout)
+        self.bound = self.capacity + shard.prefetch * max(self.bytes.values(), default=0)
         staying = [i for i in range(len(layout.buckets)) if i not in self.bytes]
         started = {i: gather.start(layout.buckets[i], parts[i], pool) for i in staying}
         self.staying = {i: flat for i, (flat, work) in started.items() if work.wait() is None}
@@ -52,16 +55,21 @@ class Live:
         if index in self.used:
             self.used[index] = flat = self.used.pop(index)
             return flat
+        if self.over:
+            raise LossError(
+                "a parameter is read after its step", where=self.layout.buckets[index].leaves[0].name,
+                got="a parameter, or a view of one, that was kept by the loss or returned by it",
+                want="its values", hint="keep fds.materialize(p).detach()",
+            )  # fmt: skip
         if index not in self.coming:
             self.wanted = index
             self.order.need(("gather", index))
             self.wanted = None
         flat, work = self.coming.pop(index)
         work.wait()
+        self._make_room(self.bytes[index], self.capacity)
         self.used[index] = flat
-        while sum(self.bytes[i] for i in self.used) > self.capacity and len(self.used) > 1:
-            del self.used[next(iter(self.used))]
-        self.order.look_ahead()
+        self.order.look_ahead(len(self.coming))
         return flat
 
     def join(self, index: int) -> None:
@@ -71,13 +79,20 @@ class Live:
         others = [i for i in self.coming if i != self.wanted]
         for i in others[: max(0, len(others) + 1 - self.ahead)]:
             self._drop(i)
+        coming = sum(self.bytes[i] for i in self.coming)
+        self._make_room(self.bytes[index] + coming, self.capacity if index == self.wanted else self.bound)
         self.coming[index] = self.gather.start(self.layout.buckets[index], self.parts[index], self.pool)
 
+    def _make_room(self, num_bytes: int, bound: int) -> None:
+        """Let go of those used least recently, until so many more bytes do not exceed a bound."""
+        while self.used and sum(self.bytes[i] for i in self.used) + num_bytes > bound:
+            del self.used[next(iter(self.used))]
+
     def close(self) -> None:
-        """Join what other ranks still need, then let go of everything."""
-        self.order.finish()
+        """Let go of everything."""
         for index in list(self.coming):
             self._drop(index)
+        self.over = True
         self.used.clear()
         self.staying.clear()
 

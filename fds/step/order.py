@@ -23,9 +23,10 @@ Event = tuple[str, int]  # ("gather" or "reduce", bucket)
 
 @attrs.define
 class Memory:
-    """What a step remembers from call to call: a cache, dropping it costs one slow step."""
+    """What a step remembers from call to call: a cache, which all ranks keep alike; dropping it costs a slow step."""
 
     plan: list[Event] | None = None
+    used: set[tuple[int, int]] | None = None  # on this rank: (bucket, leaf in it) that got a gradient
 
 
 @attrs.define(eq=False)
@@ -51,10 +52,10 @@ class Order:
             return
         self._run(stop + 1)
 
-    def look_ahead(self) -> None:
-        """Join the gathers that come next in the plan, so that they are under way before they are needed."""
+    def look_ahead(self, coming: int) -> None:
+        """Join the gathers that come next in the plan, beside those that are `coming`, before they are needed."""
         plan = self.memory.plan or []
-        end = min(self.at + self.ahead, len(plan))
+        end = min(self.at + self.ahead - coming, len(plan))
         while self.at < end and plan[self.at][0] == "gather":
             self._run(self.at + 1)
 
@@ -68,7 +69,6 @@ class Order:
             self.memory.plan = _sooner(self.asked) if self.ahead else self.asked
         elif self.asked or all(wants):
             self.memory.plan = None
-        self.joins.clear()
 
     def _run(self, stop: int) -> None:
         plan = self.memory.plan

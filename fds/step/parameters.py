@@ -23,7 +23,7 @@ class Parameters:
     live: Live | None = None  # at stage 3: the buckets that are whole just now
 
     def close(self) -> None:
-        """Join what other ranks still need, and let go of what is whole."""
+        """Let go of what is whole."""
         if self.live is not None:
             self.live.close()
 
@@ -35,7 +35,7 @@ def open_parameters(
     live = None
     if not structure.sharded:
         whole = [gather.cast(name, x) for name, x in zip(structure.names, parts, strict=True)]
-    elif order is None:
+    elif order is None or gather.shard is None or gather.shard.stage < 3:
         whole = gather.all_at_once(structure, parts, pool)
     else:
         live = Live(gather, structure, parts, pool, order)

@@ -25,6 +25,7 @@ class Pool:
     ballast: list[Tensor] = attrs.field(factory=list)
     # Flat buckets, CPU only and for the same reason: what one step gathers and reduces in, the next one does too.
     scratch: dict[tuple, list[Tensor]] = attrs.field(factory=dict)
+    taken: set[int] = attrs.field(factory=set)  # ids of those that were taken since the last sweep
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def copies(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -50,11 +51,21 @@ class Pool:
             return torch.empty(numel, dtype=dtype, device=device)
         with self.lock:
             held = self.scratch.setdefault((numel, dtype), [])
-            for base in held:
-                if is_alone(base):
-                    return base.detach()
-            held.append(torch.empty(numel, dtype=dtype, device=device))
-            return held[-1].detach()
+            base = next((b for b in held if is_alone(b)), None)
+            if base is None:
+                with torch.inference_mode(False):
+                    base = torch.empty(numel, dtype=dtype, device=device)
+                held.append(base)
+            self.taken.add(id(base))
+            return base.detach()
+
+    def sweep(self) -> None:
+        """Let go of the flat buckets that nobody took since the last sweep."""
+        with self.lock:
+            self.scratch = {
+                key: [b for b in held if id(b) in self.taken or not is_alone(b)] for key, held in self.scratch.items()
+            }
+            self.taken.clear()
 
     def __reduce__(self) -> tuple:
         return (Pool, ())

@@ -65,8 +65,8 @@ class Step:
     owners: Mapping[str, int] = attrs.field(factory=dict, repr=False)  # station -> position of who filled it
     pool: Pool = attrs.field(factory=Pool, init=False, repr=False)
     structures: dict = attrs.field(factory=dict, init=False, repr=False)
-    memories: dict[str, Memory] = attrs.field(factory=dict, init=False, repr=False)
-    asked: set[str] = attrs.field(factory=set, init=False, repr=False)  # what ranks have agreed on once
+    memories: dict[tuple, Memory] = attrs.field(factory=dict, init=False, repr=False)
+    asked: dict[str, list[str]] = attrs.field(factory=dict, init=False, repr=False)  # what ranks have agreed on
 
     def __repr__(self) -> str:
         return f"compose({', '.join(map(str, self.composition))})({losses.name(self.loss)})"
@@ -108,13 +108,16 @@ class Step:
         # from the batch to one summed gradient
         scale = None if self.scale is None else self.scale.scale(state.slots, state.step.device)
         self.pool.ballast.clear()
+        self.pool.sweep()
         totals, sums, buffers = self.backward(state, structure, parts, batch, scale)
-        self.reduce.demand_use(sums.used(), totals, losses.name(self.loss), self.asked)
+        self.reduce.demand_use(used := sums.used(), losses.name(self.loss))
         leaves = sums.finish()
 
         # from the gradient to a decision, the same on every rank
         measures = self.commit is not None or any(m.norm for m in self.measure)
-        totals, norm, buffers = self.reduce.agree(totals, leaves, buffers, norm=measures)
+        totals, norm, buffers = self.reduce.agree(
+            totals, leaves, buffers, norm=measures, used=used, calls=int(state.calls), asked=self.asked
+        )
         total = combined_scale(totals.weight, scale, state.step.device, self.reduce.predivide)
         norm, skip = norm if norm is None or total is None else (norm / total).to(norm.dtype), None
         if self.commit is not None:
@@ -168,28 +171,38 @@ class Step:
         """
         microbatches, where = self.microbatches(batch), losses.name(self.loss)
         settings = self.settings(state, len(microbatches))
-        order = self.order("step")
+        order = self.order("step", structure)
         params = open_parameters(self.gather, structure, parts, self.pool, train=True, order=order)
         sums = self.reduce.sums(structure, params.trained, self.sum.dtype, self.pool, order)
         totals, buffers = Totals(), state.buffers
         with random.scope(settings[0].devices), torch.inference_mode(False), torch.enable_grad():
-            for i, (microbatch, setting) in enumerate(zip(microbatches, settings, strict=True)):
-                outcome = self.run_loss(self.loss, params.tree, microbatch, buffers, setting)
-                buffers = outcome.buffers
-                if params.trained:
-                    self.reduce.demand_graph(outcome.total, where)
-                    seed = None if scale is None else scale.to(outcome.total.dtype)
-                    sums.add(outcome.total, seed, last=i + 1 == len(microbatches))
-                totals.add(outcome, where)
-        params.close()
+            try:
+                for i, (microbatch, setting) in enumerate(zip(microbatches, settings, strict=True)):
+                    outcome = self.run_loss(self.loss, params.tree, microbatch, buffers, setting)
+                    buffers = outcome.buffers
+                    if params.trained:
+                        self.reduce.demand_graph(outcome.total, where)
+                        seed = None if scale is None else scale.to(outcome.total.dtype)
+                        sums.add(outcome.total, seed, last=i + 1 == len(microbatches))
+                    totals.add(outcome, where)
+                if order is not None:
+                    order.finish()
+            except BaseException:
+                sums.close()
+                raise
+            finally:
+                params.close()
+                if order is not None:
+                    order.joins.clear()
         return totals, sums, buffers
 
-    def order(self, what: str) -> Order | None:
-        """Return the order in which ranks meet while parameters are gathered when used, None where they are not."""
+    def order(self, what: str, structure: Structure) -> Order | None:
+        """Return the order in which ranks meet where each comes at its own time, None where they come at fixed ones."""
         shard = self.gather.shard
-        if shard is None or shard.stage < 3:
+        if shard is None or shard.stage < (2 if what == "step" else 3):
             return None
-        return Order(shard.axis, self.memories.setdefault(what, Memory()), shard.prefetch)
+        memory = self.memories.setdefault((what, structure.layout), Memory())
+        return Order(shard.axis, memory, shard.prefetch if shard.stage == 3 else 0)
 
     def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
         """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.
@@ -212,9 +225,13 @@ class Step:
         structure, parts = self.structure_of(state.params)
         if not structure.sharded:
             return tree.map(torch.clone, state.params)
-        exact = Gather(shard=self.gather.shard)
-        whole = [x.clone() for x in exact.all_at_once(structure, parts, Pool())]
-        return structure.build_whole(whole)
+        assert structure.layout is not None
+        exact, views = Gather(shard=self.gather.shard), []
+        for bucket, part in zip(structure.layout.buckets, parts, strict=True):
+            flat, work = exact.start(bucket, part, Pool())
+            work.wait()
+            views.append(bucket.views(flat))
+        return structure.build_whole(structure.layout.collect(views))
 
     def describe(self, state: State | None = None, batch: Any = None) -> Description:
         """Say station by station what is composed; with a state, the bytes held and sent; with a batch, what is unused.

@@ -40,23 +40,9 @@ class Reduce:
         if self.shard is None and not total.requires_grad:
             raise detached(where, "a value without a graph")
 
-    def demand_use(self, used: Sequence[bool], totals: Totals, where: str, asked: set[str]) -> None:
-        """Raise `LossError` where no trained parameter got a gradient, on any rank, or ranks have other metrics.
-
-        Ranks ask each other in a step's first call, which leaves its mark in `asked`.
-        """
-        some = any(used) or not used
-        if self.shard is not None:
-            if "use" in asked:
-                return
-            asked.add("use")
-            heard = self.shard.data.exchange([some, sorted(totals.metrics)])
-            some = any(one for one, _ in heard)
-            for rank, (_, names) in enumerate(heard):
-                if names != heard[0][1]:
-                    raise LossError("ranks return different metrics", where=f"{where}, rank {rank}", got=str(names),
-                                    want=f"{heard[0][1]}, as rank 0")  # fmt: skip
-        if not some:
+    def demand_use(self, used: Sequence[bool], where: str) -> None:
+        """Raise `LossError` where no trained parameter got a gradient, on one rank alone."""
+        if self.shard is None and used and not any(used):
             raise detached(where, "a graph that leads to none of them")
 
     @property
@@ -70,14 +56,36 @@ class Reduce:
         return 1.0 if self.shard is None else self.shard.predivide
 
     def agree(
-        self, totals: Totals, grads: list[Tensor], buffers: dict[str, Tensor], *, norm: bool
-    ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
-        """Return totals, the global norm of the sums (where asked for) and buffers that all ranks share."""
+        self, totals: Totals, grads: list[Tensor], buffers: dict[str, Tensor], *, norm: bool, used: Sequence[bool],
+        calls: int, asked: dict[str, list[str]],
+    ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:  # fmt: skip
+        """Return totals, the global norm of the sums (where asked for) and buffers that all ranks share.
+
+        `asked` keeps what ranks have agreed on. Raises as `fds.step.totals.agree` does.
+        """
         own = global_norm(grads) if norm else None
         if self.shard is None:
             return totals, own, buffers
-        squares = None if own is None else own.double().square()
-        if squares is not None and not self.shard.counts:
-            squares = torch.zeros_like(squares)
-        totals, squares, buffers = agree(totals, squares, buffers, self.shard.data)
-        return totals, None if squares is None or own is None else squares.sqrt().to(own.dtype), buffers
+        same_metrics(totals, self.shard.data, "step", asked)
+        if own is not None and not self.shard.counts:
+            own = torch.zeros_like(own)
+        some = any(used) or not used
+        return agree(totals, own, buffers, self.shard.data, calls=calls, used=some)
+
+
+def same_metrics(totals: Totals, data: Axis, what: str, asked: dict[str, list[str]]) -> None:
+    """Raise `LossError` where the metrics are not those of every other rank, and of every other call.
+
+    Ranks ask each other in the first call; whoever changes them later learns it before anything is sent.
+    """
+    kinds = [f"{name}: {'mean' if x.is_floating_point() else 'sum'}" for name, x in sorted(totals.metrics.items())]
+    if what not in asked:
+        heard = data.exchange(kinds)
+        for rank, theirs in enumerate(heard):
+            if theirs != heard[0]:
+                raise LossError("ranks return different metrics", where=f"rank {rank} of {data.name}",
+                                got=str(theirs), want=f"{heard[0]}, as rank 0")  # fmt: skip
+        asked[what] = kinds
+    if asked[what] != kinds:
+        raise LossError("the metrics change from call to call, and ranks could not add them up", got=str(kinds),
+                        want=str(asked[what]), hint="return them in every call")  # fmt: skip

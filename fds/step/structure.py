@@ -43,14 +43,18 @@ class Structure:
         """
         shard: Shard | None = step.reduce.shard
         if isinstance(params, Sharded):
-            if shard is None or shard.stage == 0 or params.layout.num_ranks != shard.axis.size:
+            layout = params.layout
+            told = {leaf.name: leaf for bucket in layout.buckets for leaf in bucket.leaves}
+            shapes = {n: torch.empty(told[n].shape, dtype=told[n].dtype, device="meta") for n in layout.names}
+            if shard is None or not shard.stage or shard.plan(read_leaves(shapes, step), layout.spec) != layout:
                 raise StateError(
-                    "these parameters are sharded in another way", where="params", got=f"slices for "
-                    f"{params.layout.num_ranks} ranks", want=f"{shard or 'whole parameters'}",
-                    hint="step.params(state) of the step that made them gives whole ones",
+                    "these parameters are sharded in another way", where="params",
+                    got=f"slices of {len(layout.buckets)} buckets for {layout.num_ranks} ranks",
+                    want=f"those of {step}", hint="ranks, bucket_bytes, optimizer groups, frozen and float32 ones "
+                    "decide on them; fds.save and fds.load carry a state over, step.params(state) gives whole ones",
                 )  # fmt: skip
-            return cls._of_layout(params.layout, shard, step.optimizer)
-        leaves = read_leaves(params, step)
+            return cls._of_layout(layout, shard, step.optimizer)
+        leaves = read_leaves(tree.paths(params), step)
         if shard is not None and shard.stage > 0:
             return cls._of_layout(shard.plan(leaves, tree.structure(params)), shard, step.optimizer)
         live = [leaf for leaf in leaves if leaf.trained]
@@ -124,9 +128,10 @@ class Structure:
         return {slot: [parts[n].view(-1) if n in parts else None for n in names] for slot, parts in opt.items()}
 
 
-def read_leaves(params: Any, step: Any) -> list[Leaf]:
+def read_leaves(named: dict[str, Any], step: Any) -> list[Leaf]:
     """Return what planning must know of every leaf. Raises `StateError` for one that is no real tensor."""
-    named, optimizer = tree.paths(params), step.optimizer
+    optimizer, shard = step.optimizer, step.reduce.shard
+    slices = shard is not None and shard.stage > 0
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise StateError("a parameter is no tensor", where=name, got=repr(x)[:60], want="a tensor")
@@ -139,7 +144,8 @@ def read_leaves(params: Any, step: Any) -> list[Leaf]:
         trained = tree.is_float(x) and name not in still
         group = optimizer.group(name) if trained else None
         kind = (group, step.gather.casts(name), step.gather.persists(x.numel()))
-        leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, trained and optimizer.needs_whole(name)))
+        whole = slices and trained and optimizer.needs_whole(name)
+        leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, whole))
     return leaves
 
 

@@ -53,8 +53,12 @@ class InPlace:
             grad = wide if wide is not None else leaf.grad
             found.append(torch.zeros_like(leaf, memory_format=torch.contiguous_format) if grad is None else grad)
             leaf.grad = None
-        self.leaves, self.wide = [], []
+        self.close()
         return found
+
+    def close(self) -> None:
+        """Let go of the leaves."""
+        self.leaves, self.wide = [], []
 
 
 def detached(where: str, got: str) -> LossError:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from fds.collectives import Axis
-from fds.errors import LossError
+from fds.errors import LossError, RankError
 from fds.loss import Outcome
+from fds.step.sums import detached
 
 
 @attrs.define(eq=False)
@@ -44,35 +45,79 @@ class Totals:
 
 
 def agree(
-    totals: Totals, squares: Tensor | None, buffers: dict[str, Tensor], data: Axis
+    totals: Totals, norm: Tensor | None, buffers: dict[str, Tensor], data: Axis, *, calls: int, used: bool = True
 ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
-    """Add up over the ranks of an axis all that a step decides by, in one small message; average the buffers.
+    """Share over the ranks of an axis all that a step decides by, in one small message; average the buffers.
 
     Args:
         totals: of this rank; metrics must be named alike on all ranks.
-        squares: () this rank's share of the squared norm, or None.
+        norm: () of what only this rank has of the gradients, or None.
         buffers: module statistics; floating ones are averaged, of others rank 0's values are taken.
         data: the axis over which batches differ.
+        calls: what this rank's state has counted.
+        used: whether a gradient came on this rank.
+
+    Raises, on the CPU, where reading a number is free: `RankError` where ranks are at different calls, `LossError`
+    where no rank uses any parameter.
     """
     assert totals.loss is not None
-    device, size = totals.loss.device, data.size
-    scalars = [totals.loss, *totals.metrics.values()]
-    parts = [*scalars, _scalar(totals.weight, device), *([] if squares is None else [squares])]
+    device, names = totals.loss.device, sorted(totals.metrics)
+    number = lambda x: x.to(device) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)
+    scalars = [totals.loss, number(totals.weight), *(totals.metrics[name] for name in names)]
+    parts = [number(calls), number(float(used)), *scalars]
+    if norm is not None:  # one place for each rank: squares of what is finite need not be
+        place = torch.zeros(data.size, dtype=torch.float64, device=device)
+        place[data.index] = norm
+        parts.append(place)
+    parts += [x for b in buffers.values() for x in _exactly(b, data.index == 0)]
     flat = [x.reshape(-1).double() for x in parts]
-    for b in buffers.values():
-        wide = b.reshape(-1).double()
-        flat.append(wide / size if b.is_floating_point() else wide if data.index == 0 else torch.zeros_like(wide))
     vector = torch.cat(flat)
     data.start_all_reduce(vector).wait()
-    found = list(vector.split([x.numel() for x in flat]))
-    read = iter(found)
-    loss, *metrics = [next(read).view(()).to(x.dtype) for x in scalars]
-    weight = next(read).view(())
-    shared = None if squares is None else next(read).view(())
-    buffers = {name: next(read).view(b.shape).to(b.dtype) for name, b in buffers.items()}
-    return Totals(loss, weight, dict(zip(totals.metrics, metrics, strict=True)), totals.count), shared, buffers
+    read = iter(vector.split([x.numel() for x in flat]))
+    at, uses = next(read), next(read)
+    if device.type == "cpu":
+        if float(at) != calls * data.size:
+            raise RankError("ranks are at different calls of the step", where=f"axis {data.name!r}",
+                            got=f"call {calls} on this rank", want=f"{float(at) / data.size:g} on average",
+                            hint="a rank that caught an error of a step is behind: end all of them")  # fmt: skip
+        if not float(uses):
+            raise detached("on any rank", "a graph that leads to none of them")
+    loss, weight, *metrics = [next(read).view(()).to(x.dtype) for x in scalars]
+    shared = None if norm is None else clamped(combined(next(read)), norm.dtype)
+    new = {name: _rebuilt(b, [next(read) for _ in _exactly(b, True)], data.size) for name, b in buffers.items()}
+    return Totals(loss, weight, dict(zip(names, metrics, strict=True)), totals.count), shared, new
 
 
-def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return a number as a () tensor, without the copy that would make the host wait for a device."""
-    return value.to(device) if isinstance(value, Tensor) else torch.full((), value, device=device)
+def combined(norms: Tensor) -> Tensor:
+    """Return the norm () of all that norms (N,) are of; no square of a finite one overflows.
+
+    >>> float(combined(torch.tensor([3e200, 4e200], dtype=torch.float64)))
+    5e+200
+    """
+    top = norms.max()
+    joint = top * torch.linalg.vector_norm(norms / top)
+    return torch.where(top == 0, top, torch.where(norms.isfinite().all(), joint, norms.sum()))
+
+
+def clamped(norm: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a norm in a dtype; a finite one beyond its range becomes the largest number, not infinity."""
+    return torch.where(norm.isfinite(), norm.clamp(max=torch.finfo(dtype).max), norm).to(dtype)
+
+
+def _exactly(b: Tensor, first: bool) -> list[Tensor]:
+    """Return a buffer as tensors that float64 holds exactly; of integers only the first rank's."""
+    if b.is_complex():
+        return [*torch.view_as_real(b).unbind(-1)]
+    if b.is_floating_point():
+        return [b]
+    return [b.long() >> 32, b.long() & 0xFFFFFFFF] if first else [torch.zeros_like(b, dtype=torch.int64)] * 2
+
+
+def _rebuilt(b: Tensor, sums: list[Tensor], size: int) -> Tensor:
+    """Return the mean of a floating buffer, the value of another."""
+    if b.is_complex():
+        return torch.complex(*(x / size for x in sums)).view(b.shape).to(b.dtype)
+    if b.is_floating_point():
+        return (sums[0] / size).view(b.shape).to(b.dtype)
+    high, low = (x.long() for x in sums)
+    return ((high << 32) + low).view(b.shape).to(b.dtype)

@@ -60,20 +60,23 @@ def shard_optimizer(
     for name, (value, low) in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ComposeError(f"shard_optimizer: {name} is a count", got=repr(value), want=f"an int >= {low}")
-    if not (isinstance(predivide, int | float) and math.isfinite(predivide) and predivide > 0):
+    number = isinstance(predivide, int | float) and not isinstance(predivide, bool)
+    if not (number and math.isfinite(predivide) and predivide > 0):
         raise ComposeError("shard_optimizer: predivide is no divisor", got=repr(predivide), want="a positive number")
     data = axis
     if replicate is not None:
-        if replicate.mesh is not axis.mesh or replicate.name == axis.name:
+        names = [name for one in (replicate, axis) for name in one.name.split(",")]
+        if replicate.mesh != axis.mesh or len(set(names)) < len(names):
             raise ComposeError(
                 "shard_optimizer: replicate and axis are not two axes of one mesh",
                 got=f"{replicate.name!r} and {axis.name!r}", want='mesh = fds.mesh(replicate=2, shard=-1); '
                 'shard_optimizer(mesh["shard"], replicate=mesh["replicate"])',
             )  # fmt: skip
-        data = axis.mesh[replicate.name, axis.name]
-    shard = Shard(
-        axis, stage, data, replicate if replicate is not None and replicate.size > 1 else None, bucket_bytes,
-        max_live_bytes, prefetch, persist_below, float(predivide),
+        data = axis.mesh[tuple(names)]
+    copies = replicate.channel("step") if replicate is not None and replicate.size > 1 else None
+    shard = Shard(  # on channels of its own, which collectives of the loss cannot get between
+        axis.channel("step"), stage, data.channel("step"), copies, bucket_bytes, max_live_bytes, prefetch,
+        persist_below, float(predivide),
     )  # fmt: skip
 
     def apply(step: Step) -> Step:
