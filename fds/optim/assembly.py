@@ -103,6 +103,8 @@ def assemble(
             return params, opt
         slices, given = params, opt
         params, grads, opt, segments = _by_segment(params, grads, opt, segments, keep_empty)
+        if not params:  # all that is in these slices is padding
+            return slices, given
         values = {name: _cheap(at(value, step)) for name, value in hyper.items() if name != "lr" or lr is None}
         if lr is not None:
             values["lr"] = _cheap(lr)

@@ -46,11 +46,12 @@ class Structure:
             layout = params.layout
             told = {leaf.name: leaf for bucket in layout.buckets for leaf in bucket.leaves}
             shapes = {n: torch.empty(told[n].shape, dtype=told[n].dtype, device="meta") for n in layout.names}
-            if shard is None or not shard.stage or shard.plan(read_leaves(shapes, step), layout.spec) != layout:
+            same = all(leaf == told[leaf.name] for leaf in read_leaves(shapes, step))
+            if shard is None or not shard.stage or layout.num_ranks != shard.axis.size or not same:
                 raise StateError(
                     "these parameters are sharded in another way", where="params",
                     got=f"slices of {len(layout.buckets)} buckets for {layout.num_ranks} ranks",
-                    want=f"those of {step}", hint="ranks, bucket_bytes, optimizer groups, frozen and float32 ones "
+                    want=f"those of {step}", hint="ranks, optimizer groups, frozen and float32 parameters "
                     "decide on them; fds.save and fds.load carry a state over, step.params(state) gives whole ones",
                 )  # fmt: skip
             return cls._of_layout(layout, shard, step.optimizer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import attrs
 import torch
 from torch import Tensor
@@ -63,13 +65,16 @@ def agree(
     assert totals.loss is not None
     device, names = totals.loss.device, sorted(totals.metrics)
     number = lambda x: x.to(device) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)
-    scalars = [totals.loss, number(totals.weight), *(totals.metrics[name] for name in names)]
-    parts = [number(calls), number(float(used)), *scalars]
+    sums = [totals.metrics[name] for name in names]
+    weight = number(totals.weight)
+    parts = [number(calls), number(float(used)), totals.loss, weight, *(x for m in sums for x in _exactly(m))]
     if norm is not None:  # one place for each rank: squares of what is finite need not be
         place = torch.zeros(data.size, dtype=torch.float64, device=device)
         place[data.index] = norm
         parts.append(place)
-    parts += [x for b in buffers.values() for x in _exactly(b, data.index == 0)]
+    first = data.index == 0
+    held = [b if first or b.is_floating_point() or b.is_complex() else torch.zeros_like(b) for b in buffers.values()]
+    parts += [x for b in held for x in _exactly(b)]
     flat = [x.reshape(-1).double() for x in parts]
     vector = torch.cat(flat)
     data.start_all_reduce(vector).wait()
@@ -82,9 +87,10 @@ def agree(
                             hint="a rank that caught an error of a step is behind: end all of them")  # fmt: skip
         if not float(uses):
             raise detached("on any rank", "a graph that leads to none of them")
-    loss, weight, *metrics = [next(read).view(()).to(x.dtype) for x in scalars]
+    loss, weight = next(read).view(()).to(totals.loss.dtype), next(read).view(()).to(weight.dtype)
+    metrics = [_rebuilt(m, read) for m in sums]
     shared = None if norm is None else clamped(combined(next(read)), norm.dtype)
-    new = {name: _rebuilt(b, [next(read) for _ in _exactly(b, True)], data.size) for name, b in buffers.items()}
+    new = {name: _rebuilt(b, read, data.size) for name, b in buffers.items()}
     return Totals(loss, weight, dict(zip(names, metrics, strict=True)), totals.count), shared, new
 
 
@@ -104,20 +110,19 @@ def clamped(norm: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(norm.isfinite(), norm.clamp(max=torch.finfo(dtype).max), norm).to(dtype)
 
 
-def _exactly(b: Tensor, first: bool) -> list[Tensor]:
-    """Return a buffer as tensors that float64 holds exactly; of integers only the first rank's."""
-    if b.is_complex():
-        return [*torch.view_as_real(b).unbind(-1)]
-    if b.is_floating_point():
-        return [b]
-    return [b.long() >> 32, b.long() & 0xFFFFFFFF] if first else [torch.zeros_like(b, dtype=torch.int64)] * 2
+def _exactly(x: Tensor) -> list[Tensor]:
+    """Return a tensor as parts of which float64 holds every one, and sums of many, exactly."""
+    if x.is_complex():
+        return list(torch.view_as_real(x).unbind(-1))
+    return [x] if x.is_floating_point() else [x.long() >> 32, x.long() & 0xFFFFFFFF]
 
 
-def _rebuilt(b: Tensor, sums: list[Tensor], size: int) -> Tensor:
-    """Return the mean of a floating buffer, the value of another."""
-    if b.is_complex():
-        return torch.complex(*(x / size for x in sums)).view(b.shape).to(b.dtype)
-    if b.is_floating_point():
-        return (sums[0] / size).view(b.shape).to(b.dtype)
-    high, low = (x.long() for x in sums)
-    return ((high << 32) + low).view(b.shape).to(b.dtype)
+def _rebuilt(x: Tensor, sums: Iterator[Tensor], size: int = 1) -> Tensor:
+    """Return the sum of what `_exactly` took apart, in the shape and dtype of `x`; if not integer, by `size`."""
+    if x.is_complex():
+        whole = torch.complex(next(sums), next(sums)) / size
+    elif x.is_floating_point():
+        whole = next(sums) / size
+    else:
+        whole = (next(sums).long() << 32) + next(sums).long()
+    return whole.view(x.shape).to(x.dtype)

@@ -76,8 +76,8 @@ def test_a_step_holds_the_bytes_of_the_formula(mode):
 
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("stage", [
-    pytest.param(0, marks=pytest.mark.xfail(reason="gloo's scratch, a slice per bucket in flight, is in no formula")),
-    pytest.param(1, marks=pytest.mark.xfail(reason="gloo's scratch, a slice per bucket in flight, is in no formula")),
+    0,
+    1,
     2, 3,
 ])  # fmt: skip
 def test_real_ranks_hold_the_bytes_of_the_formula(stage):
@@ -85,8 +85,8 @@ def test_real_ranks_hold_the_bytes_of_the_formula(stage):
 
 
 @pytest.mark.parametrize("stage", [
-    pytest.param(0, marks=pytest.mark.xfail(reason="the copies that are sent live until the last has arrived")),
-    pytest.param(1, marks=pytest.mark.xfail(reason="the copies that are sent live until the last has arrived")),
+    0,
+    1,
     2, 3,
 ])  # fmt: skip
 def test_gradients_sent_in_16_bit_hold_the_bytes_of_the_formula(stage):
@@ -158,7 +158,6 @@ def test_stage_3_keeps_no_more_whole_than_it_may(prefetch, buckets, loss):
         assert grads <= 2
 
 
-@pytest.mark.xfail(reason="with prefetch=0 a bucket is gathered before the one that it replaces is let go")
 @pytest.mark.parametrize("buckets", [1, 2, None])
 def test_stage_3_without_prefetching_keeps_no_more_whole_than_it_may(buckets):
     for whole, bound, told, _ in fds.simulate(lambda: live_at_once(0, buckets, deep), 2):
@@ -176,7 +175,7 @@ ORDERS = {
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("order", [
     "as registered",
-    *(pytest.param(order, marks=pytest.mark.xfail(reason="buckets are reduced in one fixed order: full ones wait"))
+    *(order
       for order in ("some unused", "last one first")),
 ])  # fmt: skip
 def test_stage_2_keeps_two_gradient_buckets(num_microbatches, order):

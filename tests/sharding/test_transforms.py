@@ -210,7 +210,6 @@ def two(f, params, *more, **sharding):
     return fds.simulate(run, 2)
 
 
-@pytest.mark.xfail(reason="metrics are added up by position, not by name")
 def test_metrics_may_come_in_another_order_on_each_rank():
     def f(p, b):
         metrics = {"a": torch.tensor(1.0), "b": torch.tensor(100.0)}
@@ -222,11 +221,10 @@ def test_metrics_may_come_in_another_order_on_each_rank():
 
 def test_metrics_of_other_names_are_refused():
     f = lambda p, b: (p["w"].sum() * b.mean(), {"a" if b[0] == 1 else "z": torch.tensor(1.0)})
-    with pytest.raises(fds.FdsError, match="different metrics"):
+    with pytest.raises(fds.FdsError, match="different metrics|metrics change"):
         two(f, {"w": torch.ones(4)}, fds.sgd(0.1))
 
 
-@pytest.mark.xfail(reason="ranks compare names in the first call of a step, and never in evaluate")
 @pytest.mark.parametrize("how", ["evaluate", "a later step"])
 def test_metrics_of_other_names_are_refused_ever_after(how):
     f = lambda p, b: (p["w"].sum() * b.mean(), {"z" if b[0] == 2 else "a": torch.tensor(1.0)})
@@ -238,11 +236,10 @@ def test_metrics_of_other_names_are_refused_ever_after(how):
         batch = torch.full((2,), 1.0 + axis.index)
         return step.evaluate(state, batch) if how == "evaluate" else step(state, batch)
 
-    with pytest.raises(fds.FdsError, match="different metrics"):
+    with pytest.raises(fds.FdsError, match="different metrics|metrics change"):
         fds.simulate(run, 2)
 
 
-@pytest.mark.xfail(reason="each rank rounds the shared sum to its own dtype, and weighs what is a float alone")
 def test_a_metric_that_is_an_int_on_one_rank_alone_is_the_same_on_all():
     f = lambda p, b: (p["w"].sum() * b.mean(), {"accuracy": 0 if b[0] == 1 else 0.5})
     try:
@@ -252,7 +249,6 @@ def test_a_metric_that_is_an_int_on_one_rank_alone_is_the_same_on_all():
     assert_same_bits(one, other)
 
 
-@pytest.mark.xfail(reason="the mark that ranks have agreed is set before they have")
 def test_a_loss_that_depends_on_nothing_is_refused_each_time():
     def run():
         step = fds.compose(fds.shard_optimizer(data_axis()), fds.sgd(0.1))(lambda p, b: b.mean().requires_grad_())
@@ -264,14 +260,12 @@ def test_a_loss_that_depends_on_nothing_is_refused_each_time():
     fds.simulate(run, 2)
 
 
-@pytest.mark.xfail(reason="torch.as_tensor(0.3) is float32: 1e-7 away in float64")
 def test_a_weight_that_is_a_python_float_keeps_its_digits():
     f = lambda p, b: fds.Mean(p["w"].sum() * b.mean(), 0.3)
     got = two(f, {"w": torch.ones(4, dtype=D)}, fds.sgd(1.0))[0][0]["w"]
     torch.testing.assert_close(got, torch.full((4,), 1 - 1.5 / 0.3, dtype=D), rtol=1e-14, atol=0)
 
 
-@pytest.mark.xfail(reason="`.double()` drops imaginary parts")
 def test_complex_buffers_keep_their_imaginary_part():
     f = fds.with_buffers(lambda p, b, f: (p["w"].sum() * b.mean(), {}, f), {"turns": torch.tensor([1 + 2j])})
     for _, _, buffers in two(f, {"w": torch.ones(4)}, fds.sgd(1.0)):
@@ -279,7 +273,6 @@ def test_complex_buffers_keep_their_imaginary_part():
 
 
 @pytest.mark.parametrize("value", [2**60 + 1, -(2**60) + 1])
-@pytest.mark.xfail(reason="integers go through float64")
 def test_large_integers_keep_their_digits(value):
     f = fds.with_buffers(lambda p, b, f: (p["w"].sum() * b.mean(), {"n": torch.tensor(2**54 + 1)}, f),
                          {"seed": torch.tensor(value)})  # fmt: skip
@@ -288,7 +281,7 @@ def test_large_integers_keep_their_digits(value):
         assert int(told["n"]) == 2 * (2**54 + 1)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.xfail(reason="gathered as bfloat16"))])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_averages_of_16_bit_parameters_come_back_in_float32(stage):
     f = lambda p, b: p["w"].float().sum() * b.mean()
     make = lambda *t: fds.compose(*t, fds.ema(0.9), fds.sgd(1.0))(f)
@@ -307,8 +300,7 @@ def test_averages_of_16_bit_parameters_come_back_in_float32(stage):
 PATHS = [[0, 1, 2], [0, 1, 2], [3, 1, 0], [2, 3, 1]]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, pytest.param(3, marks=pytest.mark.xfail(
-    reason="the sums over replicas follow an order that only the ranks of one group agreed on: nobody can run"))])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_replicas_may_take_other_paths_through_the_parameters(stage):
     params = {str(i): torch.randn(40, generator=torch.Generator().manual_seed(i)) for i in range(4)}
 
@@ -337,8 +329,7 @@ def test_replicas_may_take_other_paths_through_the_parameters(stage):
         assert largest_difference(got, state.params) < 1e-5
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, pytest.param(3, marks=pytest.mark.xfail(
-    reason="one group adds its bucket 1 to the other group's bucket 0, without an error"))])  # fmt: skip
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_replicas_that_use_layers_in_another_order_add_up_the_same_ones(stage):
     params = {str(i): torch.full((40,), 0.1 * (i + 1)) for i in range(2)}
 
