@@ -185,12 +185,15 @@ class Step:
                         seed = None if scale is None else scale.to(outcome.total.dtype)
                         sums.add(outcome.total, seed, last=i + 1 == len(microbatches))
                     totals.add(outcome, where)
+                    del outcome  # and its graph
+                    setting.mode.release()
                 if order is not None:
                     order.finish()
             except BaseException:
                 sums.close()
                 raise
             finally:
+                settings[0].mode.release()
                 params.close()
                 if order is not None:
                     order.joins.clear()
@@ -274,7 +277,7 @@ class Step:
         device = state.step.device
         low = self.gather.dtype in (torch.float16, torch.bfloat16)
         held = state.buffers if evaluating else {}
-        mode = losses.Mode(evaluating, self.gather.float32, held, low, seen)
+        mode = losses.Mode(evaluating, self.gather.float32, held, low, seen, None if evaluating else [])
         return [
             losses.Setting([random.seed(k, j) if d else None for j, d in enumerate(draws)], (device,), mode,
                            () if evaluating else self.layer)
