@@ -318,7 +318,7 @@ module("hugging_face_like", HuggingFaceLike, lambda f, b: f(b["i"], b["i"].flip(
 NO_EVAL = {  # want a graph
     "reentrant", "gradient_penalty_by_the_input", "gradient_penalty_by_the_parameters", "hooks_on_parameters",
 }  # fmt: skip
-FORWARD_MODE = {"jacobian_vector_products"}
+FORWARD_MODE = {"jacobian_vector_products"}  # tangents of a handle are lost in the dispatcher: torch refuses
 
 
 def run_case(name, stage, *transforms, size=300, microbatches=1, steps=2):
@@ -353,13 +353,6 @@ EXTRAS = {
     "bf16": lambda: fds.precision(torch.bfloat16),
     "autocast": lambda: fds.autocast(torch.bfloat16),
 }
-
-@pytest.mark.parametrize("name", sorted(FORWARD_MODE))
-def test_forward_mode_over_a_parameter_is_refused_at_stage_3(name):
-    """Its tangents are lost in the dispatcher; `fds.materialize` gives what has them."""
-    with pytest.raises(RuntimeError):
-        run_case(name, 3)
-
 
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - FORWARD_MODE))
 def test_stage_3_trains_as_the_plain_step_to_the_bit(name):

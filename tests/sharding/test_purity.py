@@ -11,7 +11,7 @@ from torch import nn
 
 import fds
 from fds import tree
-from tests.bits import assert_same_bits, snapshot
+from tests.bits import assert_rounding, assert_same_bits, snapshot
 from tests.laws.problems import OPTIMIZERS, compositions, make, problems
 from tests.laws.test_law_4_sharding import SIZES, STAGES, batch_of, shard, share
 from tests.sharding.models import data_axis, gpt, mine, tokens

@@ -221,7 +221,7 @@ def test_metrics_may_come_in_another_order_on_each_rank():
 
 def test_metrics_of_other_names_are_refused():
     f = lambda p, b: (p["w"].sum() * b.mean(), {"a" if b[0] == 1 else "z": torch.tensor(1.0)})
-    with pytest.raises(fds.FdsError, match="different metrics|metrics change"):
+    with pytest.raises(fds.FdsError, match=r"different metrics|metrics change"):
         two(f, {"w": torch.ones(4)}, fds.sgd(0.1))
 
 
@@ -236,7 +236,7 @@ def test_metrics_of_other_names_are_refused_ever_after(how):
         batch = torch.full((2,), 1.0 + axis.index)
         return step.evaluate(state, batch) if how == "evaluate" else step(state, batch)
 
-    with pytest.raises(fds.FdsError, match="different metrics|metrics change"):
+    with pytest.raises(fds.FdsError, match=r"different metrics|metrics change"):
         fds.simulate(run, 2)
 
 
