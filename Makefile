@@ -16,8 +16,8 @@ help:  ## say what there is to make
 
 setup: $(READY)  ## install fds and what its tests need into .venv
 
-train: $(READY)  ## run the main job, examples/train_gpt.py
-	@$(BIN)/python examples/train_gpt.py $(ARGS)
+train: $(READY)  ## run the main job, examples/train_gpt.py, on every GPU or core
+	@$(BIN)/python examples/train_gpt.py --ranks 0 $(ARGS)
 
 test: lint  ## check, then run every test
 	@$(BIN)/pytest -n $(JOBS) $(ARGS)

@@ -138,9 +138,7 @@ def initial_params(step: fds.Step, options: argparse.Namespace) -> dict[str, Ten
     return fds.tree.map(lambda x: x.to(options.device), step.loss.init(key))
 
 
-def next_batch(
-    text: Text, state: fds.State, options: argparse.Namespace, axis: Axis
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def next_batch(text: Text, state: fds.State, options: argparse.Namespace, axis: Axis) -> tuple[Tensor, Tensor]:
     """Return this rank's rows of random windows: a pure function of the state, so a loader has nothing to remember."""
     key = fds.random.fold_in(state.key, "batch", int(state.calls))
     starts = random_starts(text.train, key, rows=options.batch, context=options.context)
