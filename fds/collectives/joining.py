@@ -69,7 +69,13 @@ def _start(backend: str | None, timeout: float | datetime.timedelta, launch: Lau
             raise MeshError("NCCL needs GPUs", got="torch sees none", want="backend='gloo'")
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"  # values of the host travel over gloo
+    # torchrun keeps one store for all its restarts, and the addresses of ranks that have died are still in it
+    # (pytorch/pytorch#135712): every start gets keys of its own.
+    address, store = init_method or f"tcp://{launch.address}:{launch.port}", None
+    if init_method is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        served = dist.TCPStore(launch.address, launch.port, launch.world_size, is_master=False, timeout=limit)
+        store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", served)
+        address = None
     dist.init_process_group(
-        backend, init_method=init_method or f"tcp://{launch.address}:{launch.port}", rank=launch.rank,
-        world_size=launch.world_size, timeout=limit,
-    )  # fmt: skip
+        backend, init_method=address, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit
+    )
