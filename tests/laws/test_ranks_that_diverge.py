@@ -1,5 +1,6 @@
 """At stage 3 every rank may use other parameters, in another order, as often as it likes: nobody hangs."""
 
+import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -80,3 +81,56 @@ def test_the_order_is_learned_in_one_step_and_again_when_it_changes():
         assert follows == asked[2] == 1 < learns
         assert asked[3] > 1 and 1 in asked[4:]
 
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+def test_a_step_like_the_one_before_asks_nobody_however_far_it_looks_ahead(prefetch):
+    def run():
+        axis = fds.mesh(dp=-1)["dp"]
+        sharding = fds.shard_optimizer(axis, stage=3, bucket_bytes=800, prefetch=prefetch)
+        step = fds.compose(sharding, fds.sgd(0.1))(loss_fn)
+        state, told = step.init(PARAMS), []
+        for _ in range(5):
+            with fds.collectives.counted() as traffic:
+                state, _ = step(state, rows([[0, 1, 2, 3, 4]]))
+            told.append((traffic["exchange", "dp"].calls, traffic["all_gather", "dp"].calls))
+        return told[1:]
+
+    for told in fds.simulate(run, 2):
+        assert {asked for asked, _ in told} == {1}
+        assert len({gathered for _, gathered in told}) == 1
+
+
+def test_two_models_of_one_step_have_an_order_each():
+    def run():
+        axis = fds.mesh(dp=-1)["dp"]
+        step = fds.compose(fds.shard_optimizer(axis, stage=3, bucket_bytes=800), fds.sgd(0.1))(loss_fn)
+        large, small = step.init(PARAMS), step.init({i: PARAMS[i] for i in "01"})
+        for _ in range(3):
+            large, _ = step(large, rows([[4, 0, 3]]))
+            small, _ = step(small, rows([[1, 0]]))
+        return step.params(large), step.params(small)
+
+    first, second = fds.simulate(run, 2)
+    assert_same_bits(first, second)
+
+
+def test_collectives_of_the_loss_do_not_get_between_those_of_the_step():
+    """All gather features of each other; at stages 0 and 1, where the order is fixed, one rank may skip a layer too."""
+
+    def run(stage):
+        axis = fds.mesh(dp=-1)["dp"]
+
+        def loss(p, b):
+            x = fds.collectives.all_gather(b["x"] @ p["0"]["w"], axis)
+            return (x if stage < 2 and not axis.index else x @ p["1"]["w"]).square().mean()
+
+        step = fds.compose(fds.shard_optimizer(axis, stage=stage, bucket_bytes=800), fds.sgd(0.1))(loss)
+        state = step.init(PARAMS)
+        for _ in range(3):
+            state, _ = step(state, rows([[0]]))
+        return step.params(state)
+
+    for stage in range(4):
+        first, second = fds.simulate(lambda stage=stage: run(stage), 2)
+        assert_same_bits(first, second)
