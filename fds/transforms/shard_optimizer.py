@@ -1,6 +1,6 @@
 """Share optimizer state, gradients and parameters among the ranks of an axis: ZeRO, stages 0 to 3.
 
-Fills:  gather, reduce           State:  params and opt as this rank's slices of flat buckets (stages 1 to 3)
+Fills:  gather, reduce           State:  params, opt and averages as this rank's slices of flat buckets (from stage 1)
 Law:    over N ranks with accumulate(n), the plain step's accumulate(N * n) of the concatenated batch, to rounding
 Cost:   sends 2P per step at stage 0 and 1, (1 + n)P at stage 2, 3nP at stage 3; float32 Adam holds 12P / N bytes
 Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277 (replicas)
@@ -34,7 +34,8 @@ def shard_optimizer(
 
     Args:
         axis: of `fds.mesh`, over which batches and slices differ. One of size 1 changes nothing.
-        stage: 0, 1, 2 or 3.
+        stage: 0, 1, 2 or 3. At stage 3 a loss may be anything but forward-mode AD over a parameter, which takes its
+            `fds.materialize`d values.
         replicate: a second axis of the same mesh, over which batches differ and slices are alike: gathers stay on
             `axis` (inside a node), and gradients are summed over both (hybrid sharding).
         bucket_bytes: bound of a bucket, in master precision: what is gathered or reduced in one message. A parameter
