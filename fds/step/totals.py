@@ -97,8 +97,8 @@ def agree(
 def combined(norms: Tensor) -> Tensor:
     """Return the norm () of all that norms (N,) are of; no square of a finite one overflows.
 
-    >>> float(combined(torch.tensor([3e200, 4e200], dtype=torch.float64)))
-    5e+200
+    >>> combined(torch.tensor([3e200, 4e200], dtype=torch.float64))
+    tensor(5.0000e+200, dtype=torch.float64)
     """
     top = norms.max()
     joint = top * torch.linalg.vector_norm(norms / top)
