@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fds.collectives import Axis
 from fds.layout import Segment
-from fds.step.totals import clamped, combined
+from fds.step.totals import clamped, combined, placed
 
 
 @attrs.frozen(eq=False)
@@ -66,9 +66,7 @@ def global_norm(tensors: Sequence[Tensor], axes: Sequence[Axis] = ()) -> Tensor:
     if axes:
         norm = global_norm(tensors)
         for axis in axes:
-            place = torch.zeros(axis.size, dtype=torch.float64, device=norm.device)
-            place[axis.index] = norm
-            norm = clamped(combined(axis.all_reduce(place)), norm.dtype)
+            norm = clamped(combined(axis.all_reduce(placed(norm, axis))), norm.dtype)
         return norm
     live = [x for x in tensors if x.numel()]
     if not live:

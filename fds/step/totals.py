@@ -68,10 +68,8 @@ def agree(
     sums = [totals.metrics[name] for name in names]
     weight = number(totals.weight)
     parts = [number(calls), number(float(used)), totals.loss, weight, *(x for m in sums for x in _exactly(m))]
-    if norm is not None:  # one place for each rank: squares of what is finite need not be
-        place = torch.zeros(data.size, dtype=torch.float64, device=device)
-        place[data.index] = norm
-        parts.append(place)
+    if norm is not None:
+        parts.append(placed(norm, data))
     first = data.index == 0
     held = [b if first or b.is_floating_point() or b.is_complex() else torch.zeros_like(b) for b in buffers.values()]
     parts += [x for b in held for x in _exactly(b)]
@@ -92,6 +90,13 @@ def agree(
     shared = None if norm is None else clamped(combined(next(read)), norm.dtype)
     new = {name: _rebuilt(b, read, data.size) for name, b in buffers.items()}
     return Totals(loss, weight, dict(zip(names, metrics, strict=True)), totals.count), shared, new
+
+
+def placed(norm: Tensor, axis: Axis) -> Tensor:
+    """Return norms (N,) float64, one place a rank, with this rank's alone: squares of what is finite need not be."""
+    places = torch.zeros(axis.size, dtype=torch.float64, device=norm.device)
+    places[axis.index] = norm
+    return places
 
 
 def combined(norms: Tensor) -> Tensor:
