@@ -58,7 +58,7 @@ def backward_into(total: Tensor, seed: Tensor | None, leaves: Sequence[Tensor]) 
     Unlike a list from `torch.autograd.grad`, which is whole before anyone can read it, this sums microbatches in
     place and frees each gradient at once; `leaves` are the step's own, so nobody else sees `.grad`.
     """
-    if leaves:
+    if leaves and total.requires_grad:  # the loss of another rank may depend on parameters where this one does not
         torch.autograd.backward(total, seed, inputs=list(leaves))
 
 

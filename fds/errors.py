@@ -69,6 +69,10 @@ class MeshError(FdsError):
     """Refuse a mesh, an axis, or the environment that the ranks were started in."""
 
 
+class PlanError(FdsError):
+    """Refuse a pipeline's schedule or plan: work that is lost or done twice, a deadlock, too much memory."""
+
+
 class RankError(FdsError):
     """Report ranks that died, hung, or took different paths."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fds import random
 from fds.errors import BatchError, LossError
 from fds.loss.modules import Apply, functional, may_draw
-from fds.loss.recipes import Recipe
+from fds.loss.recipes import Recipe, every
 
 
 class LayerSpec:
@@ -187,7 +187,9 @@ class Layers:
 
         Modules that were passed built keep their values.
         """
-        return Recipe(self._shapes, self._pieces)
+        given = [(i, spec) for i, spec in self._owners() if isinstance(spec, nn.Module)]
+        names = frozenset(self._prefix(i) + name for i, module in given for name, _ in module.named_parameters())
+        return Recipe(self._shapes, self._pieces, names)
 
     def _shapes(self) -> dict[str, Tensor]:
         params: dict[str, Tensor] = {}
@@ -196,8 +198,10 @@ class Layers:
             params.update((self._prefix(i) + name, p.detach().to("meta")) for name, p in module.named_parameters())
         return params
 
-    def _pieces(self, key: Tensor) -> Iterator[dict[str, Tensor]]:
+    def _pieces(self, key: Tensor, wanted: Callable[[str], bool] = every) -> Iterator[dict[str, Tensor]]:
         for i, spec in self._owners():
+            if isinstance(spec, LayerSpec) and not any(map(wanted, self.layer(i).params)):
+                continue
             module = self._build(i, key) if isinstance(spec, LayerSpec) else spec
             yield {self._prefix(i) + name: p.detach() for name, p in module.named_parameters()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -82,7 +82,20 @@ def name(loss: Any) -> str:
 def _run_layers(loss: Layers, params: Any, batch: Any, buffers: dict[str, Tensor], setting: Setting) -> Outcome:
     x, targets = loss.split(batch)
     loss.check(params)
-    current, given = dict(buffers), {}
+    current = dict(buffers)
+    for call in setting.mapped(layer_calls(loss, range(len(loss)), params, current, setting)):
+        x = call(x)
+    value = setting.call(len(loss), loss.compare)(x, targets)
+    if setting.mode.seen is not None:
+        setting.mode.seen[:] = [x]
+    return read(value, where="the criterion of Layers", buffers=current)
+
+
+def layer_calls(
+    loss: Layers, indices: Iterable[int], params: Any, current: dict[str, Tensor], setting: Setting
+) -> list[Callable]:
+    """Return the calls of some layers, in order, for one microbatch; each writes its new buffers into `current`."""
+    given: dict[int, dict[str, Tensor]] = {}
 
     def layer_call(index: int) -> Callable:
         layer = loss.layer(index)
@@ -98,9 +111,4 @@ def _run_layers(loss: Layers, params: Any, batch: Any, buffers: dict[str, Tensor
         call.in_place = layer.in_place  # for maps that run a call twice
         return call
 
-    for call in setting.mapped([layer_call(i) for i in range(len(loss))]):
-        x = call(x)
-    value = setting.call(len(loss), loss.compare)(x, targets)
-    if setting.mode.seen is not None:
-        setting.mode.seen[:] = [x]
-    return read(value, where="the criterion of Layers", buffers=current)
+    return [layer_call(i) for i in indices]

@@ -21,15 +21,23 @@ class Recipe:
 
     Attributes:
         trace: `trace() -> params` on `meta`: nothing is allocated or drawn.
-        pieces: `pieces(key)` yields `{name: tensor}`, a layer at a time, in the order of the trace.
+        pieces: `pieces(key, wanted)` yields `{name: tensor}`, a layer at a time, in the order of the trace; layers of
+            which `wanted(name)` is false for every name are not made, but for those that were given built.
+        given: names of parameters that were given built: ranks may have other values.
     """
 
     trace: Callable[[], dict[str, Tensor]]
-    pieces: Callable[[Tensor], Iterator[dict[str, Tensor]]]
+    pieces: Callable[..., Iterator[dict[str, Tensor]]]
+    given: frozenset[str] = frozenset()
 
     def __call__(self, key: Tensor) -> dict[str, Tensor]:
         """Return all parameters, in the order of the trace."""
         return {name: x for piece in self.pieces(key) for name, x in piece.items()}
+
+
+def every(name: str) -> bool:
+    """Want the parameter of this name, whatever it is."""
+    return True
 
 
 def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
@@ -50,7 +58,7 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
     `trace`, `pieces` and the call raise what the factory raises, and `LossError` where it returns no module.
     """
 
-    def pieces(key: Tensor) -> Iterator[dict[str, Tensor]]:
+    def pieces(key: Tensor, wanted: Callable[[str], bool] = every) -> Iterator[dict[str, Tensor]]:
         with random.python_seeded(key):
             found = record(module_factory, key)
         if found is None:
@@ -60,6 +68,8 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
         del found
         for _, group in itertools.groupby(params, lambda name: name.rpartition(".")[0]):
             names = list(group)
+            if not any(map(wanted, names)):
+                continue
             windows = {name: w for name in names if isinstance(w := params[name], Window)}
             piece = dict(zip(windows, recorded.replay(windows.values(), key), strict=True))
             piece = {name: piece[name] if name in piece else params[name] for name in names}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import attrs
 import torch
@@ -55,6 +55,7 @@ class Optimizer:
         text: how the optimizer was written; also its repr.
         whole: True where `update` needs whole parameters in each slice; or parameter name -> that.
         group: parameter name -> group; a slice never mixes groups.
+        check: called with the names of all trained parameters, of all ranks, before `init`; raises `OptimizerError`.
     """
 
     init: Callable[..., dict[str, list[Tensor | None]]]
@@ -63,6 +64,7 @@ class Optimizer:
     lr: Schedule = 0.0
     text: str = "optimizer"
     group: Callable[[str], Hashable] = single_group
+    check: Callable[[Sequence[str]], None] = lambda names: None
 
     def needs_whole(self, name: str) -> bool:
         """Say whether a slice must hold all or nothing of the parameter of this name."""

@@ -23,8 +23,8 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
     step reports, is the last pattern's. Slots of one name share an entry of `opt`, None for the slices of
     groups without it. A parameter is kept whole if its optimizer asks for it.
 
-    Raises `OptimizerError` for values that are not optimizers, and in `init` for a parameter that matches
-    no pattern, or a pattern that no parameter matches.
+    Raises `OptimizerError` for values that are not optimizers, and where a step is given its parameters for one
+    that matches no pattern, or a pattern that none matches.
 
     >>> from fds.optim import adamw
     >>> by_name({"*.bias": adamw(weight_decay=0.0), "*": adamw(weight_decay=0.1)})
@@ -61,8 +61,7 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
             slices[found.pop()].append(index)
         return slices
 
-    def init(segments: Sequence[Sequence[Segment]], *, params: Sequence[Tensor]) -> dict[str, list[Tensor | None]]:
-        names = [segment.name for inside in segments for segment in inside]
+    def check(names: Sequence[str]) -> None:
         for pattern in patterns:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 raise OptimizerError(
@@ -70,6 +69,10 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
                     want="the name of a parameter, with * for any part of it",
                     hint=did_you_mean(pattern, names) if names else "there is no trainable parameter",
                 )  # fmt: skip
+        for index, member in enumerate(members):
+            member.check([name for name in names if group(name) == index])
+
+    def init(segments: Sequence[Sequence[Segment]], *, params: Sequence[Tensor]) -> dict[str, list[Tensor | None]]:
         opt: dict[str, list[Tensor | None]] = {}
         for member, slices in zip(members, slices_of(segments), strict=True):
             if not slices:
@@ -97,7 +100,7 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
     text = "by_name({" + ", ".join(f"{pattern!r}: {member}" for pattern, member in optimizers.items()) + "})"
     some_whole = any(m.whole for m in members)
     whole = (lambda name: members[group(name)].needs_whole(name)) if some_whole else False
-    return Optimizer(init, update, whole, lr=members[-1].lr, text=text, group=group)
+    return Optimizer(init, update, whole, lr=members[-1].lr, text=text, group=group, check=check)
 
 
 def _pick(values: Sequence, indices: list[int]) -> list:

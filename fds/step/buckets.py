@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
-from fds import autodiff
 from fds.collectives import Work
 from fds.errors import LossError
 from fds.step.order import Order
@@ -77,13 +76,12 @@ class Bucketed:
                 used = {i: {j for k, j in order.memory.used if k == i} for i in self.buckets}
                 self.awaited = {i: used[i] or awaited for i, awaited in self.awaited.items()}
 
-    def add(self, total: Tensor, seed: Tensor | None, *, last: bool) -> None:
-        """Add the gradients of one microbatch's total, times `seed`; reduce what is full."""
+    def add(self, backward: Callable[[list[Tensor]], None], *, last: bool) -> None:
+        """Add the gradients that `backward(leaves)` puts into `.grad`, of one microbatch; reduce what is full."""
         self.reducing = last or self.order is not None
         self.turn = sorted(self.buckets)
         self.arrived = {i: set() for i in self.buckets}
-        if total.requires_grad:  # the loss of another rank may depend on parameters where this one does not
-            autodiff.backward_into(total, seed, self.leaves)
+        backward(self.leaves)
         if self.order is not None:
             for i in sorted(self.filling, reverse=True):
                 if i in self.filling:

@@ -79,6 +79,23 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
     return attrs.evolve(step, owners=owners, **changes)
 
 
+def everyone(step: Step) -> Axis | None:
+    """Return the ranks that share a step: those that hold other parameters, and those with other batches, of one mesh.
+
+    Raises `ComposeError` for axes of two meshes, or for one axis in both roles.
+    """
+    axes = [axis for axis in (step.grads.axis, step.reduce.shard and step.reduce.shard.data) if axis is not None]
+    if len(axes) < 2:
+        return axes[0] if axes else None
+    names = [name for axis in axes for name in axis.name.split(",")]
+    if axes[0].mesh != axes[1].mesh or len(set(names)) < len(names):
+        raise ComposeError(
+            "these axes are not two axes of one mesh", got=" and ".join(repr(axis.name) for axis in axes),
+            want='mesh = fds.mesh(pp=2, dp=-1); pipeline(..., mesh["pp"]), shard_optimizer(mesh["dp"])',
+        )  # fmt: skip
+    return axes[0].mesh[tuple(names)].channel("step")
+
+
 def _factory(t: Any) -> bool:
     """Say whether this is a factory of transforms or optimizers that was not called."""
     return hasattr(t, "is_transform_factory") or (callable(t) and getattr(t, "__name__", "") in fds.optim.__all__)
@@ -116,7 +133,7 @@ class Composition:
             raise ComposeError(
                 "the composition has no optimizer", got=repr(self), want=_show([*self.parts, "adamw(3e-4)"])
             )
-        for one in step.condition if step.reduce.axes else ():
+        for one in step.condition if step.reduce.axes or step.grads.axis is not None else ():
             if not getattr(one, "takes_slices", False):
                 raise ComposeError(
                     "a gradient map may need whole gradients, and each rank has flat slices of them",
@@ -130,7 +147,7 @@ class Composition:
         written = (*step.composition, *self.parts)
         for position, part in enumerate(self.parts, start=len(step.composition)):
             step = _apply(part, attrs.evolve(step, composition=written, position=position))
-        return step
+        return attrs.evolve(step, everyone=everyone(step))
 
     def __repr__(self) -> str:
         return _show(self.parts)

@@ -69,7 +69,5 @@ def _text(value: Any) -> str:
 
 
 def _unused(step: Any, structure: Structure, state: State, batch: Any) -> tuple[str, ...]:
-    _, sums, _ = step.backward(state, structure, tree.leaves(state.params), batch, None)
-    used = sums.used()
-    sums.finish()
-    return tuple(name for name, some in zip(structure.trained_names, used, strict=True) if not some)
+    found = step.grads(step, state, structure, tree.leaves(state.params), batch, None)
+    return tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)

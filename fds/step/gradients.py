@@ -68,10 +68,10 @@ def global_norm(tensors: Sequence[Tensor], axes: Sequence[Axis] = ()) -> Tensor:
         for axis in axes:
             norm = clamped(combined(axis.all_reduce(placed(norm, axis))), norm.dtype)
         return norm
-    live = [x for x in tensors if x.numel()]
+    live, double = [x for x in tensors if x.numel()], any(x.dtype is torch.float64 for x in tensors)
     if not live:
-        return torch.zeros((), device=tensors[0].device if tensors else None)
-    double = any(x.dtype is torch.float64 for x in live)
+        dtype = torch.float64 if double else torch.float32
+        return torch.zeros((), dtype=dtype, device=tensors[0].device if tensors else None)
     norm = _norm(live, torch.float64 if double or live[0].is_cuda else torch.float32)
     if norm.device.type == "cpu" and not bool(norm.isfinite()):
         biggest = torch.stack([x.abs().max().double() for x in live]).max()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,38 +20,50 @@ from fds.step.structure import check_finite, check_own, contiguous_copy
 
 def initial(step: Any, params: Any, key: int | Tensor) -> State:
     """Return the first state of a step, agreed between the ranks that share it; see `Step.init`."""
-    return _initial(step, params, random.key(key), None if step.reduce.shard is None else step.reduce.shard.data)
+    return _initial(step, params, random.key(key), step.everyone)
 
 
-def _initial(step: Any, params: Any, key: Tensor, data: Axis | None) -> State:
-    """Return the first state; `data` is the axis to agree over, None for a rank that asks for its own part."""
-    if data is not None:
-        key = torch.tensor(data.exchange(key.tolist())[0], dtype=torch.int64, device="cpu")
+def _initial(step: Any, params: Any, key: Tensor, everyone: Axis | None) -> State:
+    """Return the first state; `everyone` is the axis to agree over, None for a rank that asks for its own part."""
+    if everyone is not None:
+        key = torch.tensor(everyone.exchange(key.tolist())[0], dtype=torch.int64, device="cpu")
     error = None
     try:
-        shapes, params = _read(step, params, random.fold_in(key, "params"), own=data is None or data.index == 0)
+        shapes, params = _read(step, params, random.fold_in(key, "params"), own=everyone is None or not everyone.index)
     except FdsError as caught:
         shapes, error = {}, caught
-    if data is not None:
-        _agree(shapes, error, data)
+    if everyone is not None:
+        _agree(shapes, error, everyone, str(step.grads))
     if error is not None:
         raise error
-    structure, _ = step.structure_of(shapes)
+    structure, _ = step.structure_of(_held(step, shapes))
     recipe = isinstance(params, losses.Recipe)
-    made = _from_recipe(params, random.fold_in(key, "params")) if recipe else _from_tree(params, data)
-    leaves = ((name, _of_rank_0(x, data)) for name, x in made)
-    held = structure.hold(leaves, 0 if step.reduce.shard is None else step.reduce.shard.axis.index)
-    device, parts = device_of(held), tree.leaves(held)
+    shard, alone = step.reduce.shard, everyone is None
+    data = None if alone or shard is None else shard.data
+    made = _from_recipe(params, random.fold_in(key, "params"), step.grads.holds) if recipe else _from_tree(
+        params, everyone, step.grads.holds)
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        for name, x in made:
+            _of_rank_0(x, everyone if not recipe or name in params.given else data)
+            if step.grads.holds(name):
+                if not alone:
+                    step.grads.share(name, x)
+                yield name, x
+
+    held = structure.hold(values(), 0 if shard is None else shard.axis.index)
+    device, parts = device_of(held, shapes), tree.leaves(held)
     flat = [x.view(-1) for x in structure.pick(parts)]
+    buffers = {
+        name: _of_rank_0(contiguous_copy(b.to(device)), data)
+        for name, b in losses.initial_buffers(step.loss).items() if step.grads.holds(name)
+    }  # fmt: skip
     return State(
         step=torch.zeros((), dtype=torch.int64, device=device),
         calls=torch.zeros((), dtype=torch.int64, device="cpu"),
         params=held,
         opt=structure.name_slots(step.optimizer.init(structure.segments, params=flat)),
-        buffers={
-            name: _of_rank_0(contiguous_copy(b.to(device)), data)
-            for name, b in losses.initial_buffers(step.loss).items()
-        },
+        buffers=buffers,
         slots={name: make(held, device) for name, make in step.slots.items()},
         key=key,
     )
@@ -70,29 +82,42 @@ def traced(step: Any, params: Any) -> State:
         return tree.map(lambda x: x.to("meta"), _initial(step, params, random.key(0), None))
 
 
-def device_of(params: Any) -> torch.device:
-    """Return the device of the first leaf. Raises `StateError` for a tree without tensors."""
-    for leaf in tree.leaves(params):
+def device_of(held: Any, shapes: Any) -> torch.device:
+    """Return the device of the first leaf, else where the whole tree's is or would be made.
+
+    Raises `StateError` for a tree without tensors.
+    """
+    for leaf in tree.leaves(held):
         return leaf.device
-    raise StateError("there are no parameters", got=repr(params)[:60], want="a pytree of tensors")
+    for leaf in tree.leaves(shapes):
+        return torch.get_default_device() if leaf.is_meta else leaf.device
+    raise StateError("there are no parameters", got=repr(shapes)[:60], want="a pytree of tensors")
 
 
-def _from_recipe(recipe: losses.Recipe, key: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter, one layer at a time in memory."""
-    for piece in recipe.pieces(key):
+def _held(step: Any, shapes: Any) -> Any:
+    """Return the part of a tree that this rank holds."""
+    return shapes if step.grads.axis is None else {name: x for name, x in shapes.items() if step.grads.holds(name)}
+
+
+def _from_recipe(
+    recipe: losses.Recipe, key: Tensor, holds: Callable[[str], bool]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter that this rank holds or that was given built, one layer at a time in memory."""
+    for piece in recipe.pieces(key, holds):
         for name, x in piece.items():
-            check_finite(name, x)
-            yield name, contiguous_copy(x)
+            if name in recipe.given or holds(name):
+                check_finite(name, x)
+                yield name, contiguous_copy(x)
             del x
         del piece  # before the next one is made
 
 
-def _from_tree(params: Any, data: Axis | None) -> Iterator[tuple[str, Tensor]]:
+def _from_tree(params: Any, everyone: Axis | None, holds: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     """Yield a copy of every leaf; of those without values, which rank 0 has, memory on the axis' device."""
     for name, x in tree.paths(params).items():
-        if x.is_meta and data is not None and data.index:
-            yield name, torch.empty(x.shape, dtype=x.dtype, device=data.device)
-        else:
+        if x.is_meta and everyone is not None and everyone.index:
+            yield name, torch.empty(x.shape, dtype=x.dtype, device=everyone.device)
+        elif everyone is not None or holds(name):
             yield name, contiguous_copy(x)
 
 
@@ -121,17 +146,22 @@ def _read(step: Any, params: Any, key: Tensor, *, own: bool) -> tuple[Any, Any]:
     shapes = params.trace() if recipe else params
     if isinstance(step.loss, losses.Layers):
         step.loss.check(shapes)
-    structure, _ = step.structure_of(shapes)
-    tree.match(step.gather.float32, structure.names, what="precision(keep_float32=...)")
+    structure, _ = step.structure_of(_held(step, shapes))
+    names = step.grads.names(structure.names)
+    tree.match(step.gather.float32, names, what="precision(keep_float32=...)")
+    still = tree.match(step.frozen, names, what="freeze")
+    floats = [name for name, x in tree.paths(shapes).items() if tree.is_float(x)]
+    step.optimizer.check([name for name in floats if name not in still])
     if step.gather.shard is not None and step.gather.shard.stage == 3:
         assert structure.layout is not None
         step.gather.room(structure.layout)
     return shapes, params
 
 
-def _agree(shapes: Any, error: FdsError | None, data: Axis) -> None:
+def _agree(shapes: Any, error: FdsError | None, data: Axis, grads: str) -> None:
     """Raise `StateError` on every rank where one refused its parameters, or has others than rank 0."""
-    lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tree.paths(shapes).items()]
+    lines = [grads]
+    lines += [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tree.paths(shapes).items()]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
     heard = data.exchange([digest, None if error is None else str(error)])
     if error is not None:

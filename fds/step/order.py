@@ -8,6 +8,9 @@ in rounds that go on until nobody asks. So nobody waits for anything but an even
 ranks that wait, the one that has come least far waits for an event that all others have joined.
 
 The plan is what was asked for in the step before, when there was no plan; it is learned anew when somebody had to ask.
+
+Where a step is several pieces of work between which ranks also wait for others than these (the actions of a pipeline),
+each piece settles: nobody leaves it before all have joined what any of them needed in it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ class Memory:
     """What a step remembers from call to call: a cache, which all ranks keep alike; dropping it costs a slow step."""
 
     plan: list[Event] | None = None
+    ends: list[int] = attrs.field(factory=list)  # of its pieces: how many events come before
     used: set[tuple[int, int]] | None = None  # on this rank: (bucket, leaf in it) that got a gradient
 
 
@@ -39,15 +43,16 @@ class Order:
     joins: dict[str, Callable[[int], None]] = attrs.field(factory=dict)  # what launches an event of each kind
     at: int = 0  # of the plan, not joined yet
     asked: list[Event] = attrs.field(factory=list)
+    ends: list[int] = attrs.field(factory=list)  # of the pieces that are over, in what was asked
     wasted: bool = False  # whether this rank gathered for nothing
 
     def need(self, event: Event) -> None:
         """Join events up to this one."""
-        plan = self.memory.plan or []
+        plan, end = self.memory.plan or [], self._end()
         try:
-            stop = plan.index(event, self.at)
+            stop = plan.index(event, self.at, end)
         except ValueError:
-            self._run(len(plan))
+            self._run(end)
             self._round(event)
             return
         self._run(stop + 1)
@@ -55,20 +60,33 @@ class Order:
     def look_ahead(self, coming: int) -> None:
         """Join the gathers that come next in the plan, beside those that are `coming`, before they are needed."""
         plan = self.memory.plan or []
-        end = min(self.at + self.ahead - coming, len(plan))
+        end = min(self.at + self.ahead - coming, self._end())
         while self.at < end and plan[self.at][0] == "gather":
             self._run(self.at + 1)
 
-    def finish(self) -> None:
-        """Join what others may still need, until all have come here; settle the plan of the next step."""
-        self._run(len(self.memory.plan or []))
+    def settle(self) -> list:
+        """Join what others may still need in this piece of work, until all have come here; return what they said."""
+        self._run(self._end())
         wants = self._round(None)
         while any(isinstance(want, list) for want in wants):
             wants = self._round(None)
+        self.ends.append(len(self.asked))
+        return wants
+
+    def finish(self) -> None:
+        """Settle the last piece, and the plan of the next step."""
+        wants = self.settle()
         if self.memory.plan is None:
             self.memory.plan = _sooner(self.asked) if self.ahead else self.asked
+            self.memory.ends = self.ends
         elif self.asked or all(wants):
             self.memory.plan = None
+
+    def _end(self) -> int:
+        """Return where the plan of this piece of work ends."""
+        if self.memory.plan is None:
+            return 0
+        return self.memory.ends[len(self.ends)] if len(self.ends) < len(self.memory.ends) else len(self.memory.plan)
 
     def _run(self, stop: int) -> None:
         plan = self.memory.plan

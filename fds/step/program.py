@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from fds import loss as losses, random, tree
+from fds.collectives import Axis
 from fds.errors import LossError
 from fds.optim import Optimizer
 from fds.state import State
+from fds.step.backward import Found, Grads, InTurn
 from fds.step.batch import Split
-from fds.step.buckets import Bucketed
 from fds.step.check import same_composition, usable
 from fds.step.describe import Description, describe
 from fds.step.evaluation import evaluator
@@ -23,13 +24,12 @@ from fds.step.gather import Gather
 from fds.step.gradients import Gradients, Measure, combined_scale
 from fds.step.initial import initial, traced
 from fds.step.order import Memory, Order
-from fds.step.parameters import open_parameters
 from fds.step.pool import Pool
 from fds.step.reduce import Reduce
 from fds.step.stations import After, Commit, Place, Scale
 from fds.step.structure import Structure, distinct
-from fds.step.sums import InPlace, Sum
-from fds.step.totals import Totals
+from fds.step.sums import Sum
+from fds.step.totals import Totals, agree
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -50,6 +50,7 @@ class Step:
     eval_loss: Any = None
     layer: tuple[losses.LayerMap, ...] = ()
     scale: Scale | None = None
+    grads: Grads = InTurn()
     sum: Sum = Sum()
     reduce: Reduce = Reduce()
     measure: tuple[Measure, ...] = ()
@@ -63,6 +64,7 @@ class Step:
     composition: tuple = ()  # the transforms, as they were written
     position: int = attrs.field(default=0, repr=False)  # of the one whose turn it is while they are applied
     owners: Mapping[str, int] = attrs.field(factory=dict, repr=False)  # station -> position of who filled it
+    everyone: Axis | None = attrs.field(default=None, repr=False)  # the ranks that share this step
     pool: Pool = attrs.field(factory=Pool, init=False, repr=False)
     structures: dict = attrs.field(factory=dict, init=False, repr=False)
     memories: dict[tuple, Memory] = attrs.field(factory=dict, init=False, repr=False)
@@ -109,21 +111,16 @@ class Step:
         scale = None if self.scale is None else self.scale.scale(state.slots, state.step.device)
         self.pool.ballast.clear()
         self.pool.sweep()
-        totals, sums, buffers = self.backward(state, structure, parts, batch, scale)
-        self.reduce.demand_use(used := sums.used(), losses.name(self.loss))
-        leaves = sums.finish()
+        found = self.grads(self, state, structure, parts, batch, scale)
 
         # from the gradient to a decision, the same on every rank
-        measures = self.commit is not None or any(m.norm for m in self.measure)
-        totals, norm, buffers = self.reduce.agree(
-            totals, leaves, buffers, norm=measures, used=used, calls=int(state.calls), asked=self.asked
-        )
+        totals, norm, buffers = self._agree(found, int(state.calls))
         total = combined_scale(totals.weight, scale, state.step.device, self.reduce.predivide)
         norm, skip = norm if norm is None or total is None else (norm / total).to(norm.dtype), None
         if self.commit is not None:
             assert norm is not None
             skip = ~norm.isfinite()
-        grads = known = Gradients(leaves, total, norm, structure.segments, self.reduce.axes)
+        grads = known = Gradients(found.leaves, total, norm, structure.segments, self.reduce.axes)
         for one in self.condition:
             grads = attrs.evolve(one(grads), segments=known.segments, axes=known.axes)
         grads = grads.settled()
@@ -162,43 +159,6 @@ class Step:
         )  # fmt: skip
         return new, self._metrics(totals, state, step, lr, norm, skip)
 
-    def backward(
-        self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
-    ) -> tuple[Totals, InPlace | Bucketed, dict[str, Tensor]]:
-        """Run every microbatch forward and backward; return totals, sums of gradients and the new buffers.
-
-        What only this needs (whole or low-precision parameters, microbatches, graphs) is gone before the update.
-        """
-        microbatches, where = self.microbatches(batch), losses.name(self.loss)
-        settings = self.settings(state, len(microbatches))
-        order = self.order("step", structure)
-        params = open_parameters(self.gather, structure, parts, self.pool, train=True, order=order)
-        sums = self.reduce.sums(structure, params.trained, self.sum.dtype, self.pool, order)
-        totals, buffers = Totals(), state.buffers
-        with random.scope(settings[0].devices), torch.inference_mode(False), torch.enable_grad():
-            try:
-                for i, (microbatch, setting) in enumerate(zip(microbatches, settings, strict=True)):
-                    outcome = self.run_loss(self.loss, params.tree, microbatch, buffers, setting)
-                    buffers = outcome.buffers
-                    if params.trained:
-                        self.reduce.demand_graph(outcome.total, where)
-                        seed = None if scale is None else scale.to(outcome.total.dtype)
-                        sums.add(outcome.total, seed, last=i + 1 == len(microbatches))
-                    totals.add(outcome, where)
-                    del outcome  # and its graph
-                    setting.mode.release()
-                if order is not None:
-                    order.finish()
-            except BaseException:
-                sums.close()
-                raise
-            finally:
-                settings[0].mode.release()
-                params.close()
-                if order is not None:
-                    order.joins.clear()
-        return totals, sums, buffers
-
     def order(self, what: str, structure: Structure) -> Order | None:
         """Return the order in which ranks meet where each comes at its own time, None where they come at fixed ones."""
         shard = self.gather.shard
@@ -227,14 +187,14 @@ class Step:
         usable(state, "params")
         structure, parts = self.structure_of(state.params)
         if not structure.sharded:
-            return tree.map(torch.clone, state.params)
+            return self.grads.collect(tree.map(torch.clone, state.params))
         assert structure.layout is not None
         exact, views = Gather(shard=self.gather.shard), []
         for bucket, part in zip(structure.layout.buckets, parts, strict=True):
             flat, work = exact.start(bucket, part, Pool())
             work.wait()
             views.append(bucket.views(flat))
-        return structure.build_whole(structure.layout.collect(views))
+        return self.grads.collect(structure.build_whole(structure.layout.collect(views)))
 
     def describe(self, state: State | None = None, batch: Any = None) -> Description:
         """Say station by station what is composed; with a state, the bytes held and sent; with a batch, what is unused.
@@ -259,11 +219,11 @@ class Step:
         same_composition(state, self.slots, structure.opt_names)
         return structure, leaves
 
-    def microbatches(self, batch: Any, split: Split | None = None) -> list[Any]:
-        """Return the microbatches of a batch, by this step's split or another. Raises `BatchError`."""
+    def microbatches(self, batch: Any, n: int | None = None) -> list[Any]:
+        """Return the microbatches of a batch, by this step's split or `n` of them. Raises `BatchError`."""
         for one in self.batch:
             batch = one(batch)
-        return (split or self.split)(batch)
+        return (self.split if n is None else Split(n))(batch)
 
     def settings(
         self, state: State, n: int, *, evaluating: bool = False, seen: list | None = None
@@ -306,6 +266,15 @@ class Step:
                 hint="look for inplace=True in the first layer and methods that end in _; what was written stays",
             )  # fmt: skip
         return outcome
+
+    def _agree(self, found: Found, calls: int) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
+        """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""
+        norm = found.norm() if self.commit is not None or any(m.norm for m in self.measure) else None
+        if self.everyone is None:
+            return found.totals, norm, found.buffers
+        data = None if self.reduce.shard is None else self.reduce.shard.data
+        some = any(found.used) or not found.used
+        return agree(found.totals, norm, found.buffers, self.everyone, data, calls=calls, used=some)
 
     def _writable(self, state: State, trained: list[Tensor]) -> tuple[list[Tensor], dict, dict]:
         """Return the memory of the new state, holding the old values: the old state's, or the pool's."""

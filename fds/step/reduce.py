@@ -11,13 +11,12 @@ from torch import Tensor
 from fds.collectives import Axis
 from fds.errors import LossError
 from fds.step.buckets import Bucketed
-from fds.step.gradients import global_norm
 from fds.step.order import Order
 from fds.step.pool import Pool
 from fds.step.shard import Shard
 from fds.step.structure import Structure
 from fds.step.sums import InPlace, detached
-from fds.step.totals import Totals, agree
+from fds.step.totals import Totals
 
 
 @attrs.frozen
@@ -55,35 +54,25 @@ class Reduce:
         """What gradients were divided by before they were sent."""
         return 1.0 if self.shard is None else self.shard.predivide
 
-    def agree(
-        self, totals: Totals, grads: list[Tensor], buffers: dict[str, Tensor], *, norm: bool, used: Sequence[bool],
-        calls: int, asked: dict[str, list[str]],
-    ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:  # fmt: skip
-        """Return totals, the global norm of the sums (where asked for) and buffers that all ranks share.
-
-        `asked` keeps what ranks have agreed on. Raises as `fds.step.totals.agree` does.
-        """
-        own = global_norm(grads) if norm else None
-        if self.shard is None:
-            return totals, own, buffers
-        same_metrics(totals, self.shard.data, "step", asked)
-        if own is not None and not self.shard.counts:
-            own = torch.zeros_like(own)
-        some = any(used) or not used
-        return agree(totals, own, buffers, self.shard.data, calls=calls, used=some)
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's gradients count in sums over all ranks."""
+        return self.shard is None or self.shard.counts
 
 
-def same_metrics(totals: Totals, data: Axis, what: str, asked: dict[str, list[str]]) -> None:
+def same_metrics(totals: Totals, everyone: Axis | None, what: str, asked: dict[str, list[str]]) -> None:
     """Raise `LossError` where the metrics are not those of every other rank, and of every other call.
 
     Ranks ask each other in the first call; whoever changes them later learns it before anything is sent.
     """
+    if everyone is None:
+        return
     kinds = [f"{name}: {'mean' if x.is_floating_point() else 'sum'}" for name, x in sorted(totals.metrics.items())]
     if what not in asked:
-        heard = data.exchange(kinds)
+        heard = everyone.exchange(kinds)
         for rank, theirs in enumerate(heard):
             if theirs != heard[0]:
-                raise LossError("ranks return different metrics", where=f"rank {rank} of {data.name}",
+                raise LossError("ranks return different metrics", where=f"rank {rank} of {everyone.name}",
                                 got=str(theirs), want=f"{heard[0]}, as rank 0")  # fmt: skip
         asked[what] = kinds
     if asked[what] != kinds:

@@ -35,9 +35,9 @@ class InPlace:
                 leaf.register_post_accumulate_grad_hook(_widen(sums.wide, i, dtype))
         return sums
 
-    def add(self, total: Tensor, seed: Tensor | None, *, last: bool) -> None:
-        """Add the gradients of one microbatch's total, times `seed`."""
-        autodiff.backward_into(total, seed, self.leaves)
+    def add(self, backward: Callable[[list[Tensor]], None], *, last: bool) -> None:
+        """Add the gradients that `backward(leaves)` puts into `.grad`."""
+        backward(self.leaves)
         for leaf in self.leaves:
             if leaf.grad is not None:
                 leaf.grad = autodiff.exclusive(leaf.grad)

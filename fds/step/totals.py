@@ -47,15 +47,17 @@ class Totals:
 
 
 def agree(
-    totals: Totals, norm: Tensor | None, buffers: dict[str, Tensor], data: Axis, *, calls: int, used: bool = True
-) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
+    totals: Totals, norm: Tensor | None, buffers: dict[str, Tensor], everyone: Axis, data: Axis | None, *, calls: int,
+    used: bool = True,
+) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:  # fmt: skip
     """Share over the ranks of an axis all that a step decides by, in one small message; average the buffers.
 
     Args:
         totals: of this rank; metrics must be named alike on all ranks.
         norm: () of what only this rank has of the gradients, or None.
         buffers: module statistics; floating ones are averaged, of others rank 0's values are taken.
-        data: the axis over which batches differ.
+        everyone: the ranks that share the step.
+        data: those of them that hold the same buffers, None for one rank; another message where that is not all.
         calls: what this rank's state has counted.
         used: whether a gradient came on this rank.
 
@@ -69,27 +71,39 @@ def agree(
     weight = number(totals.weight)
     parts = [number(calls), number(float(used)), totals.loss, weight, *(x for m in sums for x in _exactly(m))]
     if norm is not None:
-        parts.append(placed(norm, data))
-    first = data.index == 0
-    held = [b if first or b.is_floating_point() or b.is_complex() else torch.zeros_like(b) for b in buffers.values()]
-    parts += [x for b in held for x in _exactly(b)]
-    flat = [x.reshape(-1).double() for x in parts]
-    vector = torch.cat(flat)
-    data.start_all_reduce(vector).wait()
-    read = iter(vector.split([x.numel() for x in flat]))
+        parts.append(placed(norm, everyone))
+    together = data is everyone
+    read = _summed(parts + (_of_first(buffers, everyone) if together else []), everyone)
     at, uses = next(read), next(read)
     if device.type == "cpu":
-        if float(at) != calls * data.size:
-            raise RankError("ranks are at different calls of the step", where=f"axis {data.name!r}",
-                            got=f"call {calls} on this rank", want=f"{float(at) / data.size:g} on average",
+        if float(at) != calls * everyone.size:
+            raise RankError("ranks are at different calls of the step", where=f"axis {everyone.name!r}",
+                            got=f"call {calls} on this rank", want=f"{float(at) / everyone.size:g} on average",
                             hint="a rank that caught an error of a step is behind: end all of them")  # fmt: skip
         if not float(uses):
             raise detached("on any rank", "a graph that leads to none of them")
     loss, weight = next(read).view(()).to(totals.loss.dtype), next(read).view(()).to(weight.dtype)
     metrics = [_rebuilt(m, read) for m in sums]
     shared = None if norm is None else clamped(combined(next(read)), norm.dtype)
-    new = {name: _rebuilt(b, read, data.size) for name, b in buffers.items()}
-    return Totals(loss, weight, dict(zip(names, metrics, strict=True)), totals.count), shared, new
+    if buffers and data is not None:
+        read = read if together else _summed(_of_first(buffers, data), data)
+        buffers = {name: _rebuilt(b, read, data.size) for name, b in buffers.items()}
+    return Totals(loss, weight, dict(zip(names, metrics, strict=True)), totals.count), shared, buffers
+
+
+def _summed(parts: list[Tensor], axis: Axis) -> Iterator[Tensor]:
+    """Yield the sums of parts over the ranks, flat, as float64."""
+    flat = [x.reshape(-1).double() for x in parts]
+    vector = torch.cat(flat)
+    axis.start_all_reduce(vector).wait()
+    return iter(vector.split([x.numel() for x in flat]))
+
+
+def _of_first(buffers: dict[str, Tensor], data: Axis) -> list[Tensor]:
+    """Return the parts of buffers that are summed: of floating ones every rank's, of others the first one's."""
+    first = data.index == 0
+    held = [b if first or b.is_floating_point() or b.is_complex() else torch.zeros_like(b) for b in buffers.values()]
+    return [x for b in held for x in _exactly(b)]
 
 
 def placed(norm: Tensor, axis: Axis) -> Tensor:

@@ -43,7 +43,10 @@ class Recompute:
             if full and not (groups and getattr(call, "in_place", False)):
                 groups.append([])
             groups[-1].append(call)  # one that writes over its input stays with whoever computes it
-        return [functools.partial(self.run, group) for group in groups]
+        made: list[Any] = [functools.partial(self.run, group) for group in groups]
+        for call in made:
+            call.recomputes = True  # in every backward that reaches it
+        return made
 
     def run(self, group: list[Callable], *args: Any) -> Any:
         """Run a group; its seeds are set anew inside it, so no generator state is kept.

@@ -72,9 +72,8 @@ def test_a_slice_of_two_groups_is_a_bug_of_ours():
     ({"*.bias": sgd()}, "0.weight"), ({"*.bais": sgd(), "*": adamw()}, "'*.bais'"),
 ])  # fmt: skip
 def test_a_parameter_without_a_pattern_and_a_pattern_without_a_parameter_are_refused(patterns, where):
-    segments = [[Segment(name, shape, 0, 1)] for name, shape in zip(NAMES, SHAPES, strict=True)]
     with pytest.raises(OptimizerError) as error:
-        by_name(patterns).init(segments, params=[torch.zeros(1)] * 4)
+        by_name(patterns).check(NAMES)
     assert error.value.where == where and error.value.got and error.value.want and error.value.hint
 
 

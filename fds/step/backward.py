@@ -1,0 +1,179 @@
+"""The station `grads`: from a batch to summed gradients. Where nobody fills it, one microbatch after another."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import autodiff, loss as losses, random, tree
+from fds.collectives import Axis
+from fds.step.buckets import Bucketed
+from fds.step.gradients import global_norm
+from fds.step.handles import materialize
+from fds.step.parameters import Parameters, open_parameters
+from fds.step.reduce import same_metrics
+from fds.step.structure import Structure
+from fds.step.sums import InPlace
+from fds.step.totals import Totals
+
+
+@attrs.define(eq=False)
+class Found:
+    """What came of a batch on this rank, before ranks agree on it."""
+
+    totals: Totals
+    leaves: list[Tensor]  # summed gradients of the trained parts
+    used: list[bool]  # by trained parameter: whether a gradient came for it
+    counted: list[bool]  # by leaf: whether its norm counts here; of leaves that several ranks hold, one's does
+    buffers: dict[str, Tensor]
+    wide: bool = False  # some rank's gradients are float64
+
+    def norm(self) -> Tensor:
+        """Return the norm () of the leaves that count here."""
+        pairs = zip(self.leaves, self.counted, strict=True)
+        norm = global_norm([x if counts else x.new_empty(0) for x, counts in pairs])
+        return norm.double() if self.wide else norm
+
+
+class Grads(Protocol):
+    """The station `grads`: who holds which parameters, and how the loss is run with them."""
+
+    @property
+    def axis(self) -> Axis | None:
+        """The ranks that hold different parameters; None where all hold the same."""
+        ...
+
+    def names(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names of all parameters, given those that this rank holds."""
+        ...
+
+    def holds(self, name: str) -> bool:
+        """Say whether this rank holds a parameter, or a buffer."""
+        ...
+
+    def kind(self, name: str) -> Hashable:
+        """Return what a parameter may share a bucket with: others of this kind."""
+        ...
+
+    def share(self, name: str, x: Tensor) -> None:
+        """Give a new parameter the values that it has on the first of the ranks of `axis` that hold it."""
+        ...
+
+    def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return all parameters on every rank of `axis`, given those that each holds."""
+        ...
+
+    def __call__(
+        self, step: Any, state: Any, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
+    ) -> Found:
+        """Return the gradients of a batch, times `scale`, summed over microbatches and data ranks."""
+        ...
+
+    def forward(
+        self, step: Any, state: Any, params: Parameters, batch: Any, order: Any, *, outputs: bool
+    ) -> tuple[Totals, list]:
+        """Evaluate a batch without gradients; with `outputs` return also a list of what the last layer returned."""
+        ...
+
+
+@attrs.frozen
+class InTurn:
+    """Every rank holds all parameters, and runs its microbatches one after another, forward and backward."""
+
+    axis = None
+
+    def names(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the same."""
+        return names
+
+    def holds(self, name: str) -> bool:
+        """Return True."""
+        return True
+
+    def kind(self, name: str) -> Hashable:
+        """Return None."""
+        return None
+
+    def share(self, name: str, x: Tensor) -> None:
+        """Do nothing."""
+
+    def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the same."""
+        return named
+
+    def __call__(
+        self, step: Any, state: Any, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
+    ) -> Found:
+        """Return the gradients of a batch."""
+        totals, sums, buffers = self._run(step, state, structure, parts, batch, scale)
+        used = sums.used()
+        step.reduce.demand_use(used, losses.name(step.loss))
+        leaves = sums.finish()
+        same_metrics(totals, step.everyone, "step", step.asked)
+        return Found(totals, leaves, used, [step.reduce.counts] * len(leaves), buffers)
+
+    def _run(
+        self, step: Any, state: Any, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
+    ) -> tuple[Totals, InPlace | Bucketed, dict[str, Tensor]]:
+        """Run every microbatch forward and backward.
+
+        What only this needs (whole or low-precision parameters, microbatches, graphs) is gone before the update.
+        """
+        microbatches, where = step.microbatches(batch), losses.name(step.loss)
+        settings = step.settings(state, len(microbatches))
+        order = step.order("step", structure)
+        params = open_parameters(step.gather, structure, parts, step.pool, train=True, order=order)
+        sums = step.reduce.sums(structure, params.trained, step.sum.dtype, step.pool, order)
+        totals, buffers = Totals(), state.buffers
+        with random.scope(settings[0].devices), torch.inference_mode(False), torch.enable_grad():
+            try:
+                for i, (microbatch, setting) in enumerate(zip(microbatches, settings, strict=True)):
+                    outcome = step.run_loss(step.loss, params.tree, microbatch, buffers, setting)
+                    buffers = outcome.buffers
+                    if params.trained:
+                        step.reduce.demand_graph(outcome.total, where)
+                        seed = None if scale is None else scale.to(outcome.total.dtype)
+                        backward = functools.partial(autodiff.backward_into, outcome.total, seed)
+                        sums.add(backward, last=i + 1 == len(microbatches))
+                        del backward
+                    totals.add(outcome, where)
+                    del outcome  # and its graph
+                    setting.mode.release()
+                if order is not None:
+                    order.finish()
+            except BaseException:
+                sums.close()
+                raise
+            finally:
+                settings[0].mode.release()
+                params.close()
+                if order is not None:
+                    order.joins.clear()
+        return totals, sums, buffers
+
+    def forward(
+        self, step: Any, state: Any, params: Parameters, batch: Any, order: Any, *, outputs: bool
+    ) -> tuple[Totals, list]:
+        """Evaluate a batch in one piece."""
+        (whole_batch,) = step.microbatches(batch, 1)
+        seen: list = []
+        (setting,) = step.settings(state, 1, evaluating=True, seen=seen)
+        totals = Totals()
+        with random.scope(setting.devices), torch.no_grad():
+            outcome = step.run_loss(step.eval_loss, params.tree, whole_batch, state.buffers, setting)
+            totals.add(outcome, losses.name(step.eval_loss))
+            shown = tree.map(_plain, seen) if outputs else []
+        if order is not None:
+            order.finish()
+        same_metrics(totals, step.everyone, "evaluate", step.asked)
+        return totals, shown
+
+
+def _plain(x: Any) -> Any:
+    """Return what can still be read when the parameters are gone."""
+    return materialize(x) if isinstance(x, Tensor) else x
