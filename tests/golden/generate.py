@@ -13,21 +13,53 @@ outside: constructed, stepped and read. Floats are written by `repr`, so reading
 lr_schedules.json, per case: `lr[0]` is the learning rate that the constructor leaves in the parameter group
 (t = -1), `lr[1 + t]` what it holds once t is reached; `beta1` likewise, where momentum is cycled.
 loss_scale.json, per case: `scale_after[i]` is the loss scale after the update that saw `overflow[i]`.
+pipeline_schedules.json, per case: `buffers[i]` and `ticks[i]` are those of stage i. A tick is a word (`.` where nothing
+is done) of letters, which LETTERS explains, with the number of the buffer. The edition "0.3.0" is the documented one,
+in force up to 0.8.2: the same class but for the two things that `documented` puts back. It was compared with the class
+of 0.8.2 itself, over all of these sizes.
+partitions.json, per case: `spread` is what 0.19.6 returns; `bottleneck` what the versions before 0.12.5 did, which
+are asked where a file of theirs is given, and else kept as they were:
+
+    git show v0.12.4:deepspeed/runtime/utils.py > /tmp/utils.py  # in a clone of DeepSpeed
+    DS_ACCELERATOR=cpu /tmp/ds-venv/bin/python tests/golden/generate.py /tmp/utils.py
 """
 
+import ast
 import json
 import os
 import random
+import sys
+from bisect import bisect_left
 from itertools import product
 from pathlib import Path
 
 HERE = Path(__file__).parent
 NUM_STEPS = 48
 NUM_UPDATES = 60
+MAX_STAGES, MAX_MICROBATCHES = 8, 24
+LETTERS = {
+    "LoadMicroBatch": "L",
+    "ForwardPass": "F",
+    "BackwardPass": "B",
+    "SendActivation": "S",
+    "RecvActivation": "R",
+    "SendGrad": "s",
+    "RecvGrad": "r",
+    "ReduceTiedGrads": "T",
+    "ReduceGrads": "G",
+    "OptimizerStep": "O",
+}
 
 
-def main() -> None:
-    for name, cases in (("lr_schedules", lr_cases()), ("loss_scale", loss_scale_cases())):
+def main(before: str | None = None) -> None:
+    """Write every file; `before` is runtime/utils.py of a version before 0.12.5, if there is one."""
+    files = {
+        "lr_schedules": lr_cases(),
+        "loss_scale": loss_scale_cases(),
+        "pipeline_schedules": pipeline_cases(),
+        "partitions": partition_cases(before),
+    }
+    for name, cases in files.items():
         lines = ",\n".join(json.dumps(case) for case in cases)
         (HERE / f"{name}.json").write_text(f'{{"versions": {json.dumps(versions())}, "cases": [\n{lines}\n]}}\n')
         print(f"{name}.json: {len(cases)} cases")
@@ -130,6 +162,95 @@ def scales(settings: dict, overflow: list[int]) -> list[float]:
     return after
 
 
+def pipeline_cases() -> list[dict]:
+    from deepspeed.runtime.pipe import schedule  # pyright: ignore[reportMissingImports]
+
+    train, inference, data_parallel = schedule.TrainSchedule, schedule.InferenceSchedule, schedule.DataParallelSchedule
+    both, cases = ["0.3.0", "0.19.6"], []
+    for stages, microbatches in product(range(1, MAX_STAGES + 1), range(1, MAX_MICROBATCHES + 1)):
+        size = {"num_stages": stages, "num_microbatches": microbatches}
+        kinds = [(documented(train), ["0.3.0"]), (train, ["0.19.6"]), (inference, both)]
+        for kind, editions in kinds + [(data_parallel, both)] * (stages == 1):
+            name = next(c.__name__ for c in (train, inference, data_parallel) if issubclass(kind, c))
+            streams = [kind(microbatches, stages, stage) for stage in range(stages)]
+            case = {"class": name, "editions": editions} | size
+            case["buffers"] = [stream.num_pipe_buffers() for stream in streams]
+            case["ticks"] = [" ".join(map(letters, stream.steps())) for stream in streams]
+            cases.append(case)
+    return cases
+
+
+def documented(train: type) -> type:
+    """Return the schedule as it is documented: each tick's exchange the other way round, and one buffer more."""
+
+    class Documented(train):
+        def steps(self):
+            for tick in super().steps():
+                exchange = [c for c in tick if c.name.startswith(("Send", "Recv"))]
+                yield exchange[::-1] + tick[len(exchange) :]  # the exchange comes first
+
+        def num_pipe_buffers(self):
+            return max(2, min(self.stages - self.stage_id + 1, self.micro_batches))
+
+    return Documented
+
+
+def letters(tick: list) -> str:
+    return "".join(LETTERS[c.name] + str(c.kwargs.get("buffer_id", "")) for c in tick) or "."
+
+
+def partition_cases(before: str | None = None) -> list[dict]:
+    from deepspeed.runtime import utils  # pyright: ignore[reportMissingImports]
+
+    cases = [
+        {"num_items": items, "num_parts": parts, "uniform": utils.partition_uniform(items, parts)}
+        for items, parts in product(range(1, 31), range(1, 11))
+    ]
+    ask = old_partition(before) if before else kept_partition()
+    for weights, parts in partition_problems():
+        spread = [int(i) for i in utils.partition_balanced(weights, parts)]
+        case = {"weights": weights, "num_parts": parts, "spread": spread}
+        cases.append(case | {"bottleneck": ask(weights, parts)})
+    return cases
+
+
+def partition_problems() -> list[tuple[list, int]]:
+    """Return (weights, number of parts)."""
+    draw = random.Random(20231208)
+    kinds = [
+        lambda: draw.randint(0, 1),
+        lambda: draw.randint(0, 9),
+        lambda: draw.choice((1, 1, 1, 50)),
+        lambda: draw.randint(0, 10**8),
+        lambda: round(draw.random() * 100, 3),
+        lambda: draw.randint(0, 640) / 64,
+    ]
+    problems: list[tuple[list, int]] = [([52734976] + [12596224] * 24 + [2048, 0], 4)]  # BERT
+    problems += [([7, *[1] * 8, 7], parts) for parts in range(1, 13)]
+    for i in range(3000):
+        kind, parts = draw.choice(kinds), draw.randint(2, 8)
+        size = draw.randint(parts, parts + (8 if i % 20 else 30))
+        problems.append(([kind() for _ in range(size)], parts))
+    return problems
+
+
+def old_partition(path: str):
+    """Return `partition_balanced` of that file, without the imports that stand around it."""
+    names = {"prefix_sum_inc", "partition_uniform", "_lprobe", "_rb_partition_balanced", "partition_balanced"}
+    tree = ast.parse(Path(path).read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    namespace = {"bisect_left": bisect_left}
+    exec(compile(tree, path, "exec"), namespace)
+    return namespace["partition_balanced"]
+
+
+def kept_partition():
+    """Return a look-up of what is kept."""
+    cases = json.loads((HERE / "partitions.json").read_text())["cases"]
+    kept = {(str(c["weights"]), c["num_parts"]): c["bottleneck"] for c in cases if "weights" in c}
+    return lambda weights, parts: kept[str(weights), parts]
+
+
 if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    main()
+    main(*sys.argv[1:])

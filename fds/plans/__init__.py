@@ -1,0 +1,56 @@
+"""Plans: who does what in which order in a pipeline, as values that print, parse, and can be checked and changed.
+
+A schedule is a pure function of the numbers of ranks and microbatches. Passes make of its plan what an interpreter
+runs; yours is a function that returns rows.
+
+>>> plan = validate(one_f_one_b(2, 2), memory_bound=[2, 1])
+>>> plan
+0: 0F0 0F1 0BW0 0BW1
+1: 1F0 1BW0 1F1 1BW1
+>>> num_buffers(overlap(communicate(plan)))
+{0: 2, 1: 2}
+>>> mine = lambda num_ranks, num_microbatches: [[f"{rank}F0", f"{rank}BW0"] for rank in range(num_ranks)]
+>>> validate(Plan.of(mine(2, 1)))
+0: 0F0 0BW0
+1: 1F0 1BW0
+"""
+
+from fds.plans.actions import Action, Op
+from fds.plans.buffers import assign_buffers, num_buffers
+from fds.plans.costs import Costs
+from fds.plans.lowering import communicate, finish, overlap
+from fds.plans.measuring import LayerCosts, measure
+from fds.plans.order import linear
+from fds.plans.partition import boundaries_of, partition_balanced, partition_uniform
+from fds.plans.pictures import draw_png, draw_text, to_chrome
+from fds.plans.plan import Plan, Schedule
+from fds.plans.recording import Recording, joined, record, recorder
+from fds.plans.schedules.data_parallel import data_parallel
+from fds.plans.schedules.dualpipe_v import dualpipe_v
+from fds.plans.schedules.gpipe import gpipe
+from fds.plans.schedules.inference import forwards_of, inference
+from fds.plans.schedules.interleaved import interleaved
+from fds.plans.schedules.one_f_one_b import one_f_one_b
+from fds.plans.schedules.searched import searched
+from fds.plans.schedules.zb_h1 import zb_h1
+from fds.plans.schedules.zb_h2 import zb_h2
+from fds.plans.schedules.zb_v import zb_v
+from fds.plans.simulator import simulate
+from fds.plans.timeline import Event, Timeline
+from fds.plans.validation import validate
+
+__all__ = [
+    # what a plan is
+    "Action", "Op", "Plan", "Schedule",
+    # schedules
+    "data_parallel", "dualpipe_v", "forwards_of", "gpipe", "inference", "interleaved", "one_f_one_b", "searched",
+    "zb_h1", "zb_h2", "zb_v",
+    # passes
+    "assign_buffers", "communicate", "finish", "linear", "num_buffers", "overlap", "validate",
+    # time and memory
+    "Costs", "Event", "LayerCosts", "Recording", "Timeline", "joined", "measure", "record", "recorder", "simulate",
+    # stages of layers
+    "boundaries_of", "partition_balanced", "partition_uniform",
+    # pictures
+    "draw_png", "draw_text", "to_chrome",
+]  # fmt: skip

@@ -1,0 +1,137 @@
+"""Show what a schedule comes to: `python -m fds.plans one_f_one_b --stages 4 --microbatches 8`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+
+from fds.errors import FdsError, PlanError, did_you_mean
+from fds.plans.buffers import assign_buffers
+from fds.plans.costs import Costs
+from fds.plans.lowering import communicate, overlap
+from fds.plans.pictures import draw_png, draw_text, to_chrome
+from fds.plans.plan import Plan, Schedule
+from fds.plans.schedules.data_parallel import data_parallel
+from fds.plans.schedules.dualpipe_v import dualpipe_v
+from fds.plans.schedules.gpipe import gpipe
+from fds.plans.schedules.inference import inference
+from fds.plans.schedules.interleaved import interleaved
+from fds.plans.schedules.one_f_one_b import one_f_one_b
+from fds.plans.schedules.searched import searched
+from fds.plans.schedules.zb_h1 import zb_h1
+from fds.plans.schedules.zb_h2 import zb_h2
+from fds.plans.schedules.zb_v import zb_v
+from fds.plans.simulator import simulate
+from fds.plans.timeline import Timeline
+
+Options = argparse.Namespace
+
+SCHEDULES: dict[str, Callable[[Options, Costs], tuple[Schedule, int]]] = {  # and how many stages a rank has
+    "gpipe": lambda options, costs: (gpipe, 1),
+    "one_f_one_b": lambda options, costs: (one_f_one_b, 1),
+    "interleaved": lambda options, costs: (interleaved(options.chunks), options.chunks),
+    "zb_h1": lambda options, costs: (zb_h1, 1),
+    "zb_h2": lambda options, costs: (zb_h2, 1),
+    "zb_v": lambda options, costs: (zb_v, 2),
+    "dualpipe_v": lambda options, costs: (dualpipe_v, 2),
+    "searched": lambda options, costs: (searched(costs, _bound(options)), 1),
+    "inference": lambda options, costs: (inference, 1),
+    "data_parallel": lambda options, costs: (data_parallel, 1),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line, and return the exit code: 2 for what is refused."""
+    options = _parse(arguments)
+    try:
+        _show(options)
+    except FdsError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _show(options: Options) -> None:
+    costs = Costs(
+        forward=_numbers("--forward", options.forward),
+        backward_input=_numbers("--backward-input", options.backward_input),
+        backward_weight=_numbers("--backward-weight", options.backward_weight),
+        activation_bytes=_numbers("--activation-bytes", options.activation_bytes),
+        latency=options.latency,
+    )
+    plan = _plan(options, costs)
+    if options.lower:
+        plan = overlap(assign_buffers(communicate(plan)))
+    line = simulate(plan, costs)
+    sizes = f"{plan.num_stages} stages on {plan.num_ranks} ranks, {plan.num_microbatches} microbatches"
+    title = f"{options.schedule}: {sizes}"
+    print(f"{title}\n{draw_text(line, width=_columns())}\n{_facts(line)}")
+    if options.plan or options.lower:
+        print(f"\n{plan}")
+    if options.png:
+        draw_png(line, options.png, title=f"{title}, bubble {line.bubble_fraction:.1%}")
+    if options.chrome:
+        to_chrome(line, options.chrome)
+
+
+def _plan(options: Options, costs: Costs) -> Plan:
+    if options.schedule not in SCHEDULES:
+        raise PlanError("there is no such schedule", got=repr(options.schedule), want=", ".join(SCHEDULES),
+                        hint=did_you_mean(options.schedule, SCHEDULES))  # fmt: skip
+    if options.memory_bound is not None and options.schedule != "searched":
+        raise PlanError("only a search keeps to a bound on memory", got=f"{options.schedule} --memory-bound",
+                        want="searched --memory-bound")  # fmt: skip
+    schedule, per_rank = SCHEDULES[options.schedule](options, costs)
+    ranks, rest = divmod(options.stages, per_rank)
+    if rest:
+        raise PlanError("the stages do not divide among the ranks", where=options.schedule,
+                        got=f"--stages {options.stages}", want=f"a multiple of {per_rank}")  # fmt: skip
+    return Plan.of(schedule(ranks, options.microbatches))
+
+
+def _bound(options: Options) -> float | tuple[float, ...] | None:
+    return None if options.memory_bound is None else _numbers("--memory-bound", options.memory_bound)
+
+
+def _numbers(option: str, text: str) -> float | tuple[float, ...]:
+    """Read one number, or one per stage."""
+    try:
+        numbers = tuple(map(float, text.split(",")))
+    except ValueError as error:
+        raise PlanError("these are no numbers", where=option, got=repr(text), want="1.5, or 1,2,1.5,1") from error
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _columns() -> int | None:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _facts(line: Timeline) -> str:
+    live = " ".join(map(str, line.peak_live))
+    most = " ".join(f"{x:g}" for x in line.peak_bytes)
+    held = f"peak live {live}" if most == live else f"peak live {live}, bytes {most}"
+    lost = f"bubble {line.bubble_fraction:.1%}, idle {line.idle_fraction:.1%}"
+    return f"time {line.makespan:g}, {lost}, {held} (per rank)"
+
+
+def _parse(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(prog="python -m fds.plans", description="Draw a pipeline schedule, simulated.")
+    parser.add_argument("schedule", help=", ".join(SCHEDULES))
+    parser.add_argument("--stages", type=int, default=4, help="of all ranks together (%(default)s)")
+    parser.add_argument("--microbatches", type=int, default=8, help="(%(default)s)")
+    parser.add_argument("--chunks", type=int, default=2, help="stages a rank, for interleaved (%(default)s)")
+    parser.add_argument("--memory-bound", metavar="BYTES", help="a number or one per rank, for searched (none)")
+    for name in ("--forward", "--backward-input", "--backward-weight", "--activation-bytes"):
+        parser.add_argument(name, metavar="COST", default="1", help="one, or one per stage: 1,2,1.5,1 (%(default)s)")
+    parser.add_argument("--latency", type=float, default=0.0, help="of a message between ranks (%(default)s)")
+    parser.add_argument("--plan", action="store_true", help="print the rows")
+    parser.add_argument("--lower", action="store_true", help="print them with messages and buffers")
+    parser.add_argument("--png", metavar="PATH", help="draw it there too (needs matplotlib: fds[plot])")
+    parser.add_argument("--chrome", metavar="PATH", help="write a trace for https://ui.perfetto.dev there")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

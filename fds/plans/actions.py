@@ -1,0 +1,69 @@
+"""Actions: what one rank of a pipeline does at one moment, as a value that prints as `2F0` and parses back."""
+
+from __future__ import annotations
+
+import enum
+import re
+
+import attrs
+
+from fds.errors import PlanError, did_you_mean
+
+
+class Op(enum.Enum):
+    """What is done; the value is how it prints."""
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "B"  # gradients by the stage's input, which the stage before waits for
+    BACKWARD_WEIGHT = "W"  # gradients by its parameters, from what B kept; for whenever there is time
+    BACKWARD = "BW"  # both at once
+    # what lowering adds
+    LOAD = "LOAD"  # a microbatch of the batch: inputs on the first stage, targets on the last
+    SEND_ACTIVATION = "SEND_ACT"  # to the stage after
+    RECV_ACTIVATION = "RECV_ACT"  # from the stage before
+    SEND_GRAD = "SEND_GRAD"  # to the stage before
+    RECV_GRAD = "RECV_GRAD"  # from the stage after
+    REDUCE_TIED_GRADS = "REDUCE_TIED"  # among the stages that share parameters
+    REDUCE_GRADS = "REDUCE"  # over the data axis
+    OPTIMIZER_STEP = "STEP"
+
+
+COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD})
+SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRAD})
+RECVS = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRAD})
+_OPS = {op.value: op for op in Op}
+_FORM = re.compile(r"(?:(\d+)([A-Z][A-Z_]*)(\d+)(?:@(\d+))?|([A-Z][A-Z_]*))")
+
+
+@attrs.frozen(repr=False)
+class Action:
+    """One thing that a rank does: for a stage and a microbatch, or (the last three) once a step.
+
+    >>> Action(2, Op.FORWARD, 0), Action.parse("1SEND_GRAD3@0").op
+    (2F0, <Op.SEND_GRAD: 'SEND_GRAD'>)
+    """
+
+    stage: int | None
+    op: Op
+    microbatch: int | None = None
+    buffer: int | None = None  # of those that the stage holds for microbatches under way, once assigned
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Return the action that prints as `text`. Raises `PlanError`."""
+        match = _FORM.fullmatch(text)
+        word = match and (match[2] or match[5])
+        if match is None or word not in _OPS:
+            raise PlanError("this is no action", got=repr(text), want="such as 2F0: stage, operation, microbatch",
+                            hint=did_you_mean(word, _OPS) if word else "")  # fmt: skip
+        stage, _, microbatch, buffer, _ = match.groups()
+        number = lambda digits: None if digits is None else int(digits)
+        return cls(number(stage), _OPS[word], number(microbatch), number(buffer))
+
+    def __str__(self) -> str:
+        if self.stage is None:
+            return self.op.value
+        at = "" if self.buffer is None else f"@{self.buffer}"
+        return f"{self.stage}{self.op.value}{self.microbatch}{at}"
+
+    __repr__ = __str__

@@ -1,0 +1,57 @@
+"""Costs: what a simulated plan takes, in time and memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import attrs
+
+from fds.errors import PlanError
+
+PerStage = float | Sequence[float]
+
+
+def _numbers(name: str):
+    def check(_self: object, _field: object, value: PerStage) -> None:
+        values = [value] if isinstance(value, int | float) else list(value)
+        if not values or any(isinstance(v, bool) or not v >= 0 or math.isinf(v) for v in values):
+            raise PlanError("a cost is not negative, and finite", where=name, got=repr(value),
+                            want="one number, or one per stage")  # fmt: skip
+
+    return check
+
+
+def _frozen(value: PerStage) -> float | tuple[float, ...]:
+    return value if isinstance(value, int | float) else tuple(value)
+
+
+@attrs.frozen
+class Costs:
+    """What each stage takes for one microbatch: one number for all stages, or one per stage.
+
+    Times are in any one unit (seconds, where measured), and bytes may count anything too: with `activation_bytes=1`
+    a peak of bytes is a peak of microbatches.
+    """
+
+    forward: PerStage = attrs.field(default=1.0, converter=_frozen, validator=_numbers("forward"))
+    backward_input: PerStage = attrs.field(default=1.0, converter=_frozen, validator=_numbers("backward_input"))
+    backward_weight: PerStage = attrs.field(default=1.0, converter=_frozen, validator=_numbers("backward_weight"))
+    activation_bytes: PerStage = attrs.field(default=1.0, converter=_frozen, validator=_numbers("activation_bytes"))
+    message_bytes: PerStage = attrs.field(default=0.0, converter=_frozen, validator=_numbers("message_bytes"))
+    latency: float = 0.0  # of a message between two ranks
+    bytes_per_second: float = math.inf  # of a message between two ranks
+
+    def at(self, name: str, stage: int) -> float:
+        """Return the cost of this name at a stage: `costs.at("forward", 2)`. Raises `PlanError` for a stage beyond."""
+        value = getattr(self, name)
+        if isinstance(value, int | float):
+            return value
+        if not 0 <= stage < len(value):
+            raise PlanError("there is no cost for this stage", where=f"costs.{name}", got=f"{len(value)} numbers",
+                            want=f"one for every stage up to {stage}, or one for all")  # fmt: skip
+        return value[stage]
+
+    def message(self, stage: int) -> float:
+        """Return the time that a message between this stage and the next takes between two ranks."""
+        return self.latency + self.at("message_bytes", stage) / self.bytes_per_second

@@ -1,0 +1,135 @@
+"""Lowering: passes that add to a plan of computations what moves data between them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+from fds.errors import PlanError
+from fds.plans.actions import COMPUTE, RECVS, Action, Op
+from fds.plans.order import in_ticks
+from fds.plans.plan import Plan
+
+
+def communicate(plan: Plan) -> Plan:
+    """Return the plan with loads, and with sends and receives between stages on different ranks.
+
+    LOAD comes before a forward of the first stage (inputs) and of the last (targets). SEND_ACT of a stage goes to the
+    RECV_ACT of the stage after, SEND_GRAD to the RECV_GRAD of the stage before, as soon as B or BW is done. Between
+    stages of one rank nothing is sent: the interpreter hands it over.
+
+    Messages cannot deadlock, even where both sides wait until the other is there: all computations and messages are
+    put in one order, that of `linear` with the messages of a tick after its computations, and a row is the rank's
+    part of that order. So messages of one kind between two ranks have one order on both sides, too.
+    Raises `PlanError` where ranks wait for each other, and for a plan that has been lowered.
+
+    >>> communicate(Plan.of([["0F0", "0BW0"], ["1F0", "1BW0"]]))
+    0: 0LOAD0 0F0 0SEND_ACT0 0RECV_GRAD0 0BW0
+    1: 1RECV_ACT0 1LOAD0 1F0 1BW0 1SEND_GRAD0
+    """
+    _refuse_other_than_computations(plan)
+    rows: list[list[Action]] = [[] for _ in plan.rows]
+    for _, tick in itertools.groupby(in_ticks(plan), key=lambda step: step[0]):
+        computations = [(rank, action) for _, rank, action in tick]
+        for rank, action in computations:
+            if action.op is Op.FORWARD and action.stage in (0, plan.num_stages - 1):
+                rows[rank].append(Action(action.stage, Op.LOAD, action.microbatch))
+            rows[rank].append(action)
+        for rank, action in computations:
+            for at, message in _message(plan, rank, action):
+                rows[at].append(message)
+    return Plan.of(rows)
+
+
+def overlap(plan: Plan, *, ahead: int = 1) -> Plan:
+    """Return the lowered plan whose receives are posted early: each right before the `ahead`th computation before it.
+
+    Receives of a rank keep their order, and none is posted while its buffer is in use: where no buffers are assigned,
+    before an action of its own microbatch at its stage. Sends stay right behind their computations: the interpreter
+    starts them, and waits for them only when it needs their memory. It waits for a receive where the message is used.
+
+    The plan is for interpreters that do so. One in which a receive, or an earlier message of the other direction,
+    holds up the rank must do the plan of `communicate` as it is.
+
+    >>> plan = communicate(Plan.of([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]))
+    >>> plan.rows[1][:8]
+    (1RECV_ACT0, 1LOAD0, 1F0, 1RECV_ACT1, 1BW0, 1SEND_GRAD0, 1LOAD1, 1F1)
+    >>> overlap(plan).rows[1][:8]
+    (1RECV_ACT0, 1LOAD0, 1RECV_ACT1, 1F0, 1BW0, 1SEND_GRAD0, 1LOAD1, 1F1)
+    """
+    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+        raise PlanError("receives are posted a whole number of computations ahead", where="overlap",
+                        got=f"ahead={ahead!r}", want="ahead >= 0")  # fmt: skip
+    return Plan(tuple(_posted_early(row, ahead) for row in plan.rows))
+
+
+def finish(plan: Plan, *, tied: Iterable[int] = ()) -> Plan:
+    """Return the training plan whose rows end in the reductions of gradients and the optimizer's step.
+
+    `tied` are the stages that share parameters with another: the ranks that hold one reduce those among them.
+    Raises `PlanError` for a plan without backwards, for one that has its end, and for stages that it does not have.
+
+    >>> finish(Plan.of([["0F0", "0BW0"], ["1F0", "1BW0"]]), tied=[0])
+    0: 0F0 0BW0 REDUCE REDUCE_TIED STEP
+    1: 1F0 1BW0 REDUCE STEP
+    """
+    tied = set(tied)
+    if not plan.trains:
+        raise PlanError("a plan without backwards has no gradients to reduce", where="finish",
+                        want="a plan with BW, or B and W")  # fmt: skip
+    if any(action.stage is None for row in plan.rows for action in row):
+        raise PlanError("the plan has its end", where="finish", want="a plan without REDUCE, REDUCE_TIED and STEP")
+    if unknown := tied - set(plan.placement):
+        raise PlanError("there are no such stages", where="finish(tied=...)", got=f"{sorted(unknown)}",
+                        want=f"stages of 0 to {plan.num_stages - 1}")  # fmt: skip
+    owners = {plan.placement[stage] for stage in tied}
+    reduce, reduce_tied, step = (Action(None, op) for op in (Op.REDUCE_GRADS, Op.REDUCE_TIED_GRADS, Op.OPTIMIZER_STEP))
+    end = lambda rank: (reduce, reduce_tied, step) if rank in owners else (reduce, step)
+    return Plan(tuple((*row, *end(rank)) for rank, row in enumerate(plan.rows)))
+
+
+def _refuse_other_than_computations(plan: Plan) -> None:
+    for rank, row in enumerate(plan.rows):
+        for place, action in enumerate(row):
+            if action.op not in COMPUTE or action.buffer is not None:
+                raise PlanError("only a plan of computations can be lowered", got=str(action),
+                                where=f"rank {rank}, action {place}: {action}", want="F, B, W and BW, without buffers",
+                                hint="first communicate, then overlap, assign_buffers and finish")  # fmt: skip
+
+
+def _message(plan: Plan, rank: int, action: Action) -> Iterator[tuple[int, Action]]:
+    """Yield the send and the receive of what a computation made, each with its rank, if another rank needs it."""
+    if action.op is Op.FORWARD:
+        other, send, receive = action.stage + 1, Op.SEND_ACTIVATION, Op.RECV_ACTIVATION  # type: ignore[operator]
+    elif action.op is Op.BACKWARD_WEIGHT:
+        return
+    else:
+        other, send, receive = action.stage - 1, Op.SEND_GRAD, Op.RECV_GRAD  # type: ignore[operator]
+    if plan.placement.get(other, rank) != rank:
+        yield rank, Action(action.stage, send, action.microbatch)
+        yield plan.placement[other], Action(other, receive, action.microbatch)
+
+
+def _posted_early(row: tuple[Action, ...], ahead: int) -> tuple[Action, ...]:
+    out: list[Action] = []
+    for action in row:
+        place = _earliest(out, action, ahead) if action.op in RECVS else len(out)
+        out.insert(place, action)
+    return tuple(out)
+
+
+def _earliest(before: list[Action], receive: Action, ahead: int) -> int:
+    """Return the place in the row so far at which a receive is posted."""
+    place = len(before)
+    for at in range(len(before) - 1, -1, -1):
+        action = before[at]
+        if ahead == 0 or action.op in RECVS or _holds_its_buffer(action, receive):
+            break
+        if action.op in COMPUTE:
+            place, ahead = at, ahead - 1
+    return place
+
+
+def _holds_its_buffer(action: Action, receive: Action) -> bool:
+    key = lambda a: a.microbatch if receive.buffer is None else a.buffer
+    return action.stage == receive.stage and key(action) == key(receive)

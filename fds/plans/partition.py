@@ -1,0 +1,253 @@
+"""Partition: which layers are which stage's, as boundaries `[0, ..., num_layers]`; stage i holds from i up to i + 1."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from fds.errors import PlanError, did_you_mean
+from fds.plans.measuring import LayerCosts
+
+NAMES = ("uniform", "parameters", "type:REGEX")
+_WANTED = ", ".join(map(repr, NAMES))
+
+
+def boundaries_of(
+    partition: Any, num_stages: int, *, types: Sequence[str], parameters: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the `num_stages + 1` boundaries that a user's `partition=` stands for; every stage has a layer.
+
+    Args:
+        partition: `"uniform"` (sizes differ by one at most, the first are the larger); `"parameters"` (the stage with
+            the most trainable parameters has as few as can be); `"type:REGEX"` (likewise, counting the layers whose
+            class name holds the pattern, in any case of letters); a `LayerCosts` (likewise, by time); or boundaries.
+        num_stages: how many stages.
+        types: the class name of every layer.
+        parameters: how many trainable parameters every layer has.
+
+    Among the partitions whose largest stage is smallest, the most even one is taken. Raises `PlanError`.
+
+    >>> boundaries_of("type:block", 2, types=["Embedding", "Block", "Block", "Head"], parameters=[8, 1, 1, 8])
+    (0, 2, 4)
+    """
+    num_layers = len(types)
+    if len(parameters) != num_layers:
+        raise PlanError("layers and parameter counts differ in number", got=f"{len(parameters)} counts",
+                        want=f"{num_layers}")  # fmt: skip
+    if num_stages < 1:
+        raise PlanError("a pipeline has a stage", where="num_stages", got=str(num_stages), want="1 or more")
+    if num_layers < num_stages:
+        raise PlanError("there are fewer layers than stages", got=f"{num_layers} layers, {num_stages} stages",
+                        want="a layer for every stage", hint=f"num_stages={num_layers}, or smaller layers")  # fmt: skip
+    if isinstance(partition, LayerCosts):
+        return _of_costs(partition.seconds, num_layers, num_stages)
+    if not isinstance(partition, str):
+        return _of_the_user(partition, num_layers, num_stages)
+    if partition == "uniform":
+        return tuple(partition_uniform(num_layers, num_stages))
+    if partition == "parameters":
+        return smallest_largest(parameters, num_stages)
+    if partition.startswith("type:"):
+        return smallest_largest(_matches(partition, types), num_stages)
+    raise PlanError("there is no such partition", where="partition", got=repr(partition),
+                    want=f"{_WANTED}, LayerCosts or boundaries", hint=did_you_mean(partition, NAMES))  # fmt: skip
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Return boundaries of parts whose sizes differ by one at most, the first ones larger, as DeepSpeed 0.19.6 does.
+
+    Fewer items than parts leave the last parts empty. Raises `PlanError`.
+
+    >>> partition_uniform(10, 4)
+    [0, 3, 6, 8, 10]
+    """
+    _demand_parts(num_parts)
+    size, larger = divmod(num_items, num_parts)
+    return [part * size + min(part, larger) for part in range(num_parts + 1)]
+
+
+def partition_balanced(
+    weights: Sequence[float], num_parts: int, *, minimise: Literal["bottleneck", "spread"] = "spread"
+) -> list[int]:
+    """Return the boundaries that DeepSpeed's `partition_balanced` gives, with what its searches miss.
+
+    `"spread"` is 0.12.5 to 0.19.6, which keeps, item by item, the division with the smallest difference between the
+    largest and the smallest part; `"bottleneck"` is what came before, which searches for the smallest largest part, to
+    0.001. Either may leave a part empty. A stage needs a layer: pipelines divide by `smallest_largest`, and take these
+    as explicit boundaries. Raises `PlanError`.
+
+    >>> partition_balanced([5, 1, 1, 1, 1, 1], 2), partition_balanced([5, 1, 1, 1, 1, 1], 2, minimise="bottleneck")
+    ([0, 1, 6], [0, 1, 6])
+    """
+    _demand_parts(num_parts)
+    _demand_weights(weights)
+    if minimise not in _EDITIONS:
+        raise PlanError("nothing else is minimised", where="minimise", got=repr(minimise), want=" or ".join(_EDITIONS))
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    return _EDITIONS[minimise](weights, num_parts)
+
+
+def smallest_largest(weights: Sequence[float], num_parts: int) -> tuple[int, ...]:
+    """Return boundaries of parts, none empty, of which the heaviest is as light as can be.
+
+    Among those it takes the smallest sum of squares, and then the latest last boundaries, so that equal weights are
+    divided as by `partition_uniform`. O(parts * items * log items), and then O(parts * items * a part's items).
+    Raises `PlanError`.
+
+    >>> smallest_largest([5, 1, 1, 1, 1, 1], 3)
+    (0, 1, 4, 6)
+    """
+    _demand_parts(num_parts)
+    _demand_weights(weights)
+    num_items = len(weights)
+    if num_items < num_parts:
+        raise PlanError("there are fewer items than parts", got=f"{num_items} items", want=f"{num_parts} or more")
+    total = [0, *itertools.accumulate(weights)]
+    limit = _smallest_limit(total, num_parts)
+    # least[i]: the smallest sum of squares of the parts so far, of items 0 to i
+    least = [0.0] + [math.inf] * num_items
+    chosen: list[list[int]] = []
+    for part in range(num_parts):
+        now, start = [math.inf] * (num_items + 1), [0] * (num_items + 1)
+        for end in range(part + 1, num_items + 1):
+            for begin in range(end - 1, part - 1, -1):
+                if (weight := total[end] - total[begin]) > limit:
+                    break
+                if (squares := least[begin] + float(weight) ** 2) < now[end]:
+                    now[end], start[end] = squares, begin
+        least = now
+        chosen.append(start)
+    boundaries = [num_items]
+    for start in reversed(chosen):
+        boundaries.append(start[boundaries[-1]])
+    return tuple(reversed(boundaries))
+
+
+def _smallest_limit(total: list, num_parts: int) -> float:
+    """Return the weight of the heaviest part at best; `total[i]` is the weight of the items before i."""
+    best = [math.inf if i == 0 else total[i] for i in range(len(total))]  # of one part, up to i
+    for part in range(2, num_parts + 1):
+        # best[b] grows with the last boundary b and what follows it shrinks: the best b is where the two meet
+        now = [math.inf] * len(total)
+        for end in range(part, len(total)):
+            begins = range(part - 1, end)
+            meet = bisect.bisect_left(begins, True, key=lambda b, end=end, best=best: best[b] >= total[end] - total[b])
+            near = [b for b in (part - 2 + meet, part - 1 + meet) if b in begins]
+            now[end] = min(max(best[b], total[end] - total[b]) for b in near)
+        best = now
+    return best[-1]
+
+
+def _least_spread(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Divide item by item: of the parts before each boundary only the best division, by spread, is remembered."""
+    total = [0.0, *map(float, itertools.accumulate(weights))]
+    # of the parts so far, up to item i: (spread, the heaviest, the lightest, where the last begins)
+    table = [[(0.0, 0.0, math.inf, 0)] + [(math.inf, math.inf, math.inf, 0)] * len(weights)]
+    for part in range(1, num_parts + 1):
+        before, now = table[-1], [(math.inf, math.inf, math.inf, 0)] * part
+        for end in range(part, len(total)):
+            best = (math.inf, math.inf, math.inf, 0)
+            for begin in range(part - 1, end):
+                weight = total[end] - total[begin]
+                heaviest, lightest = max(before[begin][1], weight), min(before[begin][2], weight)
+                if heaviest - lightest <= best[0]:  # of equals, the last
+                    best = (heaviest - lightest, heaviest, lightest, begin)
+            now.append(best)
+        table.append(now)
+    boundaries = [len(weights)]
+    for row in reversed(table[1:]):
+        boundaries.append(row[boundaries[-1]][3])
+    return boundaries[::-1]
+
+
+_STEP = 1e-3  # how near the search comes
+
+
+def _least_bottleneck(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Fill part after part to just below a limit, and halve the interval in which the limit lies."""
+    total = list(itertools.accumulate(weights))
+    low, high = total[-1] / num_parts, total[-1]
+    while high > low + _STEP:
+        middle = low + (high - low) / 2
+        interval = (low, high)
+        low, high = (low, middle) if _fill(total, num_parts, middle)[1] else (middle + _STEP, high)
+        if (low, high) == interval:  # beyond 1e13 a thousandth is nothing
+            break
+    return _fill(total, num_parts, high)[0]
+
+
+def _fill(total: list, num_parts: int, limit: float) -> tuple[list[int], bool]:
+    """Return the boundaries of parts each lighter than `limit`, and whether they hold all items.
+
+    `total[i]` is the weight up to and with item i. When the first item alone reaches the limit, the search reads the
+    weight before it off the end of the list: the first part is empty, the second takes all, and it may say yes.
+    """
+    num_items, boundaries, fence = len(total), [0], limit
+    for _ in range(num_parts - 1):
+        end = bisect.bisect_left(total, fence)
+        if end == num_items:
+            left = total[-1] - total[boundaries[-1]]
+            return boundaries + [end] * (num_parts + 1 - len(boundaries)), left < limit
+        boundaries.append(end)
+        fence = total[end - 1] + limit
+    return [*boundaries, num_items], fence >= total[-1]
+
+
+_EDITIONS: dict[str, Callable[[Sequence[float], int], list[int]]] = {
+    "bottleneck": _least_bottleneck, "spread": _least_spread,
+}  # fmt: skip
+
+
+def _matches(partition: str, types: Sequence[str]) -> list[int]:
+    pattern = partition.removeprefix("type:")
+    try:
+        compiled = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise PlanError("this pattern is no regular expression", where="partition", got=repr(partition),
+                        hint=str(error)) from None  # fmt: skip
+    found = [int(compiled.search(name) is not None) for name in types]
+    if not pattern or not any(found):
+        raise PlanError("this pattern matches no layer's type", where="partition", got=repr(partition),
+                        want="type:REGEX", hint=did_you_mean(pattern, dict.fromkeys(types)))  # fmt: skip
+    return found
+
+
+def _of_costs(seconds: Sequence[float], num_layers: int, num_stages: int) -> tuple[int, ...]:
+    if len(seconds) != num_layers:
+        raise PlanError("these costs are of other layers", where="partition", got=f"{len(seconds)} layers",
+                        want=f"{num_layers}", hint="measure the layers that are trained")  # fmt: skip
+    return smallest_largest(seconds, num_stages)
+
+
+def _of_the_user(partition: Any, num_layers: int, num_stages: int) -> tuple[int, ...]:
+    want = f"{num_stages + 1} growing numbers from 0 to {num_layers}, or {_WANTED}"
+    refuse = lambda what: PlanError(what, where="partition", got=repr(partition)[:200], want=want)
+    try:
+        # not `int`: it would round 1.5, and read '12'
+        boundaries = tuple(operator.index(b) for b in partition)
+    except TypeError:
+        raise refuse("a partition is a name, costs, or boundaries, which are whole numbers") from None
+    if len(boundaries) != num_stages + 1:
+        raise refuse(f"{num_stages} stages have {num_stages + 1} boundaries")
+    if (boundaries[0], boundaries[-1]) != (0, num_layers):
+        raise refuse("boundaries begin with 0 and end with the number of layers")
+    if empty := [stage for stage, (a, b) in enumerate(itertools.pairwise(boundaries)) if a >= b]:
+        raise refuse(f"stage {empty[0]} would have no layer")
+    return boundaries
+
+
+def _demand_parts(num_parts: int) -> None:
+    if num_parts < 1:
+        raise PlanError("there is one part at least", where="num_parts", got=str(num_parts), want="1 or more")
+
+
+def _demand_weights(weights: Sequence[float]) -> None:
+    for i, weight in enumerate(weights):
+        if not 0 <= weight < math.inf:
+            raise PlanError("a weight is not negative, and finite", where=f"weights[{i}]", got=repr(weight))

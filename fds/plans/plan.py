@@ -1,0 +1,80 @@
+"""Plans: who does what in which order, one row of actions per rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from fds.errors import PlanError
+from fds.plans.actions import COMPUTE, Action, Op
+
+Rows = Iterable[Iterable["Action | str | None"]]
+Schedule = Callable[[int, int], "Plan | Rows"]  # (number of ranks, number of microbatches) -> the plan
+
+
+@attrs.frozen(slots=False, repr=False)
+class Plan:
+    """One row of actions per rank, done in order, each as soon as what it needs is there.
+
+    >>> print(Plan.of([["0F0", "0BW0"], ["1F0", "1BW0"]]))
+    0: 0F0 0BW0
+    1: 1F0 1BW0
+    """
+
+    rows: tuple[tuple[Action, ...], ...]
+
+    @classmethod
+    def of(cls, rows: Plan | Rows) -> Plan:
+        """Return the plan of these rows of actions, or of their texts; None is a tick without work, and left out."""
+        if isinstance(rows, Plan):
+            return rows
+        read = lambda a: Action.parse(a) if isinstance(a, str) else a
+        return cls(tuple(tuple(read(a) for a in row if a is not None) for row in rows))
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Return the plan that prints as `text`. Raises `PlanError`."""
+        rows = []
+        for i, line in enumerate(filter(None, map(str.strip, text.splitlines()))):
+            rank, colon, actions = line.partition(":")
+            if not colon or rank.strip() != str(i):
+                raise PlanError("a row of a plan begins with its rank", where=f"row {i}", got=line[:60],
+                                want=f"{i}: ...")  # fmt: skip
+            rows.append(actions.split())
+        return cls.of(rows)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.rows)
+
+    @functools.cached_property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return 1 + max((a.stage for row in self.rows for a in row if a.stage is not None), default=-1)
+
+    @functools.cached_property
+    def num_microbatches(self) -> int:
+        """How many microbatches there are."""
+        return 1 + max((a.microbatch for row in self.rows for a in row if a.microbatch is not None), default=-1)
+
+    @functools.cached_property
+    def placement(self) -> dict[int, int]:
+        """The rank of every stage: where its forwards are."""
+        return {a.stage: rank for rank, row in enumerate(self.rows) for a in row if a.op is Op.FORWARD}  # type: ignore
+
+    @functools.cached_property
+    def trains(self) -> bool:
+        """Whether there are backwards."""
+        return any(a.op in COMPUTE and a.op is not Op.FORWARD for row in self.rows for a in row)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank, in order."""
+        return tuple(sorted(stage for stage, r in self.placement.items() if r == rank))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{rank}: {' '.join(map(str, row))}".rstrip() for rank, row in enumerate(self.rows))
+
+    __repr__ = __str__

@@ -1,0 +1,22 @@
+"""Sizes: the numbers of ranks and microbatches that a schedule takes."""
+
+from __future__ import annotations
+
+from fds.errors import PlanError
+
+
+def check_sizes(schedule: str, num_ranks: object, num_microbatches: object, *, least: int = 1) -> None:
+    """Refuse what is no count of ranks, and what is no count of at least `least` microbatches. Raises `PlanError`."""
+    for name, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+        check_count(schedule, name, value)
+    if isinstance(num_microbatches, int) and num_microbatches < least:
+        raise PlanError("there are too few microbatches for this schedule", where=schedule,
+                        got=f"num_ranks={num_ranks}, num_microbatches={num_microbatches}",
+                        want=f"num_microbatches >= {least}")  # fmt: skip
+
+
+def check_count(schedule: str, name: str, value: object) -> None:
+    """Refuse what is no whole number of at least one. Raises `PlanError`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError("a schedule counts in whole numbers", where=schedule, got=f"{name}={value!r}",
+                        want=f"{name} >= 1")  # fmt: skip

@@ -1,0 +1,93 @@
+"""Timelines: when each action of a plan ran, simulated or measured, and what can be read off them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+
+from fds.plans.actions import COMPUTE, Action, Op
+
+
+@attrs.frozen
+class Event:
+    """One action, from `start` to `end`, in the unit of the costs; seconds where measured."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@attrs.frozen
+class Timeline:
+    """The events of every rank, in order; memory where it is known."""
+
+    rows: tuple[tuple[Event, ...], ...]
+    peak_bytes: tuple[float, ...] = ()  # per rank
+    peak_live: tuple[int, ...] = ()  # per rank: (stage, microbatch)s between their forward and the end of backward
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.rows)
+
+    @property
+    def makespan(self) -> float:
+        """The time at which the last event ends; the first one starts at 0."""
+        return max((event.end for row in self.rows for event in row), default=0.0)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The time that each rank computes."""
+        return tuple(sum(event.end - event.start for event in computing(row)) for row in self.rows)
+
+    @property
+    def spans(self) -> tuple[float, ...]:
+        """The time of each rank from the start of its own first computation to the end of its own last."""
+        computed = [computing(row) for row in self.rows]
+        return tuple(max(e.end for e in row) - min(e.start for e in row) if row else 0.0 for row in computed)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The papers' bubble: how far the busiest rank's work is below the longest span of a rank, as a fraction of it.
+
+        A rank that starts later also ends later, and the next step may begin where this one's span ends; so a
+        schedule that only shifts the ranks against each other, as ZB-H2 does, has no bubble.
+
+        Source: Qi et al. 2024, arXiv:2401.10241, section 5
+        """
+        longest = max(self.spans, default=0.0)
+        return max(0.0, 1 - max(self.busy) / longest) if longest else 0.0
+
+    @property
+    def idle_fraction(self) -> float:
+        """The share of all ranks' time, from 0 to the last end, in which they do not compute."""
+        whole = self.num_ranks * self.makespan
+        return max(0.0, 1 - sum(self.busy) / whole) if whole else 0.0
+
+
+def computing(row: Iterable[Event]) -> list[Event]:
+    """Return the events of a row that are computations."""
+    return [event for event in row if event.action.op in COMPUTE]
+
+
+def peaks(row: Sequence[Event], activation_bytes: Callable[[int], float], *, trains: bool) -> tuple[float, int]:
+    """Return the largest bytes, and the largest number of (stage, microbatch)s, that a rank holds at once.
+
+    A microbatch is held from the start of its forward to the end of W, or of the fused backward, where the plan
+    trains; else to the end of its forward. A stage of several on the rank counts for itself.
+    """
+    live: Counter[int] = Counter()  # counted and multiplied, for sums of floats would drift
+    most_bytes, most_live = 0.0, 0
+    for event in row:
+        op, stage = event.action.op, event.action.stage
+        if stage is None:
+            continue
+        if op is Op.FORWARD:
+            live[stage] += 1
+            most_live = max(most_live, sum(live.values()))
+            most_bytes = max(most_bytes, sum(n * activation_bytes(s) for s, n in live.items()))
+        if op is Op.BACKWARD or op is Op.BACKWARD_WEIGHT or (op is Op.FORWARD and not trains):
+            live[stage] -= 1
+    return most_bytes, most_live

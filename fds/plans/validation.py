@@ -1,0 +1,158 @@
+"""Validation: refuse a plan that loses work, does it twice, gets stuck, or takes too much memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fds.errors import PlanError
+from fds.plans.actions import COMPUTE, RECVS, SENDS, Action, Op
+from fds.plans.buffers import last_uses
+from fds.plans.dependencies import B, F, Item, W, needs, rendezvous
+from fds.plans.messages import check_messages
+from fds.plans.order import blame, finish_walk
+from fds.plans.plan import Plan
+
+OF_MICROBATCH = COMPUTE | SENDS | RECVS | {Op.LOAD}
+
+
+def validate(plan: Plan, *, memory_bound: int | Sequence[int] | None = None) -> Plan:
+    """Return the plan if it can be run, lowered or not.
+
+    Every stage is on one rank and takes every microbatch through F once, and through BW, or B and W, once, or no stage
+    through a backward at all. Ranks that do their rows in order do not wait for each other forever, even if a send
+    returns only when its receiver has come to the receive (which it waits for where the message is used). Of a
+    lowered plan, every send has its receive and what is used was loaded or received; of one with buffers, no two
+    microbatches share one at a time. At most `memory_bound` (stage, microbatch)s, one bound or one per rank, are
+    between their F and the end of their backward on a rank at once.
+
+    Raises:
+        PlanError: with the first fault of these, marked in the ranks x time grid.
+
+    >>> validate(Plan.of([["0F0", "0BW0"], ["1BW0", "1F0"]]))
+    Traceback (most recent call last):
+    ...
+    fds.errors.PlanError: ranks wait for each other
+      where: rank 1, action 0: 1BW0
+      got:      0       1
+             0: 0F0     0BW0
+             1: >1BW0<  1F0
+      want:  1BW0 on rank 1 needs 1F0
+    """
+    _check_forms(plan)
+    places = _check_once(plan)
+    _check_complete(plan, places)
+    _check_end(plan)
+    if any(action.op in OF_MICROBATCH - COMPUTE for row in plan.rows for action in row):
+        check_messages(plan, places)
+        finish_walk(plan, rendezvous(plan), "ranks wait for each other, for sends return when their receiver is there")
+    else:
+        finish_walk(plan, lambda action: needs(action, plan.num_stages), "ranks wait for each other")
+    _check_buffers(plan)
+    if memory_bound is not None:
+        _check_memory(plan, _bounds(plan, memory_bound))
+    return plan
+
+
+def _check_forms(plan: Plan) -> None:
+    """Refuse an operation of a microbatch without one, and one of the whole step with one."""
+    for rank, row in enumerate(plan.rows):
+        for place, action in enumerate(row):
+            if (action.op in OF_MICROBATCH) != (action.stage is not None and action.microbatch is not None):
+                want = f"0{action.op.value}0" if action.op in OF_MICROBATCH else action.op.value
+                raise blame("this is no action", plan, rank, place, want=f"such as {want}")
+
+
+def _check_once(plan: Plan) -> dict[Item, tuple[int, int]]:
+    """Return the (rank, place) of every item, refusing a stage on two ranks, and what is done twice."""
+    places: dict[Item, tuple[int, int]] = {}
+    homes: dict[int, int] = {}
+    for rank, row in enumerate(plan.rows):
+        for place, action in enumerate(row):
+            stage, microbatch = action.stage, action.microbatch
+            if stage is None or microbatch is None:
+                continue
+            if homes.setdefault(stage, rank) != rank:
+                raise blame("a stage is on two ranks", plan, rank, place,
+                            want=f"stage {stage} on rank {homes[stage]} alone")  # fmt: skip
+            for op in (B, W) if action.op is Op.BACKWARD else (action.op,):
+                if (op, stage, microbatch) in places:
+                    first = places[op, stage, microbatch][1]
+                    raise blame("work is done twice", plan, rank, place, want=f"{row[first]} (action {first}) alone")
+                places[op, stage, microbatch] = rank, place
+    return places
+
+
+def _check_complete(plan: Plan, places: dict[Item, tuple[int, int]]) -> None:
+    """Refuse a plan without work, and one in which a stage lacks an operation of a microbatch."""
+    if not plan.num_stages:
+        raise PlanError("there is nothing to do in this plan", got=str(plan) or "no rows", want="such as 0: 0F0 0BW0")
+    ops = (F, B, W) if plan.trains else (F,)
+    for stage in range(plan.num_stages):
+        for microbatch in range(plan.num_microbatches):
+            for op in ops:
+                if (op, stage, microbatch) not in places:
+                    either = f" or {Action(stage, Op.BACKWARD, microbatch)}" if op is B else ""
+                    rank, place = _nearest(plan, places, stage, microbatch)
+                    raise blame("work is lost", plan, rank, place, want=f"{Action(stage, op, microbatch)}{either}, too")
+
+
+def _nearest(plan: Plan, places: dict[Item, tuple[int, int]], stage: int, microbatch: int) -> tuple[int, int]:
+    """Return where the last work on this microbatch is, of the nearest stage that has any."""
+    far = lambda item: (item[2] != microbatch, abs(item[1] - stage), -places[item][1])
+    return places[min(places, key=far)]
+
+
+def _check_end(plan: Plan) -> None:
+    """Refuse reductions and steps that are not the end of a row, with STEP the last, or are on some ranks only."""
+    everywhere = {a.op for row in plan.rows for a in row} & {Op.REDUCE_GRADS, Op.OPTIMIZER_STEP}
+    for rank, row in enumerate(plan.rows):
+        end = [place for place, action in enumerate(row) if action.op not in OF_MICROBATCH]
+        ops = [row[place].op for place in end]
+        steps_last = Op.OPTIMIZER_STEP not in ops[:-1]
+        if end != list(range(len(row) - len(end), len(row))) or len(set(ops)) < len(ops) or not steps_last:
+            raise blame("the end of a step is not at the end", plan, rank, end[0],
+                        want="REDUCE and REDUCE_TIED once after all other work, then STEP")  # fmt: skip
+        if row and (lacking := everywhere - set(ops)):
+            raise blame("a step ends on some ranks only", plan, rank, len(row) - 1,
+                        want=" and ".join(sorted(op.value for op in lacking)) + " on every rank")  # fmt: skip
+
+
+def _check_buffers(plan: Plan) -> None:
+    """Refuse a microbatch in two buffers of a stage, or in one that another still has; if there are buffers."""
+    for rank, row in enumerate(plan.rows):
+        last = last_uses(row)
+        held: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> buffer
+        owner: dict[tuple[int, int], int] = {}  # (stage, buffer) -> microbatch, while it is under way
+        for place, action in enumerate(row):
+            stage, microbatch, buffer = action.stage, action.microbatch, action.buffer
+            if stage is None or microbatch is None or buffer is None:
+                continue
+            if held.setdefault((stage, microbatch), buffer) != buffer:
+                raise blame("a microbatch changes its buffer", plan, rank, place,
+                            want=f"buffer {held[stage, microbatch]}, as before")  # fmt: skip
+            if owner.setdefault((stage, buffer), microbatch) != microbatch:
+                other = owner[stage, buffer]
+                raise blame("two microbatches share a buffer", plan, rank, place,
+                            want=f"a buffer but {buffer}, which is in use until {row[last[stage, other]]}")  # fmt: skip
+            if last[stage, microbatch] == place:
+                del owner[stage, buffer]
+
+
+def _bounds(plan: Plan, memory_bound: int | Sequence[int]) -> list[int]:
+    bounds = list(memory_bound) if isinstance(memory_bound, Sequence) else [memory_bound] * plan.num_ranks
+    if len(bounds) != plan.num_ranks or not all(isinstance(b, int) and not isinstance(b, bool) for b in bounds):
+        raise PlanError("a memory bound is a number of microbatches", where="validate(memory_bound=...)",
+                        got=repr(memory_bound), want=f"one, or one for each of {plan.num_ranks} ranks")  # fmt: skip
+    return bounds
+
+
+def _check_memory(plan: Plan, bounds: list[int]) -> None:
+    """Refuse more (stage, microbatch)s on a rank than its bound, from their F to the end of their backward."""
+    for rank, row in enumerate(plan.rows):
+        live = 0
+        for place, action in enumerate(row):
+            live += action.op is F
+            if live > bounds[rank]:
+                raise blame("more microbatches are alive on this rank than its memory bound", plan, rank, place,
+                            want=f"at most {bounds[rank]}")  # fmt: skip
+            live -= action.op in (W, Op.BACKWARD) or (action.op is F and not plan.trains)
