@@ -14,6 +14,7 @@ from fds.collectives import init_distributed, mesh, simulate
 # transforms, in the order of the stations that they fill
 from fds.transforms.accumulate import accumulate
 from fds.transforms.freeze import freeze
+from fds.transforms.pipeline import pipeline
 from fds.transforms.shard_optimizer import shard_optimizer
 from fds.transforms.precision import precision
 from fds.transforms.autocast import autocast
@@ -38,7 +39,7 @@ from fds.state import State
 from fds.storage import load, save
 
 # rooms that are used by name
-from fds import autodiff, collectives, errors, optim, random, schedules, tree
+from fds import autodiff, collectives, errors, optim, plans, random, schedules, tree
 from fds.errors import FdsError
 
 __all__ = [
@@ -46,6 +47,6 @@ __all__ = [
     "accumulate", "adagrad", "adam", "adamw", "autocast", "autodiff", "by_name", "checkpoint_activations",
     "clip_by_global_norm", "clip_by_value", "collectives", "compose", "donate", "ema", "errors", "freeze",
     "functional", "init_distributed", "lamb", "lion", "load", "loss_scale", "materialize", "mesh", "muon", "optim",
-    "precision", "random", "recipe", "save", "schedules", "sgd", "shard_optimizer", "simulate", "skip_nonfinite",
-    "static_loss_scale", "tree", "whole", "with_buffers",
+    "pipeline", "plans", "precision", "random", "recipe", "save", "schedules", "sgd", "shard_optimizer", "simulate",
+    "skip_nonfinite", "static_loss_scale", "tree", "whole", "with_buffers",
 ]  # fmt: skip

@@ -96,6 +96,20 @@ def structure(tree: Tree) -> Any:
     return pytree.tree_structure(tree)
 
 
+def dump_structure(spec: Any) -> str:
+    """Return a structure as text that `load_structure` reads. Raises for containers that torch cannot write."""
+    return pytree.treespec_dumps(spec)
+
+
+def load_structure(text: str) -> Any:
+    """Return the structure that `dump_structure` wrote.
+
+    >>> load_structure(dump_structure(structure({"a": (1, 2)}))).unflatten([3, 4])
+    {'a': (3, 4)}
+    """
+    return pytree.treespec_loads(text)
+
+
 def paths(tree: Tree) -> dict[str, Any]:
     """Return the leaves under their dotted key paths: checkpoint keys and error paths alike.
 

@@ -1,18 +1,24 @@
 """The step: its program of stations, transforms that fill them, and what composing means."""
 
+from fds.step.backward import Found, Grads, InTurn
 from fds.step.batch import Split, Whole, rows, whole
+from fds.step.check import intact
 from fds.step.composition import Composition, Transform, compose, fill, transform
 from fds.step.describe import Description
 from fds.step.gather import Gather
 from fds.step.gradients import Gradients, Measure, global_norm
+from fds.step.order import Order
+from fds.step.parameters import Parameters, open_parameters
 from fds.step.program import Step
 from fds.step.reduce import Reduce
 from fds.step.shard import Shard
 from fds.step.stations import After, Commit, Place, Scale
+from fds.step.structure import Structure
 from fds.step.sums import Sum
+from fds.step.totals import Totals
 
 __all__ = [
-    "After", "Commit", "Composition", "Description", "Gather", "Gradients", "Measure", "Place", "Reduce", "Scale",
-    "Shard", "Split", "Step", "Sum", "Transform", "Whole", "compose", "fill", "global_norm", "rows", "transform",
-    "whole",
+    "After", "Commit", "Composition", "Description", "Found", "Gather", "Grads", "Gradients", "InTurn", "Measure",
+    "Order", "Parameters", "Place", "Reduce", "Scale", "Shard", "Split", "Step", "Structure", "Sum", "Totals",
+    "Transform", "Whole", "compose", "fill", "global_norm", "intact", "open_parameters", "rows", "transform", "whole",
 ]  # fmt: skip

@@ -60,6 +60,10 @@ class Grads(Protocol):
         """Return what a parameter may share a bucket with: others of this kind."""
         ...
 
+    def agreement(self) -> str:
+        """Return in what the ranks that share the step must agree."""
+        ...
+
     def share(self, name: str, x: Tensor) -> None:
         """Give a new parameter the values that it has on the first of the ranks of `axis` that hold it."""
         ...
@@ -98,6 +102,10 @@ class InTurn:
     def kind(self, name: str) -> Hashable:
         """Return None."""
         return None
+
+    def agreement(self) -> str:
+        """Return nothing."""
+        return ""
 
     def share(self, name: str, x: Tensor) -> None:
         """Do nothing."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from fds.errors import StateError
+from fds import tree
+from fds.errors import LossError, StateError
 from fds.loss import Layers
 from fds.state import State
 
@@ -31,6 +33,21 @@ def same_composition(state: State, slots: Iterable[str], opt: Mapping[str, Itera
                 want=", ".join(want) or "nothing", hint="make the state with the init of this step, or carry it over: "
                 "step.init(other_step.params(state))",
             )  # fmt: skip
+
+
+@contextlib.contextmanager
+def intact(**held: Any) -> Iterator[None]:
+    """Raise `LossError` where what runs inside writes into the tensors of these trees."""
+    given = [(x, x._version) for x in tree.leaves(held) if isinstance(x, torch.Tensor) and not x.is_inference()]
+    yield
+    changed = {id(x) for x, version in given if x._version != version}
+    if changed:
+        where = ", ".join(path for path, x in tree.paths(held).items() if id(x) in changed)
+        raise LossError(
+            "the loss writes over what it is given", where=where, got="an in-place operation",
+            want="a loss that leaves its arguments as they are",
+            hint="look for inplace=True in the first layer and methods that end in _; what was written stays",
+        )  # fmt: skip
 
 
 def parameters(params: Any) -> None:

@@ -33,7 +33,7 @@ def _initial(step: Any, params: Any, key: Tensor, everyone: Axis | None) -> Stat
     except FdsError as caught:
         shapes, error = {}, caught
     if everyone is not None:
-        _agree(shapes, error, everyone, str(step.grads))
+        _agree(shapes, error, everyone, step.grads.agreement())
     if error is not None:
         raise error
     structure, _ = step.structure_of(_held(step, shapes))
@@ -160,18 +160,24 @@ def _read(step: Any, params: Any, key: Tensor, *, own: bool) -> tuple[Any, Any]:
 
 def _agree(shapes: Any, error: FdsError | None, data: Axis, grads: str) -> None:
     """Raise `StateError` on every rank where one refused its parameters, or has others than rank 0."""
-    lines = [grads]
-    lines += [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tree.paths(shapes).items()]
+    lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tree.paths(shapes).items()]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-    heard = data.exchange([digest, None if error is None else str(error)])
+    heard = data.exchange([digest, None if error is None else str(error), grads])
     if error is not None:
         return
-    for rank, (_, refused) in enumerate(heard):
+    for rank, (_, refused, _) in enumerate(heard):
         if refused is not None:
             raise StateError("another rank refuses its parameters", where=f"rank {rank} of {data.name}", got=refused)
-    if len({found for found, _ in heard}) > 1:
+    for rank, (_, _, theirs) in enumerate(heard):
+        if theirs != heard[0][2]:
+            raise StateError(
+                "ranks have composed different pipelines", where=f"rank {rank} of {data.name}", got=theirs,
+                want=f"{heard[0][2]}, as rank 0",
+                hint="costs are measured on one rank: fds.plans.measure(layers, batch, axis=...)",
+            )  # fmt: skip
+    if len({found for found, _, _ in heard}) > 1:
         all_lines = data.exchange(lines)
-        rank = next(r for r, (found, _) in enumerate(heard) if found != heard[0][0])
+        rank = next(r for r, (found, _, _) in enumerate(heard) if found != heard[0][0])
         pairs = itertools.zip_longest(all_lines[rank], all_lines[0], fillvalue="nothing")
         got, want = next(pair for pair in pairs if pair[0] != pair[1])
         raise StateError("ranks were given different parameters", where=f"rank {rank} of {data.name}", got=got,

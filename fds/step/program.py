@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,12 +12,11 @@ from torch import Tensor
 
 from fds import loss as losses, random, tree
 from fds.collectives import Axis
-from fds.errors import LossError
 from fds.optim import Optimizer
 from fds.state import State
+from fds.step import check
 from fds.step.backward import Found, Grads, InTurn
 from fds.step.batch import Split
-from fds.step.check import same_composition, usable
 from fds.step.describe import Description, describe
 from fds.step.evaluation import evaluator
 from fds.step.gather import Gather
@@ -184,7 +183,7 @@ class Step:
 
     def params(self, state: State) -> Any:
         """Return copies of the whole parameters, in master precision, in the user's structure: all ranks call it."""
-        usable(state, "params")
+        check.usable(state, "params")
         structure, parts = self.structure_of(state.params)
         if not structure.sharded:
             return self.grads.collect(tree.map(torch.clone, state.params))
@@ -214,9 +213,9 @@ class Step:
 
     def _check(self, state: Any) -> tuple[Structure, list[Tensor]]:
         """Return structure and leaves of a state that this step can take. Raises `StateError` for any other."""
-        usable(state, "step")
+        check.usable(state, "step")
         structure, leaves = self.structure_of(state.params)
-        same_composition(state, self.slots, structure.opt_names)
+        check.same_composition(state, self.slots, structure.opt_names)
         return structure, leaves
 
     def microbatches(self, batch: Any, n: int | None = None) -> list[Any]:
@@ -226,14 +225,18 @@ class Step:
         return (self.split if n is None else Split(n))(batch)
 
     def settings(
-        self, state: State, n: int, *, evaluating: bool = False, seen: list | None = None
+        self, state: State, n: int, *, evaluating: bool = False, seen: list | None = None,
+        draws: Sequence[bool] | None = None,
     ) -> list[losses.Setting]:
-        """Return the setting of each microbatch: all seeds of a call, computed before its first kernel."""
-        loss, calls = self.eval_loss if evaluating else self.loss, int(state.calls)
+        """Return the setting of each microbatch: all seeds of a call, computed before its first kernel.
+
+        `draws` says which calls of the loss are to be seeded, by default those that may draw.
+        """
+        calls = int(state.calls)
+        draws = losses.draws(self.eval_loss if evaluating else self.loss) if draws is None else draws
         base = random.fold_in(state.key, "evaluate" if evaluating else "step", calls)
         first = 0 if self.reduce.shard is None else self.reduce.shard.data.index * n
         keys = [random.fold_in(base, first + i) for i in range(n)]
-        draws = losses.draws(loss)
         device = state.step.device
         low = self.gather.dtype in (torch.float16, torch.bfloat16)
         held = state.buffers if evaluating else {}
@@ -249,23 +252,12 @@ class Step:
 
         Raises `LossError` where the loss writes into parameters or batch.
         """
-        held = {"params": params, "batch": batch}
-        given = [(x, x._version) for x in tree.leaves(held) if isinstance(x, Tensor) and not x.is_inference()]
-        for one in self.view:
-            params = one(params)
-        with contextlib.ExitStack() as stack:
+        with check.intact(params=params, batch=batch), contextlib.ExitStack() as stack:
+            for one in self.view:
+                params = one(params)
             for make in self.context:
                 stack.enter_context(make(setting.devices[0]))
-            outcome = losses.run(loss, params, batch, buffers, setting)
-        changed = {id(x) for x, version in given if x._version != version}
-        if changed:
-            where = ", ".join(path for path, x in tree.paths(held).items() if id(x) in changed)
-            raise LossError(
-                "the loss writes over what it is given", where=where, got="an in-place operation",
-                want="a loss that leaves its arguments as they are",
-                hint="look for inplace=True in the first layer and methods that end in _; what was written stays",
-            )  # fmt: skip
-        return outcome
+            return losses.run(loss, params, batch, buffers, setting)
 
     def _agree(self, found: Found, calls: int) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""

@@ -25,7 +25,10 @@ def accumulate(num_microbatches: int):
 
     def apply(step: Step) -> Step:
         product = f"accumulate({step.split.num_microbatches * num_microbatches})"
-        hint = f"two accumulations are their product: {product}"
-        return fill(step, split=Split(num_microbatches), hint=hint, instead=product)
+        if "grads" in step.owners:
+            hint, instead = "a pipeline accumulates over its microbatches: pipeline(..., num_microbatches=...)", None
+        else:
+            hint, instead = f"two accumulations are their product: {product}", product
+        return fill(step, split=Split(num_microbatches), hint=hint, instead=instead)
 
     return apply

@@ -1,0 +1,111 @@
+"""Cut the layers of a loss into stages on the ranks of an axis, and let microbatches pass through them by a schedule.
+
+Fills:  split, grads             State:  params, opt, buffers and averages of this rank's stages, under their names
+Law:    accumulate(num_microbatches), for every schedule; schedules that sum in one order are equal bit for bit
+Cost:   sends one activation and one gradient per border and microbatch; the schedule says which ranks wait how long
+Source: Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473; Qi et al. 2024, arXiv:2401.10241
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from fds.collectives import Axis
+from fds.errors import ComposeError, PlanError
+from fds.loss import Layers, LayerSpec
+from fds.plans import LayerCosts, Plan, Schedule, boundaries_of, validate
+from fds.step import Split, Step, fill, transform
+from fds.transforms.pipeline.lowered import Lowered
+from fds.transforms.pipeline.ownership import Ownership
+from fds.transforms.pipeline.post import numbered
+from fds.transforms.pipeline.station import Pipeline
+
+
+@transform
+def pipeline(
+    schedule: Schedule,
+    axis: Axis | int,
+    *,
+    num_microbatches: int,
+    partition: str | LayerCosts | Sequence[int] = "parameters",
+    dynamic_shapes: bool = False,
+):
+    """Let every rank of `axis` hold some consecutive layers of a `Layers` loss, and run them for all microbatches.
+
+    Ranks that differ only along `axis` pass the same batch; one that has neither the first stage nor the last may pass
+    None. Activations are any pytree of tensors; those of integers and truth values travel without gradients. Tied
+    layers on several ranks add up their gradients. What any rank raises is raised on all of them, with stage and
+    microbatch. `evaluate` passes through the same stages, and its outputs are those of the last on every rank.
+
+    With `shard_optimizer` on another axis of the mesh every stage is sharded among its own ranks. Its stages 2 and 3
+    reduce once per backward of a stage, and ranks then meet in one small exchange each time.
+
+    Args:
+        schedule: of `fds.plans`, or a function `(number of ranks, number of microbatches) -> Plan or rows of actions`.
+        axis: of `fds.mesh`; or a number: so many ranks, played by this process alone.
+        num_microbatches: into which the batch is cut along dim 0.
+        partition: which stage has which layers: "uniform", "parameters" (the largest stage as small as can be),
+            "type:REGEX" (as many layers of a class that matches), measured costs (`fds.plans.measure`), or the
+            boundaries themselves (`[0, 3, 6]`: two stages of three layers).
+        dynamic_shapes: whether activations of different microbatches may differ in shape; then each is announced.
+
+    Raises `ComposeError` for a loss that is not `Layers`, `PlanError` for a schedule that does not fit and a partition
+    that cannot be, `LossError` for a layer with buffers that is tied across stages.
+    """
+    ranks = axis.size if isinstance(axis, Axis) else axis
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ComposeError("pipeline: axis is no axis", got=repr(axis)[:80],
+                           want='fds.mesh(pp=2, dp=-1)["pp"], or a number of ranks to play')  # fmt: skip
+    if isinstance(axis, Axis):
+        axis.demand_current()
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ComposeError("pipeline takes a number of microbatches", got=repr(num_microbatches), want="an int >= 1")
+    if not callable(schedule):
+        raise ComposeError("pipeline: schedule is no schedule", got=repr(schedule)[:80],
+                           want="fds.plans.one_f_one_b, or a function (ranks, microbatches) -> rows")  # fmt: skip
+    plan = validate(Plan.of(schedule(ranks, num_microbatches)))
+    name = getattr(schedule, "__name__", None) or repr(schedule)
+    _demand_training(plan, name, ranks, num_microbatches)
+    shared = axis if isinstance(axis, Axis) and axis.size > 1 else None
+    lowered = Lowered(plan, None if shared is None else shared.index, shared is None or shared.device.type == "cpu")
+    channels = {}
+    if shared is not None:
+        most = max(numbered(plan.placement).values(), default=-1)
+        channels = {(kind, i): shared.channel(f"pipeline {kind} {i}")
+                    for kind in ("activation", "gradient") for i in range(most + 1)}  # fmt: skip
+    own = None if shared is None else shared.channel("pipeline")
+    ties = None if shared is None else shared.channel("pipeline ties")
+
+    def apply(step: Step) -> Step:
+        if not isinstance(step.loss, Layers) or not isinstance(step.eval_loss, Layers):
+            raise ComposeError(
+                "a pipeline cuts a loss between its layers, and this one hides them", where="pipeline",
+                got=type(step.loss if not isinstance(step.loss, Layers) else step.eval_loss).__name__,
+                want="fds.Layers(layers, criterion)", hint="eval_fn, too, is Layers of the same layers",
+            )  # fmt: skip
+        loss = step.loss
+        sizes = {name: x.numel() for name, x in loss.init.trace().items()}
+        counts = [sum(sizes[name] for name in loss.layer(i).params) for i in range(len(loss))]
+        types = [_kind(layer) for layer in loss.layers]
+        boundaries = boundaries_of(partition, plan.num_stages, types=types, parameters=counts)
+        owned = Ownership(loss, boundaries, plan.placement, own, ties)
+        owned.refuse_shared_buffers()
+        made = Pipeline(name, loss, owned, lowered, num_microbatches, dynamic_shapes, channels)
+        hint = f"a pipeline accumulates over its microbatches: pipeline(..., num_microbatches={num_microbatches}) alone"
+        return fill(step, split=Split(num_microbatches), grads=made, hint=hint)
+
+    return apply
+
+
+def _demand_training(plan: Plan, name: str, ranks: int, num_microbatches: int) -> None:
+    """Raise `PlanError` for a plan of other ranks or microbatches, or without backwards."""
+    got = f"{plan.num_ranks} ranks, {plan.num_microbatches} microbatches" + ("" if plan.trains else ", no backward")
+    want = f"{ranks} ranks, {num_microbatches} microbatches"
+    if got != want:
+        raise PlanError("the schedule's plan is another than it was asked for", where=name, got=got, want=want)
+
+
+def _kind(layer: Any) -> str:
+    """Return the name of a layer's class, or of the function that it is."""
+    made = layer.cls if isinstance(layer, LayerSpec) else layer if inspect.isfunction(layer) else type(layer)
+    return getattr(made, "__name__", repr(made))

@@ -1,0 +1,69 @@
+"""Failures: what went wrong in an action, told to every rank, so that all of them raise it and none waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from fds import errors
+from fds.errors import FdsError, RankError
+from fds.plans import Action, Op
+
+_WORDS = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward (B)",
+          Op.BACKWARD_WEIGHT: "backward (W)", Op.SEND_ACTIVATION: "output", Op.SEND_GRAD: "gradient",
+          Op.RECV_ACTIVATION: "input", Op.RECV_GRAD: "gradient of the output"}  # fmt: skip
+
+
+@attrs.frozen
+class Failure:
+    """An error at a place of the plan: what came of it elsewhere has a later place."""
+
+    place: int  # in the order of the whole plan; -1 before it begins
+    where: str
+    kind: str  # of the error
+    fields: tuple[str, ...]  # of an `FdsError`; the text of any other
+    error: Exception | None = attrs.field(default=None, eq=False)  # on the rank that failed
+
+    @classmethod
+    def of(cls, error: Exception, place: int = -1, action: Action | None = None) -> Failure:
+        """Return the failure of an action, or of what comes before the first."""
+        where = "" if action is None else f"stage {action.stage}, {_WORDS[action.op]} of microbatch {action.microbatch}"
+        if isinstance(error, FdsError):
+            fields = (error.what, error.where, error.got, error.want, error.hint)
+        else:
+            fields = (str(error)[:2000],)
+        return cls(place, where, type(error).__name__, fields, error)
+
+    def json(self) -> list:
+        """Return it for the other ranks."""
+        return [self.place, self.where, self.kind, list(self.fields)]
+
+    def alone(self) -> Exception:
+        """Return what one process raises: an `FdsError` with stage and microbatch, any other with a note of them."""
+        assert self.error is not None
+        if isinstance(self.error, FdsError):
+            return self.raised()
+        self.error.add_note(f"in {self.where}" if self.where else "before the pipeline began")
+        return self.error
+
+    def raised(self, rank: str = "") -> FdsError:
+        """Return what every rank raises: an `FdsError` as it was, with stage and microbatch; else `RankError`."""
+        where = ", ".join(filter(None, [rank, self.where]))
+        kind = getattr(errors, self.kind, None)
+        if kind is not None and len(self.fields) == 5:
+            what, place, got, want, hint = self.fields
+            made = kind(what, where=": ".join(filter(None, [where, place])), got=got, want=want, hint=hint)
+        else:
+            made = RankError("a stage of the pipeline failed", where=where, got=f"{self.kind}: {self.fields[0]}")
+        made.__cause__ = self.error
+        return made
+
+
+def first(failures: Sequence[list | None]) -> tuple[int, Failure] | None:
+    """Return which rank failed first, and how, given what `json` returned on those that did."""
+    found = [(told[0], rank, told) for rank, told in enumerate(failures) if told is not None]
+    if not found:
+        return None
+    _, rank, (place, where, kind, fields) = min(found, key=lambda one: one[:2])
+    return rank, Failure(place, where, kind, tuple(fields))

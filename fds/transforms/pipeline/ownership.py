@@ -1,0 +1,173 @@
+"""Ownership: which layers each stage has, which rank holds which parameters, and what tied ones need."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import loss as losses, tree
+from fds.collectives import Axis
+from fds.errors import LossError
+from fds.transforms.pipeline.packet import Packet, Shape
+
+
+@attrs.frozen(slots=False, eq=False, repr=False)
+class Ownership:
+    """Stages of consecutive layers on the ranks of an axis; without one, all on this process."""
+
+    loss: losses.Layers
+    boundaries: tuple[int, ...]  # stage s has the layers from boundaries[s] to boundaries[s + 1]
+    placement: Mapping[int, int]  # stage -> rank
+    axis: Axis | None
+    channel: Axis | None  # of the axis, for tied parameters
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.boundaries) - 1
+
+    @property
+    def index(self) -> int:
+        """This rank's coordinate."""
+        return 0 if self.axis is None else self.axis.index
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose tensors ranks send."""
+        return torch.device("cpu") if self.axis is None else self.axis.device
+
+    def layers(self, stage: int) -> range:
+        """Return the layers of a stage."""
+        return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+    @functools.cached_property
+    def own_stages(self) -> tuple[int, ...]:
+        """The stages of this process."""
+        mine = lambda stage: self.axis is None or self.placement[stage] == self.axis.index
+        return tuple(filter(mine, range(self.num_stages)))
+
+    @functools.cached_property
+    def stages(self) -> dict[str, tuple[int, ...]]:
+        """The stages that use each parameter, in order; parameters in the order of the whole loss."""
+        found: dict[str, tuple[int, ...]] = {}
+        for stage in range(self.num_stages):
+            for name in dict.fromkeys(name for i in self.layers(stage) for name in self.loss.layer(i).params):
+                found[name] = (*found.get(name, ()), stage)
+        return found
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of all parameters."""
+        return tuple(self.stages)
+
+    @functools.cached_property
+    def held(self) -> frozenset[str]:
+        """The names of the parameters and buffers of this process."""
+        layers = [self.loss.layer(i) for stage in self.own_stages for i in self.layers(stage)]
+        return frozenset(name for layer in layers for name in (*layer.params, *layer.buffers))
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """Return the ranks that hold a parameter, the one of its first stage first."""
+        if self.axis is None:
+            return (0,)
+        return tuple(dict.fromkeys(self.placement[stage] for stage in self.stages[name]))
+
+    @property
+    def tied(self) -> list[str]:
+        """The parameters that several ranks hold."""
+        return [name for name in self.names if len(self.ranks(name)) > 1]
+
+    def refuse_shared_buffers(self) -> None:
+        """Raise `LossError` for a layer with buffers that is tied across stages: they could not be updated in order."""
+        seen: dict[str, int] = {}
+        for stage in range(self.num_stages):
+            for name in {name for i in self.layers(stage) for name in self.loss.layer(i).buffers}:
+                if seen.setdefault(name, stage) != stage:
+                    raise LossError(
+                        "a layer with buffers is tied across stages, which would each have their own", where=name,
+                        got=f"stages {seen[name]} and {stage}", want="all its uses in one stage",
+                        hint="another partition, or a layer without buffers",
+                    )  # fmt: skip
+
+    def draws(self, loss: losses.Layers) -> list[bool]:
+        """Return which calls of the loss this process makes and may draw in: layers, then the criterion."""
+        mine = {i for stage in self.own_stages for i in self.layers(stage)}
+        last = self.num_stages - 1 in self.own_stages
+        return [i in mine and loss.layer(i).draws for i in range(len(loss))] + [last]
+
+    def share(self, name: str, x: Tensor) -> None:
+        """Give a tied parameter the values that it has on the first of its ranks, in place."""
+        owners = self.ranks(name)
+        if len(owners) > 1 and x.numel():
+            self._spread(x.view(-1), owners)
+
+    def add_up(self, x: Tensor, owners: Sequence[int]) -> None:
+        """Sum a contiguous tensor over some ranks, in place, on the first of them and in their order."""
+        assert self.channel is not None
+        flat = x.view(-1)
+        if not flat.numel():
+            return
+        if self.index == owners[0]:
+            theirs = torch.empty_like(flat)
+            for other in owners[1:]:
+                self.channel.start_recv(theirs, other).wait()
+                flat.add_(theirs)
+        else:
+            self.channel.start_send(flat, owners[0]).wait()
+        self._spread(flat, owners)
+
+    def _spread(self, flat: Tensor, owners: Sequence[int]) -> None:
+        assert self.channel is not None
+        if self.index != owners[0]:
+            self.channel.start_recv(flat, owners[0]).wait()
+            return
+        for work in [self.channel.start_send(flat, other) for other in owners[1:]]:
+            work.wait()
+
+    def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameters of all stages on every rank of the axis, given those of this one."""
+        if self.axis is None:
+            return named
+        kinds: dict[str, Any] = {}
+        for told in self.axis.exchange({n: [str(x.dtype)[6:], list(x.shape)] for n, x in named.items()}):
+            kinds.update(told)
+        found = {}
+        for name in self.names:
+            dtype, shape = kinds[name]
+            x = named[name] if name in named else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            found[name] = self._broadcast(x.contiguous(), self.ranks(name)[0])
+        return found
+
+    def from_last(self, values: list[Any]) -> list[Any]:
+        """Return on every rank of the axis what the rank of the last stage has."""
+        if self.axis is None:
+            return values
+        source = self.placement[self.num_stages - 1]
+        headers = self.axis.exchange([Packet.of(x).header("the outputs") for x in values])[source]
+        found = []
+        for at, header in enumerate(headers):
+            shape = Shape.of(header)
+            if self.index == source:
+                tensors = [x.contiguous() for x in tree.leaves(values[at]) if isinstance(x, Tensor)]
+            else:
+                told = [t for t in shape.tensors if t is not None]
+                tensors = [torch.empty(s, dtype=dtype, device=self.device) for dtype, s, _ in told]
+            packet = shape.packet([self._broadcast(x, source) for x in tensors])
+            found.append(packet.build(packet.leaves))
+        return found
+
+    def _broadcast(self, x: Tensor, source: int) -> Tensor:
+        assert self.axis is not None
+        if x.numel():
+            self.axis.start_broadcast(x.view(-1).view(torch.uint8), source).wait()
+        return x
+
+    def __repr__(self) -> str:
+        spans = [f"{layers.start}" if len(layers) == 1 else f"{layers.start}-{layers.stop - 1}"
+                 for layers in map(self.layers, range(self.num_stages))]  # fmt: skip
+        return " | ".join(spans)

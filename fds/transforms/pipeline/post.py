@@ -1,0 +1,262 @@
+"""The post: packets and gradients as messages between the ranks of an axis, begun early and waited for late.
+
+Between two stages of different ranks there are two lines, one for activations and one for gradients the other way,
+each with an order of messages of its own. Ahead of the first packet of a step goes a header that says what all of them
+are (ahead of every packet, where shapes may differ); before it is known nothing can be received, after it a receive
+begins as soon as the plan says so. Gradients need no header: they are like what they are the gradients of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.collectives import Axis, Work
+from fds.errors import BatchError, LossError
+from fds.plans import Action, Op
+from fds.step import Step
+from fds.transforms.pipeline.packet import Packet, Shape
+from fds.transforms.pipeline.work import Item
+
+
+@attrs.define(eq=False)
+class Line:
+    """The messages of one kind between two stages, as one of their ranks sees them."""
+
+    axis: Axis  # a channel of its own
+    peer: int  # coordinate of the other rank
+    device: torch.device
+    pool: Any
+    expected: deque[int] = attrs.field(factory=deque)  # microbatches that may be received, not begun yet
+    begun: dict[int, tuple[list[Tensor], list[Work]]] = attrs.field(factory=dict)
+
+    def send(self, tensors: Sequence[Tensor]) -> list[tuple[Work, Tensor]]:
+        """Begin to send tensors, as bytes."""
+        flat = [x.detach().contiguous().view(-1).view(torch.uint8) for x in tensors if x.numel()]
+        return [(self.axis.start_send(x, self.peer), x) for x in flat]
+
+    def begin(self, i: int, kinds: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Begin to receive the tensors of a microbatch."""
+        tensors, works = [], []
+        for dtype, shape in kinds:
+            numel = torch.Size(shape).numel()
+            flat = self.pool.take(numel, dtype, self.device)
+            if numel:
+                works.append(self.axis.start_recv(flat.view(torch.uint8), self.peer))
+            tensors.append(flat.view(shape))
+        self.begun[i] = tensors, works
+
+    def end(self, i: int) -> list[Tensor]:
+        """Return what has arrived of a microbatch."""
+        tensors, works = self.begun.pop(i)
+        for work in works:
+            work.wait()
+        return tensors
+
+
+@attrs.define(eq=False)
+class Border:
+    """What goes between a stage and the next, on another rank: activations one way, gradients the other."""
+
+    stage: int  # the one before
+    here: bool  # this rank has that one
+    activations: Line
+    gradients: Line
+    dynamic: bool
+    known: dict[str, Any] | None = None  # the header that holds for all packets
+    shape: Shape | None = None
+    shapes: dict[int, Shape | None] = attrs.field(factory=dict)  # by microbatch; None: there is nothing to send
+
+    def send_activation(self, i: int, packet: Packet | None) -> list[tuple[Work, Tensor]]:
+        """Begin to send a packet; in place of None, which is for what failed, zeros if anything is expected."""
+        announces = self.dynamic or self.known is None
+        if packet is None:
+            header = {"failed": True} if announces else self.known
+        else:
+            header = packet.header(f"the output of stage {self.stage}, microbatch {i}")
+            if not announces and header != self.known:
+                raise _other_shape(self.stage, i, header, self.known)
+        sent = []
+        if announces:
+            self._learn(header)
+            text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+            length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
+            sent = self.activations.send([self._there(length), self._there(text)])
+        self.shapes[i] = self.shape
+        if self.shape is None:
+            return sent
+        if packet is None:
+            kinds = [told for told in self.shape.tensors if told is not None]
+            tensors = [torch.zeros(s, dtype=dtype, device=self.activations.device) for dtype, s, _ in kinds]
+        else:
+            tensors = [x for x in packet.leaves if isinstance(x, Tensor)]
+        return sent + self.activations.send(tensors)
+
+    def send_gradient(self, i: int, grads: Sequence[Tensor | None] | None) -> list[tuple[Work, Tensor]]:
+        """Begin to send the gradients by a packet, zeros for those that are not there."""
+        shape = self.shapes.pop(i, None)
+        if shape is None:
+            return []
+        tensors = []
+        for at, told in enumerate(shape.tensors):
+            if told is not None and told[2]:
+                grad = None if grads is None else grads[at]
+                zeros = lambda told=told: torch.zeros(told[1], dtype=told[0], device=self.gradients.device)
+                tensors.append(zeros() if grad is None else grad.to(told[0]))
+        return self.gradients.send(tensors)
+
+    def receive_activation(self, i: int) -> None:
+        """Expect a packet; begin to receive it if it is known what it will be."""
+        self.activations.expected.append(i)
+        if self.known is not None and not self.dynamic:
+            self._begin(i)
+
+    def receive_gradient(self, i: int) -> None:
+        """Begin to receive the gradients by a packet that was sent."""
+        shape = self.shapes.setdefault(i, None)
+        kinds = [] if shape is None else [(told[0], told[1]) for told in shape.tensors if told is not None and told[2]]
+        self.gradients.begin(i, kinds)
+
+    def activation(self, i: int) -> Packet | None:
+        """Return the packet, once it is there; None where the stage before has failed."""
+        self._begin(i)
+        tensors = self.activations.end(i)
+        shape = self.shapes[i]
+        return None if shape is None else shape.packet(tensors)
+
+    def gradient(self, i: int) -> list[Tensor | None]:
+        """Return the gradients by leaf of the packet, once they are there."""
+        tensors, shape = iter(self.gradients.end(i)), self.shapes.pop(i)
+        return [] if shape is None else [next(tensors) if t is not None and t[2] else None for t in shape.tensors]
+
+    def _begin(self, i: int) -> None:
+        """Begin to receive what is expected, in order, up to a microbatch."""
+        while i not in self.activations.begun:
+            j = self.activations.expected.popleft()
+            if self.dynamic or self.known is None:
+                self._learn(self._header())
+            self.shapes[j] = self.shape
+            told = [] if self.shape is None else [(t[0], t[1]) for t in self.shape.tensors if t is not None]
+            self.activations.begin(j, told)
+
+    def _header(self) -> dict[str, Any]:
+        self.activations.begin(-1, [(torch.int64, (1,))])
+        length = int(self.activations.end(-1)[0])
+        self.activations.begin(-1, [(torch.uint8, (length,))])
+        return json.loads(bytes(self.activations.end(-1)[0].tolist()))
+
+    def _learn(self, header: dict[str, Any] | None) -> None:
+        assert header is not None
+        self.known, self.shape = header, None if "failed" in header else Shape.of(header)
+
+    def _there(self, x: Tensor) -> Tensor:
+        return x.to(self.activations.device)
+
+
+class Post:
+    """The mail of one rank for one pass through a plan: by hand inside the rank, else by message."""
+
+    def __init__(
+        self, step: Step, placement: Mapping[int, int], channels: Mapping[Any, Axis], index: int, *, dynamic: bool
+    ):
+        self.box: dict[Item, Any] = {}
+        self.sending: dict[tuple, list[tuple[Work, Tensor]]] = {}
+        self.borders: dict[int, Border] = {}
+        for stage, number in numbered(placement).items():
+            ends = placement[stage], placement[stage + 1]
+            if index in ends:
+                here = ends[0] == index
+                both = [channels[kind, number] for kind in ("activation", "gradient")]
+                to, back = (Line(axis, ends[here], axis.device, step.pool) for axis in both)
+                self.borders[stage] = Border(stage, here, to, back, dynamic)
+
+    def give(self, item: Item, value: Any) -> None:
+        """Keep what was made, until it is taken here or sent."""
+        self.box[item] = value
+
+    def take(self, item: Item) -> Any:
+        """Return what is needed. Raises `LossError` where the stage that makes it has failed."""
+        border = self._border(item)
+        if border is None:
+            return self.box.pop(item)
+        kind, _, i = item
+        value = border.activation(i) if kind == "activation" else border.gradient(i)
+        if value is None:
+            raise LossError("the stage before has failed", where=f"stage {border.stage}")
+        return value
+
+    def forgo(self, action: Action) -> None:
+        """Let what a computation needs come, and drop it."""
+        s, i = action.stage, action.microbatch
+        assert s is not None and i is not None
+        kinds = {Op.FORWARD: "activation", Op.BACKWARD: "gradient", Op.BACKWARD_INPUT: "gradient"}
+        item = (kinds.get(action.op, ""), s, i)
+        self.box.pop(item, None)
+        border = self._border(item)
+        if border is None or not item[0]:
+            return
+        line = border.activations if item[0] == "activation" else border.gradients
+        if i in line.begun or i in line.expected:
+            _ = border.activation(i) if item[0] == "activation" else border.gradient(i)
+
+    def send(self, action: Action, *, hollow: bool) -> None:
+        """Begin to send what was made; where nothing was, and `hollow` allows it, what stands for it."""
+        s, i = action.stage, action.microbatch
+        assert s is not None and i is not None
+        forward = action.op is Op.SEND_ACTIVATION
+        item = ("activation", s + 1, i) if forward else ("gradient", s - 1, i)
+        assert hollow or item in self.box, item
+        border, value = self.borders[s if forward else s - 1], self.box.pop(item, None)
+        key = (action.op, s, i if action.buffer is None else action.buffer)
+        self._wait(key)
+        self.sending[key] = border.send_activation(i, value) if forward else border.send_gradient(i, value)
+
+    def receive(self, action: Action) -> None:
+        """Begin to receive."""
+        s, i = action.stage, action.microbatch
+        assert s is not None and i is not None
+        if action.op is Op.RECV_ACTIVATION:
+            self.borders[s - 1].receive_activation(i)
+        else:
+            self.borders[s].receive_gradient(i)
+
+    def close(self) -> None:
+        """Wait for all that was sent."""
+        for key in list(self.sending):
+            self._wait(key)
+
+    def _wait(self, key: tuple) -> None:
+        for work, _ in self.sending.pop(key, ()):
+            work.wait()
+
+    def _border(self, item: Item) -> Border | None:
+        kind, s, _ = item
+        border = self.borders.get(s - 1 if kind == "activation" else s)
+        return None if border is None or border.here == (kind == "activation") else border
+
+
+def numbered(placement: Mapping[int, int]) -> dict[int, int]:
+    """Return the stages whose next one is on another rank, numbered among those from and to the same two ranks."""
+    seen: dict[tuple[int, int], int] = {}
+    found = {}
+    for stage in range(len(placement) - 1):
+        ends = placement[stage], placement[stage + 1]
+        if ends[0] != ends[1]:
+            found[stage] = seen.setdefault(ends, 0)
+            seen[ends] += 1
+    return found
+
+
+def _other_shape(stage: int, i: int, header: Any, known: Any) -> BatchError:
+    show = lambda told: ", ".join(f"{leaf['dtype']} {tuple(leaf['shape'])}" if "dtype" in leaf else repr(leaf["value"])
+                                  for leaf in told["leaves"])  # fmt: skip
+    return BatchError(
+        "microbatches make activations of different shapes", where=f"the output of stage {stage}, microbatch {i}",
+        got=show(header), want=f"{show(known)}, as the first", hint="pipeline(..., dynamic_shapes=True)",
+    )  # fmt: skip

@@ -1,0 +1,27 @@
+"""The serial interpreter: one process does all rows of a plan, in one order that gives each action what it needs.
+
+It sends nothing and cannot deadlock: what every other way of running a plan must equal.
+"""
+
+from __future__ import annotations
+
+from fds.errors import RankError
+from fds.plans import Plan, linear
+from fds.transforms.pipeline.failure import Failure
+from fds.transforms.pipeline.work import Local, Work
+
+
+def run(plan: Plan, work: Work, failure: Failure | None) -> Failure | None:
+    """Do the computations of a plan; return what failed first, where something did. Raises what a lost rank raises."""
+    mail = Local()
+    for place, (_, action) in enumerate(linear(plan)):
+        if failure is not None:
+            work.skip(action)  # data ranks still meet
+            continue
+        try:
+            work.do(action, mail)
+        except RankError:
+            raise
+        except Exception as error:
+            failure = Failure.of(error, place, action)
+    return failure

@@ -1,0 +1,186 @@
+"""One stage of a pipeline: some consecutive layers, and the graphs of the microbatches that are under way in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fds import loss as losses
+from fds.step import intact
+from fds.transforms.pipeline.halves import Rest, backward_input
+from fds.transforms.pipeline.packet import Packet
+
+Grads = Sequence[Tensor | None]  # by leaf of a packet
+
+
+class _Enter(torch.autograd.Function):
+    """The same tensor, inside the graph: a layer may write over what it is given, and not over a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """Some calls of layers that were run, cut off from what came before: their graph, by both its ends."""
+
+    first: bool  # of its stage
+    layers: tuple[int, ...]
+    inputs: list[Tensor | None]  # by leaf that came in: those that want a gradient
+    outputs: list[tuple[int, GradientEdge]]  # (leaf that went out, where its backward begins)
+    whole: bool  # it runs forward again in backward, so B and W are one
+
+    def roots(self, grads: Grads) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Return where backward begins, and the gradients there; outputs that nobody used have none."""
+        found = [(edge, grad) for i, edge in self.outputs if (grad := grads[i]) is not None]
+        return [edge for edge, _ in found], [grad for _, grad in found]
+
+    def wanted(self) -> list[Tensor]:
+        """Return the inputs that want a gradient."""
+        return [x for x in self.inputs if x is not None]
+
+
+class Stage:
+    """Layers `layers` of a loss, for the length of a step.
+
+    Of a microbatch it keeps the graph, not the output: who gets that decides how long it stays.
+    """
+
+    def __init__(
+        self, step: Any, loss: losses.Layers, layers: range, params: Any, leaves: Sequence[Tensor],
+        buffers: dict[str, Tensor], add: Callable[..., None],
+    ):  # fmt: skip
+        self.step, self.loss, self.layers, self.params, self.buffers = step, loss, layers, params, buffers
+        self.leaves = list(leaves)  # those of its parameters that are trained
+        self.add = add  # of gradients: `add(backward, last=...)`
+        self.is_last = layers.stop == len(loss)
+        self.held: dict[int, list[Piece]] = {}  # by microbatch
+        self.rests: dict[int, list[Rest]] = {}  # what W still has to do
+        self.whole: set[int] = set()  # layers that B ran whole
+        names = [name for layer in layers for name in loss.layer(layer).params]
+        self.ties = len(set(names)) < len(names)  # two of its layers share a parameter
+
+    def forward(
+        self, i: int, packet: Packet, setting: losses.Setting, targets: Any, *, split: bool
+    ) -> tuple[Packet, losses.Outcome | None]:
+        """Run microbatch `i`; return what goes on, and on the last stage the outcome of the loss.
+
+        With `split` every call is a piece of its own, so that backward can be done in two halves.
+        """
+        self.held[i] = []
+        packet, current = packet.loose(), dict(self.buffers)
+        params = self.params
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(intact(params=params, batch=targets if self.layers.start else (packet.leaves, targets)))
+            for one in self.step.view:
+                params = one(params)
+            for make in self.step.context:
+                stack.enter_context(make(setting.devices[0]))
+            calls = setting.mapped(losses.layer_calls(self.loss, self.layers, params, current, setting))
+            groups = _groups(calls) if split else [list(enumerate(calls))]
+            for group in groups:
+                piece, packet = self._run(group, packet, len(calls))
+                if self.is_last and group is groups[-1]:
+                    break
+                self._close(i, piece, packet)
+                packet = packet.loose() if split else packet
+            self.buffers = current
+            if not self.is_last:
+                return packet.loose(), None
+            value = setting.call(len(self.loss), self.loss.compare)(packet.build(packet.leaves), targets)
+        outcome = losses.read(value, where="the criterion of Layers", buffers=current)
+        total = outcome.total
+        root = Packet([total], None, (total.requires_grad,))
+        self._close(i, piece, root)
+        return packet.loose(), attrs.evolve(outcome, total=total.detach())
+
+    def backward(self, i: int, grads: Grads, *, last: bool) -> list[Tensor | None]:
+        """Run backward of microbatch `i` whole; return the gradients by what came in."""
+        for piece in reversed(self.held.pop(i)):
+            grads = self._backward(piece, grads, last=last and piece.first)
+        return list(grads)
+
+    def backward_input(self, i: int, grads: Grads) -> list[Tensor | None]:
+        """Run what leads to the gradients by what came in, and return them; the rest is for `backward_weight`."""
+        rests = self.rests[i] = []
+        for piece in reversed(self.held.pop(i)):
+            edges, arrived = piece.roots(grads)
+            halves = None if piece.whole or not edges else backward_input(edges, arrived, piece.wanted(), self.leaves)
+            if halves is None:
+                if edges:
+                    self.whole.update(piece.layers)
+                grads = self._backward(piece, grads, last=False)
+                continue
+            found, rest = iter(halves[0]), halves[1]
+            grads = [None if x is None else next(found) for x in piece.inputs]
+            rests.append(rest)
+        return list(grads)
+
+    def backward_weight(self, i: int, *, last: bool) -> None:
+        """Run what `backward_input` left of microbatch `i`."""
+        rests = self.rests.pop(i)
+
+        def run(_: list[Tensor]) -> None:
+            while rests:
+                rests.pop(0)()
+
+        # a parameter of two pieces gets its gradient in two parts, and only then is it complete
+        self.add(run, last=last and not self.ties)
+        if last and self.ties:
+            self.add(lambda _: None, last=True)
+
+    def _backward(self, piece: Piece, grads: Grads, *, last: bool) -> list[Tensor | None]:
+        edges, arrived = piece.roots(grads)
+        wanted = piece.wanted()
+        inputs = [*wanted, *self.leaves]
+
+        def run(_: list[Tensor]) -> None:
+            if edges and inputs:
+                torch.autograd.backward(edges, arrived, inputs=inputs)
+
+        self.add(run, last=last)
+        found = [None if x is None else x.grad for x in piece.inputs]
+        for x in wanted:
+            x.grad = None
+        return found
+
+    def _run(self, group: list[tuple[int, Callable]], packet: Packet, num_calls: int) -> tuple[Piece, Packet]:
+        """Run some calls on a packet, cut off from where it came from; the piece has no outputs yet."""
+        inputs = [x.requires_grad_() if want else None for x, want in zip(packet.leaves, packet.wants, strict=True)]
+        grad = torch.is_grad_enabled()
+        given = [x if enter is None or not grad else _Enter.apply(enter)
+                 for x, enter in zip(packet.leaves, inputs, strict=True)]  # fmt: skip
+        value = packet.build(given)
+        del given
+        for _, call in group:
+            value = call(value)
+        recomputes = any(getattr(call, "recomputes", False) for _, call in group)
+        known = len(self.layers) == num_calls  # layer maps may have joined layers to one call
+        layers = tuple(self.layers[at] for at, _ in group) if known else tuple(self.layers)
+        return Piece(group[0][0] == 0, layers, inputs, [], recomputes), Packet.of(value)
+
+    def _close(self, i: int, piece: Piece, packet: Packet) -> None:
+        pairs = enumerate(zip(packet.leaves, packet.wants, strict=True))
+        piece.outputs.extend((at, get_gradient_edge(x)) for at, (x, want) in pairs if want)
+        self.held[i].append(piece)
+
+
+def _groups(calls: list[Callable]) -> list[list[tuple[int, Callable]]]:
+    """Return calls that can be cut apart; one that writes over its input stays with whoever computes it."""
+    groups: list[list[tuple[int, Callable]]] = []
+    for i, call in enumerate(calls):
+        if not groups or not getattr(call, "in_place", False):
+            groups.append([])
+        groups[-1].append((i, call))
+    return groups

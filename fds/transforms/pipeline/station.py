@@ -1,0 +1,244 @@
+"""The station `grads` under a pipeline: which stages this rank has, and how a batch passes through all of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import loss as losses, random, tree
+from fds.collectives import Axis
+from fds.errors import LossError
+from fds.step import Found, Order, Parameters, Step, Structure, Totals, open_parameters, rows
+from fds.transforms.pipeline import ranks, serial
+from fds.transforms.pipeline.failure import Failure, first
+from fds.transforms.pipeline.lowered import Lowered
+from fds.transforms.pipeline.ownership import Ownership
+from fds.transforms.pipeline.post import Post
+from fds.transforms.pipeline.stage import Stage
+from fds.transforms.pipeline.work import Work
+
+
+@attrs.frozen(eq=False, repr=False)
+class Pipeline:
+    """Every rank of an axis holds some stages, and all run a plan together; or one process runs all of it."""
+
+    name: str  # of the schedule
+    loss: losses.Layers
+    owned: Ownership
+    plan: Lowered
+    num_microbatches: int
+    dynamic: bool
+    channels: Mapping[Any, Axis]
+    whole: set[int] = attrs.field(factory=set)  # layers that B was seen to run whole: for `describe`
+    forwards: dict[int, Lowered] = attrs.field(factory=dict)  # by number of microbatches
+
+    @property
+    def axis(self) -> Axis | None:
+        """The ranks that hold different parameters."""
+        return self.owned.axis
+
+    def names(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names of all parameters of the loss."""
+        return self.owned.names
+
+    def holds(self, name: str) -> bool:
+        """Say whether a stage of this rank has a parameter, or a buffer."""
+        return name in self.owned.held
+
+    def kind(self, name: str) -> Hashable:
+        """Return the stages that have a parameter: buckets mix neither stages nor what other ranks hold too."""
+        return self.owned.stages[name]
+
+    def agreement(self) -> str:
+        """Return in what all ranks must agree."""
+        return f"{self}, plan {hashlib.blake2b(str(self.plan.plan).encode(), digest_size=8).hexdigest()}"
+
+    def share(self, name: str, x: Tensor) -> None:
+        """Give a tied parameter the values that it has on the first of its ranks."""
+        self.owned.share(name, x)
+
+    def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameters of all stages on every rank."""
+        return self.owned.collect(named)
+
+    def __call__(
+        self, step: Any, state: Any, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
+    ) -> Found:
+        """Return the gradients of a batch: of the parameters that this rank holds.
+
+        Raises, on every rank, what was raised on any.
+        """
+        totals, sums, buffers, failure, whole = self._train(step, state, structure, parts, batch, scale)
+        try:
+            totals, wide, used = self._agree(step, totals, failure, whole, sums.used(), [x.dtype for x in sums.leaves])
+        except BaseException:
+            step.memories.clear()  # what was learned in a step that failed is not what comes next
+            sums.close()
+            raise
+        leaves = sums.finish()
+        first_here = [True] * len(leaves)
+        for at, segments in enumerate(structure.segments):
+            owners = self.owned.ranks(segments[0].name) if segments else ()
+            if len(owners) > 1:
+                self.owned.add_up(leaves[at], owners)
+                first_here[at] = owners[0] == self.owned.index
+        counted = [here and step.reduce.counts for here in first_here]
+        return Found(totals, leaves, used, counted, buffers, wide)
+
+    def _train(
+        self, step: Step, state: Any, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
+    ) -> tuple[Totals, Any, dict[str, Tensor], Failure | None, list[int]]:
+        """Run the plan; return totals, sums of gradients, buffers, what failed here, and layers that B ran whole."""
+        order = step.order("step", structure)
+        params = open_parameters(step.gather, structure, parts, step.pool, train=True, order=order)
+        sums = step.reduce.sums(structure, params.trained, step.sum.dtype, step.pool, order)
+        seed = lambda total: torch.ones_like(total) if scale is None else scale.to(total.dtype)
+        named = dict(zip(structure.trained_names, params.trained, strict=True))
+        work, failure = self._work(step, state, params.tree, named, batch, self.plan, sums.add, seed=seed, order=order)
+        modes = [work.settings[0].mode]
+        with random.scope(work.settings[0].devices), torch.inference_mode(False), torch.enable_grad():
+            try:
+                failure = self._run(step, self.plan, work, failure)
+                if order is not None:
+                    order.finish()
+            except BaseException:
+                sums.close()
+                raise
+            finally:
+                modes[0].release()
+                params.close()
+                if order is not None:
+                    order.joins.clear()
+        buffers = {name: x for stage in work.stages.values() for name, x in stage.buffers.items()}
+        whole = sorted({layer for stage in work.stages.values() for layer in stage.whole})
+        return work.totals, sums, buffers, failure, whole
+
+    def forward(
+        self, step: Any, state: Any, params: Parameters, batch: Any, order: Order | None, *, outputs: bool
+    ) -> tuple[Totals, list]:
+        """Evaluate a batch: in the step's microbatches where its rows divide into them, else in one piece."""
+        n, failure = self._agreed_microbatches(step, batch)
+        plan = self.forwards.setdefault(n, self.plan.forwards(n))
+        work, failure = self._work(step, state, params.tree, {}, batch, plan, lambda backward, last: None,
+                                   order=order, evaluating=True, keeps=outputs, failure=failure)  # fmt: skip
+        with random.scope(work.settings[0].devices), torch.no_grad():
+            failure = self._run(step, plan, work, failure)
+            shown = _joined([work.outputs[i].build(work.outputs[i].leaves) for i in sorted(work.outputs)])
+        if order is not None:
+            order.finish()
+        totals, _, _ = self._agree(step, work.totals, failure, [], [], [])
+        return totals, self.owned.from_last([tree.map(_plain, x) for x in shown]) if outputs else []
+
+    def _work(
+        self, step: Step, state: Any, params: Any, named: dict[str, Tensor], batch: Any, plan: Lowered,
+        add: Callable[..., None], *, seed: Any = None, order: Order | None = None, evaluating: bool = False,
+        keeps: bool = False, failure: Failure | None = None,
+    ) -> tuple[Work, Failure | None]:  # fmt: skip
+        """Return the computations of this rank, and what is wrong with its batch."""
+        loss, n = step.eval_loss if evaluating else step.loss, plan.num_microbatches
+        settings = step.settings(state, n, evaluating=evaluating, draws=self.owned.draws(loss))
+        stages = {}
+        for index in self.owned.own_stages:
+            layers = self.owned.layers(index)
+            mine = {name for i in layers for name in loss.layer(i).params}
+            held = {name: state.buffers[name] for i in layers for name in loss.layer(i).buffers}
+            leaves = [x for name, x in named.items() if name in mine]
+            stages[index] = Stage(step, loss, layers, params, leaves, held, add)
+        microbatches: list[Any] = [None] * n
+        if batch is not None and failure is None and plan.reads:
+            try:
+                microbatches = [loss.split(one) for one in step.microbatches(batch, n)]
+            except Exception as error:
+                failure = Failure.of(error)
+        work = Work(
+            stages, self.owned.num_stages, microbatches, settings, plan.split, plan.final, seed, order, keeps
+        )  # fmt: skip
+        return work, failure
+
+    def _run(self, step: Step, plan: Lowered, work: Work, failure: Failure | None) -> Failure | None:
+        if self.axis is None:
+            return serial.run(plan.plan, work, failure)
+        post = Post(step, self.owned.placement, self.channels, self.owned.index, dynamic=self.dynamic)
+        return ranks.run(plan, work, post, failure)
+
+    def _agree(
+        self, step: Step, totals: Totals, failure: Failure | None, whole: list[int], used: list[bool],
+        dtypes: list[torch.dtype],
+    ) -> tuple[Totals, bool, list[bool]]:  # fmt: skip
+        """Return totals with zeros for what the last stage alone has, and whether any rank has float64 gradients.
+
+        Raises, on every rank, what was raised first on any.
+        """
+        wide = torch.float64 in dtypes
+        if step.everyone is None:
+            if failure is not None:
+                raise failure.alone()
+            self.whole.update(whole)
+            return totals, wide, used
+        said = [failure and failure.json(), _kinds(totals), whole, wide]
+        heard = step.everyone.exchange(said)
+        if failed := first([one[0] for one in heard]):
+            rank, known = failed
+            mine = failure is not None and rank == step.everyone.index
+            known = failure if mine and failure is not None else known
+            raise known.raised(f"rank {rank} of {step.everyone.name}")
+        kinds = [one[1] for one in heard if one[1] is not None]
+        if any(kind != kinds[0] for kind in kinds):
+            raise LossError("ranks return different metrics", got=str(kinds[-1]), want=str(kinds[0]))
+        self.whole.update(layer for one in heard for layer in one[2])
+        return _like(totals, kinds[0], self.owned.device), any(one[3] for one in heard), used
+
+    def _agreed_microbatches(self, step: Step, batch: Any) -> tuple[int, Failure | None]:
+        """Return into how many microbatches a batch is cut for evaluation, the same on all ranks of the axis."""
+        n, failure = None, None
+        if batch is not None and self.plan.reads:
+            try:
+                (one,) = step.microbatches(batch, 1)
+                length = rows(one)
+                n = self.num_microbatches if length and length % self.num_microbatches == 0 else 1
+            except Exception as error:
+                failure = Failure.of(error)
+        heard = [n] if self.axis is None else self.axis.exchange(n)
+        return next((m for m in heard if m is not None), 1), failure
+
+    def __repr__(self) -> str:
+        who = "one process" if self.axis is None else f"{self.axis.name} ({self.axis.size} ranks)"
+        text = f"{self.name} over {who}, {self.num_microbatches} microbatches; layers {self.owned}"
+        text += f"; bubble {self.plan.bubble:.0%} of equal stages"
+        layers = ", ".join(map(str, sorted(self.whole)))
+        return text + (f"; backward not split in layers {layers}" if self.whole else "")
+
+
+def _kinds(totals: Totals) -> list | None:
+    """Return the dtypes of totals, as JSON, None where there are none."""
+    if totals.loss is None:
+        return None
+    name = lambda x: str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else "float64"
+    return [name(totals.loss), name(totals.weight), totals.count,
+            [[metric, name(x)] for metric, x in totals.metrics.items()]]  # fmt: skip
+
+
+def _like(totals: Totals, kinds: list, device: torch.device) -> Totals:
+    """Return totals, or zeros of these kinds where there are none."""
+    if totals.loss is not None:
+        return totals
+    zero = lambda kind: torch.zeros((), dtype=getattr(torch, kind), device=device)
+    loss, weight, count, metrics = kinds
+    return Totals(zero(loss), zero(weight), {metric: zero(kind) for metric, kind in metrics}, count)
+
+
+def _joined(outputs: list[Any]) -> list[Any]:
+    """Return a list of one output: rows put together, of the rest the first microbatch's."""
+    if len(outputs) < 2:
+        return outputs
+    join = lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) and xs[0].dim() else xs[0]
+    return [tree.map(join, *outputs)]
+
+
+def _plain(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x

@@ -1,0 +1,131 @@
+"""Work: the actions of a plan, done on the stages of this process; how packets travel is the mail's business."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import loss as losses
+from fds.errors import BatchError
+from fds.plans import Action, Op, recorder
+from fds.step import Order, Totals
+from fds.transforms.pipeline.packet import Packet
+from fds.transforms.pipeline.stage import Stage
+
+Item = tuple[str, int, int]  # ("activation" or "gradient", the stage that needs it, microbatch)
+
+
+class Mail(Protocol):
+    """How what a stage makes gets to the stage that needs it."""
+
+    def give(self, item: Item, value: Any) -> None:
+        """Take what was made: a `Packet`, or a list of gradients by leaf of one."""
+        ...
+
+    def take(self, item: Item) -> Any:
+        """Return what is needed, once it is there."""
+        ...
+
+
+class Local:
+    """Mail inside one process."""
+
+    def __init__(self) -> None:
+        self.box: dict[Item, Any] = {}
+
+    def give(self, item: Item, value: Any) -> None:
+        """Keep it."""
+        self.box[item] = value
+
+    def take(self, item: Item) -> Any:
+        """Hand it over."""
+        return self.box.pop(item)
+
+
+@attrs.define(eq=False)
+class Work:
+    """The computations of one pass through a plan, on the stages of this process."""
+
+    stages: dict[int, Stage]
+    num_stages: int
+    microbatches: Sequence[Any]  # (inputs, targets) each, or None where neither is needed
+    settings: Sequence[losses.Setting]
+    split: Collection[tuple[int, int]]  # (stage, microbatch)s whose backward is in two halves
+    final: Action | None  # the last backward of this process: then sums are complete
+    seed: Callable[[Tensor], Tensor] | None = None  # of a total: the gradient at which its backward begins
+    order: Order | None = None  # in which data ranks meet
+    keeps: bool = False  # whether what the last stage returned is wanted
+    totals: Totals = attrs.field(factory=Totals)
+    outputs: dict[int, Packet] = attrs.field(factory=dict)
+    seeds: dict[int, Tensor | None] = attrs.field(factory=dict)
+
+    def do(self, action: Action, mail: Mail) -> None:
+        """Do a computation."""
+        recording = recorder()
+        if recording is None:
+            self._do(action, mail)
+            return
+        start = _now(self.settings[0].devices)
+        self._do(action, mail)
+        recording.add(action, start, _now(self.settings[0].devices))
+
+    def skip(self, action: Action) -> None:
+        """Do what data ranks need of a computation that this rank cannot do."""
+        if action == self.final:
+            next(iter(self.stages.values())).add(lambda leaves: None, last=True)
+        self._settle(action)
+
+    def _do(self, action: Action, mail: Mail) -> None:
+        s, i, last = action.stage, action.microbatch, action == self.final
+        assert s is not None and i is not None
+        stage = self.stages[s]
+        if action.op is Op.FORWARD:
+            self._forward(stage, s, i, mail)
+        elif action.op is Op.BACKWARD_WEIGHT:
+            stage.backward_weight(i, last=last)
+        else:
+            grads = [self.seeds.pop(i)] if s + 1 == self.num_stages else mail.take(("gradient", s, i))
+            grads = stage.backward(i, grads, last=last) if action.op is Op.BACKWARD else stage.backward_input(i, grads)
+            if s:
+                mail.give(("gradient", s - 1, i), grads)
+        self._settle(action)
+
+    def _forward(self, stage: Stage, s: int, i: int, mail: Mail) -> None:
+        inputs, targets = self._microbatch(s, i) if s in (0, self.num_stages - 1) else (None, None)
+        packet = mail.take(("activation", s, i)) if s else Packet.of(inputs)
+        packet, outcome = stage.forward(i, packet, self.settings[i], targets, split=(s, i) in self.split)
+        if outcome is None:
+            mail.give(("activation", s + 1, i), packet)
+            return
+        if self.keeps:
+            self.outputs[i] = packet
+        self.totals.add(outcome, "the criterion of Layers")
+        if self.seed is not None:
+            self.seeds[i] = self.seed(outcome.total)
+
+    def _microbatch(self, s: int, i: int) -> tuple[Any, Any]:
+        if self.microbatches[i] is None:
+            needs = "inputs" if s == 0 else "targets"
+            raise BatchError(f"this rank needs the {needs} of the batch", got="None", want="(inputs, targets)",
+                             hint="ranks that differ only along the pipeline pass the same batch; None where a rank "
+                             "has neither the first stage nor the last")  # fmt: skip
+        return self.microbatches[i]
+
+    def _settle(self, action: Action) -> None:
+        """Let data ranks, which gather and reduce at their own times, come to the end of this action together."""
+        gathers = self.order is not None and "gather" in self.order.joins
+        if self.order is not None and (gathers or action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)):
+            self.order.settle()
+
+
+def _now(devices: Sequence[torch.device]) -> float:
+    """Return the time in seconds, when what was begun is done: a recording waits for the device."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return time.perf_counter()
