@@ -7,6 +7,7 @@ from fds.step.composition import Composition, Transform, compose, fill, transfor
 from fds.step.describe import Description
 from fds.step.gather import Gather
 from fds.step.gradients import Gradients, Measure, global_norm
+from fds.step.handles import materialize
 from fds.step.order import Order
 from fds.step.parameters import Parameters, open_parameters
 from fds.step.program import Step
@@ -18,7 +19,8 @@ from fds.step.sums import Sum
 from fds.step.totals import Totals
 
 __all__ = [
-    "After", "Commit", "Composition", "Description", "Found", "Gather", "Grads", "Gradients", "InTurn", "Measure",
+    "After", "Commit", "Composition", "Description", "Found", "Gather", "Gradients", "Grads", "InTurn", "Measure",
     "Order", "Parameters", "Place", "Reduce", "Scale", "Shard", "Split", "Step", "Structure", "Sum", "Totals",
-    "Transform", "Whole", "compose", "fill", "global_norm", "intact", "open_parameters", "rows", "transform", "whole",
+    "Transform", "Whole", "compose", "fill", "global_norm", "intact", "materialize", "open_parameters", "rows",
+    "transform", "whole",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 from fds import loss as losses, tree
 from fds.collectives import Axis
 from fds.errors import LossError
-from fds.transforms.pipeline.packet import Packet, Shape
+from fds.transforms.pipeline.packet import Shape
 
 
 @attrs.frozen(slots=False, eq=False, repr=False)
@@ -143,23 +143,19 @@ class Ownership:
             found[name] = self._broadcast(x.contiguous(), self.ranks(name)[0])
         return found
 
-    def from_last(self, values: list[Any]) -> list[Any]:
-        """Return on every rank of the axis what the rank of the last stage has."""
+    def from_last(self, value: Any = None, header: dict[str, Any] | None = None) -> Any:
+        """Return on every rank of the axis what the rank of the last stage has, and describes in the header."""
         if self.axis is None:
-            return values
+            return value
         source = self.placement[self.num_stages - 1]
-        headers = self.axis.exchange([Packet.of(x).header("the outputs") for x in values])[source]
-        found = []
-        for at, header in enumerate(headers):
-            shape = Shape.of(header)
-            if self.index == source:
-                tensors = [x.contiguous() for x in tree.leaves(values[at]) if isinstance(x, Tensor)]
-            else:
-                told = [t for t in shape.tensors if t is not None]
-                tensors = [torch.empty(s, dtype=dtype, device=self.device) for dtype, s, _ in told]
-            packet = shape.packet([self._broadcast(x, source) for x in tensors])
-            found.append(packet.build(packet.leaves))
-        return found
+        shape = Shape.of(self.axis.exchange(header)[source])
+        if self.index == source:
+            tensors = [x.contiguous() for x in tree.leaves(value) if isinstance(x, Tensor)]
+        else:
+            told = [t for t in shape.tensors if t is not None]
+            tensors = [torch.empty(s, dtype=dtype, device=self.device) for dtype, s, _ in told]
+        packet = shape.packet([self._broadcast(x, source) for x in tensors])
+        return packet.build(packet.leaves)
 
     def _broadcast(self, x: Tensor, source: int) -> Tensor:
         assert self.axis is not None

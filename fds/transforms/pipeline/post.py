@@ -41,6 +41,12 @@ class Line:
         flat = [x.detach().contiguous().view(-1).view(torch.uint8) for x in tensors if x.numel()]
         return [(self.axis.start_send(x, self.peer), x) for x in flat]
 
+    def receive(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return a message to the host (numel,)."""
+        x = torch.empty(numel, dtype=dtype, device="cpu")
+        self.axis.start_recv(x.view(torch.uint8), self.peer).wait()
+        return x
+
     def begin(self, i: int, kinds: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> None:
         """Begin to receive the tensors of a microbatch."""
         tensors, works = [], []
@@ -87,7 +93,7 @@ class Border:
             self._learn(header)
             text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
             length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
-            sent = self.activations.send([self._there(length), self._there(text)])
+            sent = self.activations.send([length, text])
         self.shapes[i] = self.shape
         if self.shape is None:
             return sent
@@ -146,17 +152,12 @@ class Border:
             self.activations.begin(j, told)
 
     def _header(self) -> dict[str, Any]:
-        self.activations.begin(-1, [(torch.int64, (1,))])
-        length = int(self.activations.end(-1)[0])
-        self.activations.begin(-1, [(torch.uint8, (length,))])
-        return json.loads(bytes(self.activations.end(-1)[0].tolist()))
+        length = int(self.activations.receive(torch.int64, 1))
+        return json.loads(bytes(self.activations.receive(torch.uint8, length).tolist()))
 
     def _learn(self, header: dict[str, Any] | None) -> None:
         assert header is not None
         self.known, self.shape = header, None if "failed" in header else Shape.of(header)
-
-    def _there(self, x: Tensor) -> Tensor:
-        return x.to(self.activations.device)
 
 
 class Post:

@@ -13,11 +13,12 @@ from torch import Tensor
 from fds import loss as losses, random, tree
 from fds.collectives import Axis
 from fds.errors import LossError
-from fds.step import Found, Order, Parameters, Step, Structure, Totals, open_parameters, rows
+from fds.step import Found, Order, Parameters, Step, Structure, Totals, materialize, open_parameters, rows
 from fds.transforms.pipeline import ranks, serial
 from fds.transforms.pipeline.failure import Failure, first
 from fds.transforms.pipeline.lowered import Lowered
 from fds.transforms.pipeline.ownership import Ownership
+from fds.transforms.pipeline.packet import Packet
 from fds.transforms.pipeline.post import Post
 from fds.transforms.pipeline.stage import Stage
 from fds.transforms.pipeline.work import Work
@@ -74,13 +75,12 @@ class Pipeline:
         Raises, on every rank, what was raised on any.
         """
         totals, sums, buffers, failure, whole = self._train(step, state, structure, parts, batch, scale)
+        used, leaves = sums.used(), sums.finish()
         try:
-            totals, wide, used = self._agree(step, totals, failure, whole, sums.used(), [x.dtype for x in sums.leaves])
+            totals, wide = self._agree(step, totals, failure, whole, any(x.dtype is torch.float64 for x in leaves))
         except BaseException:
             step.memories.clear()  # what was learned in a step that failed is not what comes next
-            sums.close()
             raise
-        leaves = sums.finish()
         first_here = [True] * len(leaves)
         for at, segments in enumerate(structure.segments):
             owners = self.owned.ranks(segments[0].name) if segments else ()
@@ -100,7 +100,6 @@ class Pipeline:
         seed = lambda total: torch.ones_like(total) if scale is None else scale.to(total.dtype)
         named = dict(zip(structure.trained_names, params.trained, strict=True))
         work, failure = self._work(step, state, params.tree, named, batch, self.plan, sums.add, seed=seed, order=order)
-        modes = [work.settings[0].mode]
         with random.scope(work.settings[0].devices), torch.inference_mode(False), torch.enable_grad():
             try:
                 failure = self._run(step, self.plan, work, failure)
@@ -110,7 +109,7 @@ class Pipeline:
                 sums.close()
                 raise
             finally:
-                modes[0].release()
+                work.settings[0].mode.release()
                 params.close()
                 if order is not None:
                     order.joins.clear()
@@ -126,13 +125,20 @@ class Pipeline:
         plan = self.forwards.setdefault(n, self.plan.forwards(n))
         work, failure = self._work(step, state, params.tree, {}, batch, plan, lambda backward, last: None,
                                    order=order, evaluating=True, keeps=outputs, failure=failure)  # fmt: skip
+        shown: list = []
         with random.scope(work.settings[0].devices), torch.no_grad():
             failure = self._run(step, plan, work, failure)
-            shown = _joined([work.outputs[i].build(work.outputs[i].leaves) for i in sorted(work.outputs)])
+            if failure is None and outputs and self.owned.num_stages - 1 in work.stages:
+                try:
+                    packets = [work.outputs[i] for i in range(n)]
+                    shown = [tree.map(_plain, _joined([packet.build(packet.leaves) for packet in packets]))]
+                    shown.append(Packet.of(shown[0]).header("the outputs"))
+                except Exception as error:
+                    failure = Failure.of(error)
         if order is not None:
             order.finish()
-        totals, _, _ = self._agree(step, work.totals, failure, [], [], [])
-        return totals, self.owned.from_last([tree.map(_plain, x) for x in shown]) if outputs else []
+        totals, _ = self._agree(step, work.totals, failure, [], False)
+        return totals, [self.owned.from_last(*shown)] if outputs else []
 
     def _work(
         self, step: Step, state: Any, params: Any, named: dict[str, Tensor], batch: Any, plan: Lowered,
@@ -167,19 +173,17 @@ class Pipeline:
         return ranks.run(plan, work, post, failure)
 
     def _agree(
-        self, step: Step, totals: Totals, failure: Failure | None, whole: list[int], used: list[bool],
-        dtypes: list[torch.dtype],
-    ) -> tuple[Totals, bool, list[bool]]:  # fmt: skip
+        self, step: Step, totals: Totals, failure: Failure | None, whole: list[int], wide: bool
+    ) -> tuple[Totals, bool]:
         """Return totals with zeros for what the last stage alone has, and whether any rank has float64 gradients.
 
         Raises, on every rank, what was raised first on any.
         """
-        wide = torch.float64 in dtypes
         if step.everyone is None:
             if failure is not None:
                 raise failure.alone()
             self.whole.update(whole)
-            return totals, wide, used
+            return totals, wide
         said = [failure and failure.json(), _kinds(totals), whole, wide]
         heard = step.everyone.exchange(said)
         if failed := first([one[0] for one in heard]):
@@ -191,7 +195,7 @@ class Pipeline:
         if any(kind != kinds[0] for kind in kinds):
             raise LossError("ranks return different metrics", got=str(kinds[-1]), want=str(kinds[0]))
         self.whole.update(layer for one in heard for layer in one[2])
-        return _like(totals, kinds[0], self.owned.device), any(one[3] for one in heard), used
+        return _like(totals, kinds[0], self.owned.device), any(one[3] for one in heard)
 
     def _agreed_microbatches(self, step: Step, batch: Any) -> tuple[int, Failure | None]:
         """Return into how many microbatches a batch is cut for evaluation, the same on all ranks of the axis."""
@@ -232,13 +236,11 @@ def _like(totals: Totals, kinds: list, device: torch.device) -> Totals:
     return Totals(zero(loss), zero(weight), {metric: zero(kind) for metric, kind in metrics}, count)
 
 
-def _joined(outputs: list[Any]) -> list[Any]:
-    """Return a list of one output: rows put together, of the rest the first microbatch's."""
-    if len(outputs) < 2:
-        return outputs
+def _joined(outputs: list[Any]) -> Any:
+    """Return the outputs of microbatches as one: rows put together, of the rest the first's."""
     join = lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) and xs[0].dim() else xs[0]
-    return [tree.map(join, *outputs)]
+    return tree.map(join, *outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _plain(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x
+    return materialize(x).clone() if isinstance(x, Tensor) else x
