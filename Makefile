@@ -8,7 +8,7 @@ READY := .venv/.ready
 PEERS := .venv-peers/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test laws lint bench-plain bench-sharding golden clean
+.PHONY: help setup train test laws lint bench-plain bench-sharding bench-pipeline golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -34,6 +34,9 @@ bench-plain: $(READY)  ## time the plain step beside a hand-written loop
 
 bench-sharding: $(PEERS)  ## time sharded training beside DDP, FSDP2 and DeepSpeed (needs .venv-peers, large)
 	@.venv-peers/bin/python benchmarks/sharding.py $(ARGS)
+
+bench-pipeline: $(PEERS)  ## time pipelines beside DeepSpeed's and torch's (needs .venv-peers, large)
+	@.venv-peers/bin/python benchmarks/pipeline.py $(ARGS)
 
 golden: $(PEERS)  ## record again what DeepSpeed does, into tests/golden (needs .venv-peers, large)
 	@DS_ACCELERATOR=cpu .venv-peers/bin/python tests/golden/generate.py $(ARGS)
