@@ -44,6 +44,8 @@ CLAIMS: dict[tuple[str, str], float | None] = {
     ("fds 1F1B", "DeepSpeed"): 0.95,
     ("fds 1F1B", "torch 1F1B"): 0.95,
     ("fds ZB-H1", "fds 1F1B"): 1.00,
+    ("fds ZB-H1", "DeepSpeed"): None,
+    ("fds ZB-H1", "torch 1F1B"): None,
     ("fds ZB-H2", "fds 1F1B"): None,
     ("fds GPipe", "fds 1F1B"): None,
     ("fds 1F1B pure", "fds 1F1B"): None,
