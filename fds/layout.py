@@ -180,16 +180,18 @@ def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int
         num_ranks: slices per bucket.
         bucket_bytes: bound of a bucket, in the dtype of the masters.
     """
-    largest = max((_bytes([leaf]) for leaf in leaves if leaf.whole), default=0)
+    largest: dict[tuple, int] = {}  # by kind: what other ranks may lack decides nothing about the others
+    for leaf in leaves:
+        largest[_alike(leaf)] = max(largest.get(_alike(leaf), 0), _bytes([leaf]))
     open_: dict[tuple, list[Leaf]] = {}
     closed: list[list[Leaf]] = []
     for _, group in itertools.groupby(leaves, key=lambda leaf: layer_of(leaf.name)):
         parts: dict[tuple, list[Leaf]] = {}
         for leaf in group:
-            parts.setdefault((leaf.trained, leaf.dtype, leaf.kind, leaf.whole), []).append(leaf)
+            parts.setdefault(_alike(leaf), []).append(leaf)
         for key, part in parts.items():
             # whole parameters balance only if there are as many large ones as ranks
-            bound = num_ranks * max(bucket_bytes, largest) if key[-1] else bucket_bytes
+            bound = num_ranks * max(bucket_bytes, largest[key]) if key[-1] else bucket_bytes
             for piece in _pieces(part, bound):
                 held = open_.get(key)
                 if held is None or _bytes(held) + _bytes(piece) > bound:
@@ -211,6 +213,11 @@ def layer_of(name: str) -> str:
     words = name.split(".")
     number = next((i for i, word in enumerate(words[:-1]) if word.isdecimal()), len(words) - 2)
     return ".".join(words[: number + 1])
+
+
+def _alike(leaf: Leaf) -> tuple:
+    """Return what all leaves of a bucket have in common."""
+    return leaf.trained, leaf.dtype, leaf.kind, leaf.whole
 
 
 def _pieces(part: list[Leaf], bound: int) -> list[list[Leaf]]:

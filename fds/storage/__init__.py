@@ -9,8 +9,8 @@ rank1.safetensors      what the second one owns, and so on
 .saving/                 what a running or a killed save left; the next save clears it
 .lock                    held while a save runs
 
-Key paths, shapes and elements are those of the plain state: how many ranks wrote it, at which stage and in which
-buckets, shows only in how leaves are cut into chunks.
+Key paths, shapes and elements are those of the plain state: how many ranks wrote it, in which pipeline, at which stage
+and in which buckets, shows only in which file a leaf is and how it is cut into chunks.
 """
 
 from fds.storage.loading import load

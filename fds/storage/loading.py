@@ -21,13 +21,14 @@ from fds.storage.manifest import Leaf, Manifest, read_manifest
 from fds.storage.parts import Part, blank, parts_of
 from fds.storage.tensors import open_tensors, read_into
 from fds.storage.together import Ranks
+from fds.storage.union import Union, agreement
 
 
 def load(dir: str | os.PathLike, step: Step, params: Any, *, tag: str | None = None) -> tuple[State, dict[str, Any]]:
     """Read a state that `save` wrote below `dir`, and the `extra` that was saved with it.
 
-    Where ranks share the state, all of them call this, and each reads what it will hold. On how many ranks, at which
-    stage and in which buckets the state was saved makes no difference.
+    Where ranks share the state, all of them call this, and each reads what it will hold. On how many ranks, in which
+    pipeline, at which stage and in which buckets the state was saved makes no difference.
 
     Args:
         dir: the run's directory.
@@ -46,13 +47,16 @@ def load(dir: str | os.PathLike, step: Step, params: Any, *, tag: str | None = N
         said.mine = {"place": str(place), "asked": {"tag": repr(tag)}}
     ranks.refuse_different([one["asked"] for one in said.all])
     folder = Path(dir) / said.all[0]["place"]
-    with ranks.together() as said:
+    with ranks.together():
         manifest, template = read_manifest(folder), step.structure(params)
-        want = {name: part.leaf() for name, part in parts_of(template, ranks.slice).items()}
-        _refuse_other(manifest, want, folder)
+        own = parts_of(template, ranks.slice)
+    union = Union.of(own, ranks)
+    with ranks.together() as said:
+        _refuse_other(manifest, union.leaves | {name: part.leaf() for name, part in own.items()}, folder)
         state = blank(step, template, _device(params))
         _fill(parts_of(state, ranks.slice), manifest, folder)
-        said.mine = {"save that they read": hashlib.blake2b(repr(manifest).encode(), digest_size=8).hexdigest()}
+        read = hashlib.blake2b(repr(manifest).encode(), digest_size=8).hexdigest()
+        said.mine = {"save that they read": read, **agreement(own, ranks)}
     ranks.refuse_different(said.all)
     return state, manifest.extra
 

@@ -60,7 +60,10 @@ class Part:
 
 
 def parts_of(state: State, index: int) -> dict[str, Part]:
-    """Return the leaves of the plain state by key path, given the state of the rank with slice `index`."""
+    """Return the leaves of the plain state by key path, given the state of the rank with slice `index`.
+
+    In a pipeline those of this rank's stages.
+    """
     if isinstance(state.params, Sharded):
         layout = state.params.layout
         opt = {slot: _parts_of_buckets(slices, layout, index) for slot, slices in state.opt.items()}

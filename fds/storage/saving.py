@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import os
 from pathlib import Path
@@ -21,6 +20,7 @@ from fds.storage.manifest import FORMAT, Chunk, Leaf, Manifest, checked_extra, r
 from fds.storage.parts import Part, parts_of
 from fds.storage.tensors import refuse_unwritable, write_tensors
 from fds.storage.together import Ranks
+from fds.storage.union import Union, agreement
 
 
 def save(
@@ -33,7 +33,7 @@ def save(
     """Write a state below `dir`, whole and durably or not at all, and return the folder of its tag.
 
     Where ranks share the state, all of them call this, with one `dir` of a file system that all of them see, and each
-    writes what it owns. What is written is the plain state: any number of ranks loads it, at any stage.
+    writes what it owns. What is written is the plain state: any number of ranks loads it, in any pipeline and stage.
 
     Args:
         dir: the run's directory, made if it is missing.
@@ -53,18 +53,19 @@ def save(
     ranks = Ranks.of(step)
     with ranks.together() as said:
         draft = _draft(Path(dir), state, step, tag, extra, ranks)
-        said.mine = draft.common()
+        said.mine = draft.common(ranks)
     ranks.refuse_different(said.all)
+    union = Union.of(draft.parts, ranks)
     folder = unpublished(draft.dir, draft.tag)
     with contextlib.ExitStack() as saving:
         with ranks.together():
             if ranks.index == 0:
                 saving.enter_context(publish(draft.dir, draft.tag))
         with ranks.together() as said, refusing(draft.dir):
-            said.mine = _write(folder, draft, ranks)
+            said.mine = _write(folder, draft, union, ranks)
         with ranks.together(), refusing(draft.dir):
             if ranks.index == 0:
-                write_manifest(folder, draft.manifest(said.all))
+                write_manifest(folder, draft.manifest(union, said.all))
                 saving.close()  # from here on it has its name
     return draft.dir / draft.tag
 
@@ -80,22 +81,21 @@ class Draft:
     composition: tuple[str, ...]
     parts: dict[str, Part]  # by key path
 
-    def common(self) -> dict[str, str]:
-        """Return in what all ranks must agree."""
-        leaves = "\n".join(sorted(f"{name} {part.leaf()}" for name, part in self.parts.items()))
-        digest = hashlib.blake2b(leaves.encode(), digest_size=8).hexdigest()
+    def common(self, ranks: Ranks) -> dict[str, str]:
+        """Return in what ranks must agree."""
         return {"directory": str(self.dir), "tag": self.tag, "calls made": str(self.calls),
-                "leaves": f"{len(self.parts)} leaves, {digest}"}  # fmt: skip
+                **agreement(self.parts, ranks)}  # fmt: skip
 
-    def manifest(self, written: list[dict[str, list]]) -> Manifest:
-        """Return the manifest, given what `_write` returned on every rank."""
-        found: dict[str, list[Chunk]] = {name: [] for name in self.parts}
+    def manifest(self, union: Union, written: list[dict[str, list]]) -> Manifest:
+        """Return the manifest, given all leaves, and what `_write` returned on every rank."""
+        found: dict[str, list[Chunk]] = {name: [] for name in union.leaves}
         for rank, chunks in enumerate(written):
             for name, chunk in chunks.items():
                 found[name].append(Chunk(_file(rank), *chunk))
         leaves: dict[str, Leaf] = {}
         for name, chunks in found.items():
-            leaves[name] = self.parts[name].leaf(tuple(sorted(chunks, key=lambda c: c.start)))
+            tiles = tuple(sorted(chunks, key=lambda c: c.start))
+            leaves[name] = attrs.evolve(union.leaves[name], chunks=tiles)
             refuse_impossible(leaves[name], where=name)
         return Manifest(
             FORMAT, _version(), torch.__version__, self.tag, self.calls, self.composition, leaves, self.extra
@@ -116,14 +116,16 @@ def _draft(
     return Draft(dir, tag, calls, extra, tuple(map(repr, step.composition)), parts)
 
 
-def _write(folder: Path, draft: Draft, ranks: Ranks) -> dict[str, list]:
+def _write(folder: Path, draft: Draft, union: Union, ranks: Ranks) -> dict[str, list]:
     """Write what this rank owns; return start, length and checksum by key path.
 
-    Of what is split, that is its part, unless it is a copy; of what every rank has, everything is the first one's.
+    Of leaves that the pipeline has at several places, the first place's ranks write. Of what is split among them,
+    each its part, unless it is a copy; of what each of them has, the first one everything.
     """
     owned = {
         name: part for name, part in draft.parts.items()
-        if (part.tensor.numel() and ranks.replica == 0 if part.split else ranks.index == 0)
+        if union.first[name] == ranks.place
+        and (part.tensor.numel() and ranks.replica == 0 if part.split else ranks.data == 0)
     }  # fmt: skip
     if not owned:
         return {}

@@ -25,18 +25,25 @@ class Said:
 class Ranks:
     """The ranks among which a step shares its state, as one of them sees them."""
 
-    data: Axis | None = None  # None for one rank alone
+    everyone: Axis | None = None  # None for one rank alone
     index: int = 0  # among all of them
+    pipelined: bool = False  # whether they hold the leaves of different stages
+    place: int = 0  # in the pipeline: which stages it holds
+    data: int = 0  # among the ranks at its place
     slice: int = 0  # which slice of every bucket it holds
     replica: int = 0  # of ranks with equal slices, which one it is
 
     @classmethod
     def of(cls, step: Step) -> Ranks:
         """Return the ranks of a step."""
-        shard = step.reduce.shard
-        if shard is None:
+        everyone, pipeline, shard = step.everyone, step.grads.axis, step.reduce.shard
+        if everyone is None:
             return cls()
-        return cls(shard.data, shard.data.index, shard.axis.index, shard.replicate.index if shard.replicate else 0)
+        ranks = cls(everyone, everyone.index, pipeline is not None, 0 if pipeline is None else pipeline.index)
+        if shard is None:
+            return ranks
+        replica = 0 if shard.replicate is None else shard.replicate.index
+        return attrs.evolve(ranks, data=shard.data.index, slice=shard.axis.index, replica=replica)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[Said]:
@@ -46,7 +53,7 @@ class Ranks:
         raised, naming the rank; on one rank alone, what it raised.
         """
         said, error = Said(), None
-        if self.data is None:
+        if self.everyone is None:
             yield said
             said.all = [said.mine]
             return
@@ -54,24 +61,27 @@ class Ranks:
             yield said
         except BaseException as caught:
             error = caught
-        heard = self.data.exchange([said.mine if error is None else None, None if error is None else _fields(error)])
+        mine = [said.mine, None] if error is None else [None, _fields(error)]
+        heard = self.everyone.exchange(mine)
         if error is not None and not isinstance(error, Exception):
             raise error  # a key was pressed: the others know
-        failed = {rank: fields for rank, (_, fields) in zip(self.data.ranks, heard, strict=True) if fields}
+        failed = {rank: fields for rank, (_, fields) in zip(self.everyone.ranks, heard, strict=True) if fields}
         if failed:
             rank, (what, where, got, want, hint) = next(iter(failed.items()))
             raise StorageError(f"rank {rank}: {what}", where=where, got=got, want=want, hint=hint) from error
         said.all = [value for value, _ in heard]
 
     def refuse_different(self, told: list[dict[str, str]]) -> None:
-        """Raise `StorageError`, on every rank, for the first thing that a rank said and rank 0 did not."""
+        """Raise `StorageError`, on every rank, for the first thing of which a rank said another than one before it."""
+        said: dict[str, tuple[str, int]] = {}
         for i, theirs in enumerate(told):
             for what, value in theirs.items():
-                if value != told[0][what]:
-                    assert self.data is not None
+                want, first = said.setdefault(what, (value, i))
+                if value != want:
+                    assert self.everyone is not None
                     raise StorageError(
-                        f"the ranks do not agree on the {what}", where=f"rank {self.data.ranks[i]}", got=value[:200],
-                        want=f"{told[0][what]:.200}, as rank {self.data.ranks[0]} has it",
+                        f"the ranks do not agree on the {what}", where=f"rank {self.everyone.ranks[i]}",
+                        got=value[:200], want=f"{want:.200}, as rank {self.everyone.ranks[first]} has it",
                     )  # fmt: skip
 
 

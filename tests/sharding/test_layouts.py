@@ -2,6 +2,7 @@
 
 import math
 
+import attrs
 import torch
 from hypothesis import given, strategies as st
 
@@ -161,6 +162,17 @@ def test_gaps_stay_zero_and_muon_has_whole_parameters(found, optimizer, stage, r
             else:
                 loose = 4.0 if x.dtype is torch.bfloat16 or optimizer in ("lion", "muon") else 1e-3
                 assert float((x.double() - state.params[name].double()).abs().max() if x.numel() else 0) <= loose
+
+
+@given(leaves(), leaves(), st.integers(1, 3), st.sampled_from([1, 500]))
+def test_leaves_of_one_kind_lie_alike_whatever_else_a_rank_has(shared, others, ranks, size):
+    # ranks of a pipeline add up the slices of tied parameters, and each has other parameters beside them
+    shared = [attrs.evolve(leaf, name=f"tied.{leaf.name}", kind="tied") for leaf in shared]
+    both = sorted([*shared, *others], key=lambda leaf: leaf.name)
+    alone = plan(sorted(shared, key=lambda leaf: leaf.name), None, num_ranks=ranks, bucket_bytes=size)
+    among = plan(both, None, num_ranks=ranks, bucket_bytes=size)
+    lie = lambda layout: [(b.leaves, b.offsets, b.length) for b in layout.buckets if b.leaves[0].kind == "tied"]
+    assert lie(alone) == lie(among)
 
 
 def test_what_a_pool_gives_twice_is_free():

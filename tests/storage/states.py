@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.state import State
-from fds.step.reduce import Reduce
+from fds.step import Grads, InTurn, Reduce
 from fds.storage import manifest
 from fds.storage.tensors import DTYPES
 
@@ -24,7 +24,9 @@ class Template:
 
     state: State
     composition: tuple = ("adamw(0.1)",)
+    grads: Grads = InTurn()
     reduce: Reduce = Reduce()
+    everyone: None = None
 
     def structure(self, params: Any) -> State:
         return tree.map(lambda x: x.to("meta"), self.state)

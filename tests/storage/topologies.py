@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fds
-from fds import tree
+from fds import plans, tree
 from fds.layout import Sharded
 from fds.step import Whole
 from tests.laws.problems import OPTIMIZERS, TRANSFORMS, Problem, make
@@ -34,6 +34,43 @@ class Topology:
         return fds.shard_optimizer(
             mesh["dp"], stage=self.stage, replicate=copies, bucket_bytes=self.bucket_bytes, **more
         )
+
+    def run(self, body) -> list[Any]:
+        """Return what `body()` returns on every rank."""
+        return fds.simulate(body, self.ranks)
+
+
+@attrs.frozen
+class Stages:
+    """How many places a pipeline has, and how many ranks share each of them, and how; or one process plays all."""
+
+    places: int
+    schedule: Any = plans.one_f_one_b
+    data: int = 1
+    stage: int = 1
+    replicas: int = 1
+    bucket_bytes: int = 300
+    partition: Any = "parameters"
+    alone: bool = False
+    microbatches: int = 4  # of all ranks at a place together
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return 1 if self.alone else self.places * self.data * self.replicas
+
+    def transforms(self) -> list[Any]:
+        """Return the transforms, on a rank."""
+        each = self.microbatches // (self.data * self.replicas)
+        if self.alone:
+            return [fds.pipeline(self.schedule, self.places, num_microbatches=each, partition=self.partition)]
+        mesh = fds.mesh(copies=self.replicas, pp=self.places, dp=self.data)
+        cut = fds.pipeline(self.schedule, mesh["pp"], num_microbatches=each, partition=self.partition)
+        if self.data * self.replicas == 1:
+            return [cut]
+        copies = mesh["copies"] if self.replicas > 1 else None
+        sizes = {"bucket_bytes": self.bucket_bytes}
+        return [cut, fds.shard_optimizer(mesh["dp"], stage=self.stage, replicate=copies, **sizes)]
 
     def run(self, body) -> list[Any]:
         """Return what `body()` returns on every rank."""
