@@ -8,7 +8,7 @@ READY := .venv/.ready
 PEERS := .venv-peers/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test laws lint bench-plain bench-sharding bench-pipeline golden clean
+.PHONY: help setup train test laws lint bench-plain bench-sharding bench-pipeline gallery golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -38,12 +38,15 @@ bench-sharding: $(PEERS)  ## time sharded training beside DDP, FSDP2 and DeepSpe
 bench-pipeline: $(PEERS)  ## time pipelines beside DeepSpeed's and torch's (needs .venv-peers, large)
 	@.venv-peers/bin/python benchmarks/pipeline.py $(ARGS)
 
+gallery: $(READY)  ## draw the schedules of docs/pipelines.md again, into docs/images
+	@$(BIN)/python docs/draw_schedules.py $(ARGS)
+
 golden: $(PEERS)  ## record again what DeepSpeed does, into tests/golden (needs .venv-peers, large)
 	@DS_ACCELERATOR=cpu .venv-peers/bin/python tests/golden/generate.py $(ARGS)
 
 clean:  ## remove the environments and every cache
 	@rm -rf .venv .venv-peers .pytest_cache .ruff_cache fds.egg-info
-	@find fds tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	@find fds tests examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # torch comes first and pinned: a bare `torch` may be another release, and the build of fds needs torch's setuptools.
 # -qq, because pip warns about every index of the machine that lacks a package.

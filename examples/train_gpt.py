@@ -4,6 +4,7 @@
     python examples/train_gpt.py --data my/notes book.txt --minutes 30 --width 512 --layers 8
     python examples/train_gpt.py --resume runs/gpt      # go on where Ctrl-C stopped it, bit for bit
     python examples/train_gpt.py --ranks 0              # on every GPU of this machine, or every core
+    python examples/train_gpt.py --ranks 2 --pipeline zb_h1 --stages 2     # half of the layers on each of two ranks
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py
 
 A run is a folder: `options.json`, `log.jsonl`, `save/` (its last state) and, at the end, `curve.png`. A fresh run
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from gpt import curve, ranks
+from gpt import curve, pipelines, ranks
 from gpt.display import Display
 from gpt.interrupt import Interrupt
 from gpt.log import Log
@@ -38,7 +39,7 @@ from rich.syntax import Syntax
 from torch import Tensor
 
 import fds
-from fds.collectives import Axis
+from fds.collectives import Axis, Mesh
 from fds.errors import FdsError, StorageError
 
 PRECISIONS = {
@@ -49,8 +50,14 @@ PRECISIONS = {
 TIMEOUT = 300.0  # seconds that a rank waits for the others; alone they do nothing that takes half of it
 
 
-def training_step(options: argparse.Namespace, axis: Axis) -> fds.Step:
+def training_step(options: argparse.Namespace, mesh: Mesh) -> fds.Step:
     """Compose the whole of training."""
+    num_microbatches = pipelines.num_microbatches(options)
+    if options.pipeline == pipelines.NONE:
+        microbatches = fds.accumulate(num_microbatches)
+    else:
+        schedule, _ = pipelines.SCHEDULES[options.pipeline]
+        microbatches = fds.pipeline(schedule, mesh["pp"], num_microbatches=num_microbatches)
     lr = fds.schedules.warmup_cosine(
         options.lr, warmup_steps=options.steps // 20, total_steps=options.steps, kind="linear", end_ratio=0.02
     )
@@ -59,8 +66,8 @@ def training_step(options: argparse.Namespace, axis: Axis) -> fds.Step:
     matrices = muon if options.optimizer == "muon" else adamw
     return fds.compose(
         PRECISIONS[options.dtype],
-        fds.accumulate(options.accumulate),
-        fds.shard_optimizer(axis, stage=options.stage),
+        microbatches,
+        fds.shard_optimizer(mesh["dp"], stage=options.stage),
         fds.clip_by_global_norm(1.0),
         fds.by_name({
             "*norm*": adamw(weight_decay=0.0),
@@ -76,13 +83,13 @@ def model(options: argparse.Namespace) -> fds.Layers:
     return gpt(width=options.width, layers=options.layers, heads=options.heads, dropout=options.dropout)
 
 
-def train(options: argparse.Namespace, text: Text, out: Path, axis: Axis) -> int:
+def train(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> int:
     """Train until the last step or an interruption, then show what came of it; return the exit code.
 
     Every rank does the same, and what is collective together; the log and the console of all but the first lead
     nowhere.
     """
-    step, device, shown = training_step(options, axis), torch.device(options.device), axis.index == 0
+    step, device, shown = training_step(options, mesh), torch.device(options.device), mesh.rank == 0
     params = initial_params(step, options)
     if options.resume:
         state, extra = fds.load(out / "save", step, params)
@@ -94,13 +101,13 @@ def train(options: argparse.Namespace, text: Text, out: Path, axis: Axis) -> int
     text, done, last = text.to(device), int(state.calls), options.steps
     console = Console() if shown else Console(quiet=True, force_terminal=False)
     size = sum(x.numel() for x in fds.tree.leaves(params))
-    title = f"[bold]fds[/]  GPT of {size / 1e6:.1f}M parameters, {options.dtype} on "
-    title += f"{device}" if axis.size == 1 else f"{axis.size} ranks of {device.type}, stage {options.stage}"
+    title = f"[bold]fds[/]  GPT of {size / 1e6:.1f}M parameters, {options.dtype} on {placing(options, mesh)}"
 
     with (Log(out / "log.jsonl" if shown else Path(os.devnull), upto=done) as log,
-          Display(console, title, total=last, done=done) as display, Interrupt(axis) as interrupt):  # fmt: skip
+          Display(console, title, total=last, done=done) as display,
+          Interrupt(everyone(mesh)) as interrupt):  # fmt: skip
         while done < last:
-            state, metrics = step(state, next_batch(text, state, options, axis))
+            state, metrics = step(state, next_batch(text, state, options, mesh["dp"]))
             done += 1
             log.step(done, metrics)
             stops = interrupt.agreed() or done == last
@@ -109,7 +116,7 @@ def train(options: argparse.Namespace, text: Text, out: Path, axis: Axis) -> int
                 log.read(tokens_per_step=options.batch * options.context)
                 display.show(log)
             if evaluates:
-                log.evaluation(done, held_out_bits(step, state, text, options, axis))
+                log.evaluation(done, held_out_bits(step, state, text, options, mesh["dp"]))
                 display.show(log)
                 display.tell(log)
             if saves:
@@ -132,24 +139,43 @@ def train(options: argparse.Namespace, text: Text, out: Path, axis: Axis) -> int
     return 0
 
 
+def placing(options: argparse.Namespace, mesh: Mesh) -> str:
+    """Say where a run runs: on which device, or on how many ranks that share what, and how."""
+    device = torch.device(options.device)
+    where = [f"{device}" if mesh.size == 1 else f"{mesh.size} ranks of {device.type}"]
+    if mesh["dp"].size > 1:
+        where.append(f"stage {options.stage}")
+    if options.pipeline != pipelines.NONE:
+        where.append(f"{options.pipeline} through {options.stages} stages")
+    return ", ".join(where)
+
+
+def everyone(mesh: Mesh) -> Axis:
+    """Return the axis of all ranks."""
+    return mesh["pp", "dp"]
+
+
 def initial_params(step: fds.Step, options: argparse.Namespace) -> dict[str, Tensor]:
     """Return the parameters that the seed gives, on the device."""
     key = fds.random.fold_in(fds.random.key(options.seed), "params")
     return fds.tree.map(lambda x: x.to(options.device), step.loss.init(key))
 
 
-def next_batch(text: Text, state: fds.State, options: argparse.Namespace, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return this rank's rows of random windows: a pure function of the state, so a loader has nothing to remember."""
+def next_batch(text: Text, state: fds.State, options: argparse.Namespace, dp: Axis) -> tuple[Tensor, Tensor]:
+    """Return this rank's rows of random windows: a pure function of the state, so a loader has nothing to remember.
+
+    Ranks that differ along the pipeline get the same rows.
+    """
     key = fds.random.fold_in(state.key, "batch", int(state.calls))
     starts = random_starts(text.train, key, rows=options.batch, context=options.context)
-    return windows(text.train, ranks.share(starts, axis), context=options.context)
+    return windows(text.train, ranks.share(starts, dp), context=options.context)
 
 
-def held_out_bits(step: fds.Step, state: fds.State, text: Text, options: argparse.Namespace, axis: Axis) -> float:
+def held_out_bits(step: fds.Step, state: fds.State, text: Text, options: argparse.Namespace, dp: Axis) -> float:
     """Return the bits per byte on the same windows of held-out text for every run; the ranks share them."""
     starts = even_starts(text.held_out, rows=options.eval_rows, context=options.context)
     evaluate, parts = step.evaluator(state), starts.split(options.batch)
-    batches = [windows(text.held_out, ranks.share(part, axis), context=options.context) for part in parts]
+    batches = [windows(text.held_out, ranks.share(part, dp), context=options.context) for part in parts]
     bits = [evaluate(batch)["bits_per_byte"] * len(part) for part, batch in zip(parts, batches, strict=True)]
     return float(torch.stack(bits).sum() / len(starts))
 
@@ -185,17 +211,17 @@ def fastest_dtype(device: str) -> str:
     return "bfloat16" if 1.5 * seconds(torch.bfloat16) < seconds(torch.float32) else "float32"
 
 
-def steps_within(options: argparse.Namespace, text: Text, axis: Axis) -> int:
+def steps_within(options: argparse.Namespace, text: Text, mesh: Mesh) -> int:
     """Return how many steps fit into `--minutes` on this machine, from the times of a few on the first rank."""
     options.steps = 1
-    step, text = training_step(options, axis), text.to(torch.device(options.device))
+    step, text = training_step(options, mesh), text.to(torch.device(options.device))
     state, times = step.init(initial_params(step, options)), []
     for _ in range(8):
         start = time.perf_counter()
-        state, metrics = step(state, next_batch(text, state, options, axis))
+        state, metrics = step(state, next_batch(text, state, options, mesh["dp"]))
         float(metrics["loss"])
         times.append(time.perf_counter() - start)
-    typical = axis.exchange(sorted(times)[len(times) // 2])[0]
+    typical = everyone(mesh).exchange(sorted(times)[len(times) // 2])[0]
     return min(20_000, max(100, 100 * round(0.6 * options.minutes / typical)))
 
 
@@ -209,7 +235,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     sizes = parser.add_argument_group("sizes")
     for name, default, meaning in (
         ("steps", 0, "steps to train; 0 takes what fits into --minutes"),
-        ("batch", 8, "windows per step"), ("accumulate", 1, "microbatches per step"),
+        ("batch", 8, "windows per step"),
+        ("accumulate", 0, "microbatches of a rank's rows; 0 takes 1, with --pipeline up to four for each of its ranks"),
         ("context", 256, "bytes per window"), ("width", 128, "of the model"), ("layers", 4, "blocks"),
         ("heads", 2, "attention heads per block"), ("seed", 0, "of everything random"),
         ("read-every", 10, "steps between readings of the metrics"), ("eval-every", 100, "steps between evaluations"),
@@ -217,6 +244,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         ("sample", 600, "bytes to generate at the end"),
         ("ranks", 1, "processes that share each batch; 0 takes one per GPU or core, as many as divide it"),
         ("restarts", 0, "times that the ranks are started again from the last save when one is lost"),
+        ("stages", 0, "of --pipeline, on all its ranks together"),
     ):  # fmt: skip
         sizes.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (%(default)s)")
     training = parser.add_argument_group("training")
@@ -226,6 +254,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     training.add_argument("--dropout", type=float, default=0.0, help="(%(default)s)")
     training.add_argument("--prompt", default="def ", help="what the sample starts with")
     training.add_argument("--stage", type=int, choices=range(4), default=2, help="of sharding by ranks (%(default)s)")
+    training.add_argument(
+        "--pipeline",
+        choices=[pipelines.NONE, *pipelines.SCHEDULES],
+        metavar="SCHEDULE",
+        help=f"cut the layers into --stages and pass microbatches through by a schedule of fds.plans, sharding each "
+        f"stage over the ranks that are left ({pipelines.NONE}): {', '.join(pipelines.SCHEDULES)}",
+    )
     training.add_argument("--dtype", choices=["auto", *PRECISIONS], default="auto", help="auto: the fastest here")
     training.add_argument(
         "--optimizer",
@@ -244,32 +279,41 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                            want="a folder that this script wrote") from None  # fmt: skip
     elif first.quick:
         parser.set_defaults(steps=20, batch=4, context=64, width=32, layers=2, heads=2, eval_every=10, sample=40)
+    if first.pipeline == pipelines.NONE:  # a run may be resumed without the pipeline that it had
+        parser.set_defaults(stages=0)
     options = parser.parse_args(arguments)
-    counts = "batch accumulate context width layers heads read_every eval_every eval_rows save_every"
-    for name, low in (*((name, 1) for name in counts.split()), ("ranks", 0), ("restarts", 0)):
+    options.pipeline = options.pipeline or pipelines.NONE
+    counts = "batch context width layers heads read_every eval_every eval_rows save_every"
+    from_zero = ("accumulate", "ranks", "restarts", "stages")
+    for name, low in (*((name, 1) for name in counts.split()), *((name, 0) for name in from_zero)):
         if getattr(options, name) < low:
             parser.error(f"--{name.replace('_', '-')} counts from {low}, not {getattr(options, name)}")
-    options.ranks = options.ranks or ranks.fitting(options.device, rows=options.batch // options.accumulate)
+    pipelines.refuse_stages(options)
+    rows = options.batch // pipelines.rows_together(options)
+    options.ranks = options.ranks or ranks.fitting(options.device, rows=rows, each=pipelines.num_ranks(options))
     return options
 
 
 def refuse(options: argparse.Namespace) -> None:
     """Raise `FdsError` for sizes that do not fit, before anything is started."""
-    model(options)
-    if options.batch % options.ranks:
+    loss = model(options)
+    pipelines.refuse_ranks(options)
+    data_ranks = options.ranks // pipelines.num_ranks(options)
+    if options.batch % data_ranks:
         raise FdsError("the ranks cannot share the batch evenly", where="--batch",
-                       got=f"{options.batch} windows for {options.ranks} ranks", want="a multiple")  # fmt: skip
+                       got=f"{options.batch} windows for {data_ranks} ranks", want="a multiple")  # fmt: skip
+    pipelines.refuse(options, loss)
 
 
-def settle(options: argparse.Namespace, text: Text, out: Path, axis: Axis) -> None:
+def settle(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> None:
     """Settle what is left open, alike on every rank; the first one makes the folder and writes the options down.
 
     Raises `FdsError` for a folder that holds something else than a run.
     """
-    ranks.agree(axis, lambda: begin(options, out), vars(options))
+    ranks.agree(everyone(mesh), lambda: begin(options, out), vars(options))
     if options.steps < 1:
-        options.steps = steps_within(options, text, axis)
-    if axis.index == 0:
+        options.steps = steps_within(options, text, mesh)
+    if mesh.rank == 0:
         kept = {name: value for name, value in vars(options).items() if name not in ("out", "resume", "quick")}
         (out / "options.json").write_text(json.dumps(kept, indent=1) + "\n")
 
@@ -311,16 +355,17 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = parse(arguments)
         fds.init_distributed("gloo" if options.device == "cpu" else None, timeout=TIMEOUT)
-        axis = fds.mesh(dp=-1)["dp"]
-        rank, started = axis.index, axis.size > 1 or ranks.run_id() is not None
-        options.ranks = axis.size if started else options.ranks
+        world = fds.mesh(dp=-1)
+        rank, started = world.rank, world.size > 1 or ranks.run_id() is not None
+        options.ranks = world.size if started else options.ranks
         refuse(options)
         text = read(options.data, context=options.context)
-        if options.ranks > axis.size:
+        if options.ranks > world.size:
             return ranks.launch([sys.argv[0], *arguments], options.ranks, restarts=options.restarts)
         out = Path(options.resume or options.out)
-        settle(options, text, out, axis)
-        return train(options, text, out, axis)
+        mesh = fds.mesh(pp=pipelines.num_ranks(options), dp=-1)
+        settle(options, text, out, mesh)
+        return train(options, text, out, mesh)
     except (FdsError, OSError) as error:
         if not (rank and isinstance(error, StorageError)):  # which every rank raises
             print(f"train_gpt{f', rank {rank}' if rank else ''}: {error}", file=sys.stderr)

@@ -29,7 +29,7 @@ class Display:
 
     def __enter__(self) -> Self:
         if self._live is None:
-            self.console.print(self.title)
+            self.console.print(self.title, soft_wrap=True)
         else:
             self._live.start()
         return self

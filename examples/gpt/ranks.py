@@ -17,10 +17,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from fds.collectives import Axis
 
 
-def fitting(device: str, *, rows: int) -> int:
-    """Return one rank per GPU, or per core where there is none, as many as divide the rows of a microbatch."""
+def fitting(device: str, *, rows: int, each: int = 1) -> int:
+    """Return one rank per GPU, or per core where there is none, as many as divide the rows of a microbatch.
+
+    Where `each` of several ranks see the same rows, they are counted as one, and there is one such group at least.
+    """
     most = torch.cuda.device_count() if device == "cuda" else num_cores() if device == "cpu" else 1
-    return max(n for n in range(1, max(1, most) + 1) if rows % n == 0)
+    return each * max(n for n in range(1, max(1, most // each) + 1) if rows % n == 0)
 
 
 def num_cores() -> int:

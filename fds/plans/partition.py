@@ -18,7 +18,7 @@ _WANTED = ", ".join(map(repr, NAMES))
 
 
 def boundaries_of(
-    partition: Any, num_stages: int, *, types: Sequence[str], parameters: Sequence[int]
+    partition: Any, num_stages: int, *, types: Sequence[str] = (), parameters: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Return the `num_stages + 1` boundaries that a user's `partition=` stands for; every stage has a layer.
 
@@ -27,14 +27,16 @@ def boundaries_of(
             the most trainable parameters has as few as can be); `"type:REGEX"` (likewise, counting the layers whose
             class name holds the pattern, in any case of letters); a `LayerCosts` (likewise, by time); or boundaries.
         num_stages: how many stages.
-        types: the class name of every layer.
-        parameters: how many trainable parameters every layer has.
+        types: the class name of every layer; may be left out where costs say how many layers there are.
+        parameters: how many trainable parameters every layer has; the same.
 
     Among the partitions whose largest stage is smallest, the most even one is taken. Raises `PlanError`.
 
     >>> boundaries_of("type:block", 2, types=["Embedding", "Block", "Block", "Head"], parameters=[8, 1, 1, 8])
     (0, 2, 4)
     """
+    if isinstance(partition, LayerCosts) and not types and not parameters:
+        types, parameters = [""] * len(partition), [0] * len(partition)
     num_layers = len(types)
     if len(parameters) != num_layers:
         raise PlanError("layers and parameter counts differ in number", got=f"{len(parameters)} counts",
@@ -43,7 +45,7 @@ def boundaries_of(
         raise PlanError("a pipeline has a stage", where="num_stages", got=str(num_stages), want="1 or more")
     if num_layers < num_stages:
         raise PlanError("there are fewer layers than stages", got=f"{num_layers} layers, {num_stages} stages",
-                        want="a layer for every stage", hint=f"num_stages={num_layers}, or smaller layers")  # fmt: skip
+                        want="a layer for every stage", hint="fewer ranks or chunks, or smaller layers")  # fmt: skip
     if isinstance(partition, LayerCosts):
         return _of_costs(partition.seconds, num_layers, num_stages)
     if not isinstance(partition, str):

@@ -27,11 +27,15 @@ class Plan:
 
     @classmethod
     def of(cls, rows: Plan | Rows) -> Plan:
-        """Return the plan of these rows of actions, or of their texts; None is a tick without work, and left out."""
+        """Return the plan of these rows of actions, or of their texts; None is a tick without work, and left out.
+
+        A row may be one text: `"0F0 0BW0"`.
+        """
         if isinstance(rows, Plan):
             return rows
         read = lambda a: Action.parse(a) if isinstance(a, str) else a
-        return cls(tuple(tuple(read(a) for a in row if a is not None) for row in rows))
+        parts = (row.split() if isinstance(row, str) else row for row in rows)
+        return cls(tuple(tuple(read(a) for a in row if a is not None) for row in parts))
 
     @classmethod
     def parse(cls, text: str) -> Plan:

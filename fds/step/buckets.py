@@ -78,8 +78,9 @@ class Bucketed:
 
     def add(self, backward: Callable[[list[Tensor]], None], *, last: bool) -> None:
         """Add the gradients that `backward(leaves)` puts into `.grad`, of one microbatch; reduce what is full."""
+        if not (self.reducing and self.order is None):  # else the last backward failed, with some buckets under way
+            self.turn = sorted(self.buckets)
         self.reducing = last or self.order is not None
-        self.turn = sorted(self.buckets)
         self.arrived = {i: set() for i in self.buckets}
         backward(self.leaves)
         if self.order is not None:

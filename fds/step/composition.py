@@ -135,10 +135,12 @@ class Composition:
             )
         for one in step.condition if step.reduce.axes or step.grads.axis is not None else ():
             if not getattr(one, "takes_slices", False):
+                has = "flat slices of them" if step.reduce.axes else "those of its own stages"
                 raise ComposeError(
-                    "a gradient map may need whole gradients, and each rank has flat slices of them",
+                    f"a gradient map may need all gradients, and each rank has {has}",
                     where="station 'condition'", got=_word(one), want="a map with takes_slices = True",
-                    hint="set it on a map that treats every element alike, wherever it lies; or shard at stage 0",
+                    hint="set it on a map that treats every element alike, wherever it lies"
+                    + ("; or shard at stage 0" if step.grads.axis is None else ""),
                 )  # fmt: skip
         return step
 

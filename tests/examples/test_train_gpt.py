@@ -23,7 +23,7 @@ from gpt.interrupt import Interrupt  # isort: skip
 from gpt.log import Log, smooth  # isort: skip
 from gpt.text import even_starts, is_held_out, random_starts, read, standard_library, windows  # isort: skip
 
-ALONE = fds.mesh(dp=-1)["dp"]
+ALONE = fds.mesh(pp=1, dp=-1)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_a_run_that_was_interrupted_and_resumed_equals_one_that_was_not(tmp_path
 
 
 def test_a_second_interrupt_ends_the_program_at_once():
-    with Interrupt(ALONE) as interrupt:
+    with Interrupt(ALONE["dp"]) as interrupt:
         assert not interrupt.agreed()
         signal.raise_signal(signal.SIGINT)
         assert interrupt.agreed()

@@ -169,7 +169,13 @@ def raw(seed: int, dtype: torch.dtype, dropout: float, norm: bool) -> Problem:
     return Problem("raw", loss_fn, params, [x, y, fds.whole(torch.rand(3, generator=g, dtype=dtype))], dropout > 0)
 
 
-KINDS: tuple[Callable[..., Problem], ...] = (layers, tied_layers, opaque, tied_module, raw)
+def records(seed: int, dtype: torch.dtype, dropout: float, norm: bool) -> Problem:
+    """Layers that pass records along: several tensors, some of them without gradients, and a skip connection."""
+    names = ["linear", "in_place", *(["batch_norm"] if norm else []), "shared", "dropout"]
+    return stack(seed, dtype, names, ["block", "mix", "same"], dropout, language_model=True, tied=True)
+
+
+KINDS: tuple[Callable[..., Problem], ...] = (layers, tied_layers, opaque, tied_module, raw, records)
 
 
 @st.composite
@@ -178,6 +184,122 @@ def problems(draw, dtype=torch.float32, dropout: bool | None = None, norm: bool 
     p = draw(st.sampled_from([0.0, 0.3])) if dropout is None else 0.3 * dropout
     n = draw(st.booleans()) if norm is None else norm
     return draw(st.sampled_from(KINDS))(draw(st.integers(0, 2**16)), dtype, p, n)
+
+
+def _typed(cls: Callable[..., nn.Module], dtype: torch.dtype, *args: Any) -> nn.Module:
+    return cls(*args).to(dtype)
+
+
+class Inside(nn.Module):
+    """A layer applied to the first part of a record, whose other parts are passed along."""
+
+    def __init__(self, cls: Callable[..., nn.Module], *args: Any):
+        super().__init__()
+        self.module = cls(*args)
+
+    def forward(self, record):
+        return {**record, "x": self.module(record["x"])}
+
+
+class Rows(nn.Module):
+    """Batch norm over all dims but the last, and so over all rows of a microbatch."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        return self.norm(x.flatten(0, -2)).view_as(x)
+
+
+def pack(x):
+    """Return a record of `x`: a skip connection, truth values, integers, a float without gradients, no tensors."""
+    known = x.detach()
+    return {"x": x, "skip": x, "aux": (known > 0, known.argmax(-1)), "size": known.abs().mean(-1, True), "note": None}
+
+
+def mix(record):
+    """Use all parts of a record."""
+    positive, largest = record["aux"]
+    x = record["x"] + 0.5 * record["skip"] / (1 + record["size"])
+    return {**record, "x": x.masked_fill(positive, 0.1) + 0.01 * largest.unsqueeze(-1).to(x.dtype)}
+
+
+def unpack(record):
+    return record["x"]
+
+
+def same(x):
+    return x
+
+
+# name -> the layer at width 6, in this dtype, with this dropout
+LAYERS: dict[str, Callable[[torch.dtype, float], Any]] = {
+    "linear": lambda dtype, p: fds.LayerSpec(_typed, nn.Linear, dtype, 6, 6),
+    "block": lambda dtype, p: fds.LayerSpec(_typed, Block, dtype, 6, p),
+    "layer_norm": lambda dtype, p: fds.LayerSpec(_typed, nn.LayerNorm, dtype, 6),
+    "batch_norm": lambda dtype, p: fds.LayerSpec(_typed, Rows, dtype, 6),
+    "dropout": lambda dtype, p: nn.Dropout(p),
+    "tanh": lambda dtype, p: torch.tanh,
+    "same": lambda dtype, p: same,
+    "identity": lambda dtype, p: nn.Identity(),
+    "in_place": lambda dtype, p: nn.SiLU(inplace=True),
+    "shared": lambda dtype, p: fds.TiedLayerSpec("shared", _typed, nn.Linear, dtype, 6, 6),
+}
+PACKED: dict[str, Callable[[torch.dtype, float], Any]] = {
+    "linear": lambda dtype, p: fds.LayerSpec(_typed, Inside, dtype, nn.Linear, 6, 6),
+    "block": lambda dtype, p: fds.LayerSpec(_typed, Inside, dtype, Block, 6, p),
+    "mix": lambda dtype, p: mix,
+    "same": lambda dtype, p: same,
+}
+
+
+def stack(
+    seed: int, dtype: torch.dtype, names: list[str], packed: list[str], dropout: float, *, language_model: bool,
+    tied: bool,
+) -> Problem:  # fmt: skip
+    """Return a loss of these layers at width 6, first plain ones, then those on records.
+
+    A language model begins with an embedding, and ends with it if `tied`; a regression begins with a module, and
+    ends with it if `tied`.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if language_model:
+            head = lambda m, x: F.linear(x, m.weight)
+            ends = [fds.TiedLayerSpec("embed", _typed, nn.Embedding, dtype, 7, 6)]
+            ends += [fds.TiedLayerSpec("embed", _typed, nn.Embedding, dtype, 7, 6, forward_fn=head)]
+            if not tied:
+                ends[1] = fds.LayerSpec(_typed, nn.Linear, dtype, 6, 7)
+        else:
+            module = nn.Linear(6, 6, dtype=dtype)
+            ends = [module, module if tied else nn.Linear(6, 6, dtype=dtype)]
+        inner = [LAYERS[name](dtype, dropout) for name in names]
+        if packed:
+            inner += [pack, *(PACKED[name](dtype, dropout) for name in packed), unpack]
+        loss = fds.Layers([ends[0], *inner, ends[1]], token_mean if language_model else nn.MSELoss())
+        x, y = language(seed) if language_model else (torch.randn(ROWS, 6, dtype=dtype) for _ in range(2))
+        coupled, ends_with = "batch_norm" in names, "tied" if tied else "own"
+        name = f"{'language' if language_model else 'regression'}: {names}, {packed}, {ends_with} head, seed {seed}"
+        return Problem(name, loss, loss.init(fds.random.key(seed)), (x, y), dropout > 0, coupled)
+
+
+@st.composite
+def stacks(draw, dtype=torch.float64, *, tied: bool | None = None, branching: bool = True) -> Problem:
+    """Draw layers for a pipeline, at least two; `tied` pins whether layers share parameters.
+
+    Without `branching` no activation has three gradients, whose sum depends on where the layers are cut apart.
+    """
+    shares = draw(st.booleans()) if tied is None else tied
+    names = draw(st.lists(st.sampled_from([n for n in LAYERS if shares or n != "shared"]), max_size=6))
+    # what a layer keeps for its backward, the next may not write over
+    keeps = lambda name: name in ("tanh", "same", "identity", "dropout", "in_place")
+    names = [name for at, name in enumerate(names) if name != "in_place" or at == 0 or not keeps(names[at - 1])]
+    kinds = [name for name in PACKED if branching or name != "block"]
+    packed = draw(st.one_of(st.just([]), st.lists(st.sampled_from(kinds), max_size=3)))
+    p = draw(st.sampled_from([0.0, 0.3]))
+    seed, language_model = draw(st.integers(0, 2**16)), draw(st.booleans())
+    return stack(seed, dtype, names, packed, p, language_model=language_model, tied=shares and draw(st.booleans()))
 
 
 def _schedule(t):

@@ -10,10 +10,12 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from fds import loss as losses
 from fds.collectives import Axis
 from fds.errors import ComposeError, PlanError
 from fds.loss import Layers, LayerSpec
-from fds.plans import LayerCosts, Plan, Schedule, boundaries_of, validate
+from fds.plans import Action, LayerCosts, Plan, Schedule, boundaries_of, validate
+from fds.plans.actions import COMPUTE
 from fds.step import Split, Step, fill, transform
 from fds.transforms.pipeline.lowered import Lowered
 from fds.transforms.pipeline.ownership import Ownership
@@ -40,6 +42,9 @@ def pipeline(
     With `shard_optimizer` on another axis of the mesh every stage is sharded among its own ranks. Its stages 2 and 3
     reduce once per backward of a stage, and ranks then meet in one small exchange each time.
 
+    B and W cut backward between layers: an activation that a layer uses in several places and hands on besides gets
+    the sum of its gradients in another order than by BW, so such schedules agree with others to rounding there.
+
     Args:
         schedule: of `fds.plans`, or a function `(number of ranks, number of microbatches) -> Plan or rows of actions`.
         axis: of `fds.mesh`; or a number: so many ranks, played by this process alone.
@@ -63,8 +68,8 @@ def pipeline(
     if not callable(schedule):
         raise ComposeError("pipeline: schedule is no schedule", got=repr(schedule)[:80],
                            want="fds.plans.one_f_one_b, or a function (ranks, microbatches) -> rows")  # fmt: skip
-    plan = validate(Plan.of(schedule(ranks, num_microbatches)))
     name = getattr(schedule, "__name__", None) or repr(schedule)
+    plan = validate(_planned(schedule, name, ranks, num_microbatches))
     _demand_training(plan, name, ranks, num_microbatches)
     shared = axis if isinstance(axis, Axis) and axis.size > 1 else None
     lowered = Lowered(plan, None if shared is None else shared.index, shared is None or shared.device.type == "cpu")
@@ -77,13 +82,16 @@ def pipeline(
     ties = None if shared is None else shared.channel("pipeline ties")
 
     def apply(step: Step) -> Step:
-        if not isinstance(step.loss, Layers) or not isinstance(step.eval_loss, Layers):
+        for role, hides in (("loss", step.loss), ("eval_fn", step.eval_loss)):
+            if isinstance(hides, Layers):
+                continue
             raise ComposeError(
-                "a pipeline cuts a loss between its layers, and this one hides them", where="pipeline",
-                got=type(step.loss if not isinstance(step.loss, Layers) else step.eval_loss).__name__,
-                want="fds.Layers(layers, criterion)", hint="eval_fn, too, is Layers of the same layers",
+                "a pipeline cuts a loss between its layers, and this one hides them", where=role,
+                got=losses.name(hides), want="fds.Layers(layers, criterion)",
+                hint="eval_fn, too, is Layers of the same layers",
             )  # fmt: skip
         loss = step.loss
+        _demand_alike(loss, step.eval_loss)
         sizes = {name: x.numel() for name, x in loss.init.trace().items()}
         counts = [sum(sizes[name] for name in loss.layer(i).params) for i in range(len(loss))]
         types = [_kind(layer) for layer in loss.layers]
@@ -97,12 +105,48 @@ def pipeline(
     return apply
 
 
+def _planned(schedule: Schedule, name: str, ranks: int, num_microbatches: int) -> Plan:
+    """Return a schedule's plan. Raises `PlanError` for what is no plan, or has more than computations."""
+    want = '(ranks, microbatches) -> a Plan, or rows such as [["0F0", "0BW0"], ["1F0", "1BW0"]]'
+    try:
+        inspect.signature(schedule).bind(ranks, num_microbatches)
+    except TypeError as error:
+        raise PlanError(
+            "the schedule does not take ranks and microbatches", where=name, got=str(error), want=want,
+            hint="a schedule with arguments of its own is called first: interleaved(2)",
+        ) from None  # fmt: skip
+    made = schedule(ranks, num_microbatches)
+    try:
+        plan = Plan.of(made)
+        good = all(isinstance(a, Action) for row in plan.rows for a in row)
+    except TypeError:
+        good = False
+    if not good:
+        raise PlanError("the schedule returned no plan", where=name, got=repr(made)[:80], want=want)
+    more = next((a for row in plan.rows for a in row if a.op not in COMPUTE), None)
+    if more is not None:
+        raise PlanError("the schedule's plan is lowered already, which the pipeline does", where=name, got=str(more),
+                        want="F, B, W and BW alone")  # fmt: skip
+    return plan
+
+
 def _demand_training(plan: Plan, name: str, ranks: int, num_microbatches: int) -> None:
     """Raise `PlanError` for a plan of other ranks or microbatches, or without backwards."""
     got = f"{plan.num_ranks} ranks, {plan.num_microbatches} microbatches" + ("" if plan.trains else ", no backward")
     want = f"{ranks} ranks, {num_microbatches} microbatches"
     if got != want:
         raise PlanError("the schedule's plan is another than it was asked for", where=name, got=got, want=want)
+
+
+def _demand_alike(loss: Layers, other: Layers) -> None:
+    """Raise `ComposeError` where the layers of evaluation could not lie where those of training do."""
+    names = lambda layers: [sorted((*layers.layer(i).params, *layers.layer(i).buffers)) for i in range(len(layers))]
+    if other is not loss and names(other) != names(loss):
+        raise ComposeError(
+            "eval_fn has other layers than the loss, and stages hold the loss's", where="pipeline",
+            got=f"{len(other)} layers", want=f"{len(loss)} layers with the same parameters, in any criterion",
+            hint="fds.Layers(loss.layers, another_criterion)",
+        )  # fmt: skip
 
 
 def _kind(layer: Any) -> str:

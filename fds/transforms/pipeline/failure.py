@@ -29,11 +29,13 @@ class Failure:
     def of(cls, error: Exception, place: int = -1, action: Action | None = None) -> Failure:
         """Return the failure of an action, or of what comes before the first."""
         where = "" if action is None else f"stage {action.stage}, {_WORDS[action.op]} of microbatch {action.microbatch}"
+        kind = type(error).__name__
         if isinstance(error, FdsError):
-            fields = (error.what, error.where, error.got, error.want, error.hint)
+            kind = next(c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
+            fields = tuple(map(_text, (error.what, error.where, error.got, error.want, error.hint)))
         else:
-            fields = (str(error)[:2000],)
-        return cls(place, where, type(error).__name__, fields, error)
+            fields = (_text(error),)
+        return cls(place, where, kind, fields, error)
 
     def json(self) -> list:
         """Return it for the other ranks."""
@@ -58,6 +60,14 @@ class Failure:
             made = RankError("a stage of the pipeline failed", where=where, got=f"{self.kind}: {self.fields[0]}")
         made.__cause__ = self.error
         return made
+
+
+def _text(x: object) -> str:
+    """Return a text of anything, even of what fails to say what it is: the other ranks wait for it."""
+    try:
+        return str(x)[:2000]
+    except Exception as error:
+        return f"(its text cannot be made: {type(error).__name__})"
 
 
 def first(failures: Sequence[list | None]) -> tuple[int, Failure] | None:

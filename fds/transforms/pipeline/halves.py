@@ -3,8 +3,8 @@
 B runs the graph from the outputs to the inputs alone, and keeps the gradients that arrive where the graph branches to
 parameters. W starts from those, runs what hangs off the branches, and frees the graph: a linear layer costs one matrix
 product in each. A graph cannot be cut so where a parameter is reached from two branches of which one leads to the
-other (W would run the way between them again), or where a branch is an autograd.Function of Python, which computes
-all of its gradients however few are asked for.
+other (W would run the way between them again), or where a branch is an autograd.Function of Python, or another
+operation that computes all of its gradients however few are asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Rest = Callable[[], None]
+Group = tuple[list[Node], frozenset[int]]  # where W starts, and which parameters are behind
+COMPUTES_ALL = {"MkldnnRnnLayerBackward0"}  # of torch's own, those that heed no mask of what is asked for
 
 
 def backward_input(
@@ -32,12 +34,21 @@ def backward_input(
     """
     if not inputs:
         return [], lambda: torch.autograd.backward(list(outputs), list(grads), inputs=list(leaves))
-    groups = _branches(outputs, inputs, leaves)
-    if groups is None:
+    cut = _cut(outputs, inputs, leaves)
+    if cut is None:
         return None
-    kept: dict[Node, tuple] = {}
-    keep = lambda node: lambda arrived: kept.__setitem__(node, arrived)
-    hooks = [node.register_prehook(keep(node)) for nodes, _ in groups for node in nodes]
+    groups, leads = cut
+    kept: dict[Node, list[tuple[GradientEdge, Tensor]]] = {}
+    for edge, grad in zip(outputs, grads, strict=True):
+        if edge.node not in leads:  # an output of parameters alone has its gradient already
+            kept.setdefault(edge.node, []).append((edge, grad))
+
+    def keep(node: Node) -> Callable[[tuple], None]:
+        return lambda arrived: kept.update(
+            {node: [(GradientEdge(node, i), grad) for i, grad in enumerate(arrived) if grad is not None]}
+        )
+
+    hooks = [node.register_prehook(keep(node)) for nodes, _ in groups for node in nodes if node in leads]
     try:
         found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
     finally:
@@ -46,41 +57,53 @@ def backward_input(
 
     def rest() -> None:
         for nodes, theirs in groups:
-            arrived = [(GradientEdge(n, i), g) for n in nodes for i, g in enumerate(kept.pop(n, ())) if g is not None]
+            arrived = [pair for node in nodes for pair in kept.pop(node, ())]
             if arrived:
-                torch.autograd.backward([e for e, _ in arrived], [g for _, g in arrived], inputs=theirs)
+                torch.autograd.backward([edge for edge, _ in arrived], [grad for _, grad in arrived], inputs=theirs)
 
     return list(found), rest
 
 
-def _branches(
+def _cut(
     outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], leaves: Sequence[Tensor]
-) -> list[tuple[list[Node], list[Tensor]]] | None:
-    """Return groups of (nodes where the graph branches, parameters behind them); no parameter is in two groups."""
+) -> tuple[list[tuple[list[Node], list[Tensor]]], set[Node]] | None:
+    """Return groups of (where W starts, parameters behind), and what leads to an input; None if it cannot be cut.
+
+    W starts where the graph branches to parameters, and at outputs of parameters alone. No parameter is in two groups.
+    """
     targets = {get_gradient_edge(x).node for x in inputs}
     ends = {get_gradient_edge(x).node: i for i, x in enumerate(leaves)}
+    roots = {edge.node for edge in outputs}
     children = _graph([edge.node for edge in outputs])
-    leads: set[Node] = set()  # to an input
+    leads: set[Node] = set()
     behind: dict[Node, frozenset[int]] = {}  # parameters, of nodes that do not lead to an input
     none: frozenset[int] = frozenset()
-    groups: list[tuple[list[Node], frozenset[int]]] = []
+    groups: list[Group] = []
     for node, nexts in children.items():  # a node comes after what it leads to
+        found = none.union(*(behind[n] for n in nexts if n not in leads))
         if node in targets or any(n in leads for n in nexts):
             leads.add(node)
-            found = none.union(*(behind[n] for n in nexts if n not in leads))
-            if found:
-                if isinstance(node, BackwardCFunction):
-                    return None
-                shared = [g for g in groups if g[1] & found]
-                groups = [g for g in groups if not g[1] & found]
-                nodes = [n for g in shared for n in g[0]]
-                if nodes and _leads_to(node, set(nodes), children, leads):
-                    return None
-                groups.append(([*nodes, node], found.union(*(g[1] for g in shared))))
+            if found and (isinstance(node, BackwardCFunction) or node.name() in COMPUTES_ALL):
+                return None
+            groups = _joined(groups, node, found)
         else:
             end = ends.get(node)
-            behind[node] = none.union(*(behind[n] for n in nexts)) if end is None else frozenset((end,))
-    return [(nodes, [leaves[i] for i in sorted(found)]) for nodes, found in groups]
+            behind[node] = found if end is None else frozenset((end,))
+            groups = _joined(groups, node, behind[node] if node in roots else none)
+    for nodes, _ in groups:
+        others = leads.intersection(nodes)
+        if len(nodes) > 1 and any(_leads_to(node, others, children, leads) for node in others):
+            return None
+    return [(nodes, [leaves[i] for i in sorted(found)]) for nodes, found in groups], leads
+
+
+def _joined(groups: list[Group], node: Node, found: frozenset[int]) -> list[Group]:
+    """Return groups with one more start, in one with those that share a parameter with it."""
+    if not found:
+        return groups
+    shared = [group for group in groups if group[1] & found]
+    others = [group for group in groups if not group[1] & found]
+    return [*others, ([*(n for nodes, _ in shared for n in nodes), node], found.union(*(more for _, more in shared)))]
 
 
 def _graph(roots: Iterable[Node]) -> dict[Node, list[Node]]:

@@ -149,6 +149,7 @@ class Ownership:
             return value
         source = self.placement[self.num_stages - 1]
         shape = Shape.of(self.axis.exchange(header)[source])
+        assert shape is not None
         if self.index == source:
             tensors = [x.contiguous() for x in tree.leaves(value) if isinstance(x, Tensor)]
         else:

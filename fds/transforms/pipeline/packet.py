@@ -58,8 +58,10 @@ class Shape:
     values: tuple[Any, ...]
 
     @classmethod
-    def of(cls, header: dict[str, Any]) -> Shape:
-        """Read a header."""
+    def of(cls, header: dict[str, Any]) -> Shape | None:
+        """Read a header; None where it says that the stage has failed."""
+        if "failed" in header:
+            return None
         tensors = tuple(
             (getattr(torch, leaf["dtype"]), tuple(leaf["shape"]), leaf["wants"]) if "dtype" in leaf else None
             for leaf in header["leaves"]

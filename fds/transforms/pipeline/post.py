@@ -36,10 +36,9 @@ class Line:
     expected: deque[int] = attrs.field(factory=deque)  # microbatches that may be received, not begun yet
     begun: dict[int, tuple[list[Tensor], list[Work]]] = attrs.field(factory=dict)
 
-    def send(self, tensors: Sequence[Tensor]) -> list[tuple[Work, Tensor]]:
-        """Begin to send tensors, as bytes."""
-        flat = [x.detach().contiguous().view(-1).view(torch.uint8) for x in tensors if x.numel()]
-        return [(self.axis.start_send(x, self.peer), x) for x in flat]
+    def send(self, messages: Sequence[Tensor]) -> list[tuple[Work, Tensor]]:
+        """Begin to send what `_bytes` made."""
+        return [(self.axis.start_send(x, self.peer), x) for x in messages]
 
     def receive(self, dtype: torch.dtype, numel: int) -> Tensor:
         """Return a message to the host (numel,)."""
@@ -83,30 +82,28 @@ class Border:
         """Begin to send a packet; in place of None, which is for what failed, zeros if anything is expected."""
         announces = self.dynamic or self.known is None
         if packet is None:
-            header = {"failed": True} if announces else self.known
+            header: dict[str, Any] = {"failed": True} if self.dynamic or self.known is None else self.known
         else:
-            header = packet.header(f"the output of stage {self.stage}, microbatch {i}")
-            if not announces and header != self.known:
-                raise _other_shape(self.stage, i, header, self.known)
-        sent = []
-        if announces:
-            self._learn(header)
-            text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-            length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
-            sent = self.activations.send([length, text])
-        self.shapes[i] = self.shape
-        if self.shape is None:
-            return sent
-        if packet is None:
-            kinds = [told for told in self.shape.tensors if told is not None]
-            tensors = [torch.zeros(s, dtype=dtype, device=self.activations.device) for dtype, s, _ in kinds]
-        else:
+            header = packet.header("")
+            if not announces and _text(header) != _text(self.known):
+                raise _other_shape(header, self.known)
+        shape = Shape.of(header) if announces else self.shape
+        if packet is not None:
             tensors = [x for x in packet.leaves if isinstance(x, Tensor)]
-        return sent + self.activations.send(tensors)
+        else:
+            kinds = [] if shape is None else [told for told in shape.tensors if told is not None]
+            tensors = [torch.zeros(s, dtype=dtype, device=self.activations.device) for dtype, s, _ in kinds]
+        messages = _bytes(tensors)  # from here on nothing of ours can fail, and leave the other rank waiting
+        if announces:
+            self.known, self.shape = header, shape
+            text = torch.frombuffer(bytearray(_text(header).encode()), dtype=torch.uint8)
+            messages = [*_bytes([torch.tensor([len(text)], dtype=torch.int64, device="cpu"), text]), *messages]
+        self.shapes[i] = self.shape
+        return self.activations.send(messages)
 
     def send_gradient(self, i: int, grads: Sequence[Tensor | None] | None) -> list[tuple[Work, Tensor]]:
         """Begin to send the gradients by a packet, zeros for those that are not there."""
-        shape = self.shapes.pop(i, None)
+        shape = self.shapes.get(i)
         if shape is None:
             return []
         tensors = []
@@ -115,7 +112,9 @@ class Border:
                 grad = None if grads is None else grads[at]
                 zeros = lambda told=told: torch.zeros(told[1], dtype=told[0], device=self.gradients.device)
                 tensors.append(zeros() if grad is None else grad.to(told[0]))
-        return self.gradients.send(tensors)
+        messages = _bytes(tensors)
+        del self.shapes[i]
+        return self.gradients.send(messages)
 
     def receive_activation(self, i: int) -> None:
         """Expect a packet; begin to receive it if it is known what it will be."""
@@ -146,7 +145,8 @@ class Border:
         while i not in self.activations.begun:
             j = self.activations.expected.popleft()
             if self.dynamic or self.known is None:
-                self._learn(self._header())
+                self.known = self._header()
+                self.shape = Shape.of(self.known)
             self.shapes[j] = self.shape
             told = [] if self.shape is None else [(t[0], t[1]) for t in self.shape.tensors if t is not None]
             self.activations.begin(j, told)
@@ -154,10 +154,6 @@ class Border:
     def _header(self) -> dict[str, Any]:
         length = int(self.activations.receive(torch.int64, 1))
         return json.loads(bytes(self.activations.receive(torch.uint8, length).tolist()))
-
-    def _learn(self, header: dict[str, Any] | None) -> None:
-        assert header is not None
-        self.known, self.shape = header, None if "failed" in header else Shape.of(header)
 
 
 class Post:
@@ -254,10 +250,26 @@ def numbered(placement: Mapping[int, int]) -> dict[int, int]:
     return found
 
 
-def _other_shape(stage: int, i: int, header: Any, known: Any) -> BatchError:
-    show = lambda told: ", ".join(f"{leaf['dtype']} {tuple(leaf['shape'])}" if "dtype" in leaf else repr(leaf["value"])
-                                  for leaf in told["leaves"])  # fmt: skip
+def _bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the elements of tensors one after another, as they are to be read: not sparse, no lazy conjugate."""
+    strided = [x if x.layout is torch.strided else x.to_dense() for x in (x.detach() for x in tensors) if x.numel()]
+    return [x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for x in strided]
+
+
+def _text(header: Any) -> str:
+    """Return a header as it is sent: NaN is NaN, and 1 is not True."""
+    return json.dumps(header)
+
+
+def _other_shape(header: Any, known: Any) -> BatchError:
+    def show(told: Any, other: Any) -> str:
+        leaf = lambda x: (f"{x['dtype']} {tuple(x['shape'])}" + ("" if x["wants"] else " without gradient")
+                          if "dtype" in x else repr(x["value"]))  # fmt: skip
+        text = ", ".join(map(leaf, told["leaves"]))
+        alike = _text(told["structure"]) == _text(other["structure"])
+        return text if alike else f"{text} in {_text(told['structure'])}"
+
     return BatchError(
-        "microbatches make activations of different shapes", where=f"the output of stage {stage}, microbatch {i}",
-        got=show(header), want=f"{show(known)}, as the first", hint="pipeline(..., dynamic_shapes=True)",
+        "microbatches make activations of different shapes or kinds",
+        got=show(header, known), want=f"{show(known, header)}, as the first", hint="pipeline(..., dynamic_shapes=True)",
     )  # fmt: skip

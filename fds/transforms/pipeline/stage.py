@@ -80,6 +80,7 @@ class Stage:
         """
         self.held[i] = []
         packet, current = packet.loose(), dict(self.buffers)
+        trains = torch.is_grad_enabled() and bool(self.leaves or any(packet.wants))
         params = self.params
         with contextlib.ExitStack() as stack:
             stack.enter_context(intact(params=params, batch=targets if self.layers.start else (packet.leaves, targets)))
@@ -101,6 +102,8 @@ class Stage:
             value = setting.call(len(self.loss), self.loss.compare)(packet.build(packet.leaves), targets)
         outcome = losses.read(value, where="the criterion of Layers", buffers=current)
         total = outcome.total
+        if trains:
+            self.step.reduce.demand_graph(total, losses.name(self.loss))
         root = Packet([total], None, (total.requires_grad,))
         self._close(i, piece, root)
         return packet.loose(), attrs.evolve(outcome, total=total.detach())

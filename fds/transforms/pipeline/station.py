@@ -57,7 +57,8 @@ class Pipeline:
 
     def agreement(self) -> str:
         """Return in what all ranks must agree."""
-        return f"{self}, plan {hashlib.blake2b(str(self.plan.plan).encode(), digest_size=8).hexdigest()}"
+        digest = hashlib.blake2b(str(self.plan.plan).encode(), digest_size=8).hexdigest()
+        return f"{self}, dynamic_shapes={self.dynamic}, plan {digest}"
 
     def share(self, name: str, x: Tensor) -> None:
         """Give a tied parameter the values that it has on the first of its ranks."""
@@ -76,6 +77,8 @@ class Pipeline:
         """
         totals, sums, buffers, failure, whole = self._train(step, state, structure, parts, batch, scale)
         used, leaves = sums.used(), sums.finish()
+        if step.everyone is None and failure is None:
+            step.reduce.demand_use(used, losses.name(step.loss))
         try:
             totals, wide = self._agree(step, totals, failure, whole, any(x.dtype is torch.float64 for x in leaves))
         except BaseException:
@@ -239,7 +242,14 @@ def _like(totals: Totals, kinds: list, device: torch.device) -> Totals:
 def _joined(outputs: list[Any]) -> Any:
     """Return the outputs of microbatches as one: rows put together, of the rest the first's."""
     join = lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) and xs[0].dim() else xs[0]
-    return tree.map(join, *outputs) if len(outputs) > 1 else outputs[0]
+    try:
+        return tree.map(join, *outputs) if len(outputs) > 1 else outputs[0]
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise LossError(
+            "the outputs of microbatches cannot be put together", where="evaluate(..., outputs=True)",
+            got=str(error)[:200], want="outputs alike but for the number of rows",
+            hint="a batch whose rows do not divide into the microbatches is evaluated in one piece",
+        ) from error  # fmt: skip
 
 
 def _plain(x: Any) -> Any:
