@@ -63,11 +63,11 @@ def _show(options: Options) -> None:
     )
     plan = _plan(options, costs)
     if options.lower:
-        plan = overlap(assign_buffers(communicate(plan)))
+        plan = assign_buffers(overlap(communicate(plan)))
     line = simulate(plan, costs)
     sizes = f"{plan.num_stages} stages on {plan.num_ranks} ranks, {plan.num_microbatches} microbatches"
     title = f"{options.schedule}: {sizes}"
-    print(f"{title}\n{draw_text(line, width=_columns())}\n{_facts(line)}")
+    print(f"{title}\n{draw_text(line, width=_columns(options.width))}\n{_facts(line)}")
     if options.plan or options.lower:
         print(f"\n{plan}")
     if options.png:
@@ -104,7 +104,11 @@ def _numbers(option: str, text: str) -> float | tuple[float, ...]:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-def _columns() -> int | None:
+def _columns(width: int | None) -> int | None:
+    if width is not None and width < 1:
+        raise PlanError("a picture has a column at least", where="--width", got=str(width), want="1 or more")
+    if width is not None:
+        return width
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -126,6 +130,7 @@ def _parse(arguments: Sequence[str] | None) -> Options:
     for name in ("--forward", "--backward-input", "--backward-weight", "--activation-bytes"):
         parser.add_argument(name, metavar="COST", default="1", help="one, or one per stage: 1,2,1.5,1 (%(default)s)")
     parser.add_argument("--latency", type=float, default=0.0, help="of a message between ranks (%(default)s)")
+    parser.add_argument("--width", type=int, metavar="COLUMNS", help="of the drawing (the terminal's, or all it needs)")
     parser.add_argument("--plan", action="store_true", help="print the rows")
     parser.add_argument("--lower", action="store_true", help="print them with messages and buffers")
     parser.add_argument("--png", metavar="PATH", help="draw it there too (needs matplotlib: fds[plot])")

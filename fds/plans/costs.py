@@ -39,8 +39,13 @@ class Costs:
     backward_weight: PerStage = attrs.field(default=1.0, converter=_frozen, validator=_numbers("backward_weight"))
     activation_bytes: PerStage = attrs.field(default=1.0, converter=_frozen, validator=_numbers("activation_bytes"))
     message_bytes: PerStage = attrs.field(default=0.0, converter=_frozen, validator=_numbers("message_bytes"))
-    latency: float = 0.0  # of a message between two ranks
-    bytes_per_second: float = math.inf  # of a message between two ranks
+    latency: float = attrs.field(default=0.0, validator=_numbers("latency"))  # of a message between two ranks
+    bytes_per_second: float = attrs.field(default=math.inf)  # of a message between two ranks
+
+    @bytes_per_second.validator  # type: ignore[attr-defined]
+    def _carries(self, _field: object, value: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise PlanError("messages travel", where="bytes_per_second", got=repr(value), want="a number above 0")
 
     def at(self, name: str, stage: int) -> float:
         """Return the cost of this name at a stage: `costs.at("forward", 2)`. Raises `PlanError` for a stage beyond."""

@@ -148,6 +148,9 @@ def _measure(layers: Any, batch: Any, params: Mapping[str, Tensor] | None, repea
             try:
                 layer = _Bound.of(layers.layer(i), known, buffers, criterion)
                 out, new, kept_bytes = layer.watch(x)
+                if not _tensors(out):
+                    raise PlanError("a layer returns no tensor that can be seen", got=type(out).__name__,
+                                    want="tensors, or tuples, lists and dicts of them")  # fmt: skip
                 rows.append((*layer.seconds(x, device, repeats), kept_bytes, sum(map(_bytes, _tensors(out)))))
             except Exception as error:
                 error.add_note(f"while layers[{i}] was measured")

@@ -19,7 +19,7 @@ from fds.step.parameters import Parameters, open_parameters
 from fds.step.reduce import same_metrics
 from fds.step.structure import Structure
 from fds.step.sums import InPlace
-from fds.step.totals import Totals
+from fds.step.totals import Totals, clamped, combined, placed
 
 
 @attrs.define(eq=False)
@@ -33,11 +33,17 @@ class Found:
     buffers: dict[str, Tensor]
     wide: bool = False  # some rank's gradients are float64
 
-    def norm(self) -> Tensor:
-        """Return the norm () of the leaves that count here."""
-        pairs = zip(self.leaves, self.counted, strict=True)
+    def norm(self, leaves: Sequence[Tensor] | None = None) -> Tensor:
+        """Return the norm () of the leaves, or of what became of them, that count here."""
+        pairs = zip(self.leaves if leaves is None else leaves, self.counted, strict=True)
         norm = global_norm([x if counts else x.new_empty(0) for x, counts in pairs])
-        return norm.double() if self.wide else norm
+        assert self.totals.loss is not None
+        return (norm.double() if self.wide else norm).to(self.totals.loss.device)
+
+    def norm_of_all(self, leaves: Sequence[Tensor], everyone: Axis) -> Tensor:
+        """Return the norm () of these leaves on all ranks, the same on each."""
+        own = self.norm(leaves)
+        return clamped(combined(everyone.all_reduce(placed(own, everyone))), own.dtype)
 
 
 class Grads(Protocol):
@@ -120,7 +126,6 @@ class InTurn:
         """Return the gradients of a batch."""
         totals, sums, buffers = self._run(step, state, structure, parts, batch, scale)
         used = sums.used()
-        step.reduce.demand_use(used, losses.name(step.loss))
         leaves = sums.finish()
         same_metrics(totals, step.everyone, "step", step.asked)
         return Found(totals, leaves, used, [step.reduce.counts] * len(leaves), buffers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -28,12 +28,13 @@ class Gradients:
     norm: Tensor | None = None  # () global norm of the true gradients, where it was measured
     segments: Sequence[Sequence[Segment]] = ()  # one list per leaf
     axes: tuple[Axis, ...] = ()  # over which the leaves are slices
+    norm_of: Callable[[Sequence[Tensor]], Tensor] | None = None  # where other ranks have other leaves
 
     def measured(self) -> Gradients:
         """Return the same with its norm known."""
         if self.norm is not None:
             return self
-        norm = global_norm(self.leaves, self.axes)
+        norm = global_norm(self.leaves, self.axes) if self.norm_of is None else self.norm_of(self.leaves)
         return attrs.evolve(self, norm=norm if self.scale is None else (norm / self.scale).to(norm.dtype))
 
     def settled(self) -> Gradients:

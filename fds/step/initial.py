@@ -43,8 +43,10 @@ def _initial(step: Any, params: Any, key: Tensor, everyone: Axis | None) -> Stat
     made = _from_recipe(params, random.fold_in(key, "params"), step.grads.holds) if recipe else _from_tree(
         params, everyone, step.grads.holds)
 
+    failed: list[Exception] = []
+
     def values() -> Iterator[tuple[str, Tensor]]:
-        for name, x in made:
+        for name, x in _all_of(made, shapes, _made_here(step, shapes, params, alone), failed):
             _of_rank_0(x, everyone if not recipe or name in params.given else data)
             if step.grads.holds(name):
                 if not alone:
@@ -52,7 +54,8 @@ def _initial(step: Any, params: Any, key: Tensor, everyone: Axis | None) -> Stat
                 yield name, x
 
     held = structure.hold(values(), 0 if shard is None else shard.axis.index)
-    device, parts = device_of(held, shapes), tree.leaves(held)
+    _refuse_failed(failed, everyone)
+    device, parts = device_of(held, shapes, everyone), tree.leaves(held)
     flat = [x.view(-1) for x in structure.pick(parts)]
     buffers = {
         name: _of_rank_0(contiguous_copy(b.to(device)), data)
@@ -82,13 +85,15 @@ def traced(step: Any, params: Any) -> State:
         return tree.map(lambda x: x.to("meta"), _initial(step, params, random.key(0), None))
 
 
-def device_of(held: Any, shapes: Any) -> torch.device:
-    """Return the device of the first leaf, else where the whole tree's is or would be made.
+def device_of(held: Any, shapes: Any, everyone: Axis | None) -> torch.device:
+    """Return the device of the first leaf, else the one of the other ranks', or where leaves would be made.
 
     Raises `StateError` for a tree without tensors.
     """
     for leaf in tree.leaves(held):
         return leaf.device
+    if everyone is not None and everyone.device.type != "cpu":
+        return everyone.device
     for leaf in tree.leaves(shapes):
         return torch.get_default_device() if leaf.is_meta else leaf.device
     raise StateError("there are no parameters", got=repr(shapes)[:60], want="a pytree of tensors")
@@ -97,6 +102,39 @@ def device_of(held: Any, shapes: Any) -> torch.device:
 def _held(step: Any, shapes: Any) -> Any:
     """Return the part of a tree that this rank holds."""
     return shapes if step.grads.axis is None else {name: x for name, x in shapes.items() if step.grads.holds(name)}
+
+
+def _made_here(step: Any, shapes: Any, params: Any, alone: bool) -> list[str]:
+    """Return the names of the parameters that this rank makes or receives, in order."""
+    given = params.given if isinstance(params, losses.Recipe) else () if alone else tree.paths(shapes)
+    return [name for name in tree.paths(shapes) if name in given or step.grads.holds(name)]
+
+
+def _all_of(
+    made: Iterator[tuple[str, Tensor]], shapes: Any, names: list[str], failed: list[Exception]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is made; where that fails, zeros for the rest, since other ranks wait for them."""
+    told = tree.paths(shapes)
+    for name in names:
+        if not failed:
+            try:
+                at, x = next(made)
+                assert at == name, (at, name)
+            except Exception as error:
+                failed.append(error)
+        if failed:
+            x = torch.zeros(told[name].shape, dtype=told[name].dtype)
+        yield name, x
+
+
+def _refuse_failed(failed: list[Exception], everyone: Axis | None) -> None:
+    """Raise what making the parameters raised; on the other ranks `StateError`."""
+    heard = [] if everyone is None else everyone.exchange(str(failed[0]) if failed else None)
+    if failed:
+        raise failed[0]
+    for rank, theirs in enumerate(heard):
+        if theirs is not None:
+            raise StateError("another rank could not make its parameters", where=f"rank {rank}", got=theirs)
 
 
 def _from_recipe(

@@ -15,6 +15,7 @@ each piece settles: nobody leaves it before all have joined what any of them nee
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import attrs
@@ -77,7 +78,8 @@ class Order:
         """Settle the last piece, and the plan of the next step."""
         wants = self.settle()
         if self.memory.plan is None:
-            self.memory.plan = _sooner(self.asked) if self.ahead else self.asked
+            pieces = [self.asked[a:b] for a, b in itertools.pairwise([0, *self.ends])]
+            self.memory.plan = [event for piece in pieces for event in (_sooner(piece) if self.ahead else piece)]
             self.memory.ends = self.ends
         elif self.asked or all(wants):
             self.memory.plan = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,8 @@ class Step:
         self.pool.ballast.clear()
         self.pool.sweep()
         found = self.grads(self, state, structure, parts, batch, scale)
+        if self.everyone is None:
+            self.reduce.demand_use(found.used, losses.name(self.loss))
 
         # from the gradient to a decision, the same on every rank
         totals, norm, buffers = self._agree(found, int(state.calls))
@@ -119,9 +122,12 @@ class Step:
         if self.commit is not None:
             assert norm is not None
             skip = ~norm.isfinite()
-        grads = known = Gradients(found.leaves, total, norm, structure.segments, self.reduce.axes)
+        norm_of = None
+        if self.grads.axis is not None and self.everyone is not None:
+            norm_of = functools.partial(found.norm_of_all, everyone=self.everyone)
+        grads = known = Gradients(found.leaves, total, norm, structure.segments, self.reduce.axes, norm_of)
         for one in self.condition:
-            grads = attrs.evolve(one(grads), segments=known.segments, axes=known.axes)
+            grads = attrs.evolve(one(grads), segments=known.segments, axes=known.axes, norm_of=norm_of)
         grads = grads.settled()
 
         # the update: from here on the new state's memory is written
@@ -170,7 +176,9 @@ class Step:
         """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.
 
         `outputs=True` adds `metrics["outputs"]`: what the last layer, or the last module applied, returned.
-        The batch is evaluated in one piece; where ranks share the step all of them call this, each with its own batch.
+        The batch is evaluated in one piece; by a pipeline in its microbatches, where the rows of every rank divide into
+        them, which is the same for a criterion that is a mean over rows, or a `Mean`. Where ranks share the step all of
+        them call this, each with its own batch.
         """
         return self.evaluator(state)(batch, outputs=outputs)
 

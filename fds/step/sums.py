@@ -25,11 +25,12 @@ class InPlace:
 
     leaves: list[Tensor]
     wide: list[Tensor | None]
+    dtype: torch.dtype | None = None  # of the sums, None for the leaves' own
 
     @classmethod
     def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> InPlace:
         """Prepare to sum gradients by `leaves` in `dtype`."""
-        sums = cls(leaves, [None] * len(leaves))
+        sums = cls(leaves, [None] * len(leaves), dtype)
         for i, leaf in enumerate(leaves):
             if dtype is not None and dtype != leaf.dtype:
                 leaf.register_post_accumulate_grad_hook(_widen(sums.wide, i, dtype))
@@ -51,7 +52,9 @@ class InPlace:
         found = []
         for leaf, wide in zip(self.leaves, self.wide, strict=True):
             grad = wide if wide is not None else leaf.grad
-            found.append(torch.zeros_like(leaf, memory_format=torch.contiguous_format) if grad is None else grad)
+            if grad is None:
+                grad = torch.zeros_like(leaf, dtype=self.dtype, memory_format=torch.contiguous_format)
+            found.append(grad)
             leaf.grad = None
         self.close()
         return found

@@ -168,7 +168,8 @@ def test_one_process_raises_the_error_itself_with_a_note_of_stage_and_microbatch
     for good, microbatch in ((0, 0), (1, 2)):
         error, *found = stumble(size, schedule, (place, microbatch, boom()), good=good)
         assert type(error) is ZeroDivisionError
-        (note,) = error.__notes__
+        *of_layer, note = error.__notes__
+        assert of_layer == ([f"in layers[{layer}]"] if place[1] == "forward" and place[0] != "criterion" else [])
         assert f"stage {layer * stages // LAYERS}, {WORDS[place[1]]}" in note
         assert note.endswith(f"of microbatch {microbatch}")
         assert_same_bits(found, list(stumble(size, schedule, None, good=good)[1:]))
@@ -519,9 +520,9 @@ def test_a_layer_whose_output_the_next_cannot_take_is_named_by_its_stage():
 
     for error in every_rank(lambda: job(fds.mesh(pp=2)["pp"]), 2):
         assert error.where == "rank 1 of pp, stage 1, forward of microbatch 0"
-        assert "mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)" in error.got
+        assert "mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)\nin layers[2]" in error.got
     alone = ended(lambda: job(2))
-    assert alone.__notes__ == ["in stage 1, forward of microbatch 0"]
+    assert alone.__notes__ == ["in layers[2]", "in stage 1, forward of microbatch 0"]
 
 
 DIFFERENT = {

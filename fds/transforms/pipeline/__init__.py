@@ -14,7 +14,7 @@ from fds import loss as losses
 from fds.collectives import Axis
 from fds.errors import ComposeError, PlanError
 from fds.loss import Layers, LayerSpec
-from fds.plans import Action, LayerCosts, Plan, Schedule, boundaries_of, validate
+from fds.plans import Action, LayerCosts, Op, Plan, Schedule, boundaries_of, validate
 from fds.plans.actions import COMPUTE
 from fds.step import Split, Step, fill, transform
 from fds.transforms.pipeline.lowered import Lowered
@@ -49,7 +49,8 @@ def pipeline(
         schedule: of `fds.plans`, or a function `(number of ranks, number of microbatches) -> Plan or rows of actions`.
         axis: of `fds.mesh`; or a number: so many ranks, played by this process alone.
         num_microbatches: into which the batch is cut along dim 0.
-        partition: which stage has which layers: "uniform", "parameters" (the largest stage as small as can be),
+        partition: which stage has which layers: "uniform", "parameters" (the largest stage as small as can be, frozen
+            ones counted too),
             "type:REGEX" (as many layers of a class that matches), measured costs (`fds.plans.measure`), or the
             boundaries themselves (`[0, 3, 6]`: two stages of three layers).
         dynamic_shapes: whether activations of different microbatches may differ in shape; then each is announced.
@@ -98,6 +99,7 @@ def pipeline(
         boundaries = boundaries_of(partition, plan.num_stages, types=types, parameters=counts)
         owned = Ownership(loss, boundaries, plan.placement, own, ties)
         owned.refuse_shared_buffers()
+        _demand_order(plan, name, loss)
         made = Pipeline(name, loss, owned, lowered, num_microbatches, dynamic_shapes, channels)
         hint = f"a pipeline accumulates over its microbatches: pipeline(..., num_microbatches={num_microbatches}) alone"
         return fill(step, split=Split(num_microbatches), grads=made, hint=hint)
@@ -136,6 +138,26 @@ def _demand_training(plan: Plan, name: str, ranks: int, num_microbatches: int) -
     want = f"{ranks} ranks, {num_microbatches} microbatches"
     if got != want:
         raise PlanError("the schedule's plan is another than it was asked for", where=name, got=got, want=want)
+    idle = [rank for rank, row in enumerate(plan.rows) if not row]
+    if idle:
+        raise PlanError("the schedule leaves ranks without a stage", where=name, got=f"nothing to do on {idle}",
+                        want="a stage on every rank", hint="fewer ranks")  # fmt: skip
+
+
+def _demand_order(plan: Plan, name: str, loss: Layers) -> None:
+    """Raise `PlanError` where layers with buffers would see the microbatches in another order than they are in."""
+    if not any(loss.layer(i).buffers for i in range(len(loss))):
+        return
+    for rank, row in enumerate(plan.rows):
+        at: dict[Any, Any] = {}
+        for action in row:
+            if action.op is Op.FORWARD and at.setdefault(action.stage, -1) > action.microbatch:
+                raise PlanError(
+                    "forwards are not in the order of microbatches, and layers with buffers change them in that order",
+                    where=f"{name}, rank {rank}", got=str(action), want=f"before {action.stage}F{at[action.stage]}",
+                )  # fmt: skip
+            if action.op is Op.FORWARD:
+                at[action.stage] = action.microbatch
 
 
 def _demand_alike(loss: Layers, other: Layers) -> None:

@@ -34,7 +34,7 @@ class Failure:
             kind = next(c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
             fields = tuple(map(_text, (error.what, error.where, error.got, error.want, error.hint)))
         else:
-            fields = (_text(error),)
+            fields = ("\n".join([_text(error), *map(_text, getattr(error, "__notes__", ()))]),)
         return cls(place, where, kind, fields, error)
 
     def json(self) -> list:

@@ -9,7 +9,8 @@ operation that computes all of its gradients however few are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,30 +39,35 @@ def backward_input(
     if cut is None:
         return None
     groups, leads = cut
-    kept: dict[Node, list[tuple[GradientEdge, Tensor]]] = {}
-    for edge, grad in zip(outputs, grads, strict=True):
-        if edge.node not in leads:  # an output of parameters alone has its gradient already
-            kept.setdefault(edge.node, []).append((edge, grad))
-
-    def keep(node: Node) -> Callable[[tuple], None]:
-        return lambda arrived: kept.update(
-            {node: [(GradientEdge(node, i), grad) for i, grad in enumerate(arrived) if grad is not None]}
-        )
-
-    hooks = [node.register_prehook(keep(node)) for nodes, _ in groups for node in nodes if node in leads]
-    try:
+    kept: dict[Node, tuple[Tensor | None, ...]] = {}
+    keep = lambda node: lambda arrived: kept.__setitem__(node, arrived)
+    with _hooked({node: keep(node) for nodes, _ in groups for node in nodes if node in leads}):
         found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    # an output of parameters alone has its gradient already
+    alone = [(edge, grad) for edge, grad in zip(outputs, grads, strict=True) if edge.node not in leads]
 
     def rest() -> None:
         for nodes, theirs in groups:
-            arrived = [pair for node in nodes for pair in kept.pop(node, ())]
-            if arrived:
-                torch.autograd.backward([edge for edge, _ in arrived], [grad for _, grad in arrived], inputs=theirs)
+            mine = {node: kept.pop(node) for node in nodes if node in kept}
+            starts = [(GradientEdge(n, i), g) for n, got in mine.items() for i, g in enumerate(got) if g is not None]
+            starts += [(edge, grad) for edge, grad in alone if edge.node in nodes]
+            if starts:
+                # hooks of tensors have changed what was kept, and would again: it is put in their results' place
+                with _hooked({node: lambda _, got=got: got for node, got in mine.items()}):
+                    torch.autograd.backward([edge for edge, _ in starts], [grad for _, grad in starts], inputs=theirs)
 
     return list(found), rest
+
+
+@contextlib.contextmanager
+def _hooked(hooks: dict[Node, Callable]) -> Iterator[None]:
+    """Call these with what arrives at nodes, before the nodes get it; what they return is what the nodes get."""
+    handles = [node.register_prehook(hook) for node, hook in hooks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _cut(

@@ -77,11 +77,6 @@ class Ownership:
             return (0,)
         return tuple(dict.fromkeys(self.placement[stage] for stage in self.stages[name]))
 
-    @property
-    def tied(self) -> list[str]:
-        """The parameters that several ranks hold."""
-        return [name for name in self.names if len(self.ranks(name)) > 1]
-
     def refuse_shared_buffers(self) -> None:
         """Raise `LossError` for a layer with buffers that is tied across stages: they could not be updated in order."""
         seen: dict[str, int] = {}

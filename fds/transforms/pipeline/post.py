@@ -20,7 +20,6 @@ from torch import Tensor
 from fds.collectives import Axis, Work
 from fds.errors import BatchError, LossError
 from fds.plans import Action, Op
-from fds.step import Step
 from fds.transforms.pipeline.packet import Packet, Shape
 from fds.transforms.pipeline.work import Item
 
@@ -32,7 +31,7 @@ class Line:
     axis: Axis  # a channel of its own
     peer: int  # coordinate of the other rank
     device: torch.device
-    pool: Any
+    pool: Any  # of memory for what is received, None for fresh memory
     expected: deque[int] = attrs.field(factory=deque)  # microbatches that may be received, not begun yet
     begun: dict[int, tuple[list[Tensor], list[Work]]] = attrs.field(factory=dict)
 
@@ -51,7 +50,8 @@ class Line:
         tensors, works = [], []
         for dtype, shape in kinds:
             numel = torch.Size(shape).numel()
-            flat = self.pool.take(numel, dtype, self.device)
+            fresh = lambda numel=numel, dtype=dtype: torch.empty(numel, dtype=dtype, device=self.device)
+            flat = fresh() if self.pool is None else self.pool.take(numel, dtype, self.device)
             if numel:
                 works.append(self.axis.start_recv(flat.view(torch.uint8), self.peer))
             tensors.append(flat.view(shape))
@@ -74,6 +74,7 @@ class Border:
     activations: Line
     gradients: Line
     dynamic: bool
+    early: bool  # whether the plan has receives before they are needed, so that none may hold up the rank
     known: dict[str, Any] | None = None  # the header that holds for all packets
     shape: Shape | None = None
     shapes: dict[int, Shape | None] = attrs.field(factory=dict)  # by microbatch; None: there is nothing to send
@@ -119,7 +120,7 @@ class Border:
     def receive_activation(self, i: int) -> None:
         """Expect a packet; begin to receive it if it is known what it will be."""
         self.activations.expected.append(i)
-        if self.known is not None and not self.dynamic:
+        if not self.early or (self.known is not None and not self.dynamic):
             self._begin(i)
 
     def receive_gradient(self, i: int) -> None:
@@ -160,8 +161,9 @@ class Post:
     """The mail of one rank for one pass through a plan: by hand inside the rank, else by message."""
 
     def __init__(
-        self, step: Step, placement: Mapping[int, int], channels: Mapping[Any, Axis], index: int, *, dynamic: bool
-    ):
+        self, pool: Any, placement: Mapping[int, int], channels: Mapping[Any, Axis], index: int, *, dynamic: bool,
+        early: bool,
+    ):  # fmt: skip
         self.box: dict[Item, Any] = {}
         self.sending: dict[tuple, list[tuple[Work, Tensor]]] = {}
         self.borders: dict[int, Border] = {}
@@ -170,8 +172,8 @@ class Post:
             if index in ends:
                 here = ends[0] == index
                 both = [channels[kind, number] for kind in ("activation", "gradient")]
-                to, back = (Line(axis, ends[here], axis.device, step.pool) for axis in both)
-                self.borders[stage] = Border(stage, here, to, back, dynamic)
+                to, back = (Line(axis, ends[here], axis.device, pool) for axis in both)
+                self.borders[stage] = Border(stage, here, to, back, dynamic, early)
 
     def give(self, item: Item, value: Any) -> None:
         """Keep what was made, until it is taken here or sent."""
@@ -239,14 +241,15 @@ class Post:
 
 
 def numbered(placement: Mapping[int, int]) -> dict[int, int]:
-    """Return the stages whose next one is on another rank, numbered among those from and to the same two ranks."""
+    """Return the stages whose next one is on another rank, numbered among those between the same two ranks."""
     seen: dict[tuple[int, int], int] = {}
     found = {}
     for stage in range(len(placement) - 1):
         ends = placement[stage], placement[stage + 1]
         if ends[0] != ends[1]:
-            found[stage] = seen.setdefault(ends, 0)
-            seen[ends] += 1
+            pair = min(ends), max(ends)
+            found[stage] = seen.setdefault(pair, 0)
+            seen[pair] += 1
     return found
 
 

@@ -35,7 +35,6 @@ class _Enter(torch.autograd.Function):
 class Piece:
     """Some calls of layers that were run, cut off from what came before: their graph, by both its ends."""
 
-    first: bool  # of its stage
     layers: tuple[int, ...]
     inputs: list[Tensor | None]  # by leaf that came in: those that want a gradient
     outputs: list[tuple[int, GradientEdge]]  # (leaf that went out, where its backward begins)
@@ -110,25 +109,37 @@ class Stage:
 
     def backward(self, i: int, grads: Grads, *, last: bool) -> list[Tensor | None]:
         """Run backward of microbatch `i` whole; return the gradients by what came in."""
-        for piece in reversed(self.held.pop(i)):
-            grads = self._backward(piece, grads, last=last and piece.first)
-        return list(grads)
+        found: list[Grads] = [grads]
+
+        def run(_: list[Tensor]) -> None:
+            for piece in reversed(self.held.pop(i)):
+                found[0] = self._backward(piece, found[0])
+
+        self.add(run, last=last)
+        return list(found[0])
 
     def backward_input(self, i: int, grads: Grads) -> list[Tensor | None]:
         """Run what leads to the gradients by what came in, and return them; the rest is for `backward_weight`."""
         rests = self.rests[i] = []
-        for piece in reversed(self.held.pop(i)):
-            edges, arrived = piece.roots(grads)
-            halves = None if piece.whole or not edges else backward_input(edges, arrived, piece.wanted(), self.leaves)
-            if halves is None:
+        found: list[Grads] = [grads]
+
+        def run(_: list[Tensor]) -> None:
+            for piece in reversed(self.held.pop(i)):
+                edges, arrived = piece.roots(found[0])
+                halves = None
+                if edges and not piece.whole:
+                    halves = backward_input(edges, arrived, piece.wanted(), self.leaves)
+                if halves is not None:
+                    by_input = iter(halves[0])
+                    found[0] = [None if x is None else next(by_input) for x in piece.inputs]
+                    rests.append(halves[1])
+                    continue
                 if edges:
                     self.whole.update(piece.layers)
-                grads = self._backward(piece, grads, last=False)
-                continue
-            found, rest = iter(halves[0]), halves[1]
-            grads = [None if x is None else next(found) for x in piece.inputs]
-            rests.append(rest)
-        return list(grads)
+                found[0] = self._backward(piece, found[0])
+
+        self.add(run, last=False)
+        return list(found[0])
 
     def backward_weight(self, i: int, *, last: bool) -> None:
         """Run what `backward_input` left of microbatch `i`."""
@@ -143,16 +154,12 @@ class Stage:
         if last and self.ties:
             self.add(lambda _: None, last=True)
 
-    def _backward(self, piece: Piece, grads: Grads, *, last: bool) -> list[Tensor | None]:
+    def _backward(self, piece: Piece, grads: Grads) -> list[Tensor | None]:
         edges, arrived = piece.roots(grads)
         wanted = piece.wanted()
         inputs = [*wanted, *self.leaves]
-
-        def run(_: list[Tensor]) -> None:
-            if edges and inputs:
-                torch.autograd.backward(edges, arrived, inputs=inputs)
-
-        self.add(run, last=last)
+        if edges and inputs:
+            torch.autograd.backward(edges, arrived, inputs=inputs)
         found = [None if x is None else x.grad for x in piece.inputs]
         for x in wanted:
             x.grad = None
@@ -166,12 +173,17 @@ class Stage:
                  for x, enter in zip(packet.leaves, inputs, strict=True)]  # fmt: skip
         value = packet.build(given)
         del given
-        for _, call in group:
-            value = call(value)
+        for at, call in group:
+            try:
+                value = call(value)
+            except Exception as error:
+                if num_calls == len(self.layers):
+                    error.add_note(f"in layers[{self.layers[at]}]")
+                raise
         recomputes = any(getattr(call, "recomputes", False) for _, call in group)
         known = len(self.layers) == num_calls  # layer maps may have joined layers to one call
         layers = tuple(self.layers[at] for at, _ in group) if known else tuple(self.layers)
-        return Piece(group[0][0] == 0, layers, inputs, [], recomputes), Packet.of(value)
+        return Piece(layers, inputs, [], recomputes), Packet.of(value)
 
     def _close(self, i: int, piece: Piece, packet: Packet) -> None:
         pairs = enumerate(zip(packet.leaves, packet.wants, strict=True))

@@ -15,6 +15,7 @@ from fds.collectives import Axis
 from fds.errors import LossError
 from fds.step import Found, Order, Parameters, Step, Structure, Totals, materialize, open_parameters, rows
 from fds.transforms.pipeline import ranks, serial
+from fds.transforms.pipeline.batches import digest, refuse_different
 from fds.transforms.pipeline.failure import Failure, first
 from fds.transforms.pipeline.lowered import Lowered
 from fds.transforms.pipeline.ownership import Ownership
@@ -75,12 +76,12 @@ class Pipeline:
 
         Raises, on every rank, what was raised on any.
         """
+        seen = digest(batch) if self.axis is not None and self.plan.reads else None
         totals, sums, buffers, failure, whole = self._train(step, state, structure, parts, batch, scale)
         used, leaves = sums.used(), sums.finish()
-        if step.everyone is None and failure is None:
-            step.reduce.demand_use(used, losses.name(step.loss))
         try:
-            totals, wide = self._agree(step, totals, failure, whole, any(x.dtype is torch.float64 for x in leaves))
+            wide = any(x.dtype is torch.float64 for x in leaves)
+            totals, wide = self._agree(step, totals, failure, whole, wide, seen)
         except BaseException:
             step.memories.clear()  # what was learned in a step that failed is not what comes next
             raise
@@ -172,28 +173,32 @@ class Pipeline:
     def _run(self, step: Step, plan: Lowered, work: Work, failure: Failure | None) -> Failure | None:
         if self.axis is None:
             return serial.run(plan.plan, work, failure)
-        post = Post(step, self.owned.placement, self.channels, self.owned.index, dynamic=self.dynamic)
+        pool = step.pool if plan.plan.trains else None
+        post = Post(pool, self.owned.placement, self.channels, self.owned.index, dynamic=self.dynamic, early=plan.early)
         return ranks.run(plan, work, post, failure)
 
     def _agree(
-        self, step: Step, totals: Totals, failure: Failure | None, whole: list[int], wide: bool
-    ) -> tuple[Totals, bool]:
+        self, step: Step, totals: Totals, failure: Failure | None, whole: list[int], wide: bool,
+        seen: list[int | None] | None = None,
+    ) -> tuple[Totals, bool]:  # fmt: skip
         """Return totals with zeros for what the last stage alone has, and whether any rank has float64 gradients.
 
-        Raises, on every rank, what was raised first on any.
+        Raises, on every rank, what was raised first on any, and `BatchError` where ranks along the pipeline were given
+        different batches.
         """
         if step.everyone is None:
             if failure is not None:
                 raise failure.alone()
             self.whole.update(whole)
             return totals, wide
-        said = [failure and failure.json(), _kinds(totals), whole, wide]
+        said = [failure and failure.json(), _kinds(totals), whole, wide, seen]
         heard = step.everyone.exchange(said)
         if failed := first([one[0] for one in heard]):
             rank, known = failed
             mine = failure is not None and rank == step.everyone.index
             known = failure if mine and failure is not None else known
             raise known.raised(f"rank {rank} of {step.everyone.name}")
+        refuse_different([one[4] for one in heard], 1 if self.axis is None else self.axis.size)
         kinds = [one[1] for one in heard if one[1] is not None]
         if any(kind != kinds[0] for kind in kinds):
             raise LossError("ranks return different metrics", got=str(kinds[-1]), want=str(kinds[0]))
@@ -201,7 +206,7 @@ class Pipeline:
         return _like(totals, kinds[0], self.owned.device), any(one[3] for one in heard)
 
     def _agreed_microbatches(self, step: Step, batch: Any) -> tuple[int, Failure | None]:
-        """Return into how many microbatches a batch is cut for evaluation, the same on all ranks of the axis."""
+        """Return into how many microbatches a batch is cut for evaluation: the same on all ranks of the step."""
         n, failure = None, None
         if batch is not None and self.plan.reads:
             try:
@@ -210,8 +215,8 @@ class Pipeline:
                 n = self.num_microbatches if length and length % self.num_microbatches == 0 else 1
             except Exception as error:
                 failure = Failure.of(error)
-        heard = [n] if self.axis is None else self.axis.exchange(n)
-        return next((m for m in heard if m is not None), 1), failure
+        heard = [n] if step.everyone is None else step.everyone.exchange(n)
+        return min((m for m in heard if m is not None), default=1), failure
 
     def __repr__(self) -> str:
         who = "one process" if self.axis is None else f"{self.axis.name} ({self.axis.size} ranks)"
@@ -227,7 +232,7 @@ def _kinds(totals: Totals) -> list | None:
         return None
     name = lambda x: str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else "float64"
     return [name(totals.loss), name(totals.weight), totals.count,
-            [[metric, name(x)] for metric, x in totals.metrics.items()]]  # fmt: skip
+            [[metric, name(x)] for metric, x in sorted(totals.metrics.items())]]  # fmt: skip
 
 
 def _like(totals: Totals, kinds: list, device: torch.device) -> Totals:

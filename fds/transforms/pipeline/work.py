@@ -63,6 +63,7 @@ class Work:
     totals: Totals = attrs.field(factory=Totals)
     outputs: dict[int, Packet] = attrs.field(factory=dict)
     seeds: dict[int, Tensor | None] = attrs.field(factory=dict)
+    began: float = 0.0  # when what an action needs was there, where that is recorded
 
     def do(self, action: Action, mail: Mail) -> None:
         """Do a computation."""
@@ -70,9 +71,8 @@ class Work:
         if recording is None:
             self._do(action, mail)
             return
-        start = _now(self.settings[0].devices)
         self._do(action, mail)
-        recording.add(action, start, _now(self.settings[0].devices))
+        recording.add(action, self.began, self._now())
 
     def skip(self, action: Action) -> None:
         """Do what data ranks need of a computation that this rank cannot do."""
@@ -87,9 +87,11 @@ class Work:
         if action.op is Op.FORWARD:
             self._forward(stage, s, i, mail)
         elif action.op is Op.BACKWARD_WEIGHT:
+            self._begin()
             stage.backward_weight(i, last=last)
         else:
             grads = [self.seeds.pop(i)] if s + 1 == self.num_stages else mail.take(("gradient", s, i))
+            self._begin()
             grads = stage.backward(i, grads, last=last) if action.op is Op.BACKWARD else stage.backward_input(i, grads)
             if s:
                 mail.give(("gradient", s - 1, i), grads)
@@ -98,6 +100,7 @@ class Work:
     def _forward(self, stage: Stage, s: int, i: int, mail: Mail) -> None:
         inputs, targets = self._microbatch(s, i) if s in (0, self.num_stages - 1) else (None, None)
         packet = mail.take(("activation", s, i)) if s else Packet.of(inputs)
+        self._begin()
         packet, outcome = stage.forward(i, packet, self.settings[i], targets, split=(s, i) in self.split)
         if outcome is None:
             mail.give(("activation", s + 1, i), packet)
@@ -116,16 +119,20 @@ class Work:
                              "has neither the first stage nor the last")  # fmt: skip
         return self.microbatches[i]
 
+    def _begin(self) -> None:
+        """Begin to count an action's time: waiting for what it needs is none of it."""
+        if recorder() is not None:
+            self.began = self._now()
+
+    def _now(self) -> float:
+        """Return the time in seconds, when what was begun is done: a recording waits for the device."""
+        for device in self.settings[0].devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return time.perf_counter()
+
     def _settle(self, action: Action) -> None:
         """Let data ranks, which gather and reduce at their own times, come to the end of this action together."""
         gathers = self.order is not None and "gather" in self.order.joins
-        if self.order is not None and (gathers or action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)):
+        if self.order is not None and (gathers or action.op is not Op.FORWARD):
             self.order.settle()
-
-
-def _now(devices: Sequence[torch.device]) -> float:
-    """Return the time in seconds, when what was begun is done: a recording waits for the device."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return time.perf_counter()
