@@ -10,7 +10,7 @@ runs; yours is a function that returns rows.
 >>> num_buffers(overlap(communicate(plan)))
 {0: 2, 1: 2}
 >>> mine = lambda num_ranks, num_microbatches: [[f"{rank}F0", f"{rank}BW0"] for rank in range(num_ranks)]
->>> validate(Plan.of(mine(2, 1)))
+>>> validate(mine(2, 1))
 0: 0F0 0BW0
 1: 1F0 1BW0
 """

@@ -55,7 +55,7 @@ class Action:
         word = match and (match[2] or match[5])
         if match is None or word not in _OPS:
             raise PlanError("this is no action", got=repr(text), want="such as 2F0: stage, operation, microbatch",
-                            hint=did_you_mean(word, _OPS) if word else "")  # fmt: skip
+                            hint=_hint(text, word))  # fmt: skip
         stage, _, microbatch, buffer, _ = match.groups()
         number = lambda digits: None if digits is None else int(digits)
         return cls(number(stage), _OPS[word], number(microbatch), number(buffer))
@@ -67,3 +67,11 @@ class Action:
         return f"{self.stage}{self.op.value}{self.microbatch}{at}"
 
     __repr__ = __str__
+
+
+def _hint(text: str, word: str | None) -> str:
+    if re.fullmatch(r"\d+:?", text):
+        return "Plan.parse reads the text of a whole plan, whose rows begin with their ranks"
+    if late := re.fullmatch(r"([A-Z_]+?)(\d+)", text):
+        return f"the stage comes first: 0{text}" if late[1] in _OPS else did_you_mean(late[1], _OPS)
+    return did_you_mean(word, _OPS) if word else ""

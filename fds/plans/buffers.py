@@ -6,30 +6,31 @@ import heapq
 from collections.abc import Iterator
 
 from fds.plans.actions import Action
-from fds.plans.plan import Plan
+from fds.plans.plan import Plan, Rows
 
 Held = tuple[int, int]  # (stage, microbatch)
 
 
-def assign_buffers(plan: Plan) -> Plan:
+def assign_buffers(plan: Plan | Rows) -> Plan:
     """Return the plan whose actions say which buffer of their stage they use, counted from 0.
 
     A microbatch has its buffer at a stage from its first action there (of RECV_ACT, LOAD and F) to its last (of
     SEND_GRAD, BW and W). The next takes the lowest that is free, so that a stage has as many as it has microbatches
     under way at once. Numbers that were there are replaced.
 
-    >>> assign_buffers(Plan.of([["0F0", "0F1", "0BW0", "0F2", "0BW1", "0BW2"]]))
+    >>> assign_buffers([["0F0", "0F1", "0BW0", "0F2", "0BW1", "0BW2"]])
     0: 0F0@0 0F1@1 0BW0@0 0F2@0 0BW1@1 0BW2@0
     """
-    return Plan(tuple(_assigned(row) for row in plan.rows))
+    return Plan(tuple(_assigned(row) for row in Plan.of(plan).rows))
 
 
-def num_buffers(plan: Plan) -> dict[int, int]:
+def num_buffers(plan: Plan | Rows) -> dict[int, int]:
     """Return how many buffers each stage has: those that were assigned, or those that would be.
 
-    >>> num_buffers(Plan.of([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]))
+    >>> num_buffers([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
     {0: 2, 1: 1}
     """
+    plan = Plan.of(plan)
     if all(action.buffer is None for row in plan.rows for action in row):
         plan = assign_buffers(plan)
     most = dict.fromkeys(sorted(plan.placement), 0)

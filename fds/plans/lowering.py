@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from fds.errors import PlanError
 from fds.plans.actions import COMPUTE, RECVS, Action, Op
 from fds.plans.order import in_ticks
-from fds.plans.plan import Plan
+from fds.plans.plan import Plan, Rows
 
 
-def communicate(plan: Plan) -> Plan:
+def communicate(plan: Plan | Rows) -> Plan:
     """Return the plan with loads, and with sends and receives between stages on different ranks.
 
     LOAD comes before a forward of the first stage (inputs) and of the last (targets). SEND_ACT of a stage goes to the
@@ -23,10 +23,11 @@ def communicate(plan: Plan) -> Plan:
     part of that order. So messages of one kind between two ranks have one order on both sides, too.
     Raises `PlanError` where ranks wait for each other, and for a plan that has been lowered.
 
-    >>> communicate(Plan.of([["0F0", "0BW0"], ["1F0", "1BW0"]]))
+    >>> communicate([["0F0", "0BW0"], ["1F0", "1BW0"]])
     0: 0LOAD0 0F0 0SEND_ACT0 0RECV_GRAD0 0BW0
     1: 1RECV_ACT0 1LOAD0 1F0 1BW0 1SEND_GRAD0
     """
+    plan = Plan.of(plan)
     _refuse_other_than_computations(plan)
     rows: list[list[Action]] = [[] for _ in plan.rows]
     for _, tick in itertools.groupby(in_ticks(plan), key=lambda step: step[0]):
@@ -41,7 +42,7 @@ def communicate(plan: Plan) -> Plan:
     return Plan.of(rows)
 
 
-def overlap(plan: Plan, *, ahead: int = 1) -> Plan:
+def overlap(plan: Plan | Rows, *, ahead: int = 1) -> Plan:
     """Return the lowered plan whose receives are posted early: each right before the `ahead`th computation before it.
 
     Receives of a rank keep their order, and none is posted while its buffer is in use: where no buffers are assigned,
@@ -51,7 +52,7 @@ def overlap(plan: Plan, *, ahead: int = 1) -> Plan:
     The plan is for interpreters that do so. One in which a receive, or an earlier message of the other direction,
     holds up the rank must do the plan of `communicate` as it is.
 
-    >>> plan = communicate(Plan.of([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]))
+    >>> plan = communicate([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
     >>> plan.rows[1][:8]
     (1RECV_ACT0, 1LOAD0, 1F0, 1RECV_ACT1, 1BW0, 1SEND_GRAD0, 1LOAD1, 1F1)
     >>> overlap(plan).rows[1][:8]
@@ -60,20 +61,20 @@ def overlap(plan: Plan, *, ahead: int = 1) -> Plan:
     if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
         raise PlanError("receives are posted a whole number of computations ahead", where="overlap",
                         got=f"ahead={ahead!r}", want="ahead >= 0")  # fmt: skip
-    return Plan(tuple(_posted_early(row, ahead) for row in plan.rows))
+    return Plan(tuple(_posted_early(row, ahead) for row in Plan.of(plan).rows))
 
 
-def finish(plan: Plan, *, tied: Iterable[int] = ()) -> Plan:
+def finish(plan: Plan | Rows, *, tied: Iterable[int] = ()) -> Plan:
     """Return the training plan whose rows end in the reductions of gradients and the optimizer's step.
 
     `tied` are the stages that share parameters with another: the ranks that hold one reduce those among them.
     Raises `PlanError` for a plan without backwards, for one that has its end, and for stages that it does not have.
 
-    >>> finish(Plan.of([["0F0", "0BW0"], ["1F0", "1BW0"]]), tied=[0])
+    >>> finish([["0F0", "0BW0"], ["1F0", "1BW0"]], tied=[0])
     0: 0F0 0BW0 REDUCE REDUCE_TIED STEP
     1: 1F0 1BW0 REDUCE STEP
     """
-    tied = set(tied)
+    plan, tied = Plan.of(plan), set(tied)
     if not plan.trains:
         raise PlanError("a plan without backwards has no gradients to reduce", where="finish",
                         want="a plan with BW, or B and W")  # fmt: skip

@@ -28,7 +28,7 @@ def boundaries_of(
             class name holds the pattern, in any case of letters); a `LayerCosts` (likewise, by time); or boundaries.
         num_stages: how many stages.
         types: the class name of every layer; may be left out where costs say how many layers there are.
-        parameters: how many trainable parameters every layer has; the same.
+        parameters: how many trainable parameters every layer has; the same. `"parameters"` needs these alone.
 
     Among the partitions whose largest stage is smallest, the most even one is taken. Raises `PlanError`.
 
@@ -37,6 +37,13 @@ def boundaries_of(
     """
     if isinstance(partition, LayerCosts) and not types and not parameters:
         types, parameters = [""] * len(partition), [0] * len(partition)
+    by_parameters = isinstance(partition, str) and partition == "parameters"
+    if by_parameters and not parameters:
+        raise PlanError("it is not said how many parameters each layer has", where="partition", got=repr(partition),
+                        want="parameters=, one number per layer",
+                        hint="costs of layers, as plans.measure returns them, need none")  # fmt: skip
+    if by_parameters and not types:
+        types = [""] * len(parameters)
     num_layers = len(types)
     if len(parameters) != num_layers:
         raise PlanError("layers and parameter counts differ in number", got=f"{len(parameters)} counts",

@@ -14,6 +14,7 @@ computation waits for the message, not the receive.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from fds.errors import PlanError
 from fds.plans.actions import RECVS, SENDS, Action, Op
@@ -33,21 +34,39 @@ def simulate(plan: Plan | Rows, costs: Costs = Costs()) -> Timeline:  # noqa: B0
     """Return when each action runs, in the unit of the costs, and each rank's peak bytes and microbatches.
 
     The plan may be as a schedule gives it, or lowered. A receive is an event from where it is posted to where its
-    message has arrived. Raises `PlanError` where the plan gets stuck, or where a stage has no cost.
+    message has arrived. Raises `PlanError` where the plan gets stuck, and where stages have no costs or costs no stage.
 
     >>> line = simulate([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
     >>> line.makespan, round(line.bubble_fraction, 3), line.peak_live
     (9.0, 0.333, (2, 1))
     """
-    run = _Run(Plan.of(plan), costs)
+    run = _Run(Plan.of(plan), costs_by_stage(costs, "simulate"))
     run.to_the_end()
     return run.timeline()
+
+
+def costs_by_stage(costs: Any, where: str) -> Costs:
+    """Return the costs if they are those of stages. Raises `PlanError`."""
+    if not isinstance(costs, Costs):
+        hint = "costs.by_stage(boundaries)" if hasattr(costs, "by_stage") else ""
+        raise PlanError("these are no costs of stages", where=where, got=type(costs).__name__, want="plans.Costs",
+                        hint=hint)  # fmt: skip
+    return costs
+
+
+def _refuse_costs_of_more_stages(costs: Costs, num_stages: int) -> None:
+    for name in ("forward", "backward_input", "backward_weight", "activation_bytes", "message_bytes"):
+        value = getattr(costs, name)
+        if not isinstance(value, int | float) and len(value) > num_stages:
+            raise PlanError("there are costs of more stages than the plan has", where=f"costs.{name}",
+                            got=f"{len(value)} numbers", want=f"{num_stages}, or one for all")  # fmt: skip
 
 
 class _Run:
     """How far each rank is. A rank goes on until something is missing, and then waits to be woken by its coming."""
 
     def __init__(self, plan: Plan, costs: Costs):
+        _refuse_costs_of_more_stages(costs, plan.num_stages)
         self.plan, self.costs = plan, costs
         ranks, self.last = range(plan.num_ranks), plan.num_stages - 1
         self.holds = [{a.stage for a in row if a.op is Op.FORWARD} for row in plan.rows]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
+from fds.errors import PlanError
 from fds.plans.actions import COMPUTE, Action, Op
 
 
@@ -65,6 +66,13 @@ class Timeline:
         """The share of all ranks' time, from 0 to the last end, in which they do not compute."""
         whole = self.num_ranks * self.makespan
         return max(0.0, 1 - sum(self.busy) / whole) if whole else 0.0
+
+
+def demand_timeline(value: object, where: str) -> None:
+    """Refuse what is no timeline, a plan above all. Raises `PlanError`."""
+    if not isinstance(value, Timeline):
+        raise PlanError("only what has times can be drawn", where=where, got=type(value).__name__, want="a Timeline",
+                        hint=f"{where}(plans.simulate(plan), ...)")  # fmt: skip
 
 
 def computing(row: Iterable[Event]) -> list[Event]:

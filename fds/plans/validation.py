@@ -10,13 +10,13 @@ from fds.plans.buffers import last_uses
 from fds.plans.dependencies import B, F, Item, W, needs, rendezvous
 from fds.plans.messages import check_messages
 from fds.plans.order import blame, finish_walk
-from fds.plans.plan import Plan
+from fds.plans.plan import Plan, Rows
 
 OF_MICROBATCH = COMPUTE | SENDS | RECVS | {Op.LOAD}
 
 
-def validate(plan: Plan, *, memory_bound: int | Sequence[int] | None = None) -> Plan:
-    """Return the plan if it can be run, lowered or not.
+def validate(plan: Plan | Rows, *, memory_bound: int | Sequence[int] | None = None) -> Plan:
+    """Return the plan if it can be run, lowered or not; rows of actions are read first.
 
     Every stage is on one rank and takes every microbatch through F once, and through BW, or B and W, once, or no stage
     through a backward at all. Ranks that do their rows in order do not wait for each other forever, even if a send
@@ -28,7 +28,7 @@ def validate(plan: Plan, *, memory_bound: int | Sequence[int] | None = None) -> 
     Raises:
         PlanError: with the first fault of these, marked in the ranks x time grid.
 
-    >>> validate(Plan.of([["0F0", "0BW0"], ["1BW0", "1F0"]]))
+    >>> validate([["0F0", "0BW0"], ["1BW0", "1F0"]])
     Traceback (most recent call last):
     ...
     fds.errors.PlanError: ranks wait for each other
@@ -38,6 +38,7 @@ def validate(plan: Plan, *, memory_bound: int | Sequence[int] | None = None) -> 
              1: >1BW0<  1F0
       want:  1BW0 on rank 1 needs 1F0
     """
+    plan = Plan.of(plan)
     _check_forms(plan)
     places = _check_once(plan)
     _check_complete(plan, places)

@@ -139,3 +139,14 @@ def test_the_other_refusals():
 def test_a_search_ends_where_a_thousandth_is_nothing():
     boundaries = partition_balanced([1e16 + 2, 1e16, 1e16, 1e16 + 4], 2, minimise="bottleneck")
     assert boundaries == [0, 2, 4]
+
+
+def test_parameters_are_counted_before_they_divide_layers():
+    assert boundaries_of("parameters", 2, parameters=[1, 1, 2]) == (0, 2, 3)
+    with pytest.raises(PlanError) as error:
+        boundaries_of("parameters", 2)
+    assert "parameters=" in error.value.want
+
+
+def test_costs_alone_divide_layers():
+    assert boundaries_of(costs_of([1, 1, 2]), 2) == (0, 2, 3)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from fds.plans.schedules.gpipe import gpipe
 from fds.plans.schedules.interleaved import interleaved
 from fds.plans.schedules.one_f_one_b import one_f_one_b
 from fds.plans.schedules.zb_h1 import zb_h1
+from fds.plans.schedules.zb_v import zb_v
 from fds.plans.simulator import simulate
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -68,13 +70,20 @@ def test_a_stage_is_the_first_to_go():
     line = simulate(interleaved(2)(1, 2))  # 12 long
     first_at = lambda width: lines_of(draw_text(line, width=3 + width, color=False))[0]
     assert first_at(48) == "0F0 1F0 1BW0--- 0F1 0BW0--- 1F1 1BW1--- 0BW1---"
-    assert first_at(24) == "F0F01BW0F10BW0F11BW10BW1"
+    assert first_at(24) == "F0F0BW0 F1BW0 F1BW1 BW1"
     assert first_at(12) == "FFB0FB0FB1B1"
+
+
+def test_the_names_of_a_rank_have_one_form():
+    for width in range(4, 400, 7):
+        for row in lines_of(draw_text(simulate(zb_v(3, 6)), width=width, color=False)):
+            names = re.findall(r"\d+[BFW]+\d+(?=[- ]|$)" if re.match(r" *\d", row) else r"[BFW]+\d*(?=[- BFW]|$)", row)
+            assert re.sub("[- ]", "", row) == "".join(names)
 
 
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 120), st.lists(st.floats(0, 9), min_size=5, max_size=5))
 def test_no_line_is_wider_than_asked_for(p, m, width, times):
-    line = simulate(one_f_one_b(p, m), Costs(forward=times))
+    line = simulate(one_f_one_b(p, m), Costs(forward=times[:p]))
     text = draw_text(line, width=width, color=False)
     assert len(text.splitlines()) == p + 1
     assert all(len(row) <= max(width - 3, 1) for row in lines_of(text))
@@ -91,6 +100,20 @@ def test_colours_only_change_the_look():
 
 def test_nothing_as_text():
     assert draw_text(simulate([[], []]), color=False).splitlines()[:2] == ["0 |", "1 |"]
+
+
+def test_a_plan_is_simulated_before_it_is_drawn(tmp_path):
+    for draw in (draw_text, to_chrome, lambda plan: draw_png(plan, tmp_path / "a.png")):
+        with pytest.raises(PlanError, match="only what has times") as error:
+            draw(one_f_one_b(2, 2))
+        assert "simulate(plan)" in error.value.hint
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_missing(tmp_path):
+    for draw in (draw_png, to_chrome):
+        with pytest.raises(PlanError, match="cannot be written"):
+            draw(simulate([["0F0"]]), tmp_path / "missing" / "a")
 
 
 def test_a_png(tmp_path):
@@ -211,6 +234,8 @@ def test_all_that_the_command_line_shows(capsys, tmp_path):
     ]
     assert png.read_bytes().startswith(SIGNATURE)
     assert json.loads(chrome.read_text())["traceEvents"]
+    assert main(["gpipe", "--stages", "2", "--microbatches", "2", "--width", "21"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "0 |F0F1      BW0 BW1"
     assert main(["one_f_one_b", "--stages", "2", "--microbatches", "1", "--lower"]) == 0
     assert "1: 1RECV_ACT0@0 1LOAD0@0 1F0@0 1BW0@0 1SEND_GRAD0@0" in capsys.readouterr().out
 
@@ -225,6 +250,10 @@ def test_all_that_the_command_line_shows(capsys, tmp_path):
         ("gpipe --forward 1,2", "no cost for this stage"),
         ("gpipe --forward -1", "not negative"),
         ("gpipe --memory-bound 3", "searched --memory-bound"),
+        ("gpipe --width 0", "--width"),
+        ("gpipe --png missing/a.png", "cannot be written"),
+        ("gpipe --chrome missing/a.json", "cannot be written"),
+        ("gpipe --forward 1,2,3,4,5", "more stages than the plan has"),
         ("searched --memory-bound 0.5", "at least 1.0"),
         ("dualpipe_v --stages 8 --microbatches 2", "too few microbatches"),
     ],

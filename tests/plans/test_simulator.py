@@ -7,6 +7,7 @@ from fds.errors import PlanError
 from fds.plans.buffers import assign_buffers
 from fds.plans.costs import Costs
 from fds.plans.lowering import communicate, finish, overlap
+from fds.plans.measuring import LayerCosts
 from fds.plans.plan import Plan
 from fds.plans.schedules.data_parallel import data_parallel
 from fds.plans.schedules.dualpipe_v import dualpipe_v
@@ -14,6 +15,7 @@ from fds.plans.schedules.gpipe import gpipe
 from fds.plans.schedules.inference import inference
 from fds.plans.schedules.interleaved import interleaved
 from fds.plans.schedules.one_f_one_b import one_f_one_b
+from fds.plans.schedules.searched import searched
 from fds.plans.schedules.zb_h1 import zb_h1
 from fds.plans.schedules.zb_h2 import zb_h2
 from fds.plans.schedules.zb_v import zb_v
@@ -194,6 +196,20 @@ def test_a_message_that_nobody_sends_is_named():
 def test_a_stage_without_a_cost_is_named():
     with pytest.raises(PlanError, match="no cost for this stage"):
         simulate(gpipe(3, 2), Costs(forward=[1, 2]))
+
+
+@pytest.mark.parametrize("name", ["forward", "backward_weight", "activation_bytes", "message_bytes"])
+def test_costs_of_more_stages_are_refused(name):
+    with pytest.raises(PlanError, match="more stages than the plan has") as error:
+        simulate(gpipe(3, 2), Costs(**{name: [1, 2, 3, 4]}))
+    assert (error.value.where, error.value.want) == (f"costs.{name}", "3, or one for all")
+
+
+@pytest.mark.parametrize("use", [searched, lambda costs: simulate(gpipe(1, 1), costs)])
+def test_costs_of_layers_are_put_together_by_stage_first(use):
+    with pytest.raises(PlanError, match="no costs of stages") as error:
+        use(LayerCosts([1], [1], [1], [1], [1]))
+    assert error.value.hint == "costs.by_stage(boundaries)"
 
 
 def test_nothing_takes_no_time():

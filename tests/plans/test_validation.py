@@ -202,6 +202,35 @@ def test_what_is_no_memory_bound_is_refused(bound):
     assert fault(PLAN, memory_bound=bound).where == "validate(memory_bound=...)"
 
 
+def test_rows_are_read_wherever_a_plan_is_taken():
+    rows = [["0F0", "0BW0"], "1F0 1BW0"]
+    plan = Plan.of(rows)
+    lowered = plans.communicate(plan)
+    texts = [list(map(str, row)) for row in lowered.rows]
+    assert plans.validate(rows) == plan
+    assert plans.communicate(rows) == lowered
+    assert plans.overlap(texts) == plans.overlap(lowered)
+    assert plans.assign_buffers(texts) == plans.assign_buffers(lowered)
+    assert plans.finish(texts, tied=[1]) == plans.finish(lowered, tied=[1])
+    assert plans.num_buffers(rows) == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize(
+    ("rows", "hint"),
+    [
+        (["0: 0F0 0BW0", "1: 1F0 1BW0"], "Plan.parse"),
+        ("0: 0F0 0BW0\n1: 1F0 1BW0", "Plan.parse"),
+        ([["F0"]], "the stage comes first: 0F0"),
+        ([["0FF0"]], "did you mean"),
+        ([["BV0"]], "did you mean"),
+    ],
+)
+def test_what_is_no_action_says_what_was_meant(rows, hint):
+    with pytest.raises(PlanError, match="this is no action") as refused:
+        plans.validate(rows)
+    assert hint in refused.value.hint
+
+
 # the grid
 
 

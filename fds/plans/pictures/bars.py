@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fds.errors import PlanError
 from fds.plans.actions import Op
-from fds.plans.timeline import Event, Timeline, computing
+from fds.plans.timeline import Event, Timeline, computing, demand_timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,8 +27,10 @@ def draw_png(timeline: Timeline, path: str | Path, *, title: str | None = None) 
     """Draw a bar per computation, coloured by its operation, with its microbatch where there is room.
 
     Where a rank has several stages, the later ones are paler. Needs matplotlib, the extra `plot`; nothing of pyplot
-    is touched. Raises `PlanError` where matplotlib is missing.
+    is touched. Raises `PlanError` where matplotlib is missing, for a plan that was not simulated, and where the file
+    cannot be written.
     """
+    demand_timeline(timeline, "draw_png")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -47,7 +49,10 @@ def draw_png(timeline: Timeline, path: str | Path, *, title: str | None = None) 
         handles = [axes.bar(0, 0, color=_COLORS[op], label=_LABELS[op]) for op in used]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(used), frameon=False)
     axes.set_title(title if title is not None else f"bubble {timeline.bubble_fraction:.1%}")
-    canvas.print_png(str(path))
+    try:
+        canvas.print_png(str(path))
+    except OSError as error:
+        raise PlanError("the picture cannot be written", where=str(path), got=str(error)) from error
 
 
 def _lane(axes: Axes, rank: int, row: list[Event], *, inches_per_unit: float) -> None:

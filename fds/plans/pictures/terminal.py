@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.text import Text
 
 from fds.plans.actions import Action, Op
-from fds.plans.timeline import Event, Timeline, computing
+from fds.plans.timeline import Event, Timeline, computing, demand_timeline
 
+_LETTER = 3  # the place of the shortest name
 WIDEST = 2000  # columns, where nobody says how many there are
 _STYLES = {
     Op.FORWARD: "black on bright_blue", Op.BACKWARD_INPUT: "black on bright_cyan",
@@ -22,9 +23,10 @@ _STYLES = {
 def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | None = None) -> str:
     """Return one line per rank: a computation as its operation and microbatch, then `-` for as long as it lasts.
 
-    Where a rank has several stages the stage stands before, as in `2F0`. An operation whose names do not fit into
-    the line loses the stage, then all but its first letter and the microbatch, then the microbatch. The last line
-    shows where time 0 and the end are.
+    Where a rank has several stages the stage stands before, as in `2F0`. Where names do not fit into the line, all of
+    a rank lose the stage, then all but the first letter of the operation and the microbatch; an operation too short
+    for even that is its letter alone. The last line shows where time 0 and the end are. Raises `PlanError` for a plan
+    that was not simulated.
 
     Args:
         timeline: simulated or measured.
@@ -37,6 +39,7 @@ def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | Non
     1 |   F0 BW0-- F1 BW1--
        0                        9
     """
+    demand_timeline(timeline, "draw_text")
     rows = [computing(row) for row in timeline.rows]
     margin = len(str(max(len(rows) - 1, 0))) + 2
     columns = _natural_width(timeline, rows) if width is None else max(width - margin, 1)
@@ -84,14 +87,18 @@ def _several(rows: list[list[Event]]) -> bool:
 
 
 def _levels(row: list[Event], scale: float, several: bool) -> dict[Op, int]:
-    """Return how short the names of each operation must be for all of a row to fit, so that a row has one form."""
+    """Return how short the names of each operation are: alike in a row, but for operations that are letters alone."""
     levels = dict.fromkeys(_STYLES, 0)
     for event in row:
         names, op = _names(event.action, several), event.action.op
         columns = round(event.end * scale) - round(event.start * scale)
-        while 0 < columns < len(names[levels[op]]) and levels[op] < len(names) - 1:
+        room = max(columns, (event.end - event.start) * scale + 1e-6)
+        if several and room < len(names[0]) + 1:  # a stage stands apart from what is before: no 0F01F0
+            levels[op] = max(levels[op], 1)
+        while 0 < columns < len(names[levels[op]]) and levels[op] < _LETTER:
             levels[op] += 1
-    return levels
+    shared = min(max(levels.values()), _LETTER - 1)
+    return {op: _LETTER if level == _LETTER else shared for op, level in levels.items()}
 
 
 def _names(action: Action, several: bool) -> tuple[str, ...]:

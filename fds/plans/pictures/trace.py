@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fds.errors import PlanError
 from fds.plans.actions import COMPUTE, SENDS, Op
-from fds.plans.timeline import Event, Timeline
+from fds.plans.timeline import Event, Timeline, demand_timeline
 
 # names that both viewers know
 _COLORS = {
@@ -21,10 +22,12 @@ def to_chrome(timeline: Timeline, path: str | Path | None = None) -> dict[str, A
     """Return the trace, and write it to `path` as JSON if there is one.
 
     A rank is a process; its computations are one thread, sends, receives and what else was lowered another. A unit
-    of the timeline is taken for a second, so that a tick of unit costs shows as one.
+    of the timeline is taken for a second, so that a tick of unit costs shows as one. Raises `PlanError` for a plan
+    that was not simulated, and where the file cannot be written.
 
     Source: "Trace Event Format", complete events (ph X, ts and dur in microseconds)
     """
+    demand_timeline(timeline, "to_chrome")
     events: list[dict[str, Any]] = []
     for rank, row in enumerate(timeline.rows):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
@@ -34,7 +37,10 @@ def to_chrome(timeline: Timeline, path: str | Path | None = None) -> dict[str, A
         events += [_complete(rank, event) for event in row]
     trace = {"traceEvents": events, "displayTimeUnit": "ms"}
     if path is not None:
-        Path(path).write_text(json.dumps(trace))
+        try:
+            Path(path).write_text(json.dumps(trace))
+        except OSError as error:
+            raise PlanError("the trace cannot be written", where=str(path), got=str(error)) from error
     return trace
 
 

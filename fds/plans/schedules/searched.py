@@ -27,7 +27,7 @@ from fds.plans.schedules.one_f_one_b import one_f_one_b
 from fds.plans.schedules.sizes import check_sizes
 from fds.plans.schedules.zb_h1 import zb_h1
 from fds.plans.schedules.zb_h2 import zb_h2
-from fds.plans.simulator import simulate
+from fds.plans.simulator import costs_by_stage, simulate
 from fds.plans.timeline import Timeline
 
 Bound = float | Sequence[float] | None
@@ -76,7 +76,7 @@ def searched(costs: Costs, memory_bound: Bound = None) -> Searched:
     of the microbatches. The schedule raises `PlanError` where a rank cannot hold one microbatch.
 
     Args:
-        costs: what the stages take.
+        costs: what the stages take; those of layers are `costs.by_stage(boundaries)`.
         memory_bound: the most that a rank may hold, in the unit of `costs.activation_bytes`: one number, one per
             rank, or None for no bound.
 
@@ -85,7 +85,7 @@ def searched(costs: Costs, memory_bound: Bound = None) -> Searched:
     1: 1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2
     """
     bound = memory_bound if memory_bound is None or isinstance(memory_bound, int | float) else tuple(memory_bound)
-    return Searched(costs, bound)
+    return Searched(costs_by_stage(costs, "searched"), bound)
 
 
 class _Search:
