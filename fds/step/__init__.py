@@ -1,6 +1,6 @@
 """The step: its program of stations, transforms that fill them, and what composing means."""
 
-from fds.step.backward import Found, Grads, InTurn
+from fds.step.backward import Found, Grads, InTurn, training
 from fds.step.batch import Split, Whole, rows, whole
 from fds.step.check import intact
 from fds.step.composition import Composition, Transform, compose, fill, transform
@@ -22,5 +22,5 @@ __all__ = [
     "After", "Commit", "Composition", "Description", "Found", "Gather", "Gradients", "Grads", "InTurn", "Measure",
     "Order", "Parameters", "Place", "Reduce", "Scale", "Shard", "Split", "Step", "Structure", "Sum", "Totals",
     "Transform", "Whole", "compose", "fill", "global_norm", "intact", "materialize", "open_parameters", "rows",
-    "transform", "whole",
+    "training", "transform", "whole",
 ]  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -15,6 +16,7 @@ from fds.collectives import Axis
 from fds.step.buckets import Bucketed
 from fds.step.gradients import global_norm
 from fds.step.handles import materialize
+from fds.step.order import Order
 from fds.step.parameters import Parameters, open_parameters
 from fds.step.reduce import same_metrics
 from fds.step.structure import Structure
@@ -91,6 +93,26 @@ class Grads(Protocol):
         ...
 
 
+@contextlib.contextmanager
+def training(
+    setting: losses.Setting, params: Parameters, sums: InPlace | Bucketed, order: Order | None
+) -> Iterator[None]:
+    """Run forwards and backwards inside: gradients on, generators restored; then let go of what only they need."""
+    with random.scope(setting.devices), torch.inference_mode(False), torch.enable_grad():
+        try:
+            yield
+            if order is not None:
+                order.finish()
+        except BaseException:
+            sums.close()
+            raise
+        finally:
+            setting.mode.release()
+            params.close()
+            if order is not None:
+                order.joins.clear()
+
+
 @attrs.frozen
 class InTurn:
     """Every rank holds all parameters, and runs its microbatches one after another, forward and backward."""
@@ -143,30 +165,19 @@ class InTurn:
         params = open_parameters(step.gather, structure, parts, step.pool, train=True, order=order)
         sums = step.reduce.sums(structure, params.trained, step.sum.dtype, step.pool, order)
         totals, buffers = Totals(), state.buffers
-        with random.scope(settings[0].devices), torch.inference_mode(False), torch.enable_grad():
-            try:
-                for i, (microbatch, setting) in enumerate(zip(microbatches, settings, strict=True)):
-                    outcome = step.run_loss(step.loss, params.tree, microbatch, buffers, setting)
-                    buffers = outcome.buffers
-                    if params.trained:
-                        step.reduce.demand_graph(outcome.total, where)
-                        seed = None if scale is None else scale.to(outcome.total.dtype)
-                        backward = functools.partial(autodiff.backward_into, outcome.total, seed)
-                        sums.add(backward, last=i + 1 == len(microbatches))
-                        del backward
-                    totals.add(outcome, where)
-                    del outcome  # and its graph
-                    setting.mode.release()
-                if order is not None:
-                    order.finish()
-            except BaseException:
-                sums.close()
-                raise
-            finally:
-                settings[0].mode.release()
-                params.close()
-                if order is not None:
-                    order.joins.clear()
+        with training(settings[0], params, sums, order):
+            for i, (microbatch, setting) in enumerate(zip(microbatches, settings, strict=True)):
+                outcome = step.run_loss(step.loss, params.tree, microbatch, buffers, setting)
+                buffers = outcome.buffers
+                if params.trained:
+                    step.reduce.demand_graph(outcome.total, where)
+                    seed = None if scale is None else scale.to(outcome.total.dtype)
+                    backward = functools.partial(autodiff.backward_into, outcome.total, seed)
+                    sums.add(backward, last=i + 1 == len(microbatches))
+                    del backward
+                totals.add(outcome, where)
+                del outcome  # and its graph
+                setting.mode.release()
         return totals, sums, buffers
 
     def forward(

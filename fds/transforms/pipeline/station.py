@@ -13,7 +13,7 @@ from torch import Tensor
 from fds import loss as losses, random, tree
 from fds.collectives import Axis
 from fds.errors import LossError
-from fds.step import Found, Order, Parameters, Step, Structure, Totals, materialize, open_parameters, rows
+from fds.step import Found, Order, Parameters, Step, Structure, Totals, materialize, open_parameters, rows, training
 from fds.transforms.pipeline import ranks, serial
 from fds.transforms.pipeline.batches import digest, refuse_different
 from fds.transforms.pipeline.failure import Failure, first
@@ -104,19 +104,8 @@ class Pipeline:
         seed = lambda total: torch.ones_like(total) if scale is None else scale.to(total.dtype)
         named = dict(zip(structure.trained_names, params.trained, strict=True))
         work, failure = self._work(step, state, params.tree, named, batch, self.plan, sums.add, seed=seed, order=order)
-        with random.scope(work.settings[0].devices), torch.inference_mode(False), torch.enable_grad():
-            try:
-                failure = self._run(step, self.plan, work, failure)
-                if order is not None:
-                    order.finish()
-            except BaseException:
-                sums.close()
-                raise
-            finally:
-                work.settings[0].mode.release()
-                params.close()
-                if order is not None:
-                    order.joins.clear()
+        with training(work.settings[0], params, sums, order):
+            failure = self._run(step, self.plan, work, failure)
         buffers = {name: x for stage in work.stages.values() for name, x in stage.buffers.items()}
         whole = sorted({layer for stage in work.stages.values() for layer in stage.whole})
         return work.totals, sums, buffers, failure, whole
