@@ -1,5 +1,7 @@
 """What reviewers found wrong once, in the order of how quietly it went wrong."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,6 +144,26 @@ def test_parameters_that_one_rank_cannot_make_are_refused_on_all(tied):
 
     for text in fds.simulate(run, 2):
         assert "no such thing" in text
+
+
+def test_tied_copies_are_alike_also_where_a_constructor_ignores_its_seed():
+    numbers = itertools.count()
+
+    class Counted(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            nn.init.constant_(self.weight, next(numbers))
+
+    tied = fds.TiedLayerSpec("x", Counted)
+
+    def run():
+        axis = fds.mesh(pp=2)["pp"]
+        layers = fds.Layers([tied, torch.tanh, tied], nn.MSELoss())
+        cut = fds.pipeline(plans.gpipe, axis, num_microbatches=4, partition=[0, 2, 3])
+        return fds.compose(cut, fds.sgd(0.1))(layers).init(layers.init, key=0).params
+
+    first, second = fds.simulate(run, 2)
+    assert_same_bits(first, second)
 
 
 def test_ranks_with_different_batches_are_refused():
