@@ -50,9 +50,8 @@ def pipeline(
         axis: of `fds.mesh`; or a number: so many ranks, played by this process alone.
         num_microbatches: into which the batch is cut along dim 0.
         partition: which stage has which layers: "uniform", "parameters" (the largest stage as small as can be, frozen
-            ones counted too),
-            "type:REGEX" (as many layers of a class that matches), measured costs (`fds.plans.measure`), or the
-            boundaries themselves (`[0, 3, 6]`: two stages of three layers).
+            parameters counted too), "type:REGEX" (as many layers of a class that matches), measured costs
+            (`fds.plans.measure`), or the boundaries themselves (`[0, 3, 6]`: two stages of three layers).
         dynamic_shapes: whether activations of different microbatches may differ in shape; then each is announced.
 
     Raises `ComposeError` for a loss that is not `Layers`, `PlanError` for a schedule that does not fit and a partition
@@ -83,24 +82,12 @@ def pipeline(
     ties = None if shared is None else shared.channel("pipeline ties")
 
     def apply(step: Step) -> Step:
-        for role, hides in (("loss", step.loss), ("eval_fn", step.eval_loss)):
-            if isinstance(hides, Layers):
-                continue
-            raise ComposeError(
-                "a pipeline cuts a loss between its layers, and this one hides them", where=role,
-                got=losses.name(hides), want="fds.Layers(layers, criterion)",
-                hint="eval_fn, too, is Layers of the same layers",
-            )  # fmt: skip
+        _demand_layers(step)
         loss = step.loss
-        _demand_alike(loss, step.eval_loss)
-        sizes = {name: x.numel() for name, x in loss.init.trace().items()}
-        counts = [sum(sizes[name] for name in loss.layer(i).params) for i in range(len(loss))]
-        types = [_kind(layer) for layer in loss.layers]
-        boundaries = boundaries_of(partition, plan.num_stages, types=types, parameters=counts)
-        owned = Ownership(loss, boundaries, plan.placement, own, ties)
+        owned = Ownership(loss, _boundaries(loss, partition, plan.num_stages), plan.placement, own, ties)
         owned.refuse_shared_buffers()
         _demand_order(plan, name, loss)
-        made = Pipeline(name, loss, owned, lowered, num_microbatches, dynamic_shapes, channels)
+        made = Pipeline(name, owned, lowered, num_microbatches, dynamic_shapes, channels)
         hint = f"a pipeline accumulates over its microbatches: pipeline(..., num_microbatches={num_microbatches}) alone"
         return fill(step, split=Split(num_microbatches), grads=made, hint=hint)
 
@@ -160,8 +147,16 @@ def _demand_order(plan: Plan, name: str, loss: Layers) -> None:
                 at[action.stage] = action.microbatch
 
 
-def _demand_alike(loss: Layers, other: Layers) -> None:
-    """Raise `ComposeError` where the layers of evaluation could not lie where those of training do."""
+def _demand_layers(step: Step) -> None:
+    """Raise `ComposeError` for losses that are not layers, or of which those of evaluation could not lie alike."""
+    loss, other = step.loss, step.eval_loss
+    for role, hides in (("loss", loss), ("eval_fn", other)):
+        if not isinstance(hides, Layers):
+            raise ComposeError(
+                "a pipeline cuts a loss between its layers, and this one hides them", where=role,
+                got=losses.name(hides), want="fds.Layers(layers, criterion)",
+                hint="eval_fn, too, is Layers of the same layers",
+            )  # fmt: skip
     names = lambda layers: [sorted((*layers.layer(i).params, *layers.layer(i).buffers)) for i in range(len(layers))]
     if other is not loss and names(other) != names(loss):
         raise ComposeError(
@@ -169,6 +164,13 @@ def _demand_alike(loss: Layers, other: Layers) -> None:
             got=f"{len(other)} layers", want=f"{len(loss)} layers with the same parameters, in any criterion",
             hint="fds.Layers(loss.layers, another_criterion)",
         )  # fmt: skip
+
+
+def _boundaries(loss: Layers, partition: Any, num_stages: int) -> tuple[int, ...]:
+    """Return where the stages of a loss begin, and the end. Raises `PlanError`."""
+    sizes = {name: x.numel() for name, x in loss.init.trace().items()}
+    counts = [sum(sizes[name] for name in loss.layer(i).params) for i in range(len(loss))]
+    return boundaries_of(partition, num_stages, types=[_kind(layer) for layer in loss.layers], parameters=counts)
 
 
 def _kind(layer: Any) -> str:

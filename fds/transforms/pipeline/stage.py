@@ -173,15 +173,15 @@ class Stage:
                  for x, enter in zip(packet.leaves, inputs, strict=True)]  # fmt: skip
         value = packet.build(given)
         del given
+        known = len(self.layers) == num_calls  # layer maps may have joined layers to one call
         for at, call in group:
             try:
                 value = call(value)
             except Exception as error:
-                if num_calls == len(self.layers):
+                if known:
                     error.add_note(f"in layers[{self.layers[at]}]")
                 raise
         recomputes = any(getattr(call, "recomputes", False) for _, call in group)
-        known = len(self.layers) == num_calls  # layer maps may have joined layers to one call
         layers = tuple(self.layers[at] for at, _ in group) if known else tuple(self.layers)
         return Piece(layers, inputs, [], recomputes), Packet.of(value)
 

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds import loss as losses, random, tree
+from fds import random, tree
 from fds.collectives import Axis
 from fds.errors import LossError
 from fds.step import Found, Order, Parameters, Step, Structure, Totals, materialize, open_parameters, rows, training
@@ -30,7 +30,6 @@ class Pipeline:
     """Every rank of an axis holds some stages, and all run a plan together; or one process runs all of it."""
 
     name: str  # of the schedule
-    loss: losses.Layers
     owned: Ownership
     plan: Lowered
     num_microbatches: int
@@ -115,7 +114,9 @@ class Pipeline:
     ) -> tuple[Totals, list]:
         """Evaluate a batch: in the step's microbatches where its rows divide into them, else in one piece."""
         n, failure = self._agreed_microbatches(step, batch)
-        plan = self.forwards.setdefault(n, self.plan.forwards(n))
+        if n not in self.forwards:
+            self.forwards[n] = self.plan.forwards(n)
+        plan = self.forwards[n]
         work, failure = self._work(step, state, params.tree, {}, batch, plan, lambda backward, last: None,
                                    order=order, evaluating=True, keeps=outputs, failure=failure)  # fmt: skip
         shown: list = []

@@ -67,12 +67,9 @@ class Work:
 
     def do(self, action: Action, mail: Mail) -> None:
         """Do a computation."""
-        recording = recorder()
-        if recording is None:
-            self._do(action, mail)
-            return
         self._do(action, mail)
-        recording.add(action, self.began, self._now())
+        if (recording := recorder()) is not None:
+            recording.add(action, self.began, self._now())
 
     def skip(self, action: Action) -> None:
         """Do what data ranks need of a computation that this rank cannot do."""
