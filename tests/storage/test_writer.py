@@ -1,0 +1,424 @@
+"""The native writer: the same bytes and chunks by every way, an error for every refusal, and nothing left behind."""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from fds.storage import writer
+from fds.storage.writer import ALIGN, Aside, aside, checksum, memory_of, write
+
+ROOT = Path(__file__).parents[2]
+HEADER = b"header  " * (ALIGN // 8)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    threads, fds = threading.active_count(), os.listdir("/proc/self/fd")
+    yield
+    while writer._idle:
+        writer._idle.pop().close()
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == len(fds)
+
+
+@contextlib.contextmanager
+def small_blocks(nbytes=2 * ALIGN):
+    """Write in small blocks, with no block of another size at hand before or after."""
+    with mock.patch.object(writer, "BLOCK", nbytes), mock.patch.object(writer, "_kept", []):
+        yield
+
+
+def memory(nbytes: int) -> np.ndarray:
+    return np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def spans_of(data: np.ndarray, lengths: list[int]) -> list[tuple[int, int]]:
+    """Lay spans over memory one after another, starting at an odd address."""
+    starts = np.cumsum([1, *lengths])
+    return [(data.ctypes.data + int(start), n) for start, n in zip(starts, lengths, strict=False)]
+
+
+def laid_out(lengths: list[int]) -> tuple[list[tuple[int, int]], bytes, np.ndarray]:
+    data = memory(sum(lengths) + 2)
+    return spans_of(data, lengths), data[1 : 1 + sum(lengths)].tobytes(), data
+
+
+def assert_chunks_tile(chunks, lengths, file: bytes, header: int, block: int) -> None:
+    at = header
+    for some, nbytes in zip(chunks, lengths, strict=True):
+        for first, length, check in some:
+            assert first == at and length > 0
+            assert first // block == (first + length - 1) // block, "a chunk lies in one block"
+            assert first + length == header + sum(lengths) or not (first + length) % block or some[-1][0] == first
+            assert check == checksum(file[first : first + length])
+            at += length
+        assert sum(length for _, length, _ in some) == nbytes
+    assert at == len(file)
+
+
+@given(
+    lengths=st.lists(st.one_of(st.sampled_from([0, 1, ALIGN, 2 * ALIGN]), st.integers(0, 30_000)), max_size=12),
+    header=st.integers(0, 5),
+    fetch=st.sampled_from([writer.own_memory, memory_of(os.getpid())]),
+    blocks=st.integers(1, 3),
+)
+def test_a_file_is_its_header_and_the_spans_and_chunks_tile_them(tmp_path_factory, lengths, header, fetch, blocks):
+    path = tmp_path_factory.mktemp("w") / "file"
+    spans, want, data = laid_out(lengths)
+    with small_blocks(blocks * ALIGN):
+        chunks = write(path, HEADER * header, spans, fetch=fetch)
+    file = path.read_bytes()
+    assert file == HEADER * header + want
+    assert_chunks_tile(chunks, lengths, file, header * ALIGN, blocks * ALIGN)
+    del data
+
+
+def test_spans_of_the_real_block_size_are_cut_at_its_borders(tmp_path):
+    lengths = [2 * writer.BLOCK, 0, 5, writer.BLOCK - ALIGN - 5, 70_001]
+    spans, want, data = laid_out(lengths)
+    chunks = write(tmp_path / "file", HEADER, spans)
+    file = (tmp_path / "file").read_bytes()
+    assert file == HEADER + want and [len(some) for some in chunks] == [3, 0, 1, 1, 1]
+    assert_chunks_tile(chunks, lengths, file, ALIGN, writer.BLOCK)
+    del data
+
+
+def test_more_spans_in_a_block_than_the_kernel_takes_in_one_call(tmp_path):
+    lengths = [n % 7 for n in range(5000)]
+    spans, want, data = laid_out(lengths)
+    chunks = write(tmp_path / "a", HEADER, spans, fetch=memory_of(os.getpid()))
+    assert (tmp_path / "a").read_bytes() == HEADER + want
+    assert chunks == write(tmp_path / "b", HEADER, spans)
+    del data
+
+
+def test_nothing_is_a_file_too(tmp_path):
+    assert write(tmp_path / "file", b"", []) == [] and (tmp_path / "file").read_bytes() == b""
+    assert write(tmp_path / "other", HEADER, [(0, 0)]) == [[]] and (tmp_path / "other").read_bytes() == HEADER
+
+
+def test_the_mode_is_that_of_any_new_file(tmp_path):
+    (tmp_path / "usual").write_bytes(b"")
+    write(tmp_path / "file", HEADER, [])
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_a_file_that_exists_is_not_written_over(tmp_path):
+    (tmp_path / "file").write_bytes(b"mine")
+    with pytest.raises(FileExistsError) as error:
+        write(tmp_path / "file", HEADER, [])
+    assert error.value.filename == str(tmp_path / "file") and (tmp_path / "file").read_bytes() == b"mine"
+    with aside() as other, pytest.raises(FileExistsError) as error:
+        other.write(tmp_path / "file", HEADER, [])
+    assert error.value.filename == str(tmp_path / "file") and (tmp_path / "file").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("way", [write, lambda *args: Aside().write(*args)], ids=["here", "aside"])
+def test_a_header_that_is_not_aligned_is_refused(tmp_path, way):
+    with pytest.raises(ValueError, match="not a multiple of 4096"):
+        way(tmp_path / "file", b"x", [])
+    assert not (tmp_path / "file").exists()
+
+
+def refuse_direct_at_once(fd, command, flags=0):
+    if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "Invalid argument")
+    return fcntl_fcntl(fd, command, flags)
+
+
+def refuse_direct_writes(fd, data, place):
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "Invalid argument")
+    return os_pwrite(fd, data, place)
+
+
+def write_short(fd, data, place):
+    return os_pwrite(fd, data[: max(1, len(data) // 3)], place)
+
+
+fcntl_fcntl, os_pwrite = fcntl.fcntl, os.pwrite
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "other"),
+    [(fcntl, "fcntl", refuse_direct_at_once), (os, "pwrite", refuse_direct_writes), (os, "pwrite", write_short)],
+    ids=["no direct writes", "no direct writes after all", "short writes"],
+)
+def test_file_systems_differ_and_files_do_not(tmp_path, monkeypatch, where, name, other):
+    lengths = [100, 3 * ALIGN, 20_000, 1]
+    spans, want, data = laid_out(lengths)
+    monkeypatch.setattr(where, name, other)
+    with small_blocks():
+        chunks = write(tmp_path / "file", HEADER, spans)
+    assert (tmp_path / "file").read_bytes() == HEADER + want
+    assert_chunks_tile(chunks, lengths, HEADER + want, ALIGN, 2 * ALIGN)
+    del data
+
+
+def test_a_file_in_memory_is_written_too():
+    path = Path("/dev/shm") / f"fds-test-{os.getpid()}"
+    spans, want, data = laid_out([50_000])
+    try:
+        write(path, HEADER, spans)
+        assert path.read_bytes() == HEADER + want
+    finally:
+        path.unlink()
+    del data
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
+@pytest.mark.parametrize("name", ["open", "pwrite", "ftruncate", "fsync", "close"])
+def test_every_request_that_fails_is_an_error_and_leaves_nothing(tmp_path, name, code):
+    spans, _, data = laid_out([5 * ALIGN, 9, 3 * ALIGN])
+    real, made, n = getattr(os, name), 0, 0
+
+    def failing(*args, **kwargs):
+        nonlocal made
+        made += 1
+        if made == n + 1:
+            if name == "close":
+                real(*args, **kwargs)  # closed all the same, as Linux does
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    while True:
+        made, path = 0, tmp_path / str(n)
+        with small_blocks(), mock.patch.object(os, name, failing):
+            try:
+                write(path, HEADER, spans)
+            except OSError as error:
+                assert error.errno == code and error.filename == str(path)
+            else:
+                break
+        n += 1
+    assert n == (5 if name == "pwrite" else 1)
+    del data
+
+
+def test_a_write_that_takes_nothing_is_an_error_and_no_endless_loop(tmp_path):
+    with mock.patch.object(os, "pwrite", return_value=0), pytest.raises(OSError, match="took nothing"):
+        write(tmp_path / "file", HEADER, [])
+
+
+def test_an_interrupt_while_reading_stops_writing_too(tmp_path):
+    def interrupted(spans, destination):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "file", HEADER, [(0, 5)], fetch=interrupted)
+
+
+def test_memory_that_is_not_there_is_an_error_and_no_crash(tmp_path):
+    spans, _, data = laid_out([100])
+    for path, bad in (("a", [(ALIGN, 10)]), ("b", [*spans, (ALIGN, 10)])):
+        with pytest.raises(OSError, match="Bad address") as error:
+            write(tmp_path / path, HEADER, bad, fetch=memory_of(os.getpid()))
+        assert error.value.errno == errno.EFAULT
+        with aside() as other, pytest.raises(OSError, match="Bad address") as error:
+            other.write(tmp_path / f"{path} aside", HEADER, bad)
+        assert error.value.errno == errno.EFAULT and error.value.filename == str(tmp_path / f"{path} aside")
+    del data
+
+
+def test_a_process_aside_writes_the_same_file_with_the_same_chunks(tmp_path):
+    spans, want, data = laid_out([2 * writer.BLOCK + 3, 0, 100, 70_001])
+    here = write(tmp_path / "here", HEADER, spans)
+    with aside() as other:
+        assert other.write(tmp_path / "1 ä\udcff", HEADER, spans) == here
+        assert other.write(os.fsencode(tmp_path / "2"), HEADER, spans) == here
+        assert other.write(tmp_path / "3", b"\x00\xff\n\r" * (ALIGN // 4), []) == []
+    assert (tmp_path / "1 ä\udcff").read_bytes() == (tmp_path / "2").read_bytes() == HEADER + want
+    assert (tmp_path / "3").read_bytes() == b"\x00\xff\n\r" * (ALIGN // 4)
+    del data
+
+
+def test_a_relative_path_is_relative_to_this_process(tmp_path, monkeypatch):
+    with aside() as other:
+        other.write(tmp_path / "starts it", HEADER, [])
+        monkeypatch.chdir(tmp_path)
+        other.write("file", HEADER, [])
+        with pytest.raises(FileNotFoundError) as error:
+            other.write("missing/file", HEADER, [])
+    assert error.value.filename == "missing/file" and (tmp_path / "file").read_bytes() == HEADER
+
+
+def test_a_process_that_is_free_is_used_again(tmp_path):
+    with aside() as one, aside() as two:
+        one.write(tmp_path / "1", HEADER, [])
+        two.write(tmp_path / "2", HEADER, [])
+        pids = {one._process.pid, two._process.pid}
+    with aside() as one:
+        one.write(tmp_path / "3", HEADER, [])
+        assert one._process.pid in pids and len(pids) == 2
+
+
+def test_a_process_that_is_killed_is_an_error_and_the_next_call_starts_another(tmp_path):
+    with aside() as other:
+        other.write(tmp_path / "1", HEADER, [])
+        killed = other._process
+        killed.kill()
+        with pytest.raises(ChildProcessError, match=r"died \(signal 9\)") as error:
+            other.write(tmp_path / "2", HEADER, [])
+        assert error.value.filename == str(tmp_path / "2")
+        other.write(tmp_path / "3", HEADER, [])
+        assert other._process.pid != killed.pid
+
+
+def test_a_process_that_is_killed_in_the_middle_is_an_error(tmp_path):
+    spans, want, data = laid_out([1000])
+    with aside() as other:
+        other.write(tmp_path / "1", HEADER, [])
+        other._process.send_signal(signal.SIGSTOP)
+        threading.Timer(0.1, other._process.kill).start()
+        with pytest.raises(ChildProcessError):
+            other.write(tmp_path / "2", HEADER, spans)
+        other.write(tmp_path / "3", HEADER, spans)
+    assert (tmp_path / "3").read_bytes() == HEADER + want
+    del data
+
+
+def test_an_interrupt_while_waiting_ends_the_process(tmp_path):
+    with aside() as other:
+        other.write(tmp_path / "1", HEADER, [])
+        process = other._process
+        with mock.patch.object(writer.json, "loads", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            other.write(tmp_path / "2", HEADER, [])
+        assert process.returncode == -signal.SIGKILL
+        other.write(tmp_path / "3", HEADER, [])
+
+
+def test_ctrl_c_in_the_terminal_is_not_for_the_process_aside(tmp_path):
+    with aside() as other:
+        other.write(tmp_path / "1", HEADER, [])
+        assert os.getpgid(other._process.pid) == other._process.pid
+        other._process.send_signal(signal.SIGINT)
+        other.write(tmp_path / "2", HEADER, [])
+
+
+def refused_reading(job):
+    with mock.patch.object(writer, "memory_of", return_value=refuse):
+        return writer._done(job)
+
+
+def refuse(spans, destination):
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+def test_where_memory_may_not_be_read_this_process_writes(tmp_path):
+    spans, want, data = laid_out([1000, 5])
+    with aside() as other:
+        other.write(tmp_path / "1", HEADER, [])
+        with mock.patch.object(writer, "_ask", lambda process, job: refused_reading(job)):
+            chunks = other.write(tmp_path / "2", HEADER, spans)
+    assert (tmp_path / "2").read_bytes() == HEADER + want
+    assert chunks == write(tmp_path / "3", HEADER, spans)
+    del data
+
+
+def test_where_no_process_can_be_started_this_process_writes(tmp_path):
+    with mock.patch.object(sys, "executable", str(tmp_path / "nothing")), aside() as other:
+        other.write(tmp_path / "file", HEADER, [])
+    assert (tmp_path / "file").read_bytes() == HEADER
+
+
+def gone(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def wait_until_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 20
+    while not gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return gone(pid)
+
+
+PARENT = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import importlib.util
+spec = importlib.util.spec_from_file_location("writer", {path!r})
+writer = importlib.util.module_from_spec(spec)
+sys.modules["writer"] = writer
+spec.loader.exec_module(writer)
+other = writer.aside()
+other.write(sys.argv[1] + "/1", b"", [])
+child = os.fork()
+if child == 0:
+    time.sleep(60)  # holds what it inherited
+print(other._process.pid, child, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_process_ends_when_its_parent_is_killed_though_a_forked_child_lives(tmp_path):
+    program = PARENT.format(root=str(ROOT), path=writer.__file__)
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
+        other, child = map(int, parent.stdout.readline().split())
+        assert not gone(other)
+        parent.kill()
+        try:
+            assert wait_until_gone(other)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_has_a_process_of_its_own(tmp_path):
+    with aside() as other:
+        other.write(tmp_path / "1", HEADER, [])
+        kept = aside()
+        kept.write(tmp_path / "2", HEADER, [])
+        with kept:
+            pass
+        pid = os.fork()
+        if pid == 0:
+            good = False
+            with contextlib.suppress(BaseException):
+                good = not writer._idle and other._process is None
+                other.write(tmp_path / "3", HEADER, [])
+                other.close()
+            os._exit(0 if good else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        other.write(tmp_path / "4", HEADER, [])
+    assert (tmp_path / "3").read_bytes() == (tmp_path / "4").read_bytes() == HEADER
+
+
+def test_threads_write_at_the_same_time(tmp_path):
+    spans, want, data = laid_out([100_000, 30_000])
+
+    def work(n: int) -> None:
+        write(tmp_path / f"here{n}", HEADER, spans)
+        with aside() as other:
+            other.write(tmp_path / f"aside{n}", HEADER, spans)
+
+    with small_blocks():
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(writer._kept) <= 2
+    assert [path.read_bytes() == HEADER + want for path in tmp_path.iterdir()] == [True] * 6
+    del data
+
+
+def test_a_write_keeps_what_was_in_memory_when_it_returned(tmp_path):
+    buffer = ctypes.create_string_buffer(b"before", 6)
+    with aside() as other:
+        other.write(tmp_path / "file", b"", [(ctypes.addressof(buffer), 6)])
+        buffer.raw = b"after!"
+    assert (tmp_path / "file").read_bytes() == b"before"
