@@ -36,7 +36,7 @@ from fds.step import Step, Transform, compose
 from fds.state import State
 
 # keeping it
-from fds.storage import load, save
+from fds.storage import export_weights, import_deepspeed, import_weights, load, save, save_async
 
 # rooms that are used by name
 from fds import autodiff, collectives, errors, optim, plans, random, schedules, tree
@@ -45,8 +45,9 @@ from fds.errors import FdsError
 __all__ = [
     "FdsError", "LayerSpec", "Layers", "Mean", "Optimizer", "State", "Step", "TiedLayerSpec", "Transform",
     "accumulate", "adagrad", "adam", "adamw", "autocast", "autodiff", "by_name", "checkpoint_activations",
-    "clip_by_global_norm", "clip_by_value", "collectives", "compose", "donate", "ema", "errors", "freeze",
-    "functional", "init_distributed", "lamb", "lion", "load", "loss_scale", "materialize", "mesh", "muon", "optim",
-    "pipeline", "plans", "precision", "random", "recipe", "save", "schedules", "sgd", "shard_optimizer", "simulate",
-    "skip_nonfinite", "static_loss_scale", "tree", "whole", "with_buffers",
+    "clip_by_global_norm", "clip_by_value", "collectives", "compose", "donate", "ema", "errors", "export_weights",
+    "freeze", "functional", "import_deepspeed", "import_weights", "init_distributed", "lamb", "lion", "load",
+    "loss_scale", "materialize", "mesh", "muon", "optim", "pipeline", "plans", "precision", "random", "recipe",
+    "save", "save_async", "schedules", "sgd", "shard_optimizer", "simulate", "skip_nonfinite", "static_loss_scale",
+    "tree", "whole", "with_buffers",
 ]  # fmt: skip

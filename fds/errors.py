@@ -65,6 +65,22 @@ class StorageError(FdsError):
     """Refuse to save to, or to load from, a directory."""
 
 
+class StorageWarning(UserWarning):
+    """Report what `load(..., strict=False)` found to differ between a save and a step.
+
+    Attributes:
+        missing: key paths of the state that the save lacks; they are as `step.init` makes them.
+        unexpected: key paths of the save that the state lacks; they were not read.
+        mismatched: key paths of both, of another shape or dtype; they are as `step.init` makes them.
+    """
+
+    def __init__(self, where: str, missing: list[str], unexpected: list[str], mismatched: list[str]):
+        self.where, self.missing, self.unexpected, self.mismatched = where, missing, unexpected, mismatched
+        found = (("missing", missing), ("unexpected", unexpected), ("of another shape or dtype", mismatched))
+        lines = [f"  {what}: {', '.join(names)}" for what, names in found if names]
+        super().__init__("\n".join([f"{where} does not match the step", *lines]))
+
+
 class MeshError(FdsError):
     """Refuse a mesh, an axis, or the environment that the ranks were started in."""
 

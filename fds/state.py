@@ -16,6 +16,7 @@ class Token:
     """The right to read a state's buffers; a donating step spends it at its first write."""
 
     spent_at: int | None = None  # the value of `calls` of the state that was given up
+    readers: set = attrs.field(factory=set)  # saves that still read the buffers: nobody writes over them
 
 
 @tree.record

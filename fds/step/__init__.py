@@ -8,6 +8,7 @@ from fds.step.describe import Description
 from fds.step.gather import Gather
 from fds.step.gradients import Gradients, Measure, global_norm
 from fds.step.handles import materialize
+from fds.step.initial import beginning
 from fds.step.order import Order
 from fds.step.parameters import Parameters, open_parameters
 from fds.step.program import Step
@@ -21,6 +22,6 @@ from fds.step.totals import Totals
 __all__ = [
     "After", "Commit", "Composition", "Description", "Found", "Gather", "Gradients", "Grads", "InTurn", "Measure",
     "Order", "Parameters", "Place", "Reduce", "Scale", "Shard", "Split", "Step", "Structure", "Sum", "Totals",
-    "Transform", "Whole", "compose", "fill", "global_norm", "intact", "materialize", "open_parameters", "rows",
-    "training", "transform", "whole",
+    "Transform", "Whole", "beginning", "compose", "fill", "global_norm", "intact", "materialize", "open_parameters",
+    "rows", "training", "transform", "whole",
 ]  # fmt: skip

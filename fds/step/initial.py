@@ -55,7 +55,19 @@ def _initial(step: Any, params: Any, key: Tensor, everyone: Axis | None) -> Stat
 
     held = structure.hold(values(), 0 if shard is None else shard.axis.index)
     _refuse_failed(failed, everyone)
-    device, parts = device_of(held, shapes, everyone), tree.leaves(held)
+    return beginning(step, held, key, device_of(held, shapes, everyone), alone=alone)
+
+
+def beginning(
+    step: Any, held: Any, key: int | Tensor, device: torch.device, *, alone: bool = False
+) -> State:
+    """Return the state of a step that begins with these parameters, as this rank holds them: everything else is fresh.
+
+    Where ranks share the step and it is not `alone`, they get the module buffers of the first one at their place.
+    """
+    structure, parts = step.structure_of(held)
+    shard = step.reduce.shard
+    data = None if alone or shard is None else shard.data
     flat = [x.view(-1) for x in structure.pick(parts)]
     buffers = {
         name: _of_rank_0(contiguous_copy(b.to(device)), data)
@@ -68,7 +80,7 @@ def _initial(step: Any, params: Any, key: Tensor, everyone: Axis | None) -> Stat
         opt=structure.name_slots(step.optimizer.init(structure.segments, params=flat)),
         buffers=buffers,
         slots={name: make(held, device) for name, make in step.slots.items()},
-        key=key,
+        key=random.key(key),
     )
 
 

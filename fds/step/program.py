@@ -132,7 +132,8 @@ class Step:
 
         # the update: from here on the new state's memory is written
         lr = self.optimizer.learning_rate(state.step)
-        trained, opt, after = self._writable(state, structure.pick(parts))
+        over = self.place.donate and not state.token.readers
+        trained, opt, after = self._writable(state, structure.pick(parts), over)
         flat, flat_opt = [x.view(-1) for x in trained], structure.flat_slots(opt)
         if self.place.donate:
             state.token.spent_at = int(state.calls)
@@ -140,7 +141,7 @@ class Step:
             [g.view(-1) for g in grads.leaves], flat_opt, flat, step=state.step, lr=lr, grad_scale=grads.scale,
             skip=skip, segments=structure.segments, axes=self.reduce.axes,
         )  # fmt: skip
-        if self.place.donate:
+        if over:
             torch.autograd.graph.increment_version(flat)  # fused kernels do not: a graph that saved these must fail
         if new is not flat or new_opt is not flat_opt:  # ours write in place and return what they were given
             trained = [x.view(old.shape) for x, old in zip(new, trained, strict=True)]
@@ -276,12 +277,12 @@ class Step:
         some = any(found.used) or not found.used
         return agree(found.totals, norm, found.buffers, self.everyone, data, calls=calls, used=some)
 
-    def _writable(self, state: State, trained: list[Tensor]) -> tuple[list[Tensor], dict, dict]:
-        """Return the memory of the new state, holding the old values: the old state's, or the pool's."""
+    def _writable(self, state: State, trained: list[Tensor], over: bool) -> tuple[list[Tensor], dict, dict]:
+        """Return the memory of the new state, holding the old values: the old state's to write over, or the pool's."""
         after = {one.slot: state.slots[one.slot] for one in self.after}
         slots, parts = state.opt, [*trained, *(x for slot in state.opt.values() for x in slot.values())]
         averages, build = tree.flatten(after)
-        out = iter((distinct if self.place.donate else self.pool.copies)([*parts, *averages]))
+        out = iter((distinct if over else self.pool.copies)([*parts, *averages]))
         trained = [next(out) for _ in trained]
         return trained, {slot: {name: next(out) for name in slots[slot]} for slot in slots}, build(out)
 

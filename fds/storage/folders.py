@@ -2,7 +2,8 @@
 
 A save writes everything below `dir/.saving`, durably, and only then renames: the tag that it replaces into
 `.saving/old`, its own into place, `latest` last. Each rename is atomic, so whoever is killed leaves a directory in
-which the last complete save is found: at its place, or, between the first two renames, in `.saving/old`.
+which the last complete save is found: at its place, or, between the first two renames, in `.saving/old`. Tags that
+are no longer kept go last, when the newer one is there to stay.
 """
 
 from __future__ import annotations
@@ -57,9 +58,16 @@ def unpublished(dir: Path, tag: str) -> Path:
     return dir / SAVING / "new" / tag
 
 
+def told(dir: Path) -> Path:
+    """Return the folder in which the ranks of a save tell the first one that they are done."""
+    return dir / SAVING / "told"
+
+
 @contextlib.contextmanager
-def publish(dir: Path, tag: str) -> Iterator[Path]:
+def publish(dir: Path, tag: str, keep: int | None = None) -> Iterator[Path]:
     """Give an empty folder to write into, and make it the tag `tag` of `dir` when the block ends without an error.
+
+    Then, if `keep` is given, all tags but the newest `keep` are removed. The block may end in another thread.
 
     Raises `StorageError` for whatever the file system refuses, for another save that is running here, and for a
     folder in the tag's place that is no save. After any error, other tags and `latest` are as they were.
@@ -69,8 +77,6 @@ def publish(dir: Path, tag: str) -> Iterator[Path]:
             raise StorageError("saves go into a directory", where=str(dir), got="a file", want="a directory or nothing")
         missing = [p for p in (dir, *dir.parents) if not p.exists()]
         dir.mkdir(parents=True, exist_ok=True)
-        for created in missing:
-            _sync(created.parent)
         with _locked(dir):
             _clear(dir)
             _refuse_foreign(dir / tag)
@@ -78,14 +84,31 @@ def publish(dir: Path, tag: str) -> Iterator[Path]:
             try:
                 new.mkdir(parents=True)
                 (saving / "old").mkdir()
+                told(dir).mkdir()
                 yield new
                 with open(saving / LATEST, "xb") as file:
                     file.write(f"{tag}\n".encode())
                     file.flush()
                     os.fsync(file.fileno())
-                _sync(new)
+                sync(new)
+                for created in missing:
+                    sync(created.parent)
                 _put_in_place(dir, tag, new)
+                if keep is not None:
+                    _forget(dir, tag, keep)
             finally:
+                with contextlib.suppress(OSError):  # the next save says why
+                    _clear(dir)
+
+
+def forget(dir: Path, tag: str, keep: int) -> None:
+    """Remove all tags but the newest `keep`, of which `tag` is one. Raises `StorageError`."""
+    with refusing(dir), _locked(dir):
+        try:
+            (dir / SAVING).mkdir(exist_ok=True)
+            _forget(dir, tag, keep)
+        finally:
+            with contextlib.suppress(OSError):
                 _clear(dir)
 
 
@@ -94,20 +117,36 @@ def _put_in_place(dir: Path, tag: str, new: Path) -> None:
         os.rename(dir / tag, dir / SAVING / "old" / tag)
     os.rename(new, dir / tag)
     try:
-        _sync(dir)
+        sync(dir)
         os.replace(dir / SAVING / LATEST, dir / LATEST)
     except BaseException:
         os.rename(dir / tag, new)  # who is told of an error finds what was there before
         raise
-    _sync(dir)
+    sync(dir)
+
+
+def _forget(dir: Path, tag: str, keep: int) -> None:
+    """Move all tags but this one and the newest others out of the way; what cannot be read is nobody's to remove."""
+    ages = dict[str, str]()
+    for other in set(tags(dir)) - {tag}:
+        with contextlib.suppress(StorageError):
+            ages[other] = manifest.read_manifest(dir / other).saved
+    dead = dir / SAVING / "dead"
+    dead.mkdir()
+    for old in sorted(ages, key=ages.__getitem__)[: max(len(ages) + 1 - keep, 0)]:
+        os.rename(dir / old, dead / old)
 
 
 def _clear(dir: Path) -> None:
-    """Remove what a save left behind; a tag that it had moved away and not replaced returns to its place."""
+    """Remove what a save left behind; a tag that it had moved away and not replaced returns to its place.
+
+    Raises `OSError`.
+    """
     for old in dir.glob(f"{SAVING}/old/*"):
         if not (dir / old.name).exists():
             os.rename(old, dir / old.name)
-    shutil.rmtree(dir / SAVING, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(dir / SAVING)
 
 
 def _latest(path: Path, known: list[str]) -> str:
@@ -173,7 +212,7 @@ def refusing(dir: Path) -> Iterator[None]:
         ) from error  # fmt: skip
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

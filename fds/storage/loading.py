@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import attrs
 import torch
 from torch import Tensor
 
 from fds import tree
-from fds.errors import StorageError, did_you_mean
 from fds.state import State
-from fds.step import Step
+from fds.step import Step, beginning
+from fds.storage import local as by_rank
+from fds.storage.blocks import spans
 from fds.storage.folders import find
-from fds.storage.manifest import Leaf, Manifest, read_manifest
+from fds.storage.manifest import Leaf, read_manifest
+from fds.storage.matching import Options, checked_slots, match
 from fds.storage.parts import Part, blank, parts_of
-from fds.storage.tensors import open_tensors, read_into
+from fds.storage.reader import touch_fresh
+from fds.storage.source import Source, blank_like, saved
 from fds.storage.together import Ranks
 from fds.storage.union import Union, agreement
 
+Slots = Literal["init", "drop"]
 
-def load(dir: str | os.PathLike, step: Step, params: Any, *, tag: str | None = None) -> tuple[State, dict[str, Any]]:
+
+def load(
+    dir: str | os.PathLike,
+    step: Step,
+    params: Any,
+    *,
+    tag: str | None = None,
+    slots: Slots | Iterable[Slots] = (),
+    strict: bool = True,
+    params_only: bool = False,
+    without_optimizer: bool = False,
+    without_schedule: bool = False,
+    verify: bool = True,
+    local: bool = False,
+) -> tuple[State, dict[str, Any]]:
     """Read a state that `save` wrote below `dir`, and the `extra` that was saved with it.
 
     Where ranks share the state, all of them call this, and each reads what it will hold. On how many ranks, in which
@@ -34,77 +52,103 @@ def load(dir: str | os.PathLike, step: Step, params: Any, *, tag: str | None = N
         dir: the run's directory.
         step: the step that will go on; its plain state's structure must be that of the saved one.
         params: what `step.init` would take: tensors, `meta` tensors or a recipe. Only structure is read, and the
-            device that the state goes to (that of the first tensor with data, else torch's default).
+            device that the state goes to (that of the first tensor with data, else torch's default); where parameters
+            may be missing (`strict=False`), also their values.
         tag: which save; by default the last.
+        slots: "init" to make afresh what optimizer and transforms remember and the save lacks, as `step.init` would
+            for the loaded parameters; "drop" to leave alone what the step lacks; or both.
+        strict: whether to refuse everything else that differs. If not, it is made afresh or left alone, and a
+            `StorageWarning` lists exactly what was missing, unexpected, or of another shape or dtype.
+        params_only: read parameters and module buffers; the run begins anew: counters at 0, key `0`.
+        without_optimizer: make what the optimizer remembers afresh.
+        without_schedule: count updates from 0 again: schedules, and what else depends on `state.step`, restart.
+        verify: compare the bytes that are read with their checksums.
+        local: read what `save(..., local=True)` wrote: each rank its own directory, and those of others that it sees;
+            the last save is the last that all ranks have.
 
     Raises `StorageError` if there is no such save, if it is of another model or composition (the first parameter, or
     slot, that differs is named), or if a byte of it is not as it was written; on every rank if on any. Raises
     `RankError` if a rank is lost.
     """
     ranks = Ranks.of(step)
-    with ranks.together() as said:
-        place = find(Path(dir), tag).relative_to(dir) if ranks.index == 0 else Path()  # others might see a newer one
-        said.mine = {"place": str(place), "asked": {"tag": repr(tag)}}
-    ranks.refuse_different([one["asked"] for one in said.all])
-    folder = Path(dir) / said.all[0]["place"]
     with ranks.together():
-        manifest, template = read_manifest(folder), step.structure(params)
+        options = Options(checked_slots(slots), strict, params_only, without_optimizer, without_schedule)
+    source = by_rank.opened(Path(dir), tag, ranks, verify) if local else _opened(Path(dir), tag, ranks, verify)
+    return fill(source, step, params, options, ranks), source.extra
+
+
+def fill(source: Source, step: Step, params: Any, options: Options, ranks: Ranks, key: int | Tensor = 0) -> State:
+    """Return a state of `step` with the leaves of a source; what is not read is as `step.init(params, key=)` makes it.
+
+    All ranks call it. Raises `StorageError`, on every rank, for what does not match.
+    """
+    with ranks.together():
+        template = step.structure(params)
         own = parts_of(template, ranks.slice)
     union = Union.of(own, ranks)
+    want = union.leaves | {name: part.leaf() for name, part in own.items()}
     with ranks.together() as said:
-        _refuse_other(manifest, union.leaves | {name: part.leaf() for name, part in own.items()}, folder)
-        state = blank(step, template, _device(params))
-        _fill(parts_of(state, ranks.slice), manifest, folder)
-        read = hashlib.blake2b(repr(manifest).encode(), digest_size=8).hexdigest()
-        said.mine = {"save that they read": read, **agreement(own, ranks)}
+        names, device = match(source, want, options), _device(params)
+        digest = hashlib.blake2b(repr((sorted(names.items()), options)).encode(), digest_size=8).hexdigest()
+        said.mine = {"leaves that they read": f"{len(names)} leaves, {digest}", **agreement(own, ranks)}
     ranks.refuse_different(said.all)
-    return state, manifest.extra
+    afresh = {name.partition(".")[0] for name in want if name not in names}
+    if not afresh:
+        with ranks.together():
+            state = blank(step, template, device)
+            _read(parts_of(state, ranks.slice), names, source)
+        return state
+    if "params" in afresh:
+        template = step.init(params, key=key)
+    with ranks.together():
+        state = template if "params" in afresh else blank(step, template, device)
+        _read(parts_of(attrs.evolve(state, opt={}, slots={}), ranks.slice), names, source)
+    held = state.params
+    del state, template  # or there would be two of what is made now
+    state = beginning(step, held, key, device)
+    with ranks.together():
+        parts = parts_of(state, ranks.slice)
+        _read({n: part for n, part in parts.items() if n.partition(".")[0] != "params"}, names, source)
+    return state
 
 
-def _fill(parts: Mapping[str, Part], manifest: Manifest, folder: Path) -> None:
-    """Read what overlaps the parts, one chunk at a time, into their tensors."""
-    files: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        for name, part in parts.items():
-            flat = part.tensor.view(-1)
-            for chunk in manifest.leaves[name].chunks:
-                low, high = max(part.start, chunk.start), min(part.end, chunk.start + chunk.length)
-                if part.split and low >= high:
-                    continue
-                if chunk.file not in files:
-                    files[chunk.file] = stack.enter_context(open_tensors(folder / chunk.file))
-                out, where = flat[low - part.start : high - part.start], f"{folder / chunk.file}: {name}"
-                direct = out.numel() == chunk.length and out.device.type == "cpu"
-                read = out if direct else torch.empty(chunk.length, dtype=out.dtype, device="cpu")
-                read_into(read, files[chunk.file], name, chunk.checksum, where)
-                if not direct:
-                    out.copy_(read[low - chunk.start : high - chunk.start])
+def _opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
+    """Return the save that the first rank finds: others might see a newer one."""
+    with ranks.together() as said:
+        place = find(dir, tag).relative_to(dir) if ranks.index == 0 else Path()
+        said.mine = {"place": str(place), "asked": {"tag": repr(tag)}}
+    ranks.refuse_different([one["asked"] for one in said.all])
+    folder = dir / said.all[0]["place"]
+    with ranks.together() as said:
+        manifest = read_manifest(folder)
+        digest = hashlib.blake2b(repr(manifest).encode(), digest_size=8).hexdigest()
+        said.mine = {"save that they read": digest}
+    ranks.refuse_different(said.all)
+    return saved(manifest, [folder], verify=verify)
 
 
-def _refuse_other(manifest: Manifest, want: Mapping[str, Leaf], folder: Path) -> None:
-    """Raise `StorageError` for the first leaf that the save and the step do not share: parameters before the rest."""
-    have = manifest.leaves
-    differ = [n for n in want if n in have and str(have[n]) != str(want[n])]
-    lacking, beyond = [n for n in want if n not in have], [n for n in have if n not in want]
-    odd = sorted([*differ, *lacking, *beyond], key=lambda name: name.split(".")[0] != "params")
-    if not odd:
-        return
-    name, hints = odd[0], []
-    if name.split(".")[0] == "params":
-        what = "this is a save of another model" if name in differ else "this save has other parameters"
-    else:
-        what = "this save is of another composition" if name.split(".")[0] in ("opt", "slots") else "leaves differ"
-    if name in lacking and beyond:
-        hints.append(did_you_mean(name, beyond))
-    if len(odd) > 1:
-        hints.append(f"{len(odd)} leaves differ in all")
-    hints.append(f"it was saved by compose({', '.join(manifest.composition)})")
-    raise StorageError(
-        f"{what}: {name}", where=str(folder),
-        got=f"{have[name]} in the save" if name in have else "nothing in the save",
-        want=f"{want[name]}, as this step has it" if name in want else "nothing, as this step has it",
-        hint="\n".join(hints),
-    )  # fmt: skip
+def _read(parts: Mapping[str, Part], names: Mapping[str, str], source: Source) -> None:
+    """Read what the parts hold into their tensors, in the order in which it is kept."""
+    kept = {name: source.leaves[names[name]] for name in parts if name in names}
+    for name, leaf in sorted(kept.items(), key=lambda one: _place(parts[one[0]], one[1])):
+        part = parts[name]
+        flat = part.tensor.view(-1)
+        if flat.device.type == "cpu" and part.leaf().dtype == leaf.dtype:
+            touch_fresh(flat)
+            source.read(names[name], part.start, flat)
+            continue
+        for start, length in spans(leaf):
+            low, high = max(part.start, start), min(part.end, start + length)
+            if low < high:
+                piece = blank_like(leaf, high - low)
+                source.read(names[name], low, piece)
+                flat[low - part.start : high - part.start].copy_(piece)
+
+
+def _place(part: Part, leaf: Leaf) -> tuple[str, int]:
+    """Return where the first byte of a part is kept."""
+    chunk = next((c for c in leaf.chunks if c.start + c.length > part.start), None)
+    return ("", 0) if chunk is None else (chunk.file, chunk.offset)
 
 
 def _device(params: Any) -> torch.device:

@@ -1,12 +1,13 @@
-"""The manifest: which leaf is in which file, as frozen records and one JSON text that checks itself."""
+"""The manifest: which leaf lies where in which file, as frozen records and one JSON text that checks itself."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
-import zlib
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import cattrs
 
 from fds.errors import StorageError
 from fds.storage.tensors import DTYPES
+from fds.storage.writer import checksum
 
-FORMAT = 1  # raised when a reader of the format before could misread a file
+FORMAT = 2  # raised when a reader of the format before could misread a file
 NAME = "manifest.json"
+MAX_BYTES = 2**28  # of a manifest: more than two million chunks, 16 TiB of state
 
 
 @attrs.frozen
@@ -25,9 +28,10 @@ class Chunk:
     """Elements `start` to `start + length` of a flattened leaf, kept in `file` under the leaf's key path."""
 
     file: str  # a plain name, in the folder of the manifest
+    offset: int  # bytes from the beginning of the file
     start: int  # elements
     length: int  # elements
-    checksum: str  # `fds.storage.tensors.checksum` of the bytes
+    checksum: str  # `fds.storage.writer.checksum` of the bytes
 
 
 @attrs.frozen
@@ -43,6 +47,14 @@ class Leaf:
 
 
 @attrs.frozen
+class File:
+    """A tensor file: its size, and the checksum of what stands before the tensors' bytes."""
+
+    bytes: int
+    header: str
+
+
+@attrs.frozen
 class Manifest:
     """Everything of a save that is not a tensor."""
 
@@ -50,8 +62,11 @@ class Manifest:
     fds: str  # version that wrote it
     torch: str  # version that wrote it
     tag: str
+    saved: str  # when, ISO 8601 in UTC; the same on all ranks
     calls: int
+    part: tuple[int, int] | None  # index and number of the ranks that each keep what they hold; None where all is here
     composition: tuple[str, ...]  # the transforms as they were written, for people
+    files: dict[str, File]  # by name
     leaves: dict[str, Leaf]  # by dotted key path
     extra: dict[str, Any]  # the user's
 
@@ -73,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(_read(path))
         written = record.pop("checksum", None) if isinstance(record, dict) else None
         found = _checksum(record)
     except OSError as error:
@@ -92,12 +107,11 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _CONVERTER.structure(record, Manifest)
     except cattrs.BaseValidationError as error:
         raise StorageError("the manifest has wrong fields", where=str(path),
-                           got="\n".join(cattrs.transform_error(error)[:5])) from None  # fmt: skip
+                           got="\n".join(line[:200] for line in cattrs.transform_error(error)[:5])) from None  # fmt: skip
     if written != found:
         raise StorageError("the manifest was changed after it was written", where=str(path), got=found,
                            want=f"the checksum that it was written with, {written!s:.40}")  # fmt: skip
-    for name, leaf in manifest.leaves.items():
-        refuse_impossible(leaf, where=f"{path}: $.leaves[{name!r}]")
+    refuse_impossible(manifest, where=f"{path}: $.")
     return manifest
 
 
@@ -136,36 +150,66 @@ def _refuse_non_json(value: Any, path: str) -> None:
         )  # fmt: skip
 
 
-def refuse_impossible(leaf: Leaf, where: str) -> None:
-    """Raise `StorageError` for a leaf that no save writes: of no dtype, or with chunks that do not tile it."""
+def refuse_impossible(manifest: Manifest, where: str = "") -> None:
+    """Raise `StorageError` for a manifest that no save writes: file names, dtypes, chunks beyond files or leaves."""
+    for name, file in manifest.files.items():
+        if not re.fullmatch(r"\w[\w-]*\.safetensors", name):
+            raise StorageError("a file name that no save writes", where=f"{where}files", got=repr(name)[:80],
+                               want="a plain name, like rank0.safetensors")  # fmt: skip
+        if file.bytes < 8:
+            raise StorageError("a size that no file has", where=f"{where}files[{name!r}].bytes", got=str(file.bytes))
+    for name, leaf in manifest.leaves.items():
+        _refuse_leaf(leaf, manifest, f"{where}leaves[{name!r:.80}]")
+
+
+def _refuse_leaf(leaf: Leaf, manifest: Manifest, where: str) -> None:
     if leaf.dtype not in DTYPES:
         raise StorageError("unknown dtype", where=f"{where}.dtype", got=leaf.dtype[:40], want=", ".join(DTYPES))
     if any(n < 0 for n in leaf.shape):
-        raise StorageError("a negative size", where=f"{where}.shape", got=str(leaf.shape))
-    end = 0
+        raise StorageError("a negative size", where=f"{where}.shape", got=str(leaf.shape)[:80])
+    itemsize, numel, end = DTYPES[leaf.dtype].itemsize, math.prod(leaf.shape), 0
     for i, chunk in enumerate(leaf.chunks):
-        if not re.fullmatch(r"\w[\w-]*\.safetensors", chunk.file):
-            raise StorageError("a file name that no save writes", where=f"{where}.chunks[{i}].file",
-                               got=repr(chunk.file)[:80], want="a plain name, like rank0.safetensors")  # fmt: skip
-        if chunk.start != end or chunk.length < 0:
-            raise StorageError("chunks that do not tile their leaf", where=f"{where}.chunks[{i}]", got=str(chunk),
-                               want=f"start={end}, length >= 0")  # fmt: skip
-        end += chunk.length
-    if end != math.prod(leaf.shape):
+        at, file = f"{where}.chunks[{i}]", manifest.files.get(chunk.file)
+        if file is None:
+            raise StorageError("a file that the manifest does not list", where=f"{at}.file",
+                               got=repr(chunk.file)[:80], want=f"one of {', '.join(manifest.files)}"[:200])  # fmt: skip
+        follows = chunk.start >= end if manifest.part else chunk.start == end
+        if not follows or chunk.length <= 0:
+            raise StorageError("chunks that do not tile their leaf", where=at, got=f"{chunk!s:.160}",
+                               want=f"start={end}, length > 0")  # fmt: skip
+        if not 0 <= chunk.offset <= file.bytes - chunk.length * itemsize:
+            raise StorageError("a chunk beyond its file", where=at, got=f"{chunk!s:.160}",
+                               want=f"{chunk.length * itemsize} bytes inside {file.bytes}")  # fmt: skip
+        end = chunk.start + chunk.length
+    if end > numel or (end != numel and not manifest.part):
         raise StorageError("chunks that do not tile their leaf", where=f"{where}.chunks", got=f"{end} elements",
-                           want=f"{math.prod(leaf.shape)}, by its shape {leaf.shape}")  # fmt: skip
+                           want=f"{numel}, by its shape {leaf.shape}"[:200])  # fmt: skip
+
+
+def _read(path: Path) -> bytes:
+    """Return the bytes of an ordinary file of a plausible size. Raises `OSError`."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)  # open() would leave that of a folder open
+        raise OSError(errno.EINVAL, "not an ordinary file")
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if found.st_size > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"{found.st_size} bytes, more than {MAX_BYTES}")
+        return file.read(MAX_BYTES)
 
 
 def _text(record: dict) -> str:
-    """Return the JSON with one line for each field, and for each leaf."""
-    leaves = ",\n".join(f"  {json.dumps(name)}: {json.dumps(leaf)}" for name, leaf in record["leaves"].items())
-    fields = {name: json.dumps(value) for name, value in record.items()} | {"leaves": f"{{\n{leaves}\n }}"}
+    """Return the JSON with one line for each field, each file and each leaf."""
+    fields = {name: json.dumps(value) for name, value in record.items()}
+    for field in ("files", "leaves"):
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in record[field].items())
+        fields[field] = f"{{\n{lines}\n }}"
     return "{\n" + ",\n".join(f" {json.dumps(name)}: {text}" for name, text in fields.items()) + "\n}\n"
 
 
 def _checksum(record: Any) -> str:
-    text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return f"crc32:{zlib.crc32(text.encode()):08x}"
+    return checksum(json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode())
 
 
 def _exactly(value: Any, kind: type) -> Any:

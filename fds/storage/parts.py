@@ -56,7 +56,7 @@ class Part:
 
     def leaf(self, chunks: tuple[Chunk, ...] = ()) -> Leaf:
         """Return the manifest's record of the whole leaf."""
-        return Leaf(dtype_name(self.tensor), self.shape, chunks)
+        return Leaf(dtype_name(self.tensor.dtype), self.shape, chunks)
 
 
 def parts_of(state: State, index: int) -> dict[str, Part]:

@@ -30,8 +30,10 @@ class Ranks:
     pipelined: bool = False  # whether they hold the leaves of different stages
     place: int = 0  # in the pipeline: which stages it holds
     data: int = 0  # among the ranks at its place
+    num_data: int = 1
     slice: int = 0  # which slice of every bucket it holds
     replica: int = 0  # of ranks with equal slices, which one it is
+    num_replicas: int = 1
 
     @classmethod
     def of(cls, step: Step) -> Ranks:
@@ -42,8 +44,16 @@ class Ranks:
         ranks = cls(everyone, everyone.index, pipeline is not None, 0 if pipeline is None else pipeline.index)
         if shard is None:
             return ranks
-        replica = 0 if shard.replicate is None else shard.replicate.index
-        return attrs.evolve(ranks, data=shard.data.index, slice=shard.axis.index, replica=replica)
+        replica, num_replicas = (0, 1) if shard.replicate is None else (shard.replicate.index, shard.replicate.size)
+        return attrs.evolve(
+            ranks, data=shard.data.index, num_data=shard.data.size, slice=shard.axis.index, replica=replica,
+            num_replicas=num_replicas,
+        )  # fmt: skip
+
+    @property
+    def size(self) -> int:
+        """How many ranks share the state."""
+        return 1 if self.everyone is None else self.everyone.size
 
     @contextlib.contextmanager
     def together(self) -> Iterator[Said]:
@@ -61,7 +71,7 @@ class Ranks:
             yield said
         except BaseException as caught:
             error = caught
-        mine = [said.mine, None] if error is None else [None, _fields(error)]
+        mine = [said.mine, None] if error is None else [None, fields(error)]
         heard = self.everyone.exchange(mine)
         if error is not None and not isinstance(error, Exception):
             raise error  # a key was pressed: the others know
@@ -85,7 +95,8 @@ class Ranks:
                     )  # fmt: skip
 
 
-def _fields(error: BaseException) -> list[str]:
+def fields(error: BaseException) -> list[str]:
+    """Return what an error says, as JSON."""
     if isinstance(error, FdsError):
         return [error.what, error.where, error.got, error.want, error.hint]
     return [f"{type(error).__name__}: {error}"[:1000], "", "", "", ""]

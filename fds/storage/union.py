@@ -45,6 +45,8 @@ class Union:
 
 def agreement(parts: Mapping[str, Part], ranks: Ranks) -> dict[str, str]:
     """Return the leaves in which the ranks at one place of the pipeline must agree, for `Ranks.refuse_different`."""
+    if ranks.everyone is None:
+        return {}
     lines = "\n".join(sorted(f"{name} {part.leaf()}" for name, part in parts.items()))
     digest = hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
     what = f"leaves of pipeline rank {ranks.place}" if ranks.pipelined else "leaves"

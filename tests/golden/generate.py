@@ -17,6 +17,7 @@ pipeline_schedules.json, per case: `buffers[i]` and `ticks[i]` are those of stag
 is done) of letters, which LETTERS explains, with the number of the buffer. The edition "0.3.0" is the documented one,
 in force up to 0.8.2: the same class but for the two things that `documented` puts back. It was compared with the class
 of 0.8.2 itself, over all of these sizes.
+deepspeed_checkpoints.tar.xz: whole checkpoints; deepspeed_checkpoints.py says what of them.
 partitions.json, per case: `spread` is what 0.19.6 returns; `bottleneck` what the versions before 0.12.5 did, which
 are asked where a file of theirs is given, and else kept as they were:
 
@@ -53,6 +54,8 @@ LETTERS = {
 
 def main(before: str | None = None) -> None:
     """Write every file; `before` is runtime/utils.py of a version before 0.12.5, if there is one."""
+    import deepspeed_checkpoints  # beside this file
+
     files = {
         "lr_schedules": lr_cases(),
         "loss_scale": loss_scale_cases(),
@@ -63,6 +66,7 @@ def main(before: str | None = None) -> None:
         lines = ",\n".join(json.dumps(case) for case in cases)
         (HERE / f"{name}.json").write_text(f'{{"versions": {json.dumps(versions())}, "cases": [\n{lines}\n]}}\n')
         print(f"{name}.json: {len(cases)} cases")
+    deepspeed_checkpoints.main()
 
 
 def versions() -> dict:

@@ -31,7 +31,9 @@ ROOMS = {
 }
 ROOMS["config"] = " ".join(ROOMS)
 ONLY = {"torch.utils._pytree": "tree", "torch.distributed": "collectives", "triton": "kernels"}
-NOBODY = ["pickle", "_pickle", "cloudpickle", "dill", "shelve", "torch.load", "torch.serialization"]
+UNPICKLING = {"torch.load", "torch.serialization.safe_globals"}  # for those who read what others wrote
+UNPICKLERS = "fds.storage.foreign"
+NOBODY = ["pickle", "_pickle", "cloudpickle", "dill", "shelve", "torch.serialization"]
 SHAPELESS = {"util", "utils", "helper", "helpers", "common", "engine", "manager"}
 MAX_LINES = 300
 
@@ -53,6 +55,8 @@ def violations(sources: dict[str, str]) -> list[str]:
             found += [f"{path}: {wrong}" for wrong in wrong_use(module, name, modules)]
         if path.endswith("/__init__.py"):
             found += [f"{path}: {wrong}" for wrong in wrong_bindings(module, trees[module], modules)]
+        if loads_anything(trees[module], package_of(module, path)):
+            found.append(f"{path}: torch.load is called with weights_only=True written out, and not used otherwise")
     graph = {m: {owner(n, modules) for n in names} - {m, None} for m, names in uses.items()}
     try:
         TopologicalSorter(graph).prepare()
@@ -68,7 +72,10 @@ def wrong_use(module: str, name: str, modules: dict[str, str]) -> Iterator[str]:
     for it, only in ONLY.items():
         if inside(name, it) and here != only:
             yield f"{name} is for fds/{only} alone"
-    if any(inside(name, it) for it in NOBODY):
+    if name in UNPICKLING:
+        if not inside(module, UNPICKLERS):
+            yield f"{name} is for {UNPICKLERS.replace('.', '/')} alone"
+    elif any(inside(name, it) for it in NOBODY) and not (name == "torch.serialization" and inside(module, UNPICKLERS)):
         yield f"{name} is for nobody"
     if not inside(name, "fds") or module == "fds":
         return
@@ -102,6 +109,21 @@ def names_used(tree: ast.Module, package: str) -> Iterator[str]:
             root, *rest = ast.unparse(node).split(".")
             if root in known:
                 yield ".".join([known[root], *rest])
+
+
+def loads_anything(tree: ast.Module, package: str) -> bool:
+    """Tell whether torch.load is used in any other way than by a call with weights_only=True."""
+    known = dict(imports(ast.walk(tree), package))
+    safe = {
+        id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)
+        and any(k.arg == "weights_only" and getattr(k.value, "value", None) is True for k in node.keywords)
+    }  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            root, *rest = ast.unparse(node).split(".")
+            if ".".join([known.get(root, root), *rest]) == "torch.load" and id(node) not in safe:
+                return True
+    return False
 
 
 def imports(nodes: Iterator[ast.AST] | list, package: str) -> Iterator[tuple[str, str]]:
@@ -232,7 +254,38 @@ BROKEN = {
     "a name for no idea": ({"fds/optim/utils.py": ""}, "'utils' is a name for no idea"),
     "two ideas in a file": ({"fds/tree.py": "x = 1\n" * 301}, "301 lines of code"),
     "pickle": ({"fds/storage/save.py": "import pickle"}, "pickle is for nobody"),
-    "torch.load": ({"fds/storage/load.py": "import torch as t\nt.load('x')"}, "torch.load is for nobody"),
+    "torch.load": (
+        {"fds/storage/load.py": "import torch as t\nt.load('x', weights_only=True)"},
+        "torch.load is for fds/storage/foreign alone",
+    ),
+    "classes for torch.load": (
+        {"fds/storage/load.py": "import torch\ntorch.serialization.safe_globals([])"},
+        "torch.serialization.safe_globals is for fds/storage/foreign alone",
+    ),
+    "the rest of torch.serialization": (
+        {"fds/storage/foreign/files.py": "import torch\ntorch.serialization.add_safe_globals([])"},
+        "torch.serialization.add_safe_globals is for nobody",
+    ),
+    "all that a pickle wants": (
+        {"fds/storage/foreign/files.py": "import torch as t\nt.load('x')"},
+        "torch.load is called with weights_only=True",
+    ),
+    "all that it wants, said": (
+        {"fds/storage/foreign/files.py": "from torch import load\nload('x', weights_only=False)"},
+        "torch.load is called with weights_only=True",
+    ),
+    "all that it wants, perhaps": (
+        {"fds/storage/foreign/files.py": "import torch\ntorch.load('x', weights_only=safe)"},
+        "torch.load is called with weights_only=True",
+    ),
+    "torch.load handed on": (
+        {"fds/storage/foreign/files.py": "import torch\nread = torch.load\nread('x', weights_only=True)"},
+        "torch.load is called with weights_only=True",
+    ),
+    "torch.load by another name": (
+        {"fds/storage/foreign/files.py": "from torch import load as read\nmap(read, 'x')"},
+        "torch.load is called with weights_only=True",
+    ),
 }
 
 
@@ -251,4 +304,6 @@ def test_what_is_allowed_is_not_reported():
         "fds/transforms/pipeline/run.py": "from .send import send\nfrom fds.step import compose",
         "fds/transforms/pipeline/send.py": "",
         "fds/kernels/adam.py": "import triton.language as tl",
+        "fds/storage/foreign/files.py": "import torch\nwith torch.serialization.safe_globals([]):\n"
+        "    torch.load('x', weights_only=True)",
     })

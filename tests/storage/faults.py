@@ -1,24 +1,32 @@
-"""Count what a save asks of the file system, and let one request go wrong."""
+"""Count what a save asks of the file system, from whichever thread, and let one request go wrong."""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-CALLS = ("mkdir", "rename", "replace", "fsync", "open", "rmdir", "unlink")
+CALLS = ("mkdir", "rename", "replace", "fsync", "pwrite", "ftruncate", "rmdir", "unlink")
 
 
 @contextlib.contextmanager
 def at_request(n: int, act: Callable[[str], None]) -> Iterator[list[str]]:
-    """Call `act(name of the request)` in place of request number `n`, counted from 0; give the list of all made."""
+    """Call `act(name of the request)` in place of request number `n`, counted from 0; give the list of all made.
+
+    What closes a file has closed it when `act` is called, as the kernel has when it reports an error.
+    """
     made: list[str] = []
+    lock = threading.Lock()
 
     def count(name: str) -> None:
-        made.append(name)
-        if len(made) == n + 1:
+        with lock:
+            made.append(name)
+            hit = len(made) == n + 1
+        if hit:
             act(name)
 
     def counted(name: str, call: Callable) -> Callable:
@@ -38,9 +46,20 @@ def at_request(n: int, act: Callable[[str], None]) -> Iterator[list[str]]:
             __enter__=lambda self: self, __exit__=lambda self, *error: file.close(),
         )  # fmt: skip
 
-    plain_open = builtins.open
+    def counted_os_open(path, flags, *args, **kwargs):
+        count("create" if flags & os.O_CREAT else "open")
+        return plain_os_open(path, flags, *args, **kwargs)
+
+    def counted_close(fd):
+        plain_close(fd)
+        if sys._getframe(1).f_globals["__name__"] != "shutil":  # rmtree would close twice
+            count("close")
+
+    plain_open, plain_os_open, plain_close = builtins.open, os.open, os.close
     with contextlib.ExitStack() as stack:
         for name in CALLS:
             stack.enter_context(mock.patch.object(os, name, counted(name, getattr(os, name))))
+        stack.enter_context(mock.patch.object(os, "open", counted_os_open))
+        stack.enter_context(mock.patch.object(os, "close", counted_close))
         stack.enter_context(mock.patch.object(builtins, "open", counted_open))
         yield made

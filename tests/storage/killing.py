@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 
 import fds
+from fds.storage.folders import tags
 from tests.storage.faults import at_request
 from tests.storage.states import Template, num_calls, small_state
 
@@ -42,9 +43,9 @@ def die(request: str = "") -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def save(dir: Path, calls: int, tag: str | None, width: int = 3) -> None:
+def save(dir: Path, calls: int, tag: str | None, width: int = 3, keep: int | None = None) -> None:
     state = small_state(calls, width)
-    fds.save(dir, state, Template(state), tag, {"calls": calls})
+    fds.save(dir, state, Template(state), tag, {"calls": calls}, keep=keep)
 
 
 def check(dir: Path, at_least: int, at_most: int, width: int = 3) -> int:
@@ -54,7 +55,7 @@ def check(dir: Path, at_least: int, at_most: int, width: int = 3) -> int:
     return calls
 
 
-def at_every_request(dir: Path, tag: str | None) -> None:
+def at_every_request(dir: Path, tag: str | None, keep: int | None = None) -> None:
     found, n = [], 0
     while True:
         shutil.rmtree(dir, ignore_errors=True)
@@ -62,30 +63,31 @@ def at_every_request(dir: Path, tag: str | None) -> None:
 
         def body(n=n) -> None:
             with at_request(n, die):
-                save(dir, 2, tag)
+                save(dir, 2, tag, keep=keep)
 
         _, status = os.waitpid(in_a_child(body), 0)
         if not os.WIFSIGNALED(status):
             assert status == 0, f"the child failed: {status}"
             break
         found.append(check(dir, 1, 2))
-        save(dir, 3, tag)
+        save(dir, 3, tag, keep=keep)
         check(dir, 3, 3)
         assert not (dir / ".saving").exists()
+        assert keep is None or len(tags(dir)) == keep, tags(dir)
         n += 1
     assert {1, 2} == set(found), found
-    print(f"every request, tag {tag}: {n} kills, last saves {found}", flush=True)
+    print(f"every request, tag {tag}, keep {keep}: {n} kills, last saves {found}", flush=True)
 
 
-def at_random_instants(dir: Path, tags: Callable[[int], str | None], width: int) -> None:
+def at_random_instants(dir: Path, tag: Callable[[int], str | None], width: int, keep: int | None = None) -> None:
     generator, last, found = random.Random(0), 1, []
-    save(dir, 1, tags(1), width)
+    save(dir, 1, tag(1), width)
     for _ in range(ROUNDS):
         read, write = os.pipe()
 
         def body(first=last, write=write) -> None:
             for calls in range(first + 1, first + 10_000):
-                save(dir, calls, tags(calls), width)
+                save(dir, calls, tag(calls), width, keep)
                 os.write(write, calls.to_bytes(8, "little"))
 
         child = in_a_child(body)
@@ -108,5 +110,7 @@ if __name__ == "__main__":
     with mock.patch.object(os, "fsync"):  # no power fails here, and fsync takes the time
         at_every_request(root / "new", None)
         at_every_request(root / "same", "best")
+        at_every_request(root / "kept", None, keep=1)
     at_random_instants(root / "each", lambda calls: f"at{calls % 5}", 3)
     at_random_instants(root / "large", lambda calls: "best", 100_000)
+    at_random_instants(root / "kept each", lambda calls: None, 3, keep=2)

@@ -6,6 +6,7 @@ or if the last save then does not load, is no state that was reached, or is olde
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ import torch
 import fds
 from fds import tree
 from fds.errors import RankError
+from fds.storage.folders import tags
 from tests.storage.faults import at_request
 from tests.storage.killing import die, in_a_child
 
@@ -39,9 +41,9 @@ def state_at(step: fds.Step, calls: int, width: int) -> fds.State:
     return tree.map(lambda x: torch.full_like(x, calls) if x.dtype != torch.int64 or not x.dim() else x, state)
 
 
-def check(dir: Path, at_least: int, at_most: int, width: int) -> int:
+def check(dir: Path, at_least: int, at_most: int, width: int, *, local: bool = False) -> int:
     step = make_step()
-    state, extra = fds.load(dir, step, {"w": torch.zeros(width), "b": torch.zeros(3)})
+    state, extra = fds.load(dir, step, {"w": torch.zeros(width), "b": torch.zeros(3)}, local=local)
     calls = int(state.calls)
     assert extra == {"calls": calls} and at_least <= calls <= at_most, (calls, at_least, at_most)
     assert all(bool((x == calls).all()) for name, x in tree.paths(state).items() if name != "key")
@@ -102,6 +104,37 @@ def at_requests(root: Path, victim: int, tag: str | None, stride: int) -> None:
     print(f"rank {victim} at its requests, tag {tag}: {len(found)} kills, last saves {found}", flush=True)
 
 
+def local_at_requests(root: Path, victim: int, stride: int) -> None:
+    """Each rank has a directory of its own and keeps one save; the last one is the last that both have."""
+    dir, found, n = root / "local", [], 0
+
+    def saves(calls: int) -> Callable[[int, fds.Step], None]:
+        return lambda rank, step: local_save(step, calls)
+
+    def local_save(step: fds.Step, calls: int) -> None:
+        fds.save(dir, state_at(step, calls, 40), step, None, {"calls": calls}, keep=1, local=True)
+
+    while True:
+        shutil.rmtree(dir, ignore_errors=True)
+        assert ends(two_ranks(root / "meeting", saves(1))) == [0, 0]
+
+        def body(rank: int, step: fds.Step, n=n) -> None:
+            with at_request(n, die) if rank == victim else contextlib.nullcontext():
+                local_save(step, 2)
+
+        statuses = ends(two_ranks(root / "meeting", body))
+        if statuses[victim] == 0:
+            assert statuses == [0, 0], statuses
+            break
+        assert statuses[victim] == -signal.SIGKILL and statuses[1 - victim] in (0, 7), statuses
+        found.append(check(dir, 1, 2, 40, local=True))
+        assert ends(two_ranks(root / "meeting", saves(3))) == [0, 0] and check(dir, 3, 3, 40, local=True) == 3
+        assert [tags(dir / f"rank{i}") for i in range(2)] == [["step00000003"]] * 2
+        n += stride
+    assert 1 in found and 2 in found, found
+    print(f"rank {victim} at its requests, local: {len(found)} kills, last saves {found}", flush=True)
+
+
 def at_random_instants(root: Path, rounds: int, width: int) -> None:
     generator, dir, last, found = random.Random(0), root / "run", 1, []
     save(dir, make_step(), 1, "best", width)
@@ -135,5 +168,6 @@ if __name__ == "__main__":
         for victim in (0, 1):
             (root / str(victim)).mkdir()
             at_requests(root / str(victim), victim, (None, "best")[victim], STRIDES[victim])
+            local_at_requests(root / str(victim), victim, 4 + victim)
     (root / "large").mkdir()
     at_random_instants(root / "large", ROUNDS, 100_000)

@@ -29,7 +29,7 @@ def test_killed_at_any_request_and_any_instant_the_last_complete_save_loads(tmp_
         check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" kills, ") == 4
+    assert done.stdout.count(" kills, ") == 6
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

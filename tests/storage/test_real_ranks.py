@@ -68,4 +68,4 @@ def test_one_of_two_processes_is_killed_and_the_last_complete_save_loads(tmp_pat
         check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" kills, ") == 3
+    assert done.stdout.count(" kills, ") == 5

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 import fds
 from fds import tree
 from fds.errors import StateError
-from fds.storage import manifest
-from fds.storage.tensors import DTYPES, checksum
+from fds.storage import manifest, writer
+from fds.storage.tensors import DTYPES, as_bytes, header
 from tests.bits import assert_same_bits
 from tests.storage.states import Template, json_values, small_state, state_of, states
 
@@ -119,11 +119,19 @@ def test_other_programs_can_read_a_save(tmp_path):
     tensors = load_file(folder / "rank0.safetensors")
     assert_same_bits(tensors, tree.paths(state))
     record = json.loads((folder / "manifest.json").read_text())
-    assert (record["format"], record["calls"], record["tag"]) == (1, 5, "step00000005")
+    assert (record["format"], record["calls"], record["tag"]) == (2, 5, "step00000005")
     assert record["torch"] == torch.__version__ and record["composition"] == ["'adamw(0.1)'"]
     assert record["extra"] == {"position": 7}
-    chunk = {"file": "rank0.safetensors", "start": 0, "length": 12, "checksum": checksum(state.params["in"]["weight"])}
-    assert record["leaves"]["params.in.weight"] == {"dtype": "float32", "shape": [4, 3], "chunks": [chunk]}
+    whole = (folder / "rank0.safetensors").read_bytes()
+    data = 8 + int.from_bytes(whole[:8], "little")
+    assert record["files"] == {"rank0.safetensors": {"bytes": len(whole), "header": writer.checksum(whole[:data])}}
+    (chunk,) = record["leaves"]["params.in.weight"].pop("chunks")
+    assert record["leaves"]["params.in.weight"] == {"dtype": "float32", "shape": [4, 3]}
+    held = as_bytes(state.params["in"]["weight"]).numpy().tobytes()
+    assert whole[chunk["offset"] :][: len(held)] == held and data % writer.ALIGN == 0 and chunk["offset"] >= data
+    assert chunk | {"offset": 0} == {
+        "file": "rank0.safetensors", "offset": 0, "start": 0, "length": 12, "checksum": writer.checksum(held),
+    }  # fmt: skip
 
 
 def test_files_get_the_permissions_that_the_umask_gives(tmp_path):
@@ -137,17 +145,15 @@ def test_files_get_the_permissions_that_the_umask_gives(tmp_path):
 
 
 def test_leaves_may_be_split_into_chunks_over_several_files(tmp_path):
-    """What the next format's writers may do; the reader is there."""
     state = state_of({"w": torch.arange(6.0).view(2, 3)})
     folder = fds.save(tmp_path, state, Template(state))
-    flat, chunks = state.params["w"].view(-1), []
-    from fds.storage.tensors import write_tensors
-
-    for rank, (start, end) in enumerate([(0, 2), (2, 2), (2, 6)], start=1):
-        part = flat[start:end]
-        sums = write_tensors(folder / f"rank{rank}.safetensors", {"params.w": part})
-        chunks.append(manifest.Chunk(f"rank{rank}.safetensors", start, end - start, sums["params.w"]))
-    old = manifest.read_manifest(folder)
+    flat, chunks, old = state.params["w"].view(-1), [], manifest.read_manifest(folder)
+    for rank, (start, end) in enumerate([(0, 2), (2, 5), (5, 6)], start=1):
+        part, file = flat[start:end], f"rank{rank}.safetensors"
+        head = header([("params.w", part.dtype, tuple(part.shape))])
+        (((offset, _, found),),) = writer.write(folder / file, head, [(part.data_ptr(), 4 * len(part))])
+        chunks.append(manifest.Chunk(file, offset, start, end - start, found))
+        old.files[file] = manifest.File(len(head) + 4 * len(part), writer.checksum(head))
     old.leaves["params.w"] = manifest.Leaf("float32", (2, 3), tuple(chunks))
     (folder / "manifest.json").unlink()
     manifest.write_manifest(folder, old)

@@ -14,7 +14,10 @@ from torch import nn
 import fds
 from fds import tree
 from fds.layout import Sharded
-from fds.storage import manifest
+from fds.storage import manifest, reader
+from fds.storage.sharing import CUT
+from fds.storage.tensors import DTYPES
+from fds.storage.writer import ALIGN
 from tests.bits import assert_same_bits
 from tests.laws.problems import OPTIMIZERS, compositions, problems
 from tests.storage.topologies import Topology, compose, plain, saved, topologies, train
@@ -161,38 +164,36 @@ def test_any_tree_of_parameters(tmp_path, params):
     assert_same_bits(tree.paths(state), want)
 
 
-def wide():
-    apply, params, _ = fds.functional(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 2)))
+def wide(width=64):
+    apply, params, _ = fds.functional(nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 2)))
     return params, lambda params, batch: apply(params, batch).square().mean()
 
 
-def test_ranks_write_what_they_own_and_nothing_twice(tmp_path):
-    params, loss = wide()
+@pytest.mark.parametrize("topology", [
+    Topology(4, 0), Topology(4, 1), Topology(4, 1, replicas=2), Topology(4, 3, replicas=2), Topology(3, 3, 300),
+], ids=str)  # fmt: skip
+def test_every_element_is_written_once_by_ranks_that_share_the_load(tmp_path, topology):
+    params, loss = wide(4096)
 
     def body():
-        topology = Topology(4, 1, replicas=2)
         step = fds.compose(topology.shard(), fds.adamw(0.1))(loss)
         state, _ = step(step.init(params), torch.ones(2, 16))
         return fds.save(tmp_path, state, step)
 
-    folder = fds.simulate(body, 4)[0]
-    record = manifest.read_manifest(folder)
-    assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "rank0.safetensors", "rank1.safetensors"]
-    elements = dict.fromkeys((0, 1), 0)
-    for name, leaf in record.leaves.items():
+    folder = topology.run(body)[0]
+    record, shares = manifest.read_manifest(folder), dict.fromkeys(range(topology.ranks), 0)
+    for leaf in record.leaves.values():
         for chunk in leaf.chunks:
-            elements[int(chunk.file[4])] += chunk.length if "." in name else 0
-            assert "." in name or chunk.file == "rank0.safetensors"
-    count = 3 * sum(x.numel() for x in tree.leaves(params))
-    assert sum(elements.values()) == count  # no padding, no copies
-    assert abs(elements[0] - elements[1]) <= 3 * 6 * 16  # the padding: of four parameters, and of two slices
-    sizes = [(folder / f"rank{i}.safetensors").stat().st_size - 4 * n for i, n in elements.items()]
-    assert all(0 < size < 3000 for size in sizes)  # headers
+            shares[int(chunk.file[4])] += chunk.length * DTYPES[leaf.dtype].itemsize
+    total = 3 * 4 * sum(x.numel() for x in tree.leaves(params)) + 8 + 8 + 16
+    assert sum(shares.values()) == total  # no padding, no copies
+    padding = 0 if topology.stage == 0 else 3 * 4 * 32 * topology.ranks * (8 if topology.bucket_bytes < 2**20 else 1)
+    assert all(abs(share - total / topology.ranks) < 2 * CUT + padding for share in shares.values()), shares
+    sizes = {int(p.name[4]): p.stat().st_size - shares[int(p.name[4])] for p in folder.glob("rank*")}
+    assert sizes.keys() == shares.keys() and set(sizes.values()) == {ALIGN}  # headers
 
 
 def test_ranks_open_only_files_that_they_need(tmp_path, monkeypatch):
-    from fds.storage import loading
-
     params, loss = wide()
     step_on = lambda: fds.compose(Topology(3, 1, 2**20).shard(), fds.sgd(0.1))(loss)
 
@@ -200,17 +201,18 @@ def test_ranks_open_only_files_that_they_need(tmp_path, monkeypatch):
         step = step_on()
         return fds.save(tmp_path, step.init(params), step)
 
-    fds.simulate(save, 3)
-    opened, plain_open = [], loading.open_tensors
+    leaves = manifest.read_manifest(fds.simulate(save, 3)[0]).leaves
+    opened, plain_read = [], reader.Files.read
 
-    def open_tensors(path):
-        opened.append((fds.mesh(dp=-1).rank, path.name))
-        return plain_open(path)
+    def read(self, file, offset, out, checksum, where):
+        opened.append((fds.mesh(dp=-1).rank, file))
+        return plain_read(self, file, offset, out, checksum, where)
 
-    monkeypatch.setattr(loading, "open_tensors", open_tensors)
+    monkeypatch.setattr(reader.Files, "read", read)
     fds.simulate(lambda: fds.load(tmp_path, step_on(), params), 3)
     own = {(rank, f"rank{rank}.safetensors") for rank in range(3)}
-    assert sorted(opened) == sorted(own | {(1, "rank0.safetensors"), (2, "rank0.safetensors")})  # step, calls, key
+    shared = {leaves[name].chunks[0].file for name in ("step", "calls", "key")}
+    assert set(opened) == own | {(rank, file) for rank in range(3) for file in shared} and len(set(opened)) < 9
 
 
 def test_what_the_host_reads_stays_on_the_host(tmp_path):

@@ -1,0 +1,218 @@
+"""Save in the background: a process of its own reads the state's memory and writes it, while the steps go on.
+
+The thread that waits for it sleeps. Ranks do not meet again before somebody waits for the save: each tells the first
+one through a small file in `.saving/told` that its part is written, and while it writes it holds the lock of another,
+which the kernel opens if it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fds.errors import StorageError
+from fds.state import State
+from fds.step import Step
+from fds.storage import writer
+from fds.storage.draft import Draft, Record, TagValidation
+from fds.storage.folders import refusing, told
+from fds.storage.together import Ranks
+
+POLL = 0.005  # seconds between looks at what other ranks have told
+
+_begun = threading.local()  # the save of this thread that nobody has waited for; simulated ranks are threads
+
+
+@attrs.define(eq=False)
+class Saving:
+    """A save that is being written. Leaving its context waits for it, and so does the next save of this thread."""
+
+    folder: Path
+    ranks: Ranks
+    forget: Callable[[], None] | None = attrs.field(repr=False)  # what is left to do when all ranks have written theirs
+    thread: threading.Thread | None = attrs.field(init=False, repr=False, default=None)
+    error: BaseException | None = attrs.field(init=False, default=None)  # that this rank met with
+
+    def done(self) -> bool:
+        """Return whether this rank has nothing to do for it any more; on the first rank, whether it has ended."""
+        assert self.thread is not None
+        return not self.thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until the save is complete and return the folder of its tag; where ranks share it, all call this.
+
+        Raises, on every rank, the `StorageError` of whatever went wrong, and `RankError` if a rank is lost.
+        """
+        if getattr(_begun, "saving", None) is self:
+            _begun.saving = None
+        self._join()
+        with self.ranks.together():
+            if self.error is not None:
+                raise self.error
+        if self.forget is not None:
+            forget, self.forget = self.forget, None
+            with self.ranks.together():
+                forget()
+        return self.folder
+
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.wait() if kind is None else self._join()  # where one rank fails, others may never come to wait
+
+    def _join(self) -> None:
+        assert self.thread is not None
+        self.thread.join()
+
+
+def save_async(
+    dir: str | os.PathLike,
+    state: State,
+    step: Step,
+    tag: str | None = None,
+    extra: dict[str, Any] | None = None,
+    *,
+    keep: int | None = None,
+    tag_validation: TagValidation = "fail",
+    local: bool = False,
+) -> Saving:
+    """Begin what `save` does and return at once; the state's memory is read while the next steps run.
+
+    Takes what `save` takes. Nothing is copied first: until the state is read it is held, so that it costs the memory
+    of one further state, and a donating step that is given it writes into other memory. The copies from a GPU go into
+    pinned host memory, on a stream of their own. Nobody may write into the state meanwhile: that is found, where
+    torch counts it, and the save fails.
+
+    The save is complete when the returned `Saving` says so: `saving.wait()`, the end of `with saving:`, the next save,
+    or the end of the program wait for it. Until then the last save is the one before. What cannot be saved raises here
+    what it raises in `save`; what goes wrong later, `saving.wait()` and the next save do.
+    """
+    await_previous()
+    draft = Draft.of(dir, state, step, tag, extra, keep=keep, tag_validation=tag_validation, local=local)
+    saving = Saving(draft.folder, draft.ranks, draft.forget if draft.forgets_later else None)
+    refused = threading.Event()
+    with contextlib.ExitStack() as beginning:
+        with draft.ranks.together():
+            draft.begin(beginning)
+        with draft.ranks.together(), refusing(draft.dir):
+            if not draft.leads:
+                beginning.enter_context(_alive(draft))
+        try:
+            with draft.ranks.together():  # before any rank waits for its thread: simulated ranks take turns
+                saving.thread = threading.Thread(
+                    target=_work, name="fds-save",
+                    args=(saving, draft, state.token.readers, beginning.pop_all(), refused),
+                )  # fmt: skip
+                state.token.readers.add(saving)
+                saving.thread.start()
+        except BaseException:
+            refused.set()  # another rank could not begin
+            if saving.thread is not None:
+                saving.thread.join()
+            raise
+    _begun.saving = saving
+    return saving
+
+
+def await_previous() -> None:
+    """Wait for the save that this thread has begun and not waited for. Raises what it failed with."""
+    saving = getattr(_begun, "saving", None)
+    if saving is not None:
+        saving.wait()
+
+
+def _work(
+    saving: Saving, draft: Draft, readers: set, begun: contextlib.ExitStack, refused: threading.Event
+) -> None:
+    """Write this rank's part; then tell of it, or give the whole its name."""
+    try:
+        with begun, refusing(draft.dir):
+            try:
+                try:
+                    # pinned memory is the driver's, and no other process may read it
+                    record = draft.write(_write_aside if draft.reached is None else writer.write)
+                finally:
+                    readers.discard(saving)
+                    draft.parts.clear()  # the state's memory is free
+                if draft.leads:
+                    records = [record] if draft.local else [record, *_heard(draft, refused)]
+                    draft.finish(begun, records)
+                else:
+                    _tell(draft, record)
+            except BaseException:
+                if not draft.leads:  # told before the lock opens, or this rank would count as lost
+                    with contextlib.suppress(OSError):
+                        _tell(draft, None)
+                raise
+    except _Elsewhere:
+        pass  # the rank that failed says why
+    except BaseException as error:
+        saving.error = error
+        if not threading.main_thread().is_alive():
+            raise  # nobody is left to wait for it: say so at the end of the program
+
+
+def _write_aside(path: str, head: bytes, spans: list[tuple[int, int]]) -> Any:
+    with writer.aside() as process:
+        return process.write(path, head, spans)
+
+
+class _Elsewhere(Exception):
+    """Another rank's part of the save failed."""
+
+
+@contextlib.contextmanager
+def _alive(draft: Draft) -> Iterator[None]:
+    """Hold the lock that says that this rank lives. Raises `OSError`."""
+    with open(_path(draft, draft.ranks.index, "lock"), "xb") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def _tell(draft: Draft, record: Record | None) -> None:
+    """Tell the first rank what this one wrote, or that it failed. Raises `OSError`."""
+    path = _path(draft, draft.ranks.index, "json")
+    unfinished = path.with_suffix(".new")
+    unfinished.write_text(json.dumps(record))
+    os.rename(unfinished, path)
+
+
+def _heard(draft: Draft, refused: threading.Event) -> Iterator[Record]:
+    """Yield what the other ranks tell. Raises `StorageError` for one that died."""
+    for rank in range(1, draft.ranks.size):
+        path = _path(draft, rank, "json")
+        while not path.exists():
+            if refused.is_set():
+                raise _Elsewhere
+            if _died(_path(draft, rank, "lock")) and not path.exists():
+                raise StorageError("a rank was lost before its part of the save was written", where=f"rank {rank}")
+            time.sleep(POLL)
+        record = json.loads(path.read_text())
+        if record is None:
+            raise _Elsewhere
+        yield record
+
+
+def _died(path: Path) -> bool:
+    """Return whether nobody holds the lock of a rank that has not told yet."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+
+def _path(draft: Draft, rank: int, kind: str) -> Path:
+    return told(draft.dir) / f"rank{rank}.{kind}"

@@ -1,0 +1,38 @@
+"""Blocks: a leaf of a source from its beginning to its end, a bounded piece at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from fds.storage.manifest import Leaf
+from fds.storage.source import Source, blank_like
+from fds.storage.tensors import DTYPES
+from fds.storage.writer import BLOCK
+
+
+def spans(leaf: Leaf) -> Iterator[tuple[int, int]]:
+    """Yield (start, length), in elements, of pieces that tile a leaf: its chunks, so that each is read and hashed once.
+
+    What no chunk covers comes in pieces of at most `BLOCK` bytes.
+    """
+    end, most = 0, BLOCK // DTYPES[leaf.dtype].itemsize
+    for start, length in [*((c.start, c.length) for c in leaf.chunks), (math.prod(leaf.shape), 0)]:
+        yield from ((i, min(most, start - i)) for i in range(end, start, most))
+        first, after = max(end, start), start + length  # chunks of several ranks' parts may overlap
+        if first < after:
+            yield first, after - first
+        end = max(end, after)
+
+
+def blocks(source: Source, name: str) -> Iterator[tuple[int, Tensor]]:
+    """Yield the first element and the elements, (length,) on the CPU, of pieces that tile a leaf, in order.
+
+    Raises `StorageError` for what cannot be read.
+    """
+    for start, length in spans(source.leaves[name]):
+        out = blank_like(source.leaves[name], length)
+        source.read(name, start, out)
+        yield start, out

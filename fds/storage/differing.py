@@ -1,0 +1,130 @@
+"""Differences: two states compared leaf by leaf, wherever each of them is kept."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.errors import StorageError
+from fds.storage.blocks import blocks
+from fds.storage.manifest import NAME
+from fds.storage.opening import open_source
+from fds.storage.source import Source
+from fds.storage.tensors import as_bytes
+
+STEP = 2**18  # elements that are compared at a time: in float64 they take 2 MiB
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@attrs.frozen
+class Difference:
+    """How a leaf of two states differs.
+
+    Attributes:
+        name: its key path.
+        left, right: dtype and shape in each, empty where there is none.
+        numel: how many elements were compared: none where it is missing or of another shape.
+        num_different: how many of them are not alike: of one dtype in their bits, else in their values.
+        max_abs: the largest |a - b|, in float64; infinite where it is no number.
+        max_relative: the largest |a - b| / max(|a|, |b|).
+    """
+
+    name: str
+    left: str
+    right: str
+    numel: int = 0
+    num_different: int = 0
+    max_abs: float = 0.0
+    max_relative: float = 0.0
+
+
+def differences(a: str | os.PathLike | Source, b: str | os.PathLike | Source) -> list[Difference]:
+    """Return the leaves in which two states differ, in the order of the first, then what only the second has.
+
+    Each is a `Source`, or what `locate` takes. Two blocks of 8 MiB are in memory at a time. Raises `StorageError`.
+    """
+    one, other = (x if isinstance(x, Source) else open_source(*locate(x)) for x in (a, b))
+    found = []
+    for name in {**one.leaves, **other.leaves}:
+        left, right = one.leaves.get(name), other.leaves.get(name)
+        difference = Difference(name, str(left or ""), str(right or ""))
+        if left is not None and right is not None and left.shape == right.shape:
+            difference = _compared(difference, one, other)
+        if difference.num_different or difference.left != difference.right:
+            found.append(difference)
+    return found
+
+
+def locate(text: str | os.PathLike, tag: str | None = None) -> tuple[Path, str | None]:
+    """Return path and tag that are meant by a path with or without a tag: `DIR`, `DIR:TAG` or `DIR/TAG`.
+
+    Raises `StorageError` for a second tag.
+
+    >>> locate("runs/gpt:step00000012")
+    (PosixPath('runs/gpt'), 'step00000012')
+    """
+    path, named = Path(text), None
+    if (path / NAME).is_file():
+        path, named = path.resolve().parent, path.resolve().name
+    elif not path.exists() and ":" in path.name:
+        name, _, named = path.name.rpartition(":")
+        path = path.parent / name
+    if named is not None and tag is not None and named != tag:
+        raise StorageError("two tags are named", where=str(text), got=f"{named} and {tag}"[:200], want="one tag")
+    return path, named if tag is None else tag
+
+
+def _compared(leaf: Difference, one: Source, other: Source) -> Difference:
+    """Return the difference with what the elements say."""
+    for x, y in _pairs(one, other, leaf.name):
+        differ = _unlike(x, y)
+        count = int(differ.sum())
+        if count:
+            far, relative = _distances(x[differ], y[differ])
+            leaf = attrs.evolve(
+                leaf, num_different=leaf.num_different + count, max_abs=max(leaf.max_abs, far),
+                max_relative=max(leaf.max_relative, relative),
+            )  # fmt: skip
+        leaf = attrs.evolve(leaf, numel=leaf.numel + len(x))
+    return leaf
+
+
+def _pairs(one: Source, other: Source, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same elements of both, each block of both read once, however they are cut."""
+    left, right = blocks(one, name), blocks(other, name)
+    x = y = torch.empty(0)
+    remaining = math.prod(one.leaves[name].shape)
+    while remaining:
+        x = x if len(x) else next(left)[1]
+        y = y if len(y) else next(right)[1]
+        n = min(len(x), len(y), STEP)
+        yield x[:n], y[:n]
+        x, y, remaining = x[n:], y[n:], remaining - n
+
+
+def _unlike(x: Tensor, y: Tensor) -> Tensor:
+    """Return which elements differ, (length,) bool."""
+    if x.dtype == y.dtype:
+        bits = BITS[x.element_size()]
+        return as_bytes(x).view(bits) != as_bytes(y).view(bits)
+    x, y = _wide(x), _wide(y)
+    return (x != y) & ~(x.isnan() & y.isnan())
+
+
+def _distances(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Return the largest absolute and relative distance, over elements that differ."""
+    x, y = _wide(x), _wide(y)
+    far = (x - y).abs()
+    relative = torch.where(far == 0, 0.0, far / torch.maximum(x.abs(), y.abs()))
+    largest = lambda d: float(d.nan_to_num(math.inf, math.inf).max())
+    return largest(far), largest(relative)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)

@@ -1,0 +1,267 @@
+"""Export: parameters as Hugging Face safetensors, from a save or from the ranks that hold them.
+
+The files are planned from names and shapes alone. Then every element is read, cast and written to its place, a block
+at a time, by whoever has it: a save's reader, or each rank its own slices. Nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.collectives import mesh
+from fds.errors import StorageError, did_you_mean
+from fds.layout import Sharded
+from fds.state import State
+from fds.step import Step
+from fds.storage.blocks import blocks
+from fds.storage.manifest import Leaf
+from fds.storage.opening import open_source
+from fds.storage.parts import parts_of
+from fds.storage.placing import INDEX, placed, refusing
+from fds.storage.sharing import own
+from fds.storage.tensors import CODES, DTYPES, as_bytes, header, refuse_unwritable
+from fds.storage.together import Ranks
+from fds.storage.union import Union, agreement
+from fds.storage.writer import BLOCK
+
+Pieces = Iterable[tuple[str, int, Tensor]]  # key path, first element, elements (length,)
+
+
+def export_weights(
+    source: State | str | os.PathLike,
+    path: str | os.PathLike,
+    dtype: torch.dtype | None = torch.bfloat16,
+    *,
+    step: Step | None = None,
+    tag: str | None = None,
+    tree: str = "params",
+    max_shard_bytes: int = 5_000_000_000,
+) -> list[Path]:
+    """Write parameters and module buffers as Hugging Face safetensors, and return the files.
+
+    They bear the names that they have in the module's `state_dict`. The files appear whole and durably or not at all;
+    weights that were there are replaced. No more than a block of 8 MiB of a leaf is in memory, besides a given state.
+
+    Args:
+        source: a run's directory or whatever else `open_source` reads, which takes no model, GPU or process group;
+            or a state.
+        path: a file if it ends in `.safetensors`; else a directory, in which `model.safetensors` is made, or
+            `model-00001-of-00002.safetensors` and so on with `model.safetensors.index.json`.
+        dtype: of all floating-point leaves; None keeps the dtype of each. float32 gives the consolidated masters.
+            What is too large for float16 becomes infinite.
+        step: whose state it is. Where ranks share the state all of them call this, with one `path` of a file system
+            that all of them see, and each writes what it holds.
+        tag: which save of a directory; by default the last.
+        tree: the key path of the tree to export: "slots.ema" for averages in the place of the parameters.
+        max_shard_bytes: bound of the tensors' bytes in one file of a directory, unless one tensor is larger.
+
+    Raises `StorageError` for what cannot be read or written, on every rank if on any; then what was there is as it
+    was. Raises `DonatedStateError` for a state that was given up, `RankError` if a rank is lost.
+    """
+    refuse_options(dtype, max_shard_bytes)
+    if isinstance(source, State):
+        if tag is not None:
+            raise StorageError("a state has no tags", where="export_weights", got=f"tag={tag!r:.40}", want="no tag")
+        return _export_state(source, Path(path), dtype, step, tree, max_shard_bytes)
+    if step is not None:
+        raise StorageError("a saved run is exported by one process, without a step", where="export_weights",
+                           got="step=...", want="a state with its step, or a directory without one")  # fmt: skip
+    saved = open_source(source, tag)
+    draft = Draft.of(saved.leaves, Path(path), dtype, tree, max_shard_bytes)
+    with draft.publishing() as folder, refusing(draft.folder):
+        draft.write(folder, ((name, *block) for name in draft.places for block in blocks(saved, name)))
+    return draft.paths
+
+
+def refuse_options(dtype: Any, max_shard_bytes: Any) -> None:
+    """Raise `StorageError` for a dtype that weights are not cast to, and for shards of no size."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES):
+        floats = ", ".join(name for name, x in DTYPES.items() if x.is_floating_point)
+        raise StorageError("weights are not cast to this", where="dtype", got=repr(dtype)[:40],
+                           want=f"None, or of torch's dtypes {floats}")  # fmt: skip
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        raise StorageError("no size of a file", where="max_shard_bytes", got=repr(max_shard_bytes)[:40],
+                           want="a number of bytes, 1 or more")  # fmt: skip
+
+
+def _export_state(
+    state: State, path: Path, dtype: torch.dtype | None, step: Step | None, tree: str, max_shard_bytes: int
+) -> list[Path]:
+    if step is None:
+        _refuse_part_of_a_state(state)
+    ranks = Ranks() if step is None else Ranks.of(step)
+    with ranks.together() as said:
+        state.check("export_weights")
+        if step is not None and isinstance(state.params, Sharded):
+            step.structure_of(state.params)  # refuses slices of another step
+        parts = parts_of(state, ranks.slice)
+        refuse_unwritable({name: part.tensor for name, part in parts.items()})
+        said.mine = {"path": str(path), "dtype": str(dtype), "tree": repr(tree),
+                     "size of a file": str(max_shard_bytes), **agreement(parts, ranks)}  # fmt: skip
+    ranks.refuse_different(said.all)
+    union = Union.of(parts, ranks)
+    with ranks.together():
+        draft = Draft.of(union.leaves, path, dtype, tree, max_shard_bytes)
+    mine = {name: part for name, part in parts.items() if name in draft.places}
+    with contextlib.ExitStack() as publishing:
+        with ranks.together() as said:
+            said.mine = str(publishing.enter_context(draft.publishing())) if ranks.index == 0 else ""
+        with ranks.together(), refusing(draft.folder):
+            pieces = own(mine, union, ranks)
+            draft.write(Path(said.all[0]), ((piece.name, piece.start, piece.tensor) for piece in pieces))
+        with ranks.together():
+            publishing.close()  # from here on the files have their names
+    return draft.paths
+
+
+def _refuse_part_of_a_state(state: State) -> None:
+    """Raise `StorageError` where a state may be a part of one, as it surely or possibly is on one of many ranks."""
+    size = mesh(ranks=-1).size
+    if isinstance(state.params, Sharded) or size > 1:
+        where = f", on one of {size} ranks" if size > 1 else ""
+        raise StorageError(
+            "a rank may hold a part of its state, and the step knows which", where="export_weights",
+            got=f"a state without its step{where}", want="export_weights(state, path, step=step) on every rank",
+            hint="one process can export a saved run alone: export_weights(dir, path)",
+        )  # fmt: skip
+
+
+@attrs.frozen
+class Place:
+    """Where a leaf goes: which file, its first byte there, and as which dtype."""
+
+    file: str
+    offset: int
+    dtype: torch.dtype
+
+
+@attrs.frozen(eq=False)
+class Draft:
+    """The files of an export before they are written: the same on all ranks.
+
+    Attributes:
+        folder: where they go.
+        heads: by name of a file, what stands before the tensors' bytes.
+        num_bytes: by name, of the whole file.
+        places: by key path, file after file.
+        index: of several files, the JSON that says which tensor is in which.
+    """
+
+    folder: Path
+    heads: dict[str, bytes]
+    num_bytes: dict[str, int]
+    places: dict[str, Place]
+    index: dict[str, Any] | None
+
+    @classmethod
+    def of(
+        cls, leaves: Mapping[str, Leaf], path: Path, dtype: torch.dtype | None, tree: str, max_shard_bytes: int
+    ) -> Draft:
+        """Return the plan of the files, given all leaves. Raises `StorageError` for a tree that is not there."""
+        names, alone = _names(leaves, tree), path.suffix == ".safetensors"
+        as_ = {key: _cast(DTYPES[leaves[key].dtype], dtype) for key in names}
+        size = {key: math.prod(leaves[key].shape) * as_[key].itemsize for key in names}
+        shards, room = [[]], max_shard_bytes
+        for key in names:
+            if shards[-1] and size[key] > room and not alone:
+                shards.append([])
+                room = max_shard_bytes
+            shards[-1].append(key)
+            room -= size[key]
+        draft = cls(path.parent if alone else path, {}, {}, {}, None)
+        for i, shard in enumerate(shards):
+            shard.sort(key=lambda key: -as_[key].itemsize)  # so that every tensor starts aligned
+            many = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+            file = path.name if alone else "model.safetensors" if len(shards) == 1 else many
+            head = header((names[key], as_[key], leaves[key].shape) for key in shard)
+            end = len(head)
+            for key in shard:
+                draft.places[key] = Place(file, end, as_[key])
+                end += size[key]
+            draft.heads[file], draft.num_bytes[file] = head, end
+        if len(shards) == 1:
+            return draft
+        files = {names[key]: place.file for key, place in draft.places.items()}
+        return attrs.evolve(draft, index={"metadata": {"total_size": sum(size.values())}, "weight_map": files})
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that it makes."""
+        return [self.folder / name for name in [*self.heads, *([INDEX] if self.index else [])]]
+
+    @contextlib.contextmanager
+    def publishing(self) -> Iterator[Path]:
+        """Give a folder with the files, empty behind their headers; put them in place when the block ends well."""
+        with placed(self.folder, [path.name for path in self.paths]) as hidden:
+            for name, head in self.heads.items():
+                with open(hidden / name, "xb") as file:
+                    file.write(head)
+                    file.truncate(self.num_bytes[name])
+            if self.index is not None:
+                with open(hidden / INDEX, "x", encoding="utf-8") as file:
+                    json.dump(self.index, file, indent=2)
+                    file.flush()
+                    os.fsync(file.fileno())
+            yield hidden
+
+    def write(self, folder: Path, pieces: Pieces) -> None:
+        """Write elements of leaves to their places in the files of a folder, durably. Raises `OSError`."""
+        with contextlib.ExitStack() as closing:
+            opened: dict[str, int] = {}
+            for name, start, x in pieces:
+                place = self.places[name]
+                if place.file not in opened:
+                    opened[place.file] = os.open(folder / place.file, os.O_WRONLY | os.O_NOFOLLOW)
+                    closing.callback(os.close, opened[place.file])
+                flat, most = x.detach().reshape(-1), BLOCK // x.element_size()
+                for i in range(0, len(flat), most):
+                    block = flat[i : i + most].to(place.dtype).resolve_conj().resolve_neg().to("cpu").contiguous()
+                    _write_at(opened[place.file], as_bytes(block), place.offset + (start + i) * place.dtype.itemsize)
+            for fd in opened.values():
+                os.fsync(fd)
+
+
+def _names(leaves: Mapping[str, Leaf], tree: str) -> dict[str, str]:
+    """Return, by key path, the names in the files of the parameters, or of the tree in their place, and of buffers.
+
+    Raises `StorageError` for a tree that is not there, or is not like the parameters, and for names that collide.
+    """
+    below = {root: {n.removeprefix(f"{root}."): n for n in leaves if n.startswith(f"{root}.")}
+             for root in ("params", "buffers", tree)}  # fmt: skip
+    chosen, params, buffers = below[tree], below["params"], below["buffers"]
+    if not chosen:
+        above = {n.rsplit(".", i)[0]: None for n in leaves for i in range(1, n.count(".") + 1)}
+        known = sorted(above, key=lambda n: (n.count("."), n))
+        raise StorageError("there is nothing to export here", where="tree", got=repr(tree)[:80],
+                           want="the key path of a tree of tensors: params, or slots.ema",
+                           hint=did_you_mean(tree, known))  # fmt: skip
+    for name in {**params, **chosen} if params else ():
+        have, want = (str(leaves[x[name]].shape) if name in x else "nothing" for x in (chosen, params))
+        if have != want:
+            raise StorageError("this tree is not like the parameters", where=f"{tree}.{name}", got=have, want=want)
+    for name in sorted(chosen.keys() & buffers.keys()):
+        raise StorageError("a parameter and a buffer of one name", where=name, hint="rename one of them")
+    if "__metadata__" in {*chosen, *buffers}:
+        raise StorageError("safetensors files keep this name for themselves", where="__metadata__", hint="rename it")
+    return {key: name for names in (chosen, buffers) for name, key in names.items()}
+
+
+def _cast(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and own.is_floating_point else own
+
+
+def _write_at(fd: int, data: Tensor, offset: int) -> None:
+    left = data.numpy().data
+    while len(left):
+        written = os.pwrite(fd, left, offset)
+        left, offset = left[written:], offset + written

@@ -1,0 +1,162 @@
+"""Which files a DeepSpeed checkpoint is made of, and what is in them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fds.errors import StorageError
+from fds.storage.foreign.torch_files import Inert, open_torch
+
+# What DeepSpeed pickles besides tensors, numbers and text. They stand for what they hold, and do nothing.
+CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.utils.tensor_fragment.fragment_address",
+)  # fmt: skip
+UNIVERSAL = "zero"  # the folder of a checkpoint's optimizer state by parameter, after ds_to_universal.py
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL_SLICE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER_SLICE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_EXPERTS = re.compile(r".*expert_\d+_.*\.pt|expp_rank_.*\.pt")
+
+
+@attrs.frozen(eq=False)
+class Stage:
+    """What one stage of a pipeline, or the only one, left: a dict per file, in the order of the data ranks."""
+
+    models: tuple[dict[str, Any], ...]  # one; in ZeRO 3 one a data rank
+    slices: tuple[dict[str, Any], ...]  # of the optimizer, one a data rank; none without ZeRO
+    shards: bool  # whether parameters are in slices too: ZeRO 3
+
+
+@attrs.frozen(eq=False)
+class Checkpoint:
+    """All that the files of one tag hold."""
+
+    folder: Path
+    stages: tuple[Stage, ...]
+    layers: dict[int, dict[str, Any]]  # of a pipeline, by their number: state dicts
+
+
+def find(dir: Path, tag: str | None) -> Path:
+    """Return the folder of a tag, by default of the one saved last. Raises `StorageError`."""
+    if tag is None and any(_MODEL.fullmatch(p.name) or _MODEL_SLICE.fullmatch(p.name) for p in dir.glob("*.pt")):
+        return dir
+    if tag is None:
+        latest = next((p for p in (dir / "latest", dir / "latest_universal") if p.exists()), dir / "latest")
+        try:
+            with open(latest, encoding="utf-8") as file:
+                tag = file.read(1000).strip()
+        except (OSError, UnicodeError) as error:
+            raise StorageError("this is no directory of DeepSpeed's checkpoints", where=str(dir), got=str(error),
+                               want="the file `latest` in it, or tag=...") from error  # fmt: skip
+    if not isinstance(tag, str) or not tag or "\0" in tag or os.path.isabs(tag) or ".." in Path(tag).parts:
+        raise StorageError("not a tag", where=str(dir), got=repr(tag)[:80], want="the name of a folder in it")
+    if not (dir / tag).is_dir():
+        known = sorted(p.name for p in dir.iterdir() if p.is_dir()) if dir.is_dir() else []
+        raise StorageError("there is no checkpoint under this tag", where=str(dir), got=repr(tag)[:80],
+                           want="one of " + ", ".join(known[:20]))  # fmt: skip
+    return dir / tag
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Open every file of a checkpoint; tensors stay in their files.
+
+    Raises `StorageError` for files that are missing, damaged or left over from another save, and for checkpoints of
+    tensor parallelism, experts and state that was offloaded to NVMe.
+    """
+    names = sorted(os.listdir(folder))
+    _refuse(folder, names)
+    models, slices, layers = dict[tuple, str](), dict[tuple, str](), dict[int, str]()
+    for name in names:
+        if found := _MODEL.fullmatch(name):
+            _put(models, (int(found[1]), 0), name, folder)
+        elif found := _MODEL_SLICE.fullmatch(name):
+            _put(models, (int(found[2]), int(found[1])), name, folder)
+        elif found := _OPTIMIZER_SLICE.fullmatch(name):
+            _put(slices, (int(found[2]), int(found[1])), name, folder)
+        elif found := _LAYER.fullmatch(name):
+            _put(layers, int(found[1]), name, folder)
+    num_stages = _count({stage for stage, _ in models}, folder, "mp_rank_{:02d}_model_states.pt")
+    opened = {name: _dict(folder / name) for name in (*models.values(), *slices.values(), *layers.values())}
+    stages = []
+    for stage in range(num_stages):
+        files = [{rank: name for (at, rank), name in found.items() if at == stage} for found in (models, slices)]
+        for found, form in zip(files, ("model", "optim"), strict=True):
+            _count(set(found), folder, f"zero_pp_rank_{{}}_mp_rank_{stage:02d}_{form}_states.pt")
+        ordered = [tuple(opened[name] for _, name in sorted(found.items())) for found in files]
+        stages.append(Stage(*ordered, shards=any(_MODEL_SLICE.fullmatch(name) for name in files[0].values())))
+    checkpoint = Checkpoint(folder, tuple(stages), {i: opened[name] for i, name in sorted(layers.items())})
+    _refuse_parts(checkpoint)
+    return checkpoint
+
+
+def attributes(x: Any) -> dict[str, Any]:
+    """Return what an object of one of `CLASSES` holds, by name."""
+    return vars(x) if isinstance(x, Inert) else {}
+
+
+def _put(files: dict, place: Any, name: str, folder: Path) -> None:
+    if place in files:
+        raise StorageError("two files are of one place", where=str(folder), got=f"{files[place]} and {name}",
+                           want="one", hint="one was left there by an earlier save under this tag")  # fmt: skip
+    files[place] = name
+
+
+def _count(found: set[int], folder: Path, form: str) -> int:
+    """Return how many there are, counted from 0 without a gap."""
+    for i in range(max(found, default=-1) + 1):
+        if i not in found:
+            raise StorageError("a file of the checkpoint is missing", where=str(folder / form.format(i)))
+    return len(found)
+
+
+def _dict(path: Path) -> dict[str, Any]:
+    found = open_torch(path, CLASSES)
+    if not isinstance(found, dict):
+        raise StorageError("a file of the checkpoint holds no dict", where=str(path), got=type(found).__name__)
+    return found
+
+
+def _refuse(folder: Path, names: list[str]) -> None:
+    """Refuse what is written as other files than those that are read here."""
+    experts = [name for name in names if _EXPERTS.fullmatch(name)]
+    split = [name for name in names if (found := _LAYER.fullmatch(name)) and int(found[2] or 0) > 0]
+    for what, got in (("mixtures of experts are not imported", experts),
+                      ("tensor parallelism is not imported", split),
+                      ("state on NVMe is not imported", [n for n in names if n == "offloaded_tensors"])):  # fmt: skip
+        if got:
+            raise StorageError(what, where=str(folder), got=", ".join(got[:3]))
+    if not any(_MODEL.fullmatch(name) or _MODEL_SLICE.fullmatch(name) for name in names):
+        raise StorageError("there is no DeepSpeed checkpoint here", where=str(folder), got=", ".join(names[:5]),
+                           want="files *_model_states.pt",
+                           hint="it is in the folders below: tag=..." if "latest" in names else "")  # fmt: skip
+
+
+def _refuse_parts(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose files say that there should be more of them, or others."""
+    where, first = str(checkpoint.folder), checkpoint.stages[0].models[0]
+    dims = first.get("checkpoint_parallel_dimensions")
+    split = dims.get("tp_degree", 1) if isinstance(dims, dict) else 1
+    if split not in (1, None) or (len(checkpoint.stages) > 1 and not checkpoint.layers):
+        raise StorageError("tensor parallelism is not imported", where=where,
+                           got=f"tp_degree {split}, {len(checkpoint.stages)} files mp_rank_*")  # fmt: skip
+    if "ds_autoep_layers" in first or "autoep_layers" in first or first.get("num_experts"):
+        raise StorageError("mixtures of experts are not imported", where=where)
+    for i, stage in enumerate(checkpoint.stages):
+        for key, num in (("pp_degree", len(checkpoint.stages)), ("dp_world_size", len(stage.slices) or None)):
+            said = dims.get(key) if key == "pp_degree" and isinstance(dims, dict) else stage.models[0].get(key)
+            if type(said) is int and num is not None and said != num:
+                raise StorageError("files of the checkpoint are missing, or left over from another", where=where,
+                                   got=f"{num} of {key}, at stage {i}", want=str(said))  # fmt: skip
+        universal = (checkpoint.folder / UNIVERSAL).is_dir()  # its slices were put together
+        if len(stage.models) not in (1, len(stage.slices)) and not universal:
+            raise StorageError(
+                "files of the checkpoint are missing, or left over from another", where=where,
+                got=f"{len(stage.models)} of the model, {len(stage.slices)} of the optimizer",
+            )  # fmt: skip

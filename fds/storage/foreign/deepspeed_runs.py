@@ -1,0 +1,247 @@
+"""A run that DeepSpeed trained, as a source: parameters in float32, the optimizer's state, counters, buffers."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.errors import StorageError
+from fds.storage.foreign.deepspeed_files import UNIVERSAL, Checkpoint, Stage, attributes, find, open_checkpoint
+from fds.storage.foreign.deepspeed_state import Trained, by_name, by_number, by_zero
+from fds.storage.foreign.kept import Kept, equal, joined, number, source_of, whole
+from fds.storage.manifest import checked_extra
+from fds.storage.source import Source
+
+TIED = "tied_modules."
+RESERVED = frozenset((
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+    "checkpoint_parallel_dimensions", "universal_checkpoint_info",
+))  # fmt: skip
+
+
+def deepspeed(dir: str | os.PathLike, tag: str | None = None) -> Source:
+    """Return what `engine.save_checkpoint(dir, tag)` of DeepSpeed 0.19.6 wrote, of any number of ranks.
+
+    Read are ZeRO 0 to 3, the optimizers of float16 and bfloat16, pipelines, and universal checkpoints:
+
+        params.<name>       in float32 where the run had such masters, else as the module has it; shared ones under
+                            the first of their names; in a pipeline "<layer>.<name>", tied ones "<key>.<name>"
+        opt.<slot>.<name>   exp_avg, exp_avg_sq, momentum_buffer or sum
+        buffers.<name>      of the module on the first rank
+        step, calls         updates applied, and steps with those that were skipped
+        slots.loss_scale.*  of ZeRO's dynamic loss scale
+
+    `extra` is the `client_state`, as far as it is JSON; `composition` says what was read, and what was left out.
+
+    Args:
+        dir: the directory of the checkpoints, or the folder of one.
+        tag: which one; by default the last.
+
+    Warns (`UserWarning`) of optimizer state that is left out. Raises `StorageError` for files that are missing, damaged
+    or of several saves, classes other than DeepSpeed's own in them, and for what is not imported: tensor parallelism,
+    mixtures of experts, state on NVMe.
+    """
+    folder = find(Path(dir), tag)
+    checkpoint = open_checkpoint(folder)
+    try:
+        source, lost = _assembled(checkpoint)
+    except StorageError:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        raise StorageError(
+            "a file of the checkpoint does not hold what DeepSpeed puts there", where=str(folder),
+            got=f"{type(error).__name__}: {error}"[:200], want="a checkpoint of DeepSpeed 0.19.6",
+        ) from error  # fmt: skip
+    if lost:
+        warnings.warn(f"{folder}: {'; '.join(lost)}", stacklevel=2)
+    return source
+
+
+@attrs.frozen(eq=False)
+class Module:
+    """The tensors of a module, as it had them itself."""
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    frozen: dict[str, Kept] = attrs.field(factory=dict)  # in slices
+    whose: bool = True  # whether its parameters are those of the stage's optimizer
+
+
+def _assembled(checkpoint: Checkpoint) -> tuple[Source, list[str]]:
+    """Return the source, and what of the optimizer's state is not in it."""
+    where, first = str(checkpoint.folder), checkpoint.stages[0].models[0]
+    modules = list(_pipelined(checkpoint)) if checkpoint.layers else [_module(checkpoint.stages[0], where)]
+    trained = [_trained(checkpoint, i, module) for i, module in enumerate(modules)]
+    params, buffers = dict[str, Kept](), dict[str, Kept]()
+    slots, apart = dict[str, dict[str, Kept]](), list[str]()
+    for module, found in zip(modules, trained, strict=True):
+        own = {name: whole(x, f"{where}: {name}") for name, x in module.params.items()}
+        for name, one in {**own, **module.frozen, **found.masters}.items():
+            if name in own and own[name].leaf.shape != one.leaf.shape:
+                raise StorageError("a parameter has another shape in the optimizer", where=f"{where}: {name}",
+                                   got=str(one.leaf), want=str(own[name].leaf))  # fmt: skip
+            other = params.setdefault(name.removeprefix(TIED), one)
+            if other is not one and not equal(other, one):  # DeepSpeed ties one attribute of a layer, by default weight
+                apart.append(f"the stages differ in {name.removeprefix(TIED)}, taken from the first")
+        buffers |= {name.removeprefix(TIED): whole(x, f"{where}: {name}") for name, x in module.buffers.items()}
+        for slot, by_param in found.slots.items():
+            for name, one in by_param.items():
+                slots.setdefault(slot, {}).setdefault(name.removeprefix(TIED), one)
+    calls, skipped = _counter(first, "global_steps"), _counter(first, "skipped_steps")
+    extra, dropped = _client_state(first)
+    kept = {"step": number(calls - skipped, torch.int64), "calls": number(calls, torch.int64)}
+    kept |= {f"params.{name}": one for name, one in params.items()}
+    kept |= {f"opt.{slot}.{name}": one for slot, by_param in slots.items() for name, one in by_param.items()}
+    kept |= {f"buffers.{name}": one for name, one in buffers.items()} | _loss_scale(checkpoint.stages[0])
+    counted = {n for one in trained for n in one.updates} - {calls - skipped}
+    notes = [f"the optimizer counts {n} updates, the run {calls - skipped}" for n in sorted(counted)]
+    lost = list(dict.fromkeys(note for one in trained for note in one.notes))
+    return source_of(where, kept, extra, [_title(checkpoint), *notes, *apart, *lost, *dropped]), lost
+
+
+def _module(stage: Stage, where: str) -> Module:
+    """Return the module that is not in a pipeline; a rank of ZeRO 3 has empty tensors for its parameters."""
+    first = stage.models[0]
+    found, names = first["module"], set(first.get("buffer_names") or ())
+    buffers = {name: x for name, x in found.items() if name in names}
+    if stage.shards:
+        shapes = first.get("frozen_param_shapes") or {}
+        pieces = [model.get("frozen_param_fragments") or {} for model in stage.models]
+        frozen = {name: joined(tuple(shape), [one[name] for one in pieces], f"{where}: {name}")
+                  for name, shape in shapes.items()}  # fmt: skip
+        return Module({}, buffers, frozen)
+    params = {name: x for name, x in found.items() if name not in names}
+    shared, places = first.get("shared_params"), dict[tuple, str]()
+    if shared is None:  # without ZeRO nothing names them; they lie at one place of the file
+        for name, x in params.items():
+            places.setdefault((x.data_ptr() if x.numel() else name, x.shape, x.stride()), name)
+        shared = params.keys() - places.values()
+    return Module({name: x for name, x in params.items() if name not in shared}, buffers)
+
+
+def _pipelined(checkpoint: Checkpoint) -> Iterator[Module]:
+    """Yield the module of each stage, its parameters named as the stage's optimizer names them.
+
+    Which stage has a layer is told by the names that it trains, else they follow one another. A layer without a name
+    there that fits the parameters of a tied one is where that is kept; DeepSpeed writes it under its layer's number.
+    """
+    names = [_names(stage) for stage in checkpoint.stages]
+    everything = {name for found in names for name in found}
+    buffers = {name for stage in checkpoint.stages for name in stage.models[0].get("buffer_names") or ()}
+    keys = sorted({name.split(".")[1] for name in everything if name.startswith(TIED)})
+    tied = {key: {n.removeprefix(f"{TIED}{key}."): v for found in names for n, v in found.items()
+                  if n.startswith(f"{TIED}{key}.")} for key in keys}  # fmt: skip
+    params, held = dict[str, Tensor](), dict[str, Tensor]()
+    for i, layer in checkpoint.layers.items():
+        own = {name: x for name, x in layer.items() if f"{i}.{name}" not in buffers}
+        prefix = f"{i}."
+        if not any(prefix + name in everything for name in own):
+            sizes = {name: x.numel() for name, x in own.items()}
+            fits = [key for key, trained in tied.items() if trained == {n: sizes.get(n) for n in trained}]
+            prefix = f"{TIED}{fits[0]}." if len(fits) == 1 else prefix
+        for name, x in layer.items():
+            (held if f"{i}.{name}" in buffers or prefix + name in buffers else params).setdefault(prefix + name, x)
+    if not everything:
+        yield from _in_order(checkpoint, params, held)
+        return
+    others = {name: x for name, x in params.items() if name not in everything}  # frozen
+    for i, found in enumerate(names):
+        mine = {name: x for name, x in params.items() if name in found}
+        yield Module(mine | others, held) if i == 0 else Module(mine, {})
+
+
+def _in_order(checkpoint: Checkpoint, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Module]:
+    """Yield the modules of stages that follow one another, each with as many parameters as its optimizer counts."""
+    sizes = []
+    for stage in checkpoint.stages:
+        state = stage.models[0].get("optimizer") or {}
+        groups = state.get("optimizer_state_dict", state).get("param_groups", ())
+        sizes.append(sum(len(group["params"]) for group in groups))
+    names, fit = iter(params), sum(sizes) == len(params)
+    for i, size in enumerate(sizes if fit else [len(params)] + [0] * (len(sizes) - 1)):
+        yield Module({name: params[name] for name in islice(names, size)}, {} if i else buffers, whose=fit)
+
+
+def _names(stage: Stage) -> dict[str, int]:
+    """Return the parameters that a stage trains, with the number of their elements, where its files name them."""
+    found: dict[str, int] = {}
+    for group in stage.models[0].get("param_shapes") or ():
+        found |= {name: torch.Size(shape).numel() for name, shape in group.items()}
+    if not found:
+        for one in stage.slices:
+            for table in one["optimizer_state_dict"]["param_slice_mappings"]:
+                for name, at in table.items():
+                    found[name] = found.get(name, 0) + attributes(at)["numel"]
+    return found
+
+
+def _trained(checkpoint: Checkpoint, i: int, module: Module) -> Trained:
+    """Return what the optimizer of a stage keeps, however it does."""
+    stage, where = checkpoint.stages[i], str(checkpoint.folder)
+    shapes = {name: tuple(x.shape) for name, x in module.params.items()}
+    if (universal := checkpoint.folder / UNIVERSAL).is_dir():
+        for model in stage.models[:1]:
+            for group in model.get("param_shapes") or ():
+                shapes |= {name: tuple(shape) for name, shape in group.items()}
+        return by_name(universal, shapes)
+    if stage.slices:
+        return by_zero(stage, shapes, where)
+    state = stage.models[0].get("optimizer")
+    if not state or not module.whose:
+        reason = "for it does not say whose it is" if state else "which was not saved"
+        return Trained(notes=[f"left out: the optimizer's state, {reason}"])
+    return by_number(state, module.params, where)
+
+
+def _counter(model: Mapping[str, Any], name: str) -> int:
+    value = model.get(name, 0)
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise StorageError("a counter is no count", where=name, got=repr(value)[:80], want="an integer from 0 on")
+    return value
+
+
+def _loss_scale(stage: Stage) -> dict[str, Kept]:
+    """Return the slot of `fds.loss_scale`, of whose rule ZeRO's dynamic scaler is the model."""
+    state = stage.slices[0]["optimizer_state_dict"] if stage.slices else {}
+    scaler = attributes(state.get("loss_scaler"))
+    if not scaler.get("dynamic"):
+        return {}
+    good_steps = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1
+    return {
+        "slots.loss_scale.scale": number(float(scaler["cur_scale"]), torch.float64),
+        "slots.loss_scale.good_steps": number(int(good_steps), torch.int64),
+        "slots.loss_scale.hysteresis": number(int(scaler["cur_hysteresis"]), torch.int64),
+    }
+
+
+def _client_state(model: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return what the user added to the checkpoint, and a note for each entry that is not JSON."""
+    extra, notes = dict[str, Any](), []
+    for key, value in model.items():
+        if key in RESERVED:
+            continue
+        try:
+            extra |= checked_extra({key: value})
+        except StorageError:
+            notes.append(f"left out: client_state[{key!r:.60}], a {type(value).__name__} that is no JSON")
+    return extra, notes
+
+
+def _title(checkpoint: Checkpoint) -> str:
+    first, num_stages = checkpoint.stages[0].models[0], len(checkpoint.stages)
+    config = first.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    words = [f"DeepSpeed {first.get('ds_version')!s:.20}", f"ZeRO {stage!s:.5}",
+             f"{first.get('dp_world_size')!s:.10} data ranks"]  # fmt: skip
+    return ", ".join(words + ([f"{num_stages} pipeline stages"] if num_stages > 1 else []))

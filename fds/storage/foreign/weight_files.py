@@ -1,0 +1,197 @@
+"""Weights as they are shared: safetensors, state dicts of torch.save, and either in shards with an index."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fds.errors import StorageError
+from fds.storage.foreign.kept import Kept, source_of, whole
+from fds.storage.foreign.torch_files import open_torch
+from fds.storage.manifest import Leaf
+from fds.storage.source import Source
+from fds.storage.tensors import CODES, as_bytes, dtype_name
+
+INDEX = ".index.json"
+SAFETENSORS, TORCH = ".safetensors", (".bin", ".pt", ".pth")
+NESTED = ("state_dict", "model", "module")
+MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no longer one either
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+def weights(path: str | os.PathLike) -> Source:
+    """Return the parameters that a file or a directory of Hugging Face or torch.save holds, as "params.<name>".
+
+    Args:
+        path: a .safetensors file; a state dict of torch.save (.bin, .pt, .pth), itself or alone under "state_dict",
+            "model" or "module"; the .index.json of shards of either kind; or a directory with one of these.
+
+    Nothing is read but names, dtypes and shapes until somebody asks for elements. Tensors that share their storage
+    are leaves of equal data. Raises `StorageError` for what is missing, cut off, ambiguous or no tensor, for shards
+    outside the index's directory, and for a name that two shards have.
+    """
+    path = Path(path)
+    file = _in_directory(path) if path.is_dir() else path
+    kept = dict(_indexed(file) if file.name.endswith(INDEX) else _tensors(file).items())
+    return source_of(str(path), {f"params.{name}": one for name, one in kept.items()}, {}, ())
+
+
+def _in_directory(folder: Path) -> Path:
+    """Return the one file of a directory that holds its weights: indices and safetensors before others."""
+    kinds = (f"*{SAFETENSORS}{INDEX}", f"*{SAFETENSORS}", f"*.bin{INDEX}", "pytorch_model.bin")
+    kinds += tuple(f"*{ending}" for ending in TORCH)
+    for kind in kinds:
+        found = sorted(folder.glob(kind))
+        if len(found) > 1:
+            raise StorageError("a directory has several files of weights", where=str(folder),
+                               got=", ".join(p.name for p in found[:5]), want="one, or an index of them all",
+                               hint=f"give the file: weights({str(found[0])!r})")  # fmt: skip
+        if found:
+            return found[0]
+    raise StorageError("there are no weights here", where=str(folder), got=", ".join(sorted(os.listdir(folder))[:5]),
+                       want=f"one of {', '.join(kinds)}")  # fmt: skip
+
+
+def _tensors(file: Path) -> dict[str, Kept]:
+    """Return the leaves of one file by their names in it."""
+    if file.name.endswith(SAFETENSORS):
+        return dict(_safetensors(file))
+    if file.name.endswith(TORCH):
+        found = _state_dict(open_torch(file), str(file))
+        return {name: whole(x, f"{file}: {name}") for name, x in found.items()}
+    raise StorageError("this is no file of weights", where=str(file), got="nothing" if not file.exists() else file.name,
+                       want=f"a name that ends in {', '.join((SAFETENSORS, *TORCH, INDEX))}")  # fmt: skip
+
+
+def _indexed(index: Path) -> Iterator[tuple[str, Kept]]:
+    """Yield the leaves that an index names. Each must be in the shard that it says, and in no other."""
+    try:
+        record = json.loads(index.read_bytes())
+        table: dict[str, str] = record["weight_map"]
+        if not table or not all(isinstance(name, str) for name in (*table, *table.values())):
+            raise ValueError("weight_map is no table of names")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StorageError("an index cannot be read", where=str(index), got=f"{type(error).__name__}: {error}"[:200],
+                           want='{"weight_map": {name: file, ...}}') from error  # fmt: skip
+    seen: dict[str, str] = {}
+    for shard in dict.fromkeys(table.values()):
+        if Path(shard).name != shard or shard.startswith(".") or "\0" in shard or shard.endswith(INDEX):
+            raise StorageError("an index leads out of its directory", where=str(index), got=repr(shard)[:80],
+                               want="the name of a file beside it")  # fmt: skip
+        for name, one in _tensors(index.parent / shard).items():
+            if name in seen:
+                raise StorageError("two shards have a tensor of one name", where=f"{index}: {name}",
+                                   got=f"{seen[name]} and {shard}")  # fmt: skip
+            seen[name] = shard
+            yield name, one
+    for name, shard in table.items():
+        if seen.get(name) != shard:
+            raise StorageError("a tensor is missing from its shard", where=f"{index}: {name}", want=f"in {shard}",
+                               got=f"in {seen[name]}" if name in seen else "nowhere")  # fmt: skip
+    if unknown := seen.keys() - table.keys():
+        name = min(unknown)
+        raise StorageError("a shard has a tensor that the index does not name", where=f"{index}: {name}",
+                           got=f"in {seen[name]}", hint="the shards are of another model than the index")  # fmt: skip
+
+
+def _state_dict(found: Any, where: str) -> dict[str, Any]:
+    """Return the state dict in what torch.save wrote: itself, or the only thing in it that can be one."""
+    if not isinstance(found, dict):
+        raise StorageError("a file holds no state dict", where=where, got=type(found).__name__, want="a dict")
+    if "ds_version" in found:  # a file of a DeepSpeed checkpoint, in whose module may be all weights, or their names
+        module = found.get("module")
+        if not isinstance(module, dict) or any(isinstance(x, Tensor) and not x.numel() for x in module.values()):
+            raise StorageError("this is one of the files of a DeepSpeed checkpoint, and has not the weights",
+                               where=where, hint="give its directory: fds.import_deepspeed(dir, ...)")  # fmt: skip
+        found = {"module": module}
+    nested = [key for key in NESTED if isinstance(found.get(key), dict)]
+    if len(nested) > 1 or (nested and any(isinstance(x, Tensor) for x in found.values())):
+        raise StorageError(
+            "it is not clear which of these is the state dict", where=where, got=", ".join(map(str, found))[:200],
+            want=f"tensors, or one of {', '.join(NESTED)}",
+        )  # fmt: skip
+    found = found[nested[0]] if nested else found
+    if not found:
+        raise StorageError("a state dict is empty", where=where)
+    for name in found:
+        if not isinstance(name, str):
+            raise StorageError("a name in a state dict is no text", where=where, got=repr(name)[:80])
+    return found
+
+
+def _safetensors(file: Path) -> Iterator[tuple[str, Kept]]:
+    """Yield the leaves of a safetensors file; every byte behind the header must be of one of them."""
+    try:
+        with open(file, "rb", opener=_open) as opened:
+            found = os.fstat(opened.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError("it is no file")
+            length = int.from_bytes(opened.read(8), "little")
+            if not 2 <= length <= min(MAX_HEADER, found.st_size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {found.st_size}")
+            header = json.loads(opened.read(length), object_pairs_hook=_once)
+        header.pop("__metadata__", None)
+        places = {name: _place(**entry) for name, entry in header.items()}
+        end = 0
+        for name, (_, _, first, last) in sorted(places.items(), key=lambda one: one[1][2:]):
+            if first != end:
+                raise ValueError(f"{name} begins at byte {first} of the data, and what is before it ends at {end}")
+            end = last
+        if 8 + length + end != found.st_size:
+            raise ValueError(f"{8 + length + end} bytes by its header, and {found.st_size} in the file")
+    except FileNotFoundError as error:
+        raise StorageError("a file is missing", where=str(file)) from error
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise StorageError("a file cannot be read", where=str(file), want="a whole safetensors file",
+                           got=str(error)[:300]) from error  # fmt: skip
+    for name, (code, shape, first, _) in places.items():
+        leaf = Leaf(dtype_name(_DTYPES[code]), shape, ())
+        yield name, Kept(leaf, _reader(file, 8 + length + first, found.st_size))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("a name that stands twice in the header")
+    return found
+
+
+def _place(dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[str, tuple[int, ...], int, int]:
+    first, last = data_offsets
+    if dtype not in _DTYPES:
+        raise ValueError(f"a tensor of dtype {dtype!r:.40}, not one of {', '.join(_DTYPES)}")
+    if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
+        raise ValueError("sizes and places that are no counts")
+    if last - first != math.prod(shape) * _DTYPES[dtype].itemsize:
+        raise ValueError(f"{last - first} bytes for a tensor {dtype} {shape}"[:200])
+    return dtype, tuple(shape), first, last
+
+
+def _reader(file: Path, offset: int, size: int) -> Callable[[int, Tensor], None]:
+    """Return what reads elements of a tensor that begins at a byte of a file of this size."""
+
+    def read(start: int, out: Tensor) -> None:
+        into, done = as_bytes(out).numpy().data, 0
+        try:
+            with open(file, "rb", buffering=0, opener=_open) as opened:
+                if os.fstat(opened.fileno()).st_size != size:
+                    raise OSError("it has another size than before")
+                while done < len(into):
+                    at = offset + start * out.element_size() + done
+                    if not (more := os.preadv(opened.fileno(), [into[done:]], at)):
+                        raise OSError("it ends before its tensors do")
+                    done += more
+        except OSError as error:
+            raise StorageError("a file was changed while it was read", where=str(file), got=str(error)) from error
+
+    return read
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # or opening a pipe would wait for somebody to write

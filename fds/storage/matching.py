@@ -1,0 +1,129 @@
+"""Matching: which leaves of a source are read into a state, and which of the state are made afresh."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from fds.errors import StorageError, StorageWarning, did_you_mean
+from fds.storage.manifest import Leaf
+from fds.storage.source import Source
+
+REMEMBERED = ("opt", "slots")  # what optimizers and transforms remember, beside parameters and counters
+SLOTS = ("init", "drop")
+
+
+@attrs.frozen
+class Options:
+    """How much of a source must match the state, and what of it is read.
+
+    Attributes:
+        slots: "init" in it makes slots that the source lacks afresh, "drop" leaves alone those that the state lacks.
+        strict: whether anything else that differs is refused; if not, it is made afresh or left alone, and reported.
+        params_only: read parameters and buffers; the rest is as `step.init` makes it.
+        without_optimizer: make what the optimizer remembers afresh.
+        without_schedule: count updates from 0 again.
+        foreign: the source is not of fds: it need not have key, counters and buffers, and dtypes may differ.
+    """
+
+    slots: tuple[str, ...] = ()
+    strict: bool = True
+    params_only: bool = False
+    without_optimizer: bool = False
+    without_schedule: bool = False
+    foreign: bool = False
+
+    def read(self, name: str) -> bool:
+        """Return whether a leaf is one of those to be read."""
+        kind = _kind(name)
+        if self.params_only:
+            return kind in ("params", "buffers")
+        return not ((self.without_optimizer and kind == "opt") or (self.without_schedule and name == "step"))
+
+    def may_lack(self, name: str) -> bool:
+        """Return whether the source may lack a leaf of the state, and nobody is told."""
+        if "init" in self.slots and _kind(name) in REMEMBERED:
+            return True
+        return self.foreign and _kind(name) != "params"
+
+    def may_have(self, name: str) -> bool:
+        """Return whether the source may have a leaf that the state lacks, and nobody is told."""
+        if "drop" in self.slots and _kind(name) in REMEMBERED:
+            return True
+        return not self.read(name) or (self.foreign and _kind(name) == "buffers")
+
+
+def checked_slots(slots: Any) -> tuple[str, ...]:
+    """Return the argument `slots` of `load` as a tuple. Raises `StorageError`."""
+    found = (slots,) if isinstance(slots, str) else tuple(slots) if isinstance(slots, Iterable) else (slots,)
+    if any(one not in SLOTS for one in found):
+        raise StorageError("not a way to treat slots that differ", where="slots", got=repr(slots)[:60],
+                           want="'init', 'drop' or both: ('init', 'drop')")  # fmt: skip
+    return found
+
+
+def match(source: Source, want: Mapping[str, Leaf], options: Options) -> dict[str, str]:
+    """Return the name in the source of every leaf of the state that is read.
+
+    Raises `StorageError` for the first leaf that the source and the state do not share, parameters before the rest;
+    warns instead, with `StorageWarning`, of all of them if not strict.
+    """
+    have = source.leaves
+    names = {name: found for name in want if options.read(name) and (found := _found(name, have, want)) is not None}
+    alike = (lambda a, b: a.shape == b.shape) if options.foreign else (lambda a, b: str(a) == str(b))
+    mismatched = [name for name, found in names.items() if not alike(have[found], want[name])]
+    missing = [n for n in want if options.read(n) and n not in names and not options.may_lack(n)]
+    taken = {source.aliases.get(name, name) for name in names.values()}
+    unexpected = [
+        n for n in have if source.aliases.get(n, n) not in taken and not options.may_have(n) and n not in want
+    ]
+    if options.strict:
+        _refuse(source, want, mismatched, missing, unexpected)
+    elif mismatched or missing or unexpected:
+        warnings.warn(StorageWarning(source.where, missing, unexpected, mismatched), stacklevel=4)
+    return {name: found for name, found in names.items() if name not in mismatched}
+
+
+def _found(name: str, have: Mapping[str, Leaf], want: Mapping[str, Leaf]) -> str | None:
+    """Return the name of a leaf in the source: a state dict has buffers among its parameters."""
+    kind, _, rest = name.partition(".")
+    if name not in have and kind == "buffers" and f"params.{rest}" not in want:
+        name = f"params.{rest}"
+    return name if name in have else None
+
+
+def _refuse(
+    source: Source, want: Mapping[str, Leaf], differ: list[str], lacking: list[str], beyond: list[str]
+) -> None:
+    have = source.leaves
+    odd = sorted([*differ, *lacking, *beyond], key=lambda name: _kind(name) != "params")
+    if not odd:
+        return
+    name, hints = odd[0], []
+    if _kind(name) == "params":
+        what = "this is a save of another model" if name in differ else "this save has other parameters"
+    else:
+        what = "this save is of another composition" if _kind(name) in REMEMBERED else "leaves differ"
+    if name in lacking and beyond:
+        hints.append(did_you_mean(name, beyond))
+    if len(odd) > 1:
+        hints.append(f"{len(odd)} leaves differ in all")
+    if _kind(name) in REMEMBERED and name not in differ:
+        hints.append("slots='init' makes what the save lacks afresh" if name in lacking else
+                     "slots='drop' leaves alone what the step lacks")  # fmt: skip
+    if source.composition:
+        by = ", ".join(source.composition)
+        hints.append(f"it was saved by compose({by})" if have[next(iter(have))].chunks else f"it was written by {by}")
+    raise StorageError(
+        f"{what}: {name}", where=source.where,
+        got=f"{have[name]} in the save" if name in have else "nothing in the save",
+        want=f"{want[name]}, as this step has it" if name in want else "nothing, as this step has it",
+        hint="\n".join(filter(None, hints)),
+    )  # fmt: skip
+
+
+def _kind(name: str) -> str:
+    return name.partition(".")[0]

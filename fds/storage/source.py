@@ -1,0 +1,84 @@
+"""Sources: leaves by key path, wherever they are kept, and how to read elements of one."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.errors import StorageError
+from fds.storage.manifest import Chunk, Leaf, Manifest
+from fds.storage.reader import Files
+from fds.storage.tensors import DTYPES, as_bytes
+
+
+@attrs.frozen(eq=False)
+class Source:
+    """Leaves under the key paths of a plain state; everything that reads a save reads one of these.
+
+    Attributes:
+        where: what is read, for people and errors.
+        leaves: dtype and shape by key path; chunks where it is a save.
+        read: `read(name, start, out)` fills `out`, a contiguous CPU tensor (length,) of the leaf's dtype, with the
+            elements of the flattened leaf from `start` on. Raises `StorageError`.
+        extra: what was saved with the state.
+        composition: the transforms that it was made by, where that is known.
+        aliases: the first name of what is there under several, by each of its names.
+    """
+
+    where: str
+    leaves: Mapping[str, Leaf]
+    read: Callable[[str, int, Tensor], None]
+    extra: dict[str, Any] = attrs.field(factory=dict)
+    composition: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = attrs.field(factory=dict)
+
+
+def saved(manifest: Manifest, folders: list[Path], *, verify: bool = True) -> Source:
+    """Return a save as a source, given its manifest and the folders in which its files may be."""
+    home = {name: next((f for f in folders if (f / name).exists()), folders[0]) for name in manifest.files}
+    opened = {f: Files(f, {n: x for n, x in manifest.files.items() if home[n] == f}, verify) for f in folders}
+
+    def read(name: str, start: int, out: Tensor) -> None:
+        done, end = start, start + out.numel()
+        chunks = manifest.leaves[name].chunks
+        first = bisect.bisect_right(chunks, start, key=lambda chunk: chunk.start + chunk.length)
+        for chunk in itertools.islice(chunks, first, None):
+            if done == end or chunk.start > done:
+                break
+            high = min(end, chunk.start + chunk.length)
+            into = out[done - start : high - start]
+            whole = into if len(into) == chunk.length else torch.empty(chunk.length, dtype=out.dtype)
+            _read_chunk(whole, chunk, name)
+            if whole is not into:
+                into.copy_(whole[done - chunk.start : high - chunk.start])
+            done = high
+        if done < end:
+            raise _elsewhere(name, done, end, manifest, folders)
+
+    def _read_chunk(out: Tensor, chunk: Chunk, name: str) -> None:
+        folder = home[chunk.file]
+        where = f"{folder / chunk.file}: {name}"
+        opened[folder].read(chunk.file, chunk.offset, as_bytes(out), chunk.checksum, where)
+
+    return Source(str(folders[0]), manifest.leaves, read, manifest.extra, manifest.composition)
+
+
+def blank_like(leaf: Leaf, length: int) -> Tensor:
+    """Return CPU memory for `length` elements of a leaf, with anything in it."""
+    return torch.empty(length, dtype=DTYPES[leaf.dtype], device="cpu")
+
+
+def _elsewhere(name: str, start: int, end: int, manifest: Manifest, folders: list[Path]) -> StorageError:
+    assert manifest.part is not None, "the chunks of a whole save tile its leaves"
+    return StorageError(
+        "this part of the save is with another rank", where=f"{folders[0]}: {name}",
+        got=f"what rank {manifest.part[0]} of {manifest.part[1]} held", want=f"elements {start} to {end}",
+        hint="go on with the ranks, stages and pipeline of the save, or bring the folders rank0, rank1, ... together",
+    )  # fmt: skip

@@ -1,0 +1,45 @@
+"""Verifying: a save is read whole, and every fault of it told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fds.errors import StorageError
+from fds.storage.blocks import spans
+from fds.storage.folders import find, tags
+from fds.storage.opening import open_source
+from fds.storage.source import blank_like
+
+
+def verify(path: str | os.PathLike, tag: str | None = None) -> list[str]:
+    """Read every byte of a save, compare every checksum, and return what is wrong, a line each: none if it is whole.
+
+    A fault of a whole file is told once. One chunk is in memory at a time. Takes what `open_source` takes. Raises
+    `StorageError` where there is no such save.
+    """
+    is_run = bool(tags(Path(path)))
+    if is_run:
+        find(Path(path), tag)  # what is not there is no fault of it
+    try:
+        source = open_source(path, tag)
+    except StorageError as error:
+        if not is_run:
+            raise
+        return [line(error)]
+    found: dict[tuple, list[StorageError]] = {}
+    for name, leaf in source.leaves.items():
+        file_at = {chunk.start: chunk.file for chunk in leaf.chunks}
+        kept = ((chunk.start, chunk.length) for chunk in leaf.chunks)  # the rest may be with other ranks
+        for start, length in kept if is_run else spans(leaf):
+            try:
+                source.read(name, start, blank_like(leaf, length))
+            except StorageError as error:
+                found.setdefault((file_at.get(start), error.what, error.got, error.want), []).append(error)
+    return [line(same[0]) + (f", and {len(same) - 1} more such chunks" if same[1:] else "") for same in found.values()]
+
+
+def line(error: StorageError) -> str:
+    """Return an error as one line."""
+    fields = [f"{name} {text}" for name, text in (("got", error.got), ("want", error.want)) if text]
+    return " ".join(f"{error.where}: {error.what}{' (' + ', '.join(fields) + ')' if fields else ''}".split())

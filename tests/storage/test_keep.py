@@ -1,0 +1,158 @@
+"""`keep=n`: older tags go, and only when the newer one is complete."""
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+
+import fds
+from fds.errors import StorageError
+from fds.storage import folders
+from tests.storage.faults import at_request
+from tests.storage.holding import held
+from tests.storage.states import Template, num_calls, rewrite, small_state
+from tests.storage.topologies import Topology
+
+STEP = Template(small_state())
+
+
+def save(dir, calls, tag=None, **kwargs):
+    return fds.save(dir, small_state(calls), STEP, tag, **kwargs)
+
+
+def found(dir, tag=None):
+    return num_calls(fds.load(dir, STEP, {}, tag=tag)[0])
+
+
+def test_the_newest_are_kept_and_without_it_all_are(tmp_path):
+    for calls in (1, 2, 3):
+        save(tmp_path, calls)
+    assert len(folders.tags(tmp_path)) == 3
+    save(tmp_path, 4, keep=2)
+    assert folders.tags(tmp_path) == ["step00000003", "step00000004"] and found(tmp_path) == 4
+    save(tmp_path, 5, keep=7)
+    assert len(folders.tags(tmp_path)) == 3
+    save(tmp_path, 6, keep=1)
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "step00000006"]
+
+
+def test_the_age_of_a_save_is_when_it_was_made_and_not_its_name(tmp_path):
+    for calls, tag in ((1, "z"), (2, "a"), (3, "m")):
+        save(tmp_path, calls, tag)
+    save(tmp_path, 4, "b", keep=3)
+    assert folders.tags(tmp_path) == ["a", "b", "m"]
+    save(tmp_path, 5, "a", keep=2)  # replaced: now it is the newest
+    assert folders.tags(tmp_path) == ["a", "b"] and found(tmp_path, "a") == 5
+
+
+def test_a_tag_that_is_replaced_counts_once(tmp_path):
+    save(tmp_path, 1, "first")
+    for calls in (2, 3, 4):
+        save(tmp_path, calls, "best", keep=2)
+        assert folders.tags(tmp_path) == ["best", "first"] and found(tmp_path) == calls
+    save(tmp_path, 5, "best", keep=1)
+    assert folders.tags(tmp_path) == ["best"]
+
+
+def test_what_cannot_be_read_is_nobodys_to_remove(tmp_path):
+    save(tmp_path, 1, "broken")
+    (tmp_path / "broken" / "manifest.json").write_text("{")
+    save(tmp_path, 2, "newer")
+    rewrite(tmp_path / "newer", lambda record: {"format": 3})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("mine")
+    (tmp_path / "notes").write_text("mine")
+    for calls in (3, 4, 5):
+        save(tmp_path, calls, keep=2)
+    assert folders.tags(tmp_path) == ["broken", "newer", "step00000004", "step00000005"]
+    assert (tmp_path / "mine" / "notes").read_text() == (tmp_path / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize("date", ["", "~~~", "\U0010ffff", "9999"])
+def test_no_date_of_another_save_costs_the_new_one_its_place(tmp_path, date):
+    save(tmp_path, 1, "odd")
+    rewrite(tmp_path / "odd", lambda record: record.update(saved=date))
+    save(tmp_path, 2, "new", keep=1)
+    assert folders.tags(tmp_path) == ["new"] and found(tmp_path) == 2
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, False, "3", 1.0, [1]])
+def test_what_is_no_number_of_saves_is_refused(tmp_path, keep):
+    for begin in (fds.save, fds.save_async):
+        with pytest.raises(StorageError) as error:
+            begin(tmp_path / "run", small_state(), STEP, keep=keep)
+        assert (error.value.where, error.value.got) == ("keep", repr(keep))
+    assert not os.listdir(tmp_path)
+
+
+def test_an_error_at_any_request_leaves_the_last_complete_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # no power fails here, and fsync takes the time
+
+    def fail(request):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    n, refused = 0, 0
+    while True:
+        dir = tmp_path / str(n)
+        save(dir, 1)
+        save(dir, 2)
+        try:
+            with at_request(n, fail) as made:
+                save(dir, 3, keep=1)
+        except StorageError:
+            refused += 1
+            if "replace" not in made[:n]:
+                assert found(dir) == 2 and folders.tags(dir) == ["step00000001", "step00000002"]
+            assert found(dir) in (2, 3)
+        else:
+            assert found(dir) == 3
+            if len(made) <= n:
+                break  # there was no such request
+        save(dir, 4, keep=1)
+        assert sorted(os.listdir(dir)) == [".lock", "latest", "step00000004"]
+        n += 1
+    assert folders.tags(dir) == ["step00000003"] and refused >= 20
+
+
+def test_while_a_save_runs_in_the_background_the_older_ones_are_there(tmp_path):
+    save(tmp_path, 1)
+    with held(after=True) as go:
+        saving = fds.save_async(tmp_path, small_state(2), STEP, keep=1)
+        assert folders.tags(tmp_path) == ["step00000001"] and found(tmp_path) == 1
+        go.set()
+        saving.wait()
+    assert folders.tags(tmp_path) == ["step00000002"] and found(tmp_path) == 2
+
+
+def test_a_save_in_the_background_that_fails_costs_no_older_one(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def fail(path, head, spans):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fds.storage.background, "_write_aside", fail)
+    saving = fds.save_async(tmp_path, small_state(2), STEP, keep=1)
+    with pytest.raises(StorageError, match="No space left"):
+        saving.wait()
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "step00000001"] and found(tmp_path) == 1
+
+
+def test_ranks_keep_as_many_and_agree_on_the_number(tmp_path):
+    def body(keep):
+        step = fds.compose(Topology(2, 1).shard(), fds.sgd(0.1))(lambda params, batch: (params * batch).sum())
+        state = step.init(torch.ones(40))
+        for _ in range(3):
+            state, _ = step(state, torch.ones(()))
+            fds.save(tmp_path, state, step, keep=2)
+        try:
+            fds.save(tmp_path, state, step, keep=keep())
+        except StorageError as error:
+            return str(error)
+
+    told = fds.simulate(lambda: body(lambda: 1 + fds.mesh(dp=-1).rank), 2)
+    assert told[0] == told[1] and "the ranks do not agree on the options" in told[0] and "keep=2" in told[0]
+    assert folders.tags(tmp_path) == ["step00000002", "step00000003"]
+    assert json.loads((tmp_path / "step00000003" / "manifest.json").read_text())["files"].keys() == {
+        "rank0.safetensors", "rank1.safetensors"}  # fmt: skip
