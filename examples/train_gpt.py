@@ -120,7 +120,8 @@ def train(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> int
                 display.show(log)
                 display.tell(log)
             if saves:
-                fds.save(out / "save", state, step, tag="last", extra={"text": text.digest})
+                save = fds.save if stops else fds.save_async  # the steps go on; what is last is waited for
+                save(out / "save", state, step, tag="last", extra={"text": text.digest})
             if evaluates or saves:
                 log.pause()
             if stops:
