@@ -8,7 +8,7 @@ READY := .venv/.ready
 PEERS := .venv-peers/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test laws lint bench-plain bench-sharding bench-pipeline gallery golden clean
+.PHONY: help setup train test laws lint bench-plain bench-sharding bench-pipeline bench-storage gallery golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -37,6 +37,9 @@ bench-sharding: $(PEERS)  ## time sharded training beside DDP, FSDP2 and DeepSpe
 
 bench-pipeline: $(PEERS)  ## time pipelines beside DeepSpeed's and torch's (needs .venv-peers, large)
 	@.venv-peers/bin/python benchmarks/pipeline.py $(ARGS)
+
+bench-storage: $(READY)  ## time saving and loading beside torch's, and raw writes
+	@$(BIN)/python benchmarks/storage.py $(ARGS)
 
 gallery: $(READY)  ## draw the schedules of docs/pipelines.md again, into docs/images
 	@$(BIN)/python docs/draw_schedules.py $(ARGS)
