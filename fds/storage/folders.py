@@ -95,7 +95,8 @@ def publish(dir: Path, tag: str, keep: int | None = None) -> Iterator[Path]:
                     sync(created.parent)
                 _put_in_place(dir, tag, new)
                 if keep is not None:
-                    _forget(dir, tag, keep)
+                    with contextlib.suppress(OSError):  # the next save tries again
+                        _forget(dir, tag, keep)
             finally:
                 with contextlib.suppress(OSError):  # the next save says why
                     _clear(dir)

@@ -6,6 +6,7 @@ held. Whoever sees several of them reads them as one; with all of them in one pl
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -51,8 +52,9 @@ def _seen(dir: Path, own: Path) -> dict[str, list[tuple[Path, Manifest]]]:
     for run in [own, *runs]:
         for tag in tags(run):
             folder = find(run, tag)
-            seen.setdefault(tag, []).append((folder, read_manifest(folder)))
-    return seen
+            with contextlib.suppress(StorageError):  # of one of many; if it is needed, it is missing
+                seen.setdefault(tag, []).append((folder, read_manifest(folder)))
+    return {tag: found for tag, found in seen.items() if found}
 
 
 def _indices(found: list[tuple[Path, Manifest]]) -> list[int]:

@@ -73,15 +73,15 @@ def parts_of(state: State, index: int) -> dict[str, Part]:
 
 
 def blank(step: Step, template: State, device: torch.device) -> State:
-    """Return memory for a state like `template`: zeros, and between parts of a slice what `step.init` puts there."""
-
-    def zeros(x: Tensor, device: torch.device) -> Tensor:
-        return torch.zeros(x.shape, dtype=x.dtype, device=device)  # large ones are not touched before they are read
-
+    """Return memory for a state like `template`, with anything in its parts and what `step.init` puts between them."""
     sharded = isinstance(template.params, Sharded)
     shown = attrs.evolve(template, opt={}) if sharded else template
-    on = {name: torch.device("cpu") for name in ON_HOST}
-    state = tree.flatten(shown)[1]([zeros(x, on.get(name, device)) for name, x in tree.paths(shown).items()])
+    make = torch.zeros if sharded else torch.empty  # empty ones are not touched before they are read
+    leaves = [
+        make(x.shape, dtype=x.dtype, device="cpu" if name in ON_HOST else device)
+        for name, x in tree.paths(shown).items()
+    ]
+    state = tree.flatten(shown)[1](leaves)
     if not sharded:
         return state
     structure, held = step.structure_of(state.params)

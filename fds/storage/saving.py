@@ -36,11 +36,12 @@ def save(
         step: whose state it is; its composition is written down for people to read.
         tag: the name of this save, `step00000012` after 12 calls unless given; one that exists is replaced.
         extra: what else the run needs to go on (a loader's position): a dict that JSON gives back as it is. Of several
-            ranks, the first one's is written.
+            ranks the first one's is written, with `local` everyone's own.
         keep: how many tags may stay, this one included; older ones are removed when this one is complete.
         tag_validation: what to do where ranks name different tags: "fail", "warn" and "ignore" take the first rank's.
         local: for ranks without a common file system: each keeps what it holds in a directory of its own,
-            `dir/rank0`, `dir/rank1`, ..., which `load(..., local=True)` reads.
+            `dir/rank0`, `dir/rank1`, ..., which `load(..., local=True)` reads. Whoever is killed while a tag is being
+            replaced may leave the old one on some ranks and the new one on others, and neither loads: name tags anew.
 
     Waits for a `save_async` of this thread that is still being written. Raises `StorageError` for whatever cannot be
     written or the file system refuses, on every rank if on any; `DonatedStateError` for a state that was given up;
