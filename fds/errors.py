@@ -77,7 +77,7 @@ class StorageWarning(UserWarning):
     def __init__(self, where: str, missing: list[str], unexpected: list[str], mismatched: list[str]):
         self.where, self.missing, self.unexpected, self.mismatched = where, missing, unexpected, mismatched
         found = (("missing", missing), ("unexpected", unexpected), ("of another shape or dtype", mismatched))
-        lines = [f"  {what}: {', '.join(names)}" for what, names in found if names]
+        lines = [f"  {what}: {_grouped(names)}" for what, names in found if names]
         super().__init__("\n".join([f"{where} does not match the step", *lines]))
 
 
@@ -91,6 +91,15 @@ class PlanError(FdsError):
 
 class RankError(FdsError):
     """Report ranks that died, hung, or took different paths."""
+
+
+def _grouped(names: list[str]) -> str:
+    """Return names as text; of many below one slot, their number."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(".".join(name.split(".")[: 2 if name.startswith(("opt.", "slots.")) else 1]), []).append(name)
+    parts = (f"{group}.* ({len(held)})" if len(held) > 8 else ", ".join(held) for group, held in groups.items())
+    return ", ".join(parts)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -104,7 +104,7 @@ class Step:
         Raises `BatchError`, `LossError`, `StateError`, `DonatedStateError`; the state is then as it was, but for what
         a loss that is refused for it wrote there itself.
         """
-        structure, parts = self._check(state)
+        structure, parts = self.check(state)
         assert self.optimizer is not None
 
         # from the batch to one summed gradient
@@ -137,12 +137,14 @@ class Step:
         flat, flat_opt = [x.view(-1) for x in trained], structure.flat_slots(opt)
         if self.place.donate:
             state.token.spent_at = int(state.calls)
+        if over:
+            # fused kernels do not: a graph that saved these must fail, and a save that reads them under another token
+            slices = [x for slot in flat_opt.values() for x in slot if x is not None]
+            torch.autograd.graph.increment_version([*flat, *slices, *tree.leaves(after)])
         new, new_opt = self.optimizer.update(
             [g.view(-1) for g in grads.leaves], flat_opt, flat, step=state.step, lr=lr, grad_scale=grads.scale,
             skip=skip, segments=structure.segments, axes=self.reduce.axes,
         )  # fmt: skip
-        if over:
-            torch.autograd.graph.increment_version(flat)  # fused kernels do not: a graph that saved these must fail
         if new is not flat or new_opt is not flat_opt:  # ours write in place and return what they were given
             trained = [x.view(old.shape) for x, old in zip(new, trained, strict=True)]
             opt = structure.name_slots(new_opt)
@@ -220,7 +222,7 @@ class Step:
             self.structures[key] = Structure.of(params, self)
         return self.structures[key], leaves
 
-    def _check(self, state: Any) -> tuple[Structure, list[Tensor]]:
+    def check(self, state: Any) -> tuple[Structure, list[Tensor]]:
         """Return structure and leaves of a state that this step can take. Raises `StateError` for any other."""
         check.usable(state, "step")
         structure, leaves = self.structure_of(state.params)

@@ -7,10 +7,12 @@ which the kernel opens if it dies.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,13 +24,15 @@ import attrs
 from fds.errors import StorageError
 from fds.state import State
 from fds.step import Step
-from fds.storage import writer
+from fds.storage import aside, writer
 from fds.storage.draft import Draft, Record, TagValidation
 from fds.storage.folders import refusing, told
+from fds.storage.locks import lock_file
 from fds.storage.together import Ranks
 
 POLL = 0.005  # seconds between looks at what other ranks have told
 
+_unheard: set[Saving] = set()  # that nobody has waited for
 _begun = threading.local()  # the save of this thread that nobody has waited for; simulated ranks are threads
 
 
@@ -41,6 +45,7 @@ class Saving:
     forget: Callable[[], None] | None = attrs.field(repr=False)  # what is left to do when all ranks have written theirs
     thread: threading.Thread | None = attrs.field(init=False, repr=False, default=None)
     error: BaseException | None = attrs.field(init=False, default=None)  # that this rank met with
+    pid: int = attrs.field(init=False, repr=False, factory=os.getpid)
 
     def done(self) -> bool:
         """Return whether this rank has nothing to do for it any more; on the first rank, whether it has ended."""
@@ -52,10 +57,11 @@ class Saving:
 
         Raises, on every rank, the `StorageError` of whatever went wrong, and `RankError` if a rank is lost.
         """
-        if getattr(_begun, "saving", None) is self:
-            _begun.saving = None
-        self._join()
         with self.ranks.together():
+            self._join()
+            _unheard.discard(self)
+            if getattr(_begun, "saving", None) is self:
+                _begun.saving = None
             if self.error is not None:
                 raise self.error
         if self.forget is not None:
@@ -71,6 +77,9 @@ class Saving:
         self.wait() if kind is None else self._join()  # where one rank fails, others may never come to wait
 
     def _join(self) -> None:
+        if os.getpid() != self.pid:
+            raise StorageError("a process that was forked cannot wait for its parent's save", where=str(self.folder),
+                               got=f"process {os.getpid()}", want=f"process {self.pid}")  # fmt: skip
         assert self.thread is not None
         self.thread.join()
 
@@ -106,20 +115,18 @@ def save_async(
             draft.begin(beginning)
         with draft.ranks.together(), refusing(draft.dir):
             if not draft.leads:
-                beginning.enter_context(_alive(draft))
+                beginning.enter_context(lock_file(_path(draft, draft.ranks.index, "lock")))  # says that it lives
         try:
-            with draft.ranks.together():  # before any rank waits for its thread: simulated ranks take turns
-                saving.thread = threading.Thread(
-                    target=_work, name="fds-save",
-                    args=(saving, draft, state.token.readers, beginning.pop_all(), refused),
-                )  # fmt: skip
-                state.token.readers.add(saving)
-                saving.thread.start()
+            # The thread starts before any rank may wait for it, for simulated ranks take turns; so it may have to
+            # learn that another rank could not start its own.
+            with draft.ranks.together():
+                _start(saving, draft, state.token.readers, beginning, refused)
         except BaseException:
-            refused.set()  # another rank could not begin
+            refused.set()
             if saving.thread is not None:
                 saving.thread.join()
             raise
+    _unheard.add(saving)
     _begun.saving = saving
     return saving
 
@@ -131,12 +138,36 @@ def await_previous() -> None:
         saving.wait()
 
 
+@atexit.register
+def _say_unheard() -> None:
+    """Tell of saves that failed while nobody waited: the program has ended, and so have they."""
+    for saving in _unheard:
+        if saving.error is not None and saving.pid == os.getpid():
+            print(f"fds: a save in the background failed, and nobody waited for it\n{saving.error}", file=sys.stderr)
+
+
+def _start(
+    saving: Saving, draft: Draft, readers: set, beginning: contextlib.ExitStack, refused: threading.Event
+) -> None:
+    """Start the thread that writes; it ends what has begun."""
+    begun = beginning.pop_all()
+    readers.add(saving)
+    try:
+        thread = threading.Thread(target=_work, args=(saving, draft, readers, begun, refused), name="fds-save")
+        thread.start()
+    except BaseException:
+        readers.discard(saving)
+        beginning.push(begun)
+        raise
+    saving.thread = thread
+
+
 def _work(
     saving: Saving, draft: Draft, readers: set, begun: contextlib.ExitStack, refused: threading.Event
 ) -> None:
     """Write this rank's part; then tell of it, or give the whole its name."""
     try:
-        with begun, refusing(draft.dir):
+        with refusing(draft.dir), begun:
             try:
                 try:
                     # pinned memory is the driver's, and no other process may read it
@@ -152,18 +183,16 @@ def _work(
             except BaseException:
                 if not draft.leads:  # told before the lock opens, or this rank would count as lost
                     with contextlib.suppress(OSError):
-                        _tell(draft, None)
+                        os.rename(_path(draft, draft.ranks.index, "lock"), _path(draft, draft.ranks.index, "json"))
                 raise
     except _Elsewhere:
         pass  # the rank that failed says why
     except BaseException as error:
         saving.error = error
-        if not threading.main_thread().is_alive():
-            raise  # nobody is left to wait for it: say so at the end of the program
 
 
 def _write_aside(path: str, head: bytes, spans: list[tuple[int, int]]) -> Any:
-    with writer.aside() as process:
+    with aside.process() as process:
         return process.write(path, head, spans)
 
 
@@ -171,17 +200,8 @@ class _Elsewhere(Exception):
     """Another rank's part of the save failed."""
 
 
-@contextlib.contextmanager
-def _alive(draft: Draft) -> Iterator[None]:
-    """Hold the lock that says that this rank lives. Raises `OSError`."""
-    with open(_path(draft, draft.ranks.index, "lock"), "xb") as file:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-
-
-def _tell(draft: Draft, record: Record | None) -> None:
-    """Tell the first rank what this one wrote, or that it failed. Raises `OSError`."""
+def _tell(draft: Draft, record: Record) -> None:
+    """Tell the first rank what this one wrote. Raises `OSError`."""
     path = _path(draft, draft.ranks.index, "json")
     unfinished = path.with_suffix(".new")
     unfinished.write_text(json.dumps(record))
@@ -198,20 +218,20 @@ def _heard(draft: Draft, refused: threading.Event) -> Iterator[Record]:
             if _died(_path(draft, rank, "lock")) and not path.exists():
                 raise StorageError("a rank was lost before its part of the save was written", where=f"rank {rank}")
             time.sleep(POLL)
-        record = json.loads(path.read_text())
-        if record is None:
+        text = path.read_text()
+        if not text:  # the lock's file under this name: on a full disk nothing else can be told
             raise _Elsewhere
-        yield record
+        yield json.loads(text)
 
 
 def _died(path: Path) -> bool:
     """Return whether nobody holds the lock of a rank that has not told yet."""
-    with open(path, "rb") as file:
-        try:
+    try:
+        with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
+    except OSError:
+        return False  # it is held, or has just told that it failed
+    return True
 
 
 def _path(draft: Draft, rank: int, kind: str) -> Path:

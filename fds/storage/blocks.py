@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from fds.storage.manifest import Leaf
-from fds.storage.source import Source, blank_like
+from fds.storage.source import Source, piece
 from fds.storage.tensors import DTYPES
 from fds.storage.writer import BLOCK
 
@@ -33,6 +33,4 @@ def blocks(source: Source, name: str) -> Iterator[tuple[int, Tensor]]:
     Raises `StorageError` for what cannot be read.
     """
     for start, length in spans(source.leaves[name]):
-        out = blank_like(source.leaves[name], length)
-        source.read(name, start, out)
-        yield start, out
+        yield start, piece(source, name, start, length)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fds.errors import StorageError
-from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step
 from fds.storage.folders import checked_tag, forget, publish, unpublished
@@ -75,15 +74,18 @@ class Draft:
         keep: int | None, tag_validation: TagValidation, local: bool,
     ) -> Draft:  # fmt: skip
         """Return what is to be saved; all ranks call it. Raises `StorageError`, on every rank, for what cannot be."""
-        if not isinstance(state, State):
-            raise StorageError("what is to be saved is no state", got=repr(type(state).__name__), want="a State",
+        if isinstance(step, State):
+            raise StorageError("state and step have changed places", got=type(state).__name__, want="a State",
                                hint="fds.save(dir, state, step)")  # fmt: skip
         ranks = Ranks.of(step)
         with ranks.together() as said:
+            dir = Path(dir).absolute()  # the process may change its own while it is written
+            if not isinstance(state, State):
+                raise StorageError("what is to be saved is no state", got=repr(type(state).__name__), want="a State",
+                                   hint="fds.save(dir, state, step)")  # fmt: skip
             state.check("save")
             _refuse_options(keep, tag_validation)
-            if isinstance(state.params, Sharded):
-                step.structure_of(state.params)  # refuses slices of another step
+            step.check(state)
             parts, extra, calls = parts_of(state, ranks.slice), checked_extra(extra), int(state.calls)
             tag = f"step{calls:08d}" if tag is None else checked_tag(tag)
             refuse_unwritable({name: part.tensor for name, part in parts.items()})
@@ -111,7 +113,7 @@ class Draft:
     def begin(self, saving: contextlib.ExitStack) -> None:
         """Make the folder to write into, on the rank that does. Raises `StorageError`."""
         if self.leads:
-            saving.enter_context(publish(self.dir, self.tag, None if self.local else self.keep))
+            saving.enter_context(publish(self.dir, self.tag, None if self.local else self.keep, stays=self.local))
 
     def write(self, write: Write) -> Record:
         """Write this rank's share and return the record of it. Raises `OSError`, and `StorageError`."""
@@ -139,12 +141,14 @@ class Draft:
 
     @property
     def forgets_later(self) -> bool:
-        """Whether older tags stay until all ranks have given this one its name, for which they must meet."""
-        return self.local and self.keep is not None
+        """Whether what is replaced, and older tags, stay until all ranks have given this one its name.
+
+        For that they must meet.
+        """
+        return self.local
 
     def forget(self) -> None:
-        """Remove older tags of this rank; all ranks have this one. Raises `StorageError`."""
-        assert self.keep is not None
+        """Remove what this tag replaced, and older tags of this rank; all ranks have it. Raises `StorageError`."""
         forget(self.dir, self.tag, self.keep)
 
     def manifest(self, records: list[Record]) -> Manifest:

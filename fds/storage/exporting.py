@@ -24,7 +24,7 @@ from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step
 from fds.storage.blocks import blocks
-from fds.storage.manifest import Leaf
+from fds.storage.manifest import MAX_INT, Leaf
 from fds.storage.opening import open_source
 from fds.storage.parts import parts_of
 from fds.storage.placing import INDEX, placed, refusing
@@ -77,10 +77,10 @@ def export_weights(
         raise StorageError("a saved run is exported by one process, without a step", where="export_weights",
                            got="step=...", want="a state with its step, or a directory without one")  # fmt: skip
     saved = open_source(source, tag)
-    draft = Draft.of(saved.leaves, Path(path), dtype, tree, max_shard_bytes)
-    with draft.publishing() as folder, refusing(draft.folder):
-        draft.write(folder, ((name, *block) for name in draft.places for block in blocks(saved, name)))
-    return draft.paths
+    export = Export.of(saved.leaves, Path(path), dtype, tree, max_shard_bytes)
+    with export.publishing() as folder, refusing(export.folder):
+        export.write(folder, ((name, *block) for name in export.places for block in blocks(saved, name)))
+    return export.paths
 
 
 def refuse_options(dtype: Any, max_shard_bytes: Any) -> None:
@@ -111,17 +111,17 @@ def _export_state(
     ranks.refuse_different(said.all)
     union = Union.of(parts, ranks)
     with ranks.together():
-        draft = Draft.of(union.leaves, path, dtype, tree, max_shard_bytes)
-    mine = {name: part for name, part in parts.items() if name in draft.places}
+        export = Export.of(union.leaves, path, dtype, tree, max_shard_bytes)
+    mine = {name: part for name, part in parts.items() if name in export.places}
     with contextlib.ExitStack() as publishing:
         with ranks.together() as said:
-            said.mine = str(publishing.enter_context(draft.publishing())) if ranks.index == 0 else ""
-        with ranks.together(), refusing(draft.folder):
+            said.mine = str(publishing.enter_context(export.publishing())) if ranks.index == 0 else ""
+        with ranks.together(), refusing(export.folder):
             pieces = own(mine, union, ranks)
-            draft.write(Path(said.all[0]), ((piece.name, piece.start, piece.tensor) for piece in pieces))
+            export.write(Path(said.all[0]), ((piece.name, piece.start, piece.tensor) for piece in pieces))
         with ranks.together():
             publishing.close()  # from here on the files have their names
-    return draft.paths
+    return export.paths
 
 
 def _refuse_part_of_a_state(state: State) -> None:
@@ -146,7 +146,7 @@ class Place:
 
 
 @attrs.frozen(eq=False)
-class Draft:
+class Export:
     """The files of an export before they are written: the same on all ranks.
 
     Attributes:
@@ -166,7 +166,7 @@ class Draft:
     @classmethod
     def of(
         cls, leaves: Mapping[str, Leaf], path: Path, dtype: torch.dtype | None, tree: str, max_shard_bytes: int
-    ) -> Draft:
+    ) -> Export:
         """Return the plan of the files, given all leaves. Raises `StorageError` for a tree that is not there."""
         names, alone = _names(leaves, tree), path.suffix == ".safetensors"
         as_ = {key: _cast(DTYPES[leaves[key].dtype], dtype) for key in names}
@@ -178,7 +178,7 @@ class Draft:
                 room = max_shard_bytes
             shards[-1].append(key)
             room -= size[key]
-        draft = cls(path.parent if alone else path, {}, {}, {}, None)
+        export = cls(path.parent if alone else path, {}, {}, {}, None)
         for i, shard in enumerate(shards):
             shard.sort(key=lambda key: -as_[key].itemsize)  # so that every tensor starts aligned
             many = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
@@ -186,13 +186,15 @@ class Draft:
             head = header((names[key], as_[key], leaves[key].shape) for key in shard)
             end = len(head)
             for key in shard:
-                draft.places[key] = Place(file, end, as_[key])
+                export.places[key] = Place(file, end, as_[key])
                 end += size[key]
-            draft.heads[file], draft.num_bytes[file] = head, end
+            if end > MAX_INT:
+                raise StorageError("no file is so large", where=file, got=f"{end} bytes")
+            export.heads[file], export.num_bytes[file] = head, end
         if len(shards) == 1:
-            return draft
-        files = {names[key]: place.file for key, place in draft.places.items()}
-        return attrs.evolve(draft, index={"metadata": {"total_size": sum(size.values())}, "weight_map": files})
+            return export
+        files = {names[key]: place.file for key, place in export.places.items()}
+        return attrs.evolve(export, index={"metadata": {"total_size": sum(size.values())}, "weight_map": files})
 
     @property
     def paths(self) -> list[Path]:

@@ -25,7 +25,8 @@ def on_host(tensors: Iterable[Tensor], after: torch.cuda.Event | None) -> list[T
     """
     if after is None:
         return [_plain(x).to("cpu").contiguous() for x in tensors]
-    stream = torch.cuda.Stream()
+    tensors = list(tensors)
+    stream = torch.cuda.Stream(next(x.device for x in tensors if x.is_cuda))  # this thread may be at another device
     stream.wait_event(after)
     with torch.cuda.stream(stream):
         found = [_pinned(_plain(x)) if x.is_cuda else _plain(x).contiguous() for x in tensors]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor
 
 from fds import tree
+from fds.errors import StorageError
 from fds.state import State
 from fds.step import Step, beginning
 from fds.storage import local as by_rank
 from fds.storage.blocks import spans
 from fds.storage.folders import find
+from fds.storage.held import Held
 from fds.storage.manifest import Leaf, read_manifest
 from fds.storage.matching import Options, checked_slots, match
 from fds.storage.parts import Part, blank, parts_of
@@ -60,7 +63,8 @@ def load(
         strict: whether to refuse everything else that differs. If not, it is made afresh or left alone, and a
             `StorageWarning` lists exactly what was missing, unexpected, or of another shape or dtype.
         params_only: read parameters and module buffers; the run begins anew: counters at 0, key `0`.
-        without_optimizer: make what the optimizer remembers afresh.
+        without_optimizer: make what the optimizer remembers afresh. Its bias corrections go on from `state.step`, as if
+            the averages were old ones: `without_schedule=True` begins them again too.
         without_schedule: count updates from 0 again: schedules, and what else depends on `state.step`, restart.
         verify: compare the bytes that are read with their checksums.
         local: read what `save(..., local=True)` wrote: each rank its own directory, and those of others that it sees;
@@ -72,8 +76,9 @@ def load(
     """
     ranks = Ranks.of(step)
     with ranks.together():
+        path = Path(dir)
         options = Options(checked_slots(slots), strict, params_only, without_optimizer, without_schedule)
-    source = by_rank.opened(Path(dir), tag, ranks, verify) if local else _opened(Path(dir), tag, ranks, verify)
+    source = by_rank.opened(path, tag, ranks, verify) if local else _opened(path, tag, ranks, verify)
     return fill(source, step, params, options, ranks), source.extra
 
 
@@ -101,6 +106,9 @@ def fill(source: Source, step: Step, params: Any, options: Options, ranks: Ranks
     if "params" in afresh:
         template = step.init(params, key=key)
     with ranks.together():
+        if "params" in afresh and device.type != "meta" and any(x.is_meta for x in tree.leaves(template.params)):
+            raise StorageError("what the save lacks has no values", where=source.where, got="meta tensors",
+                               want="parameters with values, or a recipe that makes them")  # fmt: skip
         state = template if "params" in afresh else blank(step, template, device)
         _read(parts_of(attrs.evolve(state, opt={}, slots={}), ranks.slice), names, source)
     held = state.params
@@ -115,16 +123,32 @@ def fill(source: Source, step: Step, params: Any, options: Options, ranks: Ranks
 def _opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
     """Return the save that the first rank finds: others might see a newer one."""
     with ranks.together() as said:
-        place = find(dir, tag).relative_to(dir) if ranks.index == 0 else Path()
+        place = _found(dir, tag).relative_to(dir) if ranks.index == 0 else Path()
         said.mine = {"place": str(place), "asked": {"tag": repr(tag)}}
     ranks.refuse_different([one["asked"] for one in said.all])
     folder = dir / said.all[0]["place"]
     with ranks.together() as said:
-        manifest = read_manifest(folder)
+        held = Held.of(folder)
+        manifest = read_manifest(held)
         digest = hashlib.blake2b(repr(manifest).encode(), digest_size=8).hexdigest()
         said.mine = {"save that they read": digest}
     ranks.refuse_different(said.all)
-    return saved(manifest, [folder], verify=verify)
+    return saved(manifest, [held], verify=verify)
+
+
+def _found(dir: Path, tag: str | None) -> Path:
+    """Return the folder of a save that can be read; another process may be replacing what is looked at."""
+    for pause in (0.01, 0.1, None):
+        try:
+            folder = find(dir, tag)
+            read_manifest(Held.of(folder))
+        except StorageError:
+            if pause is None:
+                raise
+            time.sleep(pause)
+        else:
+            return folder
+    raise AssertionError
 
 
 def _read(parts: Mapping[str, Part], names: Mapping[str, str], source: Source) -> None:

@@ -2,11 +2,11 @@
 
 `dir/rank0`, `dir/rank1`, ... are directories of runs, in whose manifests a rank lists all leaves and the chunks that it
 held. Whoever sees several of them reads them as one; with all of them in one place, any topology can load the run.
+A tag that was not replaced on all ranks is there twice on some: a save is known by its tag and when it was made.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,10 +15,15 @@ import attrs
 
 from fds.errors import StorageError
 from fds.storage.draft import directory
-from fds.storage.folders import find, tags
+from fds.storage.folders import LATEST, tags, versions
+from fds.storage.held import Held
 from fds.storage.manifest import Chunk, Manifest, read_manifest
+from fds.storage.small import read_small
 from fds.storage.source import Source, saved
 from fds.storage.together import Ranks
+
+Save = tuple[str, str]  # its tag, and when it was made
+Found = list[tuple[Path, Manifest]]  # the folders of one save, and their manifests
 
 
 def opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
@@ -26,43 +31,70 @@ def opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
 
     Where parts of all of a save's ranks are in sight, it is preferred: it is complete.
 
-    Raises `StorageError`, on every rank, if there is none.
+    Raises `StorageError`, on every rank, if there is none, or if a newer one may be there and cannot be read.
     """
     with ranks.together() as said:
-        seen = _seen(dir, directory(dir, ranks, local=True))
-        said.mine = {tag: [found[0][1].saved, _indices(found)] for tag, found in seen.items()}
-    told = [{tag: when for tag, (when, _) in theirs.items()} for theirs in said.all]
-    common = {tag: when for tag, when in told[0].items() if all(theirs.get(tag) == when for theirs in told)}
-    if not common or tag not in (None, *common):
+        seen = _seen(dir, directory(dir, ranks, local=True), tag)
+        said.mine = [[*save, _indices(found)] for save, found in seen.items()]
+    told = [{(tag, when): indices for tag, when, indices in theirs} for theirs in said.all]
+    common = [save for save in told[0] if all(save in theirs for theirs in told)]
+    asked = [save for save in common if tag in (None, save[0])]
+    if not asked:
         with ranks.together():
             raise StorageError(
                 "there is no save that all ranks have" + (f" under {tag!r:.80}" if tag else ""), where=str(dir),
-                got=", ".join(sorted(seen)) or "nothing here", want=", ".join(sorted(common)) or "a tag on every rank",
+                got=_listed(seen) or "nothing here", want=_listed(common) or "a tag on every rank",
             )  # fmt: skip
-    whole = [t for t in common if len({i for theirs in said.all for i in theirs[t][1]}) == _num_ranks(seen[t])]
-    chosen = max(whole or common, key=common.__getitem__) if tag is None else tag
-    found = [(folder, manifest) for folder, manifest in seen[chosen] if manifest.saved == common[chosen]]
-    return saved(_merged([manifest for _, manifest in found]), [folder for folder, _ in found], verify=verify)
+    whole = [save for save in asked if len({i for theirs in told for i in theirs[save]}) == _num_ranks(seen[save])]
+    chosen = max(whole or asked, key=lambda save: save[1])
+    with ranks.together():
+        held = [Held.of(folder) for folder, _ in seen[chosen]]
+        manifests = [read_manifest(folder) for folder in held]
+        for folder, manifest in zip(held, manifests, strict=True):
+            if manifest.saved != chosen[1]:
+                raise StorageError("the save was replaced while it was being opened", where=str(folder.path),
+                                   hint="load again")  # fmt: skip
+    return saved(_merged(manifests), held, verify=verify)
 
 
-def _seen(dir: Path, own: Path) -> dict[str, list[tuple[Path, Manifest]]]:
-    """Return the folders and manifests of every tag that this rank sees, its own first."""
+def _seen(dir: Path, own: Path, asked: str | None) -> dict[Save, Found]:
+    """Return every save of which this rank sees a part, its own first.
+
+    Raises `StorageError` for a manifest that cannot be read, of the tag that is asked for, or of what may be the last.
+    """
     runs = [p for p in sorted(dir.glob("rank*")) if re.fullmatch(r"rank\d+", p.name) and p != own]
-    seen: dict[str, list[tuple[Path, Manifest]]] = {}
+    seen: dict[Save, Found] = {}
     for run in [own, *runs]:
         for tag in tags(run):
-            folder = find(run, tag)
-            with contextlib.suppress(StorageError):  # of one of many; if it is needed, it is missing
-                seen.setdefault(tag, []).append((folder, read_manifest(folder)))
-    return {tag: found for tag, found in seen.items() if found}
+            for folder in versions(run, tag):
+                try:
+                    manifest = read_manifest(folder)
+                except StorageError:
+                    if asked == tag or (asked is None and (run == own or _may_be_last(run, tag))):
+                        raise
+                    continue  # of one of many; if it is needed, it is missing
+                seen.setdefault((tag, manifest.saved), []).append((folder, manifest))
+    return seen
 
 
-def _indices(found: list[tuple[Path, Manifest]]) -> list[int]:
-    """Return which ranks of a save are here, of the one that is found first."""
-    return [(one.part or (0, 1))[0] for _, one in found if one.saved == found[0][1].saved]
+def _may_be_last(run: Path, tag: str) -> bool:
+    """Return whether a tag is the last of a rank's run, or it is not known which is."""
+    try:
+        return read_small(run / LATEST, 1000).decode().removesuffix("\n") in (tag, "")
+    except (OSError, UnicodeError):
+        return True
 
 
-def _num_ranks(found: list[tuple[Path, Manifest]]) -> int:
+def _listed(saves: Iterable[Save]) -> str:
+    return ", ".join(sorted({tag for tag, _ in saves}))
+
+
+def _indices(found: Found) -> list[int]:
+    """Return which ranks of a save are here."""
+    return [(manifest.part or (0, 1))[0] for _, manifest in found]
+
+
+def _num_ranks(found: Found) -> int:
     return (found[0][1].part or (0, 1))[1]
 
 

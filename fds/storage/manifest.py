@@ -15,11 +15,14 @@ import attrs
 import cattrs
 
 from fds.errors import StorageError
+from fds.storage.held import Held, hint
 from fds.storage.tensors import DTYPES
 from fds.storage.writer import checksum
 
 FORMAT = 2  # raised when a reader of the format before could misread a file
 NAME = "manifest.json"
+MAX_INT = 2**63 - 1  # of sizes and places; Python does not even print some that JSON may hold
+MAX_TOLD = 2**15  # bytes of a manifest whose wrong fields are all looked for: each that is found takes 20 us
 MAX_BYTES = 2**28  # of a manifest: more than two million chunks, 16 TiB of state
 
 
@@ -74,25 +77,32 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of a folder durably. Raises `OSError`."""
     record = _CONVERTER.unstructure(manifest)
-    with open(folder / NAME, "x", encoding="utf-8") as file:
-        file.write(_text({**record, "checksum": _checksum(record)}))
+    text = _text({**record, "checksum": _checksum(record)}).encode()
+    if len(text) > MAX_BYTES:
+        raise StorageError("a manifest that would not be read again", where=str(folder / NAME),
+                           got=f"{len(text)} bytes", want=f"at most {MAX_BYTES}", hint="is `extra` large?")  # fmt: skip
+    with open(folder / NAME, "xb") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a folder; no other file has been touched when it returns.
+def read_manifest(folder: Path | Held) -> Manifest:
+    """Read the manifest of a folder, which may be held open; no other file has been touched when it returns.
 
     Raises `StorageError` for a missing one, for anything but JSON, another format version, fields of wrong types
     (with their JSON path), a changed byte, and file names or chunks that a save never writes.
     """
-    path = folder / NAME
+    held = folder if isinstance(folder, Held) else Held.of(folder)
+    path = held.path / NAME
     try:
-        record = json.loads(_read(path))
+        text = _read(held.open(NAME))
+        record = json.loads(text, object_pairs_hook=_once)
         written = record.pop("checksum", None) if isinstance(record, dict) else None
         found = _checksum(record)
     except OSError as error:
-        raise StorageError("a save without a readable manifest", where=str(path), got=str(error.strerror)) from error
+        raise StorageError("a save without a readable manifest", where=str(path), got=str(error.strerror),
+                           hint=hint(error)) from error  # fmt: skip
     except (ValueError, RecursionError) as error:
         raise StorageError("the manifest is no JSON", where=str(path), got=str(error)[:200]) from error
     if not isinstance(record, dict) or type(record.get("format")) is not int:
@@ -105,9 +115,9 @@ def read_manifest(folder: Path) -> Manifest:
         )  # fmt: skip
     try:
         manifest = _CONVERTER.structure(record, Manifest)
-    except cattrs.BaseValidationError as error:
-        raise StorageError("the manifest has wrong fields", where=str(path),
-                           got="\n".join(line[:200] for line in cattrs.transform_error(error)[:5])) from None  # fmt: skip
+    except Exception as error:  # whatever a value of another type leads to
+        told = _wrong_fields(record) if len(text) < MAX_TOLD else f"{type(error).__name__}: {error}"[:200]
+        raise StorageError("the manifest has wrong fields", where=str(path), got=told) from None
     if written != found:
         raise StorageError("the manifest was changed after it was written", where=str(path), got=found,
                            want=f"the checksum that it was written with, {written!s:.40}")  # fmt: skip
@@ -153,10 +163,10 @@ def _refuse_non_json(value: Any, path: str) -> None:
 def refuse_impossible(manifest: Manifest, where: str = "") -> None:
     """Raise `StorageError` for a manifest that no save writes: file names, dtypes, chunks beyond files or leaves."""
     for name, file in manifest.files.items():
-        if not re.fullmatch(r"\w[\w-]*\.safetensors", name):
+        if not re.fullmatch(r"\w[\w-]{0,99}\.safetensors", name, re.ASCII):
             raise StorageError("a file name that no save writes", where=f"{where}files", got=repr(name)[:80],
                                want="a plain name, like rank0.safetensors")  # fmt: skip
-        if file.bytes < 8:
+        if not 8 <= file.bytes <= MAX_INT:
             raise StorageError("a size that no file has", where=f"{where}files[{name!r}].bytes", got=str(file.bytes))
     for name, leaf in manifest.leaves.items():
         _refuse_leaf(leaf, manifest, f"{where}leaves[{name!r:.80}]")
@@ -167,6 +177,11 @@ def _refuse_leaf(leaf: Leaf, manifest: Manifest, where: str) -> None:
         raise StorageError("unknown dtype", where=f"{where}.dtype", got=leaf.dtype[:40], want=", ".join(DTYPES))
     if any(n < 0 for n in leaf.shape):
         raise StorageError("a negative size", where=f"{where}.shape", got=str(leaf.shape)[:80])
+    numel = 1
+    for n in leaf.shape:
+        numel = min(numel, MAX_INT) * max(n, 1)  # a shape that no tensor has, with a zero in it or without
+    if len(leaf.shape) > 64 or numel > MAX_INT:
+        raise StorageError("a shape beyond every tensor", where=f"{where}.shape", got=str(leaf.shape)[:80])
     itemsize, numel, end = DTYPES[leaf.dtype].itemsize, math.prod(leaf.shape), 0
     for i, chunk in enumerate(leaf.chunks):
         at, file = f"{where}.chunks[{i}]", manifest.files.get(chunk.file)
@@ -174,21 +189,20 @@ def _refuse_leaf(leaf: Leaf, manifest: Manifest, where: str) -> None:
             raise StorageError("a file that the manifest does not list", where=f"{at}.file",
                                got=repr(chunk.file)[:80], want=f"one of {', '.join(manifest.files)}"[:200])  # fmt: skip
         follows = chunk.start >= end if manifest.part else chunk.start == end
-        if not follows or chunk.length <= 0:
+        if not follows or chunk.start > numel or chunk.length <= 0:
             raise StorageError("chunks that do not tile their leaf", where=at, got=f"{chunk!s:.160}",
                                want=f"start={end}, length > 0")  # fmt: skip
         if not 0 <= chunk.offset <= file.bytes - chunk.length * itemsize:
             raise StorageError("a chunk beyond its file", where=at, got=f"{chunk!s:.160}",
-                               want=f"{chunk.length * itemsize} bytes inside {file.bytes}")  # fmt: skip
+                               want=f"{itemsize} bytes an element inside {file.bytes}")  # fmt: skip
         end = chunk.start + chunk.length
     if end > numel or (end != numel and not manifest.part):
         raise StorageError("chunks that do not tile their leaf", where=f"{where}.chunks", got=f"{end} elements",
                            want=f"{numel}, by its shape {leaf.shape}"[:200])  # fmt: skip
 
 
-def _read(path: Path) -> bytes:
-    """Return the bytes of an ordinary file of a plausible size. Raises `OSError`."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+def _read(fd: int) -> bytes:
+    """Return the bytes of an ordinary file of a plausible size, and close it. Raises `OSError`."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)  # open() would leave that of a folder open
         raise OSError(errno.EINVAL, "not an ordinary file")
@@ -197,6 +211,14 @@ def _read(path: Path) -> bytes:
         if found.st_size > MAX_BYTES:
             raise OSError(errno.EFBIG, f"{found.st_size} bytes, more than {MAX_BYTES}")
         return file.read(MAX_BYTES)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises `ValueError` for a key that stands in it twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
 
 
 def _text(record: dict) -> str:
@@ -212,12 +234,23 @@ def _checksum(record: Any) -> str:
     return checksum(json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode())
 
 
+def _wrong_fields(record: dict) -> str:
+    """Return the first fields that are of wrong types, with their JSON paths."""
+    try:
+        _DETAILED.structure(record, Manifest)
+    except cattrs.BaseValidationError as error:
+        return "\n".join(line[:200] for line in cattrs.transform_error(error)[:5])
+    return ""
+
+
 def _exactly(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{value!r:.40} is not {kind.__name__}")
     return value
 
 
-_CONVERTER = cattrs.Converter(forbid_extra_keys=True)
-_CONVERTER.register_structure_hook(int, _exactly)  # cattrs would turn "3" and 3.7 into 3
-_CONVERTER.register_structure_hook(str, _exactly)
+_CONVERTER = cattrs.Converter(forbid_extra_keys=True, detailed_validation=False)
+_DETAILED = cattrs.Converter(forbid_extra_keys=True)
+for _converter in (_CONVERTER, _DETAILED):
+    _converter.register_structure_hook(int, _exactly)  # cattrs would turn "3" and 3.7 into 3
+    _converter.register_structure_hook(str, _exactly)

@@ -45,13 +45,13 @@ class Options:
 
     def may_lack(self, name: str) -> bool:
         """Return whether the source may lack a leaf of the state, and nobody is told."""
-        if "init" in self.slots and _kind(name) in REMEMBERED:
+        if "init" in self.slots and _remembered(name):
             return True
         return self.foreign and _kind(name) != "params"
 
     def may_have(self, name: str) -> bool:
         """Return whether the source may have a leaf that the state lacks, and nobody is told."""
-        if "drop" in self.slots and _kind(name) in REMEMBERED:
+        if "drop" in self.slots and _remembered(name):
             return True
         return not self.read(name) or (self.foreign and _kind(name) == "buffers")
 
@@ -73,6 +73,8 @@ def match(source: Source, want: Mapping[str, Leaf], options: Options) -> dict[st
     """
     have = source.leaves
     names = {name: found for name in want if options.read(name) and (found := _found(name, have, want)) is not None}
+    if "init" in options.slots:
+        names = _without_half(names, have, want)
     alike = (lambda a, b: a.shape == b.shape) if options.foreign else (lambda a, b: str(a) == str(b))
     mismatched = [name for name, found in names.items() if not alike(have[found], want[name])]
     missing = [n for n in want if options.read(n) and n not in names and not options.may_lack(n)]
@@ -82,9 +84,35 @@ def match(source: Source, want: Mapping[str, Leaf], options: Options) -> dict[st
     ]
     if options.strict:
         _refuse(source, want, mismatched, missing, unexpected)
+        if options.foreign and not options.params_only:
+            _warn_of_slots(source, want, names)
     elif mismatched or missing or unexpected:
         warnings.warn(StorageWarning(source.where, missing, unexpected, mismatched), stacklevel=4)
     return {name: found for name, found in names.items() if name not in mismatched}
+
+
+def _without_half(names: dict[str, str], have: Mapping[str, Leaf], want: Mapping[str, Leaf]) -> dict[str, str]:
+    """Return what is read, without what another optimizer remembered of a parameter: half of it would mislead."""
+    slots, theirs = (_slots_of(leaves) for leaves in (want, have))
+    odd = {param for param, found in slots.items() if found != theirs.get(param)}
+    return {name: found for name, found in names.items() if _kind(name) != "opt" or name.split(".", 2)[-1] not in odd}
+
+
+def _slots_of(leaves: Iterable[str]) -> dict[str, set[str]]:
+    """Return the optimizer's slots by parameter name."""
+    found: dict[str, set[str]] = {}
+    for name in leaves:
+        if _kind(name) == "opt":
+            found.setdefault(name.split(".", 2)[-1], set()).add(name.split(".", 2)[1])
+    return found
+
+
+def _warn_of_slots(source: Source, want: Mapping[str, Leaf], names: Mapping[str, str]) -> None:
+    """Say what the run remembered that the step does not go on with, and the other way round."""
+    missing = [name for name in want if _remembered(name) and name not in names]
+    unexpected = [name for name in source.leaves if _remembered(name) and name not in names.values()]
+    if missing or unexpected:
+        warnings.warn(StorageWarning(source.where, missing, unexpected, []), stacklevel=5)
 
 
 def _found(name: str, have: Mapping[str, Leaf], want: Mapping[str, Leaf]) -> str | None:
@@ -106,14 +134,15 @@ def _refuse(
     if _kind(name) == "params":
         what = "this is a save of another model" if name in differ else "this save has other parameters"
     else:
-        what = "this save is of another composition" if _kind(name) in REMEMBERED else "leaves differ"
-    if name in lacking and beyond:
+        what = "this save is of another composition" if _remembered(name) else "leaves differ"
+    if name in lacking and beyond and not _remembered(name):
         hints.append(did_you_mean(name, beyond))
     if len(odd) > 1:
         hints.append(f"{len(odd)} leaves differ in all")
-    if _kind(name) in REMEMBERED and name not in differ:
-        hints.append("slots='init' makes what the save lacks afresh" if name in lacking else
-                     "slots='drop' leaves alone what the step lacks")  # fmt: skip
+    if _remembered(name) and name not in differ:
+        ways = {"init": "makes what the save lacks afresh", "drop": "leaves alone what the step lacks"}
+        needed = [way for way, some in zip(ways, (lacking, beyond), strict=True) if any(map(_remembered, some))]
+        hints.append(f"slots={tuple(needed) if needed[1:] else needed[0]!r}: " + ", ".join(ways[w] for w in needed))
     if source.composition:
         by = ", ".join(source.composition)
         hints.append(f"it was saved by compose({by})" if have[next(iter(have))].chunks else f"it was written by {by}")
@@ -123,6 +152,10 @@ def _refuse(
         want=f"{want[name]}, as this step has it" if name in want else "nothing, as this step has it",
         hint="\n".join(filter(None, hints)),
     )  # fmt: skip
+
+
+def _remembered(name: str) -> bool:
+    return _kind(name) in REMEMBERED
 
 
 def _kind(name: str) -> str:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from fds.storage import foreign
 from fds.storage.folders import find, tags
+from fds.storage.foreign.weight_files import INDEX, SAFETENSORS, TORCH
+from fds.storage.held import Held
 from fds.storage.manifest import read_manifest
 from fds.storage.source import Source, saved
 
 DEEPSPEED = "*model_states.pt"
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+WEIGHTS = (SAFETENSORS, *TORCH, INDEX)
 
 
 def open_source(path: str | os.PathLike, tag: str | None = None, *, verify: bool = True) -> Source:
@@ -28,5 +30,5 @@ def open_source(path: str | os.PathLike, tag: str | None = None, *, verify: bool
             return foreign.weights(path)
     if tag is None and path.is_file() and path.name.endswith(WEIGHTS):
         return foreign.weights(path)
-    folder = find(path, tag)
+    folder = Held.of(find(path, tag))
     return saved(read_manifest(folder), [folder], verify=verify)

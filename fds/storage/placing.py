@@ -8,7 +8,7 @@ is replaced in one rename. What a killed export had moved away stays in its hidd
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import functools
 import os
 import re
 import shutil
@@ -17,9 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fds.errors import StorageError
+from fds.storage import folders
 from fds.storage.folders import sync
+from fds.storage.locks import locked
+from fds.storage.manifest import NAME
 
 INDEX = "model.safetensors.index.json"
+refusing = functools.partial(folders.refusing, work="export")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
@@ -36,23 +40,13 @@ def placed(folder: Path, names: list[str]) -> Iterator[Path]:
         for missing in reversed([p for p in (folder, *folder.parents) if not p.exists()]):
             failing.callback(_remove_if_empty, missing)
         folder.mkdir(parents=True, exist_ok=True)
+        if (folder / NAME).exists():
+            raise StorageError("this is the folder of a save, and nothing is exported into it", where=str(folder),
+                               want="another path")  # fmt: skip
         with _held(folder / f".{stem}.exporting") as hidden:
             yield hidden
             _put_in_place(folder, hidden, names)
         failing.pop_all()
-
-
-@contextlib.contextmanager
-def refusing(folder: Path) -> Iterator[None]:
-    """Turn what the file system refuses inside the block into `StorageError`."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            "the file system refuses this export", where=str(error.filename or folder),
-            got=str(error.strerror or error), want=f"a directory that can be written: {folder}",
-            hint="what was there is as it was",
-        ) from error  # fmt: skip
 
 
 def _put_in_place(folder: Path, hidden: Path, names: list[str]) -> None:
@@ -105,14 +99,12 @@ def _held(hidden: Path) -> Iterator[Path]:
     except OSError:
         _remove_if_empty(hidden)
         raise
-    try:
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.enter_context(locked(fd))
         except BlockingIOError:
             raise StorageError("another export is writing here", where=str(hidden.parent),
                                want="one export at a time") from None  # fmt: skip
-        except OSError:
-            pass  # a file system without locks
         if not os.path.samestat(os.fstat(fd), os.stat(hidden)):
             raise FileNotFoundError(0, "another export has just ended here: try again", str(hidden))
         _empty(hidden)
@@ -121,8 +113,6 @@ def _held(hidden: Path) -> Iterator[Path]:
         finally:
             _empty(hidden)
             _remove_if_empty(hidden)
-    finally:
-        os.close(fd)
 
 
 def _empty(hidden: Path) -> None:

@@ -8,9 +8,9 @@ import errno
 import mmap
 import os
 import stat
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import attrs
 import xxhash
@@ -18,62 +18,78 @@ from torch import Tensor
 
 from fds.errors import StorageError
 from fds.storage import writer
+from fds.storage.held import Held, hint
+from fds.storage.manifest import File
+
+MOST = 64  # files that are open at a time
 
 _HUGE = 2 * 2**20  # bytes of a huge page
 _CHANGED = "a tensor file was changed after it was written"
 _LIBC = ctypes.CDLL(None)
 
 
-class File(Protocol):
-    """What is known of a file: its size in bytes, and the checksum of what stands before its data."""
-
-    @property
-    def bytes(self) -> int:
-        """The size of the whole file."""
-        ...
-
-    @property
-    def header(self) -> str:
-        """The checksum of the 8 bytes that give a length, and of the header of that length."""
-        ...
-
-
 @attrs.frozen(eq=False)
 class Files:
-    """The files of a folder, each opened when first read and then kept open; for one thread at a time.
+    """The files of a save, each opened when first read and then kept open, the last `MOST`; for one thread at a time.
 
     They are read, never mapped: what is cut off under a mapping kills the process that looks at it.
 
     Attributes:
-        folder: where they are.
+        folders: which folder each is in, by name.
         files: what is known of each, by name.
         verify: whether bytes that are read are compared with their checksums.
     """
 
-    folder: Path
+    folders: Mapping[str, Held]
     files: Mapping[str, File]
     verify: bool = True
-    _open: dict[str, int] = attrs.field(factory=dict, init=False)
+    _open: OrderedDict[str, int] = attrs.field(factory=OrderedDict, init=False)  # the one read longest ago comes first
+    _data: dict[str, int] = attrs.field(factory=dict, init=False)  # where it begins, of those whose header is known
 
     def read(self, file: str, offset: int, out: Tensor, checksum: str, where: str) -> None:
         """Fill `out`, a contiguous CPU tensor (num_bytes,) uint8, with a file's bytes from `offset` on.
 
         `checksum` is theirs, and `where` what an error calls them. Raises `StorageError` if the file is missing, no
-        regular file, not of its size or with another header, or if a byte differs.
+        regular file, not of its size or with another header, for bytes of its header, or if a byte differs.
         """
-        fd = self._open.get(file)
-        if fd is None:
-            fd = self._open[file] = _opened(self.folder / file, self.files[file])
+        fd = self._opened(file)
+        if offset < self._data[file]:
+            raise StorageError("a chunk inside the header of its file", where=where, got=f"byte {offset}",
+                               want=f"{self._data[file]} or more", hint="load another tag")  # fmt: skip
         data = out.numpy().data
         _fill(fd, data, offset, where)
         if self.verify and (got := writer.checksum(data)) != checksum:
             raise StorageError(_CHANGED, where=where, got=got, want=checksum,
                                hint="a byte flipped on the disk or on the way; load another tag")  # fmt: skip
 
+    def refuse_changed(self, file: str) -> None:
+        """Raise `StorageError` for a file that is missing, no regular file, not of its size or with another header."""
+        self._opened(file)
+
     def close(self) -> None:
-        """Close what is open."""
+        """Close what is open, the folders too."""
         while self._open:
             os.close(self._open.popitem()[1])
+        for folder in self.folders.values():
+            folder.close()
+
+    def _opened(self, file: str) -> int:
+        """Return the descriptor of a file that has been found to be as it was written."""
+        fd = self._open.get(file)
+        if fd is not None:
+            self._open.move_to_end(file)
+            return fd
+        while len(self._open) >= MOST:
+            os.close(self._open.popitem(last=False)[1])
+        folder = self.folders[file]
+        fd = self._open[file] = _opened(folder, file, self.files[file].bytes)
+        if file not in self._data:
+            try:
+                self._data[file] = _refuse_header(fd, folder.path / file, self.files[file])
+            except BaseException:
+                os.close(self._open.pop(file))
+                raise
+        return fd
 
     def __enter__(self) -> Files:
         return self
@@ -95,25 +111,23 @@ def touch_fresh(x: Tensor) -> None:
         _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)  # refused: no matter
 
 
-def _opened(path: Path, want: File) -> int:
-    """Open a file and compare its size and header. Raises `StorageError`."""
+def _opened(folder: Held, name: str, size: int) -> int:
+    """Open a file and compare its size. Raises `StorageError`."""
+    path = folder.path / name
     try:
-        # NOFOLLOW: a link leads out of the folder. NONBLOCK: opening a pipe would wait for its writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = folder.open(name)
     except FileNotFoundError as error:
-        raise StorageError("a tensor file is missing", where=str(path)) from error
+        raise StorageError("a tensor file is missing", where=str(path), hint=hint(error)) from error
     except OSError as error:
         link = error.errno == errno.ELOOP
-        raise _unreadable(path, "a symbolic link" if link else str(error.strerror), "a regular file") from error
+        raise _unreadable(path, "a symbolic link" if link else str(error.strerror), "a regular file",
+                          hint(error)) from error  # fmt: skip
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise _unreadable(path, "no regular file", "a regular file")
-        if found.st_size != want.bytes:
-            raise _unreadable(path, f"{found.st_size} bytes", f"{want.bytes} bytes")
-        if (got := _header(fd, path, want.bytes)) != want.header:
-            raise StorageError(_CHANGED, where=f"{path}: its header", got=got, want=want.header,
-                               hint="load another tag")  # fmt: skip
+        if found.st_size != size:
+            raise _unreadable(path, f"{found.st_size} bytes", f"{size} bytes")
         # One reader in the order of the file, with the kernel reading ahead: from a cold cache 2.4 to 2.8 GB/s, where
         # two readers came to 1.0; from a warm one 7.5, where two would come to 13.8.
         if hasattr(os, "posix_fadvise"):
@@ -125,20 +139,22 @@ def _opened(path: Path, want: File) -> int:
     return fd
 
 
-def _header(fd: int, path: Path, size: int) -> str:
-    """Return the checksum of a file's bytes before its data."""
+def _refuse_header(fd: int, path: Path, want: File) -> int:
+    """Raise `StorageError` for another header than was written; return where the data behind it begins."""
     length = bytearray(8)
-    _fill(fd, memoryview(length)[: min(size, 8)], 0, str(path))
+    _fill(fd, memoryview(length)[: min(want.bytes, 8)], 0, str(path))
     end = 8 + int.from_bytes(length, "little")
-    if not 8 < end <= size:
-        raise _unreadable(path, f"a header up to byte {end}", f"one within its {size} bytes")
+    if not 8 < end <= want.bytes:
+        raise _unreadable(path, f"a header up to byte {end}", f"one within its {want.bytes} bytes")
     hashed = xxhash.xxh3_64()
     buffer = memoryview(bytearray(min(end, writer.BLOCK)))
     for start in range(0, end, writer.BLOCK):
         some = buffer[: end - start]
         _fill(fd, some, start, str(path))
         hashed.update(some)
-    return f"xxh3:{hashed.intdigest():016x}"
+    if (got := f"xxh3:{hashed.intdigest():016x}") != want.header:
+        raise StorageError(_CHANGED, where=f"{path}: its header", got=got, want=want.header, hint="load another tag")
+    return end
 
 
 def _fill(fd: int, data: memoryview, offset: int, where: str) -> None:
@@ -154,6 +170,6 @@ def _fill(fd: int, data: memoryview, offset: int, where: str) -> None:
         done += count
 
 
-def _unreadable(where: Path | str, got: str, want: str) -> StorageError:
+def _unreadable(where: Path | str, got: str, want: str, hint: str = "") -> StorageError:
     return StorageError("a tensor file cannot be read", where=str(where), got=got, want=want,
-                        hint="it was cut off or changed after it was saved; load another tag")  # fmt: skip
+                        hint=hint or "it was cut off or changed after it was saved; load another tag")  # fmt: skip

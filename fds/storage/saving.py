@@ -40,12 +40,14 @@ def save(
         keep: how many tags may stay, this one included; older ones are removed when this one is complete.
         tag_validation: what to do where ranks name different tags: "fail", "warn" and "ignore" take the first rank's.
         local: for ranks without a common file system: each keeps what it holds in a directory of its own,
-            `dir/rank0`, `dir/rank1`, ..., which `load(..., local=True)` reads. Whoever is killed while a tag is being
-            replaced may leave the old one on some ranks and the new one on others, and neither loads: name tags anew.
+            `dir/rank0`, `dir/rank1`, ..., which `load(..., local=True)` reads. What a tag replaces stays until all
+            ranks have the new one.
 
     Waits for a `save_async` of this thread that is still being written. Raises `StorageError` for whatever cannot be
-    written or the file system refuses, on every rank if on any; `DonatedStateError` for a state that was given up;
-    `RankError` if a rank is lost. Then the saves that were there, and which of them is the last, are as they were.
+    written or the file system refuses, on every rank if on any; `DonatedStateError` for a state that was given up and
+    `StateError` for one that `step` could not take (of several ranks, a `StorageError` that says so); `RankError` if a
+    rank is lost. Then the saves that were there, and which of them is the last, are as they were, unless the error says
+    that this one is in its place.
     """
     background.await_previous()
     draft = Draft.of(dir, state, step, tag, extra, keep=keep, tag_validation=tag_validation, local=local)

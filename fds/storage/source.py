@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import StorageError
+from fds.storage.held import Held
 from fds.storage.manifest import Chunk, Leaf, Manifest
 from fds.storage.reader import Files
 from fds.storage.tensors import DTYPES, as_bytes
@@ -26,7 +26,8 @@ class Source:
         where: what is read, for people and errors.
         leaves: dtype and shape by key path; chunks where it is a save.
         read: `read(name, start, out)` fills `out`, a contiguous CPU tensor (length,) of the leaf's dtype, with the
-            elements of the flattened leaf from `start` on. Raises `StorageError`.
+            elements of the flattened leaf from `start` on; an empty `out` asks only whether their file is as it was
+            written. Raises `StorageError`.
         extra: what was saved with the state.
         composition: the transforms that it was made by, where that is known.
         aliases: the first name of what is there under several, by each of its names.
@@ -40,21 +41,24 @@ class Source:
     aliases: Mapping[str, str] = attrs.field(factory=dict)
 
 
-def saved(manifest: Manifest, folders: list[Path], *, verify: bool = True) -> Source:
+def saved(manifest: Manifest, folders: list[Held], *, verify: bool = True) -> Source:
     """Return a save as a source, given its manifest and the folders in which its files may be."""
-    home = {name: next((f for f in folders if (f / name).exists()), folders[0]) for name in manifest.files}
-    opened = {f: Files(f, {n: x for n, x in manifest.files.items() if home[n] == f}, verify) for f in folders}
+    home = {name: next((f for f in folders if f.has(name)), folders[0]) for name in manifest.files}
+    files = Files(home, manifest.files, verify)
 
     def read(name: str, start: int, out: Tensor) -> None:
         done, end = start, start + out.numel()
         chunks = manifest.leaves[name].chunks
         first = bisect.bisect_right(chunks, start, key=lambda chunk: chunk.start + chunk.length)
         for chunk in itertools.islice(chunks, first, None):
-            if done == end or chunk.start > done:
+            if chunk.start > done or start < done == end:
+                break
+            files.refuse_changed(chunk.file)  # before memory is taken for a chunk
+            if done == end:
                 break
             high = min(end, chunk.start + chunk.length)
             into = out[done - start : high - start]
-            whole = into if len(into) == chunk.length else torch.empty(chunk.length, dtype=out.dtype)
+            whole = into if len(into) == chunk.length else blank_like(manifest.leaves[name], chunk.length)
             _read_chunk(whole, chunk, name)
             if whole is not into:
                 into.copy_(whole[done - chunk.start : high - chunk.start])
@@ -63,22 +67,40 @@ def saved(manifest: Manifest, folders: list[Path], *, verify: bool = True) -> So
             raise _elsewhere(name, done, end, manifest, folders)
 
     def _read_chunk(out: Tensor, chunk: Chunk, name: str) -> None:
-        folder = home[chunk.file]
-        where = f"{folder / chunk.file}: {name}"
-        opened[folder].read(chunk.file, chunk.offset, as_bytes(out), chunk.checksum, where)
+        where = f"{home[chunk.file].path / chunk.file}: {name}"
+        files.read(chunk.file, chunk.offset, as_bytes(out), chunk.checksum, where)
 
-    return Source(str(folders[0]), manifest.leaves, read, manifest.extra, manifest.composition)
+    return Source(str(folders[0].path), manifest.leaves, read, manifest.extra, manifest.composition)
+
+
+def piece(source: Source, name: str, start: int, length: int) -> Tensor:
+    """Return elements of a flattened leaf, (length,) on the CPU; no memory is taken if their file has another size.
+
+    Raises `StorageError` for what cannot be read.
+    """
+    source.read(name, start, blank_like(source.leaves[name], 0))
+    out = blank_like(source.leaves[name], length)
+    source.read(name, start, out)
+    return out
 
 
 def blank_like(leaf: Leaf, length: int) -> Tensor:
-    """Return CPU memory for `length` elements of a leaf, with anything in it."""
-    return torch.empty(length, dtype=DTYPES[leaf.dtype], device="cpu")
+    """Return CPU memory for `length` elements of a leaf, with anything in it.
+
+    Raises `StorageError` where there is not so much.
+    """
+    dtype = DTYPES[leaf.dtype]
+    try:
+        return torch.empty(length, dtype=dtype, device="cpu")
+    except RuntimeError as error:
+        raise StorageError("there is not the memory to read this", where=str(leaf)[:80],
+                           got=f"{length * dtype.itemsize} bytes at once") from error  # fmt: skip
 
 
-def _elsewhere(name: str, start: int, end: int, manifest: Manifest, folders: list[Path]) -> StorageError:
+def _elsewhere(name: str, start: int, end: int, manifest: Manifest, folders: list[Held]) -> StorageError:
     assert manifest.part is not None, "the chunks of a whole save tile its leaves"
     return StorageError(
-        "this part of the save is with another rank", where=f"{folders[0]}: {name}",
+        "this part of the save is with another rank", where=f"{folders[0].path}: {name}",
         got=f"what rank {manifest.part[0]} of {manifest.part[1]} held", want=f"elements {start} to {end}",
         hint="go on with the ranks, stages and pipeline of the save, or bring the folders rank0, rank1, ... together",
     )  # fmt: skip

@@ -59,6 +59,9 @@ def refuse_unwritable(named: Mapping[str, Any]) -> None:
         want = f"a tensor of one of {', '.join(DTYPES)}"
         if not isinstance(x, Tensor):
             raise StorageError("a leaf of the state is no tensor", where=name, got=repr(x)[:60], want=want)
+        if type(x) not in (Tensor, torch.nn.Parameter):  # what a subclass holds is not where its memory is said to be
+            raise StorageError("a leaf of the state is a tensor of a kind of its own", where=name,
+                               got=type(x).__name__, want=want)  # fmt: skip
         if x.is_meta:
             raise StorageError("a leaf of the state has no data", where=name, got="a meta tensor", want=want,
                                hint="save what step.init or a step returned, not step.structure")  # fmt: skip

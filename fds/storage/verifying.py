@@ -9,7 +9,7 @@ from fds.errors import StorageError
 from fds.storage.blocks import spans
 from fds.storage.folders import find, tags
 from fds.storage.opening import open_source
-from fds.storage.source import blank_like
+from fds.storage.source import piece
 
 
 def verify(path: str | os.PathLike, tag: str | None = None) -> list[str]:
@@ -33,7 +33,7 @@ def verify(path: str | os.PathLike, tag: str | None = None) -> list[str]:
         kept = ((chunk.start, chunk.length) for chunk in leaf.chunks)  # the rest may be with other ranks
         for start, length in kept if is_run else spans(leaf):
             try:
-                source.read(name, start, blank_like(leaf, length))
+                piece(source, name, start, length)
             except StorageError as error:
                 found.setdefault((file_at.get(start), error.what, error.got, error.want), []).append(error)
     return [line(same[0]) + (f", and {len(same) - 1} more such chunks" if same[1:] else "") for same in found.values()]

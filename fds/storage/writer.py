@@ -1,27 +1,23 @@
-"""Write memory to a file, durably and as fast as the disk takes it: in this process, or aside, in one of its own.
+"""Write memory to a file, durably and as fast as the disk takes it.
 
 A file is a header and spans of memory one after another, in blocks of `BLOCK` bytes; a chunk is the part of one span
-in one block, and has its own checksum. The process aside runs this same file by its path. So only the standard
-library and xxhash are imported, and of the library little: it starts in 40 ms and holds 14 MB and two blocks.
+in one block, and has its own checksum. The processes of `fds.storage.aside` run this file by its path. So only the
+standard library and xxhash are imported, and of the library little: one starts in 40 ms and holds 14 MB and two blocks.
 """
 
 from __future__ import annotations
 
 import array
-import atexit
 import ctypes
 import errno
 import fcntl
-import io
 import json
 import mmap
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import xxhash
@@ -36,8 +32,6 @@ Fetch = Callable[[Sequence[Span], int], None]  # copies spans, one after another
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NUM_SPANS = 1024  # that the kernel takes in one call
-_SET_PTRACER = 0x59616D61  # of prctl; the kernel's Yama
-_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ESRCH)
 
 # Measured on two cores (500 MB, alternating, medians of 9 to 15): with blocks of 8 MiB, one write at a time, 3.0 to 3.7
 # GB/s; of 16 to 64 MiB, two or four at a time, or with the space asked for before, within the noise of that. Blocks
@@ -91,7 +85,7 @@ def write(
 
     This thread fetches and hashes one block while another writes the block before, past the kernel's cache where the
     file system permits that. Two blocks of memory are taken, and kept for the next call. The spans must stay as they
-    are until this returns. After an error a part of the file may be there, but no thread and no open file.
+    are until this returns. After an error no file is left of it, no thread and no open file.
 
     Args:
         path: of the file, which must not exist.
@@ -108,7 +102,7 @@ def write(
     for slot in slots:
         free.put(slot)
     chunks: list[list[Chunk]] = [[] for _ in spans]
-    writing = threading.Thread(target=_drain, args=(path, full, free, errors))
+    writing = threading.Thread(target=_drain, args=(os.path.abspath(path), full, free, errors))
     writing.start()
     end = None
     try:
@@ -168,14 +162,16 @@ def _blocks(header: int, spans: Sequence[Span]) -> Iterator[tuple[int, int, list
         yield at - at % BLOCK, at, pieces
 
 
-def _drain(path: str | os.PathLike, full: queue.SimpleQueue, free: queue.SimpleQueue, errors: list) -> None:
+def _drain(path: str | bytes, full: queue.SimpleQueue, free: queue.SimpleQueue, errors: list) -> None:
     """Make the file, write the slots that come, with their place in it and bytes, and hand them back; None on an error.
 
-    In the end comes the length of the whole file, or None if it is given up. The file is this thread's alone: nobody
-    closes it under a write, whoever is interrupted.
+    In the end comes the length of the whole file, or None if it is given up: then what was made of it is removed. The
+    file is this thread's alone: nobody closes it under a write, whoever is interrupted.
     """
+    made = whole = False
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        made = True
         try:
             try:
                 fcntl.fcntl(fd, fcntl.F_SETFL, _DIRECT)  # not on opening, where a refusal would leave an empty file
@@ -190,9 +186,15 @@ def _drain(path: str | os.PathLike, full: queue.SimpleQueue, free: queue.SimpleQ
                 os.fsync(fd)
         finally:
             os.close(fd)
+        whole = block is not None
     except BaseException as error:
         errors.append(error)
         free.put(None)
+    if made and not whole:
+        try:
+            os.unlink(path)
+        except OSError:
+            pass  # what went wrong before is told
 
 
 def _write_all(fd: int, data: memoryview, place: int) -> None:
@@ -209,125 +211,6 @@ def _write_all(fd: int, data: memoryview, place: int) -> None:
         data, place = data[count:], place + count
 
 
-class Aside:
-    """A process that writes this one's memory to files, so that nothing here stands still for it but who waits.
-
-    It starts with the first write, and ends when it is closed or this process is gone, however that died. It reads
-    the spans while this process goes on: they must be ordinary memory (what a device's driver mapped cannot be read
-    from outside: EFAULT) and must stay as they are until `write` returns. One write at a time. Leaving its `with`
-    keeps it for the next `aside()`.
-    """
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen | None = None
-        _all.add(self)
-
-    def write(self, path: str | os.PathLike, header: bytes, spans: Sequence[Span]) -> list[list[Chunk]]:
-        """Write a file as `write` does, with the same chunks and the same errors.
-
-        Where it cannot start or the system lets no process read another's memory, this process writes after all.
-        Raises `ChildProcessError` if the process dies; the next call starts another.
-        """
-        if len(header) % ALIGN:
-            raise ValueError(f"the header has {len(header)} bytes, not a multiple of {ALIGN}")
-        job = {
-            "path": os.path.abspath(os.fsdecode(path)), "header": header.decode("latin-1"),
-            "spans": list(spans), "pid": os.getpid(),
-        }  # fmt: skip
-        try:
-            process = self._process = self._process or _start()
-        except OSError:
-            return write(path, header, spans)
-        try:
-            answer = _ask(process, job)
-        except BaseException as error:  # also Ctrl-C: whoever goes on may free the memory, so nobody may be reading it
-            process.kill()
-            self.close()
-            if not isinstance(error, OSError | ValueError):
-                raise
-            how = f"signal {-process.returncode}" if process.returncode < 0 else f"status {process.returncode}"
-            what = f"the process that was writing this file died ({how})"
-            raise OSError(errno.ECHILD, what, os.fspath(path)) from error
-        if answer is None:
-            return write(path, header, spans)
-        if "errno" in answer:
-            raise OSError(answer["errno"], answer["strerror"], os.fspath(path))
-        return [[(first, nbytes, check) for first, nbytes, check in chunks] for chunks in answer["chunks"]]
-
-    def close(self) -> None:
-        """End the process, after what it is writing, and wait until it is gone."""
-        process, self._process = self._process, None
-        if process is not None:
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.close()
-            except OSError:
-                pass  # it died with a job unread
-            process.stdout.close()
-            process.wait()
-
-    def __enter__(self) -> Aside:
-        return self
-
-    def __exit__(self, *_) -> None:
-        _idle.append(self)
-
-
-_idle: list[Aside] = []
-_all: weakref.WeakSet[Aside] = weakref.WeakSet()
-
-
-def aside() -> Aside:
-    """Return an `Aside` that nobody uses. A `with` around its use gives it back."""
-    try:
-        return _idle.pop()
-    except IndexError:
-        return Aside()
-
-
-def _start() -> subprocess.Popen:
-    # -I -S: nothing of the environment, of the folder or of site-packages is run or can stand in for the library.
-    # A process group of its own: a Ctrl-C in the terminal is for those in front.
-    program = "import sys; sys.path.append(sys.argv[1]); exec(compile(open(__file__).read(), __file__, 'exec'))"
-    program = program.replace("__file__", repr(os.path.abspath(__file__)))
-    library = os.path.dirname(os.path.dirname(xxhash.__file__))
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", program, library],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0,
-    )  # fmt: skip
-
-
-def _ask(process: subprocess.Popen, job: dict) -> dict | None:
-    """Return the answer to a job. Raises `OSError` or `ValueError` if the process dies."""
-    assert process.stdin is not None and process.stdout is not None
-    if hasattr(_LIBC, "prctl"):
-        _LIBC.prctl(_SET_PTRACER, ctypes.c_ulong(process.pid), 0, 0, 0)  # else Yama lets only parents read
-    process.stdin.write(json.dumps(job).encode() + b"\n")
-    process.stdin.flush()
-    return json.loads(process.stdout.readline())
-
-
-@atexit.register
-def _end() -> None:
-    while _idle:
-        _idle.pop().close()
-
-
-def _forget() -> None:
-    """Let go, in a process that was forked, of its parent's processes: they read the parent's memory."""
-    for one in _all:
-        process, one._process = one._process, None
-        if process is not None:
-            for pipe in (process.stdin, process.stdout):
-                assert isinstance(pipe, io.BufferedWriter | io.BufferedReader)
-                pipe.raw.close()  # the buffered file's own close would wait for a thread that is not here
-            process.returncode = 0  # not to be waited for: it is the parent's
-    _idle.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
 def main() -> None:
     """Do the jobs that come by standard input, one a line, and answer each with a line; end with the input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -341,20 +224,20 @@ def main() -> None:
 
 
 def _done(job: dict) -> dict | None:
-    """Do a job and return its answer: the chunks, or what went wrong; None if the memory may not be read."""
-    spans, fetch = job["spans"], memory_of(job["pid"])
+    """Do a job and return its answer: the chunks, or what went wrong; None if the memory cannot be read from here."""
+    unread, read = [], memory_of(job["pid"])
+
+    def fetch(spans: Sequence[Span], destination: int) -> None:
+        try:
+            read(spans, destination)
+        except OSError as error:
+            unread.append(error)
+            raise
+
     try:
-        for address, nbytes in spans:
-            fetch([(address, min(nbytes, 1))], ctypes.addressof(ctypes.c_char()))
-            break
+        return {"chunks": write(job["path"], job["header"].encode("latin-1"), job["spans"], fetch=fetch)}
     except OSError as error:
-        if error.errno in _REFUSED:
-            return None
-        return {"errno": error.errno, "strerror": error.strerror}
-    try:
-        return {"chunks": write(job["path"], job["header"].encode("latin-1"), spans, fetch=fetch)}
-    except OSError as error:
-        return {"errno": error.errno, "strerror": error.strerror}
+        return None if unread else {"errno": error.errno, "strerror": error.strerror}
 
 
 if __name__ == "__main__":

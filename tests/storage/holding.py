@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from fds.storage import background, writer
+from fds.storage import aside, background, writer
 
 LONG = 60  # seconds: only a test that fails waits so long
 
@@ -46,7 +46,7 @@ def helpers() -> list[int]:
 
 def stopped_helper(dir: Path) -> int:
     """Start a process that writes files and stop it, so that the next save waits for it; return its id."""
-    with writer.aside() as process:
+    with aside.process() as process:
         process.write(str(dir / "warm"), b"", [])
     (dir / "warm").unlink()
     (pid,) = helpers()

@@ -28,6 +28,9 @@ class Template:
     reduce: Reduce = Reduce()
     everyone: None = None
 
+    def check(self, state: State) -> None:
+        pass
+
     def structure(self, params: Any) -> State:
         return tree.map(lambda x: x.to("meta"), self.state)
 

@@ -19,6 +19,7 @@ from fds.storage import background, folders
 from tests.bits import assert_same_bits, snapshot
 from tests.memory import peak_bytes
 from tests.storage.holding import held, helpers, stopped_helper, until
+from tests.storage.states import Template, num_calls, small_state
 
 ROOT = Path(__file__).parents[2]
 PARAMS = {"w": torch.arange(6000.0).view(60, 100).sin(), "b": torch.ones(3), "empty": torch.ones(0, 2)}
@@ -346,3 +347,73 @@ saving.wait()
     step, state = begin(tmp_path)
     fds.save_async(tmp_path, state, step, extra={"at": 3}).wait()
     assert last(tmp_path) == 3 and not (tmp_path / ".saving").exists()
+
+
+def test_a_failure_that_nobody_waits_for_is_told_when_the_program_ends(tmp_path):
+    program = f"""
+import errno, os, sys
+sys.path[:0] = {sys.path!r}
+import fds
+from fds.storage import background
+from tests.storage.states import Template, small_state
+
+def fail(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+background._write_aside = fail
+fds.save_async({str(tmp_path)!r}, small_state(1), Template(small_state()))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "nobody waited for it" in ended.stderr and "No space left on device" in ended.stderr
+
+
+def test_the_process_may_change_its_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    with held() as go:
+        saving = fds.save_async("run", small_state(1), Template(small_state()))
+        os.chdir("other")
+        go.set()
+        assert saving.wait() == tmp_path / "run" / "step00000001"
+    assert num_calls(fds.load(tmp_path / "run", Template(small_state()), {})[0]) == 1
+
+
+def test_a_forked_process_cannot_wait(tmp_path):
+    with held() as go:
+        saving = fds.save_async(tmp_path, small_state(1), Template(small_state()))
+        pid = os.fork()
+        if not pid:
+            try:
+                saving.wait()
+            except StorageError as error:
+                os._exit(7 if "forked" in error.what else 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        go.set()
+    saving.wait()
+
+
+def test_a_thread_that_cannot_start_leaves_nothing_behind(tmp_path, monkeypatch):
+    state = small_state(1)
+
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            fds.save_async(tmp_path, state, Template(state))
+    assert not state.token.readers and not (tmp_path / ".saving").exists()
+    fds.save(tmp_path, state, Template(state))
+
+
+def test_memory_that_is_given_up_under_another_token_is_found(tmp_path):
+    """The write is counted before it is made, whenever the save looks."""
+    step = fds.compose(fds.donate(), fds.adamw(0.1))(lambda params, batch: (params * batch).sum())
+    state = step.init(torch.ones(40))
+    with held() as go:
+        saving = fds.save_async(tmp_path, state, step)
+        step(fds.tree.map(lambda x: x, state), torch.ones(40))
+        go.set()
+        with pytest.raises(StorageError, match="written over while it was being saved"):
+            saving.wait()

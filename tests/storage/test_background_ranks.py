@@ -134,11 +134,10 @@ def test_an_agreement_that_fails_begins_nothing(tmp_path, topology):
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_rank_that_cannot_begin_is_an_error_on_all(tmp_path, which, monkeypatch):
     topology = TOPOLOGIES["stage 1"]
-    plain_alive, plain_begin = background._alive, background.Draft.begin
+    plain_lock, plain_begin = background.lock_file, background.Draft.begin
 
-    def fail(draft):
-        if draft.ranks.index == which:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def fail(draft=None):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def body():
         step, state = begin(topology)
@@ -148,9 +147,11 @@ def test_a_rank_that_cannot_begin_is_an_error_on_all(tmp_path, which, monkeypatc
         assert not state.token.readers
         return error.value.what
 
-    monkeypatch.setattr(background, "_alive", lambda draft: fail(draft) or plain_alive(draft))
+    mine = f"rank{which}.lock"
+    monkeypatch.setattr(background, "lock_file", lambda path: fail() if path.name == mine else plain_lock(path))
     if which == 0:
-        begin_one = lambda draft, stack: plain_begin(draft, stack) if draft.tag == "one" else fail(draft)
+        leads = lambda draft: draft.tag == "two" and draft.ranks.index == 0
+        begin_one = lambda draft, stack: fail() if leads(draft) else plain_begin(draft, stack)
         monkeypatch.setattr(background.Draft, "begin", begin_one)
     (what,) = set(topology.run(body))
     assert what.startswith(f"rank {which}: ")

@@ -27,7 +27,7 @@ from fds.storage.manifest import Chunk, Leaf
 from fds.storage.tensors import CODES, DTYPES
 from tests.bits import assert_same_bits
 from tests.laws.problems import Block, language, token_mean
-from tests.storage.states import Template, state_of
+from tests.storage.states import Template, small_state, state_of
 from tests.storage.topologies import Stages, Topology, plain
 
 FLOATS = [dtype for dtype in CODES if dtype.is_floating_point]
@@ -515,3 +515,13 @@ def test_transformers_loads_what_was_exported(tmp_path, kind, ranks):
     assert not any(said.get(what) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), said
     want = apply(after, input_ids=tokens).logits
     assert torch.equal(found.eval()(input_ids=tokens).logits, want)
+
+
+def test_nothing_is_exported_into_the_folder_of_a_save(tmp_path):
+    state = small_state(1)
+    folder = fds.save(tmp_path / "run", state, Template(state))
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    for path in (folder, folder / "rank0.safetensors", folder / "other.safetensors"):
+        with pytest.raises(StorageError, match="the folder of a save"):
+            fds.export_weights(tmp_path / "run", path)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before

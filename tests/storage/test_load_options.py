@@ -346,3 +346,28 @@ def test_a_run_goes_on_with_what_was_made_afresh(saves):
     found = pipelines.in_order(pipelines.joined(Stages(2).run(lambda: after(Stages(2)))))
     pipelines.assert_rounding(found, want, additions=2 * 4096)
 
+
+
+def test_what_another_optimizer_remembered_is_not_read_by_halves(tmp_path):
+    loss = lambda params, batch: (params * batch).sum()
+    lion, adam = fds.compose(fds.lion(0.1))(loss), fds.compose(fds.adamw(0.1))(loss)
+    state, _ = lion(lion.init(torch.ones(3)), torch.ones(3))
+    fds.save(tmp_path, state, lion)
+    loaded, _ = fds.load(tmp_path, adam, torch.ones(3), slots=("init", "drop"))
+    assert not any(x.any() for slot in loaded.opt.values() for x in slot.values()) and int(loaded.step) == 1
+    with pytest.raises(StorageError, match=r"slots='init'"):
+        fds.load(tmp_path, adam, torch.ones(3))
+
+
+def test_missing_parameters_without_values_are_refused(tmp_path):
+    step = fds.compose(fds.sgd(0.1))(lambda params, batch: sum(x.sum() for x in params.values()) * batch)
+    fds.save(tmp_path, step.init({"a": torch.ones(3)}), step)
+    with pytest.warns(StorageWarning), pytest.raises(StorageError, match="has no values"):
+        fds.load(tmp_path, step, {"a": torch.empty(3, device="meta"), "b": torch.empty(2, device="meta")}, strict=False)
+
+
+def test_a_warning_of_many_names_counts_them():
+    names = [f"opt.exp_avg.{i}" for i in range(20)]
+    warning = StorageWarning("run", names, ["params.a", "params.b"], [])
+    assert "missing: opt.exp_avg.* (20)" in str(warning) and "params.a, params.b" in str(warning)
+    assert warning.missing == names

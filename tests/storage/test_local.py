@@ -321,3 +321,66 @@ def test_ranks_that_do_not_agree_on_it_are_refused(tmp_path):
 
     on(TOPOLOGIES["stage 0"], body)
     assert not os.listdir(tmp_path)
+
+
+@begun
+@pytest.mark.parametrize("which", range(2))
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "it fails"), Killed()], ids=["error", "killed"])
+def test_a_tag_that_not_all_ranks_replaced_loads_as_it_was(tmp_path, save, which, error):
+    """Again and again, until it is replaced on all."""
+    topology = TOPOLOGIES["stage 0"]
+    states, _ = saved(tmp_path, topology, save, tag="last")
+    plain_rename = os.rename
+
+    def rename(old, new):
+        if str(new) == str(machine(tmp_path, which) / f"rank{which}" / "last") and "new" in str(old):
+            raise error
+        plain_rename(old, new)
+
+    def body(index):
+        step, state = state_on(topology, 4)
+        with pytest.raises((StorageError, Killed)):
+            save(machine(tmp_path, index), state, step, "last", local=True, keep=1)
+
+    for _ in range(2):
+        with mock.patch.object(os, "rename", rename):
+            on(topology, body)
+        assert_same_bits([state for state, _ in loaded(tmp_path, topology)], states)
+        assert_same_bits([state for state, _ in loaded(tmp_path, topology, tag="last")], states)
+    after, _ = saved(tmp_path, topology, save, tag="last", key=5)
+    assert_same_bits([state for state, _ in loaded(tmp_path, topology)], after)
+    for i in range(2):
+        assert sorted(os.listdir(machine(tmp_path, i) / f"rank{i}")) == [".lock", "last", "latest"]
+
+
+def damaged(folder: Path) -> None:
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace('"calls": 0', '"calls": 1'))
+
+
+@pytest.mark.parametrize("which", range(2))
+@pytest.mark.parametrize("together", [False, True])
+def test_a_damaged_manifest_of_the_last_save_is_no_older_save_in_silence(tmp_path, which, together):
+    topology = TOPOLOGIES["stage 0"]
+    states, _ = saved(tmp_path, topology, fds.save, tag="one")
+    saved(tmp_path, topology, fds.save, tag="two", key=4)
+    dir, at = (brought_together(tmp_path), lambda dir, _: dir) if together else (tmp_path, machine)
+    damaged(at(dir, which) / f"rank{which}" / "two")
+    for tag in (None, "two"):
+        assert "the manifest was changed after it was written" in told(dir, topology, at=at, tag=tag).what
+
+    def body(index):
+        step, _ = state_on(topology)
+        return fds.load(at(dir, index), step, step.loss.init, tag="one", local=True)[0]
+
+    assert_same_bits(list(on(topology, body)), states)
+
+
+def test_a_damaged_manifest_of_an_older_save_of_another_rank_is_passed_over(tmp_path):
+    topology = TOPOLOGIES["stage 0"]
+    saved(tmp_path, topology, fds.save, tag="one")
+    _, want = saved(tmp_path, topology, fds.save, tag="two", key=4)
+    dir = brought_together(tmp_path)
+    damaged(dir / "rank1" / "one")
+    step, _ = state_on(None)
+    assert_same_bits(plain(fds.load(dir, step, step.loss.init, local=True)[0], step), want)

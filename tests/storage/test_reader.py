@@ -1,25 +1,25 @@
 """The reader of tensor files: the bytes that were written, or a refusal that says what is wrong with the file."""
 
 import contextlib
+import errno
+import gc
 import os
+import shutil
 from pathlib import Path
 from unittest import mock
 
-import attrs
 import pytest
 import torch
 
+import fds
 from fds.errors import StorageError
-from fds.storage import reader, writer
+from fds.storage import loading, open_source, reader, verify, writer
+from fds.storage.held import Held
+from fds.storage.manifest import File
 from fds.storage.reader import Files, touch_fresh
+from fds.storage.source import blank_like, piece
 from fds.storage.writer import ALIGN, checksum
-
-
-@attrs.frozen
-class File:
-    bytes: int
-    header: str
-
+from tests.storage.states import Template, num_calls, rewrite, small_state
 
 HEADER = (ALIGN - 8).to_bytes(8, "little") + b"{}".ljust(ALIGN - 8)
 DATA = bytes(range(256)) * 40
@@ -28,9 +28,11 @@ NAME = "rank0.safetensors"
 
 @pytest.fixture(autouse=True)
 def no_file_stays_open():
+    gc.collect()  # what tests before this one held
     before = len(os.listdir("/proc/self/fd"))
     yield
-    assert len(os.listdir("/proc/self/fd")) == before
+    gc.collect()  # what an error's traceback held
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def path(tmp_path) -> Path:
 
 
 def files(path: Path, verify: bool = True, size: int = ALIGN + len(DATA), header: bytes = HEADER) -> Files:
-    return Files(path.parent, {path.name: File(size, checksum(header))}, verify)
+    return Files({path.name: Held.of(path.parent)}, {path.name: File(size, checksum(header))}, verify)
 
 
 def read(opened: Files, start: int = 0, length: int = len(DATA), want: bytes | None = None) -> bytes:
@@ -148,6 +150,137 @@ def test_a_file_that_is_cut_off_while_it_is_open_is_refused_and_kills_nobody(pat
     read(opened, 0, 10)
     path.write_bytes(HEADER)
     assert "cannot be read" in refusal(opened).what
+
+
+@pytest.mark.parametrize("offset", [0, 8, ALIGN - 1])
+def test_a_chunk_in_the_header_is_refused(path, offset):
+    want = (HEADER + DATA)[offset : offset + 100]
+    error = refusal(files(path), start=offset - ALIGN, length=100, want=want)
+    assert error.what == "a chunk inside the header of its file"
+    assert (error.where, error.got, error.want) == ("params.weight", f"byte {offset}", f"{ALIGN} or more")
+
+
+def test_few_of_many_files_are_open_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "MOST", 3)
+    names, folder, before = [f"rank{i}.safetensors" for i in range(8)], Held.of(tmp_path), len(os.listdir("/dev/fd"))
+    for name in names:
+        (tmp_path / name).write_bytes(HEADER + name.encode())
+    known = {name: File(ALIGN + len(name), checksum(HEADER)) for name in names}
+    with Files(dict.fromkeys(names, folder), known) as opened:
+        for name in [*names, *names, *reversed(names), *names]:
+            out = torch.empty(len(name), dtype=torch.uint8)
+            opened.read(name, ALIGN, out, checksum(name.encode()), "x")
+            assert len(opened._open) <= 3 >= len(os.listdir("/dev/fd")) - before
+        assert list(opened._open) == names[-3:]
+        opened.refuse_changed(names[5])
+        opened.refuse_changed(names[0])
+        assert list(opened._open) == [names[7], names[5], names[0]], "what was read longest ago is closed"
+    del opened, folder
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_too_many_open_files_are_no_fault_of_the_save(path, code):
+    opened = files(path)
+    with mock.patch.object(os, "open", side_effect=OSError(code, os.strerror(code))):
+        error = refusal(opened)
+        assert error.got == os.strerror(code) and "ulimit" in error.hint and "another tag" not in error.hint
+        with pytest.raises(StorageError) as error:
+            Held.of(path.parent)
+    assert "ulimit" in error.value.hint and error.value.where == str(path.parent)
+
+
+def replaced(folder: Path, by: Path) -> None:
+    """Put another save in the place of one, as a save does."""
+    folder.rename(folder.with_name("old"))
+    by.rename(folder)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_folder_that_is_replaced_is_still_the_one_that_was_opened(tmp_path, removed):
+    names, folder = ["rank0.safetensors", "rank1.safetensors"], tmp_path / "tag"
+    for into, raw in ((folder, b"old"), (tmp_path / "newer", b"new")):
+        into.mkdir()
+        for name in names:
+            (into / name).write_bytes(HEADER + raw)
+    known = {name: File(ALIGN + 3, checksum(HEADER)) for name in names}
+    with Files(dict.fromkeys(names, Held.of(folder)), known, verify=False) as opened:
+        out = torch.empty(3, dtype=torch.uint8)
+        opened.read(names[0], ALIGN, out, "", "x")
+        replaced(folder, tmp_path / "newer")
+        if not removed:
+            opened.read(names[1], ALIGN, out, "", "x")
+            assert out.numpy().tobytes() == b"old"
+            return
+        shutil.rmtree(tmp_path / "old")
+        with pytest.raises(StorageError, match="a tensor file is missing") as error:
+            opened.read(names[1], ALIGN, out, "", "x")
+        assert "may have replaced it meanwhile" in error.value.hint and error.value.where == str(folder / names[1])
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("when", ["before its manifest is read", "before its first file is read"])
+def test_a_save_that_is_replaced_while_it_is_opened_is_not_mixed(tmp_path, monkeypatch, when, verify):
+    for name, calls in (("run", 1), ("other", 2)):
+        fds.save(tmp_path / name, small_state(calls), Template(small_state()), "best")
+    plain, seen = loading.read_manifest, []
+
+    def read_manifest(held):
+        found = None if when == "before its manifest is read" else plain(held)
+        seen.append(held)
+        if len(seen) == 2:  # the first look is for which save there is
+            replaced(tmp_path / "run" / "best", tmp_path / "other" / "best")
+        return found or plain(held)
+
+    monkeypatch.setattr(loading, "read_manifest", read_manifest)
+    state, _ = fds.load(tmp_path / "run", Template(small_state()), {}, verify=verify)
+    assert num_calls(state) == 1
+    monkeypatch.undo()
+    assert num_calls(fds.load(tmp_path / "run", Template(small_state()), {}, tag="best")[0]) == 2
+
+
+@pytest.mark.parametrize("length", [2**28, 2**40, 2**58])
+def test_sizes_are_compared_before_memory_is_taken(tmp_path, length):
+    folder = fds.save(tmp_path, small_state(1), Template(small_state()), "a")
+
+    def edit(record):
+        record["files"]["rank0.safetensors"]["bytes"] = 2**62
+        leaf = record["leaves"]["params.in.weight"]
+        leaf["shape"], leaf["chunks"] = [length], [{**leaf["chunks"][0], "length": length}]
+
+    rewrite(folder, edit)
+    taken, empty = [], torch.empty
+
+    def counted(*args, **kwargs):
+        taken.append(args)
+        return empty(*args, **kwargs)
+
+    with mock.patch.object(torch, "empty", counted):
+        (line,) = verify(tmp_path)
+        assert "a tensor file cannot be read" in line and f"want {2**62} bytes" in line
+        source = open_source(tmp_path)
+        with pytest.raises(StorageError, match="cannot be read"):
+            source.read("params.in.weight", 5, blank_like(source.leaves["params.in.weight"], 3))
+        with pytest.raises(StorageError, match=r"cannot be read|File too large"):
+            fds.export_weights(tmp_path, tmp_path / "x.safetensors")
+    assert max(args[0] for args in taken) < 100
+
+
+def test_a_file_that_really_is_absurd_is_refused_too(tmp_path):
+    folder, length = fds.save(tmp_path, small_state(1), Template(small_state()), "a"), 2**42
+    with open(folder / "rank0.safetensors", "r+b") as file:
+        file.truncate(2**43)  # full of holes
+
+    def edit(record):
+        record["files"]["rank0.safetensors"]["bytes"] = 2**43
+        leaf = record["leaves"]["params.out"]
+        leaf["shape"], leaf["chunks"] = [length // 2], [{**leaf["chunks"][0], "length": length // 2}]
+
+    rewrite(folder, edit)
+    with mock.patch.object(torch, "empty", side_effect=[*map(torch.empty, [0]), RuntimeError("can't allocate")]):
+        source = open_source(tmp_path)
+        with pytest.raises(StorageError, match="not the memory") as error:
+            piece(source, "params.out", 0, length // 2)
+    assert error.value.got == f"{length} bytes at once"
 
 
 def link(path: Path) -> None:

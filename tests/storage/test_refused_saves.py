@@ -9,7 +9,7 @@ import torch
 
 import fds
 from fds import tree
-from fds.errors import DonatedStateError, StorageError
+from fds.errors import DonatedStateError, StateError, StorageError
 from tests.storage.states import Template, num_calls, small_state, state_of
 
 STEP = Template(small_state())
@@ -98,6 +98,16 @@ def test_a_name_that_is_no_unicode(tmp_path):
 
 def test_something_else_than_a_state(tmp_path):
     assert "Template" in refused(tmp_path, STEP, small_state()).got
+    assert "dict" in refused(tmp_path, {}, STEP).got
+
+
+def test_a_state_of_another_step(tmp_path):
+    loss = lambda params, batch: (params * batch).sum()
+    state = fds.compose(fds.adamw(0.1))(loss).init(torch.ones(3))
+    for save in (fds.save, fds.save_async):
+        with pytest.raises(StateError, match="the state is another composition's"):
+            save(tmp_path / "run", state, fds.compose(fds.sgd(0.1))(loss))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_state_that_was_given_up(tmp_path):

@@ -11,6 +11,7 @@ import attrs
 
 from fds.errors import StorageError
 from fds.storage.foreign.torch_files import Inert, open_torch
+from fds.storage.small import read_small
 
 # What DeepSpeed pickles besides tensors, numbers and text. They stand for what they hold, and do nothing.
 CLASSES = (
@@ -50,8 +51,7 @@ def find(dir: Path, tag: str | None) -> Path:
     if tag is None:
         latest = next((p for p in (dir / "latest", dir / "latest_universal") if p.exists()), dir / "latest")
         try:
-            with open(latest, encoding="utf-8") as file:
-                tag = file.read(1000).strip()
+            tag = read_small(Path(os.path.realpath(latest)), 1000).decode().strip()
         except (OSError, UnicodeError) as error:
             raise StorageError("this is no directory of DeepSpeed's checkpoints", where=str(dir), got=str(error),
                                want="the file `latest` in it, or tag=...") from error  # fmt: skip

@@ -15,14 +15,15 @@ from torch import Tensor
 from fds.errors import StorageError
 from fds.storage.foreign.kept import Kept, source_of, whole
 from fds.storage.foreign.torch_files import open_torch
-from fds.storage.manifest import Leaf
+from fds.storage.manifest import MAX_INT, Leaf
+from fds.storage.small import read_small
 from fds.storage.source import Source
 from fds.storage.tensors import CODES, as_bytes, dtype_name
 
 INDEX = ".index.json"
 SAFETENSORS, TORCH = ".safetensors", (".bin", ".pt", ".pth")
 NESTED = ("state_dict", "model", "module")
-MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no longer one either
+MAX_HEADER = 100_000_000  # bytes, of an index too; the safetensors library reads no longer one either
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
@@ -66,14 +67,15 @@ def _tensors(file: Path) -> dict[str, Kept]:
     if file.name.endswith(TORCH):
         found = _state_dict(open_torch(file), str(file))
         return {name: whole(x, f"{file}: {name}") for name, x in found.items()}
-    raise StorageError("this is no file of weights", where=str(file), got="nothing" if not file.exists() else file.name,
+    raise StorageError("this is no file of weights", where=str(file),
+                       got=file.name[:80] if os.path.exists(file) else "nothing",
                        want=f"a name that ends in {', '.join((SAFETENSORS, *TORCH, INDEX))}")  # fmt: skip
 
 
 def _indexed(index: Path) -> Iterator[tuple[str, Kept]]:
     """Yield the leaves that an index names. Each must be in the shard that it says, and in no other."""
     try:
-        record = json.loads(index.read_bytes())
+        record = json.loads(read_small(Path(os.path.realpath(index)), MAX_HEADER), object_pairs_hook=_once)
         table: dict[str, str] = record["weight_map"]
         if not table or not all(isinstance(name, str) for name in (*table, *table.values())):
             raise ValueError("weight_map is no table of names")
@@ -158,7 +160,7 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Kept]]:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) != len(pairs):
-        raise ValueError("a name that stands twice in the header")
+        raise ValueError("a name that stands twice")
     return found
 
 
@@ -168,9 +170,19 @@ def _place(dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[str, 
         raise ValueError(f"a tensor of dtype {dtype!r:.40}, not one of {', '.join(_DTYPES)}")
     if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
         raise ValueError("sizes and places that are no counts")
+    _refuse_size(shape)
     if last - first != math.prod(shape) * _DTYPES[dtype].itemsize:
         raise ValueError(f"{last - first} bytes for a tensor {dtype} {shape}"[:200])
     return dtype, tuple(shape), first, last
+
+
+def _refuse_size(shape: list[int]) -> None:
+    """Raise `ValueError` for a shape that no tensor has, though one of its sizes may be 0."""
+    numel = 1
+    for n in shape:
+        numel *= max(n, 1)
+        if numel > MAX_INT:
+            raise ValueError(f"a tensor {shape}"[:200])
 
 
 def _reader(file: Path, offset: int, size: int) -> Callable[[int, Tensor], None]:

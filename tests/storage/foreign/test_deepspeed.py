@@ -16,6 +16,7 @@ from fds.storage.foreign.deepspeed_files import CLASSES
 from fds.storage.importing import import_deepspeed
 from tests.storage.foreign import trained
 from tests.storage.foreign.reading import read, read_all
+from tests.storage.foreign.test_weights import replace
 
 SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
 CASES = [f"zero{stage}_ranks{ranks}" for stage in (1, 2, 3) for ranks in (1, 2, 3)] + [
@@ -368,3 +369,12 @@ def test_tied_parameters_that_differ_between_stages_are_reported(golden, tmp_pat
 
     rewrite(files(folder, "*rank_01_optim*")[0], move)
     assert "the stages differ in both.weight, taken from the first" in deepspeed(folder).composition
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge"])
+def test_what_is_no_small_file_is_refused_as_latest_and_not_waited_for(golden, tmp_path, kind):
+    run = Path(shutil.copytree(golden / "zero0", tmp_path / "run"))
+    replace(run / "latest", kind)
+    with pytest.raises(StorageError, match="no directory of DeepSpeed's checkpoints"):
+        deepspeed(run)
+    assert deepspeed(run, "global_step3").leaves

@@ -321,3 +321,53 @@ def test_a_safetensors_file_that_changes_its_size_is_refused_at_reading(tmp_path
     (tmp_path / "x.safetensors").unlink()
     with pytest.raises(StorageError, match="changed while"):
         read_all(source)
+
+
+def replace(path: Path, kind: str) -> None:
+    """Put something in the place of a small file that nobody should wait for, or read to its end."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with open(path, "wb") as file:
+            file.truncate(2**40)  # full of holes
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge"])
+def test_what_is_no_small_file_is_refused_as_an_index_and_not_waited_for(tmp_path, kind):
+    sharded(tmp_path / "model", ".safetensors", save_file)
+    replace(tmp_path / "model" / "model.safetensors.index.json", kind)
+    with pytest.raises(StorageError, match="an index cannot be read"):
+        weights(tmp_path / "model")
+
+
+def test_an_index_may_be_a_link(tmp_path):
+    want = sharded(tmp_path / "model", ".safetensors", save_file)
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.rename(tmp_path / "blob")
+    index.symlink_to("../blob")  # as in Hugging Face's cache
+    assert_holds(weights(tmp_path / "model"), want)
+    (tmp_path / "blob").unlink()
+    with pytest.raises(StorageError, match="an index cannot be read"):
+        weights(index)
+
+
+def test_an_index_that_names_a_tensor_twice_is_refused(tmp_path):
+    sharded(tmp_path / "model", ".safetensors", save_file)
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    text = index.read_text()
+    index.write_text(text.replace('"weight_map": {', '"weight_map": {"half": "model-0.safetensors", '))
+    with pytest.raises(StorageError, match="stands twice"):
+        weights(index)
+
+
+@pytest.mark.parametrize("shape", [[2**70, 0], [0, 2**63], [2**32, 2**32, 0], [2**63 - 1, 0, 2], [2**63] * 10**5 + [0]])
+def test_a_shape_beyond_every_tensor_is_refused_though_it_has_no_elements(tmp_path, shape):
+    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(StorageError, match="a file cannot be read"):
+        weights(tmp_path / "x.safetensors")

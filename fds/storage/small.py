@@ -1,0 +1,26 @@
+"""Small: ordinary files that are read whole or locked; a link, a pipe or a device in their place is neither."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def open_ordinary(path: Path, flags: int) -> int:
+    """Return a descriptor of an ordinary file, without following a link or waiting. Raises `OSError`."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not an ordinary file", str(path))
+    return fd
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """Return the bytes of an ordinary file of at most `most` bytes. Raises `OSError`."""
+    with open(open_ordinary(path, os.O_RDONLY), "rb") as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
+    return found
