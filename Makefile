@@ -8,7 +8,7 @@ READY := .venv/.ready
 PEERS := .venv-peers/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test laws lint bench-plain bench-sharding bench-pipeline bench-storage gallery golden clean
+.PHONY: help setup train test laws faults lint bench-plain bench-sharding bench-pipeline bench-storage gallery golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -24,6 +24,9 @@ test: lint  ## check, then run every test
 
 laws: $(READY)  ## run the laws on many more examples than `make test`, new ones every time
 	@FDS_HYPOTHESIS_PROFILE=full $(BIN)/pytest -n $(JOBS) tests/laws $(ARGS)
+
+faults: $(READY)  ## kill saves, fail every write, tamper with files: some ten minutes, new instants every time
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.storage.campaign $(ARGS)
 
 lint: $(READY)  ## ruff and pyright
 	@$(BIN)/ruff check
