@@ -16,6 +16,7 @@ import cattrs
 
 from fds.errors import StorageError
 from fds.storage.held import Held, hint
+from fds.storage.small import parsed
 from fds.storage.tensors import DTYPES
 from fds.storage.writer import checksum
 
@@ -97,7 +98,7 @@ def read_manifest(folder: Path | Held) -> Manifest:
     path = held.path / NAME
     try:
         text = _read(held.open(NAME))
-        record = json.loads(text, object_pairs_hook=_once)
+        record = parsed(text)
         written = record.pop("checksum", None) if isinstance(record, dict) else None
         found = _checksum(record)
     except OSError as error:
@@ -211,14 +212,6 @@ def _read(fd: int) -> bytes:
         if found.st_size > MAX_BYTES:
             raise OSError(errno.EFBIG, f"{found.st_size} bytes, more than {MAX_BYTES}")
         return file.read(MAX_BYTES)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises `ValueError` for a key that stands in it twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found
 
 
 def _text(record: dict) -> str:

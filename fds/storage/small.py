@@ -1,11 +1,13 @@
-"""Small: ordinary files that are read whole or locked; a link, a pipe or a device in their place is neither."""
+"""Small: ordinary files that are read whole or locked, and their JSON; a link, a pipe or a device is neither."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 
 def open_ordinary(path: Path, flags: int) -> int:
@@ -23,4 +25,16 @@ def read_small(path: Path, most: int) -> bytes:
         found = file.read(most + 1)
     if len(found) > most:
         raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
+    return found
+
+
+def parsed(text: str | bytes) -> Any:
+    """Return what a JSON text says. Raises `ValueError`, also for a key that stands twice in one object."""
+    return json.loads(text, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice in one object")
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
@@ -16,7 +15,7 @@ from fds.errors import StorageError
 from fds.storage.foreign.kept import Kept, source_of, whole
 from fds.storage.foreign.torch_files import open_torch
 from fds.storage.manifest import MAX_INT, Leaf
-from fds.storage.small import read_small
+from fds.storage.small import parsed, read_small
 from fds.storage.source import Source
 from fds.storage.tensors import CODES, as_bytes, dtype_name
 
@@ -75,7 +74,7 @@ def _tensors(file: Path) -> dict[str, Kept]:
 def _indexed(index: Path) -> Iterator[tuple[str, Kept]]:
     """Yield the leaves that an index names. Each must be in the shard that it says, and in no other."""
     try:
-        record = json.loads(read_small(Path(os.path.realpath(index)), MAX_HEADER), object_pairs_hook=_once)
+        record = parsed(read_small(Path(os.path.realpath(index)), MAX_HEADER))
         table: dict[str, str] = record["weight_map"]
         if not table or not all(isinstance(name, str) for name in (*table, *table.values())):
             raise ValueError("weight_map is no table of names")
@@ -138,7 +137,7 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Kept]]:
             length = int.from_bytes(opened.read(8), "little")
             if not 2 <= length <= min(MAX_HEADER, found.st_size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {found.st_size}")
-            header = json.loads(opened.read(length), object_pairs_hook=_once)
+            header = parsed(opened.read(length))
         header.pop("__metadata__", None)
         places = {name: _place(**entry) for name, entry in header.items()}
         end = 0
@@ -156,12 +155,6 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Kept]]:
     for name, (code, shape, first, _) in places.items():
         leaf = Leaf(dtype_name(_DTYPES[code]), shape, ())
         yield name, Kept(leaf, _reader(file, 8 + length + first, found.st_size))
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) != len(pairs):
-        raise ValueError("a name that stands twice")
-    return found
 
 
 def _place(dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[str, tuple[int, ...], int, int]:
