@@ -19,7 +19,7 @@ from fds.state import State
 from fds.step import Step, beginning
 from fds.storage import local as by_rank
 from fds.storage.blocks import spans
-from fds.storage.folders import find
+from fds.storage.folders import SAVING, find
 from fds.storage.held import Held
 from fds.storage.manifest import Leaf, read_manifest
 from fds.storage.matching import Options, checked_slots, match
@@ -136,19 +136,26 @@ def _opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
     return saved(manifest, [held], verify=verify)
 
 
-def _found(dir: Path, tag: str | None) -> Path:
+def _found(dir: Path, tag: str | None, attempts: int = 5) -> Path:
     """Return the folder of a save that can be read; another process may be replacing what is looked at."""
-    for pause in (0.01, 0.1, None):
-        try:
-            folder = find(dir, tag)
-            read_manifest(Held.of(folder))
-        except StorageError:
-            if pause is None:
-                raise
-            time.sleep(pause)
-        else:
-            return folder
-    raise AssertionError
+    before = _changed(dir)
+    try:
+        folder = find(dir, tag)
+        read_manifest(Held.of(folder))
+    except StorageError:
+        if attempts == 1 or (_changed(dir) == before and not (dir / SAVING).exists()):
+            raise
+        time.sleep(0.02)
+        return _found(dir, tag, attempts - 1)
+    return folder
+
+
+def _changed(dir: Path) -> int:
+    """Return when a name in a directory changed last, 0 where there is none."""
+    try:
+        return os.stat(dir).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _read(parts: Mapping[str, Part], names: Mapping[str, str], source: Source) -> None:
