@@ -47,6 +47,7 @@ class Draft:
 
     Attributes:
         dir: the directory of the run, or of this rank's part of it.
+        folder: of the tag, once it is published, as the user calls it.
         parts: what this rank holds, until it is written.
         union: all leaves of the plain state, of which the manifest tells.
         versions: how often each part had been written to when the save began.
@@ -55,6 +56,7 @@ class Draft:
     """
 
     dir: Path
+    folder: Path
     tag: str
     saved: str
     calls: int
@@ -79,7 +81,7 @@ class Draft:
                                hint="fds.save(dir, state, step)")  # fmt: skip
         ranks = Ranks.of(step)
         with ranks.together() as said:
-            dir = Path(dir).absolute()  # the process may change its own while it is written
+            path = Path(dir).absolute()  # the process may change its own while it is written
             if not isinstance(state, State):
                 raise StorageError("what is to be saved is no state", got=repr(type(state).__name__), want="a State",
                                    hint="fds.save(dir, state, step)")  # fmt: skip
@@ -95,8 +97,9 @@ class Draft:
         tag = _agreed([tag for tag, _, _ in said.all], tag_validation, ranks)
         union = Union.of(parts, ranks)
         return cls(
-            directory(dir, ranks, local), tag, said.all[0][1], calls, tuple(map(repr, step.composition)), extra, parts,
-            union, ranks, keep, local, {name: _version(part.tensor) for name, part in parts.items()},
+            directory(path, ranks, local), directory(dir, ranks, local) / tag, tag, said.all[0][1], calls,
+            tuple(map(repr, step.composition)), extra, parts, union, ranks, keep, local,
+            {name: _version(part.tensor) for name, part in parts.items()},
             reached(part.tensor for part in parts.values()),
         )  # fmt: skip
 
@@ -104,11 +107,6 @@ class Draft:
     def leads(self) -> bool:
         """Whether this rank makes the folder and gives it its name."""
         return self.local or self.ranks.index == 0
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the tag, once it is published."""
-        return self.dir / self.tag
 
     def begin(self, saving: contextlib.ExitStack) -> None:
         """Make the folder to write into, on the rank that does. Raises `StorageError`."""

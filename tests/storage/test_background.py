@@ -374,7 +374,7 @@ def test_the_process_may_change_its_directory(tmp_path, monkeypatch):
         saving = fds.save_async("run", small_state(1), Template(small_state()))
         os.chdir("other")
         go.set()
-        assert saving.wait() == tmp_path / "run" / "step00000001"
+        assert saving.wait() == Path("run/step00000001")
     assert num_calls(fds.load(tmp_path / "run", Template(small_state()), {})[0]) == 1
 
 
