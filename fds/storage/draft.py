@@ -18,17 +18,10 @@ from torch import Tensor
 from fds.errors import StorageError
 from fds.state import State
 from fds.step import Step
+from fds.storage import manifest as manifests
 from fds.storage.folders import checked_tag, forget, publish, unpublished
 from fds.storage.hosting import on_host, reached
-from fds.storage.manifest import (
-    FORMAT,
-    Chunk,
-    File,
-    Manifest,
-    checked_extra,
-    refuse_impossible,
-    write_manifest,
-)  # fmt: skip
+from fds.storage.manifest import Chunk, File, Manifest, checked_extra
 from fds.storage.parts import Part, parts_of
 from fds.storage.sharing import held, own
 from fds.storage.tensors import DTYPES, header, refuse_unwritable
@@ -134,7 +127,7 @@ class Draft:
     def finish(self, saving: contextlib.ExitStack, records: list[Record]) -> None:
         """Write the manifest of what all ranks wrote, and give the folder its name, on the rank that does."""
         if self.leads:
-            write_manifest(unpublished(self.dir, self.tag), self.manifest(records))
+            manifests.write_manifest(unpublished(self.dir, self.tag), self.manifest(records))
             saving.close()  # from here on it has its name
 
     @property
@@ -165,10 +158,10 @@ class Draft:
         files = {r["file"]: File(r["bytes"], r["header"]) for r in records if r["pieces"]}
         part = (self.ranks.index, self.ranks.size) if self.local else None
         manifest = Manifest(
-            FORMAT, _installed(), torch.__version__, self.tag, self.saved, self.calls, part, self.composition, files,
-            leaves, self.extra,
+            manifests.FORMAT, _installed(), torch.__version__, self.tag, self.saved, self.calls, part,
+            self.composition, files, leaves, self.extra,
         )  # fmt: skip
-        refuse_impossible(manifest)
+        manifests.refuse_impossible(manifest)
         return manifest
 
 

@@ -51,7 +51,7 @@ def find(dir: Path, tag: str | None) -> Path:
                            got="nothing" if not dir.exists() else "a directory" if dir.is_dir() else "a file",
                            hint=_near(dir))  # fmt: skip
     where = dir if tag is not None else dir / LATEST
-    tag = _latest(where, known) if tag is None else tag
+    tag = _latest(dir, known) if tag is None else tag
     if tag not in known:
         raise StorageError(
             "there is no save under this tag", where=str(where), got=repr(tag)[:80],
@@ -201,13 +201,19 @@ def _clear(dir: Path, stays: bool) -> None:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def _latest(path: Path, known: list[str]) -> str:
+def latest(dir: Path) -> str:
+    """Return the tag that was saved last. Raises `OSError` and `UnicodeError`."""
+    return read_small(dir / LATEST, 1000).decode().removesuffix("\n")
+
+
+def _latest(dir: Path, known: list[str]) -> str:
     try:
-        return read_small(path, 1000).decode().removesuffix("\n")
+        return latest(dir)
     except (OSError, UnicodeError) as error:
         raise StorageError(
-            "it is not known which save is the last", where=str(path), got=str(getattr(error, "strerror", error)),
-            want="one of " + ", ".join(map(repr, known)), hint=f"load(..., tag={known[-1]!r})",
+            "it is not known which save is the last", where=str(dir / LATEST),
+            got=str(getattr(error, "strerror", error)), want="one of " + ", ".join(map(repr, known)),
+            hint=f"load(..., tag={known[-1]!r})",
         ) from error  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from fds.storage import local as by_rank
 from fds.storage.blocks import spans
 from fds.storage.folders import SAVING, find
 from fds.storage.held import Held
-from fds.storage.manifest import Leaf, read_manifest
+from fds.storage.manifest import Leaf, Manifest, read_manifest
 from fds.storage.matching import Options, checked_slots, match
 from fds.storage.parts import Part, blank, parts_of
 from fds.storage.reader import touch_fresh
@@ -123,31 +123,35 @@ def fill(source: Source, step: Step, params: Any, options: Options, ranks: Ranks
 def _opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
     """Return the save that the first rank finds: others might see a newer one."""
     with ranks.together() as said:
-        place = _found(dir, tag).relative_to(dir) if ranks.index == 0 else Path()
-        said.mine = {"place": str(place), "asked": {"tag": repr(tag)}}
+        found = _found(dir, tag) if ranks.index == 0 else None
+        place = "" if found is None else str(found[0].path.relative_to(dir))
+        said.mine = {"place": place, "asked": {"tag": repr(tag)}}
     ranks.refuse_different([one["asked"] for one in said.all])
     folder = dir / said.all[0]["place"]
     with ranks.together() as said:
-        held = Held.of(folder)
-        manifest = read_manifest(held)
+        held, manifest = _read_in(folder) if found is None else found
         digest = hashlib.blake2b(repr(manifest).encode(), digest_size=8).hexdigest()
         said.mine = {"save that they read": digest}
     ranks.refuse_different(said.all)
     return saved(manifest, [held], verify=verify)
 
 
-def _found(dir: Path, tag: str | None, attempts: int = 5) -> Path:
-    """Return the folder of a save that can be read; another process may be replacing what is looked at."""
+def _found(dir: Path, tag: str | None, attempts: int = 5) -> tuple[Held, Manifest]:
+    """Return folder and manifest of a save that can be read; another process may be replacing what is looked at."""
     before = _changed(dir)
     try:
-        folder = find(dir, tag)
-        read_manifest(Held.of(folder))
+        return _read_in(find(dir, tag))
     except StorageError:
         if attempts == 1 or (_changed(dir) == before and not (dir / SAVING).exists()):
             raise
         time.sleep(0.02)
         return _found(dir, tag, attempts - 1)
-    return folder
+
+
+def _read_in(folder: Path) -> tuple[Held, Manifest]:
+    """Return a save's folder, held open, and the manifest in it."""
+    held = Held.of(folder)
+    return held, read_manifest(held)
 
 
 def _changed(dir: Path) -> int:

@@ -15,10 +15,9 @@ import attrs
 
 from fds.errors import StorageError
 from fds.storage.draft import directory
-from fds.storage.folders import LATEST, tags, versions
+from fds.storage.folders import latest, tags, versions
 from fds.storage.held import Held
 from fds.storage.manifest import Chunk, Manifest, read_manifest
-from fds.storage.small import read_small
 from fds.storage.source import Source, saved
 from fds.storage.together import Ranks
 
@@ -80,7 +79,7 @@ def _seen(dir: Path, own: Path, asked: str | None) -> dict[Save, Found]:
 def _may_be_last(run: Path, tag: str) -> bool:
     """Return whether a tag is the last of a rank's run, or it is not known which is."""
     try:
-        return read_small(run / LATEST, 1000).decode().removesuffix("\n") in (tag, "")
+        return latest(run) in (tag, "")
     except (OSError, UnicodeError):
         return True
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import cattrs
 
 from fds.errors import StorageError
 from fds.storage.held import Held, hint
-from fds.storage.small import parsed
+from fds.storage.small import parsed, read_small
 from fds.storage.tensors import DTYPES
 from fds.storage.writer import checksum
 
@@ -97,7 +95,7 @@ def read_manifest(folder: Path | Held) -> Manifest:
     held = folder if isinstance(folder, Held) else Held.of(folder)
     path = held.path / NAME
     try:
-        text = _read(held.open(NAME))
+        text = read_small(NAME, MAX_BYTES, folder=held.fd)
         record = parsed(text)
         written = record.pop("checksum", None) if isinstance(record, dict) else None
         found = _checksum(record)
@@ -200,18 +198,6 @@ def _refuse_leaf(leaf: Leaf, manifest: Manifest, where: str) -> None:
     if end > numel or (end != numel and not manifest.part):
         raise StorageError("chunks that do not tile their leaf", where=f"{where}.chunks", got=f"{end} elements",
                            want=f"{numel}, by its shape {leaf.shape}"[:200])  # fmt: skip
-
-
-def _read(fd: int) -> bytes:
-    """Return the bytes of an ordinary file of a plausible size, and close it. Raises `OSError`."""
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)  # open() would leave that of a folder open
-        raise OSError(errno.EINVAL, "not an ordinary file")
-    with open(fd, "rb") as file:
-        found = os.fstat(fd)
-        if found.st_size > MAX_BYTES:
-            raise OSError(errno.EFBIG, f"{found.st_size} bytes, more than {MAX_BYTES}")
-        return file.read(MAX_BYTES)
 
 
 def _text(record: dict) -> str:

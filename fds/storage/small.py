@@ -10,20 +10,24 @@ from pathlib import Path
 from typing import Any
 
 
-def open_ordinary(path: Path, flags: int) -> int:
-    """Return a descriptor of an ordinary file, without following a link or waiting. Raises `OSError`."""
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+def open_ordinary(path: str | Path, flags: int, *, folder: int | None = None) -> int:
+    """Return a descriptor of an ordinary file, without following a link or waiting. Raises `OSError`.
+
+    `folder` is the descriptor of an open folder that `path` is a name in.
+    """
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not an ordinary file", str(path))
     return fd
 
 
-def read_small(path: Path, most: int) -> bytes:
-    """Return the bytes of an ordinary file of at most `most` bytes. Raises `OSError`."""
-    with open(open_ordinary(path, os.O_RDONLY), "rb") as file:
-        found = file.read(most + 1)
-    if len(found) > most:
+def read_small(path: str | Path, most: int, *, folder: int | None = None) -> bytes:
+    """Return the bytes of an ordinary file, opened by `open_ordinary`, of at most `most` bytes. Raises `OSError`."""
+    with open(open_ordinary(path, os.O_RDONLY, folder=folder), "rb") as file:
+        too_large = os.fstat(file.fileno()).st_size > most  # before memory is taken for it
+        found = b"" if too_large else file.read(most + 1)
+    if too_large or len(found) > most:
         raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
     return found
 
