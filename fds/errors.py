@@ -61,6 +61,10 @@ class OptimizerError(FdsError):
     """Refuse the arguments of an optimizer, or parameters that it cannot update."""
 
 
+class KernelError(FdsError):
+    """Refuse the arguments of a kernel or of a layer that is made of kernels, before anything is launched."""
+
+
 class StorageError(FdsError):
     """Refuse to save to, or to load from, a directory."""
 

@@ -1,0 +1,94 @@
+"""The arguments of a kernel: refuse bad ones by name, before anything is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fds.errors import KernelError
+
+FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def floating(**tensors: Tensor | None) -> None:
+    """Raise `KernelError` unless all that is given is floating tensors on one device."""
+    first = None
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.dtype not in FLOATING:
+            raise KernelError(
+                f"{name} is not a tensor of floating numbers", where=name, got=_kind(x),
+                want="float32, float16, bfloat16 or float64",
+            )  # fmt: skip
+        first = first or (name, x)
+        if x.device != first[1].device:
+            raise KernelError(
+                f"{name} is on another device than {first[0]}", where=name, got=str(x.device),
+                want=str(first[1].device), hint=f"{name}.to({first[0]}.device)",
+            )  # fmt: skip
+
+
+def given(**tensors: Tensor | None) -> None:
+    """Raise `KernelError` for None."""
+    for name, x in tensors.items():
+        if x is None:
+            raise KernelError(f"{name} is missing", where=name, got="None", want="a tensor")
+
+
+def same_dtype(**tensors: Tensor | None) -> None:
+    """Raise `KernelError` unless all that is given has the dtype of the first."""
+    (first, like), *rest = ((name, x) for name, x in tensors.items() if x is not None)
+    for name, x in rest:
+        if x.dtype != like.dtype:
+            raise KernelError(
+                f"{name} has another dtype than {first}", where=name, got=str(x.dtype), want=str(like.dtype),
+                hint=f"{name}.to({first}.dtype)",
+            )  # fmt: skip
+
+
+def shape(want: tuple[int | None, ...], **tensors: Tensor | None) -> None:
+    """Raise `KernelError` unless all that is given has this shape; None takes any size."""
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if x.dim() != len(want) or any(n is not None and n != m for n, m in zip(want, x.shape, strict=True)):
+            words = ", ".join("any" if n is None else str(n) for n in want) + "," * (len(want) == 1)
+            raise KernelError(f"{name} has another shape", where=name, got=str(tuple(x.shape)), want=f"({words})")
+
+
+def alike(**tensors: Tensor | None) -> None:
+    """Raise `KernelError` unless all that is given has the shape and dtype of the first."""
+    same_dtype(**tensors)
+    first = next(x for x in tensors.values() if x is not None)
+    shape(tuple(first.shape), **{name: x for name, x in tensors.items() if x is not first})
+
+
+def ratio(name: str, value: float) -> None:
+    """Raise `KernelError` unless a dropout ratio lies in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise KernelError(f"{name} is not a ratio", where=name, got=repr(value), want="a number in [0, 1)")
+
+
+def has_rows(**tensors: Tensor | None) -> None:
+    """Raise `KernelError` unless all that is given has a last dimension."""
+    for name, x in tensors.items():
+        if x is not None and x.dim() == 0:
+            raise KernelError(f"{name} has no last dimension", where=name, got="()", want="(..., N)")
+
+
+def under_autocast(dtype: torch.dtype, x: Any) -> Any:
+    """Return `x`, a tensor or None, in another dtype where autocast is on; else as it is.
+
+    What autocast does for operators of torch, a kernel does for itself.
+    """
+    if x is None or x.dtype == dtype or not torch.is_autocast_enabled(x.device.type):
+        return x
+    with torch.autocast(x.device.type, enabled=False):  # as autocast itself casts: a sharded parameter stays sharded
+        return x.to(dtype)
+
+
+def _kind(x: object) -> str:
+    return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__

@@ -1,0 +1,101 @@
+"""Compile kernels for sm_90 without a GPU: `python -m tests.kernels.ahead_of_time swiglu ... [--json]`.
+
+Triton is told of an H200 that is not there. Each module of `tests.kernels.cases` makes the launches of one kernel as
+users would, on CPU tensors; what would be launched is compiled, with the same specialisation, and not run.
+"""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.backends.nvidia as nvidia
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from fds.kernels import choice
+
+BIN = Path(nvidia.__file__).parent / "bin"
+COLUMNS = ["kernel", "dtype", "registers", "spilled bytes", "shared bytes", "vectors", "case"]
+
+
+class Absent:
+    """The driver of a GPU that is not there."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def launches(names: list[str], dtypes: list[torch.dtype]) -> list[tuple[str, Any, torch.dtype, Any]]:
+    """Return (case, function, dtype, compiled kernel) of all that the cases of some kernels launch, each once."""
+    found: dict[tuple, tuple] = {}
+    run, now = JITFunction.run, ("", torch.float32)
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        made = run(self, *args, grid=grid, warmup=True, **kwargs)
+        case, dtype = now
+        found.setdefault((made.metadata.hash, dtype), (case, self.fn, dtype, made))
+        return made
+
+    driver.set_active(Absent())
+    JITFunction.run, choice.is_interpreted = compile_only, True
+    try:
+        with choice.only("triton"):
+            for name in names:
+                for dtype in dtypes:
+                    for case, thunk in importlib.import_module(f"tests.kernels.cases.{name}").cases(dtype):
+                        now = (case, dtype)
+                        thunk()
+    finally:
+        JITFunction.run, choice.is_interpreted = run, False
+    return list(found.values())
+
+
+def resources(made: Any) -> dict[str, int]:
+    """Return what a compiled kernel takes of a multiprocessor, by NVIDIA's own tools."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([BIN / "cuobjdump", "-res-usage", file.name], check=True, capture_output=True, text=True)
+    took = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)}
+    wide = r"(?:ld|st)\.global[^;]*\.v(?:4\.b32|2\.b64)|cp\.async\.c[ag]\.shared\.global [^;]*, 0x10"
+    vectors = len(re.findall(wide, made.asm["ptx"]))
+    return {
+        "registers": took["REG"], "spilled bytes": took["STACK"] + took["LOCAL"],
+        "shared bytes": made.metadata.shared, "vectors": vectors,
+    }  # fmt: skip
+
+
+def main(names: list[str]) -> None:
+    rows = [
+        {"kernel": f"{fn.__module__.removeprefix('fds.kernels.')}.{fn.__name__}",
+         "dtype": str(dtype).removeprefix("torch."), **resources(made), "case": case}
+        for case, fn, dtype, made in launches([n for n in names if n != "--json"], list(choice.DTYPES))
+    ]
+    if "--json" in names:
+        print(json.dumps(rows))
+        return
+    for row in [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]:
+        print(f"{row['kernel']:<40}{row['dtype']:<10}{row['registers']:>10}{row['spilled bytes']:>15}"
+              f"{row['shared bytes']:>14}{row['vectors']:>9}  {row['case']}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    assert not triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 compiles nothing"
+    main(sys.argv[1:])

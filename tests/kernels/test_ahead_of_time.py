@@ -1,0 +1,52 @@
+"""Every kernel compiles for a GPU that is not there, in every dtype, and keeps what it works on in registers."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CASES = sorted(path.stem for path in (ROOT / "tests/kernels/cases").glob("*.py") if path.stem != "__init__")
+FILES = sorted((ROOT / "fds/kernels").glob("*.py"))
+DTYPES = {"float32", "float16", "bfloat16"}
+# Where the cases of a file's kernels are, if not under its own name.
+ELSEWHERE = {
+    "normalization_forward": "layer_normalization", "normalization_backward": "layer_normalization",
+    "flash_backward": "flash",
+}  # fmt: skip
+
+
+def launched_in(path: Path) -> set[str]:
+    """Return the functions that a file launches: `name[grid](...)`."""
+    return {
+        f"{path.stem}.{node.func.value.id}" for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
+        and isinstance(node.func.value.ctx, ast.Load) and node.func.value.id.startswith("_")
+    }  # fmt: skip
+
+
+def compiled(name: str) -> list[dict]:
+    code = [sys.executable, "-m", "tests.kernels.ahead_of_time", name, "--json"]
+    done = subprocess.run(code, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compile_for_hopper_without_spills(name):
+    rows = compiled(name)
+    for row in rows:
+        assert row["spilled bytes"] == 0, row
+        assert row["registers"] <= 255 and row["shared bytes"] <= 227 * 1024, row
+    here = {(row["kernel"], row["dtype"]) for row in rows}
+    mine = [path for path in FILES if ELSEWHERE.get(path.stem, path.stem) == name]
+    missing = {(kernel, dtype) for path in mine for kernel in launched_in(path) for dtype in DTYPES} - here
+    assert rows and not missing, sorted(missing)
+
+
+def test_every_file_with_kernels_has_cases():
+    assert {ELSEWHERE.get(path.stem, path.stem) for path in FILES if launched_in(path)} <= set(CASES)
