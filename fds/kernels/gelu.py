@@ -1,0 +1,300 @@
+"""GELU of a sum with a bias, in one pass.
+
+    y = gelu(z)        z = x + bias        x, z, y (..., N), bias (N,)
+    "tanh":  gelu(z) = z * sigmoid(2 * u)        u = sqrt(2 / pi) * (z + 0.044715 * z^3)
+    "none":  gelu(z) = z * (1 + erf(z / sqrt(2))) / 2
+
+With s = sigmoid(2 * u), P the normal distribution's integral, dy the gradient of y::
+
+    dx = dy * gelu'(z)        dbias = sum of dx over all but the last dimension, in float32, in a fixed order
+    "tanh":  gelu'(z) = s + z * s * (1 - s) * 2 * sqrt(2 / pi) * (1 + 3 * 0.044715 * z^2)
+    "none":  gelu'(z) = P(z) + z * exp(-z^2 / 2) / sqrt(2 * pi)
+
+Moves: forward reads 1 tensor and writes 2 (y and the derivative), or 1 with `recompute`; backward reads 2, writes 1.
+Saves: the derivative, as large as x, which is then free to go; with `recompute` nothing but the inputs x and bias.
+Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fds.errors import KernelError
+from fds.kernels import arguments, tiles
+from fds.kernels.choice import runs_triton
+from fds.kernels.first_order import first_order
+from fds.kernels.language import cdiv, jit, on, tl
+
+APPROXIMATE = ("tanh", "none")  # torch's words: the approximation by tanh, and none
+
+
+def reference(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+    """Return the same in plain torch, which keeps one tensor for backward: x + bias."""
+    return F.gelu(x if bias is None else x + bias, approximate=approximate)
+
+
+# By bytes per element: two to four vectors of 16 bytes per thread and tensor in flight, in lines of one vector per
+# thread, so that a thread holds whole columns of its tile and sums them in registers. Backward's tiles are smaller: it
+# loops, and holds the sums beside (16-bit: at most 80 registers instead of 168). Compiled, but not measured.
+FORWARD = {
+    2: {"ELEMENTS": 4096, "COLUMNS": 1024, "num_warps": 4},
+    4: {"ELEMENTS": 2048, "COLUMNS": 512, "num_warps": 4},
+}
+BACKWARD = {
+    2: {"ELEMENTS": 2048, "COLUMNS": 1024, "num_warps": 4},
+    4: {"ELEMENTS": 2048, "COLUMNS": 512, "num_warps": 4},
+}
+
+
+@jit
+def _clamped(z):
+    """Return z within [-9, 9]: beyond, sigmoid(2u) is 0 or 1 in float32, and exp(-2u) might overflow."""
+    return tl.clamp(z, -9.0, 9.0, tl.PropagateNan.ALL)
+
+
+@jit
+def _exp(z):
+    """Return exp(-2u)."""
+    return tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z))
+
+
+@jit
+def _gelu(z, TANH: tl.constexpr):
+    """Return gelu(z), of float32."""
+    if TANH:
+        return z * tl.where(z > -9, 1 / (1 + _exp(_clamped(z))), 0.0)
+    return 0.5 * z * (1 + tl.erf(0.7071067811865476 * z))
+
+
+@jit
+def _derivative(z, TANH: tl.constexpr):
+    """Return gelu'(z), of float32."""
+    if TANH:
+        z = _clamped(z)
+        e = _exp(z)
+        s = 1 / (1 + e)
+        return s + z * s * (e * s) * 1.5957691216057308 * (1 + 0.134145 * z * z)  # e * s is 1 - s, and does not cancel
+    return 0.5 * (1 + tl.erf(0.7071067811865476 * z)) + z * tl.exp(-0.5 * z * z) * 0.3989422804014327
+
+
+@jit(do_not_specialize=["rows"])
+def _forward_kernel(
+    x_ptr, bias_ptr, y_ptr, derivative_ptr, rows, columns, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    across = tl.cdiv(columns, COLUMNS)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    at = row[:, None] * columns + column[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    z = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + at, _gelu(z, TANH).to(y_ptr.dtype.element_ty), mask=inside)
+    if derivative_ptr is not None:
+        tl.store(derivative_ptr + at, _derivative(z, TANH).to(derivative_ptr.dtype.element_ty), mask=inside)
+
+
+@jit(do_not_specialize=["rows", "rows_each"])
+def _backward_kernel(
+    dy_ptr, x_ptr, bias_ptr, derivative_ptr, dx_ptr, y_ptr, sums_ptr, rows, columns, rows_each,
+    TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Take `rows_each` rows and COLUMNS columns; one of (x, derivative) is given; y and sums only where wanted."""
+    across = tl.cdiv(columns, COLUMNS)
+    group = tl.program_id(0) // across
+    column = (tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    here = column < columns
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+    for first in range(0, rows_each, ROWS):
+        row = group.to(tl.int64) * rows_each + first + tl.arange(0, ROWS)
+        at = row[:, None] * columns + column[None, :]
+        inside = (row < rows)[:, None] & here[None, :]
+        dx = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if derivative_ptr is not None:
+            dx *= tl.load(derivative_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        else:
+            z = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            if bias_ptr is not None:
+                z += bias
+            dx *= _derivative(z, TANH)
+            if y_ptr is not None:
+                tl.store(y_ptr + at, _gelu(z, TANH).to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        sums += dx
+    if sums_ptr is not None:
+        tl.store(sums_ptr + group.to(tl.int64) * columns + column, tl.sum(sums, axis=0), mask=here)
+
+
+def _launch_forward(x: Tensor, bias: Tensor | None, approximate: str, derivative: Tensor | None) -> Tensor:
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    y, (meta, rows, columns) = torch.empty_like(x), _cut(FORWARD, x, bias is not None)
+    with on(x):
+        _forward_kernel[tiles.grid(meta, rows, columns)](
+            x, bias, y, derivative, rows, columns, TANH=approximate == "tanh", **meta
+        )
+    return y
+
+
+def _launch_backward(
+    dy: Tensor, x: Tensor | None, bias: Tensor | None, derivative: Tensor | None, approximate: str, *,
+    sums: bool, y: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return dx and, in float32, its sums over rows, (N,); (0,) where not wanted."""
+    dy = dy.contiguous()
+    dx, (meta, rows, columns) = torch.empty_like(dy), _cut(BACKWARD, dy, sums)
+    each = tiles.rows_each(meta, dy, rows, columns) if sums else meta["ROWS"]
+    groups = cdiv(rows, each)
+    partial = dy.new_empty(groups, columns, dtype=torch.float32) if sums else None
+    with on(dy):
+        _backward_kernel[(groups * cdiv(columns, meta["COLUMNS"]),)](
+            dy, x, bias, derivative, dx, y, partial, rows, columns, each, TANH=approximate == "tanh", **meta
+        )
+    return dx, dy.new_empty(0, dtype=torch.float32) if partial is None else partial.sum(0)
+
+
+def _cut(launch: dict, x: Tensor, has_bias: bool) -> tuple[dict[str, int], int, int]:
+    """Return a tile, and the rows and columns to cut into such; without a bias all is one long row."""
+    row = launch[x.element_size()]
+    if has_bias:
+        rows, columns = tiles.extent(x)
+        return tiles.tile(row, columns), rows, columns
+    return {"ROWS": 1, "COLUMNS": row["ELEMENTS"], "num_warps": row["num_warps"]}, 1, x.numel()
+
+
+@torch.library.custom_op("fds::bias_gelu", mutates_args=())
+def forward(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    """Return gelu(x + bias), and keep nothing."""
+    return _launch_forward(x, bias, approximate, None)
+
+
+@torch.library.custom_op("fds::bias_gelu_and_derivative", mutates_args=())
+def _forward_and_derivative(x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+    derivative = tiles.like(x)
+    return _launch_forward(x, bias, approximate, derivative), derivative
+
+
+@torch.library.custom_op("fds::bias_gelu_multiply", mutates_args=())
+def _multiply(dy: Tensor, derivative: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
+    return _launch_backward(dy, None, None, derivative.contiguous(), "tanh", sums=has_bias, y=None)
+
+
+@torch.library.custom_op("fds::bias_gelu_backward", mutates_args=())
+def backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, with_y: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx, dbias in float32, and y once more; (0,) for what is not there."""
+    y = tiles.like(x) if with_y else None
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    dx, dbias = _launch_backward(dy, x, bias, None, approximate, sums=bias is not None, y=y)
+    return dx, dbias, x.new_empty(0) if y is None else y
+
+
+@forward.register_fake
+def _(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    return tiles.like(x)
+
+
+@_forward_and_derivative.register_fake
+def _(x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+    return tiles.like(x), tiles.like(x)
+
+
+@_multiply.register_fake
+def _(dy: Tensor, derivative: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
+    sums = dy.new_empty(dy.shape[-1] if has_bias else 0, dtype=torch.float32)
+    return tiles.like(dy), sums
+
+
+@backward.register_fake
+def _(dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, with_y: bool) -> tuple[Tensor, Tensor, Tensor]:
+    sums = dy.new_empty(0 if bias is None else dy.shape[-1], dtype=torch.float32)
+    return tiles.like(dy), sums, tiles.like(x) if with_y else x.new_empty(0)
+
+
+class _Keep(torch.autograd.Function):
+    """Keeps the derivative."""
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+        return _forward_and_derivative(x, bias, approximate)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(output[1])  # differentiable for autograd, so that first_order refuses its gradient
+        ctx.set_materialize_grads(False)  # no zeros as large as the derivative
+        ctx.bias_dtype = None if inputs[1] is None else inputs[1].dtype
+
+    @staticmethod
+    def backward(ctx, dy: Tensor | None, _) -> tuple[Tensor | None, Tensor | None, None]:
+        if dy is None:
+            return None, None, None
+        dx, dbias = first_order(_multiply, dy, *ctx.saved_tensors, ctx.bias_dtype is not None)
+        return dx, None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype), None
+
+
+class _Recompute(torch.autograd.Function):
+    """Keeps its inputs."""
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+        return forward(x, bias, approximate)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        *kept, ctx.approximate = inputs
+        ctx.save_for_backward(*kept)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, bias = ctx.saved_tensors
+        dx, dbias, _ = first_order(backward, dy, x, bias, ctx.approximate, False)
+        return dx, None if bias is None else dbias.to(bias.dtype), None
+
+
+class _RecomputeReference(_Recompute):
+    """Keeps its inputs, and runs in plain torch."""
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+        return reference(x, bias, approximate)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, bias = ctx.saved_tensors
+        dx = torch.ops.aten.gelu_backward(dy, x if bias is None else x + bias, approximate=ctx.approximate)
+        return dx, None if bias is None else dx.sum_to_size(bias.shape), None
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh", recompute: bool = False) -> Tensor:
+    """Return gelu(x + bias).
+
+    Args:
+        x: (..., N) float32, float16 or bfloat16 (float64 by the reference).
+        bias: (N,) of x's dtype; under autocast of any, and cast to it.
+        approximate: "tanh", or "none" for the exact function.
+        recompute: keep nothing for backward but x and bias; otherwise one tensor as large as x, without x.
+
+    Raises `KernelError` for another dtype, shape or word, and where x and bias differ in dtype or device.
+    """
+    bias = check(x, bias, approximate)
+    if not runs_triton(x):
+        return (_RecomputeReference.apply if recompute else reference)(x, bias, approximate)
+    if recompute or not torch.is_grad_enabled():
+        return _Recompute.apply(x, bias, approximate)
+    return _Keep.apply(x, bias, approximate)[0]
+
+
+def check(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor | None:
+    """Return the bias in the dtype of x where autocast is on; raise `KernelError` for what does not fit."""
+    arguments.floating(x=x, bias=bias)
+    arguments.has_rows(x=x)
+    bias = arguments.under_autocast(x.dtype, bias)
+    arguments.same_dtype(x=x, bias=bias)
+    arguments.shape((x.shape[-1],), bias=bias)
+    if approximate not in APPROXIMATE:
+        raise KernelError("there is no such GELU", where="approximate", got=repr(approximate), want="'tanh' or 'none'")
+    return bias

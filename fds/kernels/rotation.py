@@ -1,0 +1,185 @@
+"""Rotary position embedding: pairs of a head's numbers turned by the angles of their position.
+
+    (y_a, y_b) = (x_a * cos - x_b * sin, x_b * cos + x_a * sin)        x, y (..., T, D), cos, sin (T, R / 2)
+
+The first R <= D numbers of a head are R / 2 pairs: (a, b) = (i, i + R / 2), or (2i, 2i + 1) where `interleaved`; the
+others pass through. The gradient is turned back::
+
+    dx = the same of dy, with -sin
+
+Moves: forward and backward each read 1 and write 1 tensor, and the tables once for four heads. Saves: the tables, which
+are inputs.
+Sources: 1. Su et al. 2021, arXiv:2104.09864, section 3.4.2: pairs side by side. 2. Black et al. 2022,
+arXiv:2204.06745, section 2.1.1: halves of a head, and a part of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fds.errors import KernelError
+from fds.kernels import arguments
+from fds.kernels.choice import runs_triton
+from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
+
+
+def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Return the same in plain torch."""
+    half = cos.shape[-1]
+    turned = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
+    a, b = turned.unbind(-1 if interleaved else -2)
+    pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1 if interleaved else -2)
+    return torch.cat([pairs.flatten(-2).to(x.dtype), x[..., 2 * half :]], dim=-1)
+
+
+# By bytes per element: pairs of a tile are one vector of 16 bytes per thread and half; heads that share one reading of
+# the tables are in flight together. Derived, not measured.
+LAUNCH = {
+    2: {"PAIRS": 1024, "COLUMNS": 256, "HEADS": 4, "num_warps": 4},
+    4: {"PAIRS": 512, "COLUMNS": 256, "HEADS": 4, "num_warps": 4},
+}
+
+
+@jit(do_not_specialize=["heads", "rows"])
+def _kernel(
+    x_ptr, y_ptr, cos_ptr, sin_ptr, heads, rows, half, rest,
+    x_batch, x_head, x_row, y_batch, y_head, y_row, cos_batch, cos_head, cos_row, sin_batch, sin_head, sin_row,
+    BACK: tl.constexpr, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr, PART: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Turn ROWS positions by COLUMNS pairs of HEADS heads; where PART, copy as many numbers that pass through."""
+    across = tl.cdiv(tl.maximum(2 * half, rest), 2 * COLUMNS)
+    first = (tl.program_id(0) % across) * COLUMNS
+    left = tl.program_id(0) // across
+    row = (left % tl.cdiv(rows, ROWS)) * ROWS + tl.arange(0, ROWS)
+    left = left // tl.cdiv(rows, ROWS)
+    batch = (left // tl.cdiv(heads, HEADS)).to(tl.int64)
+    pair, wide = first + tl.arange(0, COLUMNS), 2 * first + tl.arange(0, 2 * COLUMNS)
+    here, row_64 = (row < rows)[:, None], row.to(tl.int64)[:, None]
+    cos_at = cos_ptr + batch * cos_batch + row_64 * cos_row + pair[None, :]
+    sin_at = sin_ptr + batch * sin_batch + row_64 * sin_row + pair[None, :]
+    for i in tl.static_range(HEADS):
+        head = ((left % tl.cdiv(heads, HEADS)) * HEADS + i).to(tl.int64)
+        inside = here & (head < heads)
+        turned = inside & (pair < half)[None, :]
+        x_at = x_ptr + batch * x_batch + head * x_head + row_64 * x_row
+        y_at = y_ptr + batch * y_batch + head * y_head + row_64 * y_row
+        if i == 0 or not SHARED:
+            of_head = here & (pair < half)[None, :] if SHARED else turned
+            cos = tl.load(cos_at + head * cos_head, mask=of_head, other=0.0).to(tl.float32)
+            sin = tl.load(sin_at + head * sin_head, mask=of_head, other=0.0).to(tl.float32)
+            if BACK:
+                sin = -sin
+        if INTERLEAVED:
+            both = inside & (wide < 2 * half)[None, :]
+            x = tl.load(x_at + wide[None, :], mask=both, other=0.0).to(tl.float32)
+            a, b = tl.split(tl.reshape(x, (ROWS, COLUMNS, 2)))
+            y = tl.interleave(a * cos - b * sin, b * cos + a * sin)
+            tl.store(y_at + wide[None, :], y.to(y_ptr.dtype.element_ty), mask=both)
+        else:
+            a = tl.load(x_at + pair[None, :], mask=turned, other=0.0).to(tl.float32)
+            b = tl.load(x_at + half + pair[None, :], mask=turned, other=0.0).to(tl.float32)
+            tl.store(y_at + pair[None, :], (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=turned)
+            tl.store(y_at + half + pair[None, :], (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=turned)
+        if PART:
+            passed = inside & (wide < rest)[None, :]
+            same = tl.load(x_at + 2 * half + wide[None, :], mask=passed)
+            tl.store(y_at + 2 * half + wide[None, :], same, mask=passed)
+
+
+def _out(x: Tensor) -> Tensor:
+    """Return memory laid out as x, of at most four dimensions, the last in one piece."""
+    y = torch.empty_like(x)
+    return y if x.dim() <= 4 and y.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("fds::rotary", mutates_args=())
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    y = _out(x)
+    if not x.numel():
+        return y
+    half, rest = cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
+    x_, y_, cos_, sin_ = (_four(each, x.shape[:-1]) for each in (x, y, cos, sin))
+    if cos_.stride(1) and not cos_.stride(2):  # (..., T, heads, D): the tables differ along the one before the last
+        x_, y_, cos_, sin_ = (each.transpose(1, 2) for each in (x_, y_, cos_, sin_))
+    batch, heads, rows, _ = x_.shape
+    row = LAUNCH[x.element_size()]
+    wide = min(row["COLUMNS"], max(next_power_of_2(max(half, cdiv(rest, 2))), 16))
+    meta = {"HEADS": min(row["HEADS"], heads), "ROWS": row["PAIRS"] // wide, "COLUMNS": wide}
+    across = cdiv(max(2 * half, rest), 2 * wide)
+    with on(x):
+        _kernel[(across * cdiv(rows, meta["ROWS"]) * cdiv(heads, meta["HEADS"]) * batch,)](
+            x_, y_, cos_, sin_, heads, rows, half, rest,
+            *x_.stride()[:3], *y_.stride()[:3], *cos_.stride()[:3], *sin_.stride()[:3],
+            BACK=back, INTERLEAVED=interleaved, SHARED=not (cos_.stride(1) or sin_.stride(1)), PART=rest > 0,
+            num_warps=row["num_warps"], **meta,
+        )  # fmt: skip
+    return y
+
+
+def _four(x: Tensor, leading: torch.Size) -> Tensor:
+    """Return a tensor, spread over the leading dimensions, as one of four dimensions, the last in one piece."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = x.expand(*leading, x.shape[-1])
+    return x.reshape(-1, *x.shape[-3:]) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
+
+
+@_rotate.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    return _out(x)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+        return _rotate(x, cos, sin, interleaved, back)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, cos, sin, ctx.interleaved, ctx.back = inputs
+        ctx.save_for_backward(cos, sin)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _Rotary.apply(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.back), None, None, None, None
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Return x with the first numbers of each head turned by the angles of its position.
+
+    Args:
+        x: (..., T, D) float32, float16 or bfloat16 (float64 by the reference), of any strides.
+        cos: (T, R / 2), or what broadcasts to x's leading dimensions and R / 2; R <= D. Of any floating dtype, since
+            all is computed in float32 and rounded once.
+        sin: as cos.
+        interleaved: pairs are neighbours, (0, 1), (2, 3), ...; otherwise (0, R / 2), (1, R / 2 + 1), ...
+
+    Tables (B, T, R) whose two halves are equal, as Hugging Face makes them, are given as
+    `cos[:, None, :, : R // 2]` to x (B, heads, T, D). The tables have no gradient.
+
+    Raises `KernelError` for another dtype or shape, where devices differ, and for tables that require a gradient.
+    """
+    arguments.floating(x=x, cos=cos, sin=sin)
+    _check_tables(x, cos, sin)
+    return _Rotary.apply(x, cos, sin, interleaved, False) if runs_triton(x) else reference(x, cos, sin, interleaved)
+
+
+def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    arguments.same_dtype(cos=cos, sin=sin)
+    arguments.shape(tuple(cos.shape), sin=sin)
+    if x.dim() < 2:
+        raise KernelError("x has no positions", where="x", got=str(tuple(x.shape)), want="(..., T, D)")
+    want = (*x.shape[:-1], x.shape[-1] // 2)
+    fits = 0 < cos.dim() <= x.dim() and cos.shape[-1] <= want[-1]
+    if not fits or any(n not in (1, m) for n, m in zip(cos.shape[-2::-1], want[-2::-1], strict=False)):
+        raise KernelError(
+            "the tables do not broadcast to x", where="cos", got=str(tuple(cos.shape)), want=f"{want} or less",
+            hint="tables of the whole head, whose halves are equal: cos[..., : cos.shape[-1] // 2]",
+        )  # fmt: skip
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.requires_grad:
+            raise KernelError(
+                f"{name} has no gradient", where=name, got="a table that requires one", want="a constant",
+                hint=f"{name}.detach()",
+            )  # fmt: skip
