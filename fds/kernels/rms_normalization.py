@@ -1,0 +1,64 @@
+"""RMS normalisation, optionally of a sum.
+
+    y = x / sqrt(mean(x^2) + eps) * weight        x, y (..., N), weight (N,)
+
+With a residual, x + residual takes the place of x; the sum is rounded to the dtype of x, as an addition of its own
+would round it. Gradients and kernels: fds.kernels.normalization.
+
+Moves: forward reads 1 tensor (2 with a residual) and writes 1 (2 where the sum is kept: it is returned, or saved);
+backward reads 2 (3 with a gradient of the sum) and writes 1. Rows beyond 8192 columns: see normalization_backward.
+Saves: x or the sum, 1 / sqrt(mean(x^2) + eps) in float32, and the weight. `invertible`: y in place of x or the sum.
+Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fds.kernels.choice import runs_triton
+from fds.kernels.normalization import Formulas, Kernels, check, scaled, unit
+
+
+def reference(x: Tensor, weight: Tensor | None = None, *, residual: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """Return the same in plain torch."""
+    x = x if residual is None else x + residual
+    return scaled(unit(x, eps, False)[0], weight, None, x.dtype)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, *, residual: Tensor | None = None, eps: float = 1e-6,
+    invertible: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return x, or x + residual, over the root of the mean square of its last dim, times weight.
+
+    Args:
+        x: (..., N) float32, float16 or bfloat16 (float64 by the reference). The output has its shape and dtype.
+        weight: (N,) of any floating dtype; its gradient has that dtype and is summed in float32.
+        residual: as x; the sum is not returned (`add_rms_norm` does).
+        eps: added to the mean square.
+        invertible: save the output in place of the input, from which backward recovers the input. It saves memory
+            where the next operation saves the output anyway. It costs accuracy: x_hat comes back with the rounding of
+            y. Where a weight is 0 its x_hat is lost and taken as 0: that weight then has the gradient 0, and its
+            column of x's gradient lacks one term; other columns are not touched.
+
+    Raises `KernelError` for another dtype, and where shapes or devices do not fit.
+    """
+    check(x, residual, weight, None, eps)
+    if runs_triton(x):
+        return Kernels.apply(x, residual, weight, None, eps, False, invertible, False)[0]
+    total = x if residual is None else x + residual
+    return Formulas.apply(total, weight, None, eps, False, invertible)[0]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, invertible: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return `rms_norm(x, weight, residual=residual)` and the sum x + residual.
+
+    Arguments and errors are those of `rms_norm`. The gradient that the sum receives is added in the same backward.
+    """
+    check(x, residual, weight, None, eps)
+    if runs_triton(x):
+        return Kernels.apply(x, residual, weight, None, eps, False, invertible, True)[:2]
+    total = x + residual
+    return Formulas.apply(total, weight, None, eps, False, invertible)[0], total

@@ -1,0 +1,52 @@
+"""What is rms_norm's own. (tests/kernels/test_normalization.py holds it near float64.)"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fds.kernels import only
+from fds.kernels.rms_normalization import add_rms_norm, reference, rms_norm
+from tests.kernels.accuracy import assert_near, random
+
+KINDS = ["triton", "reference"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_column_is_its_sign(kind):
+    x = (random(5, 1) * 100).requires_grad_()
+    with only(kind):
+        y = rms_norm(x, torch.full((1,), 2.0))
+        (dx,) = torch.autograd.grad(y.sum(), x)
+    assert_near(y, 2 * x.detach().sign())
+    assert dx.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_torchs_rms_norm(dtype):
+    x, weight = random(6, 123, dtype=dtype), random(123, seed=1, dtype=dtype)
+    want = F.rms_norm(x.double(), (123,), weight.double(), 1e-3)
+    assert_near(F.rms_norm(x, (123,), weight, 1e-3), want)
+    assert_near(reference(x, weight, eps=1e-3), want)
+    for kind in KINDS:
+        with only(kind):
+            assert_near(rms_norm(x, weight, eps=1e-3), want)
+
+
+def test_the_sum_is_rounded_as_an_addition_rounds_it():  # float16: the interpreter truncates to bfloat16
+    x, residual, weight = random(6, 42, dtype=torch.float16), random(6, 42, dtype=torch.float16, seed=1), random(42)
+    for kind in KINDS:
+        with only(kind):
+            y, total = add_rms_norm(x, residual, weight)
+            assert torch.equal(total, x + residual)
+            assert torch.equal(y, rms_norm(x + residual, weight))
+            assert torch.equal(y, rms_norm(x, weight, residual=residual))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_zeros_stays_one(kind):
+    x = torch.zeros(2, 42, requires_grad=True)
+    with only(kind):
+        y = rms_norm(x, random(42))
+        (dx,) = torch.autograd.grad(y, x, random(2, 42))
+    assert torch.equal(y, torch.zeros(2, 42))
+    assert dx.isfinite().all()
