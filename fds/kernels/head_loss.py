@@ -1,0 +1,282 @@
+"""Cross-entropy of a linear head that never holds all logits: chunks of tokens, each turned into its gradient at once.
+
+    total = sum_i(loss(hidden_i @ weight.T + bias, target_i))        the loss of a token as in fds.kernels.token_loss
+
+Hidden (N, H), weight (V, H), targets (N,). For a chunk of C tokens the forward pass makes the logits (C, V), writes
+their gradient over them, and multiplies it on at once::
+
+    dhidden_c = dlogits_c @ weight        dweight += dlogits_c.T @ hidden_c        dbias += sum_i(dlogits_ci)
+
+so backward only scales by the gradient of the total, a number that it reads on the device.
+Holds: C * V logits, dhidden in its dtype, dweight in float32 (4 * V * H bytes), what is asked for only; backward
+writes both in their dtypes. Plain torch holds N * V two or three times. Moves, beyond the three products: 3 * N * V
+elements of logits, and dweight twice per chunk. Saves: dhidden and dweight; neither hidden nor weight.
+Sources:
+1. Hsu et al. 2024, arXiv:2410.10989, section 3.2: the chunks, with gradients computed in the forward pass.
+2. Wijmans et al. 2024, arXiv:2411.09009: the same loss, for the memory that is at stake.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fds.errors import KernelError
+from fds.kernels import arguments, token_loss
+from fds.kernels.choice import runs_triton
+from fds.kernels.first_order import first_order
+from fds.kernels.language import cdiv
+from fds.kernels.token_loss import check_options, check_targets, launch_backward, launch_forward, num_tokens
+
+# A row of a chunk starts at a multiple of 64 elements, 128 bytes of 16-bit numbers: the fast kernels of torch.mm want
+# rows on 16 bytes, where rows of 50257 numbers do not start, and loads of 16 bytes want the same.
+ROW = 64
+# A slice of dweight in float32, before it is added: it stays in the 50 MB of L2, and the peak grows by this much only.
+SLICE_BYTES = 2**25
+
+_LEVELS: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  (what torch.func wraps tensors with)
+
+
+def reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """Return the loss of each token in plain torch, (N,), from all logits at once, with gradients of any order."""
+    logits = F.linear(hidden, weight, bias)
+    return token_loss.reference(
+        logits, targets, label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index
+    )
+
+
+def chunk_size(num_tokens: int) -> int:
+    """Return how many tokens a chunk has: a quarter of them, but 1024 to 4096 and at most half, all about alike.
+
+    A chunk reads and writes dweight (8 * V * H bytes) beside 6 * C * V * H operations: on an H200 (4.3 TB/s, 700 of its
+    989 Tflop/s) 21% of the time of its products with 1024 tokens, 11% with 2048, 5% with 4096. More buys nothing but
+    memory, less is slow; between, a quarter of the logits is small beside the two or three times all of them that plain
+    torch holds. Derived, not measured.
+    """
+    most = max(min(max(cdiv(num_tokens, 4), 1024), 4096, cdiv(num_tokens, 2)), 1)
+    even = cdiv(num_tokens, max(cdiv(num_tokens, most), 1))
+    return cdiv(even, 128) * 128 if even > 512 else max(even, 1)
+
+
+def total_and_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, label_smoothing: float, z_loss: float,
+    ignore_index: int, chunk_tokens: int, wants: list[bool], by_kernels: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the summed loss, and its gradients of hidden, weight and bias, empty where it is not wanted.
+
+    The gradient of hidden has hidden's dtype; the loss and the other two are float32 (float64 of float64).
+    """
+    given = (label_smoothing, z_loss, ignore_index)
+    n, v = hidden.shape[0], weight.shape[0]
+    total, dhidden, dweight, dbias = _outputs(hidden, weight, wants)
+    dweight.zero_()
+    dbias.zero_()
+    memory = hidden.new_empty(min(chunk_tokens, n), cdiv(v, ROW) * ROW)
+    losses = total.new_empty(n)
+    for start in range(0, n, chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        h, t = hidden[rows], targets[rows]
+        logits = memory[: h.shape[0], :v]
+        if bias is None:
+            torch.mm(h, weight.T, out=logits)
+        else:
+            torch.addmm(bias, h, weight.T, out=logits)
+        (_kernels if by_kernels else _torch)(logits, t, losses[rows], any(wants), *given)
+        if wants[0]:
+            torch.mm(logits, weight, out=dhidden[rows])
+        if wants[1]:
+            _add_product(dweight, logits, h)
+        if wants[2]:
+            dbias += logits.sum(0, dtype=dbias.dtype)
+    return losses.sum(), dhidden, dweight, dbias
+
+
+def _kernels(logits: Tensor, targets: Tensor, losses: Tensor, wants: bool, *given: Any) -> None:
+    """Write the losses, and over logits their gradient."""
+    norms = losses.new_empty(*losses.shape, 2)
+    launch_forward(logits, targets, losses, norms, *given)
+    if wants:
+        launch_backward(losses.new_ones(1).expand(losses.shape), logits, targets, norms, logits, *given)
+
+
+def _torch(
+    logits: Tensor, targets: Tensor, losses: Tensor, wants: bool, label_smoothing: float, z_loss: float,
+    ignore_index: int,
+) -> None:  # fmt: skip
+    """Write the same in plain torch."""
+    x, v = logits.to(losses.dtype), logits.shape[1]
+    losses.copy_(
+        token_loss.reference(x, targets, label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index)
+    )
+    if wants:
+        lse = x.logsumexp(1, keepdim=True)
+        dx = x.softmax(1) * (1 + 2 * z_loss * lse) - label_smoothing / v
+        is_inside = ((targets >= 0) & (targets < v))[:, None]
+        at = targets[:, None].where(is_inside, 0)
+        dx.scatter_add_(1, at, torch.full_like(lse, label_smoothing - 1).masked_fill_(~is_inside, float("nan")))
+        dx += torch.zeros_like(lse).masked_fill_(~is_inside, float("nan"))
+        logits.copy_(dx.masked_fill_((targets == ignore_index)[:, None], 0.0))
+
+
+def _add_product(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
+    """Add dlogits.T @ hidden to total; of 16-bit numbers in float32, since a rounded sum of chunks loses digits."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(dlogits.T, hidden)
+        return
+    step = max(SLICE_BYTES // (4 * max(hidden.shape[1], 1)) // ROW * ROW, ROW)
+    for start in range(0, total.shape[0], step):
+        part = dlogits[:, start : start + step].T
+        if hidden.is_cuda:
+            product = torch.mm(part, hidden, out_dtype=torch.float32)
+        else:
+            product = part.float() @ hidden.float()  # torch.mm has no out_dtype on the CPU
+        total[start : start + step] += product
+
+
+def _outputs(hidden: Tensor, weight: Tensor, wants: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    made = lambda wanted, shape, dtype: hidden.new_empty(shape if wanted else (0,), dtype=dtype)
+    return (
+        hidden.new_empty((), dtype=wide), made(wants[0], hidden.shape, hidden.dtype),
+        made(wants[1], weight.shape, wide), made(wants[2], weight.shape[:1], wide),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("fds::linear_cross_entropy", mutates_args=())
+def _forward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, label_smoothing: float, z_loss: float,
+    ignore_index: int, chunk_tokens: int, wants: list[bool], by_kernels: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    with torch.autocast(hidden.device.type, enabled=False):  # its casts are made already; those of sums are unwelcome
+        return total_and_gradients(
+            hidden, weight, targets.contiguous(), bias, label_smoothing, z_loss, ignore_index, chunk_tokens, wants,
+            by_kernels,
+        )  # fmt: skip
+
+
+@torch.library.custom_op("fds::linear_cross_entropy_backward", mutates_args=())
+def _backward(dtotal: Tensor, dhidden: Tensor, dweight: Tensor, dbias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = dhidden.dtype  # of all that was given; an empty one has it too
+    return _scaled(dhidden, dtotal, dtype), _scaled(dweight, dtotal, dtype), _scaled(dbias, dtotal, dtype)
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x * factor, rounded once: a factor of no dims would be rounded to the dtype of x first."""
+    return torch.mul(x, factor.reshape(1), out=torch.empty_like(x, dtype=dtype))
+
+
+@_forward.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, label_smoothing: float, z_loss: float,
+    ignore_index: int, chunk_tokens: int, wants: list[bool], by_kernels: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _outputs(hidden, weight, wants)
+
+
+@_backward.register_fake
+def _(dtotal: Tensor, dhidden: Tensor, dweight: Tensor, dbias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = dhidden.dtype
+    return torch.empty_like(dhidden), torch.empty_like(dweight, dtype=dtype), torch.empty_like(dbias, dtype=dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(*given: Any) -> tuple[Tensor, ...]:
+        return _forward(*given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.wants = inputs[-2]
+        ctx.save_for_backward(*output[1:])  # differentiable for autograd, so that first_order refuses their gradients
+        ctx.set_materialize_grads(False)  # no zeros as large as they are
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor | None, *_: Any) -> tuple:
+        if dtotal is None:
+            return (None,) * 10
+        gradients = first_order(_backward, dtotal, *ctx.saved_tensors)
+        dhidden, dweight, dbias = (d if wanted else None for d, wanted in zip(gradients, ctx.wants, strict=True))
+        return dhidden, dweight, None, dbias, *[None] * 6
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, ignore_index: int = -100, reduction: str = "mean", chunk_tokens: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return cross_entropy(linear(hidden, weight, bias), targets) without ever holding the logits of all tokens.
+
+    Gradients of what requires them are computed in the forward pass: evaluate under torch.no_grad, and do not wrap the
+    head in an activation checkpoint, which would compute them twice. Under autocast hidden, weight and bias are cast as
+    by torch.nn.functional.linear. The loss is float32, float64 of float64.
+
+    Args:
+        hidden: (..., H) float32, float16, bfloat16 or float64.
+        weight: (V, H) in the dtype of hidden; its gradient adds up where it is used elsewhere too.
+        targets: (...) int64.
+        bias: (V,) in the dtype of hidden.
+        label_smoothing: as in `cross_entropy`, like z_loss and ignore_index.
+        z_loss: the factor of logsumexp(logits)^2.
+        ignore_index: the target of tokens that are not counted.
+        reduction: "mean" over the tokens that are not ignored, or "sum", what `fds.Mean` takes as total.
+        chunk_tokens: how many tokens a chunk has; `chunk_size` says how many by default.
+
+    Raises `KernelError` for another dtype, shape or device, or a bad option.
+    """
+    _check(hidden, weight, targets, bias, chunk_tokens)
+    if reduction == "none":
+        raise KernelError(
+            "the losses of single tokens would need a gradient each", where="reduction", got="'none'",
+            want="'mean' or 'sum', since gradients are computed in the forward pass, before anyone weighs tokens",
+            hint="cross_entropy(F.linear(hidden, weight), targets, reduction='none') does it, and holds all logits",
+        )  # fmt: skip
+    check_options(label_smoothing, z_loss, ignore_index, reduction, ("mean", "sum"))
+    tensors = _as_linear_casts(hidden, weight, bias)
+    arguments.same_dtype(**dict(zip(("hidden", "weight", "bias"), tensors, strict=True)))
+    hidden, weight, bias = tensors
+    wants = [torch.is_grad_enabled() and _requires_grad(x) for x in tensors]
+    x = hidden.reshape(targets.numel(), hidden.shape[-1])
+    total, *_ = _LinearCrossEntropy.apply(
+        x, weight, targets.reshape(-1), bias, float(label_smoothing), float(z_loss), ignore_index,
+        chunk_tokens or chunk_size(targets.numel()), wants, runs_triton(hidden),
+    )  # fmt: skip
+    return total if reduction == "sum" else total / num_tokens(targets, ignore_index)
+
+
+def _requires_grad(x: Tensor | None) -> bool:
+    """Say whether anyone wants a gradient of x: each level of torch.func wraps it anew, and knows of its own only."""
+    if x is None or x.requires_grad:
+        return x is not None
+    if torch.compiler.is_compiling():  # which cannot unwrap: at any level it may be wanted
+        return _LEVELS.peek_interpreter_stack() is not None
+    wrapped = _LEVELS.is_functorch_wrapped_tensor(x)
+    return wrapped and _requires_grad(_LEVELS.get_unwrapped(x))
+
+
+def _as_linear_casts(*tensors: Tensor | None) -> list[Any]:
+    """Return tensors as torch.nn.functional.linear would have them under autocast, which leaves float64 alone."""
+    device = next(x.device.type for x in tensors if x is not None)
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [x if x is not None and x.dtype == torch.float64 else arguments.under_autocast(dtype, x) for x in tensors]
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_tokens: int | None) -> None:
+    arguments.floating(hidden=hidden, weight=weight, bias=bias)
+    if hidden.dim() < 1:
+        raise KernelError("hidden has no dims", where="hidden", got="()", want="(..., H)")
+    arguments.shape((None, hidden.shape[-1]), weight=weight)
+    if not weight.shape[0]:
+        raise KernelError("weight has no classes", where="weight", got=str(tuple(weight.shape)), want="(V, H)")
+    arguments.shape((weight.shape[0],), bias=bias)
+    check_targets(targets, hidden, "hidden")
+    is_count = isinstance(chunk_tokens, int) and not isinstance(chunk_tokens, bool) and chunk_tokens > 0
+    if chunk_tokens is not None and not is_count:
+        raise KernelError("chunk_tokens is not a number of tokens", where="chunk_tokens", got=repr(chunk_tokens),
+                          want="an int from 1 on")  # fmt: skip

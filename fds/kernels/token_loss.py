@@ -1,0 +1,339 @@
+"""Cross-entropy of tokens over a vocabulary, with label smoothing and z-loss: logits are read once, and once again.
+
+For the row x (V,) of one token with target t, smoothing e, and z::
+
+    lse = m + l        m = max_j(x_j)        l = log(sum_j(exp(x_j - m)))
+    loss = l + (1 - e) * (m - x_t) + (e / V) * sum_j(m - x_j) + z * lse^2
+    dx_j = dloss * (exp(x_j - m - l) * (1 + 2 * z * lse) - (1 - e) * [j = t] - e / V)
+
+An ignored token has loss 0 and gradient 0, whatever its logits. A target outside [0, V) that is not ignored makes its
+loss and its gradient NaN: only the device knows it, and raising would mean waiting for the device.
+m and l are kept apart, since their sum is rounded by its own size: at logits of 1000 every probability would be wrong
+in its fifth digit. Logits (N, V); targets (N,) int64; loss (N,) and (m, l) (N, 2) float32. Moves: forward reads logits,
+backward reads logits and writes their gradient. Saves: logits, targets, m and l.
+A row of an odd vocabulary (50257 of 2 bytes) starts anywhere, and a load of 16 bytes must not: both kernels cut a row
+into the part that lies on multiples of 16 bytes of memory, moved by vectors, and less than 16 bytes at either end.
+Sources:
+1. Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3: maximum and sum in one pass.
+2. Szegedy et al. 2015, arXiv:1512.00567, section 7: label smoothing, as torch.nn.functional.cross_entropy has it.
+3. Chowdhery et al. 2022, arXiv:2204.02311, section 5: z-loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fds.errors import KernelError
+from fds.kernels import arguments
+from fds.kernels.choice import runs_triton
+from fds.kernels.first_order import first_order
+from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def reference(
+    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100
+) -> Tensor:
+    """Return the loss of each token in plain torch, (N,) float32 (float64 of float64)."""
+    num_classes = logits.shape[-1]
+    x = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    log_probs = x.log_softmax(-1)
+    is_ignored, is_inside = targets == ignore_index, (targets >= 0) & (targets < num_classes)
+    loss = (label_smoothing - 1) * log_probs.gather(-1, targets.where(is_inside, 0)[:, None])[:, 0]
+    if label_smoothing:
+        loss = loss - label_smoothing / num_classes * log_probs.sum(-1)
+    if z_loss:
+        loss = loss + z_loss * x.logsumexp(-1).square()
+    # it multiplies, so that the gradient is NaN too
+    poison = torch.ones_like(loss).masked_fill(~is_inside & ~is_ignored, float("nan"))
+    return (loss * poison).masked_fill(is_ignored, 0.0)
+
+
+# Sixteen elements per thread, eight warps: in 16 bits two loads of 16 bytes in flight, in float32 four, and in forward
+# 48 registers for a tile, the maxima and the sums of each lane; so four programs of a processor have 32 KB in flight,
+# about what latency times bandwidth asks of one. Smaller vocabularies take fewer warps. Not measured.
+LAUNCH = {"BLOCK": 4096, "per_thread": 16}
+
+
+def _launch(num_classes: int) -> dict[str, int]:
+    block = min(max(next_power_of_2(num_classes), 512), LAUNCH["BLOCK"])
+    return {"BLOCK": block, "num_warps": block // (32 * LAUNCH["per_thread"])}
+
+
+@jit
+def _middle(base, num_classes, VECTOR: tl.constexpr):
+    """Return where whole vectors of a row start, a multiple of VECTOR, and how many elements they hold."""
+    first = (base + VECTOR - 1) // VECTOR * VECTOR
+    last = (base + num_classes) // VECTOR * VECTOR
+    return first, (tl.maximum(last, first) - first).to(tl.int32)
+
+
+@jit
+def _ends(base, first, length, num_classes, VECTOR: tl.constexpr):
+    """Return the columns (2 * VECTOR,) before and after the whole vectors of a row, and which of them there are."""
+    lane = tl.arange(0, 2 * VECTOR)
+    before = (first - base).to(tl.int32)  # may exceed the row where it holds no whole vector
+    column = tl.where(lane < VECTOR, lane, before + length + lane - VECTOR)
+    return column, (column < num_classes) & ((lane >= VECTOR) | (lane < before))
+
+
+@jit
+def _forward_kernel(
+    logits_ptr, targets_ptr, loss_ptr, norms_ptr, row_stride, num_classes, smoothing, z_loss, ignore_index,
+    SMOOTHED: tl.constexpr, VECTOR: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    is_taken = target != ignore_index
+    base = row * row_stride
+    first, length = _middle(base, num_classes, VECTOR)
+    # Each lane has its own maximum, so that lanes wait for each other once a row, not once a tile; one exp per element.
+    maximum = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    plain = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, tl.where(is_taken, length, 0), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + first + at, mask=at < length, other=-float("inf")).to(tl.float32)
+        shrink = tl.exp(-tl.abs(x - maximum))
+        total = tl.where(x > maximum, total * shrink + 1, total + shrink)
+        maximum = tl.maximum(maximum, x)
+        if SMOOTHED:
+            plain += tl.where(at < length, x, 0.0)
+    top = tl.max(maximum, 0)
+    if ENDS:
+        column, inside = _ends(base, first, length, num_classes, VECTOR)
+        x = tl.load(logits_ptr + base + column, mask=inside & is_taken, other=-float("inf")).to(tl.float32)
+        top = tl.maximum(top, tl.max(x, 0))
+    among = tl.sum(total * tl.exp(maximum - top), 0)
+    if ENDS:
+        among += tl.sum(tl.exp(x - top), 0)
+    top = tl.where(is_taken, top, 0.0)
+    log_sum = tl.log(tl.where(is_taken, among, 1.0))
+    lse = top + log_sum
+    is_inside = (target >= 0) & (target < num_classes)
+    at_target = tl.load(logits_ptr + base + target, mask=is_inside & is_taken, other=0.0).to(tl.float32)
+    loss = log_sum + (1 - smoothing) * (top - at_target) + z_loss * lse * lse
+    if SMOOTHED:
+        every = tl.sum(plain, 0)
+        if ENDS:
+            every += tl.sum(tl.where(inside, x, 0.0), 0)
+        loss += smoothing * (top - every / num_classes)
+    loss = tl.where(is_inside, loss, float("nan"))
+    tl.store(loss_ptr + row, tl.where(is_taken, loss, 0.0))
+    tl.store(norms_ptr + 2 * row, top)
+    tl.store(norms_ptr + 2 * row + 1, log_sum)
+
+
+@jit
+def _gradient(x, column, target, top, log_sum, of_probability, of_target, of_every):
+    dx = tl.exp(x.to(tl.float32) - top - log_sum) * of_probability - of_every
+    return tl.where(column == target, dx - of_target, dx)
+
+
+@jit
+def _backward_kernel(
+    dloss_ptr, logits_ptr, targets_ptr, norms_ptr, dlogits_ptr, dloss_stride, row_stride, num_classes, tiles, smoothing,
+    z_loss, ignore_index, VECTOR: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    target = tl.load(targets_ptr + row)
+    is_taken = target != ignore_index
+    is_inside = (target >= 0) & (target < num_classes)
+    top, log_sum = tl.load(norms_ptr + 2 * row), tl.load(norms_ptr + 2 * row + 1)
+    dloss = tl.load(dloss_ptr + row * dloss_stride)
+    dloss = tl.where(is_taken, tl.where(is_inside, dloss, float("nan")), 0.0)
+    of_probability = dloss * (1 + 2 * z_loss * (top + log_sum))
+    of_target, of_every = dloss * (1 - smoothing), dloss * (smoothing / num_classes)
+    base = row * row_stride
+    first, length = _middle(base, num_classes, VECTOR)
+    at = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = at < length
+    x = tl.load(logits_ptr + first + at, mask=inside & is_taken, other=-float("inf"))
+    # the column of the target counted from the first whole vector, as `at` is
+    dx = _gradient(x, at, target - (first - base), top, log_sum, of_probability, of_target, of_every)
+    tl.store(dlogits_ptr + first + at, dx.to(dlogits_ptr.dtype.element_ty), mask=inside)
+    if ENDS:  # noqa: SIM102  (this is settled when compiling)
+        if tile == 0:
+            column, is_end = _ends(base, first, length, num_classes, VECTOR)
+            x_end = tl.load(logits_ptr + base + column, mask=is_end & is_taken, other=-float("inf"))
+            dx_end = _gradient(x_end, column, target, top, log_sum, of_probability, of_target, of_every)
+            tl.store(dlogits_ptr + base + column, dx_end.to(dlogits_ptr.dtype.element_ty), mask=is_end)
+
+
+def _vectors(logits: Tensor) -> dict[str, int]:
+    vector = 16 // logits.element_size()
+    return {"VECTOR": vector, "ENDS": logits.stride(0) % vector != 0 or logits.shape[1] % vector != 0}
+
+
+def launch_forward(
+    logits: Tensor, targets: Tensor, loss: Tensor, norms: Tensor, label_smoothing: float, z_loss: float,
+    ignore_index: int,
+) -> None:  # fmt: skip
+    """Write loss (N,) and norms (N, 2), m and l, in float32, of logits (N, V), whose contiguous rows may lie apart."""
+    if not targets.numel():
+        return
+    with on(logits):
+        _forward_kernel[(targets.numel(),)](
+            logits, targets, loss, norms, logits.stride(0), logits.shape[1], label_smoothing, z_loss, ignore_index,
+            SMOOTHED=label_smoothing > 0, **_vectors(logits), **_launch(logits.shape[1]),
+        )  # fmt: skip
+
+
+def launch_backward(
+    dloss: Tensor, logits: Tensor, targets: Tensor, norms: Tensor, dlogits: Tensor, label_smoothing: float,
+    z_loss: float, ignore_index: int,
+) -> None:  # fmt: skip
+    """Write the gradient of logits, laid out as logits and possibly in their place; dloss is (N,) float32."""
+    if not targets.numel():
+        return
+    meta = _launch(logits.shape[1])
+    tiles = cdiv(logits.shape[1], meta["BLOCK"])
+    with on(logits):
+        _backward_kernel[(targets.numel() * tiles,)](
+            dloss, logits, targets, norms, dlogits, dloss.stride(0), logits.stride(0), logits.shape[1], tiles,
+            label_smoothing, z_loss, ignore_index, **_vectors(logits), **meta,
+        )  # fmt: skip
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """Return logits with contiguous rows, which may lie apart by no more than their own length."""
+    n, v = logits.shape
+    return logits if logits.stride(1) == 1 and n > 1 and v <= logits.stride(0) <= 2 * v else logits.contiguous()
+
+
+def _outputs(targets: Tensor) -> tuple[Tensor, Tensor]:
+    loss = targets.new_empty(targets.shape, dtype=torch.float32)
+    return loss, loss.new_empty(*targets.shape, 2)
+
+
+@torch.library.custom_op("fds::cross_entropy", mutates_args=())
+def _forward(
+    logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    loss, norms = _outputs(targets)
+    launch_forward(_rows(logits), targets.contiguous(), loss, norms, label_smoothing, z_loss, ignore_index)
+    return loss, norms
+
+
+@torch.library.custom_op("fds::cross_entropy_backward", mutates_args=())
+def _backward(
+    dloss: Tensor, logits: Tensor, targets: Tensor, norms: Tensor, label_smoothing: float, z_loss: float,
+    ignore_index: int,
+) -> Tensor:  # fmt: skip
+    rows = _rows(logits)
+    dlogits = torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
+    launch_backward(dloss, rows, targets.contiguous(), norms, dlogits, label_smoothing, z_loss, ignore_index)
+    return dlogits
+
+
+@_forward.register_fake
+def _(
+    logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    return _outputs(targets)
+
+
+@_backward.register_fake
+def _(
+    dloss: Tensor, logits: Tensor, targets: Tensor, norms: Tensor, label_smoothing: float, z_loss: float,
+    ignore_index: int,
+) -> Tensor:  # fmt: skip
+    rows = _rows(logits)
+    return torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float, ignore_index: int
+    ) -> tuple[Tensor, Tensor]:
+        return _forward(logits, targets, label_smoothing, z_loss, ignore_index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        logits, targets, *ctx.given = inputs
+        ctx.save_for_backward(logits, targets, output[1])
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor | None, _: Any) -> tuple:
+        if dloss is None:
+            return (None,) * 5
+        return first_order(_backward, dloss, *ctx.saved_tensors, *ctx.given), *[None] * 4
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """Return the cross-entropy of targets under softmax(logits), in float32 (float64 of float64).
+
+    It is torch.nn.functional.cross_entropy where z_loss is 0, with two differences: it is not rounded to 16 bits, and
+    the mean over no token at all is 0, not NaN: a microbatch of nothing but padding is ordinary.
+    A target outside [0, V) that is not ignored gives NaN, as loss and as gradient of its row.
+
+    Args:
+        logits: (..., V) float32, float16 or bfloat16 (float64 by the reference).
+        targets: (...) int64.
+        label_smoothing: in [0, 1], the share of the target that is spread over all classes.
+        z_loss: adds z_loss * logsumexp(logits)^2 to the loss of each token.
+        ignore_index: tokens with this target have loss 0 and are not counted by the mean.
+        reduction: "mean" over tokens that are not ignored, "sum" (what `fds.Mean` takes as total), or "none": (...).
+
+    Raises `KernelError` for another dtype, shape or device, or a bad option.
+    """
+    arguments.floating(logits=logits)
+    if logits.dim() < 1 or not logits.shape[-1]:
+        raise KernelError("logits have no classes", where="logits", got=str(tuple(logits.shape)), want="(..., V)")
+    check_targets(targets, logits, "logits")
+    check_options(label_smoothing, z_loss, ignore_index, reduction, REDUCTIONS)
+    x, t = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    given = (float(label_smoothing), float(z_loss), ignore_index)
+    if runs_triton(logits):
+        loss, _ = _CrossEntropy.apply(x, t, *given)
+    else:
+        loss = reference(x, t, label_smoothing=given[0], z_loss=given[1], ignore_index=ignore_index)
+    if reduction == "none":
+        return loss.reshape(targets.shape)
+    return loss.sum() if reduction == "sum" else loss.sum() / num_tokens(targets, ignore_index)
+
+
+def num_tokens(targets: Tensor, ignore_index: int) -> Tensor:
+    """Return by what a mean divides: the number of targets that are not ignored, 1 where there are none; () int64."""
+    return (targets != ignore_index).sum().clamp(min=1)
+
+
+def check_targets(targets: Tensor, of: Tensor, name: str) -> None:
+    """Raise `KernelError` unless targets are int64, one for each last dimension of the tensor `name`, beside it."""
+    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
+        got = str(targets.dtype) if isinstance(targets, Tensor) else type(targets).__name__
+        raise KernelError("targets are not a tensor of class indices", where="targets", got=got, want="int64")
+    if targets.shape != of.shape[:-1]:
+        raise KernelError(f"targets are not one for each row of {name}", where="targets", got=str(tuple(targets.shape)),
+                          want=str(tuple(of.shape[:-1])))  # fmt: skip
+    if targets.device != of.device:
+        raise KernelError(f"targets are on another device than {name}", where="targets", got=str(targets.device),
+                          want=str(of.device), hint=f"targets.to({name}.device)")  # fmt: skip
+
+
+def check_options(
+    label_smoothing: float, z_loss: float, ignore_index: int, reduction: str, reductions: tuple[str, ...]
+) -> None:
+    """Raise `KernelError` for options of a cross-entropy that mean nothing."""
+    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
+    if not is_number(label_smoothing) or not 0 <= label_smoothing <= 1:
+        raise KernelError("label_smoothing is not a share", where="label_smoothing", got=repr(label_smoothing),
+                          want="a number in [0, 1]")  # fmt: skip
+    if not is_number(z_loss) or not 0 <= z_loss < float("inf"):
+        raise KernelError("z_loss is not a factor", where="z_loss", got=repr(z_loss), want="a number from 0 on")
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise KernelError("ignore_index is not a class", where="ignore_index", got=repr(ignore_index), want="an int")
+    if reduction not in reductions:
+        raise KernelError("there is no such reduction", where="reduction", got=repr(reduction),
+                          want=" or ".join(map(repr, reductions)))  # fmt: skip
