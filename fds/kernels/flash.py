@@ -1,0 +1,285 @@
+"""Attention that never holds the scores: softmax(q k^T) v, block by block, with masks, bias and dropout at once.
+
+q (B, H, Sq, D), k and v (B, G, Sk, D), where G divides H and head h reads keys and values h // (H / G)::
+
+    s = scale * q k^T + bias, -inf where masked       lse = log(sum_j exp(s_ij))      p = exp(s - lse)
+    out = (p * keep / (1 - ratio)) v                  keep = philox's mask of (B * H * Sq, Sk)
+
+Moves: forward reads q once, k and v once for each block of queries (mostly from the L2 cache), writes out and lse;
+nothing of Sq x Sk. Saves: q, k, v, out, lse (B, H, Sq) float32 in base 2, and masks and seed as they were given.
+
+Sources: Milakov and Gimelshein 2018, arXiv:1805.02867 (softmax in one pass); Dao et al. 2022, arXiv:2205.14135,
+algorithms 1 and 2; Dao 2023, arXiv:2307.08691 (queries in parallel, scaling once at the end).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fds.errors import KernelError
+from fds.kernels import philox
+from fds.kernels.choice import runs_triton
+from fds.kernels.first_order import first_order
+from fds.kernels.flash_arguments import check
+from fds.kernels.flash_backward import backward
+from fds.kernels.flash_blocks import (
+    COUNTS,
+    LEAST_BIAS,
+    LOG2E,
+    blocks,
+    dot,
+    empty_rows,
+    head,
+    in_vectors,
+    kind,
+    load_rows,
+    masked,
+    masks,
+    strides,
+    width,
+)
+from fds.kernels.language import cdiv, jit, on, tl
+from fds.kernels.philox import keep
+
+MOST_BYTES = 512  # of a row of q that a block takes
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_padding: Tensor | None = None,
+    bias: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: Tensor | None = None, offset: int = 0,
+) -> Tensor:  # fmt: skip
+    """Return the same in plain torch, in float32 or wider, with all of the scores in memory. `seed` as `as_seed`."""
+    probabilities, kept = _probabilities(q, k, key_padding, bias, seed, causal, _scale(q, scale), p, offset)
+    return (probabilities * kept @ _heads(v, q)).to(q.dtype)
+
+
+def _probabilities(q, k, key_padding, bias, seed, causal, scale, p, offset) -> tuple[Tensor, Tensor | float]:
+    """Return softmax(q k^T), rows without any key zero, and what dropout multiplies it with."""
+    b, h, m, n = *q.shape[:3], k.shape[2]
+    s = _wide(q) @ _heads(k, q).mT * scale
+    if bias is not None:
+        s = s + bias.masked_fill(bias < LEAST_BIAS, -math.inf)
+    if key_padding is not None:
+        s = s.masked_fill(~key_padding[:, None, None, :], -math.inf)
+    if causal:
+        s = s.masked_fill(torch.ones(m, n, dtype=torch.bool, device=q.device).tril().logical_not(), -math.inf)
+    if bias is not None or key_padding is not None:
+        unseen = (s == -math.inf).all(-1, keepdim=True)
+        probabilities = s.masked_fill(unseen, 0.0).softmax(-1).masked_fill(unseen, 0.0)
+    else:
+        probabilities = s.softmax(-1)  # a causal row sees key 0 at least
+    if p == 0:
+        return probabilities, 1.0
+    kept = philox.reference(seed, offset, b * h * m, n, p).view(b, h, m, n)
+    return probabilities, kept.to(s.dtype) / (1 - p)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _heads(x: Tensor, q: Tensor) -> Tensor:
+    """Return keys or values once for each head of queries, (B, H, Sk, D)."""
+    x = _wide(x)
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+
+
+# Blocks of queries and keys, warps and stages, by (columns, bytes per element, whether there is a bias or dropout).
+# Derived, not measured: one warp group multiplies 64 rows, two share what is read, and blocks are the largest found
+# that spill no registers on sm_90. Products of float32 are three of their parts each, and take many registers.
+LAUNCH = {
+    (64, 2, False): blocks(128, 128, 8, 3),
+    (64, 2, True): blocks(128, 64, 8, 3),
+    (128, 2, False): blocks(128, 64, 8, 3),
+    (128, 2, True): blocks(128, 32, 8, 3),
+    (256, 2, False): blocks(64, 32, 8, 2),
+    (256, 2, True): blocks(64, 32, 8, 2),
+    (64, 4, False): blocks(32, 32, 4, 2),
+    (64, 4, True): blocks(32, 32, 4, 2),
+    (128, 4, False): blocks(16, 32, 8, 2),
+    (128, 4, True): blocks(16, 32, 8, 2),
+}
+
+
+@jit(do_not_specialize=COUNTS)
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, key_padding_ptr, bias_ptr, seed_ptr, q_strides, k_strides, v_strides,
+    key_padding_strides, bias_strides, num_heads, num_queries, num_keys, scale, offset, threshold, kept_scale,
+    CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    num_blocks = tl.cdiv(num_queries, QUERIES)
+    bh = (tl.program_id(0) // num_blocks).to(tl.int64)
+    b = bh // num_heads
+    h = bh % num_heads
+    first = tl.program_id(0) % num_blocks * QUERIES
+    if CAUSAL:  # the longest first, so that none is left for the end
+        first = (num_blocks - 1) * QUERIES - first
+    i = first + tl.arange(0, QUERIES)
+
+    k_base = head(k_ptr, b, h // GROUP, k_strides)
+    v_base = head(v_ptr, b, h // GROUP, v_strides)
+    q_base = head(q_ptr, b, h, q_strides)
+    q = load_rows(q_base, first, q_strides[2], num_queries, D, QUERIES, BLOCK_D)
+
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    sums = tl.zeros([QUERIES, BLOCK_D], tl.float32)
+    last = num_keys
+    whole = num_keys // KEYS * KEYS
+    if CAUSAL:
+        last = tl.minimum(num_keys, first + QUERIES)
+        whole = tl.minimum(num_keys, first) // KEYS * KEYS
+    for EDGE in tl.static_range(2):  # blocks that every query sees whole, then those that it may not
+        for start in range(whole if EDGE else 0, last if EDGE else whole, KEYS):
+            j = start + tl.arange(0, KEYS)
+            k = load_rows(k_base, start, k_strides[2], num_keys, D, KEYS, BLOCK_D)
+            scores = masked(
+                dot(q, tl.trans(k), None) * (scale * LOG2E), i[:, None], j[None, :],
+                num_queries, num_keys, key_padding_ptr + b * key_padding_strides[0] if HAS_PADDING else None,
+                key_padding_strides[1], bias_ptr + b * bias_strides[0] + h * bias_strides[1] if HAS_BIAS else None,
+                bias_strides, CAUSAL and EDGE, EDGE, HAS_PADDING, HAS_BIAS,
+            )  # fmt: skip
+            now = tl.maximum(highest, tl.max(scores, 1))
+            base = now
+            if HAS_PADDING or HAS_BIAS:
+                base = tl.where(now == float("-inf"), 0.0, now)  # no key yet
+            shrink = tl.exp2(highest - base)
+            weights = tl.exp2(scores - base[:, None])
+            total = total * shrink + tl.sum(weights, 1)
+            if DROPOUT:
+                kept = keep(tl.load(seed_ptr), offset, bh * num_queries + i, start, threshold, KEYS)
+                weights = tl.where(kept, weights, 0.0)
+            v = load_rows(v_base, start, v_strides[2], num_keys, D, KEYS, BLOCK_D)
+            sums = dot(weights.to(v.dtype), v, sums * shrink[:, None])
+            highest = now
+
+    seen = total != 0
+    total = tl.where(seen, total, 1.0)
+    lse = tl.where(seen, highest + tl.log2(total), float("inf"))  # of no key: backward's weights are then 0
+    tl.store(lse_ptr + bh * num_queries + i, lse, mask=i < num_queries)
+    out = sums * (kept_scale / total)[:, None]
+    d = tl.arange(0, BLOCK_D)
+    at = ((b * num_queries + i) * num_heads + h)[:, None] * D + d[None, :]
+    inside = (i < num_queries)[:, None] & (d < D)[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@torch.library.custom_op("fds::flash_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, bias: Tensor | None, seed: Tensor | None,
+    causal: bool, scale: float, p: float, offset: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, lse, d = empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32), q.shape[3]
+    q, k, v = in_vectors(q), in_vectors(k), in_vectors(v)
+    meta = LAUNCH[kind(q, bias, p)]
+    if out.numel():
+        with on(q):
+            _forward_kernel[(q.shape[0] * q.shape[1] * cdiv(q.shape[2], meta["QUERIES"]),)](
+                q, k, v, out, lse, **masks(q, k, key_padding, bias, seed, causal, p, offset),
+                q_strides=strides(q), k_strides=strides(k), v_strides=strides(v), num_heads=q.shape[1],
+                GROUP=q.shape[1] // k.shape[1], num_queries=q.shape[2], num_keys=k.shape[2], scale=scale,
+                D=d, BLOCK_D=width(d), **meta,
+            )  # fmt: skip
+    return out, lse
+
+
+@_forward.register_fake
+def _(q, k, v, key_padding, bias, seed, causal, scale, p, offset) -> tuple[Tensor, Tensor]:
+    return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(*args) -> tuple[Tensor, Tensor]:
+        return _forward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs[:6], *output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # no zeros for lse
+        ctx.options = inputs[6:]
+
+    @staticmethod
+    def backward(ctx, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * 10
+        return *first_order(backward, dout, *ctx.saved_tensors, *ctx.options), *[None] * 7
+
+
+class _Recomputed(torch.autograd.Function):
+    """The reference that saves what the kernel saves, but lse: backward makes the scores again."""
+
+    @staticmethod
+    def forward(q, k, v, key_padding, bias, seed, causal, scale, p, offset) -> Tensor:
+        out = reference(
+            q, k, v, causal=causal, key_padding=key_padding, bias=bias, scale=scale, p=p, seed=seed, offset=offset
+        )
+        # As the kernel lays it out, so that heads merge without a copy to be kept. Not written in place: torch.compile
+        # of torch 2.11 then gives gradients of zero (github.com/pytorch/pytorch/issues/180642).
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs[:6], output)
+        ctx.options = inputs[6:]
+
+    @staticmethod
+    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, key_padding, bias, seed, out = ctx.saved_tensors
+        scale = ctx.options[1]
+        probabilities, kept = _probabilities(q, k, key_padding, bias, seed, *ctx.options)
+        dout = _wide(dout)
+        dp = dout @ _heads(v, q).mT * kept
+        ds = probabilities * (dp - (dout * _wide(out)).sum(-1, keepdim=True)) * scale
+        group = lambda x: x.view(*k.shape[:2], q.shape[1] // max(k.shape[1], 1), *k.shape[2:]).sum(2)
+        dq, dk, dv = ds @ _heads(k, q), group(ds.mT @ _wide(q)), group((probabilities * kept).mT @ dout)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 7
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_padding: Tensor | None = None,
+    bias: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: int | Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:  # fmt: skip
+    """Return softmax(scale * q k^T + bias) v, (B, H, Sq, D), without holding the scores, in backward either.
+
+    A query that sees no key at all gives zeros, and zero gradients.
+
+    Args:
+        q: (B, H, Sq, D) float32, float16 or bfloat16 (float64 by the reference). The kernel takes D up to 256,
+            in float32 up to 128. Any strides; nothing is copied where the last dimension is contiguous.
+        k: (B, G, Sk, D) of q's dtype, where G divides H: query head h reads key head h // (H / G).
+        v: as k.
+        causal: query i sees keys 0 to i, also where Sq and Sk differ (as torch's `is_causal`).
+        key_padding: (B, Sk) bool, True where a key is real.
+        bias: floating, broadcastable to (B, H, Sq, Sk) and never expanded in memory; a constant. Below -1e30 it masks.
+        scale: of the products; 1 / sqrt(D) if None.
+        p: ratio of the probabilities that dropout zeroes; the others are divided by 1 - p.
+        seed: int or () int64 tensor on q's device; dropout needs one.
+        offset: which of the seed's masks. They are those of `masked_softmax` on scores (B, H, Sq, Sk).
+
+    Raises `KernelError` for another dtype, shape or device, D beyond a block, a bias that requires a gradient, a ratio
+    outside [0, 1), and dropout without a seed.
+    """
+    check(q, k, v, key_padding, bias, scale, p)
+    is_triton = runs_triton(q)
+    if is_triton and q.shape[3] * q.element_size() > MOST_BYTES:
+        raise KernelError(
+            "q has a head dimension beyond a block", where="q", got=f"{q.shape[3]} of {q.dtype}",
+            want=f"at most {MOST_BYTES // q.element_size()}",
+            hint="fds.kernels.attention without dropout and masks; attn_dropout_checkpoint=False in a TransformerLayer",
+        )  # fmt: skip
+    seed = philox.as_seed(seed, q.device) if p else None
+    k = k.view_as(k) if k is q else k  # torch.compile takes no tensor twice
+    v = v.view_as(v) if v is q or v is k else v
+    options = key_padding, bias, seed, bool(causal), float(_scale(q, scale)), float(p), offset
+    return _Flash.apply(q, k, v, *options)[0] if is_triton else _Recomputed.apply(q, k, v, *options)

@@ -1,0 +1,132 @@
+"""What the kernels of attention share: how a block is read, how its scores are masked, and what a launch is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fds.kernels.language import cdiv, is_interpreted, jit, next_power_of_2, tl
+from fds.kernels.philox import threshold
+
+INTERPRETED = tl.constexpr(is_interpreted) if tl else None
+# A bias below this masks: the sum of what it would leave of a row is lost beside it in lse.
+LEAST_BIAS = -1e30
+UNSEEN = tl.constexpr(LEAST_BIAS) if tl else None
+LOG2E = tl.constexpr(1.4426950408889634) if tl else None
+FAR = 2**22  # elements between rows that 32 bits still count over a block of 256
+
+
+@jit
+def load_rows(base, start, stride, count, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return rows start + arange(ROWS) of a matrix of `count` rows, (ROWS, BLOCK_D), zero outside.
+
+    `stride` is in vectors of 16 bytes, and a row a whole number of them, made so by `in_vectors`.
+    """
+    VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
+    stride = stride * VECTOR
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    at = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
+    inside = (start + rows < count)[:, None]
+    WHOLE: tl.constexpr = (D + VECTOR - 1) // VECTOR * VECTOR
+    if WHOLE < BLOCK_D:
+        inside = inside & (columns < WHOLE)[None, :]
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@jit
+def head(x, b, h, strides):
+    """Return the address of the first row of a head, of a tensor (B, H, S, D) whose strides are in vectors."""
+    return x + (b * strides[0] + h * strides[1]) * (128 // x.dtype.element_ty.primitive_bitwidth)
+
+
+@jit
+def dot(a, b, c):
+    """Return a b + c in float32; of 16-bit numbers by tensor cores, of float32 by them too, in three products."""
+    if INTERPRETED:  # whose products take the bits of bfloat16 for integers
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, c, input_precision="tf32x3")
+
+
+@jit
+def masked(
+    scores, i, j, num_queries, num_keys, key_padding, key_padding_stride, bias, bias_strides,
+    CAUSAL: tl.constexpr, END: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Return scores in base 2 with their bias, -inf where a query does not see a key.
+
+    i and j number queries and keys, in shapes that broadcast to the scores: either may lead.
+    """
+    if HAS_BIAS:
+        at = bias + i.to(tl.int64) * bias_strides[2] + j.to(tl.int64) * bias_strides[3]
+        added = tl.load(at, mask=(i < num_queries) & (j < num_keys), other=float("-inf")).to(tl.float32)
+        scores += tl.where(added < UNSEEN, float("-inf"), added) * LOG2E
+    if HAS_PADDING:
+        real = tl.load(key_padding + j.to(tl.int64) * key_padding_stride, mask=j < num_keys, other=0)
+        scores = tl.where(real != 0, scores, float("-inf"))
+    if CAUSAL:
+        scores = tl.where(i >= j, scores, float("-inf"))
+    if END:
+        scores = tl.where(j < num_keys, scores, float("-inf"))
+    return scores
+
+
+def in_vectors(x: Tensor) -> Tensor:
+    """Return x (B, H, S, D) as the kernels read it: rows of whole vectors of 16 bytes, zero beyond D, near each other.
+
+    It is x itself where it is so already, and a copy otherwise: scalar loads would take more registers than there are.
+    """
+    n = 16 // x.element_size()
+    is_whole = x.stride(3) == 1 and all(y % n == 0 for y in (x.shape[3], *x.stride()[:3])) and x.data_ptr() % 16 == 0
+    if is_whole and x.stride(2) < FAR:
+        return x
+    made = x.new_zeros(*x.shape[:3], cdiv(x.shape[3], n) * n)
+    made[..., : x.shape[3]] = x
+    return made
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """Return strides over batch, heads and rows in vectors of 16 bytes, so that the compiler sees their alignment."""
+    return tuple(y * x.element_size() // 16 for y in x.stride()[:3])  # pyright: ignore[reportReturnType]  (three)
+
+
+def empty_rows(x: Tensor) -> Tensor:
+    """Return memory for a tensor like x (B, H, S, D), laid out (B, S, H, D), as what follows attention wants it."""
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+
+
+def masks(
+    q: Tensor, k: Tensor, key_padding: Tensor | None, bias: Tensor | None, seed: Tensor | None, causal: bool, p: float,
+    offset: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the arguments of a kernel that say what is masked, biased and dropped."""
+    if bias is not None:
+        bias = bias.expand(*q.shape[:3], k.shape[2])
+    return {
+        "key_padding_ptr": key_padding, "bias_ptr": bias, "seed_ptr": seed,
+        "key_padding_strides": (0, 0) if key_padding is None else key_padding.stride(),
+        "bias_strides": (0, 0, 0, 0) if bias is None else bias.stride(),
+        "offset": offset, "threshold": threshold(p), "kept_scale": 1 / (1 - p),
+        "CAUSAL": causal, "HAS_PADDING": key_padding is not None, "HAS_BIAS": bias is not None, "DROPOUT": p > 0,
+    }  # fmt: skip
+
+
+def width(d: int) -> int:
+    """Return the columns of a block that holds rows of d: a power of two, at least the 16 that tensor cores take."""
+    return max(16, next_power_of_2(d))
+
+
+def blocks(queries: int, keys: int, num_warps: int, num_stages: int) -> dict[str, int]:
+    """Return a row of a launch table."""
+    return {"QUERIES": queries, "KEYS": keys, "num_warps": num_warps, "num_stages": num_stages}
+
+
+def kind(q: Tensor, bias: Tensor | None, p: float) -> tuple[int, int, bool]:
+    """Return which row of a launch table is q's."""
+    return max(width(q.shape[3]), 64), q.element_size(), bias is not None or p > 0
+
+
+# Arguments whose value is of no use to the compiler.
+COUNTS = ["num_heads", "num_queries", "num_keys", "offset", "threshold"]

@@ -1,0 +1,26 @@
+"""Launches of attention, to be compiled for a GPU that is not there."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from fds.kernels.flash import flash_attention
+
+
+def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+    seen, bias = torch.empty(2, 1024, dtype=torch.bool), torch.empty(4, 1, 1024, dtype=dtype)
+    dropped = {"p": 0.1, "seed": torch.empty((), dtype=torch.int64)}
+    everything = {"causal": True, "key_padding": seen, "bias": bias, **dropped}
+    all_of = {  # each row of the launch tables; columns of 80 end inside a block; float16 compiles to what bfloat16 does
+        torch.bfloat16: [(64, {}), (64, everything), (128, {"causal": True}), (128, everything), (256, everything)],
+        torch.float16: [(80, {"causal": True, "key_padding": seen})],
+        torch.float32: [(64, {"causal": True}), (64, everything), (128, {}), (128, everything)],
+    }
+    for d, options in all_of[dtype]:
+        yield f"{d} {' '.join(options)}", lambda d=d, options=options: _run(dtype, d, options)
+
+
+def _run(dtype: torch.dtype, d: int, options: dict) -> None:
+    q, k, v = torch.empty(2, 1024, 3, 4, d, dtype=dtype, requires_grad=True).transpose(1, 3).unbind(2)
+    out = flash_attention(q, k, v, **options)
+    out.backward(out)

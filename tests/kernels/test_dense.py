@@ -1,0 +1,108 @@
+"""Attention by whoever can: equal to the kernel with every option, and torch's where torch has all of it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fds.errors import KernelError
+from fds.kernels import dense
+from fds.kernels.dense import attention
+from fds.kernels.flash import flash_attention
+from tests.kernels.accuracy import DTYPES, assert_near, in_float64, random
+from tests.kernels.ways import WAYS, plain, traced
+
+SEED = torch.tensor(11)
+
+
+def qkv(b=2, h=4, m=6, n=9, d=16, dtype=torch.float32, key_heads=None):
+    shapes = [(b, h, m, d), *[(b, key_heads or h, n, d)] * 2]
+    return [random(*shape, dtype=dtype, seed=i, requires_grad=True) for i, shape in enumerate(shapes)]
+
+
+def masks(b=2, n=9):
+    seen = random(b, n, seed=4) < 0.5
+    seen[0] = False  # queries that see nothing
+    return {
+        "nothing": {}, "causal": {"causal": True}, "key_padding": {"key_padding": seen},
+        "bias": {"bias": random(4, 1, n, seed=5)}, "causal padding": {"causal": True, "key_padding": seen},
+        "all": {"causal": True, "key_padding": seen, "bias": random(6, n, seed=5), "scale": 0.2},
+        "least": {"bias": torch.zeros(2, 1, 1, n).masked_fill(~seen[:, None, None], torch.finfo(torch.float32).min)},
+        "dropout": {"p": 0.3, "seed": SEED, "offset": 2}, "wide bias": {"bias": random(1, 1, 1, n).double()},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", masks())
+def test_it_is_flash_attention(name, dtype):
+    for key_heads in (4, 2):
+        args = qkv(dtype=dtype, key_heads=key_heads)
+        wide = in_float64(*args)
+        out, want = attention(*args, **masks()[name]), flash_attention(*wide, **masks()[name])
+        dout = random(*out.shape, dtype=dtype, seed=9)
+        assert out.dtype == dtype
+        assert_near(out, want, factor=2)  # torch rounds probabilities too
+        for got, ref in zip(
+            torch.autograd.grad(out, args, dout), torch.autograd.grad(want, wide, dout.double()), strict=True
+        ):
+            assert_near(got, ref, factor=2)
+
+
+def test_torch_runs_where_there_is_no_dropout(monkeypatch):
+    ran = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *_, **options: ran.append(options) or q)
+    for name, options in masks().items():
+        ran.clear()
+        attention(*qkv(), **options)
+        assert bool(ran) == (name != "dropout")
+        if ran:  # torch takes one of the two
+            assert ran[0]["is_causal"] == (name == "causal")
+            assert (ran[0]["attn_mask"] is None) == (name in ("nothing", "causal"))
+
+
+def test_masks_are_merged_as_narrowly_as_they_are_given(monkeypatch):
+    shapes = {
+        "key_padding": (2, 1, 1, 9), "bias": (1, 4, 1, 9), "causal padding": (2, 1, 6, 9), "all": (2, 1, 6, 9)
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        options = {"causal": False, "key_padding": None, "bias": None, **masks()[name]}
+        options.pop("scale", None)
+        mask = dense._merged(*qkv()[:2], **options)
+        assert mask is not None and mask.shape == shape
+
+
+@traced
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["causal padding", "bias", "dropout"])
+def test_every_way_of_gradients_agrees(name, way):
+    args, options = qkv(), masks()[name]
+    loss = lambda *args: attention(*args, **options).square().sum()
+    for got, want in zip(WAYS[way](loss, args), plain(loss, args), strict=True):
+        assert_near(got, want, factor=2)
+
+
+def test_torchs_formulas_have_a_second_derivative():
+    args = [x.detach().double().requires_grad_() for x in qkv(1, 2, 3, 4, 3)]
+    options = {"causal": True, "bias": random(4, seed=5)}
+    for p in (0.0, 0.3):  # torch's, and flash_attention's reference
+        with sdpa_kernel(SDPBackend.MATH):
+            assert torch.autograd.gradgradcheck(lambda *args, p=p: attention(*args, **options, p=p, seed=SEED), args)
+
+
+def test_a_head_of_any_width_is_taken():
+    q, k, v = qkv(d=300)
+    assert_near(attention(q, k, v), flash_attention(q, k, v))
+
+
+def test_bad_arguments_are_refused_by_name():
+    q, k, v = qkv()
+    for name, options in [
+        ("key_padding", {"key_padding": torch.ones(2, 9)}), ("bias", {"bias": torch.zeros(9, requires_grad=True)}),
+        ("p", {"p": -0.1}), ("p", {"p": True}), ("seed", {"p": 0.1}), ("scale", {"scale": torch.ones(())}),
+    ]:  # fmt: skip
+        with pytest.raises(KernelError) as error:
+            attention(q, k, v, **options)
+        assert error.value.where == name
+    with pytest.raises(KernelError) as error:
+        attention(q, k.half(), v)
+    assert error.value.where == "k"
