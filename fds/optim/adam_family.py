@@ -8,6 +8,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from fds.kernels import adam_update
 from fds.optim.arguments import demand, demand_betas, spell
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import Optimizer, Schedule
@@ -34,6 +35,9 @@ def adam(
         eps: added to the root.
         weight_decay: L2 penalty.
         bias_correction: False takes c1 = c2 = 1.
+
+    On a GPU one kernel updates all float32 and 16-bit parameters; where a beta or weight_decay follows a
+    schedule, the formula in torch.
 
     Raises `OptimizerError` for a value out of range.
     Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
@@ -71,7 +75,20 @@ def _family(
     demand_betas(name, betas)
     fixed = {"eps": eps, "bias_correction": bias_correction, "decoupled": decoupled}
     hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
-    return assemble(partial(_rule, **fixed), text=text, hyper=hyper, slots={"exp_avg": 0.0, "exp_avg_sq": 0.0})
+    return assemble(partial(_rule, **fixed), text=text, hyper=hyper, slots={"exp_avg": 0.0, "exp_avg_sq": 0.0},
+                    kernel=partial(_kernel, **fixed), fused=lambda device: True)  # fmt: skip
+
+
+def _kernel(
+    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, out: list[Tensor | None], *,
+    eps: float, bias_correction: bool, decoupled: bool,
+) -> None:  # fmt: skip
+    beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
+    adam_update.adamw(
+        params, grads, opt["exp_avg"], opt["exp_avg_sq"], step=now.step, beta1=beta1, beta2=beta2, eps=eps,
+        weight_decay=weight_decay, bias_correction=bias_correction, decoupled=decoupled, out=out,
+        **now.read_on_device(),
+    )  # fmt: skip
 
 
 def _rule(

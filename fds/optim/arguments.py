@@ -17,7 +17,9 @@ def demand(factory: str, *, low: float = 0.0, high: float = inf, schedule: bool 
     """
     bounds = f"a number of at least {low:g}" if high == inf else f"a number in [{low:g}, {high:g})"
     for name, value in values.items():
-        if (callable(value) and schedule) or (isinstance(value, (int, float)) and low <= value < high):
+        if callable(value) and schedule:
+            continue
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value < high:
             continue
         raise OptimizerError(
             f"{factory}: {name} is out of range", where=name, got=repr(value),

@@ -10,9 +10,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds.kernels.choice import chosen, runs_triton
 from fds.optim.base import Optimizer, Schedule, Segment, at
 
 Rule = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now"], None]
+Kernel = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now", list[Tensor | None]], None]
 Check = Callable[[Sequence[Sequence[Segment]]], None]
 
 
@@ -44,6 +46,15 @@ class Now:
         """Tell whether fused kernels, which take floats only, can have these values."""
         return not any(isinstance(self.values[name], Tensor) for name in names)
 
+    def read_on_device(self) -> dict[str, Any]:
+        """Return what every kernel reads in the memory of the device: the learning rate, the scale, the flag."""
+        lr = self.values["lr"]
+        if isinstance(lr, Tensor):
+            lr = lr.double()
+        else:
+            lr = torch.full((), lr, dtype=torch.float64, device=self.step.device)
+        return {"lr": lr, "grad_scale": self.grad_scale, "skip": self.skip}
+
     def updates(self) -> Tensor:
         """Return t + 1, the number of updates with this one, as () float64."""
         return (self.step + 1).double()
@@ -74,9 +85,13 @@ class Now:
 
 def assemble(
     rule: Rule, *, text: str, hyper: Mapping[str, Schedule], slots: Mapping[str, float],
-    whole: bool = False, check: Check | None = None, keep_empty: bool = False,
+    whole: bool = False, check: Check | None = None, keep_empty: bool = False, kernel: Kernel | None = None,
+    fused: Callable[[torch.device], bool] = lambda device: False,
 ) -> Optimizer:  # fmt: skip
-    """Make an optimizer of an in-place rule.
+    """Make an optimizer of an in-place rule, and of a kernel that does the same where kernels run.
+
+    A kernel updates whole slices: it computes an element alike wherever it lies, and gaps of zeros stay zero. It takes
+    floats; where another hyper-parameter than lr follows a schedule on an accelerator, the rule runs there too.
 
     Args:
         rule: `rule(params, grads, opt, now)`; gradients come in the dtype of their params, still scaled.
@@ -86,7 +101,11 @@ def assemble(
         whole: as in `Optimizer`.
         check: refuses segments that the rule cannot update.
         keep_empty: the rule sees parameters of which this rank has nothing too, since ranks do something together.
+        kernel: `kernel(params, grads, opt, now, out)` on whole slices; gradients come as they are, still scaled, and
+            `out` has one tensor or None per slice.
+        fused: device -> whether the rule runs torch's fused functions there, where it has floats.
     """
+    floats = [name for name in hyper if name != "lr"]
 
     def init(segments: Sequence[Sequence[Segment]], *, params: Sequence[Tensor]) -> dict[str, list[Tensor | None]]:
         if check is not None:
@@ -101,20 +120,32 @@ def assemble(
     ) -> tuple[list[Tensor], dict]:  # fmt: skip
         if not params:
             return params, opt
-        slices, given = params, opt
-        params, grads, opt, segments = _by_segment(params, grads, opt, segments, keep_empty)
-        if not params:  # all that is in these slices is padding
-            return slices, given
         values = {name: _cheap(at(value, step)) for name, value in hyper.items() if name != "lr" or lr is None}
         if lr is not None:
             values["lr"] = _cheap(lr)
         now = Now(step, values, grad_scale, skip, segments, axes)
+        if kernel is not None and all(map(runs_triton, params)) and now.static(*floats):
+            kernel(params, list(grads), opt, now, [None] * len(params) if out is None else list(out))
+            return params, opt
+        slices, given = params, opt
+        params, grads, opt, alone = _by_segment(params, grads, opt, segments, keep_empty)
+        if not params:  # all that is in these slices is padding
+            return slices, given
+        now = attrs.evolve(now, segments=alone)
         rule(params, [g.to(p.dtype) for g, p in zip(grads, params, strict=True)], opt, now)
         if out is not None:
             torch.ops.aten._foreach_copy_(out, slices)
         return slices, given
 
-    return Optimizer(init, update, whole, lr=hyper["lr"], text=text)
+    name = text.partition("(")[0]
+
+    def runs(device: torch.device) -> str:
+        static = device.type == "cpu" or not any(callable(hyper[name]) for name in floats)
+        if kernel is not None and static and chosen(device) == "triton":
+            return f"{name}: triton"
+        return f"{name}: torch's fused functions" if static and fused(device) else f"{name}: torch's formula"
+
+    return Optimizer(init, update, whole, lr=hyper["lr"], text=text, runs=runs)
 
 
 def _by_segment(

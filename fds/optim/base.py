@@ -50,12 +50,14 @@ class Optimizer:
             - skip: () bool, or None; where true, params and opt keep every bit, whatever the gradients hold.
             - axes: mesh axes over which parameters are split: objects with `all_reduce(tensor) -> tensor`
               (sum). Their ranks hold the same segments in the same order, of length 0 where a rank has none.
-            - out: one tensor per slice that receives the new params in its own dtype, or None.
+            - out: one tensor per slice that receives the new params in its own dtype, or None; where `skip` is
+              true it may keep what it held.
         lr: learning rate or its schedule `f(t)`: what the step evaluates, passes as `lr` and reports.
         text: how the optimizer was written; also its repr.
         whole: True where `update` needs whole parameters in each slice; or parameter name -> that.
         group: parameter name -> group; a slice never mixes groups.
         check: called with the names of all trained parameters, of all ranks, before `init`; raises `OptimizerError`.
+        runs: device -> what updates float32 parameters there, in words: "adamw: triton".
     """
 
     init: Callable[..., dict[str, list[Tensor | None]]]
@@ -65,6 +67,7 @@ class Optimizer:
     text: str = "optimizer"
     group: Callable[[str], Hashable] = single_group
     check: Callable[[Sequence[str]], None] = lambda names: None
+    runs: Callable[[torch.device], str] = lambda device: "the optimizer's own"
 
     def needs_whole(self, name: str) -> bool:
         """Say whether a slice must hold all or nothing of the parameter of this name."""

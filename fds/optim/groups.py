@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fds.errors import OptimizerError, did_you_mean
@@ -97,10 +98,14 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
             )  # fmt: skip
         return params, opt
 
+    def runs(device: torch.device) -> str:
+        words = [word for member in members for word in member.runs(device).split(", ")]
+        return ", ".join(dict.fromkeys(words))
+
     text = "by_name({" + ", ".join(f"{pattern!r}: {member}" for pattern, member in optimizers.items()) + "})"
     some_whole = any(m.whole for m in members)
     whole = (lambda name: members[group(name)].needs_whole(name)) if some_whole else False
-    return Optimizer(init, update, whole, lr=members[-1].lr, text=text, group=group, check=check)
+    return Optimizer(init, update, whole, lr=members[-1].lr, text=text, group=group, check=check, runs=runs)
 
 
 def _pick(values: Sequence, indices: list[int]) -> list:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import OptimizerError
+from fds.kernels import sgd_update
 from fds.optim.arguments import demand, spell
 from fds.optim.assembly import Now, assemble
 from fds.optim.base import Optimizer, Schedule
@@ -34,6 +35,9 @@ def sgd(
         dampening: taken from the weight of the present, after the first update.
         nesterov: look ahead along the momentum.
 
+    On a GPU one kernel updates all float32 and 16-bit parameters; where momentum or weight_decay follows a
+    schedule, the formula in torch.
+
     Raises `OptimizerError` for a value out of range, or nesterov without momentum or with dampening.
     Source: Polyak 1964; Sutskever et al. 2013, ICML, section 2; the form is torch.optim.SGD's.
 
@@ -50,7 +54,21 @@ def sgd(
         )  # fmt: skip
     hyper = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
     slots = {"momentum_buffer": 0.0} if momentum != 0 else {}
-    return assemble(partial(_rule, dampening=dampening, nesterov=nesterov), text=text, hyper=hyper, slots=slots)
+    fixed = {"dampening": dampening, "nesterov": nesterov}
+    dampened = momentum != 0 and dampening != 0
+    return assemble(partial(_rule, **fixed), text=text, hyper=hyper, slots=slots, kernel=partial(_kernel, **fixed),
+                    fused=lambda device: device.type == "cpu" or not dampened)  # fmt: skip
+
+
+def _kernel(
+    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, out: list[Tensor | None], *,
+    dampening: float, nesterov: bool,
+) -> None:  # fmt: skip
+    momentum, weight_decay = now.read("momentum", "weight_decay")
+    sgd_update.sgd(
+        params, grads, opt.get("momentum_buffer"), step=now.step, momentum=momentum, weight_decay=weight_decay,
+        dampening=dampening, nesterov=nesterov, out=out, **now.read_on_device(),
+    )  # fmt: skip
 
 
 def _rule(

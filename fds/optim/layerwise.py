@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import OptimizerError
+from fds.kernels import lamb_update
 from fds.optim.arguments import demand, demand_betas, spell
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import Optimizer, Schedule
@@ -40,6 +41,9 @@ def lamb(
         bias_correction: False takes rate = lr.
         eps_inside_sqrt: where eps goes.
 
+    On a GPU two passes of kernels per slice update float32 and 16-bit parameters; where a beta or weight_decay follows
+    a schedule, the formula in torch.
+
     Raises `OptimizerError` for a value out of range.
     Source: You et al. 2020, arXiv:1904.00962, algorithm 2; clamping and the correction of the rate rather
     than of the moments are DeepSpeed's FusedLamb.
@@ -62,7 +66,35 @@ def lamb(
     }  # fmt: skip
     hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
     return assemble(partial(_rule, **fixed), text=text, hyper=hyper, slots={"exp_avg": 0.0, "exp_avg_sq": 0.0},
-                    keep_empty=True)  # fmt: skip
+                    keep_empty=True, kernel=partial(_kernel, **fixed))  # fmt: skip
+
+
+def _kernel(
+    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, out: list[Tensor | None], *,
+    eps: float, bounds: tuple[float, float], bias_correction: bool, eps_inside_sqrt: bool,
+) -> None:  # fmt: skip
+    beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
+    fixed = {
+        "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "eps_inside_sqrt": eps_inside_sqrt,
+    }  # fmt: skip
+    device = now.read_on_device()
+    lr, skip = device.pop("lr"), device["skip"]
+    spans = [[(s.offset, s.length) for s in inside] for inside in now.segments]
+    slices = list(zip(params, opt["exp_avg"], opt["exp_avg_sq"], spans, strict=True))
+    squares = [
+        lamb_update.lamb_moments(p, g, m, v, segments=inside, **fixed, **device)
+        for g, (p, m, v, inside) in zip(grads, slices, strict=True)
+    ]
+    both = torch.cat(squares, dim=1)
+    if both.numel():
+        for axis in now.axes:
+            both = axis.all_reduce(both)
+    parts = both.split([len(inside) for inside in spans], dim=1)
+    for (p, m, v, inside), part, low in list(zip(slices, parts, out, strict=True))[::-1]:  # what was written last first
+        lamb_update.lamb_params(
+            p, m, v, part, segments=inside, step=now.step, lr=lr, min_coeff=bounds[0], max_coeff=bounds[1],
+            bias_correction=bias_correction, skip=skip, out=low, **fixed,
+        )  # fmt: skip
 
 
 def _rule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fds.kernels import lion_update
 from fds.optim.arguments import demand, demand_betas, spell
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import Optimizer, Schedule
@@ -27,6 +28,9 @@ def lion(
         betas: weight of the past in the direction, and in what is remembered, in [0, 1).
         weight_decay: decoupled, three to ten times AdamW's.
 
+    On a GPU one kernel updates all float32 and 16-bit parameters; where a beta or weight_decay follows a
+    schedule, the formula in torch.
+
     Raises `OptimizerError` for a value out of range.
     Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
 
@@ -37,7 +41,15 @@ def lion(
     demand("lion", lr=lr, weight_decay=weight_decay)
     demand_betas("lion", betas)
     hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
-    return assemble(_rule, text=text, hyper=hyper, slots={"exp_avg": 0.0})
+    return assemble(_rule, text=text, hyper=hyper, slots={"exp_avg": 0.0}, kernel=_kernel)
+
+
+def _kernel(
+    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, out: list[Tensor | None]
+) -> None:
+    beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
+    lion_update.lion(params, grads, opt["exp_avg"], beta1=beta1, beta2=beta2, weight_decay=weight_decay, out=out,
+                     **now.read_on_device())  # fmt: skip
 
 
 def _rule(params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now) -> None:

@@ -44,7 +44,8 @@ def adagrad(
     demand("adagrad", schedule=False, lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value, eps=eps)
     hyper = {"lr": lr, "weight_decay": weight_decay}
     slots = {"sum": initial_accumulator_value}
-    return assemble(partial(_rule, lr_decay=lr_decay, eps=eps), text=text, hyper=hyper, slots=slots)
+    rule = partial(_rule, lr_decay=lr_decay, eps=eps)
+    return assemble(rule, text=text, hyper=hyper, slots=slots, fused=lambda device: True)
 
 
 def _rule(

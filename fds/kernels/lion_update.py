@@ -1,0 +1,117 @@
+"""Lion over a flat slice, in place, in one pass.
+
+    g = grad / grad_scale
+    u = sign(m + (1 - beta1) * (g - m))
+    m = m + (1 - beta2) * (g - m)
+    p = p - lr * (u + weight_decay * p)
+
+All (N,).
+
+Moves: float32 with 16-bit gradient and copy 20 bytes an element: reads p, g, m, writes p, m, out.
+Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fds.kernels import flat, many
+from fds.kernels.language import jit, on, tl
+from fds.kernels.many import MaybeSlices, Slices
+
+
+def reference(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, *, lr: Tensor, beta1: float, beta2: float, weight_decay: float,
+    grad_scale: Tensor | None = None, skip: Tensor | None = None, out: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Do the same in plain torch."""
+    p, g, m = flat.wide(param, grad, exp_avg)
+    if grad_scale is not None:
+        g = g / grad_scale
+    u = torch.sign(m + (1 - beta1) * (g - m))
+    flat.write(exp_avg, m + (1 - beta2) * (g - m), skip)
+    flat.write(param, p - lr * (u + weight_decay * p), skip)
+    if out is not None:
+        flat.write(out, param, skip)
+
+
+@jit
+def _update(
+    param_ptr, grad_ptr, m_ptr, out_ptr, lr_ptr, scale_ptr, skip_ptr, at, inside, fresh1, fresh2, weight_decay
+):
+    p = tl.load(param_ptr + at, mask=inside).to(tl.float32)
+    m = tl.load(m_ptr + at, mask=inside).to(tl.float32)
+    g = flat.gradient(grad_ptr, at, inside, scale_ptr)
+    lr = tl.load(lr_ptr).to(tl.float32)
+    looked = flat.blend(m, g, fresh1)
+    u = tl.where(looked > 0, 1.0, tl.where(looked < 0, -1.0, 0.0))
+    m = flat.blend(m, g, fresh2)
+    mask = flat.written(inside, skip_ptr)
+    tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=mask)
+    flat.store(param_ptr, out_ptr, at, p - lr * (u + weight_decay * p), mask)
+
+
+@jit(do_not_specialize=["size"])
+def _lion_kernel(
+    param_ptr, grad_ptr, m_ptr, out_ptr, tiles_ptr, table_ptr, lr_ptr, scale_ptr, skip_ptr, size,
+    fresh1, fresh2, weight_decay, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    if tiles_ptr is not None:
+        line, size, block = many.tile(tiles_ptr, table_ptr, 4)
+        param_ptr = many.tensor(line, 0, param_ptr, ALIGNED)
+        grad_ptr = many.tensor(line, 1, grad_ptr, ALIGNED)
+        m_ptr = many.tensor(line, 2, m_ptr, ALIGNED)
+        out_ptr = many.tensor(line, 3, out_ptr, ALIGNED)
+    first = block.to(tl.int64) * BLOCK
+    at = tl.max_contiguous(first + tl.arange(0, BLOCK), VECTOR)
+    if first + BLOCK <= size:  # all but the last: without a mask, vectors whatever the size
+        _update(param_ptr, grad_ptr, m_ptr, out_ptr, lr_ptr, scale_ptr, skip_ptr, at, None,
+                fresh1, fresh2, weight_decay)  # fmt: skip
+    else:
+        _update(param_ptr, grad_ptr, m_ptr, out_ptr, lr_ptr, scale_ptr, skip_ptr, at, at < size,
+                fresh1, fresh2, weight_decay)  # fmt: skip
+
+
+@torch.no_grad()
+def lion(
+    param: Slices, grad: Slices, exp_avg: Slices, *, lr: Tensor, beta1: float, beta2: float, weight_decay: float,
+    grad_scale: Tensor | None = None, skip: Tensor | None = None, out: MaybeSlices = None,
+) -> None:  # fmt: skip
+    """Update flat slices of parameters and their momentum in place, in one launch for all of the same dtypes.
+
+    Args:
+        param: (N,) contiguous, float32 or 16 bit; arithmetic is in float32. Or a list of such slices, of any lengths;
+            then grad, exp_avg and out, if not None, are lists of as many.
+        grad: (N,) of any floating dtype, multiplied by `grad_scale`.
+        exp_avg: (N,) contiguous, the momentum.
+        lr: () float64 or float32.
+        beta1: weight of the past in the direction, in [0, 1).
+        beta2: weight of the past in what is remembered, in [0, 1).
+        weight_decay: weight of the parameter in its own update.
+        grad_scale: () float32, what gradients are divided by, or None.
+        skip: () bool, or None; where true nothing is written, whatever the gradients hold.
+        out: (N,) contiguous, receives the new parameters in its own dtype, or None.
+
+    Raises `KernelError` for another shape, dtype, device or range, by name.
+    """
+    flat.numbers(weight_decay=weight_decay)
+    flat.numbers(beta1=beta1, beta2=beta2, high=1.0)
+    rows = many.rows({"out": out}, param=param, grad=grad, exp_avg=exp_avg)
+    if not rows:
+        return
+    flat.scalars(rows[0][0], lr=lr, grad_scale=grad_scale, skip=skip)
+    if not many.run_triton(rows):
+        for *slices, low in rows:
+            reference(
+                *slices, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale, skip=skip,
+                out=low,
+            )  # fmt: skip
+        return
+    with on(rows[0][0]):
+        for at in many.launches(rows):
+            _lion_kernel[at.grid](
+                *at.row, at.tiles, at.table, lr, grad_scale, skip, at.size, 1 - beta1, 1 - beta2, weight_decay,
+                ALIGNED=at.aligned, **at.meta,
+            )  # fmt: skip

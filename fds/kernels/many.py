@@ -1,0 +1,196 @@
+"""Many slices in one launch: what the updates of flat slices do with lists of them.
+
+A step that nothing shards has one slice per parameter: hundreds, most of which the device updates faster than the host
+launches a kernel. In one launch for all of them a program finds its slice in a table of tiles (T, 2) int32, slice and
+block inside it, and the slice's tensors in a table of addresses (S, 1 + K) int64, length and K addresses.
+
+Moves, beside what the update moves, 8 bytes a tile of 1024 elements or more, and 8 (1 + K) a slice; neighbours find
+both in the second cache. A program waits twice for that cache before it asks for its elements, while the six or more
+others on its multiprocessor have theirs on the way.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.errors import KernelError
+from fds.kernels import arguments, flat
+from fds.kernels.choice import runs_triton
+from fds.kernels.language import cdiv, jit, tl
+
+Slices = Tensor | Sequence[Tensor]
+MaybeSlices = Tensor | Sequence[Tensor | None] | None
+Row = tuple[Any, ...]  # the tensors of one slice; None for a kind that it does without
+
+# Slices of so many elements or more, on average, are launched one by one. Their bytes take the device 12 us (12 an
+# element, SGD) to 27 us (28, Adam) at 4.3 TB/s, and a launch takes the host some 15 us: the device need not wait for
+# it, and programs have no tables to read. Derived, not measured.
+LARGE = 2**22
+WIDEST = 16  # bytes of an access
+
+
+@attrs.frozen
+class Launch:
+    """Hold what one launch takes.
+
+    Attributes:
+        row: the tensors of the only slice, or of the first of many, which share its dtypes.
+        tiles: (T, 2) int32 on the device, or None where there is only one slice.
+        table: (S, 1 + K) int64 on the device, or None.
+        size: elements of the only slice.
+        grid: number of programs.
+        aligned: whether all addresses in the table are multiples of 16 bytes.
+        meta: a row of the launch table.
+    """
+
+    row: Row
+    tiles: Tensor | None
+    table: Tensor | None
+    size: int
+    grid: tuple[int]
+    aligned: bool
+    meta: dict[str, int]
+
+
+def rows(optional: Mapping[str, MaybeSlices], **given: Slices) -> list[Row]:
+    """Return the tensors of every slice: `param`, `grad`, and what else is written, what is optional last.
+
+    A gradient with gaps in memory is copied; None takes the place of an optional tensor that is not given.
+
+    Raises `KernelError` unless there are as many of each as of `param`, each slice as `flat.slices` wants it, and all
+    on one device: by name, and by place in a list.
+    """
+    param, names = given["param"], (*given, *optional)
+    count = len(param) if isinstance(param, Sequence) else 1
+    columns = [_column(name, x, count, needed=True) for name, x in given.items()]
+    columns += [_column(name, x, count, needed=False) for name, x in optional.items()]
+    found = list(zip(*columns, strict=True))
+    for i, row in enumerate(found):
+        if not _is_plain(row, found[0][0]):
+            place = f"[{i}]" if isinstance(param, Sequence) else ""
+            found[i] = _checked(dict(zip(names, row, strict=True)), found[0][0], place)
+    return found
+
+
+def _column(name: str, x: MaybeSlices, count: int, *, needed: bool) -> list[Any]:
+    column = list(x) if isinstance(x, Sequence) else [x] * (1 if needed or x is not None else count)
+    if len(column) != count:
+        raise KernelError(f"{name} has another number of slices than param", where=name, got=str(len(column)),
+                          want=str(count))  # fmt: skip
+    if needed and (missing := [i for i, x in enumerate(column) if x is None]):
+        where = f"{name}[{missing[0]}]" if isinstance(x, Sequence) else name
+        raise KernelError(f"{where} is missing", where=where, got="None", want="a tensor (N,)")
+    return column
+
+
+def _is_plain(row: Row, first: Any) -> bool:
+    """Say whether nothing of a slice is to be refused or copied: 1.7 us on a slow host, where `_checked` takes 7."""
+    param = row[0]
+    if not isinstance(param, Tensor) or param.dim() != 1:
+        return False
+    shape, device = param.shape, first.device
+    for x in row:
+        if x is not None and not (
+            isinstance(x, Tensor) and x.dtype in arguments.FLOATING and x.shape == shape and x.device == device
+            and x.is_contiguous()
+        ):  # fmt: skip
+            return False
+    return True
+
+
+def _checked(named: dict[str, Any], first: Any, place: str) -> Row:
+    param, grad, *others = named.values()
+    flat.slices(param, read={"grad": grad}, written=dict(zip(list(named)[2:], others, strict=True)), place=place)
+    arguments.floating(**{"param[0]": first, f"param{place}": param})
+    return (param, grad.contiguous(), *others)
+
+
+def run_triton(found: list[Row]) -> bool:
+    """Say whether the Triton kernel runs on all of these slices: on the tensor of each dtype that is among them."""
+    return all(map(runs_triton, {row[0].dtype: row[0] for row in found}.values()))
+
+
+def launches(found: list[Row]) -> Iterator[Launch]:
+    """Return the launches that update slices on one device: one for all that share dtypes and alignment.
+
+    Large slices, and one that is alone, have a launch each. So has every slice where a CUDA graph is captured: the
+    graph would copy tables whenever it runs, from memory that is no longer theirs, and its launches cost the host
+    nothing.
+    """
+    groups: dict[tuple, list[tuple[Row, tuple[int, ...]]]] = {}
+    captured = _is_captured(found[0][0])
+    for row in found:
+        if size := row[0].numel():
+            addresses = [0 if x is None else x.data_ptr() for x in row]
+            aligned = math.gcd(WIDEST, *addresses) == WIDEST
+            key = (aligned, *[None if x is None else x.dtype for x in row])
+            groups.setdefault(key, []).append((row, (size, *addresses)))
+    for (aligned, *_), group in groups.items():
+        if captured or len(group) == 1 or sum(line[0] for _, line in group) >= LARGE * len(group):
+            yield from (_alone(row) for row, _ in group)
+        else:
+            yield _together(group[0][0], tuple(line for _, line in group), aligned)
+
+
+def _is_captured(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _alone(row: Row) -> Launch:
+    meta, size = flat.LAUNCH[row[0].element_size()], row[0].numel()
+    return Launch(row, None, None, size, (cdiv(size, meta["BLOCK"]),), False, meta)
+
+
+def _together(row: Row, lines: tuple[tuple[int, ...], ...], aligned: bool) -> Launch:
+    meta, device = flat.LAUNCH[row[0].element_size()], row[0].device
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    tiles = _tiles(tuple(line[0] for line in lines), meta["BLOCK"], device, stream)
+    return Launch(row, tiles, _table(lines, device, stream), 0, (len(tiles),), aligned, meta)
+
+
+# A table says nothing but its key, so one found in the cache is right, whatever lies at its addresses by now. They
+# repeat: the caching allocator gives a step the memory that the step before gave back, and state stays where it is.
+# The stream is part of the key, since tables are copied, read and given back in its order.
+@functools.lru_cache(maxsize=64)
+def _tiles(sizes: tuple[int, ...], block: int, device: torch.device, stream: int) -> Tensor:
+    counts = -(-torch.tensor(sizes, device="cpu") // block)
+    slices = torch.repeat_interleave(counts)
+    blocks = torch.arange(len(slices), device="cpu") - (counts.cumsum(0) - counts)[slices]
+    return _on_device(torch.stack([slices, blocks], dim=1).int(), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(lines: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    numbers = [number for line in lines for number in line]  # twice as fast as from tuples of tuples
+    return _on_device(torch.tensor(numbers, device="cpu").view(len(lines), -1), device)
+
+
+def _on_device(table: Tensor, device: torch.device) -> Tensor:
+    # Nothing waits: torch lends the pinned memory to nobody else before the copy from it is done.
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+@jit
+def tile(tiles_ptr, table_ptr, NUM_KINDS: tl.constexpr):
+    """Return the slice's line in the table of addresses, its length, and which of its blocks this program's is."""
+    mine = tiles_ptr + tl.program_id(0).to(tl.int64) * 2
+    line = table_ptr + tl.load(mine).to(tl.int64) * (1 + NUM_KINDS)
+    return line, tl.load(line), tl.load(mine + 1)
+
+
+@jit
+def tensor(line, kind: tl.constexpr, like, ALIGNED: tl.constexpr):
+    """Return the pointer to a slice's tensor of the kind'th kind, of the dtype of another's; None like None."""
+    pointer = like
+    if like is not None:
+        pointer = tl.load(line + 1 + kind).to(like.dtype)
+        if ALIGNED:
+            pointer = tl.multiple_of(pointer, 16)  # WIDEST
+    return pointer
