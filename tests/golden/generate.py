@@ -4,7 +4,7 @@ The values are kept beside this file, so the tests never need DeepSpeed. To make
 
     python -m venv /tmp/ds-venv
     /tmp/ds-venv/bin/pip install torch==2.13.0
-    /tmp/ds-venv/bin/pip install deepspeed==0.19.6 numpy
+    /tmp/ds-venv/bin/pip install deepspeed==0.19.6 numpy transformers==5.23.0
     DS_ACCELERATOR=cpu /tmp/ds-venv/bin/python tests/golden/generate.py
 
 0.19.6 is the last version that still has every feature that fds re-makes. Its classes are only driven from
@@ -18,6 +18,7 @@ is done) of letters, which LETTERS explains, with the number of the buffer. The 
 in force up to 0.8.2: the same class but for the two things that `documented` puts back. It was compared with the class
 of 0.8.2 itself, over all of these sizes.
 deepspeed_checkpoints.tar.xz: whole checkpoints; deepspeed_checkpoints.py says what of them.
+bert_layer.json: what Hugging Face's BertLayer computes; bert_layer.py says of what.
 partitions.json, per case: `spread` is what 0.19.6 returns; `bottleneck` what the versions before 0.12.5 did, which
 are asked where a file of theirs is given, and else kept as they were:
 
@@ -54,7 +55,8 @@ LETTERS = {
 
 def main(before: str | None = None) -> None:
     """Write every file; `before` is runtime/utils.py of a version before 0.12.5, if there is one."""
-    import deepspeed_checkpoints  # beside this file
+    import bert_layer  # beside this file, as the next one
+    import deepspeed_checkpoints
 
     files = {
         "lr_schedules": lr_cases(),
@@ -67,6 +69,7 @@ def main(before: str | None = None) -> None:
         (HERE / f"{name}.json").write_text(f'{{"versions": {json.dumps(versions())}, "cases": [\n{lines}\n]}}\n')
         print(f"{name}.json: {len(cases)} cases")
     deepspeed_checkpoints.main()
+    bert_layer.main()
 
 
 def versions() -> dict:

@@ -1,0 +1,174 @@
+"""`TransformerConfig`: what a transformer layer is, and what it keeps for backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from fds.errors import KernelError, did_you_mean
+from fds.kernels import arguments
+
+# Settings of DeepSpeed's that something else decides here; the docstring says what.
+ELSEWHERE = {"local_rank", "seed", "fp16", "max_seq_length", "huggingface", "layer_id", "test_gemm"}
+GELU = {"gelu_tanh": "tanh", "gelu_erf": "none"}  # as torch's `approximate` says it
+
+
+def _count(config: Any, field: attrs.Attribute, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise KernelError(f"{field.name} is not a count", where=field.name, got=repr(value), want="an int >= 1")
+
+
+def _ratio(config: Any, field: attrs.Attribute, value: Any) -> None:
+    arguments.ratio(field.name, value)
+
+
+def _flag(config: Any, field: attrs.Attribute, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise KernelError(f"{field.name} is a flag", where=field.name, got=repr(value), want="True or False")
+
+
+def _not_negative(config: Any, field: attrs.Attribute, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and value >= 0):
+        raise KernelError(f"{field.name} is negative or no number", where=field.name, got=repr(value),
+                          want="a finite number >= 0")  # fmt: skip
+
+
+def _setting(validator: Any, *default: Any) -> Any:
+    return attrs.field(validator=validator, **({"default": default[0]} if default else {}))
+
+
+def _four_times_hidden(size: int | None, config: Any) -> Any:
+    h = config.hidden_size  # not validated yet
+    return 4 * h if size is None and isinstance(h, int) else size
+
+
+_optional_count = attrs.validators.optional(_count)
+
+
+@attrs.frozen(kw_only=True)
+class TransformerConfig:
+    """Settings of a `TransformerLayer`, named as those of DeepSpeed's transformer kernel.
+
+    With B sequences of S tokens, h = `hidden_size`, i = `intermediate_size`, a = `heads`:
+
+    =======================  ===========================================================================================
+    field                    meaning
+    =======================  ===========================================================================================
+    hidden_size              h, a multiple of `heads`
+    heads                    a
+    num_hidden_layers        layers of the model; only `adjust_init_range` asks, and then it is needed
+    intermediate_size        i; None: 4h
+    batch_size               a bound of B, which a larger batch is refused by; None: any
+    attn_dropout_ratio       of attention's probabilities
+    hidden_dropout_ratio     of what attention and the feed-forward part add to the layer's input
+    initializer_range        standard deviation of the initial weights; biases are 0
+    adjust_init_range        divide that of the two output projections by sqrt(2 * num_hidden_layers)
+    layer_norm_eps           added to variances
+    pre_layer_norm           normalise what attention and feed-forward read (True), or the sums that they leave (BERT)
+    activation               "gelu_tanh" as DeepSpeed's, or "gelu_erf" as BERT's
+    causal                   a token attends to itself and to what is before it
+    normalize_invertible     keep no input of a layer norm, recover it from the output: 2BSh elements fewer are kept
+    gelu_checkpoint          keep no output of the activation, compute it again: BSi elements fewer
+    attn_dropout_checkpoint  where dropout acts on attention, keep no probabilities, compute them again: 2BaSS fewer
+    stochastic_mode          let attention on a GPU sum its gradients in an order that may change from run to run
+    return_tuple             return `(hidden_states,)`, as layers of Hugging Face's did
+    training                 the mode that the layer starts in: `train()` or `eval()`
+    =======================  ===========================================================================================
+
+    The numbers of `normalize_invertible` are those of a stack: with post layer norm one of the two outputs is the
+    layer's, which the next one keeps anyhow. A norm whose weight has a 0 cannot be inverted there (see `layer_norm`).
+    `attn_dropout_checkpoint` on a GPU takes heads of at most 512 bytes: 256 numbers of 16 bits, 128 of 32.
+    `stochastic_mode` is about layers that train on a GPU without mask and dropout on attention: with it they take
+    torch's attention, whose backward may add in another order each time, else fds's, whose bits are repeatable. All
+    else that a layer does is repeatable either way.
+
+    Of DeepSpeed's settings these have no place here:
+
+    ==================  =====================================================================
+    local_rank          a layer runs where its parameters are
+    seed                dropout draws from torch's generator, which a step seeds from its key
+    fp16                `fds.precision`, `fds.autocast` or `layer.to(dtype)`
+    max_seq_length      any length runs, none is padded
+    huggingface         the older name of `return_tuple`
+    layer_id            a layer's place in `fds.Layers`
+    test_gemm           nothing to test: products are torch's
+    ==================  =====================================================================
+
+    `from_deepspeed` takes all of them. `attrs.evolve(config, ...)` changes a field.
+    Raises `KernelError`, which names the field.
+
+    >>> TransformerConfig(hidden_size=1024, heads=16, num_hidden_layers=24).intermediate_size
+    4096
+    """
+
+    hidden_size: int = _setting(_count)
+    heads: int = _setting(_count)
+    num_hidden_layers: int | None = _setting(_optional_count, None)
+    intermediate_size: int = attrs.field(
+        default=None, converter=attrs.Converter(_four_times_hidden, takes_self=True), validator=_count
+    )  # fmt: skip
+    batch_size: int | None = _setting(_optional_count, None)
+    attn_dropout_ratio: float = _setting(_ratio, 0.1)
+    hidden_dropout_ratio: float = _setting(_ratio, 0.1)
+    initializer_range: float = _setting(_not_negative, 0.02)
+    adjust_init_range: bool = _setting(_flag, True)
+    layer_norm_eps: float = _setting(_not_negative, 1e-12)
+    pre_layer_norm: bool = _setting(_flag, True)
+    activation: str = _setting(None, "gelu_tanh")
+    causal: bool = _setting(_flag, False)
+    normalize_invertible: bool = _setting(_flag, False)
+    gelu_checkpoint: bool = _setting(_flag, False)
+    attn_dropout_checkpoint: bool = _setting(_flag, False)
+    stochastic_mode: bool = _setting(_flag, False)
+    return_tuple: bool = _setting(_flag, False)
+    training: bool = _setting(_flag, True)
+
+    def __attrs_post_init__(self) -> None:
+        if self.hidden_size % self.heads:
+            raise KernelError(
+                "the hidden size does not divide among the heads", where="hidden_size",
+                got=f"hidden_size={self.hidden_size}, heads={self.heads}", want="a multiple of heads",
+            )  # fmt: skip
+        if self.activation not in GELU:
+            raise KernelError("there is no such activation", where="activation", got=repr(self.activation),
+                              want=" or ".join(map(repr, GELU)))  # fmt: skip
+        if self.adjust_init_range and self.num_hidden_layers is None:
+            raise KernelError(
+                "the initial range is adjusted to the number of layers", where="num_hidden_layers", got="None",
+                want="the number of layers of the model", hint="or adjust_init_range=False",
+            )  # fmt: skip
+
+    @classmethod
+    def from_deepspeed(cls, settings: Mapping[str, Any]) -> TransformerConfig:
+        """Return the config of a DeepSpeedTransformerConfig's arguments, by name; -1 there means "not given".
+
+        Settings that have no place here are left out. Raises `KernelError` for unknown names, for sizes that are not
+        given, and for dropout ratios that are not: there is no telling what was meant.
+        """
+        known = {field.name for field in attrs.fields(cls)}
+        unknown = settings.keys() - known - ELSEWHERE
+        if unknown:
+            name = min(unknown)
+            raise KernelError(f"{name} is no setting of DeepSpeed's transformer kernel", where=name,
+                              got=repr(settings[name]), hint=did_you_mean(name, known | ELSEWHERE))  # fmt: skip
+        asked: dict = dict.fromkeys(("hidden_size", "heads", "attn_dropout_ratio", "hidden_dropout_ratio"), -1)
+        asked |= {"return_tuple": settings.get("huggingface", False)} | dict(settings)
+        may_be_left_out = {"batch_size", "intermediate_size", "num_hidden_layers", "initializer_range"}
+        kept: dict = {n: x for n, x in asked.items() if n in known and not (x == -1 and n in may_be_left_out)}
+        return cls(**kept)
+
+    @property
+    def approximate(self) -> str:
+        """How the activation is computed, as torch says it: "tanh" or "none"."""
+        return GELU[self.activation]
+
+    @property
+    def output_range(self) -> float:
+        """Standard deviation of the initial weights of the two output projections."""
+        if not self.adjust_init_range or self.num_hidden_layers is None:
+            return self.initializer_range
+        return self.initializer_range / math.sqrt(2 * self.num_hidden_layers)

@@ -1,0 +1,241 @@
+"""`TransformerLayer`: self-attention and feed-forward part, made of kernels.
+
+With n, m the norms of weights `norm_*` and `attn_n*`, and x (B, S, h)::
+
+    pre layer norm:    u = x + D(attention(n(x)) Wo + bo)         y = u + D(gelu(m(u) Wi + bi) Wf + bf)
+    post layer norm:   u = m(x + D(attention(x) Wo + bo))         y = n(u + D(gelu(u Wi + bi) Wf + bf))
+
+attention(z) is softmax(Q K^T / sqrt(h / heads) + mask), dropped out, times V, where (Q, K, V) = z Wqkv + bqkv; D is
+dropout. The three dropouts of a call share one seed from torch's generator, at the offsets 0, 1 and 2.
+
+Kept for backward, in elements: pre layer norm x, n(x), Q, K, V, attention's output, u, m(u), the derivative of gelu and
+its output: 8BSh + 2BSi; post layer norm as much, with the last norm's input in the place of n(x). Attention adds one
+float32 per row of scores or, with dropout, 2 B heads S S (see `TransformerConfig` for what need not be kept).
+Sources:
+1. Vaswani et al. 2017, arXiv:1706.03762 (post); Xiong et al. 2020, arXiv:2002.04745 (pre).
+2. Devlin et al. 2018, arXiv:1810.04805: the sizes, gelu and the initial values.
+3. DeepSpeed 0.19, ops/transformer/transformer.py: names and shapes of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fds.errors import KernelError
+from fds.kernels import arguments
+from fds.kernels.choice import runs_triton
+from fds.kernels.dense import attention
+from fds.kernels.dropout_add import bias_dropout_add
+from fds.kernels.flash import MOST_BYTES, flash_attention
+from fds.kernels.gelu import bias_gelu
+from fds.kernels.gelu_linear import bias_gelu_linear
+from fds.kernels.layer_normalization import layer_norm
+from fds.kernels.softmax import masked_softmax
+from fds.loss import LayerSpec
+from fds.nn.transformer_config import TransformerConfig
+
+ATTENTION, AFTER_ATTENTION, AFTER_FEED_FORWARD = range(3)  # offsets of the dropouts
+NEVER = -1e30  # a mask's number from which on it stands for -inf, as the least one of its dtype does
+
+
+class TransformerLayer(nn.Module):
+    """Layer of a transformer encoder, or decoder where `config.causal`.
+
+    Parameters are named and laid out as in DeepSpeed's layer: attn_qkvw (3h, h), attn_qkvb (3h), attn_ow (h, h),
+    attn_ob, attn_nw, attn_nb (h), inter_w (i, h), inter_b (i), output_w (h, i), output_b, norm_w, norm_b (h). The norm
+    `attn_n*` follows attention; `norm_*` comes first with pre layer norm and last with post layer norm.
+
+    >>> config = TransformerConfig(hidden_size=64, heads=4, num_hidden_layers=2)
+    >>> layer = TransformerLayer(config)
+    >>> layer(torch.zeros(2, 7, 64)).shape
+    torch.Size([2, 7, 64])
+    """
+
+    def __init__(self, config: TransformerConfig):
+        if not isinstance(config, TransformerConfig):
+            raise KernelError("a layer is made from its config", where="config", got=type(config).__name__,
+                              want="fds.nn.TransformerConfig")  # fmt: skip
+        super().__init__()
+        self.config = config
+        h, i = config.hidden_size, config.intermediate_size
+        self.attn_qkvw, self.attn_qkvb = _empty(3 * h, h), _empty(3 * h)
+        self.attn_ow, self.attn_ob = _empty(h, h), _empty(h)
+        self.attn_nw, self.attn_nb = _empty(h), _empty(h)
+        self.inter_w, self.inter_b = _empty(i, h), _empty(i)
+        self.output_w, self.output_b = _empty(h, i), _empty(h)
+        self.norm_w, self.norm_b = _empty(h), _empty(h)
+        self.reset_parameters()
+        self.train(config.training)
+
+    @staticmethod
+    def spec(config: TransformerConfig) -> LayerSpec:
+        """Return the layer for `fds.Layers`: what it takes, a tensor or (hidden_states, attention_mask), it returns.
+
+        Raises `KernelError` with `return_tuple`, which the next layer would not take.
+        """
+        if config.return_tuple:
+            raise KernelError("the next layer of a stack takes no tuple of one", where="return_tuple", got="True",
+                              want="return_tuple=False")  # fmt: skip
+        return LayerSpec(TransformerLayer, config)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the initial values."""
+        ranges = {"attn_qkvw": self.config.initializer_range, "inter_w": self.config.initializer_range,
+                  "attn_ow": self.config.output_range, "output_w": self.config.output_range}  # fmt: skip
+        for name, p in self.named_parameters():
+            if name in ranges:
+                p.normal_(0.0, ranges[name])
+            else:
+                p.fill_(1.0 if name in ("attn_nw", "norm_w") else 0.0)
+
+    def extra_repr(self) -> str:
+        """Return the config, as it prints."""
+        return repr(self.config)
+
+    def forward(self, hidden_states: Any, attention_mask: Tensor | None = None) -> Any:
+        """Return the layer's output, (B, S, h) in the dtype of the input.
+
+        Args:
+            hidden_states: (B, S, h) floating, or a pair of it and the mask, as layers of a stack hand it on: then the
+                result is such a pair.
+            attention_mask: (B, S) bool, true where a token is attended to, or floating and added to the scores,
+                broadcastable to (B, heads, S, S): (B, 1, 1, S) as Hugging Face extends it. It gets no gradient.
+
+        A query that may attend to nothing (all false, all -inf or the least number) gets zeros from attention.
+        Raises `KernelError` for other shapes and dtypes, and for a batch beyond `config.batch_size`.
+        """
+        if isinstance(hidden_states, tuple):
+            x, mask = _pair(hidden_states, attention_mask)
+            return self._run(x, mask), mask
+        y = self._run(hidden_states, attention_mask)
+        return (y,) if self.config.return_tuple else y
+
+    def _run(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        pre = self.config.pre_layer_norm
+        self._check(x, mask)
+        seed = self._seed(x)
+        z = self._norm(x, self.norm_w, self.norm_b) if pre else x
+        a = F.linear(self._attend(z, mask, seed), self.attn_ow)
+        u = self._add(a, self.attn_ob, x, seed, AFTER_ATTENTION)
+        m = self._norm(u, self.attn_nw, self.attn_nb)
+        y = self._add(self._feed_forward(m), self.output_b, u if pre else m, seed, AFTER_FEED_FORWARD)
+        return y if pre else self._norm(y, self.norm_w, self.norm_b)
+
+    def _norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        config = self.config
+        return layer_norm(x, weight, bias, eps=config.layer_norm_eps, invertible=config.normalize_invertible)
+
+    def _attend(self, x: Tensor, mask: Tensor | None, seed: Tensor | None) -> Tensor:
+        """Return attention's output before its projection, (B, S, h)."""
+        config, (b, s, h) = self.config, x.shape
+        qkv = F.linear(x, self.attn_qkvw, self.attn_qkvb).view(b, s, 3, config.heads, h // config.heads)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # gradients meet in one copy
+        out = self._attention(q, k, v, *_masks(mask), seed)
+        return out.transpose(1, 2).reshape(b, s, h)
+
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, bias: Tensor | None, seed: Tensor | None
+    ) -> Tensor:
+        config = self.config
+        p = config.attn_dropout_ratio if self.training else 0.0
+        fits = not runs_triton(q) or q.shape[-1] * q.element_size() <= MOST_BYTES
+        by = _attention_by(config, p, fits=fits, trains_on_gpu=self.training and q.is_cuda)
+        if by is masked_softmax:
+            mask = bias if padding is None else padding[:, None, None, :]
+            scores, scale = q @ k.transpose(-1, -2), q.shape[-1] ** -0.5
+            options = {"scale": scale, "causal": config.causal, "p": p, "seed": seed if p else None}
+            return masked_softmax(scores, mask, **options, offset=ATTENTION) @ v
+        options = {"causal": config.causal, "key_padding": padding, "bias": bias, "p": p, "seed": seed if p else None}
+        return by(q, k, v, **options, offset=ATTENTION)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        """Return the second projection, without its bias."""
+        z, approximate = F.linear(x, self.inter_w), self.config.approximate
+        if self.config.gelu_checkpoint:
+            return bias_gelu_linear(z, self.inter_b, self.output_w, approximate=approximate)
+        return F.linear(bias_gelu(z, self.inter_b, approximate=approximate), self.output_w)
+
+    def _add(self, x: Tensor, bias: Tensor, residual: Tensor, seed: Tensor | None, offset: int) -> Tensor:
+        """Return residual + dropout(x + bias)."""
+        p = self.config.hidden_dropout_ratio if self.training else 0.0
+        return bias_dropout_add(x, bias, residual, p=p, seed=seed if p else None, offset=offset)
+
+    def _seed(self, x: Tensor) -> Tensor | None:
+        """Draw the seed of this call's dropouts; nothing is drawn where none is active."""
+        draws = self.training and (self.config.attn_dropout_ratio or self.config.hidden_dropout_ratio)
+        return torch.randint(2**62, (), device=x.device) if draws else None
+
+    def _check(self, x: Tensor, mask: Tensor | None) -> None:
+        config = self.config
+        arguments.floating(attn_qkvw=self.attn_qkvw, hidden_states=x)
+        arguments.given(hidden_states=x)
+        if not torch.is_autocast_enabled(x.device.type):
+            arguments.same_dtype(attn_qkvw=self.attn_qkvw, hidden_states=x)
+        arguments.shape((None, None, config.hidden_size), hidden_states=x)
+        if config.batch_size is not None and x.shape[0] > config.batch_size:
+            raise KernelError(
+                "the batch is larger than the layer was told", where="batch_size", got=f"{x.shape[0]} sequences",
+                want=f"at most {config.batch_size}", hint="batch_size=None takes any",
+            )  # fmt: skip
+        if mask is not None:
+            _check_mask(mask, x, config.heads)
+
+
+def _attention_by(config: TransformerConfig, p: float, *, fits: bool, trains_on_gpu: bool) -> Callable[..., Tensor]:
+    """Return what computes attention under a ratio p of dropout; `fits` says whether a head fits a kernel's block."""
+    if p:
+        return flash_attention if config.attn_dropout_checkpoint else masked_softmax
+    if not fits:
+        return masked_softmax
+    # torch's backward adds with atomics on a GPU; outside training nobody waits for the same bits again
+    return flash_attention if trains_on_gpu and not config.stochastic_mode else attention
+
+
+def _empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape))
+
+
+def _pair(given: tuple, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if len(given) != 2 or mask is not None:
+        raise KernelError(
+            "a tuple of hidden states holds the mask too", where="hidden_states",
+            got=f"a tuple of {len(given)}{'' if mask is None else ', and a mask beside it'}",
+            want="a tensor, or (hidden_states, attention_mask)",
+        )  # fmt: skip
+    return given
+
+
+def _masks(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mask as key padding and as bias, one of which is None."""
+    if mask is None or mask.dim() == 2:
+        return mask, None
+    if mask.dtype == torch.bool:
+        return None, torch.where(mask, 0.0, -torch.inf)
+    mask = mask.detach()  # one that came through a pipeline asks for a gradient, as all its messages do
+    return None, mask.masked_fill(mask <= max(torch.finfo(mask.dtype).min, NEVER), -torch.inf)
+
+
+def _check_mask(mask: Tensor, x: Tensor, heads: int) -> None:
+    b, s, _ = x.shape
+    is_tensor = isinstance(mask, Tensor)
+    is_bool = is_tensor and mask.dtype == torch.bool
+    is_padding = is_bool and mask.shape == (b, s)
+    is_bias = is_tensor and (is_bool or mask.is_floating_point()) and mask.dim() == 4 and all(
+        m in (1, n) for m, n in zip(mask.shape, (b, heads, s, s), strict=True)
+    )  # fmt: skip
+    if not (is_padding or is_bias):
+        raise KernelError(
+            "attention_mask is no mask for these hidden states", where="attention_mask",
+            got=f"{mask.dtype} {tuple(mask.shape)}" if is_tensor else type(mask).__name__,
+            want=f"bool ({b}, {s}); or of four dimensions, bool or floating, broadcastable to ({b}, {heads}, {s}, {s})",
+            hint="mask.bool() of a mask of zeros and ones; a floating (B, S) one is mask[:, None, None, :]",
+        )  # fmt: skip
+    if mask.device != x.device:
+        raise KernelError("attention_mask is on another device than hidden_states", where="attention_mask",
+                          got=str(mask.device), want=str(x.device))  # fmt: skip
