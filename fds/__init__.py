@@ -27,6 +27,7 @@ from fds.transforms.clip_by_value import clip_by_value
 from fds.optim import Optimizer, adagrad, adam, adamw, by_name, lamb, lion, muon, sgd
 from fds.transforms.ema import ema
 from fds.transforms.donate import donate
+from fds.transforms.reference_kernels import reference_kernels
 
 # a parameter that is gathered when it is used, as a plain tensor
 from fds.step.handles import materialize
@@ -39,15 +40,15 @@ from fds.state import State
 from fds.storage import export_weights, import_deepspeed, import_weights, load, save, save_async
 
 # rooms that are used by name
-from fds import autodiff, collectives, errors, optim, plans, random, schedules, tree
+from fds import autodiff, collectives, errors, kernels, nn, optim, plans, random, schedules, tree
 from fds.errors import FdsError
 
 __all__ = [
     "FdsError", "LayerSpec", "Layers", "Mean", "Optimizer", "State", "Step", "TiedLayerSpec", "Transform",
     "accumulate", "adagrad", "adam", "adamw", "autocast", "autodiff", "by_name", "checkpoint_activations",
     "clip_by_global_norm", "clip_by_value", "collectives", "compose", "donate", "ema", "errors", "export_weights",
-    "freeze", "functional", "import_deepspeed", "import_weights", "init_distributed", "lamb", "lion", "load",
-    "loss_scale", "materialize", "mesh", "muon", "optim", "pipeline", "plans", "precision", "random", "recipe",
-    "save", "save_async", "schedules", "sgd", "shard_optimizer", "simulate", "skip_nonfinite", "static_loss_scale",
-    "tree", "whole", "with_buffers",
+    "freeze", "functional", "import_deepspeed", "import_weights", "init_distributed", "kernels", "lamb", "lion", "load",
+    "loss_scale", "materialize", "mesh", "muon", "nn", "optim", "pipeline", "plans", "precision", "random", "recipe",
+    "reference_kernels", "save", "save_async", "schedules", "sgd", "shard_optimizer", "simulate", "skip_nonfinite",
+    "static_loss_scale", "tree", "whole", "with_buffers",
 ]  # fmt: skip

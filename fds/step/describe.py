@@ -20,6 +20,7 @@ class Description:
 
     Attributes:
         stations: station -> what fills it, in program order, filled ones only.
+        kernels: which run: with a state the optimizer's, on its device; and the rule for all others.
         num_bytes: part -> bytes that this rank holds: those of the state between steps; within one also `gradients`,
             `buckets`, `whole` and `low` parameters (see `fds.step.footprint`). Empty without a state.
         sent: station -> bytes that this rank sends in a step, where the loss uses every bucket once and ranks take
@@ -30,13 +31,15 @@ class Description:
     """
 
     stations: dict[str, str]
+    kernels: str
     num_bytes: dict[str, int] = attrs.field(factory=dict)
     sent: dict[str, int] = attrs.field(factory=dict)
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{name:<10} {text}" for name, text in self.stations.items()]
+        lines = [f"{name:<10} {text}" for name, text in self.stations.items() if name != "kernels"]
+        lines += [f"kernels    {self.kernels}"]
         lines += [f"{name:<10} {n:>16,} bytes" for name, n in self.num_bytes.items()]
         lines += [f"{name:<10} {n:>16,} bytes sent a step" for name, n in self.sent.items()]
         lines += [f"frozen     {', '.join(self.frozen)}"] if self.frozen else []
@@ -53,15 +56,17 @@ def describe(step: Any, state: State | None, batch: Any) -> Description:
         value = getattr(step, station.name)
         if station.name != "eval_loss" and value not in (station.default, None, ()):
             told[station.name] = ", ".join(map(_text, value)) if isinstance(value, tuple) else _text(value)
+    kernels = told.get("kernels", "triton on a GPU, references elsewhere")
     if state is None and batch is None:
-        return Description(told)
+        return Description(told, kernels)
     usable(state, "describe")
     assert state is not None
     structure, _ = step.structure_of(state.params)
     trained = set(structure.trained_names)
     frozen = tuple(name for name in structure.names if name not in trained)
     unused = () if batch is None else _unused(step, structure, state, batch)
-    return Description(told, held_bytes(step, structure, state), sent_bytes(step, structure), frozen, unused)
+    kernels = f"{step.optimizer.runs(state.step.device)}; others: {kernels}"
+    return Description(told, kernels, held_bytes(step, structure, state), sent_bytes(step, structure), frozen, unused)
 
 
 def _text(value: Any) -> str:

@@ -12,6 +12,7 @@ from fds.errors import LossError
 from fds.state import State
 from fds.step.check import usable
 from fds.step.parameters import open_parameters
+from fds.step.stations import chosen_kernels
 from fds.step.totals import agree
 
 
@@ -27,7 +28,8 @@ def evaluator(step: Any, state: State) -> Callable[..., dict[str, Tensor]]:
         order, everyone, shard = step.order("evaluate", structure), step.everyone, step.reduce.shard
         params = kept or open_parameters(step.gather, structure, parts, step.pool, train=False, order=order)
         try:
-            totals, shown = step.grads.forward(step, state, params, batch, order, outputs=outputs)
+            with chosen_kernels(step):
+                totals, shown = step.grads.forward(step, state, params, batch, order, outputs=outputs)
         finally:
             params.close()
             if order is not None:

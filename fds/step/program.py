@@ -26,7 +26,7 @@ from fds.step.initial import initial, traced
 from fds.step.order import Memory, Order
 from fds.step.pool import Pool
 from fds.step.reduce import Reduce
-from fds.step.stations import After, Commit, Place, Scale
+from fds.step.stations import After, Commit, Kernels, Place, Scale, with_chosen_kernels
 from fds.step.structure import Structure, distinct
 from fds.step.sums import Sum
 from fds.step.totals import Totals, agree
@@ -46,6 +46,7 @@ class Step:
     gather: Gather = Gather()
     view: tuple[Callable[[Any], Any], ...] = ()
     context: tuple[Callable[[torch.device], contextlib.AbstractContextManager], ...] = ()
+    kernels: Kernels | None = None
     loss: Any = None
     eval_loss: Any = None
     layer: tuple[losses.LayerMap, ...] = ()
@@ -73,6 +74,7 @@ class Step:
     def __repr__(self) -> str:
         return f"compose({', '.join(map(str, self.composition))})({losses.name(self.loss)})"
 
+    @with_chosen_kernels
     def init(self, params: Any, *, key: int | Tensor = 0) -> State:
         """Make the first state: parameters copied, optimizer and slots fresh.
 
@@ -85,6 +87,7 @@ class Step:
         """
         return initial(self, params, key)
 
+    @with_chosen_kernels
     def structure(self, params: Any) -> State:
         """Return the state that `init` would make, as `meta` tensors: nothing is allocated or drawn.
 
@@ -92,6 +95,7 @@ class Step:
         """
         return traced(self, params)
 
+    @with_chosen_kernels
     def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
         """Return the next state and the metrics; inputs and global generators stay as they are.
 
@@ -206,6 +210,7 @@ class Step:
             views.append(bucket.views(flat))
         return self.grads.collect(structure.build_whole(structure.layout.collect(views)))
 
+    @with_chosen_kernels
     def describe(self, state: State | None = None, batch: Any = None) -> Description:
         """Say station by station what is composed; with a state, the bytes held and sent; with a batch, what is unused.
 

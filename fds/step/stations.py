@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+S = TypeVar("S")
+R = TypeVar("R")
+
+
+class Kernels(Protocol):
+    """The station `kernels`: which kernels run in a step, in its evaluation, its first state and its description."""
+
+    def __call__(self) -> contextlib.AbstractContextManager:
+        """Return a scope that is open once."""
+        ...
+
+
+def chosen_kernels(step: Any) -> contextlib.AbstractContextManager:
+    """Return the scope of a step's kernels, which does nothing where no transform chooses."""
+    return contextlib.nullcontext() if step.kernels is None else step.kernels()
+
+
+def with_chosen_kernels(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Make a method of a step run in the scope of its kernels."""
+
+    @functools.wraps(method)
+    def run(step: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        with chosen_kernels(step):
+            return method(step, *args, **kwargs)
+
+    return run
 
 
 @attrs.frozen

@@ -16,6 +16,7 @@ from torch import nn
 
 import fds
 from fds.optim import Optimizer
+from fds.transforms.reference_kernels import reference_kernels
 
 ROWS = 12  # divides into 1, 2, 3, 4, 6 microbatches
 
@@ -346,6 +347,7 @@ TRANSFORMS: dict[str, Part] = {
     "slow_ema": Part(lambda: fds.ema(0.99, name="slow"), "after"),
     "precision": Part(lambda: fds.precision(torch.bfloat16), excludes="precision"),
     "half": Part(lambda: fds.precision(torch.float16), excludes="precision"),
+    "references": Part(lambda: reference_kernels()),
     "autocast": Part(lambda: fds.autocast(torch.bfloat16), "context", "precision"),
 }
 

@@ -7,6 +7,7 @@ from hypothesis import given, strategies as st
 
 import fds
 from fds.errors import ComposeError
+from fds.transforms.reference_kernels import reference_kernels
 from tests.bits import assert_same_bits
 from tests.laws.problems import TRANSFORMS, compositions, optimizers, problems
 
@@ -38,7 +39,7 @@ def test_order_between_stations_is_invisible(problem, optimizer, names, seed, ne
 
 ONCE = (
     fds.accumulate(2), fds.loss_scale(), fds.static_loss_scale(), fds.skip_nonfinite(), fds.precision(), fds.sgd(0.1),
-    fds.adamw(0.1), fds.ema(0.9), fds.donate(),
+    fds.adamw(0.1), fds.ema(0.9), fds.donate(), reference_kernels(),
 )  # fmt: skip
 CLASHES = [
     (a, b)

@@ -5,6 +5,8 @@ from torch import nn
 
 import fds
 from fds import tree
+from fds.kernels import only
+from fds.transforms.reference_kernels import reference_kernels
 from tests.unit.step.problem import BATCH, loss_fn, make, make_params
 
 
@@ -73,3 +75,33 @@ def test_describing_changes_nothing():
     state = step.init(make_params())
     step.describe(state, BATCH)
     step(state, BATCH)
+
+
+def test_the_kernels_that_run_are_told_for_the_device_of_the_state():
+    step = make()
+    assert step.describe().kernels == "triton on a GPU, references elsewhere"
+    told = step.describe(step.init(make_params()))
+    assert told.kernels == "adam: torch's fused functions; others: triton on a GPU, references elsewhere"
+    assert f"kernels    {told.kernels}" in str(told).splitlines()
+
+
+def test_the_kernels_are_told_as_they_were_chosen_around_the_step_and_in_it():
+    for step, want in (
+        (make(), "adam: triton; others: triton on a GPU, references elsewhere"),
+        (make(reference_kernels()), "adam: torch's fused functions; others: references only"),
+    ):
+        state = step.init(make_params())
+        with only("triton"):
+            assert step.describe(state).kernels == want
+
+
+def test_the_station_and_what_runs_are_one_line():
+    told = make(reference_kernels()).describe()
+    assert told.kernels == told.stations["kernels"] == "references only"
+    assert [line for line in str(told).splitlines() if line.startswith("kernels")] == ["kernels    references only"]
+
+
+def test_an_optimizer_of_the_users_own_has_its_own_kernels():
+    adam = fds.adam(0.1)
+    step = make(optimizer=fds.Optimizer(adam.init, adam.update, lr=0.1))
+    assert step.describe(step.init(make_params())).kernels.startswith("the optimizer's own; others: ")
