@@ -8,7 +8,7 @@ READY := .venv/.ready
 PEERS := .venv-peers/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test laws faults lint bench-plain bench-sharding bench-pipeline bench-storage gallery golden clean
+.PHONY: help setup train test laws faults lint bench-plain bench-sharding bench-pipeline bench-storage bench-kernels gallery golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -43,6 +43,9 @@ bench-pipeline: $(PEERS)  ## time pipelines beside DeepSpeed's and torch's (need
 
 bench-storage: $(READY)  ## time saving and loading beside torch's, and raw writes
 	@$(BIN)/python benchmarks/storage.py $(ARGS)
+
+bench-kernels: $(READY)  ## time the kernels on a GPU beside torch's; without one, show what they take of it
+	@$(BIN)/python benchmarks/kernels.py $(ARGS)
 
 gallery: $(READY)  ## draw the schedules of docs/pipelines.md again, into docs/images
 	@$(BIN)/python docs/draw_schedules.py $(ARGS)
