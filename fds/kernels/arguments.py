@@ -84,10 +84,25 @@ def under_autocast(dtype: torch.dtype, x: Any) -> Any:
 
     What autocast does for operators of torch, a kernel does for itself.
     """
-    if x is None or x.dtype == dtype or not torch.is_autocast_enabled(x.device.type):
+    if x is None or x.dtype == dtype or not _is_autocast_on(x):
         return x
     with torch.autocast(x.device.type, enabled=False):  # as autocast itself casts: a sharded parameter stays sharded
         return x.to(dtype)
+
+
+def as_products_cast(first: Tensor, *others: Tensor | None) -> list[Any]:
+    """Return tensors and Nones as autocast hands them to a matrix product, where it is on: not float64."""
+    tensors = [first, *others]
+    if not isinstance(first, Tensor) or not _is_autocast_on(first):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    is_cast = lambda x: isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+    return [under_autocast(dtype, x) if is_cast(x) else x for x in tensors]
+
+
+def _is_autocast_on(x: Tensor) -> bool:
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _kind(x: object) -> str:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fds.kernels import arguments
 from fds.kernels.flash import flash_attention
 from fds.kernels.flash_arguments import check
 from fds.kernels.flash_blocks import LEAST_BIAS
@@ -49,6 +50,7 @@ def attention(
         return flash_attention(
             q, k, v, causal=causal, key_padding=key_padding, bias=bias, scale=scale, p=p, seed=seed, offset=offset
         )
+    q, k, v = arguments.as_products_cast(q, k, v)
     check(q, k, v, key_padding, bias, scale, p)
     mask = _merged(q, k, causal, key_padding, bias)
     return F.scaled_dot_product_attention(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import KernelError
-from fds.kernels import philox
+from fds.kernels import arguments, philox
 from fds.kernels.choice import runs_triton
 from fds.kernels.first_order import first_order
 from fds.kernels.flash_arguments import check
@@ -93,7 +93,8 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 # Blocks of queries and keys, warps and stages, by (columns, bytes per element, whether there is a bias or dropout).
 # Derived, not measured: one warp group multiplies 64 rows, two share what is read, and blocks are the largest found
-# that spill no registers on sm_90. Products of float32 are three of their parts each, and take many registers.
+# that spill no registers on sm_90 (at most 16 bytes with a few combinations of masks). Products of float32 are three of
+# their parts each, and take many registers.
 LAUNCH = {
     (64, 2, False): blocks(128, 128, 8, 3),
     (64, 2, True): blocks(128, 64, 8, 3),
@@ -101,7 +102,7 @@ LAUNCH = {
     (128, 2, True): blocks(128, 32, 8, 3),
     (256, 2, False): blocks(64, 32, 8, 2),
     (256, 2, True): blocks(64, 32, 8, 2),
-    (64, 4, False): blocks(32, 32, 4, 2),
+    (64, 4, False): blocks(32, 16, 4, 2),
     (64, 4, True): blocks(32, 32, 4, 2),
     (128, 4, False): blocks(16, 32, 8, 2),
     (128, 4, True): blocks(16, 32, 8, 2),
@@ -220,9 +221,10 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, key_padding, bias, seed, causal, scale, p, offset) -> Tensor:
-        out = reference(
-            q, k, v, causal=causal, key_padding=key_padding, bias=bias, scale=scale, p=p, seed=seed, offset=offset
-        )
+        with torch.autocast(q.device.type, enabled=False):  # its casts are made already
+            out = reference(
+                q, k, v, causal=causal, key_padding=key_padding, bias=bias, scale=scale, p=p, seed=seed, offset=offset
+            )
         # As the kernel lays it out, so that heads merge without a copy to be kept. Not written in place: torch.compile
         # of torch 2.11 then gives gradients of zero (github.com/pytorch/pytorch/issues/180642).
         return out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -262,14 +264,15 @@ def flash_attention(
         causal: query i sees keys 0 to i, also where Sq and Sk differ (as torch's `is_causal`).
         key_padding: (B, Sk) bool, True where a key is real.
         bias: floating, broadcastable to (B, H, Sq, Sk) and never expanded in memory; a constant. Below -1e30 it masks.
-        scale: of the products; 1 / sqrt(D) if None.
+        scale: of the products, finite; 1 / sqrt(D) if None.
         p: ratio of the probabilities that dropout zeroes; the others are divided by 1 - p.
         seed: int or () int64 tensor on q's device; dropout needs one.
         offset: which of the seed's masks. They are those of `masked_softmax` on scores (B, H, Sq, Sk).
 
-    Raises `KernelError` for another dtype, shape or device, D beyond a block, a bias that requires a gradient, a ratio
-    outside [0, 1), and dropout without a seed.
+    Under autocast q, k and v are cast as by torch's attention. Raises `KernelError` for another dtype, shape or device,
+    D beyond a block, a bias that requires a gradient, a ratio outside [0, 1), and dropout without a seed.
     """
+    q, k, v = arguments.as_products_cast(q, k, v)
     check(q, k, v, key_padding, bias, scale, p)
     is_triton = runs_triton(q)
     if is_triton and q.shape[3] * q.element_size() > MOST_BYTES:

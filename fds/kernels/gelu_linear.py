@@ -99,10 +99,7 @@ def bias_gelu_linear(
     `KernelError` where dtypes or devices differ, and for another shape or word.
     """
     arguments.floating(x=x, bias=bias, weight=weight, linear_bias=linear_bias)
-    if x.dtype != torch.float64:  # which autocast leaves as it is
-        dtype = torch.get_autocast_dtype(x.device.type)
-        parts = (x, bias, weight, linear_bias)
-        x, bias, weight, linear_bias = (arguments.under_autocast(dtype, each) for each in parts)
+    x, bias, weight, linear_bias = arguments.as_products_cast(x, bias, weight, linear_bias)
     bias = gelu.check(x, bias, approximate)
     arguments.same_dtype(x=x, weight=weight, linear_bias=linear_bias)
     arguments.shape((None, x.shape[-1]), weight=weight)

@@ -236,7 +236,7 @@ def linear_cross_entropy(
             hint="cross_entropy(F.linear(hidden, weight), targets, reduction='none') does it, and holds all logits",
         )  # fmt: skip
     check_options(label_smoothing, z_loss, ignore_index, reduction, ("mean", "sum"))
-    tensors = _as_linear_casts(hidden, weight, bias)
+    tensors = arguments.as_products_cast(hidden, weight, bias)
     arguments.same_dtype(**dict(zip(("hidden", "weight", "bias"), tensors, strict=True)))
     hidden, weight, bias = tensors
     wants = [torch.is_grad_enabled() and _requires_grad(x) for x in tensors]
@@ -256,15 +256,6 @@ def _requires_grad(x: Tensor | None) -> bool:
         return _LEVELS.peek_interpreter_stack() is not None
     wrapped = _LEVELS.is_functorch_wrapped_tensor(x)
     return wrapped and _requires_grad(_LEVELS.get_unwrapped(x))
-
-
-def _as_linear_casts(*tensors: Tensor | None) -> list[Any]:
-    """Return tensors as torch.nn.functional.linear would have them under autocast, which leaves float64 alone."""
-    device = next(x.device.type for x in tensors if x is not None)
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [x if x is not None and x.dtype == torch.float64 else arguments.under_autocast(dtype, x) for x in tensors]
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_tokens: int | None) -> None:

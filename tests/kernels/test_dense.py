@@ -106,3 +106,12 @@ def test_bad_arguments_are_refused_by_name():
     with pytest.raises(KernelError) as error:
         attention(q, k.half(), v)
     assert error.value.where == "k"
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_autocast_casts_what_comes_in_two_dtypes(p):
+    q, k, v = (random(2, 2, 5, 16, seed=i) for i in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = attention(q, k, v.bfloat16(), p=p, seed=3 if p else None)
+    want = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), p=p, seed=3 if p else None)
+    assert mixed.dtype == torch.bfloat16 and torch.equal(mixed, want)

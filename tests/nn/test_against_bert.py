@@ -73,8 +73,10 @@ def test_output_and_gradients_are_those_recorded(case, dtype):
 
 def test_weights_that_are_not_a_layers_are_refused():
     given = recorder.weights(4, 8)
-    with pytest.raises(KernelError, match=r"missing \['output.dense.bias'\], unknown \['more'\]"):
+    with pytest.raises(KernelError, match=r"missing output\.dense\.bias; unknown more"):
         from_bert({("more" if name == "output.dense.bias" else name): x for name, x in given.items()})
+    with pytest.raises(KernelError, match="no weights by name"):
+        from_bert(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.peers
