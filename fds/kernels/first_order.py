@@ -27,7 +27,7 @@ class _FirstOrder(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> NoReturn:
         raise KernelError(
             "a kernel has no second derivative", where=ctx.name, got="a gradient of its gradient",
-            hint="references have one: with fds.kernels.choice.only('reference'): ...",
+            hint="references have one: with fds.kernels.only('reference'): ...",
         )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from fds.errors import KernelError
 from fds.kernels import flat
 from fds.kernels.choice import runs_triton
 from fds.kernels.flat import LAUNCH
-from fds.kernels.language import jit, on, tl
+from fds.kernels.language import current_stream, jit, on, tl
 
 Spans = Sequence[tuple[int, int]]
 
@@ -188,11 +188,14 @@ def _params_kernel(
 
 
 @functools.lru_cache(maxsize=256)
-def _tiles(segments: tuple[tuple[int, int], ...], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _tiles(
+    segments: tuple[tuple[int, int], ...], block: int, device: torch.device, stream: int
+) -> tuple[Tensor, Tensor]:
     """Return the table of tiles (T, 4) and where those of every segment begin (S + 1,), int32 on the device.
 
     A tile is (block, low, high, segment): the elements [low, high) of a block, whose start is a multiple of its
-    size, so that the compiler knows how rows are aligned. Made and copied once per layout.
+    size, so that the compiler knows how rows are aligned. Made and copied once per layout and stream, in whose order
+    it is read.
 
     Raises `KernelError` where a CUDA graph is captured: it would copy from memory that is no longer the tables'.
     """
@@ -260,7 +263,7 @@ def lamb_moments(
     if not spans:
         return squares
     meta = LAUNCH[param.element_size()]
-    tiles, firsts = _tiles(spans, meta["BLOCK"], param.device)
+    tiles, firsts = _tiles(spans, meta["BLOCK"], param.device, current_stream(param.device))
     sums = param.new_empty(2, len(tiles), dtype=torch.float64)
     with on(param):
         if len(tiles):
@@ -303,7 +306,7 @@ def lamb_params(
     if not any(length for _, length in spans):
         return None
     meta = LAUNCH[param.element_size()]
-    tiles, _ = _tiles(spans, meta["BLOCK"], param.device)
+    tiles, _ = _tiles(spans, meta["BLOCK"], param.device, current_stream(param.device))
     squares = squares if squares.stride(1) == 1 else squares.contiguous()
     with on(param):
         _params_kernel[(len(tiles),)](

@@ -17,7 +17,10 @@ except ImportError:  # not on Linux: references run, and a kernel that is asked 
     triton: Any = None
     tl: Any = None
 
-__all__ = ["cdiv", "is_there", "is_interpreted", "jit", "next_power_of_2", "num_processors", "on", "tl", "triton"]
+__all__ = [
+    "cdiv", "current_stream", "is_interpreted", "is_there", "jit", "next_power_of_2", "num_processors", "on", "tl",
+    "triton",
+]  # fmt: skip
 
 is_there = triton is not None
 # Kernels run in Triton's interpreter, which takes CPU tensors; settled where they are defined, when fds is imported.
@@ -47,6 +50,11 @@ def next_power_of_2(n: int) -> int:
 def num_processors(device: torch.device) -> int:
     """Return how many programs a device runs at the same time: its multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def current_stream(device: torch.device) -> int:
+    """Return what tells the streams of a device apart: tables that are copied in the order of one are for it alone."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def on(x: Tensor) -> contextlib.AbstractContextManager:

@@ -23,7 +23,7 @@ from torch import Tensor
 from fds.errors import KernelError
 from fds.kernels import arguments, flat
 from fds.kernels.choice import runs_triton
-from fds.kernels.language import cdiv, jit, tl
+from fds.kernels.language import cdiv, current_stream, jit, tl
 
 Slices = Tensor | Sequence[Tensor]
 MaybeSlices = Tensor | Sequence[Tensor | None] | None
@@ -150,7 +150,7 @@ def _alone(row: Row) -> Launch:
 
 def _together(row: Row, lines: tuple[tuple[int, ...], ...], aligned: bool) -> Launch:
     meta, device = flat.LAUNCH[row[0].element_size()], row[0].device
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = current_stream(device)
     tiles = _tiles(tuple(line[0] for line in lines), meta["BLOCK"], device, stream)
     return Launch(row, tiles, _table(lines, device, stream), 0, (len(tiles),), aligned, meta)
 

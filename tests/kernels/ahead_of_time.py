@@ -1,7 +1,8 @@
-"""Compile kernels for sm_90 without a GPU: `python -m tests.kernels.ahead_of_time swiglu ... [--json]`.
+"""Compile kernels for sm_90 without a GPU: `python -m tests.kernels.ahead_of_time gated ... [--json | --table]`.
 
 Triton is told of an H200 that is not there. Each module of `tests.kernels.cases` makes the launches of one kernel as
-users would, on CPU tensors; what would be launched is compiled, with the same specialisation, and not run.
+users would, on CPU tensors; what would be launched is compiled, with the same specialisation, and not run. Without a
+name all are; `--table` has one line for the variants of a kernel.
 """
 
 import importlib
@@ -23,6 +24,7 @@ from triton.runtime.jit import JITFunction
 from fds.kernels import choice
 
 BIN = Path(nvidia.__file__).parent / "bin"
+CASES = Path(__file__).parent / "cases"
 COLUMNS = ["kernel", "dtype", "registers", "spilled bytes", "shared bytes", "vectors", "case"]
 
 
@@ -82,14 +84,30 @@ def resources(made: Any) -> dict[str, int]:
     }  # fmt: skip
 
 
-def main(names: list[str]) -> None:
+def table(rows: list[dict]) -> str:
+    """Return a Markdown table with one line for each kernel and dtype: least and most of its variants."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault((f"`{row['kernel']}`", row["dtype"]), []).append(row)
+    numbers = COLUMNS[2:-1]
+    span = lambda values: " to ".join(str(n) for n in dict.fromkeys((min(values), max(values))))
+    lines = [["kernel", "dtype", "variants", *numbers], ["---"] * (3 + len(numbers))]
+    for name, some in sorted(groups.items()):
+        lines.append([*name, str(len(some)), *(span([row[number] for row in some]) for number in numbers)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(arguments: list[str]) -> None:
+    options = {"--json", "--table"} & set(arguments)
+    names = [x for x in arguments if x not in options]
+    names = names or sorted(path.stem for path in CASES.glob("*.py") if path.stem != "__init__")
     rows = [
         {"kernel": f"{fn.__module__.removeprefix('fds.kernels.')}.{fn.__name__}",
          "dtype": str(dtype).removeprefix("torch."), **resources(made), "case": case}
-        for case, fn, dtype, made in launches([n for n in names if n != "--json"], list(choice.DTYPES))
+        for case, fn, dtype, made in launches(names, list(choice.DTYPES))
     ]
-    if "--json" in names:
-        print(json.dumps(rows))
+    if options:
+        print(json.dumps(rows) if "--json" in options else table(rows))
         return
     for row in [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]:
         print(f"{row['kernel']:<40}{row['dtype']:<10}{row['registers']:>10}{row['spilled bytes']:>15}"

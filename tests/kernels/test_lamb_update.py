@@ -132,7 +132,7 @@ def test_a_default_device_has_no_part_in_it():
 def test_a_captured_graph_copies_no_tables(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(KernelError, match="CUDA graph") as error:
-        _tiles(((0, 7),), 1024, torch.device("cuda", 0))
+        _tiles(((0, 7),), 1024, torch.device("cuda", 0), 0)
     assert error.value.where == "segments" and error.value.want == "a step before the capture"
 
 
