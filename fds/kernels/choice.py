@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -74,3 +74,11 @@ def runs_triton(x: Tensor) -> bool:
             got=str(x.dtype), want="float32, float16 or bfloat16", hint="the reference takes float64",
         )  # fmt: skip
     return True
+
+
+def all_run_triton(tensors: Sequence[Tensor]) -> bool:
+    """Say whether the Triton kernel runs on all of some tensors on one device; one of each dtype is asked about.
+
+    Raises as `runs_triton` does.
+    """
+    return all(map(runs_triton, {x.dtype: x for x in tensors}.values()))

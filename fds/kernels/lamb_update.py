@@ -29,7 +29,7 @@ from fds.errors import KernelError
 from fds.kernels import flat
 from fds.kernels.choice import runs_triton
 from fds.kernels.flat import LAUNCH
-from fds.kernels.language import current_stream, jit, on, tl
+from fds.kernels.language import current_stream, is_capturing, jit, on, tl, to_device
 
 Spans = Sequence[tuple[int, int]]
 
@@ -199,7 +199,7 @@ def _tiles(
 
     Raises `KernelError` where a CUDA graph is captured: it would copy from memory that is no longer the tables'.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise KernelError("a CUDA graph cannot hold a layout that has never been updated", where="segments",
                           got=f"{len(segments)} of them, now first seen", want="a step before the capture")  # fmt: skip
     offset, length = torch.tensor(segments, dtype=torch.int64, device="cpu").view(-1, 2).T  # whatever the default
@@ -210,11 +210,8 @@ def _tiles(
     blocks = begin[segment] + torch.arange(len(segment), device="cpu") - firsts[segment]
     low = (offset[segment] - blocks * block).clamp(min=0)
     high = (offset[segment] + length[segment] - blocks * block).clamp(max=block)
-    tables = torch.stack([blocks, low, high, segment], dim=1).int(), firsts.int()
-    if device.type != "cuda":
-        return tables
-    tiles, firsts = (x.pin_memory().to(device, non_blocking=True) for x in tables)
-    return tiles, firsts
+    tiles = torch.stack([blocks, low, high, segment], dim=1)
+    return to_device(tiles.int(), device), to_device(firsts.int(), device)
 
 
 def _checked(segments: Spans, size: int) -> tuple[tuple[int, int], ...]:

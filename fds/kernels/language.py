@@ -18,8 +18,8 @@ except ImportError:  # not on Linux: references run, and a kernel that is asked 
     tl: Any = None
 
 __all__ = [
-    "cdiv", "current_stream", "is_interpreted", "is_there", "jit", "next_power_of_2", "num_processors", "on", "tl",
-    "triton",
+    "cdiv", "current_stream", "is_capturing", "is_interpreted", "is_there", "jit", "next_power_of_2", "num_processors",
+    "on", "tl", "to_device", "triton",
 ]  # fmt: skip
 
 is_there = triton is not None
@@ -55,6 +55,19 @@ def num_processors(device: torch.device) -> int:
 def current_stream(device: torch.device) -> int:
     """Return what tells the streams of a device apart: tables that are copied in the order of one are for it alone."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Say whether launches are recorded in a CUDA graph: it would copy tables from memory that is no longer theirs."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def to_device(table: Tensor, device: torch.device) -> Tensor:
+    """Return a table of the host's on a device, in the order of its stream, without waiting.
+
+    Torch lends the pinned memory to nobody else before the copy from it is done.
+    """
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def on(x: Tensor) -> contextlib.AbstractContextManager:

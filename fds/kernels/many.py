@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fds.errors import KernelError
 from fds.kernels import arguments, flat
-from fds.kernels.choice import runs_triton
-from fds.kernels.language import cdiv, current_stream, jit, tl
+from fds.kernels.choice import all_run_triton
+from fds.kernels.language import cdiv, current_stream, is_capturing, jit, tl, to_device
 
 Slices = Tensor | Sequence[Tensor]
 MaybeSlices = Tensor | Sequence[Tensor | None] | None
@@ -113,8 +113,8 @@ def _checked(named: dict[str, Any], first: Any, place: str) -> Row:
 
 
 def run_triton(found: list[Row]) -> bool:
-    """Say whether the Triton kernel runs on all of these slices: on the tensor of each dtype that is among them."""
-    return all(map(runs_triton, {row[0].dtype: row[0] for row in found}.values()))
+    """Say whether the Triton kernel runs on all of these slices."""
+    return all_run_triton([row[0] for row in found])
 
 
 def launches(found: list[Row]) -> Iterator[Launch]:
@@ -125,7 +125,7 @@ def launches(found: list[Row]) -> Iterator[Launch]:
     nothing.
     """
     groups: dict[tuple, list[tuple[Row, tuple[int, ...]]]] = {}
-    captured = _is_captured(found[0][0])
+    captured = is_capturing(found[0][0].device)
     for row in found:
         if size := row[0].numel():
             addresses = [0 if x is None else x.data_ptr() for x in row]
@@ -137,10 +137,6 @@ def launches(found: list[Row]) -> Iterator[Launch]:
             yield from (_alone(row) for row, _ in group)
         else:
             yield _together(group[0][0], tuple(line for _, line in group), aligned)
-
-
-def _is_captured(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _alone(row: Row) -> Launch:
@@ -163,18 +159,13 @@ def _tiles(sizes: tuple[int, ...], block: int, device: torch.device, stream: int
     counts = -(-torch.tensor(sizes, device="cpu") // block)
     slices = torch.repeat_interleave(counts)
     blocks = torch.arange(len(slices), device="cpu") - (counts.cumsum(0) - counts)[slices]
-    return _on_device(torch.stack([slices, blocks], dim=1).int(), device)
+    return to_device(torch.stack([slices, blocks], dim=1).int(), device)
 
 
 @functools.lru_cache(maxsize=64)
 def _table(lines: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
     numbers = [number for line in lines for number in line]  # twice as fast as from tuples of tuples
-    return _on_device(torch.tensor(numbers, device="cpu").view(len(lines), -1), device)
-
-
-def _on_device(table: Tensor, device: torch.device) -> Tensor:
-    # Nothing waits: torch lends the pinned memory to nobody else before the copy from it is done.
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    return to_device(torch.tensor(numbers, device="cpu").view(len(lines), -1), device)
 
 
 @jit

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.kernels.choice import chosen, runs_triton
+from fds.kernels.choice import all_run_triton, chosen
 from fds.optim.base import Optimizer, Schedule, Segment, at
 
 Rule = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now"], None]
@@ -124,7 +124,7 @@ def assemble(
         if lr is not None:
             values["lr"] = _cheap(lr)
         now = Now(step, values, grad_scale, skip, segments, axes)
-        if kernel is not None and all(map(runs_triton, params)) and now.static(*floats):
+        if kernel is not None and all_run_triton(params) and now.static(*floats):
             kernel(params, list(grads), opt, now, [None] * len(params) if out is None else list(out))
             return params, opt
         slices, given = params, opt

@@ -142,7 +142,7 @@ def test_large_slices_and_those_of_a_captured_graph_are_launched_one_by_one(name
         monkeypatch.setattr(many, "LARGE", 200)
         LISTS[name].run(*mine, **keywords)
         monkeypatch.undo()
-        monkeypatch.setattr(many, "_is_captured", lambda x: True)
+        monkeypatch.setattr(many, "is_capturing", lambda device: True)
         LISTS[name].run(*mine, **keywords)
         for _ in range(4):
             one_by_one(name, theirs, **keywords)
