@@ -100,6 +100,11 @@ def as_products_cast(first: Tensor, *others: Tensor | None) -> list[Any]:
     return [under_autocast(dtype, x) if is_cast(x) else x for x in tensors]
 
 
+def width(x: Tensor) -> torch.dtype:
+    """Return the dtype in which formulas compute on tensors like this: float32, or float64 of float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _is_autocast_on(x: Tensor) -> bool:
     kind = x.device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -68,6 +68,6 @@ def _merged(q: Tensor, k: Tensor, causal: bool, key_padding: Tensor | None, bias
         seen = ahead if seen is None else seen & ahead
     if bias is None:
         return seen
-    bias = bias.to(torch.promote_types(q.dtype, torch.float32))[(None,) * (4 - bias.dim())]  # 3 dimensions are slow
+    bias = bias.to(arguments.width(q))[(None,) * (4 - bias.dim())]  # 3 dimensions are slow
     above = bias >= LEAST_BIAS
     return torch.where(above if seen is None else above & seen, bias, -math.inf)

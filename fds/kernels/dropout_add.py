@@ -27,15 +27,8 @@ def reference(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float, offset: int
 ) -> Tensor:
     """Return the same in plain torch, which keeps the mask for backward: a byte an element."""
-    y = _dropped(x if bias is None else x + bias, seed, p, offset)
+    y = philox.dropped(x if bias is None else x + bias, seed, offset, p)
     return y if residual is None else residual + y
-
-
-def _dropped(x: Tensor, seed: Tensor | None, p: float, offset: int) -> Tensor:
-    if seed is None:
-        return x
-    keep = philox.reference(seed, offset, *tiles.extent(x), p).view(x.shape)
-    return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
 # By bytes per element: a tile is two vectors of 16 bytes per thread and tensor, in lines of one vector per thread.
@@ -175,7 +168,7 @@ class _DropoutAddReference(_DropoutAdd):
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
         (seed,) = ctx.saved_tensors
-        dx = _dropped(dy, seed, ctx.p, ctx.offset)
+        dx = philox.dropped(dy, seed, ctx.offset, ctx.p)
         dbias = None if ctx.bias_dtype is None else dx.sum_to_size(dx.shape[-1:])
         return dx, dbias, dy if ctx.has_residual else None, None, None, None
 

@@ -78,7 +78,7 @@ def _probabilities(q, k, key_padding, bias, seed, causal, scale, p, offset) -> t
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(arguments.width(x))
 
 
 def _heads(x: Tensor, q: Tensor) -> Tensor:

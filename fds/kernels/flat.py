@@ -74,8 +74,7 @@ def numbers(*, low: float = 0.0, high: float = inf, **given: float) -> None:
 
 def wide(*tensors: Tensor) -> list[Tensor]:
     """Return tensors in the dtype in which a reference computes: float64 for a first one in it, else float32."""
-    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-    return [x.to(dtype) for x in tensors]
+    return [x.to(arguments.width(tensors[0])) for x in tensors]
 
 
 def write(old: Tensor, new: Tensor, skip: Tensor | None) -> None:

@@ -140,7 +140,7 @@ def _add_product(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
 
 
 def _outputs(hidden: Tensor, weight: Tensor, wants: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    wide = arguments.width(hidden)
     made = lambda wanted, shape, dtype: hidden.new_empty(shape if wanted else (0,), dtype=dtype)
     return (
         hidden.new_empty((), dtype=wide), made(wants[0], hidden.shape, hidden.dtype),

@@ -39,14 +39,9 @@ def check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tenso
         raise KernelError("eps is not a small number", where="eps", got=repr(eps), want="a finite number from 0 on")
 
 
-def width(x: Tensor) -> torch.dtype:
-    """Return the dtype that formulas compute in."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def unit(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     """Return x_hat and r (..., 1), in the width of `x`, in plain torch."""
-    x = x.to(width(x))
+    x = x.to(arguments.width(x))
     x = x - x.mean(-1, keepdim=True) if centered else x
     r = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     return x * r, r
@@ -63,7 +58,7 @@ def scaled(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: tor
 
 def inverted(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return x_hat as `y` tells it, in the width of `y`."""
-    x_hat = y.to(width(y))
+    x_hat = y.to(arguments.width(y))
     x_hat = x_hat if bias is None else x_hat - bias.to(x_hat.dtype)
     if weight is None:
         return x_hat

@@ -62,6 +62,14 @@ def threshold(p: float) -> int:
     return min(round(p * 2**32), _WORD)
 
 
+def dropped(x: Tensor, seed: Tensor | None, offset: int, p: float) -> Tensor:
+    """Return dropout of x in plain torch; without a seed x itself."""
+    if seed is None:
+        return x
+    keep = reference(seed, offset, x.shape[:-1].numel(), x.shape[-1], p).view(x.shape)
+    return torch.where(keep, x * (1 / (1 - p)), 0)
+
+
 def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     """Return a seed as kernels load it: () int64 on the device. An integer costs no synchronisation.
 

@@ -34,11 +34,11 @@ def reference(
     seed: Tensor | None = None, offset: int = 0,
 ) -> Tensor:  # fmt: skip
     """Return the same in plain torch, with gradients of any order; it saves more."""
-    return _dropped(_probabilities(scores, mask, scale, causal), p, seed, offset).to(scores.dtype)
+    return philox.dropped(_probabilities(scores, mask, scale, causal), seed, offset, p).to(scores.dtype)
 
 
 def _probabilities(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    s = scores.to(_wide(scores.dtype)) * scale
+    s = scores.to(arguments.width(scores)) * scale
     if mask is not None:
         s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask
     if causal:
@@ -47,19 +47,6 @@ def _probabilities(scores: Tensor, mask: Tensor | None, scale: float, causal: bo
         return s
     is_empty = s.detach().amax(-1, keepdim=True) == float("-inf")
     return s.masked_fill(is_empty, 0.0).softmax(-1).masked_fill(is_empty, 0.0)
-
-
-def _dropped(probs: Tensor, p: float, seed: Tensor | None, offset: int) -> Tensor:
-    if not p or seed is None:
-        return probs
-    columns = probs.shape[-1]
-    rows = probs.shape[:-1].numel()
-    keep = philox.reference(seed, offset, rows, columns, p).view(probs.shape)
-    return (probs / (1 - p)).masked_fill(~keep, 0.0)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class _Saved(torch.autograd.Function):
@@ -72,7 +59,7 @@ class _Saved(torch.autograd.Function):
         probs = _probabilities(scores, mask, scale, causal)
         if probs.dtype != scores.dtype:  # see fds.kernels.normalization.scaled
             probs = probs.to(scores.dtype)
-        return (_dropped(probs, p, seed, offset), probs) if p else (probs, None)
+        return (philox.dropped(probs, seed, offset, p), probs) if p else (probs, None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -81,9 +68,9 @@ class _Saved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dprobs: Tensor | None) -> tuple:
         probs, seed = ctx.saved_tensors
-        wide = _wide(probs.dtype)
+        wide = arguments.width(probs)
         y = probs.to(wide)
-        g = 0.0 if dout is None else _dropped(dout.to(wide), ctx.p, seed, ctx.offset)
+        g = 0.0 if dout is None else philox.dropped(dout.to(wide), seed, ctx.offset, ctx.p)
         g = g if dprobs is None else g + dprobs
         dscores = ctx.scale * y * (g - (g * y).sum(-1, keepdim=True))
         return dscores.to(probs.dtype), *[None] * 6

@@ -40,7 +40,7 @@ def reference(
 ) -> Tensor:
     """Return the loss of each token in plain torch, (N,) float32 (float64 of float64)."""
     num_classes = logits.shape[-1]
-    x = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    x = logits.to(arguments.width(logits))
     log_probs = x.log_softmax(-1)
     is_ignored, is_inside = targets == ignore_index, (targets >= 0) & (targets < num_classes)
     loss = (label_smoothing - 1) * log_probs.gather(-1, targets.where(is_inside, 0)[:, None])[:, 0]
