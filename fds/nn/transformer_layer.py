@@ -32,6 +32,7 @@ from fds.kernels.choice import runs_triton
 from fds.kernels.dense import attention
 from fds.kernels.dropout_add import bias_dropout_add
 from fds.kernels.flash import MOST_BYTES, flash_attention
+from fds.kernels.flash_blocks import LEAST_BIAS
 from fds.kernels.gelu import bias_gelu
 from fds.kernels.gelu_linear import bias_gelu_linear
 from fds.kernels.layer_normalization import layer_norm
@@ -40,7 +41,6 @@ from fds.loss import LayerSpec
 from fds.nn.transformer_config import TransformerConfig
 
 ATTENTION, AFTER_ATTENTION, AFTER_FEED_FORWARD = range(3)  # offsets of the dropouts
-NEVER = -1e30  # a mask's number from which on it stands for -inf, as the least one of its dtype does
 
 
 class TransformerLayer(nn.Module):
@@ -218,7 +218,8 @@ def _masks(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     if mask.dtype == torch.bool:
         return None, torch.where(mask, 0.0, -torch.inf)
     mask = mask.detach()  # one that came through a pipeline asks for a gradient, as all its messages do
-    return None, mask.masked_fill(mask <= max(torch.finfo(mask.dtype).min, NEVER), -torch.inf)
+    never = max(torch.finfo(mask.dtype).min, LEAST_BIAS)  # the least number of any dtype stands for -inf
+    return None, mask.masked_fill(mask <= never, -torch.inf)
 
 
 def _check_mask(mask: Tensor, x: Tensor, heads: int) -> None:
