@@ -10,12 +10,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,27 +169,26 @@ def _work(
     """Write this rank's part; then tell of it, or give the whole its name."""
     try:
         with refusing(draft.dir), begun:
-            try:
-                try:
-                    # pinned memory is the driver's, and no other process may read it
-                    record = draft.write(_write_aside if draft.reached is None else writer.write)
-                finally:
-                    readers.discard(saving)
-                    draft.parts.clear()  # the state's memory is free
-                if draft.leads:
-                    records = [record] if draft.local else [record, *_heard(draft, refused)]
-                    draft.finish(begun, records)
-                else:
-                    _tell(draft, record)
-            except BaseException:
-                if not draft.leads:  # told before the lock opens, or this rank would count as lost
-                    with contextlib.suppress(OSError):
-                        os.rename(_path(draft, draft.ranks.index, "lock"), _path(draft, draft.ranks.index, "json"))
-                raise
+            if not draft.leads:
+                _follow(saving, draft, readers)
+            elif draft.local:
+                draft.finish(begun, [_write(saving, draft, readers)])
+            else:
+                _lead(saving, draft, readers, begun, refused)
     except _Elsewhere:
         pass  # the rank that failed says why
     except BaseException as error:
         saving.error = error
+
+
+def _write(saving: Saving, draft: Draft, readers: set) -> Record:
+    """Write this rank's part, and let go of the state's memory."""
+    try:
+        # pinned memory is the driver's, and no other process may read it
+        return draft.write(_write_aside if draft.reached is None else writer.write)
+    finally:
+        readers.discard(saving)
+        draft.parts.clear()
 
 
 def _write_aside(path: str, head: bytes, spans: list[tuple[int, int]]) -> Any:
@@ -200,28 +200,43 @@ class _Elsewhere(Exception):
     """Another rank's part of the save failed."""
 
 
-def _tell(draft: Draft, record: Record) -> None:
-    """Tell the first rank what this one wrote. Raises `OSError`."""
+def _follow(saving: Saving, draft: Draft, readers: set) -> None:
+    """Write this rank's part and tell the first rank of it. Raises `OSError`."""
     path = _path(draft, draft.ranks.index, "json")
     unfinished = path.with_suffix(".new")
-    unfinished.write_text(json.dumps(record))
-    os.rename(unfinished, path)
+    try:
+        unfinished.write_text(json.dumps(_write(saving, draft, readers)))
+        os.rename(unfinished, path)
+    except BaseException:  # told before the lock opens, or this rank would count as lost
+        with contextlib.suppress(OSError):
+            os.rename(_path(draft, draft.ranks.index, "lock"), path)
+        raise
 
 
-def _heard(draft: Draft, refused: threading.Event) -> Iterator[Record]:
-    """Yield what the other ranks tell. Raises `StorageError` for one that died."""
-    for rank in range(1, draft.ranks.size):
-        path = _path(draft, rank, "json")
-        while not path.exists():
-            if refused.is_set():
-                raise _Elsewhere
-            if _died(_path(draft, rank, "lock")) and not path.exists():
-                raise StorageError("a rank was lost before its part of the save was written", where=f"rank {rank}")
-            time.sleep(POLL)
-        text = path.read_text()
-        if not text:  # the lock's file under this name: on a full disk nothing else can be told
-            raise _Elsewhere
-        yield json.loads(text)
+def _lead(
+    saving: Saving, draft: Draft, readers: set, begun: contextlib.ExitStack, refused: threading.Event
+) -> None:
+    """Write this rank's part and give the whole its name, or remove it, when no other rank is writing any more."""
+    try:
+        record = _write(saving, draft, readers)
+    finally:
+        for rank in range(1, draft.ranks.size):
+            while not (_path(draft, rank, "json").exists() or _died(_path(draft, rank, "lock"))):
+                if refused.is_set():
+                    raise _Elsewhere
+                time.sleep(POLL)
+    draft.finish(begun, [record, *map(functools.partial(_heard, draft), range(1, draft.ranks.size))])
+
+
+def _heard(draft: Draft, rank: int) -> Record:
+    """Return what a rank told. Raises `StorageError` for one that died."""
+    path = _path(draft, rank, "json")
+    if not path.exists():
+        raise StorageError("a rank was lost before its part of the save was written", where=f"rank {rank}")
+    text = path.read_text()
+    if not text:  # the lock's file under this name: on a full disk nothing else can be told
+        raise _Elsewhere
+    return json.loads(text)
 
 
 def _died(path: Path) -> bool:

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -97,6 +98,8 @@ def test_all_ranks_are_told_what_one_of_them_met_with(tmp_path, which, second):
     def write(path, head, spans):
         if path.endswith(f"two/rank{which}.safetensors"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        if path.endswith("two/rank2.safetensors"):
+            time.sleep(0.1)  # it makes its file when the others have ended
         return plain_write(path, head, spans)
 
     def body():
@@ -105,7 +108,7 @@ def test_all_ranks_are_told_what_one_of_them_met_with(tmp_path, which, second):
         saving = fds.save_async(tmp_path, state, step, "two")
         with pytest.raises(StorageError) as error:
             saving.wait() if second is None else second(tmp_path, state, step, "three")
-        before = folders.tags(tmp_path)
+        before = sorted(os.listdir(tmp_path))
         step.everyone.exchange(None)
         fds.save_async(tmp_path, state, step, "four").wait()
         assert not state.token.readers
@@ -113,7 +116,8 @@ def test_all_ranks_are_told_what_one_of_them_met_with(tmp_path, which, second):
 
     with mock.patch.object(background, "_write_aside", write):
         told = topology.run(body)
-    assert told == [(f"rank {which}: the file system refuses this save", os.strerror(errno.ENOSPC), ["one"])] * 4
+    what = f"rank {which}: the file system refuses this save"
+    assert told == [(what, os.strerror(errno.ENOSPC), [".lock", "latest", "one"])] * 4
     assert folders.tags(tmp_path) == ["four", "one"] and not (tmp_path / ".saving").exists()
 
 
