@@ -85,6 +85,18 @@ class StorageWarning(UserWarning):
         super().__init__("\n".join([f"{where} does not match the step", *lines]))
 
 
+class DataError(FdsError):
+    """Refuse a data set, or how batches are to be drawn from it."""
+
+
+class ConfigError(FdsError):
+    """Refuse a configuration: an unknown key, a value of a wrong type, keys that contradict each other."""
+
+
+class NotSupportedError(ConfigError):
+    """Refuse a configuration that asks for what fds does not have yet."""
+
+
 class MeshError(FdsError):
     """Refuse a mesh, an axis, or the environment that the ranks were started in."""
 

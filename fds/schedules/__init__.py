@@ -8,6 +8,7 @@ True
 """
 
 from fds.schedules.cycle import one_cycle, one_cycle_momentum
+from fds.schedules.delay import delayed
 from fds.schedules.flat import constant
 from fds.schedules.rate_range import lr_range_test
 from fds.schedules.warm_up import warmup
@@ -16,6 +17,7 @@ from fds.schedules.warm_up_decay import warmup_decay
 
 __all__ = [
     "constant",
+    "delayed",
     "lr_range_test",
     "one_cycle",
     "one_cycle_momentum",

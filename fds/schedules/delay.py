@@ -1,0 +1,43 @@
+"""A schedule that begins later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fds.errors import ScheduleError
+from fds.schedules.curve import schedule
+
+
+@schedule
+def delayed(curve: Callable, updates: int = 1, *, before: float | None = None) -> Callable[[Tensor], Tensor]:
+    """Give the value that a schedule had `updates` updates ago, and until it begins its value at t = -1.
+
+        f(t) = curve(max(t - updates, -1));  `before` instead, where that is given, while t - updates <= -1
+
+    A scheduler that is stepped after each update, as DeepSpeed's engine does it, is one update late: its first two
+    updates run at t = -1 and t = 0 of its formula.
+
+    Args:
+        curve: a schedule, or any function of t: of an int tensor on the CPU and elsewhere.
+        updates: how many updates later.
+        before: value until then; None for `curve(-1)`.
+
+    Raises:
+        ScheduleError: it is no schedule, or the number of updates is no count.
+
+    >>> from fds.schedules import warmup
+    >>> linear = warmup(1.0, warmup_steps=4, kind="linear")
+    >>> [linear(t) for t in range(-1, 5)], [delayed(linear)(t) for t in range(-1, 5)]
+    ([0.0, 0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 0.0, 0.0, 0.25, 0.5, 0.75])
+    """
+    if not callable(curve):
+        raise ScheduleError("delayed takes a schedule", where="delayed", got=repr(curve), want="a function of t")
+
+    def formula(t: Tensor) -> Tensor:
+        value = torch.as_tensor(curve((t - updates).clamp(min=-1)), dtype=torch.float64, device=t.device)
+        return value if before is None else torch.where(t - updates <= -1, before, value)
+
+    return formula
