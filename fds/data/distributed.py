@@ -1,0 +1,177 @@
+"""`DistributedLoader`: to every rank its share of every batch, from any position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from fds import random
+from fds.data.permutation import permutation
+from fds.data.places import Place, place_of
+from fds.data.shares import Shares
+from fds.data.stream import Stream
+from fds.errors import DataError
+
+
+@attrs.frozen(eq=False)
+class DistributedLoader:
+    """The batches of a data set from one position on: a value, which can be iterated any number of times.
+
+    Global batch i is a function of the seed, the batch size, `last` and the length of the data set, of nothing else:
+    neither of the number of ranks nor of where a run was resumed. Rank r of N reads rows r * B / N to (r + 1) * B / N
+    of it, so that the shares, in the order of ranks, are the batch. Ranks that differ only along other axes
+    (pipeline, tensor) have the same coordinate on `axis` and read the same rows.
+
+    The position is the number of the batch, counted over all epochs, and that is what `state.calls` counts: after
+    `fds.load`, `loader.starting(state.calls)` goes on where the save was made, in mid-epoch too.
+
+    Args:
+        dataset: what has `len` and `[i]`; rows are read by torch's DataLoader.
+        batch_size: rows of the whole batch of one call of the step, B: all ranks and all microbatches together.
+        axis: the data axis of a mesh; None is one rank.
+        shuffle: take the rows of every epoch in another order.
+        seed: an int or a key, the same on every rank: it gives the orders, and what data set and `collate` draw.
+        last: what becomes of the B' < B rows at the end of an epoch that fill no batch.
+            "drop": they are left out, other ones in every epoch.
+            "keep": they are a batch of B' rows, refused here if they do not divide among the ranks and microbatches.
+            "wrap": the batch is filled up with the first rows of the next epoch, which goes on after them: all
+            batches have B rows, and over the epochs every row comes as often as any other. An epoch is then the
+            batches that begin in it.
+        num_microbatches: into how many the step cuts a share; only to refuse here what would not divide there.
+        collate: rows -> batch; None is torch's `default_collate`.
+        num_workers: processes that read ahead, started anew in every epoch. They change no bit.
+        pin_memory: return tensors in page-locked memory; nothing without an accelerator.
+        start: the position.
+
+    Raises `DataError`.
+
+    >>> loader = DistributedLoader([10, 11, 12, 13, 14], 2, shuffle=False)
+    >>> [batch.tolist() for batch in loader]
+    [[10, 11], [12, 13]]
+    >>> [batch.tolist() for batch in loader.starting(3)]
+    [[12, 13]]
+    """
+
+    dataset: Any = attrs.field(repr=lambda it: f"{type(it).__name__} of {len(it)}")
+    batch_size: int
+    axis: Place = attrs.field(default=None, converter=place_of)
+    shuffle: bool = attrs.field(default=True, kw_only=True)
+    seed: int | Tensor = attrs.field(default=0, kw_only=True)
+    last: str = attrs.field(default="drop", kw_only=True)
+    num_microbatches: int = attrs.field(default=1, kw_only=True)
+    collate: Callable[[list], Any] | None = attrs.field(default=None, kw_only=True)
+    num_workers: int = attrs.field(default=0, kw_only=True)
+    pin_memory: bool = attrs.field(default=False, kw_only=True)
+    start: int = attrs.field(default=0, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        _refuse_dataset(self.dataset)
+        random.key(self.seed)
+        for name, least in (("batch_size", 1), ("num_microbatches", 1), ("num_workers", 0), ("start", 0)):
+            _refuse_count(name, getattr(self, name), least)
+        stream = self.stream
+        self._refuse_rows(self.batch_size, "the batch", "a multiple of it")
+        if stream.rest and self.last == "keep":
+            self._refuse_rows(stream.rest, "the last batch of an epoch", 'last="drop" or last="wrap"')
+
+    @property
+    def stream(self) -> Stream:
+        """Which rows make up which batch."""
+        return Stream(len(self.dataset), self.batch_size, self.last)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this loader iterates, from 0."""
+        return self.stream.epoch(self.start)
+
+    def starting(self, at: int | Tensor) -> DistributedLoader:
+        """Return the loader that begins with batch number `at` of the run: an int, or `state.calls`.
+
+        Raises `DataError` for anything else.
+        """
+        return attrs.evolve(self, start=_position(at))
+
+    def next_epoch(self) -> DistributedLoader:
+        """Return the loader that begins where iterating this one ends."""
+        return self.starting(self.stream.end_of_epoch(self.start))
+
+    def __len__(self) -> int:
+        """How many batches iterating yields: those from `start` to the end of the epoch, one for a call of the step.
+
+        DeepSpeed's loader counts microbatches, and always those of a whole epoch.
+        """
+        return self.stream.end_of_epoch(self.start) - self.start
+
+    def __iter__(self) -> Iterator:
+        """Yield this rank's share of each batch from `start` to the end of the epoch."""
+        stream, key = self.stream, random.key(self.seed)
+        stop = stream.end_of_epoch(self.start)
+        epochs = range(stream.epoch(self.start), (stream.begin(stop) - 1) // stream.used + 1)
+        order = lambda epoch: permutation(random.fold_in(key, "order", epoch), stream.length)
+        shares = Shares(
+            self.dataset, stream, self.axis, self.collate or default_collate, random.fold_in(key, "draws"),
+            {epoch: order(epoch) for epoch in epochs} if self.shuffle else {},
+        )  # fmt: skip
+        return iter(DataLoader(
+            shares,  # type: ignore[arg-type]  # a map from batch numbers
+            batch_size=None, sampler=range(self.start, stop), collate_fn=_as_it_is, num_workers=self.num_workers,
+            pin_memory=self.pin_memory and torch.accelerator.is_available(), generator=random.generator(key),
+        ))  # fmt: skip
+
+    def _refuse_rows(self, rows: int, what: str, hint: str) -> None:
+        ranks, parts = self.axis.size, self.num_microbatches
+        if rows % (ranks * parts) == 0:
+            return
+        raise DataError(
+            f"{what} does not divide among {ranks} rank{'s' * (ranks > 1)}"
+            + f", {parts} microbatches each" * (parts > 1),
+            where="batch_size" if rows == self.batch_size else "last",
+            got=f"{rows} rows" + (f": {len(self.dataset)} in the data set, batch_size={self.batch_size}"
+                                  if rows != self.batch_size else ""),
+            want=f"a multiple of {ranks * parts}", hint=hint,
+        )  # fmt: skip
+
+
+def _refuse_dataset(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            "a data set without random access cannot be shared by row numbers", got=type(dataset).__name__,
+            want="a data set with len(dataset) and dataset[i]",
+            hint="if it fits into memory: list(dataset)\n"
+            "else pass the step what it yields, each rank its own rows, for ever by fds.data.RepeatingLoader;\n"
+            "to resume, skip what was used: itertools.islice(batches, int(state.calls), None)",
+        )  # fmt: skip
+    if isinstance(dataset, Mapping):
+        raise DataError(
+            "a dict is not a data set of rows", got=", ".join(map(repr, list(dataset)[:4])),
+            want="rows under the numbers from 0", hint="of columns: torch.utils.data.StackDataset(**columns)",
+        )  # fmt: skip
+    try:
+        len(dataset)
+    except (TypeError, NotImplementedError):
+        raise DataError("a data set has a length", got=type(dataset).__name__, want="len(dataset)") from None
+
+
+def _refuse_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise DataError("not a count", where=name, got=repr(value), want=f"an int, {least} or more")
+
+
+def _position(at: Any) -> int:
+    if isinstance(at, Tensor):
+        if at.shape != () or at.is_floating_point() or at.is_complex() or at.dtype == torch.bool or at.is_meta:
+            raise DataError("not a position", where="starting", got=f"{tuple(at.shape)} {at.dtype} on {at.device}",
+                            want="an int, or state.calls")  # fmt: skip
+        return int(at)
+    if isinstance(at, bool) or not isinstance(at, int):
+        raise DataError("not a position", where="starting", got=repr(at), want="an int, or state.calls")
+    return at
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,74 @@
+"""Stream: which rows make up global batch number i. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+
+from fds.errors import DataError, did_you_mean
+
+LAST = ("drop", "keep", "wrap")
+
+
+@attrs.frozen
+class Stream:
+    """The rows of all epochs, one after the other, cut into batches.
+
+    A row of the stream is an integer: `epoch * used + place in the epoch`. Batch i ends where batch i + 1 begins.
+    """
+
+    length: int  # rows of the data set
+    batch_size: int  # rows of a whole batch
+    last: str  # what becomes of the rows that fill no batch: one of LAST
+
+    def __attrs_post_init__(self) -> None:
+        if self.last not in LAST:
+            raise DataError("no such way to end an epoch", where="last", got=repr(self.last),
+                            want=" or ".join(map(repr, LAST)), hint=did_you_mean(str(self.last), LAST))  # fmt: skip
+        if not self.used:
+            raise DataError(
+                "the data set does not fill one batch", got=f"{self.length} rows, batch_size={self.batch_size}",
+                want="at least one batch" if self.length else "at least one row",
+                hint='a smaller batch_size, or last="keep" or "wrap"' if self.length else "",
+            )  # fmt: skip
+
+    @property
+    def rest(self) -> int:
+        """How many rows of an epoch fill no batch."""
+        return self.length % self.batch_size
+
+    @property
+    def used(self) -> int:
+        """How many rows of an epoch are in the stream."""
+        return self.length - (self.rest if self.last == "drop" else 0)
+
+    def begin(self, batch: int) -> int:
+        """Return the first row of a batch, which is where the one before it ends."""
+        if self.last != "keep":
+            return batch * self.batch_size
+        epoch, number = divmod(batch, -(-self.length // self.batch_size))
+        return epoch * self.length + number * self.batch_size
+
+    def epoch(self, batch: int) -> int:
+        """Return the epoch in which a batch begins."""
+        return self.begin(batch) // self.used
+
+    def end_of_epoch(self, batch: int) -> int:
+        """Return the number of the first batch that begins in a later epoch than this one."""
+        epochs = self.epoch(batch) + 1
+        if self.last == "keep":
+            return epochs * -(-self.length // self.batch_size)
+        return -(-epochs * self.used // self.batch_size)
+
+    def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Cut rows of the stream where an epoch ends: yield (epoch, first, end), counted inside the epoch.
+
+        >>> list(Stream(10, 4, "wrap").pieces(8, 12))
+        [(0, 8, 10), (1, 0, 2)]
+        """
+        while begin < end:
+            epoch, first = divmod(begin, self.used)
+            count = min(end - begin, self.used - first)
+            yield epoch, first, first + count
+            begin += count

@@ -1,0 +1,94 @@
+"""Random numbers that a data set or a collate function draws: functions of the seed, and nobody else's."""
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch.utils.data import Subset
+
+from fds.data import DistributedLoader, Place, RepeatingLoader
+from tests.data.loaders import Noisy, NoisyAtOnce, Numbers, as_lists, on
+
+
+def noisy(rows):
+    return rows, torch.rand(()).item(), random.random(), np.random.rand()
+
+
+def generators():
+    return torch.default_generator.get_state().tolist(), random.getstate(), str(np.random.get_state())
+
+
+@pytest.mark.parametrize("dataset", [range(12), Numbers(12), Noisy(12), NoisyAtOnce(12)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_global_generators_stay_as_they_were(dataset, workers):
+    loader = DistributedLoader(dataset, 4, collate=noisy, num_workers=workers)
+    before = generators()
+    one = list(loader)
+    assert generators() == before
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    assert list(loader) == one
+
+
+@given(st.integers(1, 3), st.sampled_from(["drop", "wrap"]), st.integers(0, 9), st.integers(0, 2))
+def test_what_a_row_draws_depends_on_neither_ranks_nor_batches_nor_position(half, last, start, seed):
+    ranks = 2 * half
+    whole = DistributedLoader(Noisy(17), 12, seed=seed, last=last, collate=as_lists)
+    by_one = DistributedLoader(Noisy(17), 1, seed=seed, last=last, collate=as_lists)
+    shares = [list(on(whole.starting(start), Place(rank, ranks))) for rank in range(ranks)]
+    joined = [[row for part in parts for row in part] for parts in zip(*shares, strict=True)]
+    assert joined == list(whole.starting(start))
+    if last == "wrap":  # the stream is the same for all batch sizes
+        single = RepeatingLoader(by_one.starting(start * 12))
+        assert joined == [[next(single)[0] for _ in range(12)] for _ in joined]
+
+
+@pytest.mark.parametrize("dataset", [Noisy(8), Subset(Noisy(9), range(8)), NoisyAtOnce(8)])
+def test_epochs_and_rows_draw_different_numbers(dataset):
+    loader = DistributedLoader(dataset, 8, collate=noisy)
+    (first, *drawn), (second, *drawn_next) = next(iter(loader)), next(iter(loader.next_epoch()))
+    numbers = [number for row in [*first, *second] for number in row[1:]] + drawn + drawn_next
+    assert len(set(numbers)) == len(numbers) == 54
+
+
+def test_another_seed_draws_other_numbers():
+    loaders = [DistributedLoader(Noisy(4), 4, shuffle=False, collate=noisy, seed=seed) for seed in (0, 1)]
+    (one,), (other,) = map(list, loaders)
+    numbers = [number for rows, *drawn in (one, other) for number in [*(x for row in rows for x in row[1:]), *drawn]]
+    assert len(set(numbers)) == len(numbers) == 30
+
+
+def test_a_subset_draws_row_by_row():
+    loader = DistributedLoader(Subset(Noisy(20), range(8)), 8, collate=as_lists)
+    (whole,) = list(loader)
+    assert [row for rank in (0, 1) for row in next(iter(on(loader, Place(rank, 2))))] == whole
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # of machines with one core
+def test_workers_change_no_bit():
+    loader = DistributedLoader(Noisy(20), 4, Place(1, 2), collate=noisy, last="wrap", pin_memory=True)
+    many = DistributedLoader(Noisy(20), 4, Place(1, 2), collate=noisy, last="wrap", num_workers=2)
+    assert list(many.starting(2)) == list(loader)[2:]
+
+
+def test_rows_are_read_at_once_where_the_data_set_can():
+    calls = []
+
+    class Counting(NoisyAtOnce):
+        def __getitems__(self, indices):
+            calls.append(indices)
+            return super().__getitems__(indices)
+
+    loader = DistributedLoader(Counting(9), 4, shuffle=False, last="keep", collate=as_lists)
+    assert [[row[0] for row in batch] for batch in loader] == calls == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+
+
+def test_a_loader_is_pickled_with_its_position():
+    loader = DistributedLoader(Noisy(12), 4, Place(1, 2), collate=noisy, seed=5, start=1)
+    copy = pickle.loads(pickle.dumps(loader))
+    assert list(copy) == list(loader)
+    assert (copy.start, copy.axis) == (1, Place(1, 2))
