@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import socket
@@ -13,13 +14,17 @@ from fds.errors import MeshError
 
 PORT = 29500  # torchrun's own
 
-# By whom: rank, number of ranks, rank on the node. MPI before Slurm, whose variables of the batch script reach every
-# process that mpirun starts; torchrun before both, for it runs under them.
+# By whom: rank, number of ranks, rank on the node. MPI before Slurm, which may have started mpirun's own processes on
+# the nodes; torchrun before both, for it runs under them.
 STARTERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+}
+HINTS = {
+    "Open MPI": "mpirun -x MASTER_ADDR=<host of rank 0>, or install mpi4py, which finds it",
+    "PMI": "mpiexec -genv MASTER_ADDR <host of rank 0>, or install mpi4py, which finds it",
 }
 ON_THIS_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # how many of the ranks
 
@@ -41,7 +46,7 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
     Raises `MeshError` for an environment that says half of it.
     """
     for starter, (rank, size, local) in STARTERS.items():
-        if rank not in environ and size not in environ:
+        if (rank not in environ and size not in environ) or _of_another(environ, starter):
             continue
         if rank not in environ or size not in environ:
             has, lacks = (rank, size) if rank in environ else (size, rank)
@@ -60,6 +65,16 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
     return None
 
 
+def _of_another(environ: Mapping[str, str], starter: str) -> bool:
+    """Tell whether variables that look like this starter's say nothing of this process.
+
+    Slurm describes tasks to a batch script and to salloc's shell too, and srun started neither as a rank. What srun
+    gives to MPI, by --mpi=pmi2, lacks the rank on the node, which Slurm's own variables have.
+    """
+    in_a_step = "SLURM_STEP_ID" in environ
+    return not in_a_step if starter == "Slurm" else starter == "PMI" and in_a_step and "MPI_LOCALRANKID" not in environ
+
+
 def _rendezvous(environ: Mapping[str, str], starter: str, rank: int, world_size: int) -> tuple[str, int]:
     """Return the host and port at which rank 0 waits for the others."""
     port = _integer(environ, "MASTER_PORT") if "MASTER_PORT" in environ else PORT
@@ -70,14 +85,14 @@ def _rendezvous(environ: Mapping[str, str], starter: str, rank: int, world_size:
         if nodes:  # jobs may share a node: the port follows the job's number
             job = _integer(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
             return first_host(nodes), port if "MASTER_PORT" in environ or not job else 20_000 + job % 10_000
-    if starter in ("Open MPI", "PMI"):
+    if starter in HINTS:
         if importlib.util.find_spec("mpi4py") is not None:
             return _tell(rank)
         if str(world_size) in (environ.get(name) for name in ON_THIS_NODE):
             return "127.0.0.1", port
     raise MeshError(
         "nobody says where rank 0 is", where=starter, got="no MASTER_ADDR in the environment",
-        want="MASTER_ADDR=<host of rank 0>", hint="mpi4py finds it, where it is installed" if "MPI" in starter else "",
+        want="MASTER_ADDR=<host of rank 0>", hint=HINTS.get(starter, ""),
     )  # fmt: skip
 
 
@@ -91,6 +106,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
+@functools.cache  # every mesh reads the environment, and ranks need not make meshes together
 def _tell(rank: int) -> tuple[str, int]:
     """Let rank 0 find a free port and tell the others by MPI."""
     from mpi4py import MPI  # type: ignore[import-not-found]

@@ -14,7 +14,7 @@ from fds.errors import MeshError
 
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "gpu[07-09]",
-         "SLURM_JOB_ID": "123456"}  # fmt: skip
+         "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0"}  # fmt: skip
 OMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
@@ -48,8 +48,8 @@ HALVES = {
     "no address": ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
     "no number": (TORCHRUN | {"RANK": "one"}, "not a number"),
     "out of range": (TORCHRUN | {"RANK": "4"}, "0 to 3"),
-    "Slurm, no size": ({"SLURM_PROCID": "0"}, "SLURM_PROCID and not SLURM_NTASKS"),
-    "Slurm, no nodes": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "MASTER_ADDR"),
+    "Slurm, no size": ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, "SLURM_PROCID and not SLURM_NTASKS"),
+    "Slurm, no nodes": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, "MASTER_ADDR"),
     "MPI on several nodes": (OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "mpi4py"),
 }
 
