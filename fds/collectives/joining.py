@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
+import uuid
 
 import torch
 import torch.distributed as dist
@@ -74,8 +76,31 @@ def _start(backend: str | None, timeout: float | datetime.timedelta, launch: Lau
     address, store = init_method or f"tcp://{launch.address}:{launch.port}", None
     if init_method is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         served = dist.TCPStore(launch.address, launch.port, launch.world_size, is_master=False, timeout=limit)
-        store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", served)
+        store = dist.PrefixStore(_name_of_start(served, launch.rank, launch.world_size, limit), served)
         address = None
     dist.init_process_group(
         backend, init_method=address, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit
     )
+
+
+def _name_of_start(store: dist.Store, rank: int, world_size: int, limit: datetime.timedelta) -> str:
+    """Agree on a name that no earlier start of these ranks has had, in a store where keys of earlier ones still are.
+
+    Agents count their own restarts only, so the count differs between nodes. A rank asks under a name of its own, so
+    an answer is never an old one; rank 0 answers whoever asks, also for ranks that are gone, until all have told it
+    that they know. Agents end all ranks of a start before the next one begins.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"asks {rank}", own)
+        name = store.get(f"answer to {own}").decode()
+        store.set(f"{name} {rank} knows", "")
+        return name
+    unknowing, end = list(range(1, world_size)), time.monotonic() + limit.total_seconds()
+    while unknowing and time.monotonic() < end:
+        for other in unknowing:
+            if store.check([f"asks {other}"]):
+                store.set(f"answer to {store.get(f'asks {other}').decode()}", own)
+        unknowing = [other for other in unknowing if not store.check([f"{own} {other} knows"])]
+        time.sleep(0.01)
+    return own

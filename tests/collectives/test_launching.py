@@ -1,5 +1,6 @@
 """Launching: environments as torchrun, srun and mpirun were seen to set them, and the lines that are shown for them."""
 
+import datetime
 import json
 import os
 import re
@@ -7,17 +8,19 @@ import shlex
 import socket
 import sys
 import types
+from concurrent import futures
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.run
 import torch.nn.functional as F
 from torch import nn
 
 import fds
-from fds.collectives import launch
+from fds.collectives import joining, launch
 from fds.collectives.launch import STARTERS, Launch, launched
 from tests import ranks
 from tests.house.test_readme import blocks
@@ -244,3 +247,16 @@ def test_srun_and_mpirun_are_shown_with_the_flags_that_were_tried():
             before = words[: next(i for i, word in enumerate(words) if word in ("python", "torchrun"))]
             flags = {word.split("=")[0] for word in before if word.startswith("-")}
             assert flags <= tried[program], line
+
+
+def test_every_start_of_the_same_ranks_has_a_name_of_its_own_in_a_store_that_stays():
+    store, limit = dist.HashStore(), datetime.timedelta(seconds=20)
+
+    def start(size: int) -> set[str]:
+        with futures.ThreadPoolExecutor(size) as ranks:
+            return set(ranks.map(lambda rank: joining._name_of_start(store, rank, size, limit), range(size)))
+
+    store.set("asks 1", "a rank that died before it was answered")
+    first, second, third = start(4), start(4), start(2)  # the last of fewer ranks: the others are gone
+    assert len(first) == len(second) == len(third) == 1
+    assert len(first | second | third) == 3
