@@ -39,16 +39,24 @@ from fds.state import State
 # keeping it
 from fds.storage import export_weights, import_deepspeed, import_weights, load, save, save_async
 
+# what it is fed with
+from fds.data import DistributedLoader, RepeatingLoader
+
+# for those who come from DeepSpeed
+from fds.config.arguments import add_config_arguments
+from fds.config.porting import initialize
+
 # rooms that are used by name
-from fds import autodiff, collectives, errors, kernels, nn, optim, plans, random, schedules, tree
+from fds import autodiff, collectives, config, data, errors, kernels, nn, optim, plans, random, schedules, tree
 from fds.errors import FdsError
 
 __all__ = [
-    "FdsError", "LayerSpec", "Layers", "Mean", "Optimizer", "State", "Step", "TiedLayerSpec", "Transform",
-    "accumulate", "adagrad", "adam", "adamw", "autocast", "autodiff", "by_name", "checkpoint_activations",
-    "clip_by_global_norm", "clip_by_value", "collectives", "compose", "donate", "ema", "errors", "export_weights",
-    "freeze", "functional", "import_deepspeed", "import_weights", "init_distributed", "kernels", "lamb", "lion", "load",
-    "loss_scale", "materialize", "mesh", "muon", "nn", "optim", "pipeline", "plans", "precision", "random", "recipe",
-    "reference_kernels", "save", "save_async", "schedules", "sgd", "shard_optimizer", "simulate", "skip_nonfinite",
-    "static_loss_scale", "tree", "whole", "with_buffers",
+    "DistributedLoader", "FdsError", "LayerSpec", "Layers", "Mean", "Optimizer", "RepeatingLoader", "State",
+    "Step", "TiedLayerSpec", "Transform", "accumulate", "adagrad", "adam", "add_config_arguments", "adamw",
+    "autocast", "autodiff", "by_name", "checkpoint_activations", "clip_by_global_norm", "clip_by_value",
+    "collectives", "compose", "config", "data", "donate", "ema", "errors", "export_weights", "freeze",
+    "functional", "import_deepspeed", "import_weights", "init_distributed", "initialize", "kernels", "lamb",
+    "lion", "load", "loss_scale", "materialize", "mesh", "muon", "nn", "optim", "pipeline", "plans",
+    "precision", "random", "recipe", "reference_kernels", "save", "save_async", "schedules", "sgd",
+    "shard_optimizer", "simulate", "skip_nonfinite", "static_loss_scale", "tree", "whole", "with_buffers",
 ]  # fmt: skip

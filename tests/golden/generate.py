@@ -19,6 +19,9 @@ in force up to 0.8.2: the same class but for the two things that `documented` pu
 of 0.8.2 itself, over all of these sizes.
 deepspeed_checkpoints.tar.xz: whole checkpoints; deepspeed_checkpoints.py says what of them.
 bert_layer.json: what Hugging Face's BertLayer computes; bert_layer.py says of what.
+config_defaults.json, config_batches.json: what is taken where a key of the JSON is absent, and what the batch numbers
+become; config_defaults.py says how they are read.
+config_losses.json: the losses of small trainings by a JSON; config_losses.py says of which.
 partitions.json, per case: `spread` is what 0.19.6 returns; `bottleneck` what the versions before 0.12.5 did, which
 are asked where a file of theirs is given, and else kept as they were:
 
@@ -55,7 +58,9 @@ LETTERS = {
 
 def main(before: str | None = None) -> None:
     """Write every file; `before` is runtime/utils.py of a version before 0.12.5, if there is one."""
-    import bert_layer  # beside this file, as the next one
+    import bert_layer  # beside this file, as the next three
+    import config_defaults
+    import config_losses
     import deepspeed_checkpoints
 
     files = {
@@ -70,6 +75,8 @@ def main(before: str | None = None) -> None:
         print(f"{name}.json: {len(cases)} cases")
     deepspeed_checkpoints.main()
     bert_layer.main()
+    config_defaults.main()
+    config_losses.main()
 
 
 def versions() -> dict:

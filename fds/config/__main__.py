@@ -1,0 +1,102 @@
+"""Look into configurations: `python -m fds.config explain FILE`, `schema`, `table`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+
+from fds.config.record import EDITIONS
+from fds.config.schema import schema
+from fds.config.table import table
+from fds.config.training import TrainingConfig
+from fds.errors import FdsError, MeshError
+
+Options = argparse.Namespace
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line, and return the exit code: 2 for what is refused."""
+    options = _parse(arguments)
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", FutureWarning)
+            text = options.run(options)
+    except FdsError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    for one in told:
+        print(f"{one.category.__name__}: {one.message}", file=sys.stderr)
+    print(text.rstrip("\n"))
+    return 0
+
+
+def _explain(options: Options) -> str:
+    config = TrainingConfig.of(options.config, defaults=options.defaults)
+    return config.explain(_axes(options.mesh, options.world_size), num_parameters=options.parameters)
+
+
+def _axes(given: dict[str, int], world_size: int | None) -> dict[str, int]:
+    """Return the sizes of the mesh's axes; `dp` takes the ranks that the others leave."""
+    others = math.prod(size for name, size in given.items() if name != "dp")
+    ranks = others * max(given.get("dp", 1), 1) if world_size is None else world_size
+    axes = given if given.get("dp", -1) != -1 else {**given, "dp": ranks // others}
+    if math.prod(axes.values()) != ranks:
+        raise MeshError("the axes of the mesh are not the ranks", where="--mesh, --world-size",
+                        got=f"{', '.join(f'{name}={size}' for name, size in given.items())} of {ranks} ranks",
+                        want="sizes whose product is the number of ranks")  # fmt: skip
+    return axes
+
+
+def _mesh(text: str) -> dict[str, int]:
+    """Return the sizes that `pp=2,dp=4` says."""
+    pairs = [part.partition("=") for part in text.replace(" ", "").split(",")]
+    axes = {name: int(size) for name, _, size in pairs if size.removeprefix("-").isdecimal()}
+    good = all(name.isidentifier() and (size > 0 or (name, size) == ("dp", -1)) for name, size in axes.items())
+    if not good or len(axes) != len(pairs):
+        raise argparse.ArgumentTypeError(f"no sizes of axes, such as pp=2,dp=4: {text!r}")
+    return axes
+
+
+def _count(text: str) -> int:
+    """Return a whole number, 1 or more, which may be written as 7e9."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not number.is_integer() or number < 1:
+        raise argparse.ArgumentTypeError(f"no whole number, 1 or more: {text!r}")
+    return int(number)
+
+
+def _parse(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(
+        prog="python -m fds.config", description="Say what a configuration of DeepSpeed comes to.",
+        epilog="Every key: docs/config-keys.md.",
+    )  # fmt: skip
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    explain = commands.add_parser("explain", help="say what a file comes to",
+                                  description="Print the composition as Python, the batch, bytes, and what is left "
+                                  "out.")  # fmt: skip
+    explain.add_argument("config", metavar="FILE", help="of JSON, or its text in base64")
+    explain.add_argument("--world-size", type=_count, metavar="N", help="number of ranks (those of --mesh, or 1)")
+    explain.add_argument("--mesh", type=_mesh, default={}, metavar="AXES",
+                         help="sizes of the axes: pp=2,dp=4; dp takes the ranks that are left")  # fmt: skip
+    explain.add_argument("--parameters", type=_count, metavar="P", help="of the model, for bytes: 7e9")
+    explain.add_argument("--defaults", choices=EDITIONS, default=EDITIONS[0],
+                         help="what an absent key is (%(default)s): as in DeepSpeed's code or its documentation")
+    explain.set_defaults(run=_explain)
+
+    kinds = (("schema", "print a JSON Schema for editors", lambda _: json.dumps(schema(), indent=2)),
+             ("table", "print docs/config-keys.md", lambda _: table()))  # fmt: skip
+    for name, words, run in kinds:
+        commands.add_parser(name, help=words, description=f"{words.capitalize()}.").set_defaults(run=run)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

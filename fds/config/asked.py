@@ -1,0 +1,50 @@
+"""What a configuration asks for and fds does not have yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fds.config import optimizer, scheduler
+from fds.config.groups import Groups
+from fds.config.meaning import NotYet
+from fds.config.record import AUTO, Config
+from fds.errors import NotSupportedError, did_you_mean
+
+
+def not_there(config: Groups) -> Iterator[tuple[str, str]]:
+    """Yield (JSON path, feature) of what is asked for and not there."""
+    off = set[str]()
+    for path, value, known, _ in config.walk():
+        if isinstance(value, Config) and getattr(value, "enabled", True) is False:
+            off.add(path)
+        group, _, name = path.rpartition(".")
+        match known.meaning:
+            case NotYet(feature, nothing) if value != AUTO and not _in(value, nothing):
+                if name == "enabled" or group not in off:
+                    yield path, feature
+    kind = config.optimizer.kind if config.optimizer is not None else None
+    if kind in optimizer.NOT_YET:
+        yield "optimizer.type", optimizer.NOT_YET[kind]
+    elif kind is not None and kind not in optimizer.PARAMETERS:
+        near = did_you_mean(str(config["optimizer.type"]), optimizer.SPELLED.values())
+        yield "optimizer.type", f"the optimizer {config['optimizer.type']!r} ({near}; or pass an Optimizer of your own)"
+    type_ = config.scheduler.type if config.scheduler is not None else None
+    if type_ is not None and type_ not in scheduler.PARAMETERS:
+        near = did_you_mean(type_, scheduler.PARAMETERS)
+        yield "scheduler.type", f"the scheduler {type_!r} ({near}; or pass a schedule f(t) of your own)"
+
+
+def refuse_what_is_not_there(config: Groups) -> None:
+    """Raise `NotSupportedError` that names every key which asks for a feature that is not there."""
+    found = list(not_there(config))
+    if found:
+        raise NotSupportedError(
+            "the configuration asks for what fds does not have yet", where=", ".join(path for path, _ in found),
+            got="; ".join(f"{path} ({feature})" for path, feature in found), want="a configuration without these keys",
+            hint="config.explain(mesh) shows the rest",
+        )
+
+
+def _in(value: object, values: tuple) -> bool:
+    """Return whether a value is one of these, of the same type: 0 is not False."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)

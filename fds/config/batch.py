@@ -1,0 +1,70 @@
+"""Batch sizes: of the whole step, of one microbatch on one rank, and how many of those make a step.
+
+Source: reference/003 and features.md 1.2; what is resolved, and in which order, is 0.19.6's, case by case.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import attrs
+
+from fds.config.meaning import Elsewhere, NotApplicable, argument
+from fds.config.record import AUTO, Config, key
+from fds.errors import ConfigError
+
+
+@attrs.frozen
+class BatchConfig(Config):
+    """The batch triangle: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks."""
+
+    train_batch_size: int | None = key(
+        None, "rows of the whole batch of one update, of all ranks and microbatches", Elsewhere(
+            "fds.data.DistributedLoader(dataset, batch_size)", "a rank passes its share of them to the step"),
+        unit="rows", over=0, old=("training_batch_size",),
+    )
+    train_micro_batch_size_per_gpu: int | None = key(
+        None, "rows that one rank computes at once",
+        argument("accumulate", "pipeline", name="num_microbatches", note="it divides a rank's share"),
+        unit="rows", over=0, old=("train_step_batch_size",),
+    )
+    gradient_accumulation_steps: int | None = key(
+        None, "microbatches whose gradients are summed before an update",
+        argument("accumulate", "pipeline", name="num_microbatches"), over=0,
+    )
+    managed_gradient_accumulation: bool = key(
+        True, "whether the engine counts microbatches; else every engine.step() is an update",
+        NotApplicable("a step takes all microbatches of an update and counts nothing between calls"),
+    )
+
+    def resolve(self, *, world_size: int = 1, **known: object) -> Self:
+        """Return the record with all three numbers, for so many data ranks.
+
+        Two of them give the third; one of the sizes alone means one microbatch. Raises `ConfigError`, with all keys
+        involved, for numbers that do not multiply and where neither size is given.
+        """
+        given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
+        train, micro, steps = (None if n == AUTO else n for n in given)
+        if train is None and micro is None:
+            raise self._error("the batch size is not known", want="train_batch_size or train_micro_batch_size_per_gpu")
+        if steps is None:
+            steps = train // (micro * world_size) if train is not None and micro is not None else 1
+        if micro is None:
+            assert train is not None
+            micro = train // (steps * world_size)
+        if train is None:
+            train = micro * steps * world_size
+        if train != micro * steps * world_size:
+            wrong = f"{self._told()} on {world_size} data ranks"
+            raise self._error("the batch sizes do not multiply", got=wrong, want="train_batch_size = "
+                              "train_micro_batch_size_per_gpu * gradient_accumulation_steps * data ranks")
+        return self.with_keys(
+            train_batch_size=train, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps
+        )
+
+    def _told(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._given() if value is not None)
+
+    def _error(self, what: str, *, got: str = "", want: str) -> ConfigError:
+        where = "train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps"
+        return ConfigError(what, where=where, got=got or self._told() or "nothing", want=want)

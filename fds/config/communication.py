@@ -1,0 +1,55 @@
+"""How gradients travel between ranks, and how they are clipped.
+
+Source: features.md 1.6 and 1.7.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from fds.config.meaning import NotApplicable, NotYet, argument
+from fds.config.record import Config, key
+
+Dtype = Literal["fp32", "fp16", "bf16"]
+
+
+@attrs.frozen
+class CommunicationConfig(Config):
+    """Gradients between ranks."""
+
+    communication_data_type: Dtype | None = key(
+        None, "dtype in which gradients are sent; null: that of the parameters in the step",
+        argument("precision", name="reduce"),
+    )
+    seq_parallel_communication_data_type: Dtype = key(
+        "fp32", "dtype of messages between ranks that share a sequence",
+        NotYet("sequence parallelism", nothing=("fp32",)),
+    )
+    prescale_gradients: bool = key(
+        False, "divide gradients by the number of ranks before they are summed, not after",
+        argument("shard_optimizer", name="predivide", note="the number of ranks"),
+    )
+    gradient_predivide_factor: float = key(
+        1.0, "divide gradients by this before they are summed, and by the rest after",
+        argument("shard_optimizer", name="predivide"), over=0,
+    )
+    gradient_allreduce_op: Literal["mean", "sum"] = key(
+        "mean", "what the update takes of the ranks' gradients",
+        NotYet("the sum of the ranks' gradients in place of their mean", nothing=("mean",)),
+    )
+    sparse_gradients: bool = key(
+        False, "send only the rows of embeddings' gradients that are not 0", NotYet("sparse gradients"))
+    disable_allgather: bool = key(
+        False, "nothing: 0.19.6 reads it and does not use it", NotApplicable("it has no effect in DeepSpeed either"))
+
+
+@attrs.frozen
+class ClippingConfig(Config):
+    """The bound of the gradient's norm."""
+
+    gradient_clipping: float = key(
+        1.0, "bound of the norm of all gradients together; 0: none", argument("clip_by_global_norm", name="max_norm"),
+        low=0,
+    )

@@ -1,0 +1,59 @@
+"""Compiled and captured steps: graphs of a model that a compiler rewrites, and of kernels that a device replays.
+
+Source: `compile/config.py` and `runtime/config.py` of 0.19.6.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from fds.config.contradiction import contradiction
+from fds.config.meaning import NotApplicable, NotYet, Part
+from fds.config.record import Config, key
+
+_DEEP = Part("deepcompile")
+_SYNC = NotApplicable("where ranks wait is for finding faults in the compiler")
+
+
+@attrs.frozen
+class CompileConfig(Config):
+    """`compile`: passes over the graph of a model that move gathers, reductions and copies to the host."""
+
+    deepcompile: bool = key(False, "run these passes", NotYet("passes over a compiled model"))
+    passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = key(
+        None, "which passes; null: by stage", _DEEP)
+    free_activation: bool = key(False, "free large activations as soon as they are used", _DEEP)
+    free_activation_threshold: int = key(10 * 2**20, "which are large", _DEEP, unit="bytes", low=0)
+    offload_activation: bool = key(False, "keep activations in the host's memory until backward", _DEEP)
+    offload_activation_pin_memory: bool = key(True, "in page-locked memory", _DEEP)
+    offload_opt_states: bool = key(False, "keep optimizer state in the host's memory until the update", _DEEP)
+    offload_parameters: bool = key(False, "keep parameters in the host's memory until they are used", _DEEP)
+    double_buffer: bool = key(True, "fill one buffer while the other is sent", _DEEP)
+    symmetric_memory: bool = key(False, "gather by torch's symmetric memory", _DEEP)
+    keep_int_input_tensors: bool = key(True, "keep integer inputs for later passes, not only their shapes", _DEEP)
+    keep_all_input_tensors: bool = key(False, "keep all inputs", _DEEP)
+    sync_before_reduce: bool = key(False, "wait before gradients are reduced", _SYNC)
+    sync_after_reduce: bool = key(False, "wait after gradients are reduced", _SYNC)
+    sync_before_allgather: bool = key(False, "wait before parameters are gathered", _SYNC)
+    sync_after_allgather: bool = key(False, "wait after parameters are gathered", _SYNC)
+    debug_log: bool = key(False, "write the graphs", NotApplicable("there are no graphs to write"))
+
+    def check(self) -> None:
+        """Raise `ConfigError` for two passes that use the same memory."""
+        moved = [one for one in ("offload_activation", "offload_opt_states", "offload_parameters") if self[one] is True]
+        if len(moved) > 1:
+            raise contradiction(self, "only one of these is kept in the host's memory", *moved, want="one of them")
+
+
+@attrs.frozen
+class CapturingConfig(Config):
+    """Keys of the top level on the shape of what runs."""
+
+    graph_harvesting: bool = key(
+        False, "capture the optimizer's kernels of bf16 as one CUDA graph",
+        NotApplicable("an update is one or two launches already"),
+    )  # fmt: skip
+    vocabulary_size: int | None = key(
+        None, "rows of the embedding", NotApplicable("it is only warned of where 8 does not divide it"), over=0)

@@ -1,0 +1,140 @@
+"""From a configuration to the calls of fds that it comes to, in the order of the stations that they fill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fds.config.asked import refuse_what_is_not_there
+from fds.config.call import AxisOf, Call, Name
+from fds.config.groups import Groups
+from fds.config.update import optimizer
+from fds.errors import ConfigError, MeshError
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+          "float16": torch.float16, "bfloat16": torch.bfloat16}
+_BUCKET_BYTES = 32 * 2**20  # shard_optimizer's own
+
+
+def calls(config: Groups, axes: Mapping[str, int]) -> tuple[Call, ...]:
+    """Return the calls. Raises `NotSupportedError`, `ConfigError`, and `MeshError` for a mesh without `dp`."""
+    refuse_what_is_not_there(config)
+    return composed(config, axes)[0]
+
+
+def composed(config: Groups, axes: Mapping[str, int]) -> tuple[tuple[Call, ...], Groups]:
+    """Return the calls of what fds has, and the configuration with nothing open."""
+    config = config.resolve(world_size=data_ranks(axes))
+    made = (_microbatches(config, axes), _sharding(config, axes), _precision(config), _autocast(config),
+            _recomputation(config), _scale(config), _finite(config), _clip(config), optimizer(config))
+    return tuple(call for call in made if call is not None), config
+
+
+def data_ranks(axes: Mapping[str, int]) -> int:
+    """Return how many ranks have batches of their own."""
+    if "dp" not in axes:
+        raise MeshError("the mesh has no axis for data ranks", got=", ".join(axes) or "no axes", want='"dp"',
+                        hint="fds.mesh(dp=-1)")
+    return axes["dp"] * axes.get("replicate", 1)
+
+
+def compute_dtype(config: Groups) -> torch.dtype:
+    """Return the dtype of the parameters in the step."""
+    named = config.data_types.param_dtype
+    if named is not None:
+        return DTYPES[named]
+    return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
+
+
+def _microbatches(config: Groups, axes: Mapping[str, int]) -> Call | None:
+    n = config.batch.gradient_accumulation_steps
+    if axes.get("pp", 1) == 1:
+        return Call.of("accumulate", n) if n != 1 else None
+    partition = "parameters" if config.pipeline.partition == "best" else config.pipeline.partition
+    return Call.of("pipeline", Name("plans.one_f_one_b"), AxisOf("pp"), num_microbatches=n, partition=partition)
+
+
+def _sharding(config: Groups, axes: Mapping[str, int]) -> Call:
+    zero = config.zero_optimization
+    if zero.mics_shard_size > 0 and zero.mics_shard_size != axes["dp"]:
+        raise ConfigError("the mesh has other shards than the configuration", where="zero_optimization.mics_shard_size",
+                          got=f"{zero.mics_shard_size}, and dp={axes['dp']}",
+                          want=f"fds.mesh(replicate=-1, dp={zero.mics_shard_size})")
+    communication, copies = config.communication, axes.get("replicate", 1) > 1
+    prescaled = float(data_ranks(axes)) if communication.prescale_gradients else None
+    return Call.of(
+        "shard_optimizer", AxisOf("dp"), stage=zero.stage, replicate=AxisOf("replicate") if copies else None,
+        **(_sizes(config) if zero.stage else {}), predivide=prescaled or communication.gradient_predivide_factor,
+    )
+
+
+def _sizes(config: Groups) -> dict[str, int]:
+    """Return the sizes of messages: those that were given, and at stage 3 what stays whole."""
+    zero, out = config.zero_optimization, {}
+    given = [zero[name] for name in ("reduce_bucket_size", "allgather_bucket_size") if name in zero.given]
+    if any(given):
+        out["bucket_bytes"] = 4 * min(n for n in given if n)
+    if zero.stage < 3:
+        return out
+    live = zero.stage3_max_live_parameters
+    if "stage3_max_live_parameters" in zero.given:
+        out["max_live_bytes"] = max(live, 1) * compute_dtype(config).itemsize
+        room = 4 * max(live, 1)
+        if room < out.get("bucket_bytes", _BUCKET_BYTES):
+            out["bucket_bytes"] = room
+    if "stage3_prefetch_bucket_size" in zero.given:
+        bucket = out.get("bucket_bytes", _BUCKET_BYTES)
+        out["prefetch"] = -(-4 * zero.stage3_prefetch_bucket_size // bucket)
+    return out | {"persist_below": zero.stage3_param_persistence_threshold + 1}
+
+
+def _precision(config: Groups) -> Call | None:
+    compute, sent = compute_dtype(config), config.communication.communication_data_type
+    summed = config.data_types.grad_accum_dtype
+    accumulate = compute if summed is None else DTYPES[summed]
+    reduce = compute if sent is None else DTYPES[sent]
+    if compute == accumulate == reduce == torch.float32:
+        return None
+    return Call.of("precision", compute, reduce=None if reduce == accumulate else reduce, accumulate=accumulate)
+
+
+def _autocast(config: Groups) -> Call | None:
+    if config.amp.enabled:
+        return Call.of("autocast", torch.float16)
+    if config.torch_autocast.enabled:
+        return Call.of("autocast", DTYPES[config.torch_autocast.dtype or "bfloat16"])
+    return None
+
+
+def _recomputation(config: Groups) -> Call | None:
+    every = config.pipeline.activation_checkpoint_interval
+    store = "host" if config.activation_checkpointing.cpu_checkpointing else "device"
+    return Call.of("checkpoint_activations", store=store, every=max(every, 1)) if every or store == "host" else None
+
+
+def _scale(config: Groups) -> Call | None:
+    fp16, amp = config.fp16, config.amp
+    if amp.enabled:
+        if isinstance(amp.loss_scale, int | float):
+            return Call.of("static_loss_scale", float(amp.loss_scale))
+        return Call.of("loss_scale", minimum=1.0 if amp.min_loss_scale is None else amp.min_loss_scale)
+    if config.torch_autocast.enabled and config.torch_autocast.dtype in ("float16", "fp16"):
+        return Call.of("loss_scale")
+    if not fp16.enabled:
+        return None
+    if fp16.loss_scale:
+        return Call.of("static_loss_scale", float(fp16.loss_scale))
+    return Call.of(
+        "loss_scale", initial=2.0**fp16.initial_scale_power, window=fp16.loss_scale_window, hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis, minimum=fp16.min_loss_scale,
+    )
+
+
+def _finite(config: Groups) -> Call | None:
+    return Call.of("skip_nonfinite") if config.bf16.enabled and config.bf16.check_grad_overflow else None
+
+
+def _clip(config: Groups) -> Call | None:
+    bound = config.clipping.gradient_clipping
+    return Call.of("clip_by_global_norm", bound) if bound else None

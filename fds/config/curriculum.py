@@ -1,0 +1,76 @@
+"""Curriculum learning: easy samples first, by a schedule that raises the difficulty that is let through.
+
+`CurriculumConfig` is the legacy section, which shortens sequences; data efficiency has a curriculum by metrics, with
+the same schedules. What a schedule needs has no default in 0.19.6, which fails without it: here it is null.
+
+Source: reference/003 and features.md 1.13; `runtime/data_pipeline/curriculum_scheduler.py` of 0.19.6.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from fds.config.contradiction import contradiction, refuse_absence, refuse_disorder
+from fds.config.meaning import NotYet, Part
+from fds.config.record import Config, key
+
+Schedule = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+ENABLED = Part("curriculum_learning.enabled")
+
+_NEEDED = {  # in 0.19.6; `custom` is a function that the program gives
+    "fixed_linear": ("schedule_config.total_curriculum_step", "schedule_config.difficulty_step"),
+    "fixed_root": ("schedule_config.total_curriculum_step", "schedule_config.difficulty_step",
+                   "schedule_config.root_degree"),
+    "fixed_discrete": ("schedule_config.difficulty", "schedule_config.max_step"),
+}  # fmt: skip
+
+
+@attrs.frozen
+class CurriculumScheduleConfig(Config):
+    """How the difficulty grows with the step; which keys count depends on `schedule_type` beside it."""
+
+    total_curriculum_step: int | None = key(
+        None, "when the greatest difficulty is reached: fixed_linear, fixed_root", ENABLED, unit="steps", over=0)
+    difficulty_step: int | None = key(
+        None, "difficulties are rounded down to multiples of this: fixed_linear, fixed_root", ENABLED, over=0)
+    root_degree: int | None = key(
+        None, "2 grows like the square root, 3 like the cube root, 1 linearly: fixed_root", ENABLED, over=0)
+    difficulty: tuple[int, ...] | None = key(None, "one difficulty for each stretch of steps: fixed_discrete", ENABLED)
+    max_step: tuple[int, ...] | None = key(
+        None, "last step of each stretch but the last, which has no end: fixed_discrete", ENABLED, unit="steps")
+
+    def check(self) -> None:
+        """Raise `ConfigError` where stretches and their ends do not fit."""
+        levels, ends = self.difficulty, self.max_step
+        if isinstance(levels, tuple) and isinstance(ends, tuple) and len(levels) != len(ends) + 1:
+            raise contradiction(self, "stretches of steps and their ends do not fit", "difficulty", "max_step",
+                                want="one difficulty more than ends: the last stretch has no end")  # fmt: skip
+        if isinstance(ends, tuple) and list(ends) != sorted(ends):
+            raise contradiction(self, "the ends of stretches go backwards", "max_step", want="steps in order")
+
+
+def refuse_incomplete_schedule(config: Config, switch: str = "") -> None:
+    """Raise `ConfigError` for bounds out of order, or where the switch is on and the schedule is not all there."""
+    refuse_disorder(config, "min_difficulty", "max_difficulty")
+    if switch:
+        needed = _NEEDED.get(config["schedule_type"], ())
+        refuse_absence(config, switch, "min_difficulty", "max_difficulty", "schedule_type", *needed)
+
+
+@attrs.frozen
+class CurriculumConfig(Config):
+    """`curriculum_learning`, as it was before data efficiency: sequences start short."""
+
+    enabled: bool = key(
+        False, "tell the model at each step how long sequences may be", NotYet("curriculum learning by length"))
+    curriculum_type: str | None = key(None, "what is made easier; only 'seqlen' does anything", Part())
+    min_difficulty: int | None = key(None, "length at the first step", Part(), unit="tokens", over=0)
+    max_difficulty: int | None = key(None, "length from the end of the schedule on", Part(), unit="tokens", over=0)
+    schedule_type: Schedule | None = key(None, "how lengths grow from the least to the greatest", Part())
+    schedule_config: CurriculumScheduleConfig = key(CurriculumScheduleConfig, "the numbers of the schedule")
+
+    def check(self) -> None:
+        """Raise `ConfigError` for lengths out of order and for a curriculum without a schedule."""
+        refuse_incomplete_schedule(self, "enabled")

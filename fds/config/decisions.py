@@ -1,0 +1,186 @@
+"""What was decided where DeepSpeed contradicts itself, and where fds means to differ from it.
+
+Source: features.md 0.2 and 0.3; code as of 0.19.6, measured. Defaults that only the documentation gives otherwise are
+with their keys (`Key.documented`).
+"""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen
+class Contradiction:
+    """DeepSpeed's documentation says one thing and its code does another.
+
+    Attributes:
+        topic: what it is about.
+        documented: what the documentation, or an earlier source, says.
+        code: what 0.19.6 does.
+        here: what fds does.
+        test: the test that holds it, `path::name`.
+    """
+
+    topic: str
+    documented: str
+    code: str
+    here: str
+    test: str
+
+
+@attrs.frozen
+class Difference:
+    """A defect of DeepSpeed that fds does not have.
+
+    Attributes:
+        deepspeed: what it does.
+        here: what fds does.
+        test: the test that holds it, `path::name`, which would fail if fds did as DeepSpeed.
+    """
+
+    deepspeed: str
+    here: str
+    test: str
+
+
+_HERE = "tests/config/test_decisions.py::"
+_INTENDED = "tests/config/test_intended_differences.py::"
+_PLANS = "tests/plans/test_against_deepspeed.py::"
+
+CONTRADICTIONS = (
+    Contradiction(
+        "order of instructions in `TrainSchedule`",
+        "forward: receive the activation, then send the gradient; backward: send the activation, then receive the "
+        "gradient",
+        "the other way round in both, since March 2023",
+        "a plan says what is computed, and its messages follow from that; DeepSpeed's own order, by edition, is "
+        "`from fds.plans.deepspeed import in_ticks`",
+        f"{_PLANS}test_the_editions_differ_in_the_order_of_exchange_and_in_a_buffer",
+    ),
+    Contradiction(
+        "`TrainSchedule.num_pipe_buffers`",
+        "max(2, min(stages - stage + 1, microbatches))",
+        "max(2, min(stages - stage, microbatches))",
+        "counted from the plan; DeepSpeed's own number, by edition, is `from fds.plans.deepspeed import num_buffers`",
+        f"{_PLANS}test_every_stage_does_what_deepspeeds_does_in_every_tick",
+    ),
+    Contradiction(
+        "`partition_balanced`",
+        "the largest part is as small as can be",
+        "the largest and the smallest part differ by as little as can be, since December 2023; the largest may be "
+        "larger for it",
+        "the largest part is as small as can be, then the parts are as even as can be; the code's boundaries are "
+        "`fds.plans.partition_balanced(weights, parts)`",
+        "tests/plans/test_partition.py::"
+        "test_the_largest_part_is_the_smallest_of_all_divisions_and_then_the_parts_are_the_most_even",
+    ),
+    Contradiction(
+        "`gradient_clipping`",
+        "1.0",
+        "1.0 in 0.19.6, and 0.0 before June 2026: the same JSON trains otherwise",
+        "1.0 in both editions; `explain` shows `fds.clip_by_global_norm(1.0)`; 0 clips nothing",
+        f"{_HERE}test_gradients_are_clipped_at_1_unless_the_json_says_0",
+    ),
+    Contradiction(
+        "timeout of `init_distributed`",
+        "30 minutes",
+        "10 minutes, or as many as `DEEPSPEED_TIMEOUT` says",
+        "30 minutes, or `fds.init_distributed(timeout=seconds)`; no variable of the environment",
+        f"{_HERE}test_ranks_wait_for_each_other_for_half_an_hour",
+    ),
+    Contradiction(
+        "`zero_optimization.grad_hooks`",
+        "a key, true by default",
+        "no key, and refused",
+        "taken as documented; it has no meaning here",
+        f"{_HERE}test_grad_hooks_are_taken_and_listed_as_without_meaning",
+    ),
+    Contradiction(
+        "`aio.thread_count`",
+        "threads of a request",
+        "not read: the key is `intra_op_parallelism`",
+        "an old spelling of `intra_op_parallelism`, taken with a warning",
+        f"{_HERE}test_thread_count_is_an_old_spelling_that_counts",
+    ),
+    Contradiction(
+        "`elasticity.prefer_large_batch`",
+        "which batch size is taken of several",
+        "not read: the key is `prefer_larger_batch`",
+        "an old spelling of `prefer_larger_batch`, taken with a warning",
+        "tests/config/test_elasticity.py::test_the_documented_name_of_the_preference_is_an_old_spelling",
+    ),
+    Contradiction(
+        "optimizer type `Adam`",
+        "Adam, with decay in the gradient",
+        "AdamW, unless `adam_w_mode` is false",
+        "as the code: `fds.adamw`, and `fds.adam` where `adam_w_mode` is false",
+        f"{_HERE}test_adam_is_adamw_unless_told_otherwise",
+    ),
+    Contradiction(
+        "first dynamic loss scale",
+        "2 to the power of 32, in the docstring of the fused float16 optimizer",
+        "2 to the power of `initial_scale_power`: 65536",
+        "as the code",
+        f"{_HERE}test_the_first_loss_scale_is_65536",
+    ),
+)
+
+INTENDED = (
+    Difference(
+        "float16: on the update where the dynamic scale doubles, gradients are divided by the doubled scale: half an "
+        "update, and clipped by half the norm",
+        "gradients are divided by the scale that the loss had",
+        "tests/transforms/test_loss_scale.py::test_the_update_on_the_step_where_the_scale_doubles_is_whole",
+    ),
+    Difference(
+        "float16 at stage 0, 0.18 to 0.19.8: the loss is not scaled and the gradients are divided by the scale all the "
+        "same",
+        "the same update at every stage",
+        f"{_INTENDED}test_float16_updates_alike_at_every_stage",
+    ),
+    Difference(
+        "activations are computed again by a reentrant function, which `torch.autograd.grad` refuses",
+        "`fds.checkpoint_activations` works under it, and changes no bit",
+        f"{_INTENDED}test_computing_activations_again_changes_no_bit_under_torch_autograd_grad",
+    ),
+    Difference(
+        "`partition: parameters` with `seed_layers` fails on Python 3.11 and later",
+        "both are taken, on every Python",
+        f"{_INTENDED}test_layers_with_seeds_are_divided_by_their_parameters",
+    ),
+    Difference(
+        "the data sampler saves the state of numpy's global generator, not of its own: what is loaded repeats batches",
+        "the position is `state.calls`, and what is loaded goes on bit for bit",
+        "tests/data/test_resume.py::test_the_state_that_was_saved_says_where_to_go_on",
+    ),
+    Difference(
+        "warm-ups: the first two updates run at the lowest rate; counters of steps and samples advance where an update "
+        "is skipped, the scheduler does not",
+        "the same JSON gives the same rates, by `fds.schedules.delayed`, which `explain` shows; a warm-up of your own "
+        "is not late. `state.step` counts updates and `state.calls` all calls",
+        f"{_INTENDED}test_the_json_is_late_by_an_update_and_says_so_and_a_skipped_step_is_no_update",
+    ),
+    Difference(
+        "a key of the top level that is not known is ignored; so are typing errors in aio, activation_checkpointing, "
+        "optimizer and pipeline",
+        "refused in every group, with the path and the nearest key",
+        f"{_INTENDED}test_a_typing_error_is_refused_in_every_group",
+    ),
+    Difference(
+        "the norm of the gradients is not known at stage 0 in float32, though they are clipped by it",
+        "`metrics[\"grad_norm\"]` is there wherever gradients are clipped: the norm before that",
+        f"{_INTENDED}test_the_norm_by_which_gradients_are_clipped_is_known_at_every_stage",
+    ),
+    Difference(
+        "settings of activation checkpointing, random states, layer numbers and process groups are globals: two "
+        "engines in one process disturb each other",
+        "a step is a value: any number of them run in turn, each as if it were alone",
+        f"{_INTENDED}test_two_trainings_in_one_process_are_as_each_alone",
+    ),
+    Difference(
+        "1-bit optimizers ignore `bias_correction`, and call what torch no longer has",
+        "1-bit optimizers are not there yet and are refused by name; where an optimizer takes `bias_correction`, it "
+        "follows it",
+        f"{_INTENDED}test_bias_correction_is_followed_or_the_optimizer_is_refused",
+    ),
+)

@@ -1,0 +1,156 @@
+"""All groups of DeepSpeed's JSON as one record, with what involves several of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import attrs
+
+from fds.config import auto as autos, optimizer, scheduler
+from fds.config.activation_checkpointing import ActivationCheckpointingConfig
+from fds.config.autotuning import AutotuningConfig
+from fds.config.background_saves import LoadingConfig, NebulaConfig
+from fds.config.batch import BatchConfig
+from fds.config.communication import ClippingConfig, CommunicationConfig
+from fds.config.compiling import CapturingConfig, CompileConfig
+from fds.config.compression import CompressionConfig
+from fds.config.curriculum import CurriculumConfig
+from fds.config.data_efficiency import DataEfficiencyConfig
+from fds.config.elasticity import ElasticityConfig
+from fds.config.generation import HybridEngineConfig
+from fds.config.layer_dropping import ProgressiveLayerDropConfig
+from fds.config.offload import AioConfig
+from fds.config.optimizer import OptimizerConfig
+from fds.config.parallelism import ExpertParallelConfig, ParallelSizesConfig, TensorParallelConfig
+from fds.config.precision import AmpConfig, BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, refuse_two
+from fds.config.quantize_training import EigenvalueConfig, QuantizeTrainingConfig, WeightQuantizationPlacedConfig
+from fds.config.record import Config, Edition, Key, key, walk
+from fds.config.reporting import (
+    CometConfig,
+    CommsLoggerConfig,
+    CsvMonitorConfig,
+    FlopsProfilerConfig,
+    LoggingConfig,
+    TensorBoardConfig,
+    WandbConfig,
+)
+from fds.config.saving import CheckpointConfig
+from fds.config.scheduler import SchedulerConfig
+from fds.config.sparse_attention import SparseAttentionConfig
+from fds.config.stages import PipelineConfig
+from fds.config.zero import OptimizersUnderZeroConfig, ZeroConfig
+from fds.errors import ConfigError, did_you_mean
+
+
+@attrs.frozen
+class Groups(Config):
+    """Every key of the JSON. Groups whose keys stand at the top of it are records too."""
+
+    batch: BatchConfig = key(BatchConfig, "batch sizes", flat=True)
+    optimizer: OptimizerConfig | None = key(None, "the optimizer")
+    scheduler: SchedulerConfig | None = key(None, "the learning rate's scheduler")
+    communication: CommunicationConfig = key(CommunicationConfig, "gradients between ranks", flat=True)
+    clipping: ClippingConfig = key(ClippingConfig, "the bound of the gradient's norm", flat=True)
+    fp16: FP16Config = key(FP16Config, "training in float16")
+    bf16: BF16Config = key(BF16Config, "training in bfloat16", old=("bfloat16",))
+    amp: AmpConfig = key(AmpConfig, "mixed precision by Apex")
+    torch_autocast: TorchAutocastConfig = key(TorchAutocastConfig, "mixed precision by torch.autocast")
+    data_types: DataTypesConfig = key(DataTypesConfig, "dtypes of their own")
+    zero_optimization: ZeroConfig = key(ZeroConfig, "sharding between data ranks")
+    zero_optimizers: OptimizersUnderZeroConfig = key(
+        OptimizersUnderZeroConfig, "which optimizers may stand under ZeRO", flat=True)
+    aio: AioConfig = key(AioConfig, "asynchronous reads and writes")
+    activation_checkpointing: ActivationCheckpointingConfig = key(
+        ActivationCheckpointingConfig, "how activations wait")
+    pipeline: PipelineConfig = key(PipelineConfig, "a pipeline's own keys")
+    checkpoint: CheckpointConfig = key(CheckpointConfig, "saves")
+    loading: LoadingConfig = key(LoadingConfig, "data sets and saves", flat=True)
+    nebula: NebulaConfig = key(NebulaConfig, "a service that saves in the background")
+    logging: LoggingConfig = key(LoggingConfig, "what the engine prints and times", flat=True)
+    tensorboard: TensorBoardConfig = key(TensorBoardConfig, "events for TensorBoard")
+    csv_monitor: CsvMonitorConfig = key(CsvMonitorConfig, "events as CSV")
+    wandb: WandbConfig = key(WandbConfig, "events for Weights & Biases")
+    comet: CometConfig = key(CometConfig, "events for Comet")
+    comms_logger: CommsLoggerConfig = key(CommsLoggerConfig, "times and bytes of collectives")
+    flops_profiler: FlopsProfilerConfig = key(FlopsProfilerConfig, "operations and times of modules")
+    autotuning: AutotuningConfig = key(AutotuningConfig, "a search for the fastest configuration")
+    elasticity: ElasticityConfig = key(ElasticityConfig, "batch sizes for many numbers of ranks")
+    sparse_attention: SparseAttentionConfig | None = key(None, "block-sparse attention")
+    data_efficiency: DataEfficiencyConfig = key(DataEfficiencyConfig, "fewer samples and tokens")
+    curriculum_learning: CurriculumConfig = key(CurriculumConfig, "short sequences first")
+    progressive_layer_drop: ProgressiveLayerDropConfig = key(ProgressiveLayerDropConfig, "fewer layers at random")
+    compression_training: CompressionConfig = key(CompressionConfig, "a smaller model by training")
+    quantize_training: QuantizeTrainingConfig = key(QuantizeTrainingConfig, "fewer bits as training goes on")
+    eigenvalue: EigenvalueConfig = key(EigenvalueConfig, "curvature of layers")
+    weight_quantization: WeightQuantizationPlacedConfig | None = key(None, "weights that are stored quantized")
+    parallel_sizes: ParallelSizesConfig = key(ParallelSizesConfig, "how ranks are laid out", flat=True)
+    tensor_parallel: TensorParallelConfig = key(TensorParallelConfig, "layers shared among ranks")
+    expert_parallel: ExpertParallelConfig = key(ExpertParallelConfig, "experts shared among ranks")
+    hybrid_engine: HybridEngineConfig = key(HybridEngineConfig, "answers of the model while it is trained")
+    compile: CompileConfig = key(CompileConfig, "passes over a compiled model")
+    capturing: CapturingConfig = key(CapturingConfig, "the shape of what runs", flat=True)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, defaults: Edition = "0.19.6") -> Self:
+        """Return the configuration of a JSON object. Raises `ConfigError` with the JSON path."""
+        zero = data.get("zero_optimization") if isinstance(data, Mapping) else None
+        if isinstance(zero, bool):  # the oldest spelling
+            warnings.warn('"zero_optimization" by a truth value is an old spelling: write {"stage": 1}', FutureWarning,
+                          stacklevel=3)
+            size = {}
+            if "allgather_size" in data:
+                warnings.warn("'allgather_size' is an old spelling: write 'zero_optimization.allgather_bucket_size'",
+                              FutureWarning, stacklevel=3)
+                size = {"allgather_bucket_size": data["allgather_size"]}
+            data = {name: value for name, value in data.items() if name != "allgather_size"}
+            data["zero_optimization"] = {"stage": int(zero), **size}
+        return super().from_dict(data, defaults=defaults)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for keys of different groups that contradict each other."""
+        refuse_two(self)
+        kind = self.optimizer.kind if self.optimizer is not None else None
+        if kind in ("onebitadam", "zerooneadam", "onebitlamb") and self.zero_optimization.stage not in (0, autos.AUTO):
+            raise ConfigError("this optimizer and ZeRO exclude each other",
+                              where="optimizer.type, zero_optimization.stage",
+                              got=f"{kind}, {self.zero_optimization.stage}", want="stage 0")
+        if self.communication.gradient_allreduce_op == "sum" and self.zero_optimization.stage == 3:
+            raise ConfigError("stage 3 takes the mean of gradients",
+                              where="gradient_allreduce_op, zero_optimization.stage", got="sum, 3", want="mean")
+
+    def resolve(
+        self, *, world_size: int = 1, auto: Mapping[str, Any] | None = None, hidden_size: int | None = None,
+        **known: Any,
+    ) -> Self:
+        """Return the configuration with nothing open: the batch triangle whole, every `"auto"` filled in or default.
+
+        Args:
+            world_size: number of data ranks.
+            auto: JSON path -> value of keys that are `"auto"`; `fds.config.training_arguments` makes it of
+                transformers' arguments.
+            hidden_size: of the model, in elements: the sizes of ZeRO's messages, where they are `"auto"`, follow it.
+
+        Raises `ConfigError` for numbers that do not multiply, and for a value that the JSON contradicts.
+        """
+        values = {**({} if hidden_size is None else autos.of_hidden_size(hidden_size)), **(auto or {})}
+        self._refuse_unknown(values)
+        filled = type(self).from_dict(autos.filled(self.to_dict(), values), defaults=self.defaults)
+        return filled.with_keys(batch=filled.batch.resolve(world_size=world_size))
+
+    def walk(self) -> Iterator[tuple[str, Any, Key, bool]]:
+        """Yield (JSON path, value, what is known of the key, whether it was given) of all keys, parameters too."""
+        for path, value, known, given in walk(self):
+            yield path, value, known, given
+            if path == "optimizer" and value is not None and value.kind in optimizer.PARAMETERS:
+                yield from walk(value.arguments, "optimizer.params.")
+            if path == "scheduler" and value is not None and value.type in scheduler.PARAMETERS:
+                yield from walk(value.arguments, "scheduler.params.")
+
+    def _refuse_unknown(self, values: Mapping[str, Any]) -> None:
+        known = [path for path, *_ in self.walk()]
+        for path in values:
+            if path not in known and not path.startswith(("optimizer.params.", "scheduler.params.")):
+                raise ConfigError("there is no such key", where=path, got=repr(path), want="the JSON path of a key",
+                                  hint=did_you_mean(path, known))

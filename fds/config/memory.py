@@ -1,0 +1,87 @@
+"""What a configuration holds on every rank, by formula, before there is a model.
+
+Source: DESIGN.md, "Where bytes live"; `step.describe(state)` says it exactly, for a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+
+from fds.config.call import Call
+from fds.config.groups import Groups
+
+_SLOTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "adagrad": 1}  # of the size of the parameters, float32
+_BUCKET_BYTES = 32 * 2**20  # shard_optimizer's own
+
+
+@attrs.frozen
+class Held:
+    """What a rank holds of something: bytes per parameter of its stage, and bytes besides.
+
+    Attributes:
+        what: in words.
+        per_parameter: bytes.
+        besides: bytes; of a `bound`, the most that it may be.
+        bound: it is never more than `besides`, however many parameters there are.
+    """
+
+    what: str
+    per_parameter: float
+    besides: int = 0
+    bound: bool = False
+
+    def num_bytes(self, num_parameters: int) -> int:
+        """Return the bytes for a stage of so many parameters."""
+        whole = round(self.per_parameter * num_parameters)
+        return min(whole, self.besides) if self.bound else min(whole + self.besides, max(whole, self.besides))
+
+    def formula(self) -> str:
+        """Return the bytes for P parameters, in words."""
+        per = f"{self.per_parameter:g} P"
+        if self.bound:
+            return f"{per}, at most {self.besides:,}"
+        return per
+
+
+def held(config: Groups, calls: tuple[Call, ...], axes: Mapping[str, int]) -> tuple[Held, ...]:
+    """Return what every rank holds, between steps and within one."""
+    made = {call.path: call for call in calls}
+    shard, precision = made["shard_optimizer"], made.get("precision")
+    stage, ranks = shard.kwargs.get("stage", 1), axes["dp"]
+    shared = ranks if stage else 1
+    compute = 4 if precision is None else precision.args[0].itemsize
+    summed = 4 if precision is None else precision.kwargs.get("accumulate", torch.float32).itemsize
+    sent = summed if precision is None else precision.kwargs.get("reduce", precision.kwargs.get(
+        "accumulate", torch.float32)).itemsize
+    bucket = shard.kwargs.get("bucket_bytes", _BUCKET_BYTES)
+    alone = ranks * axes.get("replicate", 1) == 1
+    out = [Held(f"master weights and optimizer state{_among(shared)}", (4 + 4 * _num_slots(config)) / shared)]
+    if alone or stage == 0:
+        out += [Held("16-bit parameters", compute)] if compute < 4 else []
+    elif stage < 3:
+        out += [Held("whole parameters", compute)]
+    else:
+        live = shard.kwargs.get("max_live_bytes", 2 * bucket * compute // 4)
+        live += shard.kwargs.get("prefetch", 1) * bucket * compute // 4
+        out += [Held("parameters that are whole at once, beside small ones", compute, live, bound=True)]
+    reduces_slices = stage > 1 and not alone
+    out += [Held(f"sums of gradients{_among(ranks if reduces_slices else 1)}",
+                 summed / (ranks if reduces_slices else 1))]
+    if reduces_slices:
+        out += [Held("two buckets of gradients", sent, 2 * bucket * sent // 4, bound=True)]
+    return tuple(out)
+
+
+def _among(ranks: int) -> str:
+    return f", among {ranks} ranks" if ranks > 1 else ""
+
+
+def _num_slots(config: Groups) -> int:
+    if config.optimizer is None or config.optimizer.kind is None:
+        return 2
+    if config.optimizer.kind == "sgd":
+        return 1 if config.optimizer.arguments.momentum else 0
+    return _SLOTS.get(config.optimizer.kind, 2)

@@ -1,0 +1,240 @@
+"""The optimizer, and the parameters that each kind of it takes.
+
+Source: features.md 1.4; the constructors that DeepSpeed 0.19.6 calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from fds.config.meaning import Argument, NotApplicable, NotYet, Part, argument
+from fds.config.record import Config, key, within
+from fds.errors import ConfigError
+
+_ADAM = ("adamw", "adam")
+_TYPE = Part("type")
+_FOREACH = NotApplicable("fds chooses between torch's fused functions and its own kernels by device")
+
+
+def _lr(default: float | None, *of: str) -> Any:
+    return key(default, "learning rate; a scheduler that names its own replaces it", argument(*of, name="lr"), low=0)
+
+
+def _betas(of: Argument, default: tuple[float, float] = (0.9, 0.999)) -> Any:
+    return key(default, "decay of the running means of the gradient and of its square", of)
+
+
+def _eps(default: float, *of: str) -> Any:
+    return key(default, "added to the denominator", argument(*of, name="eps"), low=0)
+
+
+def _weight_decay(default: float | None, *of: str) -> Any:
+    return key(default, "share of the parameter that an update takes away", argument(*of, name="weight_decay"), low=0)
+
+
+def _amsgrad() -> Any:
+    return key(False, "keep the maximum of the second moment", NotYet("AMSGrad"))
+
+
+def _maximize() -> Any:
+    return key(False, "climb instead of descend", NotYet("maximizing: return the negative loss"))
+
+
+def _differentiable() -> Any:
+    return key(False, "let gradients flow through the update", NotYet("derivatives of an update"))
+
+
+@attrs.frozen
+class AdamConfig(Config):
+    """Parameters of `Adam` and `AdamW`: both are AdamW, unless Adam has `adam_w_mode` false."""
+
+    lr: float = _lr(1e-3, *_ADAM)
+    betas: tuple[float, float] = _betas(argument(*_ADAM, name="betas"))
+    eps: float = _eps(1e-8, *_ADAM)
+    weight_decay: float = key(
+        0.0, "share of the parameter that an update takes away; absent under `torch_adam`: torch's (AdamW: 0.01)",
+        argument(*_ADAM, name="weight_decay"), low=0,
+    )
+    bias_correction: bool = key(
+        True, "divide the running means by 1 - beta^t", argument(*_ADAM, name="bias_correction"))
+    adam_w_mode: bool = key(
+        True, "decay the parameters themselves (AdamW), not the gradient (L2)", argument("adam", note="if false"))
+    torch_adam: bool = key(
+        False, "use torch's class", NotApplicable("one formula; only the default of weight_decay follows it"))
+    fp32_optimizer_states: bool | None = key(
+        None, "keep moments in float32 on the CPU", NotYet("16-bit optimizer states", nothing=(None, True)))
+    amsgrad: bool = _amsgrad()
+    foreach: bool | None = key(None, "torch's choice of implementation", _FOREACH)
+    fused: bool | None = key(None, "torch's choice of implementation", _FOREACH)
+    set_grad_none: bool = key(True, "drop gradients instead of zeroing them", NotApplicable(
+        "gradients are values of one step; nothing is kept to be zeroed"))
+
+
+@attrs.frozen
+class LambConfig(Config):
+    """Parameters of `Lamb`."""
+
+    lr: float = _lr(1e-3, "lamb")
+    betas: tuple[float, float] = _betas(argument("lamb", name="betas"))
+    eps: float = _eps(1e-8, "lamb")
+    weight_decay: float = _weight_decay(0.0, "lamb")
+    bias_correction: bool = key(
+        True, "correct the step size for the start of the running means", argument("lamb", name="bias_correction"))
+    eps_inside_sqrt: bool = key(False, "add eps under the root", argument("lamb", name="eps_inside_sqrt"))
+    max_coeff: float = key(10.0, "upper bound of a parameter's trust ratio", argument("lamb", name="max_coeff"), low=0)
+    min_coeff: float = key(0.01, "lower bound of a parameter's trust ratio", argument("lamb", name="min_coeff"), low=0)
+    amsgrad: bool = _amsgrad()
+
+
+@attrs.frozen
+class LionConfig(Config):
+    """Parameters of `Lion`."""
+
+    lr: float = _lr(1e-3, "lion")
+    betas: tuple[float, float] = _betas(argument("lion", name="betas"))
+    weight_decay: float = _weight_decay(0.0, "lion")
+    set_grad_none: bool = key(True, "drop gradients instead of zeroing them", NotApplicable(
+        "gradients are values of one step; nothing is kept to be zeroed"))
+
+
+@attrs.frozen
+class AdagradConfig(Config):
+    """Parameters of `Adagrad`."""
+
+    lr: float = _lr(1e-2, "adagrad")
+    lr_decay: float = key(0.0, "how fast the learning rate falls with t", argument("adagrad", name="lr_decay"), low=0)
+    weight_decay: float = _weight_decay(0.0, "adagrad")
+    initial_accumulator_value: float = key(
+        0.0, "what the sum of squares begins with", argument("adagrad", name="initial_accumulator_value"), low=0)
+    eps: float = _eps(1e-10, "adagrad")
+    maximize: bool = _maximize()
+    differentiable: bool = _differentiable()
+    foreach: bool | None = key(None, "torch's choice of implementation", _FOREACH)
+    fused: bool | None = key(None, "torch's choice of implementation", _FOREACH)
+
+
+@attrs.frozen
+class SgdConfig(Config):
+    """Parameters of torch's `SGD`."""
+
+    lr: float = _lr(1e-3, "sgd")
+    momentum: float = key(0.0, "decay of the running sum of gradients", argument("sgd", name="momentum"), low=0)
+    dampening: float = key(0.0, "share of the gradient that the sum leaves out", argument("sgd", name="dampening"))
+    weight_decay: float = _weight_decay(0.0, "sgd")
+    nesterov: bool = key(False, "look ahead along the momentum", argument("sgd", name="nesterov"))
+    maximize: bool = _maximize()
+    differentiable: bool = _differentiable()
+    foreach: bool | None = key(None, "torch's choice of implementation", _FOREACH)
+    fused: bool | None = key(None, "torch's choice of implementation", _FOREACH)
+
+
+@attrs.frozen
+class CompressedConfig(Config):
+    """What the optimizers with compressed communication have in common."""
+
+    lr: float = key(1e-3, "learning rate", _TYPE, low=0)
+    betas: tuple[float, float] = key((0.9, 0.999), "decay of the running means", _TYPE)
+    eps: float = key(1e-8, "added to the denominator", _TYPE, low=0)
+    weight_decay: float = key(0.0, "decay of the parameters", _TYPE, low=0)
+    bias_correction: bool = key(True, "nothing: 0.19.6 never applies it here", _TYPE)
+    eps_inside_sqrt: bool = key(False, "add eps under the root", _TYPE)
+    amsgrad: bool = key(False, "keep the maximum of the second moment", _TYPE)
+    cuda_aware: bool = key(False, "MPI sends GPU memory itself", _TYPE)
+    comm_backend_name: str = key("nccl", "what carries the messages", _TYPE)
+
+
+@attrs.frozen
+class OneBitAdamConfig(CompressedConfig):
+    """Parameters of `OneBitAdam`."""
+
+    freeze_step: int = key(100000, "updates before compression begins", _TYPE, unit="steps", low=0)
+
+
+@attrs.frozen
+class ZeroOneAdamConfig(CompressedConfig):
+    """Parameters of `ZeroOneAdam`."""
+
+    var_freeze_step: int = key(100000, "updates after which the variance stays", _TYPE, unit="steps", low=0)
+    var_update_scaler: int = key(16, "variance updates after which their interval doubles", _TYPE, low=1)
+    local_step_scaler: int = key(
+        32678, "updates after which the interval of local steps doubles", _TYPE, unit="steps", low=1)
+    local_step_clipper: int = key(16, "longest interval of local steps", _TYPE, unit="steps", low=1)
+
+
+@attrs.frozen
+class OneBitLambConfig(CompressedConfig):
+    """Parameters of `OneBitLamb`."""
+
+    freeze_step: int = key(100000, "updates before compression begins", _TYPE, unit="steps", low=0)
+    max_coeff: float = key(10.0, "upper bound of a parameter's trust ratio", _TYPE, low=0)
+    min_coeff: float = key(0.01, "lower bound of a parameter's trust ratio", _TYPE, low=0)
+    coeff_beta: float = key(0.9, "decay of the running mean of trust ratios", _TYPE, low=0)
+    factor_max: float = key(4.0, "upper bound of the correction of a frozen ratio", _TYPE, low=0)
+    factor_min: float = key(0.5, "lower bound of the correction of a frozen ratio", _TYPE, low=0)
+    factor_threshold: float = key(0.1, "bound of the correction's change between updates", _TYPE, low=0)
+
+
+@attrs.frozen
+class MuonConfig(Config):
+    """Parameters of `Muon`, and of the Adam of those parameters that are no matrices."""
+
+    lr: float | None = key(None, "learning rate of both; null: 0.02 and 0.0003", _TYPE, low=0)
+    muon_lr: float | None = key(None, "learning rate of matrices; null: `lr`", _TYPE, low=0)
+    adam_lr: float | None = key(None, "learning rate of the others; null: `lr`", _TYPE, low=0)
+    momentum: float = key(0.95, "decay of the running mean of matrices' gradients", _TYPE, low=0)
+    ns_method: str = key("gram", "how a matrix is made orthogonal", _TYPE)
+    betas: tuple[float, float] = key((0.9, 0.95), "decay of the others' running means", _TYPE)
+    eps: float = key(1e-10, "added to the others' denominator", _TYPE, low=0)
+    weight_decay: float = key(0.0, "share of a parameter that an update takes away", _TYPE, low=0)
+    adam_w_mode: bool = key(True, "decay the others themselves, not their gradient", _TYPE)
+    torch_adam: bool = key(False, "use torch's Adam for the others", _TYPE)
+    fp32_optimizer_states: bool | None = key(None, "keep moments in float32 on the CPU", _TYPE)
+
+
+PARAMETERS: dict[str, type[Config]] = {  # by the type's name in lower case, as 0.19.6 compares its own
+    "adam": AdamConfig, "adamw": AdamConfig, "lamb": LambConfig, "lion": LionConfig, "adagrad": AdagradConfig,
+    "sgd": SgdConfig, "onebitadam": OneBitAdamConfig, "zerooneadam": ZeroOneAdamConfig, "onebitlamb": OneBitLambConfig,
+    "muon": MuonConfig,
+}
+SPELLED = {
+    "adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "adagrad": "Adagrad", "sgd": "SGD",
+    "onebitadam": "OneBitAdam", "zerooneadam": "ZeroOneAdam", "onebitlamb": "OneBitLamb",
+    "muon": "Muon",
+}
+NOT_YET = {"onebitadam": "1-bit Adam", "zerooneadam": "0/1 Adam", "onebitlamb": "1-bit LAMB",
+           "muon": "Muon by attributes of parameters: pass fds.by_name({...: fds.muon(...), ...})"}
+
+
+@attrs.frozen
+class OptimizerConfig(Config):
+    """The optimizer by name, and what it is made with."""
+
+    type: str | None = key(
+        None, "its name: one of DeepSpeed's own in any case, or a class of torch.optim",
+        argument("adamw", "adam", "lamb", "lion", "adagrad", "sgd", note="which of them"),
+    )
+    params: dict[str, Any] = key(dict, "what it is made with; below, per type", argument("adamw", note="below"))
+    legacy_fusion: bool = key(False, "an older way to flatten float16 parameters", NotApplicable(
+        "parameters are flat buckets whenever they are sharded"))
+
+    def check(self) -> None:
+        """Raise `ConfigError` for parameters that the optimizer does not take."""
+        if self.kind in PARAMETERS:
+            if "max_grad_norm" in self.params:
+                raise ConfigError("the gradient is clipped by a key of its own", where="params.max_grad_norm",
+                                  got=repr(self.params["max_grad_norm"]), want='"gradient_clipping" beside "optimizer"')
+            self.arguments  # noqa: B018 (made to be refused)
+
+    @property
+    def kind(self) -> str | None:
+        """The type in lower case, as 0.19.6 knows its own."""
+        return None if self.type is None else self.type.lower()
+
+    @property
+    def arguments(self) -> Any:
+        """What the optimizer is made with, of its own record. Raises `ConfigError` for a type without one."""
+        with within("params."):
+            return PARAMETERS[str(self.kind)].from_dict(self.params, defaults=self.defaults)
+

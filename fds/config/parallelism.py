@@ -1,0 +1,143 @@
+"""Parallelism beside data and pipelines: how many ranks share a tensor, a sequence, or the experts of a layer.
+
+Source: `runtime/tensor_parallel/config.py`, `module_inject/auto_ep_config.py` and `__init__.py` of 0.19.6.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import attrs
+
+from fds.config.contradiction import contradiction, refuse_disorder
+from fds.config.meaning import Elsewhere, NotApplicable, NotYet, Part
+from fds.config.record import AUTO, Config, key, within
+
+_TP = Part("autotp_size")
+_OBJECT = NotApplicable("ranks are those of a mesh, whose axes are passed to transforms")
+_INFERENCE = NotApplicable("0.19.6 reads it for inference only")
+
+
+@attrs.frozen
+class ParallelSizesConfig(Config):
+    """How ranks are laid out; keys of the top level."""
+
+    data_parallel_size: int | None = key(
+        None, "ranks that take different rows; with the next key it makes the mesh",
+        Elsewhere("fds.mesh(dp=...)"), unit="ranks", over=0,
+    )  # fmt: skip
+    sequence_parallel_size: int | None = key(
+        None, "ranks that share the tokens of a row", NotYet("sequence parallelism", nothing=(None, 1)),
+        unit="ranks", over=0,
+    )  # fmt: skip
+    use_data_before_expert_parallelism: bool = key(
+        False, "let neighbouring ranks differ in data, not in experts",
+        Elsewhere("fds.mesh(...)", "neighbours differ in the axis that is named last"),
+    )  # fmt: skip
+
+
+@attrs.frozen
+class TensorParallelRanksConfig(Config):
+    """`tp` of tensor parallelism."""
+
+    tp_size: int = key(1, "ranks that share a layer, as checked against `autotp_size`",
+                       NotYet("tensor parallelism", nothing=(1,)), unit="ranks", over=0)  # fmt: skip
+    tp_grain_size: int = key(1, "slices of a layer are multiples of this", Part("tp_size"), unit="elements", over=0)
+    mpu: Any = key(None, "object that knows the groups of ranks", _OBJECT)
+    tp_group: Any = key(None, "group of the ranks that share a layer", _OBJECT)
+
+
+@attrs.frozen
+class TensorRuleConfig(Config):
+    """One of `layer_specs`: how the parameters of some names are shared."""
+
+    patterns: tuple[str, ...] = key((), "regular expressions for names of parameters", _TP)
+    partition_type: Literal["column", "row", "skip"] = key(
+        "column", "share outputs, share inputs, or give each rank all", _TP)
+    shape: Any = key(None, "the parameter is viewed so first; -1 is inferred, a list in a list is of uneven parts", _TP)
+    partition_dim: int | None = key(None, "dim of that which is shared; null: 0 for column, 1 for row", _TP, low=0)
+    model_types: tuple[str, ...] | None = key(None, "architectures that the rule is for; null: all", _TP)
+    gather_output: bool = key(False, "give each rank all outputs", _TP)
+    grad_allreduce: bool = key(False, "sum gradients of what each rank has all of", _TP)
+
+
+@attrs.frozen
+class TensorPartitionConfig(Config):
+    """`partition_config`: which dim of which parameter is shared."""
+
+    use_default_specs: bool = key(True, "add these to the preset's rules, not replace them", _TP)
+    layer_specs: tuple[dict[str, Any], ...] = key(
+        (), "rules, the first that matches a parameter counts; each has the keys of `TensorRuleConfig`", _TP)
+    tp_size: int = key(1, "nothing: `autotp_size` replaces it", NotApplicable("`autotp_size` replaces it"), over=0)
+    embedding_partition_dim: int = key(1, "dim of an embedding that is shared", _TP)
+    lm_head_patterns: tuple[str, ...] = key(("lm_head", "embed_out"), "names of the output layer", _TP)
+    strict_mode: bool = key(False, "refuse linear layers that no rule is for", _TP)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a rule that is none."""
+        for i, rule in enumerate(() if self.layer_specs == AUTO else self.layer_specs):
+            with within(f"layer_specs.{i}."):
+                TensorRuleConfig.from_dict(rule)
+
+
+@attrs.frozen
+class TensorParallelConfig(Config):
+    """`tensor_parallel`: a model is sliced by its layers' names."""
+
+    autotp_size: int = key(
+        0, "ranks that share a layer", NotYet("tensor parallelism", nothing=(0, 1)), unit="ranks", low=0)
+    tp_overlap_comm: bool = key(False, "send while computing", _TP)
+    tp: TensorParallelRanksConfig = key(
+        TensorParallelRanksConfig, "the ranks that share a layer", old=("tensor_parallel",))
+    preset_model: str | None = key(None, "architecture whose rules are built in", _TP)
+    partition_config: TensorPartitionConfig | None = key(None, "rules of one's own", _TP)
+    dtype: str = key("torch.float16", "type of the sliced parameters", _INFERENCE)
+    injection_policy_tuple: tuple[Any, ...] | None = key(None, "modules whose output is summed", _INFERENCE)
+    keep_module_on_host: bool = key(False, "slice in the host's memory", _INFERENCE)
+    kernel_inject: bool = key(False, "use inference kernels", _INFERENCE, old=("replace_with_kernel_inject",))
+
+    def check(self) -> None:
+        """Raise `ConfigError` for two sizes."""
+        auto, size = self.autotp_size, self.tp.tp_size
+        if AUTO not in (auto, size) and auto > 1 and size > 1 and auto != size:
+            raise contradiction(self, "a layer is shared by one number of ranks", "autotp_size", "tp.tp_size",
+                                want="the same number, or autotp_size alone")  # fmt: skip
+
+
+@attrs.frozen
+class ExpertParallelConfig(Config):
+    """`expert_parallel`: layers of experts are found in a model, and the experts shared among ranks."""
+
+    enabled: bool = key(False, "share experts among ranks", NotYet("expert parallelism"))
+    autoep_size: int = key(1, "ranks that share the experts of a layer", Part(), unit="ranks", over=0)
+    expert_tensor_parallel_size: int = key(1, "ranks that share one expert", Part(), unit="ranks", over=0)
+    validate_folding_routing: bool = key(False, "check at each step that ranks agree on tokens", Part())
+    preset_model: str | None = key(None, "architecture whose names are built in", Part())
+    moe_layer_pattern: str | None = key(None, "regular expression for layers of experts", Part())
+    expert_pattern: str | None = key(None, "attribute of such a layer that holds the experts", Part())
+    router_pattern: str | None = key(None, "attribute that holds the router", Part())
+    use_grouped_mm: bool = key(True, "multiply all experts at once", Part())
+    disable_triton_grouped_mm: bool = key(False, "without Triton", Part())
+    route_norm: bool | None = key(None, "let the weights of a token's experts sum to one; null: as the preset", Part())
+    route_scale: float = key(1.0, "factor of the experts' output", Part())
+    score_apply: Literal["auto", "pre", "post"] = key("auto", "scale what experts take, or what they give", Part())
+    combine_impl: Literal["auto", "weighted_sum", "legacy_bmm"] = key("auto", "how outputs are added", Part())
+    num_expert_groups: int | None = key(None, "groups of experts that are routed to as one", Part(), over=0)
+    num_limited_groups: int | None = key(None, "groups that a token may go to", Part(), over=0)
+    score_func: Literal["auto", "softmax", "sigmoid"] = key("auto", "how scores become weights", Part())
+    top_k: int = key("auto", "experts that compute a token", Part(), over=0)
+    load_balance_coeff: float | None = key(None, "weight of an auxiliary loss; 0.19.6 takes null only", Part())
+    routed_scaling_factor: float = key("auto", "factor of routed experts' output", Part())
+    expert_w1: str | None = key(None, "name of an expert's first weight; null: as the preset", Part())
+    expert_w2: str | None = key(None, "name of its second", Part())
+    expert_w3: str | None = key(
+        None, "name of its third; absent: as the preset; null, given: the first holds it too", Part())
+    num_experts_attr: str | None = key(None, "attribute of the model's config that counts experts", Part())
+    top_k_attr: str | None = key(None, "attribute of the model's config for top_k", Part())
+    has_shared_experts: bool | None = key(None, "whether some experts compute all tokens", Part())
+    shared_experts_pattern: str | None = key(None, "attribute that holds those", Part())
+    shared_experts_gate_pattern: str | None = key(None, "attribute that weighs them", Part())
+
+    def check(self) -> None:
+        """Raise `ConfigError` for more groups than there are."""
+        refuse_disorder(self, "num_limited_groups", "num_expert_groups")

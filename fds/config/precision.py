@@ -1,0 +1,122 @@
+"""16-bit training: the dtype of the step, of its sums and of its messages, and the scale of the loss.
+
+Source: features.md 1.7.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import attrs
+
+from fds.config.communication import Dtype
+from fds.config.meaning import NotApplicable, NotYet, argument
+from fds.config.record import AUTO, Config, key
+from fds.errors import ConfigError
+
+_NO_MASTERS = NotYet("master weights in 16 bit")
+_SCALES = ("loss_scale",)
+
+
+@attrs.frozen
+class FP16Config(Config):
+    """Training in float16, with a loss that is scaled."""
+
+    enabled: bool = key(False, "compute in float16, from float32 master weights", argument("precision", name="compute"))
+    auto_cast: bool = key(False, "cast the model's floating inputs", NotApplicable(
+        "fds.precision always casts them; fds.precision(inputs=...) says which"))
+    loss_scale: float = key(
+        0.0, "fixed factor of the loss; 0: one that adapts itself", argument("static_loss_scale", name="scale"), low=0)
+    initial_scale_power: int = key(
+        16, "the first scale is 2 to this power", argument(*_SCALES, name="initial", note="2.0**n"), low=0)
+    loss_scale_window: int = key(
+        1000, "updates without overflow after which the scale doubles", argument(*_SCALES, name="window"),
+        unit="steps", over=0,
+    )
+    hysteresis: int = key(
+        2, "overflows until the scale is halved", argument(*_SCALES, name="hysteresis"), over=0)
+    consecutive_hysteresis: bool = key(
+        False, "give the free overflows back after every good update",
+        argument(*_SCALES, name="consecutive_hysteresis"))
+    min_loss_scale: float = key(1, "smallest scale", argument(*_SCALES, name="minimum"), over=0)
+    fp16_master_weights_and_grads: bool = key(False, "keep master weights and gradients in float16", _NO_MASTERS)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a scale that is no number."""
+        if self.loss_scale != AUTO and not math.isfinite(self.loss_scale):
+            raise ConfigError("a scale is finite", where="loss_scale", got=repr(self.loss_scale), want="0, or 2.0**16")
+
+
+@attrs.frozen
+class BF16Config(Config):
+    """Training in bfloat16, whose range needs no scale."""
+
+    enabled: bool = key(
+        False, "compute in bfloat16, from float32 master weights", argument("precision", name="compute"))
+    immediate_grad_update: bool = key(False, "add gradients to their sum in a hook", NotApplicable(
+        "gradients are summed as backward makes them"))
+    check_grad_overflow: bool = key(
+        True, "skip an update whose gradients are not finite", argument("skip_nonfinite"))
+    bf16_master_weights_and_grads: bool = key(False, "keep master weights and gradients in bfloat16", _NO_MASTERS)
+    bf16_optimizer_states: bool = key(False, "keep the optimizer's state in bfloat16", NotYet(
+        "16-bit optimizer states"))
+
+
+@attrs.frozen
+class AmpConfig(Config):
+    """Mixed precision by Apex in DeepSpeed, by torch.autocast here."""
+
+    enabled: bool = key(
+        False, "choose the dtype of every operator by a list",
+        argument("autocast", "loss_scale", note="float16, with a loss that is scaled"))
+    opt_level: Literal["O0", "O1", "O2", "O3"] = key(
+        "O1", "Apex's policy", NotYet("Apex's O0, O2 and O3: write fp16 instead of O2", nothing=("O1",)))
+    loss_scale: float | Literal["dynamic"] | None = key(
+        None, "fixed factor of the loss, or dynamic", argument("static_loss_scale", name="scale"))
+    cast_model_type: Any = key(None, "Apex's dtype of parameters", NotYet("Apex's own choices"))
+    patch_torch_functions: bool | None = key(None, "let Apex patch torch", NotApplicable("torch.autocast does this"))
+    keep_batchnorm_fp32: bool | str | None = key(
+        None, "norms in float32", NotApplicable("torch.autocast runs norms in float32"))
+    master_weights: bool | None = key(None, "float32 master weights", NotApplicable("parameters stay float32"))
+    verbosity: int = key(1, "what Apex prints", NotApplicable("a step prints nothing"))
+    min_loss_scale: float | None = key(None, "smallest scale", argument("loss_scale", name="minimum"))
+    max_loss_scale: float = key(2.0**24, "largest scale", NotYet("a largest loss scale", nothing=(2.0**24,)))
+
+
+@attrs.frozen
+class TorchAutocastConfig(Config):
+    """Mixed precision by torch.autocast."""
+
+    enabled: bool = key(False, "run the loss under torch.autocast", argument("autocast"))
+    dtype: Literal["bfloat16", "float16", "bf16", "fp16"] | None = key(
+        None, "what operators compute in; null: bfloat16", argument("autocast", name="dtype"))
+    lower_precision_safe_modules: tuple[str, ...] | None = key(
+        None, "classes of modules whose gradients are sent in `dtype`", NotYet("a dtype of messages per module"))
+
+
+@attrs.frozen
+class DataTypesConfig(Config):
+    """Dtypes that are not those of the parameters in the step."""
+
+    grad_accum_dtype: Dtype | None = key(
+        None, "dtype of the sum of microbatches' gradients; null: that of the parameters in the step",
+        argument("precision", name="accumulate"),
+    )
+    param_dtype: Dtype | None = key(
+        None, "dtype of parameters in the step; null: as fp16 and bf16 say", argument("precision", name="compute"))
+    buffer_dtype: Dtype | None = key(
+        None, "dtype of buffers; null: their own", NotYet("buffers in another dtype"))
+
+
+def refuse_two(config: Any) -> None:
+    """Raise `ConfigError` where a configuration asks for two kinds of mixed precision."""
+    asked = [name for name in ("fp16", "bf16", "amp", "torch_autocast")
+             if config[f"{name}.enabled"] is not False and config[f"{name}.enabled"] != AUTO]
+    if len(asked) > 1:
+        where = ", ".join(f"{name}.enabled" for name in asked)
+        raise ConfigError("there is one kind of mixed precision at a time", where=where, got="all of them",
+                          want="one of them true")
+    if "amp" in asked and config["zero_optimization.stage"] not in (0, AUTO):
+        raise ConfigError("Apex's amp and ZeRO exclude each other", where="amp.enabled, zero_optimization.stage",
+                          got=f"true, {config['zero_optimization.stage']}", want="stage 0, or torch_autocast for amp")

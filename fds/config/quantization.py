@@ -1,0 +1,116 @@
+"""Quantization, of weights and of activations: a model that learns with fewer bits.
+
+Source: reference/003 and features.md 1.15; `compression/config.py` of 0.19.6.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import attrs
+
+from fds.config.contradiction import refuse_disorder
+from fds.config.meaning import NotApplicable, NotYet, Part
+from fds.config.module_groups import SHARED, ModuleGroupConfig, refuse_bare_groups, start
+from fds.config.record import Config, key
+
+_KERNEL = NotApplicable("which kernel computes a formula is fds's choice")
+_PRINTED = NotApplicable("a step prints nothing")
+
+
+def _symmetry() -> Any:
+    return key("symmetric", "whether the range is about zero or from the least to the greatest value", Part())
+
+
+@attrs.frozen
+class MixedQuantizationConfig(Config):
+    """`fp16_mixed_quantize`: a mean of weights and quantized weights, which moves to the quantized."""
+
+    enabled: bool = key(False, "mix them", SHARED)
+    quantize_change_ratio: float = key(0.001, "how much the quantized share grows with a step", SHARED, low=0)
+
+
+@attrs.frozen
+class WeightQuantizationSharedConfig(Config):
+    """What all groups of weight quantization share."""
+
+    enabled: bool = key(False, "train with quantized weights", NotYet("training with quantized weights"))
+    quantizer_kernel: bool = key(False, "quantize in a fused kernel", _KERNEL)
+    schedule_offset: int = start(0, documented=0)
+    quantize_groups: int = key(1, "parts of a weight, each with a scale of its own", Part(), over=0)
+    quantize_verbose: bool = key(False, "print when bits change", _PRINTED)
+    quantization_type: Literal["symmetric", "asymmetric"] = _symmetry()
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "how values are rounded to the grid", Part())
+    quantize_weight_in_forward: bool = key(
+        False, "quantize where a weight is used, not where it is updated; float32 needs this", Part())
+    fp16_mixed_quantize: MixedQuantizationConfig = key(MixedQuantizationConfig, "mix both weights for a while")
+
+
+@attrs.frozen
+class WeightBitsConfig(Config):
+    """`params` of a group of weight quantization."""
+
+    start_bits: int | None = key(None, "bits of a weight at first", SHARED, unit="bits", over=0)
+    target_bits: int | None = key(None, "bits of a weight at the end", SHARED, unit="bits", over=0)
+    quantization_period: int = key(1, "steps for the first bit to go; each later one takes twice", SHARED,
+                                   unit="steps", low=0)  # fmt: skip
+
+    def check(self) -> None:
+        """Raise `ConfigError` where bits would have to grow."""
+        refuse_disorder(self, "target_bits", "start_bits")
+
+
+@attrs.frozen
+class WeightQuantizationGroupConfig(ModuleGroupConfig):
+    """A group of weight quantization."""
+
+    params: WeightBitsConfig = key(WeightBitsConfig, "bits, and how fast they go")
+
+
+@attrs.frozen
+class WeightQuantizationConfig(Config):
+    """`weight_quantization` of compression."""
+
+    shared_parameters: WeightQuantizationSharedConfig = key(WeightQuantizationSharedConfig, "for all groups")
+    different_groups: dict[str, WeightQuantizationGroupConfig] = key(dict, "groups of modules, by name", SHARED)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for quantization without groups, or a group without bits."""
+        refuse_bare_groups(self, "start_bits", "target_bits")
+
+
+@attrs.frozen
+class ActivationQuantizationSharedConfig(Config):
+    """What all groups of activation quantization share."""
+
+    enabled: bool = key(False, "train with quantized inputs of layers", NotYet("training with quantized activations"))
+    quantization_type: Literal["symmetric", "asymmetric"] = _symmetry()
+    range_calibration: Literal["dynamic", "static"] = key(
+        "dynamic", "take the range from each token, or from a running mean", Part(), documented="static")
+    schedule_offset: int = start(1000, documented=0)
+
+
+@attrs.frozen
+class ActivationBitsConfig(Config):
+    """`params` of a group of activation quantization."""
+
+    bits: int | None = key(None, "bits of an activation; 0.19.6 has 4 and 8", SHARED, unit="bits", over=0)
+
+
+@attrs.frozen
+class ActivationQuantizationGroupConfig(ModuleGroupConfig):
+    """A group of activation quantization."""
+
+    params: ActivationBitsConfig = key(ActivationBitsConfig, "bits")
+
+
+@attrs.frozen
+class ActivationQuantizationConfig(Config):
+    """`activation_quantization` of compression."""
+
+    shared_parameters: ActivationQuantizationSharedConfig = key(ActivationQuantizationSharedConfig, "for all groups")
+    different_groups: dict[str, ActivationQuantizationGroupConfig] = key(dict, "groups of modules, by name", SHARED)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for quantization without groups, or a group without bits."""
+        refuse_bare_groups(self, "bits")

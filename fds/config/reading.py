@@ -1,0 +1,63 @@
+"""Where a configuration comes from: a dict, a file of JSON, or its text in base64, as DeepSpeed's launcher sends it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fds.errors import ConfigError
+
+
+def read(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]:
+    """Return the JSON object of a source. Raises `ConfigError` for a file that is not there or is no JSON object."""
+    if isinstance(source, Mapping):
+        return dict(source)
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError("this is no configuration", got=repr(source)[:80], want="a dict, or a path of a JSON file")
+    where, text = str(source)[:80], None
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        text = _decoded(source)
+        if text is None:
+            reason = getattr(error, "strerror", None) or "no text in UTF-8"
+            raise ConfigError("the configuration cannot be read", where=where, got=str(reason),
+                              want="a file of JSON, or JSON in urlsafe base64") from None
+    return _parsed(text, where)
+
+
+def _decoded(source: str | os.PathLike) -> str | None:
+    """Return what base64 hides, if it is JSON."""
+    try:
+        text = base64.urlsafe_b64decode(str(source)).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return text if text.lstrip().startswith("{") else None
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else "nothing"
+        raise ConfigError("this is no JSON", where=f"{where}, line {error.lineno}", got=line[:80], want=error.msg,
+                          hint="JSON has no comments and no comma after the last value") from None
+    except ConfigError as error:
+        raise ConfigError(error.what, where=f"{where}: {error.where}", got=error.got, want=error.want) from None
+    if not isinstance(data, dict):
+        raise ConfigError("a configuration is a JSON object", where=where, got=text.strip()[:40], want="{...}")
+    return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs. Raises `ConfigError` for a key that is there twice."""
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError("a key is given twice", where=", ".join(twice), got=str(len(names)) + " keys", want="once")
+    return dict(pairs)

@@ -1,0 +1,140 @@
+"""What a run tells of itself: progress, timers, monitors, logged collectives, counted FLOPs.
+
+Source: reference/003 and features.md 1.9; defaults as DeepSpeed 0.19.6 has them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from fds.config.meaning import NotApplicable, NotYet, Part
+from fds.config.record import Config, key
+
+LogLevel = Literal[
+    "debug", "info", "warning", "error", "critical", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"
+]  # fmt: skip
+_PRINTS_NOTHING = NotApplicable("a step prints nothing, it returns metrics")
+
+
+@attrs.frozen
+class ThroughputTimerConfig(Config):
+    """`timers.throughput`: how the samples per second of a progress line are measured."""
+
+    enabled: bool = key(True, "whether to time updates, for the rate in the progress line", _PRINTS_NOTHING)
+    synchronized: bool = key(
+        True, "whether to wait for the device before a clock is read: exact, but slower", _PRINTS_NOTHING)
+
+
+@attrs.frozen
+class TimersConfig(Config):
+    """`timers`: clocks that run unless they are switched off."""
+
+    throughput: ThroughputTimerConfig = key(ThroughputTimerConfig, "the clock of samples per second")
+
+
+@attrs.frozen
+class LoggingConfig(Config):
+    """What is printed, and what is measured in order to be printed."""
+
+    steps_per_print: int | float | None = key(
+        None, "updates between two lines of progress; null or Infinity: no such line", _PRINTS_NOTHING,
+        unit="steps", documented=10, over=0,
+    )  # fmt: skip
+    wall_clock_breakdown: bool = key(
+        False, "measure how long forward, backward, reduction and update take, of every step",
+        NotYet("the times of the parts of a step"),
+    )  # fmt: skip
+    memory_breakdown: bool = key(
+        False, "measure how much memory is in use before and after the parts of a step",
+        NotYet("the memory of the parts of a step"),
+    )  # fmt: skip
+    dump_state: bool = key(
+        False, "print what the engine knows after it has started",
+        NotApplicable("no engine hides anything: a state is a value, and `explain` prints what is composed"),
+    )  # fmt: skip
+    log_level: LogLevel | None = key(
+        None, "least severe message that is printed; null leaves it as it is",
+        NotApplicable("nothing is logged: what must be said is raised or warned of"),
+    )  # fmt: skip
+    timers: TimersConfig = key(TimersConfig, "clocks that run unless they are switched off")
+
+
+@attrs.frozen
+class TensorBoardConfig(Config):
+    """`tensorboard`: write metrics as TensorBoard events."""
+
+    enabled: bool = key(False, "write metrics as TensorBoard events, on rank 0", NotYet("a TensorBoard monitor"))
+    output_path: str | None = key(
+        "", "directory of all jobs; empty or null: one below the working directory", Part(), documented=None)
+    job_name: str = key("DeepSpeedJobName", "directory of this job, below output_path", Part())
+
+
+@attrs.frozen
+class CsvMonitorConfig(Config):
+    """`csv_monitor`: write metrics as CSV, a file for each."""
+
+    enabled: bool = key(False, "append metrics to CSV files, one a metric, on rank 0", NotYet("a CSV monitor"))
+    output_path: str | None = key(
+        "", "directory of all jobs; empty or null: one below the working directory", Part(), documented=None)
+    job_name: str = key("DeepSpeedJobName", "directory of this job, below output_path", Part())
+
+
+@attrs.frozen
+class WandbConfig(Config):
+    """`wandb`: send metrics to Weights & Biases."""
+
+    enabled: bool = key(False, "send metrics to Weights & Biases, from rank 0", NotYet("a Weights & Biases monitor"))
+    group: str | None = key(None, "what runs are grouped by there", Part())
+    team: str | None = key(None, "account that the run belongs to; null: the user's own", Part())
+    project: str = key("deepspeed", "project that the run is filed under", Part())
+
+
+@attrs.frozen
+class CometConfig(Config):
+    """`comet`: send metrics to Comet. What is null here, its own files and environment variables may say."""
+
+    enabled: bool = key(False, "send metrics to Comet, from rank 0", NotYet("a Comet monitor"))
+    samples_log_interval: int = key(
+        100, "samples of training between two values of a metric that are sent", Part(), unit="samples", over=0)
+    project: str | None = key(None, "project that the experiment is filed under", Part())
+    workspace: str | None = key(None, "account that the project belongs to", Part())
+    api_key: str | None = key(None, "secret that proves who sends; better kept out of a file", Part())
+    experiment_name: str | None = key(None, "title that people see", Part())
+    experiment_key: str | None = key(None, "identifier of an experiment, 32 to 50 letters and digits", Part())
+    online: bool | None = key(
+        None, "send at once (null does so too), or keep on disk to be sent later", Part(), documented=True)
+    mode: Literal["get", "create", "get_or_create"] | None = key(
+        None, "continue the experiment of experiment_key, start another, or whichever is possible (null)",
+        Part(), documented="get_or_create",
+    )  # fmt: skip
+
+
+@attrs.frozen
+class CommsLoggerConfig(Config):
+    """`comms_logger`: time collectives and say how much of the wire they use."""
+
+    enabled: bool = key(
+        False, "time every collective, waiting for it, and sum up by kind and message size",
+        NotYet("a log of collectives"),
+    )  # fmt: skip
+    verbose: bool = key(False, "print each collective as it ends, not only their sums", Part())
+    prof_all: bool = key(True, "log collectives of every kind", Part())
+    debug: bool = key(False, "add the calling function to the name of each", Part())
+    prof_ops: tuple[str, ...] = key((), "names of the kinds to log, where prof_all is false", Part())
+
+
+@attrs.frozen
+class FlopsProfilerConfig(Config):
+    """`flops_profiler`: count the work of one step, module by module."""
+
+    enabled: bool = key(
+        False, "count operations, parameters and time of one step, by module", NotYet("a profile of FLOPs by module"))
+    recompute_fwd_factor: float = key(
+        0.0, "forwards that backward computes again: 1 where all activations are checkpointed", Part(), low=0)
+    profile_step: int = key(1, "the step that is profiled; some before it should warm up", Part(), unit="steps", low=0)
+    module_depth: int = key(-1, "levels of nested modules that are told of; -1: all", Part(), unit="levels", low=-1)
+    top_modules: int = key(1, "most expensive modules that are named at each level", Part(), unit="modules", low=0)
+    detailed: bool = key(True, "print the profile of every module, not only the sums", Part())
+    output_file: str | None = key(None, "file to write the profile to; null: print it", Part())

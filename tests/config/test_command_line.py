@@ -1,0 +1,119 @@
+"""`python -m fds.config`: what a file comes to, the schema and the table."""
+
+import base64
+import json
+import re
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+
+from fds.config import TrainingConfig
+from fds.config.__main__ import main
+from fds.config.schema import schema
+from fds.config.table import table
+
+JSON = {
+    "train_batch_size": 32, "zero_optimization": {"stage": 3, "contiguous_gradients": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, "steps_per_print": 10,
+}  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(JSON))
+    return path
+
+
+def called(capsys, *arguments):
+    """Return exit code, output and errors of the command."""
+    code = main([str(one) for one in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def explained(axes, **options) -> str:
+    config = TrainingConfig.of(JSON, defaults=options.pop("defaults", "0.19.6"))
+    return config.explain(axes, **options).rstrip("\n") + "\n"
+
+
+@pytest.mark.parametrize(("arguments", "axes", "options"), [
+    ([], {"dp": 1}, {}),
+    (["--world-size", 8], {"dp": 8}, {}),
+    (["--world-size", 8, "--mesh", "pp=2,dp=4"], {"pp": 2, "dp": 4}, {}),
+    (["--world-size", 8, "--mesh", "pp=2"], {"pp": 2, "dp": 4}, {}),
+    (["--world-size", 8, "--mesh", "replicate=2, dp=-1"], {"replicate": 2, "dp": 4}, {}),
+    (["--mesh", "pp=2,dp=4"], {"pp": 2, "dp": 4}, {}),
+    (["--mesh", "pp=2"], {"pp": 2, "dp": 1}, {}),
+    (["--world-size", 8, "--parameters", "7e9"], {"dp": 8}, {"num_parameters": 7_000_000_000}),
+    (["--world-size", 8, "--defaults", "docs"], {"dp": 8}, {"defaults": "docs"}),
+])  # fmt: skip
+def test_explain_prints_what_explain_says(file, capsys, arguments, axes, options):
+    code, out, err = called(capsys, "explain", file, *arguments)
+    assert (code, err) == (0, "") and out == explained(axes, **options)
+
+
+def test_what_explain_prints_is_a_program(file, capsys):
+    _, out, _ = called(capsys, "explain", file, "--world-size", 8)
+    compile(out, "explained", "exec")
+    assert "fds.adamw(0.0003" in out and "train_batch_size 32" in out and "contiguous_gradients" in out
+
+
+def test_json_in_base64_is_taken(capsys):
+    text = base64.urlsafe_b64encode(json.dumps(JSON).encode()).decode()
+    assert called(capsys, "explain", text, "--world-size", 8) == (0, explained({"dp": 8}), "")
+
+
+def test_an_old_spelling_is_told_beside_the_explanation(tmp_path, capsys):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({**JSON, "bfloat16": {"enabled": False}}))
+    code, out, err = called(capsys, "explain", path, "--world-size", 8)
+    assert code == 0 and "adamw" in out and err == "FutureWarning: 'bfloat16' is an old spelling: write 'bf16'\n"
+
+
+@pytest.mark.parametrize(("text", "arguments", "words"), [
+    (None, [], "cannot be read"),
+    ("{", [], "ConfigError: this is no JSON"),
+    ('{"graidient_clipping": 1}', [], "did you mean 'gradient_clipping'?"),
+    ('{"train_batch_size": "5"}', [], "where: train_batch_size"),
+    ('{"train_batch_size": 5}', ["--world-size", 2], "do not multiply"),
+    ('{"train_batch_size": 4}', ["--world-size", 4, "--mesh", "pp=2,dp=4"], "MeshError: the axes of the mesh"),
+    ('{"train_batch_size": 4}', ["--world-size", 1, "--mesh", "pp=2"], "MeshError: the axes of the mesh"),
+])  # fmt: skip
+def test_what_is_refused_is_told_in_its_own_words_and_without_a_traceback(tmp_path, capsys, text, arguments, words):
+    path = tmp_path / "ds_config.json"
+    if text is not None:
+        path.write_text(text)
+    code, out, err = called(capsys, "explain", path, *arguments)
+    assert (code, out) == (2, "") and words in err and "Traceback" not in err
+    assert re.match(r"(Config|Mesh)Error: ", err)
+
+
+@pytest.mark.parametrize(("option", "value"), [
+    ("--world-size", "0"), ("--world-size", "2.5"), ("--world-size", "many"), ("--parameters", "nan"),
+    ("--mesh", "pp"), ("--mesh", "pp=0"), ("--mesh", "pp=-1"), ("--mesh", "pp=2,pp=2"), ("--mesh", "=2"),
+    ("--defaults", "0.19.8"),
+])  # fmt: skip
+def test_a_bad_option_is_refused_by_name(file, capsys, option, value):
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", str(file), option, value])
+    assert ended.value.code == 2 and f"argument {option}: " in capsys.readouterr().err
+
+
+def test_schema_prints_the_schema(capsys):
+    code, out, err = called(capsys, "schema")
+    assert (code, err) == (0, "") and json.loads(out) == json.loads(json.dumps(schema()))
+    jsonschema.Draft202012Validator(json.loads(out)).validate(JSON)
+
+
+def test_table_prints_the_page(capsys):
+    assert called(capsys, "table") == (0, table(), "")
+
+
+def test_it_is_a_program(file):
+    """Of its own process: its exit code and its streams."""
+    done = subprocess.run([sys.executable, "-m", "fds.config", "explain", str(file.with_name("absent.json"))],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("ConfigError: ")

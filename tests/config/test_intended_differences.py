@@ -1,0 +1,157 @@
+"""Defects of DeepSpeed that the same JSON does not bring back: what `fds.config.decisions.INTENDED` names."""
+
+import pytest
+import torch
+from torch import nn
+
+import fds
+from fds.config import TrainingConfig
+from fds.errors import ConfigError, NotSupportedError
+from tests.bits import assert_same_bits
+
+SGD = {"type": "SGD", "params": {"lr": 1.0}}
+
+
+def linear(params, batch):
+    """Whose gradient by w is the mean of the batch."""
+    return (params["w"] * batch.mean(0)).sum()
+
+
+def composed(data: dict, loss=linear, **axes: int):
+    config = TrainingConfig.of({"train_micro_batch_size_per_gpu": 2, **data})
+    return fds.compose(*config.transforms(fds.mesh(**axes or {"dp": 1})))(loss)
+
+
+def updates(step, params, batches: list) -> list:
+    """Return all parameters, and the metrics, after each of the batches."""
+    state, told = step.init(params, key=0), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        told.append((step.params(state), metrics))
+    return told
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_float16_updates_alike_at_every_stage(stage):
+    """At stage 0 DeepSpeed divides by a scale that it never multiplied by: a move of 0.125 / 256."""
+    data = {"fp16": {"enabled": True, "initial_scale_power": 8}, "optimizer": SGD,
+            "zero_optimization": {"stage": stage}}  # fmt: skip
+
+    def moves():
+        step = composed(data, dp=2)
+        told = updates(step, {"w": torch.zeros(2)}, [torch.full((2, 2), 0.125)])
+        return [float(params["w"][0]) for params, _ in told]
+
+    assert fds.simulate(moves, 2) == [[-0.125], [-0.125]]
+
+
+def layered() -> fds.Layers:
+    spec = fds.LayerSpec
+    return fds.Layers([spec(nn.Linear, 3, 4), nn.Tanh(), nn.Dropout(0.5), spec(nn.Linear, 4, 1)], nn.MSELoss())
+
+
+BATCHES = [(torch.linspace(i, i + 1, 6).view(2, 3), torch.ones(2, 1)) for i in range(3)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_computing_activations_again_changes_no_bit_under_torch_autograd_grad(stage):
+    """A step differentiates by torch.autograd.grad, which DeepSpeed's checkpointing refuses."""
+    data = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
+    again = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}}
+    kept, computed_again = (composed(one, layered()) for one in (data, {**data, **again}))
+    assert "checkpoint_activations" in str(computed_again) and "checkpoint_activations" not in str(kept)
+    params = layered().init
+    assert_same_bits(updates(computed_again, params, BATCHES), updates(kept, params, BATCHES))
+
+
+def test_layers_with_seeds_are_divided_by_their_parameters():
+    """DeepSpeed seeds them by a number of numpy's, which Python 3.11 refuses."""
+    data = {"optimizer": SGD, "pipeline": {"partition": "parameters", "seed_layers": True}}
+
+    def run():
+        layers = layered()
+        step = composed(data, layers, pp=2, dp=1)
+        state, metrics = step(step.init(layers.init, key=0), BATCHES[0])
+        return sorted(state.params), float(metrics["loss"])
+
+    (first, loss), (second, other) = fds.simulate(run, 2)
+    assert (first, second) == (["0.bias", "0.weight"], ["3.bias", "3.weight"]) and loss == other > 0
+
+
+def test_the_json_is_late_by_an_update_and_says_so_and_a_skipped_step_is_no_update():
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    config = TrainingConfig.of({"train_batch_size": 2, "optimizer": SGD, "scheduler": warmup,
+                                "fp16": {"enabled": True, "hysteresis": 1, "initial_scale_power": 8}})  # fmt: skip
+    assert "fds.schedules.delayed(fds.schedules.warmup(1.0" in config.explain({"dp": 1})
+    good, bad = torch.ones(2, 2), torch.full((2, 2), torch.inf)
+    step = fds.compose(*config.transforms(fds.mesh(dp=1)))(linear)
+    state, rates = step.init({"w": torch.zeros(2)}), []
+    for batch in (good, bad, good, bad, good, good):
+        state, metrics = step(state, batch)
+        rates.append(float(metrics["lr"]))
+    assert (int(state.step), int(state.calls)) == (4, 6), "DeepSpeed counts six steps"
+    assert rates == [0.0, 0.0, 0.0, 0.25, 0.25, 0.5]
+
+    by_hand = fds.compose(fds.sgd(fds.schedules.warmup(1.0, warmup_steps=4, kind="linear")))(linear)
+    told = updates(by_hand, {"w": torch.zeros(2)}, [good] * 3)
+    assert [float(metrics["lr"]) for _, metrics in told] == [0.0, 0.25, 0.5]
+
+
+@pytest.mark.parametrize(("data", "where", "near"), [
+    ({"graidient_clipping": 0.1}, "graidient_clipping", "gradient_clipping"),
+    ({"zero_optimisation": {"stage": 2}}, "zero_optimisation", "zero_optimization"),
+    ({"aio": {"blok_size": 1}}, "aio.blok_size", "block_size"),
+    ({"activation_checkpointing": {"cpu_checkpoint": True}}, "activation_checkpointing.cpu_checkpoint",
+     "cpu_checkpointing"),
+    ({"optimizer": {"type": "Adam", "param": {"lr": 1e-4}}}, "optimizer.param", "params"),
+    ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, "optimizer.params.learning_rate", ""),
+    ({"pipeline": {"partitions": "uniform"}}, "pipeline.partitions", "partition"),
+    ({"zero_optimization": {"stag": 2}}, "zero_optimization.stag", "stage"),
+])  # fmt: skip
+def test_a_typing_error_is_refused_in_every_group(data, where, near):
+    with pytest.raises(ConfigError, match="no such key") as error:
+        TrainingConfig.of(data)
+    assert error.value.where == where and near in error.value.hint
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_norm_by_which_gradients_are_clipped_is_known_at_every_stage(stage):
+    data = {"optimizer": SGD, "zero_optimization": {"stage": stage}}
+    ((params, metrics),) = updates(composed(data), {"w": torch.zeros(2)}, [torch.tensor([[3.0, 4.0]] * 2)])
+    norm = float(params["w"].double().norm())  # 5 / (5 + 1e-6) and some roundings of 2**-24
+    assert float(metrics["grad_norm"]) == 5.0 and norm == pytest.approx(1.0, abs=2e-7 + 4 * 2**-24)
+
+
+def test_two_trainings_in_one_process_are_as_each_alone():
+    adam = {"type": "AdamW", "params": {"lr": 0.1}}
+    jsons = [
+        {"optimizer": adam, "bf16": {"enabled": True}, "activation_checkpointing": {"cpu_checkpointing": True}},
+        {"optimizer": SGD, "zero_optimization": {"stage": 3}, "pipeline": {"activation_checkpoint_interval": 2}},
+    ]
+
+    def alone():
+        layers = [layered(), layered()]
+        return [updates(composed(data, one), one.init, BATCHES) for data, one in zip(jsons, layers, strict=True)]
+
+    def in_turn():
+        layers = [layered(), layered()]
+        steps = [composed(data, one) for data, one in zip(jsons, layers, strict=True)]
+        states, told = [step.init(one.init, key=0) for step, one in zip(steps, layers, strict=True)], [[], []]
+        for batch in BATCHES:
+            for i, step in enumerate(steps):
+                states[i], metrics = step(states[i], batch)
+                told[i].append((step.params(states[i]), metrics))
+        return told
+
+    assert_same_bits(in_turn(), alone())
+
+
+def test_bias_correction_is_followed_or_the_optimizer_is_refused():
+    for kind in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"):
+        with pytest.raises(NotSupportedError, match=r"optimizer\.type"):
+            composed({"optimizer": {"type": kind, "params": {"lr": 0.1, "bias_correction": True}}})
+    for kind in ("Adam", "AdamW", "Lamb"):
+        optimizers = [{"type": kind, "params": {"lr": 0.1, "bias_correction": corrects}} for corrects in (True, False)]
+        steps = [composed({"optimizer": one}) for one in optimizers]
+        moved = [updates(step, {"w": torch.ones(2)}, [torch.ones(2, 2)])[0][0]["w"] for step in steps]
+        assert not torch.equal(*moved), kind
