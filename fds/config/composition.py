@@ -70,22 +70,23 @@ def _sharding(config: Groups, axes: Mapping[str, int]) -> Call:
 
 
 def _sizes(config: Groups) -> dict[str, int]:
-    """Return the sizes of messages: those that were given, and at stage 3 what stays whole."""
-    zero, out = config.zero_optimization, {}
+    """Return the sizes of messages: those that were given, and at stage 3 what stays whole.
+
+    A bound of live parameters shrinks buckets, of which two are whole and others on their way; it never refuses a
+    parameter that is larger than it.
+    """
+    zero = config.zero_optimization
     given = [zero[name] for name in ("reduce_bucket_size", "allgather_bucket_size") if name in zero.given]
-    if any(given):
-        out["bucket_bytes"] = 4 * min(n for n in given if n)
+    out = {"bucket_bytes": 4 * min(n for n in given if n)} if any(given) else {}
     if zero.stage < 3:
         return out
-    live = zero.stage3_max_live_parameters
-    if "stage3_max_live_parameters" in zero.given:
-        out["max_live_bytes"] = max(live, 1) * compute_dtype(config).itemsize
-        room = 4 * max(live, 1)
-        if room < out.get("bucket_bytes", _BUCKET_BYTES):
-            out["bucket_bytes"] = room
+    live = zero.stage3_max_live_parameters if "stage3_max_live_parameters" in zero.given else 0
+    bucket = out.get("bucket_bytes", _BUCKET_BYTES)
+    if 0 < 4 * live // 3 < bucket:
+        out["bucket_bytes"] = bucket = max(4 * live // 3, 4)
     if "stage3_prefetch_bucket_size" in zero.given:
-        bucket = out.get("bucket_bytes", _BUCKET_BYTES)
-        out["prefetch"] = -(-4 * zero.stage3_prefetch_bucket_size // bucket)
+        ahead = -(-4 * zero.stage3_prefetch_bucket_size // bucket)
+        out["prefetch"] = min(ahead, max(4 * live // bucket - 2, 0)) if live else ahead
     return out | {"persist_below": zero.stage3_param_persistence_threshold + 1}
 
 

@@ -12,15 +12,15 @@ from fds.config.composition import composed, data_ranks
 from fds.config.groups import Groups
 from fds.config.meaning import Argument, Elsewhere, NotApplicable
 from fds.config.memory import held
-from fds.config.record import Config
-from fds.config.update import schedule
+from fds.config.record import Config, Key
+from fds.config.update import optimizer, schedule
 
 
 def explain(config: Groups, axes: Mapping[str, int], num_parameters: int | None) -> str:
     """Return the explanation. Raises `ConfigError` for batch sizes that do not multiply."""
     calls, resolved = composed(config, axes)
     parts = [
-        _program(calls, axes, config),
+        _program(calls, axes, resolved),
         _section("batch", _batch(resolved, axes)),
         _section("not there yet: these keys are refused, and what is above leaves them out", _lacking(config)),
         _section(f"bytes on each rank, P parameters{' of its stage' * (axes.get('pp', 1) > 1)}",
@@ -38,7 +38,7 @@ def _program(calls: tuple[Call, ...], axes: Mapping[str, int], config: Groups) -
     named = ", ".join(f"{name}={size}" for name, size in axes.items())
     lines = ["import fds", *lines, *([""] if not lines else []), f"mesh = fds.mesh({named})", "step = fds.compose("]
     lines += [f"    {call}," for call in calls] + [")(loss_fn)"]
-    if config.optimizer is None:
+    if optimizer(config) is None:
         lines += ["# an optimizer of your own goes last; its learning rate:", f"# {_schedule(config)}"]
     return "\n".join([*lines, ""])
 
@@ -80,8 +80,14 @@ def _defaults(config: Groups) -> Iterator[str]:
     told = {path: (value, known) for path, value, known, given in config.walk() if not given}
     for path, (value, known) in told.items():
         if isinstance(known.meaning, Argument) and not isinstance(value, Config) and _counts(config, path, value):
-            other = f" (the documentation says {_json(known.documented)})" if known.differs else ""
-            yield f"{path} = {_json(value)}{other}"
+            yield f"{path} = {_json(value)}{_otherwise(config, known)}"
+
+
+def _otherwise(config: Groups, known: Key) -> str:
+    if not known.differs:
+        return ""
+    who, other = ("the documentation says", "docs") if config.defaults == "0.19.6" else ("0.19.6 has", "0.19.6")
+    return f" ({who} {_json(known.of(other))})"
 
 
 def _counts(config: Groups, path: str, value: Any) -> bool:

@@ -136,8 +136,15 @@ class Groups(Config):
         """
         values = {**({} if hidden_size is None else autos.of_hidden_size(hidden_size)), **(auto or {})}
         self._refuse_unknown(values)
-        filled = type(self).from_dict(autos.filled(self.to_dict(), values), defaults=self.defaults)
+        filled = self.filled(values)
         return filled.with_keys(batch=filled.batch.resolve(world_size=world_size))
+
+    def filled(self, values: Mapping[str, Any]) -> Self:
+        """Return the configuration with these values, JSON path -> value, for its `"auto"`s, and defaults for others.
+
+        Raises `ConfigError` for a value that the JSON contradicts.
+        """
+        return type(self).from_dict(autos.filled(self.to_dict(), values), defaults=self.defaults)
 
     def walk(self) -> Iterator[tuple[str, Any, Key, bool]]:
         """Yield (JSON path, value, what is known of the key, whether it was given) of all keys, parameters too."""

@@ -64,8 +64,7 @@ def held(config: Groups, calls: tuple[Call, ...], axes: Mapping[str, int]) -> tu
     elif stage < 3:
         out += [Held("whole parameters", compute)]
     else:
-        live = shard.kwargs.get("max_live_bytes", 2 * bucket * compute // 4)
-        live += shard.kwargs.get("prefetch", 1) * bucket * compute // 4
+        live = (2 + shard.kwargs.get("prefetch", 1)) * (bucket * compute // 4)
         out += [Held("parameters that are whole at once, beside small ones", compute, live, bound=True)]
     reduces_slices = stage > 1 and not alone
     out += [Held(f"sums of gradients{_among(ranks if reduces_slices else 1)}",

@@ -10,6 +10,7 @@ import attrs
 
 from fds.collectives import Mesh
 from fds.config import composition, explain as explanation, update
+from fds.config.asked import refuse_what_is_not_there
 from fds.config.groups import Groups
 from fds.config.reading import read
 from fds.config.record import Edition
@@ -47,7 +48,9 @@ class TrainingConfig(Groups):
 
         Raises `NotSupportedError` for a scheduler that fds does not have.
         """
-        call = update.schedule(self)
+        call = update.schedule(self.filled({}))
+        if call is None and self.scheduler is not None and self.scheduler.type is not None:
+            refuse_what_is_not_there(self)
         return None if call is None else call.build(None)
 
     def transforms(self, mesh: Mesh) -> tuple[Transform, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fds.config.call import Call
 from fds.config.groups import Groups
+from fds.config.optimizer import PARAMETERS
 from fds.errors import ConfigError
 
 _TAKEN = {  # function -> the parameters that it takes under their own names
@@ -48,9 +49,9 @@ def _weight_decay(given: Any, function: str) -> float:
 
 def _base_lr(config: Groups) -> float:
     """Return the learning rate that a scheduler finds in the optimizer."""
-    if config.optimizer is None or config.optimizer.kind is None:
+    if config.optimizer is None or config.optimizer.kind not in PARAMETERS:
         raise ConfigError("the scheduler takes its peak from the optimizer, and the JSON has none",
-                          where="scheduler.params, optimizer.params.lr", got="no optimizer",
+                          where="scheduler.params, optimizer.params.lr", got="no optimizer that is known",
                           want="an optimizer with lr, or scheduler.params.warmup_max_lr")
     return config.optimizer.arguments.lr
 

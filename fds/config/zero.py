@@ -121,12 +121,12 @@ class ZeroConfig(Config):
     )
     stage3_max_live_parameters: int = key(
         1_000_000_000, "elements that are whole at once", argument(
-            "shard_optimizer", name="max_live_bytes", note="times the bytes of an element in the step"),
+            "shard_optimizer", name="bucket_bytes", note="a third of it at most: two are whole, one is on its way"),
         unit="elements", low=0, old=("max_live_parameters",),
     )
     stage3_max_reuse_distance: int = key(
         1_000_000_000, "keep a parameter that is used again within so many elements",
-        NotApplicable("buckets stay as long as max_live_bytes has room, in the order of the step before"),
+        NotApplicable("buckets stay as long as there is room, in the order of the step before"),
         unit="elements", low=0, old=("max_reuse_distance",),
     )
     stage3_gather_16bit_weights_on_model_save: bool = key(
