@@ -6,9 +6,10 @@ JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv-peers/.ready
+PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test laws faults lint bench-plain bench-sharding bench-pipeline bench-storage bench-kernels gallery golden clean
+.PHONY: help setup train test test-peers laws faults lint bench-plain bench-sharding bench-pipeline bench-storage bench-kernels gallery golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -21,6 +22,9 @@ train: $(READY)  ## run the main job, examples/train_gpt.py, on every GPU or cor
 
 test: lint  ## check, then run every test
 	@$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+test-peers: $(PEERS_TESTED)  ## run the tests that ask DeepSpeed and transformers themselves (needs .venv-peers, large)
+	@.venv-peers/bin/python -m pytest -m peers tests $(ARGS)
 
 laws: $(READY)  ## run the laws on many more examples than `make test`, new ones every time
 	@FDS_HYPOTHESIS_PROFILE=full $(BIN)/pytest -n $(JOBS) tests/laws $(ARGS)
@@ -75,5 +79,8 @@ $(READY): pyproject.toml constraints.txt
 
 $(PEERS): pyproject.toml constraints.txt
 	$(call install,peers)
+
+$(PEERS_TESTED): $(PEERS)  # with what the modules of all tests import, for pytest reads them all
+	$(call install,dev$(comma)plot$(comma)peers)
 
 comma := ,

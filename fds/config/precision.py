@@ -92,7 +92,8 @@ class TorchAutocastConfig(Config):
     dtype: Literal["bfloat16", "float16", "bf16", "fp16"] | None = key(
         None, "what operators compute in; null: bfloat16", argument("autocast", name="dtype"))
     lower_precision_safe_modules: tuple[str, ...] | None = key(
-        None, "modules whose gradients are sent in `dtype`; null: none, in 0.19.6 linear layers and convolutions", NotYet("a dtype of messages per module"))
+        None, "modules whose gradients are sent in `dtype`; null: none, in 0.19.6 linear layers and convolutions",
+        NotYet("a dtype of messages per module"))
 
 
 @attrs.frozen

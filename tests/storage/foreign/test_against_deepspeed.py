@@ -20,9 +20,10 @@ def trained_now(tmp_path_factory):
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
     root = tmp_path_factory.mktemp("now")
+    before = "deepspeed" in sys.modules  # other tests of this group may have asked it already
     generator.launch(root, CASES[:3], 2)
     generator.launch(root, CASES[3:], 2)
-    assert "deepspeed" not in sys.modules
+    assert ("deepspeed" in sys.modules) == before
     return root
 
 
