@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Self
 
 import attrs
-import cattrs
 
 from fds.config.meaning import Meaning
+from fds.config.values import converted, is_union, words
 from fds.errors import ConfigError, did_you_mean
 
 Edition = Literal["0.19.6", "docs"]
@@ -182,7 +181,7 @@ def flat_keys(cls: type[Config]) -> dict[str, tuple[Any, Key]]:
 
 def record_of(type_: Any) -> type[Config] | None:
     """Return the record that values of a type are, if they are one: of `ZeroConfig | None`, `ZeroConfig`."""
-    options = typing.get_args(type_) if _is_union(type_) else (type_,)
+    options = typing.get_args(type_) if is_union(type_) else (type_,)
     found = [one for one in options if isinstance(one, type) and issubclass(one, Config)]
     return found[0] if found else None
 
@@ -250,9 +249,9 @@ def _structured(value: Any, type_: Any, known: Key, name: str, edition: Edition)
     if isinstance(value, str) and value == AUTO:
         return value
     try:
-        value = _values.structure(value, type_)
-    except _REFUSED:
-        raise ConfigError("a value of a wrong type", where=name, got=repr(value)[:80], want=_words(type_)) from None
+        value = converted(value, type_)
+    except TypeError:
+        raise ConfigError("a value of a wrong type", where=name, got=repr(value)[:80], want=words(type_)) from None
     _refuse_bounds(value, known, name)
     return value
 
@@ -285,12 +284,12 @@ def _named(prefix: str, value: Any, record: type[Config], edition: Edition) -> C
 def _refuse_bounds(value: Any, known: Key, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    for bound, holds, words in (
+    for bound, holds, said in (
         (known.low, lambda b: value >= b, "at least"), (known.high, lambda b: value <= b, "at most"),
         (known.over, lambda b: value > b, "more than"),
     ):  # fmt: skip
         if bound is not None and not holds(bound):
-            raise ConfigError("a number out of range", where=name, got=repr(value), want=f"{words} {bound:g}")
+            raise ConfigError("a number out of range", where=name, got=repr(value), want=f"{said} {bound:g}")
 
 
 def _resolved(value: Any) -> Any:
@@ -303,75 +302,3 @@ def _unstructured(value: Any, full: bool) -> Any:
     if isinstance(value, Mapping):
         return {name: _unstructured(one, full) for name, one in value.items()}
     return [_unstructured(one, full) for one in value] if isinstance(value, tuple) else value
-
-
-def _is_union(type_: Any) -> bool:
-    return typing.get_origin(type_) in (types.UnionType, typing.Union)
-
-
-def _words(type_: Any) -> str:
-    """Return a type as people say it."""
-    if _is_union(type_):
-        return " or ".join(_words(one) for one in typing.get_args(type_))
-    if typing.get_origin(type_) is Literal:
-        return " or ".join(map(repr, typing.get_args(type_)))
-    if typing.get_origin(type_) is tuple:
-        of = typing.get_args(type_)
-        return f"a list of {'' if of[-1] is Ellipsis else f'{len(of)} x '}{_words(of[0])}"
-    known = {int: "an integer", float: "a number", bool: "true or false", str: "a string", types.NoneType: "null"}
-    return known.get(type_, "an object" if typing.get_origin(type_) is dict else str(type_))
-
-
-def _demand(good: bool, value: Any) -> Any:
-    if not good:
-        raise TypeError(value)
-    return value
-
-
-def _literal(value: Any, type_: Any) -> Any:
-    good = [one for one in typing.get_args(type_) if one == value and isinstance(one, bool) == isinstance(value, bool)]
-    return _demand(bool(good), good)[0]
-
-
-_REFUSED = (ValueError, TypeError, OverflowError, cattrs.BaseValidationError)
-_values = cattrs.Converter()  # strict where cattrs converts: true is no number, 1 is not true, "5" is not 5
-_values.register_structure_hook(bool, lambda v, _: _demand(isinstance(v, bool), v))
-_values.register_structure_hook(str, lambda v, _: _demand(isinstance(v, str), v))
-_values.register_structure_hook(float, lambda v, _: _demand(isinstance(v, int | float) and not isinstance(v, bool), v))
-_values.register_structure_hook(
-    int, lambda v, _: int(_demand(isinstance(v, int | float) and not isinstance(v, bool) and int(v) == v, v))
-)  # fmt: skip
-
-
-def _union(value: Any, type_: Any) -> Any:
-    for option in typing.get_args(type_):
-        if option is types.NoneType:
-            if value is None:
-                return None
-            continue
-        try:
-            return _values.structure(value, option)
-        except _REFUSED:
-            continue
-    raise TypeError(value)
-
-
-def _tuple(value: Sequence[Any], types_: tuple) -> tuple:
-    if types_[-1] is not Ellipsis:
-        _demand(len(value) == len(types_), value)
-    return tuple(_values.structure(x, types_[0]) for x in value)
-
-
-_values.register_structure_hook_func(_is_union, _union)
-def _dict(value: Any, type_: Any) -> dict[str, Any]:
-    of = typing.get_args(type_)[1]
-    return {_values.structure(name, str): _values.structure(x, of)
-            for name, x in _demand(isinstance(value, Mapping), value).items()}  # fmt: skip
-
-
-_values.register_structure_hook_func(lambda t: typing.get_origin(t) is Literal, _literal)
-_values.register_structure_hook_func(lambda t: typing.get_origin(t) is dict, _dict)
-_values.register_structure_hook_func(
-    lambda t: typing.get_origin(t) is tuple,
-    lambda v, t: _tuple(_demand(isinstance(v, list | tuple), v), typing.get_args(t)),
-)

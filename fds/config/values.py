@@ -1,0 +1,93 @@
+"""Values of the JSON as their types, strictly: true is no number, 1 is not true, "5" is not 5, 5e8 is an integer."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import cattrs
+
+
+def converted(value: Any, type_: Any) -> Any:
+    """Return a value of the JSON as its type: a list as a tuple, 5e8 as an int. Raises `TypeError`."""
+    try:
+        return _converter.structure(value, type_)
+    except _REFUSED:
+        raise TypeError(value) from None
+
+
+def is_union(type_: Any) -> bool:
+    """Return whether a type is one of several."""
+    return typing.get_origin(type_) in (types.UnionType, typing.Union)
+
+
+def words(type_: Any) -> str:
+    """Return a type as people say it."""
+    if is_union(type_):
+        return " or ".join(words(one) for one in typing.get_args(type_))
+    if typing.get_origin(type_) is Literal:
+        return " or ".join(map(repr, typing.get_args(type_)))
+    if typing.get_origin(type_) is tuple:
+        of = typing.get_args(type_)
+        return f"a list of {'' if of[-1] is Ellipsis else f'{len(of)} x '}{words(of[0])}"
+    known = {int: "an integer", float: "a number", bool: "true or false", str: "a string", types.NoneType: "null"}
+    return known.get(type_, "an object" if typing.get_origin(type_) is dict else str(type_))
+
+
+def _demand(good: bool, value: Any) -> Any:
+    if not good:
+        raise TypeError(value)
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _literal(value: Any, type_: Any) -> Any:
+    good = [one for one in typing.get_args(type_) if one == value and isinstance(one, bool) == isinstance(value, bool)]
+    return _demand(bool(good), good)[0]
+
+
+_REFUSED = (ValueError, TypeError, OverflowError, cattrs.BaseValidationError)
+_converter = cattrs.Converter()
+_converter.register_structure_hook(bool, lambda v, _: _demand(isinstance(v, bool), v))
+_converter.register_structure_hook(str, lambda v, _: _demand(isinstance(v, str), v))
+_converter.register_structure_hook(float, lambda v, _: _demand(_is_number(v), v))
+_converter.register_structure_hook(int, lambda v, _: int(_demand(_is_number(v) and int(v) == v, v)))
+
+
+def _union(value: Any, type_: Any) -> Any:
+    for option in typing.get_args(type_):
+        if option is types.NoneType:
+            if value is None:
+                return None
+            continue
+        try:
+            return _converter.structure(value, option)
+        except _REFUSED:
+            continue
+    raise TypeError(value)
+
+
+def _tuple(value: Sequence[Any], types_: tuple) -> tuple:
+    if types_[-1] is not Ellipsis:
+        _demand(len(value) == len(types_), value)
+    return tuple(_converter.structure(x, types_[0]) for x in value)
+
+
+_converter.register_structure_hook_func(is_union, _union)
+def _dict(value: Any, type_: Any) -> dict[str, Any]:
+    of = typing.get_args(type_)[1]
+    return {_converter.structure(name, str): _converter.structure(x, of)
+            for name, x in _demand(isinstance(value, Mapping), value).items()}  # fmt: skip
+
+
+_converter.register_structure_hook_func(lambda t: typing.get_origin(t) is Literal, _literal)
+_converter.register_structure_hook_func(lambda t: typing.get_origin(t) is dict, _dict)
+_converter.register_structure_hook_func(
+    lambda t: typing.get_origin(t) is tuple,
+    lambda v, t: _tuple(_demand(isinstance(v, list | tuple), v), typing.get_args(t)),
+)
