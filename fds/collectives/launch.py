@@ -54,6 +54,8 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
                 f"the environment says {has} and not {lacks}", where=starter, got=f"{has}={environ[has]}",
                 want="both, or neither for one process", hint=f"start with {starter}, or unset {has}",
             )  # fmt: skip
+        if starter == "Slurm" and "SLURM_STEP_NUM_TASKS" in environ:
+            size = "SLURM_STEP_NUM_TASKS"  # in salloc's own shell SLURM_NTASKS is that of steps to come
         number, count = _integer(environ, rank), _integer(environ, size)
         if not 0 <= number < count:
             raise MeshError("the rank is not among the ranks", where=starter, got=f"{rank}={number}, {size}={count}",

@@ -8,7 +8,9 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
+from fds.config.composition import data_ranks
 from fds.config.record import EDITIONS
 from fds.config.schema import schema
 from fds.config.table import table
@@ -36,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _explain(options: Options) -> str:
     config = TrainingConfig.of(options.config, defaults=options.defaults)
-    return config.explain(_axes(options.mesh, options.world_size), num_parameters=options.parameters)
+    axes = _axes(options.mesh, options.world_size)
+    if options.auto:
+        config = config.resolve(world_size=data_ranks(axes), auto=dict(options.auto))
+    return config.explain(axes, num_parameters=options.parameters)
 
 
 def _axes(given: dict[str, int], world_size: int | None) -> dict[str, int]:
@@ -59,6 +64,17 @@ def _mesh(text: str) -> dict[str, int]:
     if not good or len(axes) != len(pairs):
         raise argparse.ArgumentTypeError(f"no sizes of axes, such as pp=2,dp=4: {text!r}")
     return axes
+
+
+def _auto(text: str) -> tuple[str, Any]:
+    """Return the path and the value that `optimizer.params.lr=3e-4` says; what is no JSON is a word."""
+    path, _, value = text.partition("=")
+    if not path or not value:
+        raise argparse.ArgumentTypeError(f"no value of a key, such as optimizer.params.lr=3e-4: {text!r}")
+    try:
+        return path, json.loads(value)
+    except json.JSONDecodeError:
+        return path, value
 
 
 def _count(text: str) -> int:
@@ -89,6 +105,8 @@ def _parse(arguments: Sequence[str] | None) -> Options:
     explain.add_argument("--parameters", type=_count, metavar="P", help="of the model, for bytes: 7e9")
     explain.add_argument("--defaults", choices=EDITIONS, default=EDITIONS[0],
                          help="what an absent key is (%(default)s): as in DeepSpeed's code or its documentation")
+    explain.add_argument("--auto", type=_auto, action="append", default=[], metavar="KEY=VALUE",
+                         help='value of a key that is "auto": optimizer.params.lr=3e-4; may be given again')
     explain.set_defaults(run=_explain)
 
     kinds = (("schema", "print a JSON Schema for editors", lambda _: json.dumps(schema(), indent=2)),

@@ -43,6 +43,9 @@ class BatchConfig(Config):
         Two of them give the third; one of the sizes alone means one microbatch. Raises `ConfigError`, with all keys
         involved, for numbers that do not multiply and where neither size is given.
         """
+        if type(world_size) is not int or world_size < 1:
+            raise ConfigError("this is no number of data ranks", where="world_size", got=repr(world_size),
+                              want="1 or more")
         given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         train, micro, steps = (None if n == AUTO else n for n in given)
         if train is None and micro is None:

@@ -15,6 +15,7 @@ from fds.errors import ConfigError, MeshError
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
           "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BUCKET_BYTES = 32 * 2**20  # shard_optimizer's own
+_GRAD_SCALER = {"window": 2000, "hysteresis": 1}  # as torch.amp.GradScaler and Apex have it, not DeepSpeed's fp16
 
 
 def calls(config: Groups, axes: Mapping[str, int]) -> tuple[Call, ...]:
@@ -26,24 +27,39 @@ def calls(config: Groups, axes: Mapping[str, int]) -> tuple[Call, ...]:
 def composed(config: Groups, axes: Mapping[str, int]) -> tuple[tuple[Call, ...], Groups]:
     """Return the calls of what fds has, and the configuration with nothing open."""
     config = config.resolve(world_size=data_ranks(axes))
+    _refuse_other_sizes(config, axes)
     made = (_microbatches(config, axes), _sharding(config, axes), _precision(config), _autocast(config),
             _recomputation(config), _scale(config), _finite(config), _clip(config), optimizer(config))
     return tuple(call for call in made if call is not None), config
 
 
+def _refuse_other_sizes(config: Groups, axes: Mapping[str, int]) -> None:
+    """Raise `ConfigError` for keys that say other sizes than the mesh has."""
+    for key, said, has in (
+        ("data_parallel_size", config.parallel_sizes.data_parallel_size, data_ranks(axes)),
+        ("pipeline.stages", config.pipeline.stages, axes.get("pp", 1)),
+        ("zero_optimization.mics_shard_size", max(config.zero_optimization.mics_shard_size, 0) or None, axes["dp"]),
+    ):
+        if isinstance(said, int) and said != has:
+            raise ConfigError("the mesh is of another size", where=key, got=f"{said}, and the mesh has {has}",
+                              want='fds.mesh(pp=stages, replicate=copies, dp=shards)')
+
+
 def data_ranks(axes: Mapping[str, int]) -> int:
     """Return how many ranks have batches of their own."""
+    if not isinstance(axes, Mapping) or not all(type(n) is int and n > 0 for n in axes.values()):
+        raise MeshError("these are no sizes of axes", got=repr(axes)[:80], want='fds.mesh(dp=-1), or {"dp": 8}')
     if "dp" not in axes:
         raise MeshError("the mesh has no axis for data ranks", got=", ".join(axes) or "no axes", want='"dp"',
                         hint="fds.mesh(dp=-1)")
+    strange = [name for name, size in axes.items() if name not in ("dp", "replicate", "pp") and size > 1]
+    if strange:
+        raise MeshError("a configuration has no use for these axes", got=", ".join(strange), want="dp, replicate, pp")
     return axes["dp"] * axes.get("replicate", 1)
 
 
 def compute_dtype(config: Groups) -> torch.dtype:
     """Return the dtype of the parameters in the step."""
-    named = config.data_types.param_dtype
-    if named is not None:
-        return DTYPES[named]
     return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
 
 
@@ -57,10 +73,6 @@ def _microbatches(config: Groups, axes: Mapping[str, int]) -> Call | None:
 
 def _sharding(config: Groups, axes: Mapping[str, int]) -> Call:
     zero = config.zero_optimization
-    if zero.mics_shard_size > 0 and zero.mics_shard_size != axes["dp"]:
-        raise ConfigError("the mesh has other shards than the configuration", where="zero_optimization.mics_shard_size",
-                          got=f"{zero.mics_shard_size}, and dp={axes['dp']}",
-                          want=f"fds.mesh(replicate=-1, dp={zero.mics_shard_size})")
     communication, copies = config.communication, axes.get("replicate", 1) > 1
     prescaled = float(data_ranks(axes)) if communication.prescale_gradients else None
     return Call.of(
@@ -119,9 +131,10 @@ def _scale(config: Groups) -> Call | None:
     if amp.enabled:
         if isinstance(amp.loss_scale, int | float):
             return Call.of("static_loss_scale", float(amp.loss_scale))
-        return Call.of("loss_scale", minimum=1.0 if amp.min_loss_scale is None else amp.min_loss_scale)
+        least = 1.0 if amp.min_loss_scale is None else amp.min_loss_scale
+        return Call.of("loss_scale", **_GRAD_SCALER, minimum=least)
     if config.torch_autocast.enabled and config.torch_autocast.dtype in ("float16", "fp16"):
-        return Call.of("loss_scale")
+        return Call.of("loss_scale", **_GRAD_SCALER)
     if not fp16.enabled:
         return None
     if fp16.loss_scale:

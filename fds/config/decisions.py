@@ -185,6 +185,16 @@ INTENDED = (
         f"{_INTENDED}test_bias_correction_is_followed_or_the_optimizer_is_refused",
     ),
     Difference(
+        "inputs are cast under `fp16.auto_cast` alone, never under bf16",
+        "`fds.precision` casts every float32 leaf of the batch, targets too; its `inputs` names those to cast",
+        f"{_INTENDED}test_float_inputs_and_targets_are_cast_under_bfloat16",
+    ),
+    Difference(
+        "`torch_autocast`: gradients of linear layers and convolutions are sent in its dtype",
+        "they are sent in float32",
+        f"{_INTENDED}test_gradients_of_autocast_travel_in_float32",
+    ),
+    Difference(
         "16 bit at stage 0: training begins with an update on gradients of zero, so Adam counts one update more and "
         "decays once more",
         "the first update is the first batch's",

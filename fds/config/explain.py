@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from fds.config.asked import not_there
 from fds.config.auto import autos
 from fds.config.call import Call
 from fds.config.composition import composed, data_ranks
 from fds.config.groups import Groups
-from fds.config.meaning import Argument, Elsewhere, NotApplicable
+from fds.config.meaning import Argument, Elsewhere, NotApplicable, NotYet, Part
 from fds.config.memory import held
-from fds.config.record import Config, Key
+from fds.config.record import AUTO, Config, Key
 from fds.config.update import optimizer, schedule
+from fds.errors import ConfigError
 
 
 def explain(config: Groups, axes: Mapping[str, int], num_parameters: int | None) -> str:
@@ -21,12 +24,13 @@ def explain(config: Groups, axes: Mapping[str, int], num_parameters: int | None)
     calls, resolved = composed(config, axes)
     parts = [
         _program(calls, axes, resolved),
-        _section("batch", _batch(resolved, axes)),
+        _section("batch", [*_batch(resolved, axes), *_casts(calls)]),
         _section("not there yet: these keys are refused, and what is above leaves them out", _lacking(config)),
         _section(f"bytes on each rank, P parameters{' of its stage' * (axes.get('pp', 1) > 1)}",
                  _memory(resolved, calls, axes, num_parameters)),
         _section(f"defaults in force, of edition {config.defaults}", _defaults(resolved)),
         _section('"auto", and nobody said what: defaults', autos(config.to_dict())),
+        _section("given, and without effect here", _idle(config, axes)),
         _section("taken by other calls", _given(config, Elsewhere)),
         _section("not applicable", _given(config, NotApplicable)),
     ]
@@ -75,6 +79,11 @@ def _lacking(config: Groups) -> Iterator[str]:
         yield f"{path}: {feature}"
 
 
+def _casts(calls: tuple[Call, ...]) -> Iterator[str]:
+    if any(call.path == "precision" and call.args[0] != torch.float32 for call in calls):
+        yield "float32 leaves of the batch are cast, targets too: fds.precision(..., inputs=...) names those to cast"
+
+
 def _defaults(config: Groups) -> Iterator[str]:
     """Yield what nobody said and yet shapes the training: defaults of switches that are on."""
     told = {path: (value, known) for path, value, known, given in config.walk() if not given}
@@ -106,6 +115,31 @@ def _given(config: Groups, kind: type) -> Iterator[str]:
     for path, value, known, given in config.walk():
         if given and isinstance(known.meaning, kind) and not isinstance(value, Config):
             yield f"{path} = {_json(value)}: {known.meaning}".replace(": not applicable:", ":").replace("`", "")
+
+
+def _idle(config: Groups, axes: Mapping[str, int]) -> Iterator[str]:
+    """Yield keys that would count elsewhere, and whose default would give the same here."""
+    lacking = {path for path, _ in not_there(config)}
+    texts = [*map(str, composed(config, axes)[0])]
+    for path, value, known, given in config.walk():
+        told = isinstance(known.meaning, Argument | NotYet | Part) and not isinstance(value, Config | Mapping)
+        if not given or not told or path in lacking or value in (AUTO, known.of(config.defaults)):
+            continue
+        try:
+            if [*map(str, composed(_without(config, path), axes)[0])] == texts:
+                yield f"{path} = {_json(value)}"
+        except ConfigError:
+            pass  # it is needed
+
+
+def _without(config: Groups, path: str) -> Groups:
+    """Return the configuration without a key. Raises `ConfigError` where it is no more one."""
+    data = group = config.to_dict()
+    *names, last = path.split(".")
+    for name in names:
+        group = group[name]
+    del group[last]
+    return type(config).from_dict(data, defaults=config.defaults)
 
 
 def _json(value: Any) -> str:

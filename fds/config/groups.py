@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
@@ -26,7 +27,7 @@ from fds.config.optimizer import OptimizerConfig
 from fds.config.parallelism import ExpertParallelConfig, ParallelSizesConfig, TensorParallelConfig
 from fds.config.precision import AmpConfig, BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, refuse_two
 from fds.config.quantize_training import EigenvalueConfig, QuantizeTrainingConfig, WeightQuantizationPlacedConfig
-from fds.config.record import Config, Edition, Key, key, walk
+from fds.config.record import Config, Edition, Key, key, keys, walk
 from fds.config.reporting import (
     CometConfig,
     CommsLoggerConfig,
@@ -137,7 +138,12 @@ class Groups(Config):
         values = {**({} if hidden_size is None else autos.of_hidden_size(hidden_size)), **(auto or {})}
         self._refuse_unknown(values)
         filled = self.filled(values)
-        return filled.with_keys(batch=filled.batch.resolve(world_size=world_size))
+        try:
+            return filled.with_keys(batch=filled.batch.resolve(world_size=world_size))
+        except ConfigError as error:
+            open_ = [path for path in autos.autos(self.batch.to_dict()) if path not in values]
+            hint = f'"auto" needs a value: resolve(auto={{{open_[0]!r}: 4, ...}})' if open_ else ""
+            raise ConfigError(error.what, where=error.where, got=error.got, want=error.want, hint=hint) from None
 
     def filled(self, values: Mapping[str, Any]) -> Self:
         """Return the configuration with these values, JSON path -> value, for its `"auto"`s, and defaults for others.
@@ -158,6 +164,14 @@ class Groups(Config):
     def _refuse_unknown(self, values: Mapping[str, Any]) -> None:
         known = [path for path, *_ in self.walk()]
         for path in values:
-            if path not in known and not path.startswith(("optimizer.params.", "scheduler.params.")):
+            if path not in known and path not in _parameters():
                 raise ConfigError("there is no such key", where=path, got=repr(path), want="the JSON path of a key",
                                   hint=did_you_mean(path, known))
+
+
+@functools.cache
+def _parameters() -> frozenset[str]:
+    """Return the paths of all parameters that some optimizer or scheduler takes."""
+    return frozenset(f"{group}.params.{name}" for group, kinds in
+                     (("optimizer", optimizer.PARAMETERS), ("scheduler", scheduler.PARAMETERS))
+                     for record in kinds.values() for name in keys(record))

@@ -19,31 +19,26 @@ _BUCKET_BYTES = 32 * 2**20  # shard_optimizer's own
 
 @attrs.frozen
 class Held:
-    """What a rank holds of something: bytes per parameter of its stage, and bytes besides.
+    """What a rank holds of something: bytes per parameter of its stage.
 
     Attributes:
         what: in words.
         per_parameter: bytes.
-        besides: bytes; of a `bound`, the most that it may be.
-        bound: it is never more than `besides`, however many parameters there are.
+        most: bytes that it never exceeds, however many parameters there are; None where it grows with them.
     """
 
     what: str
     per_parameter: float
-    besides: int = 0
-    bound: bool = False
+    most: int | None = None
 
     def num_bytes(self, num_parameters: int) -> int:
         """Return the bytes for a stage of so many parameters."""
         whole = round(self.per_parameter * num_parameters)
-        return min(whole, self.besides) if self.bound else min(whole + self.besides, max(whole, self.besides))
+        return whole if self.most is None else min(whole, self.most)
 
     def formula(self) -> str:
         """Return the bytes for P parameters, in words."""
-        per = f"{self.per_parameter:g} P"
-        if self.bound:
-            return f"{per}, at most {self.besides:,}"
-        return per
+        return f"{self.per_parameter:g} P" + ("" if self.most is None else f", at most {self.most:,}")
 
 
 def held(config: Groups, calls: tuple[Call, ...], axes: Mapping[str, int]) -> tuple[Held, ...]:
@@ -65,12 +60,12 @@ def held(config: Groups, calls: tuple[Call, ...], axes: Mapping[str, int]) -> tu
         out += [Held("whole parameters", compute)]
     else:
         live = (2 + shard.kwargs.get("prefetch", 1)) * (bucket * compute // 4)
-        out += [Held("parameters that are whole at once, beside small ones", compute, live, bound=True)]
+        out += [Held("parameters that are whole at once, beside small ones", compute, live)]
     reduces_slices = stage > 1 and not alone
     out += [Held(f"sums of gradients{_among(ranks if reduces_slices else 1)}",
                  summed / (ranks if reduces_slices else 1))]
     if reduces_slices:
-        out += [Held("two buckets of gradients", sent, 2 * bucket * sent // 4, bound=True)]
+        out += [Held("two buckets of gradients", sent, 2 * bucket * sent // 4)]
     return tuple(out)
 
 

@@ -220,7 +220,10 @@ class OptimizerConfig(Config):
         "parameters are flat buckets whenever they are sharded"))
 
     def check(self) -> None:
-        """Raise `ConfigError` for parameters that the optimizer does not take."""
+        """Raise `ConfigError` for parameters that the optimizer does not take, or that are nobody's."""
+        if self.kind is None and self.params:
+            raise ConfigError("parameters of no optimizer", where="type, params", got=f"null, {self.params!r:.60}",
+                              want=f"type: one of {', '.join(SPELLED.values())}")
         if self.kind in PARAMETERS:
             if "max_grad_norm" in self.params:
                 raise ConfigError("the gradient is clipped by a key of its own", where="params.max_grad_norm",

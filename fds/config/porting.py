@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from fds.collectives import Mesh, init_distributed, mesh as make_mesh, worlds
 from fds.collectives.launch import launched
+from fds.config.agreement import agreed
 from fds.config.arguments import config_of
 from fds.config.composition import calls
 from fds.config.training import TrainingConfig
 from fds.data import DistributedLoader
-from fds.errors import ComposeError, ConfigError
+from fds.errors import ComposeError, ConfigError, MeshError
 from fds.loss import Layers, functional, with_buffers
 from fds.optim import Optimizer
 from fds.state import State
@@ -38,6 +39,7 @@ def initialize(
     collate_fn: Callable[[list], Any] | None = None,
     mesh: Mesh | None = None,
     auto: Mapping[str, Any] | None = None,
+    transforms: Sequence[Any] = (),
     key: int = 0,
 ) -> tuple[Step, State, DistributedLoader | None, Schedule | None]:
     """Return the step, its first state, the loader of the training data, and the learning rate's schedule.
@@ -60,19 +62,26 @@ def initialize(
         collate_fn: rows -> batch; torch's unless given.
         mesh: with an axis `dp`, and `pp` for a pipeline; all ranks as data ranks unless given.
         auto: JSON path -> value of keys that are `"auto"`; see `TrainingConfig.resolve`.
+        transforms: further ones, that no key asks for, such as `fds.donate()` and `fds.ema(0.999)`.
         key: seed of the state's random numbers, of `Layers`' first parameters and of the data's order.
 
     Joins the ranks that torchrun, Slurm or MPI started, if nobody has. Raises `ConfigError` where JSON and arguments
     both say something, and everything that composing and `step.init` raise.
     """
-    config = _read(config_of(args, config))
     mesh = _mesh() if mesh is None else mesh
-    config = config.resolve(world_size=_data_axis(mesh).size, auto=auto)
-    _refuse_twice(config, optimizer, schedule)
+    if not isinstance(mesh, Mesh):
+        raise MeshError("this is no mesh", where="mesh", got=repr(mesh)[:80], want="fds.mesh(dp=-1)")
+
+    def resolved() -> TrainingConfig:
+        found = _read(config_of(args, config)).resolve(world_size=_data_axis(mesh).size, auto=auto)
+        _refuse_twice(found, optimizer, schedule)
+        return found
+
+    config = agreed(mesh, resolved, key)
     if schedule is None:
         schedule = config.schedule()
     loss_fn, params = _loss(model, loss, key)
-    step = compose(*_frozen(model), *_transforms(config, mesh, optimizer, schedule))(loss_fn)
+    step = compose(*_frozen(model), *transforms, *_transforms(config, mesh, optimizer, schedule))(loss_fn)
     loader = None if training_data is None else _loader(config, mesh, training_data, collate_fn, key)
     return step, step.init(params, key=key), loader, schedule
 
@@ -99,6 +108,11 @@ def _refuse_twice(config: TrainingConfig, optimizer: Any, schedule: Any) -> None
         if argument is not None and group is not None and group.type is not None:
             raise ConfigError(f"the {name} is given twice", where=f"{name}=, {key}.type",
                               got=f"{argument!r:.60} and {group.type!r}", want="one of them")
+    cycle = config.scheduler is not None and config.scheduler.type == "OneCycle"
+    if optimizer is not None and cycle and config["scheduler"].arguments.cycle_momentum:
+        raise ConfigError("OneCycle moves the betas of an optimizer that is in the JSON only",
+                          where="optimizer=, scheduler.params.cycle_momentum", got=f"{optimizer!r:.60} and true",
+                          want='"cycle_momentum": false, or the optimizer in the JSON')
     scheduled = schedule is not None or (config.scheduler is not None and config.scheduler.type is not None)
     if isinstance(optimizer, Optimizer) and scheduled:
         raise ConfigError("an optimizer has its schedule already", where="optimizer=",
@@ -141,6 +155,8 @@ def _loss(model: Any, loss: Callable | None, key: int) -> tuple[Any, Any]:
     if any(x.is_meta for x in model.parameters()):
         raise ComposeError("the module has no values", where="model", got="parameters on meta",
                            want="step.init(fds.recipe(Model)) of fds.compose(*config.transforms(mesh))(loss_fn)")
+    if loss is not None and not callable(loss):
+        raise ComposeError("this is no loss", where="loss", got=repr(loss)[:60], want="loss(model, batch) -> scalar")
     apply, params, buffers = functional(model)
     name = type(model).__name__ if loss is None else getattr(loss, "__name__", type(loss).__name__)
     loss = _own_loss if loss is None else loss

@@ -5,7 +5,6 @@ Source: features.md 1.7.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import attrs
@@ -29,7 +28,7 @@ class FP16Config(Config):
     loss_scale: float = key(
         0.0, "fixed factor of the loss; 0: one that adapts itself", argument("static_loss_scale", name="scale"), low=0)
     initial_scale_power: int = key(
-        16, "the first scale is 2 to this power", argument(*_SCALES, name="initial", note="2.0**n"), low=0)
+        16, "the first scale is 2 to this power", argument(*_SCALES, name="initial", note="2.0**n"), low=0, high=126)
     loss_scale_window: int = key(
         1000, "updates without overflow after which the scale doubles", argument(*_SCALES, name="window"),
         unit="steps", over=0,
@@ -41,11 +40,6 @@ class FP16Config(Config):
         argument(*_SCALES, name="consecutive_hysteresis"))
     min_loss_scale: float = key(1, "smallest scale", argument(*_SCALES, name="minimum"), over=0)
     fp16_master_weights_and_grads: bool = key(False, "keep master weights and gradients in float16", _NO_MASTERS)
-
-    def check(self) -> None:
-        """Raise `ConfigError` for a scale that is no number."""
-        if self.loss_scale != AUTO and not math.isfinite(self.loss_scale):
-            raise ConfigError("a scale is finite", where="loss_scale", got=repr(self.loss_scale), want="0, or 2.0**16")
 
 
 @attrs.frozen
@@ -105,7 +99,7 @@ class DataTypesConfig(Config):
         argument("precision", name="accumulate"),
     )
     param_dtype: Dtype | None = key(
-        None, "dtype of parameters in the step; null: as fp16 and bf16 say", argument("precision", name="compute"))
+        None, "dtype of parameters in the step", NotApplicable("it may say again what fp16 and bf16 say, no other"))
     buffer_dtype: Dtype | None = key(
         None, "dtype of buffers; null: their own", NotYet("buffers in another dtype"))
 
@@ -118,6 +112,11 @@ def refuse_two(config: Any) -> None:
         where = ", ".join(f"{name}.enabled" for name in asked)
         raise ConfigError("there is one kind of mixed precision at a time", where=where, got="all of them",
                           want="one of them true")
+    named = config["data_types.param_dtype"]
+    usual = "fp16" if "fp16" in asked else "bf16" if "bf16" in asked else "fp32"
+    if named not in (None, AUTO, usual):
+        raise ConfigError("parameters have two dtypes", where="data_types.param_dtype, fp16.enabled, bf16.enabled",
+                          got=f"{named}, and {usual} by the others", want=f"{usual!r}, or null")
     if "amp" in asked and config["zero_optimization.stage"] not in (0, AUTO):
         raise ConfigError("Apex's amp and ZeRO exclude each other", where="amp.enabled, zero_optimization.stage",
                           got=f"true, {config['zero_optimization.stage']}", want="stage 0, or torch_autocast for amp")

@@ -22,7 +22,7 @@ def read(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]:
     where, text = str(source)[:80], None
     try:
         text = Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         text = _decoded(source)
         if text is None:
             reason = getattr(error, "strerror", None) or "no text in UTF-8"
@@ -44,10 +44,13 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
     try:
         data = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
-        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else "nothing"
+        line = "".join(text.splitlines()[error.lineno - 1 : error.lineno]).strip() or "the end of the file"
         raise ConfigError("this is no JSON", where=f"{where}, line {error.lineno}", got=line[:80], want=error.msg,
                           hint="JSON has no comments and no comma after the last value") from None
-    except ConfigError as error:
+    except (RecursionError, ValueError) as error:
+        if not isinstance(error, ConfigError):
+            raise ConfigError("this JSON is too deep, or has too large a number", where=where, got=str(error)[:80],
+                              want="a configuration") from None
         raise ConfigError(error.what, where=f"{where}: {error.where}", got=error.got, want=error.want) from None
     if not isinstance(data, dict):
         raise ConfigError("a configuration is a JSON object", where=where, got=text.strip()[:40], want="{...}")

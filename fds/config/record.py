@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import math
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -157,6 +158,8 @@ class Config:
         for own, (_, known) in keys(type(self)).items():
             if own == first:
                 value = getattr(self, own)
+                if rest and not isinstance(value, Config):
+                    break
                 return value[rest] if rest else value
             if known.flat and first in keys(type(getattr(self, own))):
                 return getattr(self, own)[name]
@@ -284,6 +287,8 @@ def _named(prefix: str, value: Any, record: type[Config], edition: Edition) -> C
 def _refuse_bounds(value: Any, known: Key, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
+    if not math.isfinite(value) and known.high != math.inf:
+        raise ConfigError("a number is finite", where=name, got=repr(value), want="a number")
     for bound, holds, said in (
         (known.low, lambda b: value >= b, "at least"), (known.high, lambda b: value <= b, "at most"),
         (known.over, lambda b: value > b, "more than"),
@@ -301,4 +306,4 @@ def _unstructured(value: Any, full: bool) -> Any:
         return value.to_dict(full=full)
     if isinstance(value, Mapping):
         return {name: _unstructured(one, full) for name, one in value.items()}
-    return [_unstructured(one, full) for one in value] if isinstance(value, tuple) else value
+    return [_unstructured(one, full) for one in value] if isinstance(value, tuple | list) else value

@@ -5,6 +5,7 @@ Source: reference/003 and features.md 1.9; defaults as DeepSpeed 0.19.6 has them
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import attrs
@@ -40,7 +41,7 @@ class LoggingConfig(Config):
 
     steps_per_print: int | float | None = key(
         None, "updates between two lines of progress; null or Infinity: no such line", _PRINTS_NOTHING,
-        unit="steps", documented=10, over=0,
+        unit="steps", documented=10, over=0, high=math.inf,
     )  # fmt: skip
     wall_clock_breakdown: bool = key(
         False, "measure how long forward, backward, reduction and update take, of every step",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import attrs
 
-from fds.config.meaning import NotApplicable, argument
+from fds.config.meaning import NotYet, argument
 from fds.config.record import Config, key, within
 from fds.errors import ConfigError
 
@@ -31,7 +31,7 @@ def _rise(of: str) -> Any:
 
 
 def _last() -> Any:
-    return key(-1, "the update to go on from", NotApplicable("schedules are functions of state.step, which is saved"))
+    return key(-1, "the update to begin with", NotYet("a schedule that begins later on", nothing=(-1,)))
 
 
 @attrs.frozen
@@ -149,7 +149,10 @@ class SchedulerConfig(Config):
                                                                                         note="below"))
 
     def check(self) -> None:
-        """Raise `ConfigError` for parameters that the scheduler does not take, or lacks."""
+        """Raise `ConfigError` for parameters that the scheduler does not take, or lacks, or that are nobody's."""
+        if self.type is None and self.params:
+            raise ConfigError("parameters of no scheduler", where="type, params", got=f"null, {self.params!r:.60}",
+                              want=f"type: one of {', '.join(PARAMETERS)}")
         if self.type in PARAMETERS:
             missing = [name for name in REQUIRED.get(self.type, ()) if name not in self.params]
             if missing:

@@ -8,6 +8,7 @@ Source: JSON Schema, draft 2020-12, json-schema.org/draft/2020-12.
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -116,7 +117,7 @@ def _bounded(one: dict[str, Any], about: Key) -> dict[str, Any]:
     if one.get("type") not in ("integer", "number"):
         return one
     bounds = {"minimum": about.low, "maximum": about.high, "exclusiveMinimum": about.over}
-    return one | {word: bound for word, bound in bounds.items() if bound is not None}
+    return one | {word: bound for word, bound in bounds.items() if bound not in (None, math.inf)}
 
 
 def _is_group(found: list[dict[str, Any]]) -> bool:

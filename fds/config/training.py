@@ -14,6 +14,7 @@ from fds.config.asked import refuse_what_is_not_there
 from fds.config.groups import Groups
 from fds.config.reading import read
 from fds.config.record import Edition
+from fds.errors import ConfigError, MeshError
 from fds.schedules.curve import Curve
 from fds.step import Transform
 
@@ -62,7 +63,7 @@ class TrainingConfig(Groups):
         Raises `NotSupportedError`, naming all keys, for what fds does not have yet; `ConfigError` for batch sizes that
         do not multiply; `MeshError` for a mesh without `dp`.
         """
-        return tuple(call.build(mesh) for call in composition.calls(self, mesh.shape))
+        return tuple(call.build(mesh) for call in composition.calls(self, _sizes(mesh)))
 
     def explain(self, mesh: Mesh | Mapping[str, int], *, num_parameters: int | None = None) -> str:
         """Return what the JSON comes to: the composition as Python, the batch, memory per rank, and what is left out.
@@ -71,4 +72,13 @@ class TrainingConfig(Groups):
             mesh: of the ranks that run, or the sizes of the axes that there will be: `{"dp": 8}`.
             num_parameters: of the model, for bytes in place of formulas.
         """
-        return explanation.explain(self, mesh if isinstance(mesh, Mapping) else mesh.shape, num_parameters)
+        if num_parameters is not None and (type(num_parameters) is not int or num_parameters < 1):
+            raise ConfigError("this is no number of parameters", where="num_parameters", got=repr(num_parameters),
+                              want="1 or more")
+        return explanation.explain(self, mesh if isinstance(mesh, Mapping) else _sizes(mesh), num_parameters)
+
+
+def _sizes(mesh: Any) -> dict[str, int]:
+    if not isinstance(mesh, Mesh):
+        raise MeshError("this is no mesh", got=repr(mesh)[:80], want="fds.mesh(dp=-1)")
+    return mesh.shape

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import attrs
 import cattrs
 
 
@@ -32,6 +34,8 @@ def words(type_: Any) -> str:
     if typing.get_origin(type_) is tuple:
         of = typing.get_args(type_)
         return f"a list of {'' if of[-1] is Ellipsis else f'{len(of)} x '}{words(of[0])}"
+    if attrs.has(type_):
+        return "an object"
     known = {int: "an integer", float: "a number", bool: "true or false", str: "a string", types.NoneType: "null"}
     return known.get(type_, "an object" if typing.get_origin(type_) is dict else str(type_))
 
@@ -55,7 +59,7 @@ _REFUSED = (ValueError, TypeError, OverflowError, cattrs.BaseValidationError)
 _converter = cattrs.Converter()
 _converter.register_structure_hook(bool, lambda v, _: _demand(isinstance(v, bool), v))
 _converter.register_structure_hook(str, lambda v, _: _demand(isinstance(v, str), v))
-_converter.register_structure_hook(float, lambda v, _: _demand(_is_number(v), v))
+_converter.register_structure_hook(float, lambda v, _: _demand(_is_number(v) and abs(float(v)) >= 0, v))
 _converter.register_structure_hook(int, lambda v, _: int(_demand(_is_number(v) and int(v) == v, v)))
 
 
@@ -81,7 +85,7 @@ def _tuple(value: Sequence[Any], types_: tuple) -> tuple:
 _converter.register_structure_hook_func(is_union, _union)
 def _dict(value: Any, type_: Any) -> dict[str, Any]:
     of = typing.get_args(type_)[1]
-    return {_converter.structure(name, str): _converter.structure(x, of)
+    return {_converter.structure(name, str): copy.deepcopy(x) if of is Any else _converter.structure(x, of)
             for name, x in _demand(isinstance(value, Mapping), value).items()}  # fmt: skip
 
 

@@ -106,7 +106,7 @@ class ZeroConfig(Config):
     )
     stage3_prefetch_bucket_size: int = key(
         50_000_000, "elements gathered ahead of use", argument(
-            "shard_optimizer", name="prefetch", note="as whole buckets, at least one"),
+            "shard_optimizer", name="prefetch", note="as whole buckets, rounded up"),
         unit="elements", documented=500_000_000, low=0, old=("prefetch_bucket_size",),
     )
     stage3_param_persistence_threshold: int = key(

@@ -23,8 +23,9 @@ class Shares:
 
     What is drawn from the global generators of torch, Python and NumPy while a row is read is a function of the seed,
     the epoch and the row, so neither ranks, nor workers, nor the position at which a run was resumed change it; the
-    generators are as they were afterwards. It costs some 10 us a row, half of it Python's generator, and is left out
-    where nothing can draw.
+    generators are as they were afterwards. A data set that reads many rows at once, and `collate`, are seeded once for
+    a share, by its first row: what they draw depends on the number of ranks. It costs some 10 us a row, half of it
+    Python's generator, and is left out where nothing can draw.
     """
 
     dataset: Any

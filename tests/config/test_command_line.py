@@ -102,6 +102,22 @@ def test_a_bad_option_is_refused_by_name(file, capsys, option, value):
     assert ended.value.code == 2 and f"argument {option}: " in capsys.readouterr().err
 
 
+def test_values_of_auto_are_given_beside_the_file(tmp_path, capsys):
+    (tmp_path / "auto.json").write_text(json.dumps({
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "bf16": {"enabled": "auto"},
+    }))  # fmt: skip
+    assert main(["explain", str(tmp_path / "auto.json"), "--world-size", "2"]) == 2
+    assert 'hint:  "auto" needs a value: resolve(auto={\'train_micro_batch_size_per_gpu\': 4, ...})' in \
+        capsys.readouterr().err
+    given = ["train_micro_batch_size_per_gpu=4", "optimizer.params.lr=0.5", "bf16.enabled=true"]
+    assert main(["explain", str(tmp_path / "auto.json"), "--world-size", "2",
+                 *(word for one in given for word in ("--auto", one))]) == 0  # fmt: skip
+    told = capsys.readouterr().out
+    assert "fds.adamw(0.5, weight_decay=0.0)" in told and "fds.precision(torch.bfloat16" in told
+    assert "train_batch_size 8 = 4 rows x 1 microbatches x 2 data ranks" in told
+
+
 def test_schema_prints_the_schema(capsys):
     code, out, err = called(capsys, "schema")
     assert (code, err) == (0, "") and json.loads(out) == json.loads(json.dumps(schema()))

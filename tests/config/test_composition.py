@@ -53,6 +53,7 @@ def texts(said: dict[str, Any], axes: dict[str, int] = DP2) -> list[str]:
 
 FP16, BF16, AMP = ({name: {"enabled": True}} for name in ("fp16", "bf16", "amp"))
 HALF = "fds.precision(torch.float16, accumulate=torch.float16)"
+GRAD_SCALER = "fds.loss_scale(window=2000, hysteresis=1)"
 BRAIN = "fds.precision(torch.bfloat16, accumulate=torch.bfloat16)"
 LATE = "fds.schedules.delayed(fds.schedules."
 CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4}
@@ -126,19 +127,19 @@ ROWS: list[tuple[dict[str, Any], dict[str, int], list[str]]] = [
         "fds.precision(torch.bfloat16)", "fds.skip_nonfinite()"]),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, DP2, [
         "fds.precision(torch.float32, reduce=torch.float32, accumulate=torch.bfloat16)"]),
-    ({"data_types": {"param_dtype": "bf16"}}, DP2, [BRAIN]),
+    ({"data_types": {"param_dtype": "bf16"}} | BF16, DP2, [BRAIN, "fds.skip_nonfinite()"]),
     (FP16, DP2, [HALF, "fds.loss_scale()"]),
     ({"fp16": {"enabled": True, "loss_scale": 128}}, DP2, [HALF, "fds.static_loss_scale(128.0)"]),
     ({"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 7, "hysteresis": 3,
                "consecutive_hysteresis": True, "min_loss_scale": 2}}, DP2, [
         HALF, "fds.loss_scale(initial=256.0, window=7, hysteresis=3, consecutive_hysteresis=True, minimum=2)"]),
     ({"fp16": {"enabled": False, "loss_scale": 128}}, DP2, []),
-    (AMP, DP2, ["fds.autocast(torch.float16)", "fds.loss_scale()"]),
+    (AMP, DP2, ["fds.autocast(torch.float16)", GRAD_SCALER]),
     ({"amp": {"enabled": True, "loss_scale": "dynamic", "min_loss_scale": 2.0}}, DP2, [
-        "fds.autocast(torch.float16)", "fds.loss_scale(minimum=2.0)"]),
+        "fds.autocast(torch.float16)", "fds.loss_scale(window=2000, hysteresis=1, minimum=2.0)"]),
     ({"amp": {"enabled": True, "loss_scale": 64}}, DP2, ["fds.autocast(torch.float16)", "fds.static_loss_scale(64.0)"]),
     ({"torch_autocast": {"enabled": True}}, DP2, ["fds.autocast(torch.bfloat16)"]),
-    ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, DP2, ["fds.autocast(torch.float16)", "fds.loss_scale()"]),
+    ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, DP2, ["fds.autocast(torch.float16)", GRAD_SCALER]),
     # optimizers: Adam is AdamW, and decays nothing unless told
     (adam(), DP2, ["fds.adamw(0.001, weight_decay=0.0)"]),
     (update("AdamW", lr=3e-4, weight_decay=0.01), DP2, ["fds.adamw(0.0003)"]),
@@ -229,9 +230,32 @@ def test_a_peak_that_is_the_optimizers_needs_one(said):
 
 @pytest.mark.parametrize("axes", [DP2, REPLICAS])
 def test_shards_that_the_mesh_does_not_have_are_refused(axes):
-    with pytest.raises(ConfigError, match="other shards") as e:
+    with pytest.raises(ConfigError, match="another size") as e:
         texts(zero(3, mics_shard_size=4), axes)
-    assert e.value.where == "zero_optimization.mics_shard_size" and "dp=4" in e.value.want
+    assert e.value.where == "zero_optimization.mics_shard_size" and e.value.got == "4, and the mesh has 2"
+
+
+@pytest.mark.parametrize(("said", "axes", "where"), [
+    ({"data_parallel_size": 4}, DP2, "data_parallel_size"),
+    ({"pipeline": {"stages": 4}}, DP2, "pipeline.stages"),
+    ({"pipeline": {"stages": 4}}, {"pp": 2, "dp": 2}, "pipeline.stages"),
+])  # fmt: skip
+def test_sizes_that_the_mesh_does_not_have_are_refused(said, axes, where):
+    with pytest.raises(ConfigError, match="another size") as e:
+        texts(said, axes)
+    assert e.value.where == where
+
+
+def test_an_axis_that_nothing_uses_is_refused():
+    with pytest.raises(MeshError, match="no use for these axes"):
+        texts({}, {"dp": 2, "tp": 2})
+
+
+@pytest.mark.parametrize("axes", [None, "dp", {"dp": 0}, {"dp": True}, {"dp": 2.0}])
+def test_what_is_no_mesh_is_refused(axes):
+    for explains in (lambda: TrainingConfig.of(BATCH).explain(axes), lambda: TrainingConfig.of(BATCH).transforms(axes)):
+        with pytest.raises(MeshError):
+            explains()
 
 
 def test_batches_that_do_not_divide_among_data_ranks_are_refused():
@@ -318,7 +342,6 @@ ON: dict[str, tuple[dict[str, Any], Any, Any]] = {  # path -> where it counts, a
     "torch_autocast.enabled": ({}, True, None),
     "torch_autocast.dtype": ({"torch_autocast": {"enabled": True}}, "float16", torch.float16),
     "data_types.grad_accum_dtype": (BF16, "fp32", torch.float32),
-    "data_types.param_dtype": (BF16, "fp16", torch.float16),
     "zero_optimization.stage": (zero(1), 2, 2),
     "zero_optimization.reduce_bucket_size": (zero(1), 1000, 4000),
     "zero_optimization.allgather_bucket_size": (zero(1), 1000, 4000),
@@ -330,7 +353,7 @@ ON: dict[str, tuple[dict[str, Any], Any, Any]] = {  # path -> where it counts, a
     "pipeline.activation_checkpoint_interval": ({}, 2, 2),
 }
 WITH = {  # what goes with it: gradients travel in the parameters' dtype still, and are summed in it
-    "data_types.grad_accum_dtype": {("precision", "reduce")}, "data_types.param_dtype": {("precision", "accumulate")},
+    "data_types.grad_accum_dtype": {("precision", "reduce")},
 }
 OTHER: dict[str, Any] = {"betas": [0.5, 0.25], "warmup_type": "linear", "warmup_max_lr": 0.5}  # the rest by type
 

@@ -105,7 +105,7 @@ def test_without_an_optimizer_it_says_where_one_goes_and_its_learning_rate():
     ({"dp": 1}, "16 rows x 3 microbatches x 1 data ranks", 48),
 ], ids=str)  # fmt: skip
 def test_the_batch_is_told_as_a_product(axes, arithmetic, share):
-    assert sections(explained(ALL, axes))["batch"] == [
+    assert sections(explained(ALL, axes))["batch"][:2] == [
         f"train_batch_size 48 = {arithmetic}", f"a rank passes {share} rows to each call of the step"]
 
 

@@ -155,3 +155,26 @@ def test_bias_correction_is_followed_or_the_optimizer_is_refused():
         steps = [composed({"optimizer": one}) for one in optimizers]
         moved = [updates(step, {"w": torch.ones(2)}, [torch.ones(2, 2)])[0][0]["w"] for step in steps]
         assert not torch.equal(*moved), kind
+
+
+def test_float_inputs_and_targets_are_cast_under_bfloat16():
+    seen = []
+
+    def loss(params, batch):
+        seen[:] = [leaf.dtype for leaf in batch]
+        return (params["w"] * batch[0].mean(0)).sum()
+
+    step = composed({"bf16": {"enabled": True}, "optimizer": SGD}, loss)
+    step(step.init({"w": torch.zeros(2)}, key=0), (torch.ones(2, 2), torch.ones(2)))
+    assert seen == [torch.bfloat16, torch.bfloat16]
+
+
+def test_gradients_of_autocast_travel_in_float32():
+    data = {"torch_autocast": {"enabled": True}, "optimizer": SGD, "zero_optimization": {"stage": 2}}
+
+    def sent():
+        step = composed(data, dp=2)
+        state = step.init({"w": torch.zeros(64)}, key=0)
+        return step.describe(state).sent["reduce"]
+
+    assert fds.simulate(sent, 2) == [64 * 4 // 2] * 2

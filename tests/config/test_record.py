@@ -89,7 +89,10 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_known_one(data,
     ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "optimizer.params.betas", "a list of 2 x a number"),
     ({"optimizer": {"type": "Adam", "params": []}}, "optimizer.params", "an object"),
     ({"communication_data_type": "fp8"}, "communication_data_type", "'fp32' or 'fp16' or 'bf16' or null"),
-    ({"gradient_clipping": float("nan")}, "gradient_clipping", "at least 0"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping", "a number"),
+    ({"gradient_clipping": float("inf")}, "gradient_clipping", "a number"),
+    ({"gradient_clipping": 10**400}, "gradient_clipping", "a number"),
+    ({"fp16": None}, "fp16", "an object"),
 ])  # fmt: skip
 def test_a_wrong_value_is_refused_with_its_path_and_what_would_do(data, where, want):
     error = refused(TrainingConfig.of, data)

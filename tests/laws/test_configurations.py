@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import types
 import typing
 from typing import Any, Literal
@@ -36,12 +37,13 @@ def values(type_: Any, known: Key) -> st.SearchStrategy:
         inner = values(of[1], known) if of[1] is not Any else st.integers() | WORDS
         return st.dictionaries(WORDS, inner, max_size=2)
     low = known.low if known.low is not None else known.over + 1 if known.over is not None else -5
-    high = known.high if known.high is not None else max(low, 1) * 1000
+    high = known.high if known.high not in (None, math.inf) else max(low, 1) * 1000
     if known.over is not None and high <= low:
         low = (known.over + high) / 2
+    whole = st.integers(math.ceil(low), max(math.floor(high), math.ceil(low)))
     return {
-        bool: st.booleans(), str: WORDS.filter(lambda word: word != AUTO), int: st.integers(int(low), int(high)),
-        float: st.floats(low, high) | st.integers(int(-(-low // 1)), int(high)), type(None): st.none(),
+        bool: st.booleans(), str: WORDS.filter(lambda word: word != AUTO), int: whole,
+        float: st.floats(low, high) | whole.filter(lambda n: n <= high), type(None): st.none(),
     }.get(type_, st.none() | st.booleans() | st.integers())  # fmt: skip
 
 
