@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.errors import StorageError
+from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step, beginning
 from fds.storage import local as by_rank
@@ -76,6 +77,10 @@ def load(
     """
     ranks = Ranks.of(step)
     with ranks.together():
+        if isinstance(params, Sharded):
+            raise StorageError("slices do not say what the whole parameters are", where="params",
+                               got="the sharded params of a state", want="what step.init was given",
+                               hint="dict(module.named_parameters()); only structure is read")  # fmt: skip
         path = Path(dir)
         options = Options(checked_slots(slots), strict, params_only, without_optimizer, without_schedule)
     source = by_rank.opened(path, tag, ranks, verify) if local else _opened(path, tag, ranks, verify)

@@ -352,3 +352,17 @@ def test_a_refused_load_changes_no_file(folder):
     fds.load(folder.parent, STEP, {})
     assert {p: p.read_bytes() for p in folder.parent.rglob("*") if p.is_file()} == before
     assert tree.leaves(fds.load(folder.parent, STEP, {})[0])
+
+
+def test_slices_of_parameters_are_not_taken_for_their_structure(tmp_path):
+    def body():
+        sharded = fds.compose(fds.shard_optimizer(fds.mesh(dp=2)["dp"]), fds.sgd(0.1))
+        step = sharded(lambda params, batch: params["w"].sum())
+        state = step.init({"w": torch.ones(8)})
+        fds.save(tmp_path, state, step)
+        with pytest.raises(StorageError) as error:
+            fds.load(tmp_path, step, state.params)
+        return error.value.what, error.value.hint
+
+    (what, hint), _ = fds.simulate(body, 2)
+    assert what.endswith("slices do not say what the whole parameters are") and "named_parameters" in hint
