@@ -18,6 +18,10 @@ from hypothesis import settings
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests import interpreting
+
+    interpreting.remember()
 
 settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("full", max_examples=250, deadline=None, print_blob=True)

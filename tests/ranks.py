@@ -32,8 +32,11 @@ import torch.distributed as dist
 
 GRACE = 3.0  # seconds that the other ranks get when one has failed
 
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "torch.distributed", "fds", "fds.collectives", "hypothesis", "pytest"])
+forkserver = multiprocessing.get_context("forkserver")  # one for the whole process, for tests.programs too
+forkserver.set_forkserver_preload([
+    "torch", "torch.distributed", "torch._dynamo",  # which the first step imports
+    "fds", "fds.collectives", "hypothesis", "pytest",
+])  # fmt: skip
 
 
 class RankFailure(AssertionError):
@@ -72,7 +75,7 @@ class Process:
 
     def __init__(self, target: Callable[..., None], *args: Any):
         self.log = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 (closed at the end)
-        self.process = _processes.Process(target=_redirected, args=(self.log.name, target, args), daemon=True)
+        self.process = forkserver.Process(target=_redirected, args=(self.log.name, target, args), daemon=True)
         self.process.start()
 
     def output(self) -> str:
@@ -136,7 +139,7 @@ class Pool:
         if self.store is None:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         while len(self.members) < world_size:
-            ours, theirs = _processes.Pipe()
+            ours, theirs = forkserver.Pipe()
             self.members.append((Process(_serve, theirs, self.store.port), ours))
             theirs.close()
             assert ours.recv() == "ready"

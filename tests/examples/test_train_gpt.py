@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 import fds
-from tests.examples.runs import command, lines, saved
+from tests.examples.runs import command, fresh, lines, saved
 
 import train_gpt  # isort: skip  (runs puts the folder of the script on the path)
 from gpt import model, ranks  # isort: skip
@@ -36,7 +36,7 @@ def one_thread():
 
 
 def test_a_run_leaves_a_log_a_curve_a_save_and_prints_a_sample(tmp_path: Path):
-    run = command("--quick", "--out", tmp_path / "run")
+    run = fresh("--quick", "--out", tmp_path / "run")
     said, _ = run.communicate(timeout=120)
     assert run.returncode == 0, said
     assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == list(range(1, 21))
@@ -60,14 +60,13 @@ def test_a_run_that_was_interrupted_and_resumed_equals_one_that_was_not(tmp_path
     assert broken.returncode == 130, said
     assert f"--resume {tmp_path / 'broken'}" in said
     assert 0 < len(lines(tmp_path / "broken")) < 122
-    resumed = command("--resume", tmp_path / "broken")
-    assert resumed.wait(timeout=120) == whole.wait(timeout=120) == 0
+    resumed = fresh("--resume", tmp_path / "broken")
+    said, _ = resumed.communicate(timeout=120)
+    assert resumed.returncode == whole.wait(timeout=120) == 0, said
     assert lines(tmp_path / "broken") == lines(tmp_path / "whole")
     first, second = saved(tmp_path / "broken"), saved(tmp_path / "whole")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    for run in (whole, resumed):
-        run.stdout.close()
 
 
 def test_a_second_interrupt_ends_the_program_at_once():

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.examples.runs import EXAMPLES, command, lines
+from tests.examples.runs import EXAMPLES, as_ranks, command, lines
 from tests.examples.test_train_gpt_on_ranks import logged, ranks_of, until
+from tests.programs import Program
 
 sys.path.insert(0, str(EXAMPLES))
 
@@ -22,7 +22,7 @@ from gpt import pipelines, ranks  # isort: skip
 QUICK = ["--quick", "--steps", 24, "--eval-every", 8, "--eval-rows", 7, "--sample", 3, "--dtype", "float32"]
 
 
-def ended(run: subprocess.Popen, code: int = 0) -> str:
+def ended(run: Program, code: int = 0) -> str:
     """Wait for the end of a run, and return what it said."""
     said, _ = run.communicate(timeout=120)
     assert run.returncode == code, said
@@ -40,8 +40,8 @@ def equal_curves(found: Path, expected: Path) -> None:
 @pytest.mark.xdist_group("ranks")
 def test_a_pipeline_of_two_ranks_follows_the_curve_of_one(tmp_path: Path, book: Path):
     options = [*QUICK, "--data", book, "--accumulate", 4]
-    staged = command(*options, "--ranks", 2, "--pipeline", "one_f_one_b", "--stages", 2, "--out", tmp_path / "staged")
-    said = ended(staged)
+    words = ["--pipeline", "one_f_one_b", "--stages", 2]
+    said, _ = map(ended, as_ranks(2, *options, *words, "--out", tmp_path / "staged"))
     assert "float32 on 2 ranks of cpu, one_f_one_b through 2 stages" in said
     assert "a sample" in said
     ended(command(*options, "--out", tmp_path / "alone"))
@@ -71,9 +71,8 @@ def test_a_run_in_stages_is_stopped_and_resumed_with_others_and_without(tmp_path
 @pytest.mark.xdist_group("ranks")
 def test_stages_are_sharded_over_the_ranks_that_are_left(tmp_path: Path, book: Path):
     options = [*QUICK, "--data", book, "--batch", 8, "--steps", 8]
-    words = ["--ranks", 4, "--stage", 2, "--pipeline", "one_f_one_b", "--stages", 2, "--accumulate", 2]
-    staged = command(*options, *words, "--out", tmp_path / "staged")
-    said = ended(staged)
+    words = ["--stage", 2, "--pipeline", "one_f_one_b", "--stages", 2, "--accumulate", 2]
+    said, *_ = map(ended, as_ranks(4, *options, *words, "--out", tmp_path / "staged"))
     assert "4 ranks of cpu, stage 2, one_f_one_b through 2 stages" in said
     ended(command(*options, "--accumulate", 4, "--out", tmp_path / "alone"))
     equal_curves(tmp_path / "staged", tmp_path / "alone")
@@ -82,15 +81,16 @@ def test_stages_are_sharded_over_the_ranks_that_are_left(tmp_path: Path, book: P
 @pytest.mark.xdist_group("ranks")
 def test_a_run_in_stages_that_lost_a_rank_is_started_again_and_equals_one_that_did_not(tmp_path: Path, book: Path):
     options = ["--quick", "--data", book, "--steps", 90, "--save-every", 20, "--eval-every", 45, "--sample", 3,
-               "--ranks", 2, "--pipeline", "zb_h1", "--stages", 2]  # fmt: skip
-    killed = command(*options, "--restarts", 1, "--out", tmp_path / "killed")
+               "--pipeline", "zb_h1", "--stages", 2]  # fmt: skip
+    killed = command(*options, "--ranks", 2, "--restarts", 1, "--out", tmp_path / "killed")
     until(lambda: logged(tmp_path / "killed") > 30, killed)
     os.kill(ranks_of(killed)[1], signal.SIGKILL)
     said, _ = killed.communicate(timeout=120)
     assert killed.returncode == 0, said
     assert "rank 1 was lost" in said
     assert "Traceback" not in said
-    ended(command(*options, "--out", tmp_path / "whole"))
+    for rank in as_ranks(2, *options, "--out", tmp_path / "whole"):
+        ended(rank)
     assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
 
 

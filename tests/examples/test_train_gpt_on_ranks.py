@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.examples.runs import command, lines, saved
+from tests.examples.runs import as_ranks, command, fresh, lines, saved
+from tests.programs import Program
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
+Run = subprocess.Popen | Program
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 
 
-def until(reached: Callable[[], bool], run: subprocess.Popen, seconds: float = 90.0) -> None:
+def until(reached: Callable[[], bool], run: Run, seconds: float = 90.0) -> None:
     """Wait until something is reached, or the run has ended."""
     end = time.monotonic() + seconds
     while run.poll() is None and not reached() and time.monotonic() < end:
@@ -33,7 +35,7 @@ def logged(out: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def ranks_of(run: subprocess.Popen) -> list[int]:
+def ranks_of(run: Run) -> list[int]:
     """Return the processes that a launcher started, in the order of the ranks."""
     return [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
 
@@ -71,8 +73,8 @@ def test_a_run_on_two_ranks_is_stopped_resumed_on_one_and_follows_the_curve_of_o
 
 def test_a_run_that_lost_a_rank_is_restarted_by_torchrun_and_equals_one_that_did_not(tmp_path: Path, book: Path):
     options = ["--quick", "--data", book, "--steps", 160, "--save-every", 30, "--eval-every", 80, "--sample", 3]
-    killed = command(*options, "--out", tmp_path / "killed", by=(*TORCHRUN, "--max-restarts", 1))
-    whole = command(*options, "--ranks", 2, "--out", tmp_path / "whole")
+    killed = fresh(*options, "--out", tmp_path / "killed", by=(*TORCHRUN, "--max-restarts", 1))
+    whole = as_ranks(2, *options, "--out", tmp_path / "whole")
     until(lambda: logged(tmp_path / "killed") > 40, killed)
     first = ranks_of(killed)
     os.kill(first[1], signal.SIGKILL)
@@ -83,8 +85,9 @@ def test_a_run_that_lost_a_rank_is_restarted_by_torchrun_and_equals_one_that_did
     assert "rank 1 was lost\n  where: rank 0, in " in said
     assert "Traceback" not in said
     assert not any(map(is_running, first + second))
-    said, _ = whole.communicate(timeout=90)
-    assert whole.returncode == 0, said
+    for rank in whole:
+        said, _ = rank.communicate(timeout=90)
+        assert rank.returncode == 0, said
     assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
     ours, theirs = saved(tmp_path / "killed"), saved(tmp_path / "whole")
     assert len({name.split(":")[0] for name in ours}) == 2

@@ -1,8 +1,8 @@
-"""Compile kernels for sm_90 without a GPU: `python -m tests.kernels.ahead_of_time gated ... [--json | --table]`.
+"""Compile kernels for sm_90 without a GPU: `python -m tests.kernels.ahead_of_time gated ... [--each | --table]`.
 
 Triton is told of an H200 that is not there. Each module of `tests.kernels.cases` makes the launches of one kernel as
 users would, on CPU tensors; what would be launched is compiled, with the same specialisation, and not run. Without a
-name all are; `--table` has one line for the variants of a kernel.
+name all are; `--table` has one line for the variants of a kernel, `--each` the JSON of each name.
 """
 
 import importlib
@@ -97,17 +97,25 @@ def table(rows: list[dict]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def main(arguments: list[str]) -> None:
-    options = {"--json", "--table"} & set(arguments)
-    names = [x for x in arguments if x not in options]
-    names = names or sorted(path.stem for path in CASES.glob("*.py") if path.stem != "__init__")
-    rows = [
+def rows_of(names: list[str]) -> list[dict]:
+    """Compile what the cases of some kernels launch, and return a row for each variant."""
+    return [
         {"kernel": f"{fn.__module__.removeprefix('fds.kernels.')}.{fn.__name__}",
          "dtype": str(dtype).removeprefix("torch."), **resources(made), "case": case}
         for case, fn, dtype, made in launches(names, list(choice.DTYPES))
     ]
+
+
+def main(arguments: list[str]) -> None:
+    options = {"--each", "--table"} & set(arguments)
+    names = [x for x in arguments if x not in options]
+    names = names or sorted(path.stem for path in CASES.glob("*.py") if path.stem != "__init__")
+    if "--each" in options:
+        print(json.dumps({name: rows_of([name]) for name in names}))
+        return
+    rows = rows_of(names)
     if options:
-        print(json.dumps(rows) if "--json" in options else table(rows))
+        print(table(rows))
         return
     for row in [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]:
         print(f"{row['kernel']:<40}{row['dtype']:<10}{row['registers']:>10}{row['spilled bytes']:>15}"

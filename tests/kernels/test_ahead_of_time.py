@@ -29,16 +29,19 @@ def launched_in(path: Path) -> set[str]:
     }  # fmt: skip
 
 
-def compiled(name: str) -> list[dict]:
-    code = [sys.executable, "-m", "tests.kernels.ahead_of_time", name, "--json"]
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict]]:
+    """Compile all cases in one process, for it takes seconds to start; return what each takes of a multiprocessor."""
+    code = [sys.executable, "-m", "tests.kernels.ahead_of_time", *CASES, "--each"]
     done = subprocess.run(code, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
+@pytest.mark.xdist_group("ahead of time")  # one worker, one process
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_compile_for_hopper_without_spills(name):
-    rows = compiled(name)
+def test_kernels_compile_for_hopper_without_spills(name, compiled):
+    rows = compiled[name]
     for row in rows:
         assert row["spilled bytes"] == 0, row
         assert row["registers"] <= 255 and row["shared bytes"] <= 227 * 1024, row

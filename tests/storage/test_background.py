@@ -16,6 +16,7 @@ import fds
 from fds import tree
 from fds.errors import DonatedStateError, StorageError
 from fds.storage import background, folders
+from tests import programs
 from tests.bits import assert_same_bits, snapshot
 from tests.memory import peak_bytes
 from tests.storage.holding import held, helpers, stopped_helper, until
@@ -266,13 +267,13 @@ def test_nobody_else_saves_there_meanwhile(tmp_path):
     step, state = begin(tmp_path)
     with held() as go:
         saving = fds.save_async(tmp_path, state, step, "mine")
-        code = (
+        (tmp_path.parent / "theirs.py").write_text(
             "import sys, torch, fds\nstep = fds.compose(fds.sgd(0.1))(lambda p, b: p.sum())\n"
             "try:\n    fds.save_async(sys.argv[1], step.init(torch.ones(2)), step, 'theirs').wait()\n"
             "except fds.errors.StorageError as error:\n    print(error.what)"
         )
-        done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
-        assert done.stdout == "another save is writing here\n"
+        told = programs.run(tmp_path.parent / "theirs.py", tmp_path, cwd=ROOT)
+        assert told == (0, "another save is writing here\n")
         go.set()
         saving.wait()
     assert folders.tags(tmp_path) == ["first", "mine"]
