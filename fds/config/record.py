@@ -120,6 +120,10 @@ class Config:
         self.check()
 
     @classmethod
+    def __attrs_init_subclass__(cls) -> None:
+        cls.__repr__ = _text  # type: ignore[method-assign]  # of hundreds of keys, those that were given
+
+    @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, defaults: Edition = "0.19.6") -> Self:
         """Return the record of a group of the JSON. Old spellings are taken with a warning that names the new."""
         if not isinstance(data, Mapping):
@@ -171,6 +175,10 @@ class Config:
 
     def _given(self) -> Iterator[tuple[str, Any]]:
         return ((name, getattr(self, name)) for name in keys(type(self)) if name in self.given)
+
+
+def _text(config: Config) -> str:
+    return f"{type(config).__name__}.from_dict({config.to_dict()!r})"
 
 
 @functools.cache

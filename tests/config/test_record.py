@@ -42,6 +42,13 @@ def test_a_record_is_frozen_equal_by_value_and_pickled():
     assert config.with_keys(stage=1).to_dict() == {"stage": 1}
 
 
+def test_a_record_prints_what_it_was_given_as_the_call_that_makes_it():
+    config = TrainingConfig.of({"train_batch_size": 4, "zero_optimization": {"stage": 3}})
+    assert repr(config) == "TrainingConfig.from_dict({'train_batch_size': 4, 'zero_optimization': {'stage': 3}})"
+    assert repr(config.zero_optimization) == "ZeroConfig.from_dict({'stage': 3})"
+    assert eval(repr(config)) == config
+
+
 def test_items_are_paths():
     config = TrainingConfig.of({"train_batch_size": 4, "zero_optimization": {"stage": 3}})
     assert config["zero_optimization"]["stage"] == config["zero_optimization.stage"] == 3
