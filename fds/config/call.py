@@ -67,8 +67,11 @@ class Call:
     @classmethod
     def of(cls, path: str, *args: Any, **kwargs: Any) -> Call:
         """Return the call with those keywords that differ from the function's defaults."""
-        usual = inspect.signature(FOUND[path]).parameters
-        return cls(path, args, {name: value for name, value in kwargs.items() if value != usual[name].default})
+        return cls(path, args, {name: value for name, value in kwargs.items() if value != default(path, name)})
+
+    def argument(self, name: str) -> Any:
+        """Return what is passed under a name, or the function's default."""
+        return self.kwargs.get(name, default(self.path, name))
 
     def build(self, mesh: Mesh | None) -> Any:
         """Return what the call makes, on this mesh if it speaks of axes."""
@@ -78,6 +81,11 @@ class Call:
     def __str__(self) -> str:
         words = [*map(_word, self.args), *(f"{name}={_word(value)}" for name, value in self.kwargs.items())]
         return f"fds.{self.path}({', '.join(words)})"
+
+
+def default(path: str, name: str) -> Any:
+    """Return the default of an argument of the function at a path below `fds`."""
+    return inspect.signature(FOUND[path]).parameters[name].default
 
 
 def _built(value: Any, mesh: Mesh | None) -> Any:

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 import torch
 
 from fds.config.asked import refuse_what_is_not_there
-from fds.config.call import AxisOf, Call, Name
+from fds.config.call import AxisOf, Call, Name, default
 from fds.config.groups import Groups
 from fds.config.update import optimizer
 from fds.errors import ConfigError, MeshError
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
           "float16": torch.float16, "bfloat16": torch.bfloat16}
-_BUCKET_BYTES = 32 * 2**20  # shard_optimizer's own
 _GRAD_SCALER = {"window": 2000, "hysteresis": 1}  # as torch.amp.GradScaler and Apex have it, not DeepSpeed's fp16
 
 
@@ -93,7 +92,7 @@ def _sizes(config: Groups) -> dict[str, int]:
     if zero.stage < 3:
         return out
     live = zero.stage3_max_live_parameters if "stage3_max_live_parameters" in zero.given else 0
-    bucket = out.get("bucket_bytes", _BUCKET_BYTES)
+    bucket = out.get("bucket_bytes", default("shard_optimizer", "bucket_bytes"))
     if 0 < 4 * live // 3 < bucket:
         out["bucket_bytes"] = bucket = max(4 * live // 3, 4)
     if "stage3_prefetch_bucket_size" in zero.given:

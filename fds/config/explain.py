@@ -30,7 +30,7 @@ def explain(config: Groups, axes: Mapping[str, int], num_parameters: int | None)
                  _memory(resolved, calls, axes, num_parameters)),
         _section(f"defaults in force, of edition {config.defaults}", _defaults(resolved)),
         _section('"auto", and nobody said what: defaults', autos(config.to_dict())),
-        _section("given, and without effect here", _idle(config, axes)),
+        _section("given, and without effect here", _idle(config, calls, axes)),
         _section("taken by other calls", _given(config, Elsewhere)),
         _section("not applicable", _given(config, NotApplicable)),
     ]
@@ -117,16 +117,15 @@ def _given(config: Groups, kind: type) -> Iterator[str]:
             yield f"{path} = {_json(value)}: {known.meaning}".replace(": not applicable:", ":").replace("`", "")
 
 
-def _idle(config: Groups, axes: Mapping[str, int]) -> Iterator[str]:
+def _idle(config: Groups, calls: tuple[Call, ...], axes: Mapping[str, int]) -> Iterator[str]:
     """Yield keys that would count elsewhere, and whose default would give the same here."""
     lacking = {path for path, _ in not_there(config)}
-    texts = [*map(str, composed(config, axes)[0])]
     for path, value, known, given in config.walk():
         told = isinstance(known.meaning, Argument | NotYet | Part) and not isinstance(value, Config | Mapping)
         if not given or not told or path in lacking or value in (AUTO, known.of(config.defaults)):
             continue
         try:
-            if [*map(str, composed(_without(config, path), axes)[0])] == texts:
+            if composed(_without(config, path), axes)[0] == calls:
                 yield f"{path} = {_json(value)}"
         except ConfigError:
             pass  # it is needed

@@ -113,7 +113,8 @@ class Groups(Config):
         """Raise `ConfigError` for keys of different groups that contradict each other."""
         refuse_two(self)
         kind = self.optimizer.kind if self.optimizer is not None else None
-        if kind in ("onebitadam", "zerooneadam", "onebitlamb") and self.zero_optimization.stage not in (0, autos.AUTO):
+        compressed = issubclass(optimizer.PARAMETERS.get(str(kind), Config), optimizer.CompressedConfig)
+        if compressed and self.zero_optimization.stage not in (0, autos.AUTO):
             raise ConfigError("this optimizer and ZeRO exclude each other",
                               where="optimizer.type, zero_optimization.stage",
                               got=f"{kind}, {self.zero_optimization.stage}", want="stage 0")

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import attrs
-import torch
 
 from fds.config.call import Call
 from fds.config.groups import Groups
 
 _SLOTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "adagrad": 1}  # of the size of the parameters, float32
-_BUCKET_BYTES = 32 * 2**20  # shard_optimizer's own
 
 
 @attrs.frozen
@@ -45,13 +43,13 @@ def held(config: Groups, calls: tuple[Call, ...], axes: Mapping[str, int]) -> tu
     """Return what every rank holds, between steps and within one."""
     made = {call.path: call for call in calls}
     shard, precision = made["shard_optimizer"], made.get("precision")
-    stage, ranks = shard.kwargs.get("stage", 1), axes["dp"]
+    stage, ranks, bucket = shard.argument("stage"), axes["dp"], shard.argument("bucket_bytes")
     shared = ranks if stage else 1
-    compute = 4 if precision is None else precision.args[0].itemsize
-    summed = 4 if precision is None else precision.kwargs.get("accumulate", torch.float32).itemsize
-    sent = summed if precision is None else precision.kwargs.get("reduce", precision.kwargs.get(
-        "accumulate", torch.float32)).itemsize
-    bucket = shard.kwargs.get("bucket_bytes", _BUCKET_BYTES)
+    compute = summed = sent = 4
+    if precision is not None:
+        accumulate = precision.argument("accumulate")
+        compute, summed = precision.args[0].itemsize, accumulate.itemsize
+        sent = (precision.argument("reduce") or accumulate).itemsize
     alone = ranks * axes.get("replicate", 1) == 1
     out = [Held(f"master weights and optimizer state{_among(shared)}", (4 + 4 * _num_slots(config)) / shared)]
     if alone or stage == 0:
@@ -59,7 +57,7 @@ def held(config: Groups, calls: tuple[Call, ...], axes: Mapping[str, int]) -> tu
     elif stage < 3:
         out += [Held("whole parameters", compute)]
     else:
-        live = (2 + shard.kwargs.get("prefetch", 1)) * (bucket * compute // 4)
+        live = (2 + shard.argument("prefetch")) * (bucket * compute // 4)
         out += [Held("parameters that are whole at once, beside small ones", compute, live)]
     reduces_slices = stage > 1 and not alone
     out += [Held(f"sums of gradients{_among(ranks if reduces_slices else 1)}",
