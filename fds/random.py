@@ -86,10 +86,8 @@ def seeded(key: Tensor, *data: int | str) -> Iterator[None]:
 def python_seeded(key: Tensor) -> Iterator[None]:
     """Seed the global generators of Python and NumPy from the key, and restore them on leaving."""
     python, numpy = python_random.getstate(), np.random.get_state()
-    number = seed(key, "python")
     try:
-        python_random.seed(number)
-        np.random.seed(number % 2**32)
+        reseed_python(seed(key, "python"))
         yield
     finally:
         python_random.setstate(python)
@@ -103,6 +101,12 @@ def reseed(seed: int, devices: Iterable[torch.device]) -> None:
     """
     for g in _generators(devices):
         g.manual_seed(seed)
+
+
+def reseed_python(seed: int) -> None:
+    """Seed the global generators of Python and NumPy; call it inside a `python_seeded`."""
+    python_random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:

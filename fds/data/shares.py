@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random as python_random
 from collections.abc import Callable
 from typing import Any
 
@@ -80,5 +79,4 @@ def reads_many(dataset: Any) -> bool:
 
 def _reseed(number: int, devices: list[torch.device]) -> None:
     random.reseed(number, devices)
-    python_random.seed(number)
-    np.random.seed(number % 2**32)
+    random.reseed_python(number)
