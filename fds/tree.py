@@ -1,19 +1,31 @@
-"""Pytrees: nested dicts, lists, tuples and records of tensors. The only importer of torch.utils._pytree."""
+"""Pytrees: nested containers and records of tensors. The only importer of torch.utils._pytree.
+
+Containers are dicts, lists and tuples and what is derived from them, any other `Mapping`, named tuples, attrs classes,
+dataclasses, records of `record`, and classes that are registered with torch's pytree.
+"""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 import attrs
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from fds import containers
 from fds.errors import StateError, did_you_mean
 
 T = TypeVar("T")
 Tree = Any
+_map = map
+_ADOPTING = threading.Lock()
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, bytes, complex, type(None), torch.dtype})
+_DECLARED: set[type] = set()  # classes that `leaf` was told of
+_LEAVES: set[type] = set(_PLAIN)  # those and others whose instances are leaves, as far as they were met
 
 
 def static(**kwargs: Any) -> Any:
@@ -65,14 +77,22 @@ def record(cls: type[T]) -> type[T]:
     return made
 
 
+def leaf(cls: type[T]) -> type[T]:
+    """Declare a class whose instances are leaves, although they are records."""
+    _LEAVES.add(cls)
+    _DECLARED.add(cls)
+    return cls
+
+
 def leaves(tree: Tree) -> list:
     """Return the leaves of `tree` in order (dict entries in insertion order)."""
-    return pytree.tree_leaves(tree)
+    return parts(tree)[0]
 
 
 def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Apply `f` to every leaf, and to the leaves at the same place of the trees in `rest`."""
-    return pytree.tree_map(f, tree, *rest)
+    first, spec = parts(tree)
+    return spec.unflatten(_map(f, first, *(spec.flatten_up_to(other) for other in rest)))
 
 
 def flatten(tree: Tree) -> tuple[list, Callable[[Iterable], Tree]]:
@@ -82,18 +102,21 @@ def flatten(tree: Tree) -> tuple[list, Callable[[Iterable], Tree]]:
     >>> build([v * 10 for v in parts])
     {'a': 10, 'b': [20, 30]}
     """
-    parts, spec = pytree.tree_flatten(tree)
-    return parts, spec.unflatten
+    found, spec = parts(tree)
+    return found, spec.unflatten
 
 
 def parts(tree: Tree) -> tuple[list, Any]:
     """Return the leaves and the structure of a tree, in one pass."""
-    return pytree.tree_flatten(tree)
+    found, spec = pytree.tree_flatten(tree)
+    while not _LEAVES.issuperset(_map(type, found)) and _adopt(found):
+        found, spec = pytree.tree_flatten(tree)
+    return found, spec
 
 
 def structure(tree: Tree) -> Any:
     """Return the structure of a tree without its leaves: hashable, equal for trees of one structure."""
-    return pytree.tree_structure(tree)
+    return parts(tree)[1]
 
 
 def dump_structure(spec: Any) -> str:
@@ -118,13 +141,26 @@ def paths(tree: Tree) -> dict[str, Any]:
     >>> paths({"a": 1, "b": [2, {"c": 3}]})
     {'a': 1, 'b.0': 2, 'b.1.c': 3}
     """
+    parts(tree)  # so that all its containers are known
     named: dict[str, Any] = {}
-    for keys, leaf in pytree.tree_flatten_with_path(tree)[0]:
+    for keys, x in pytree.tree_flatten_with_path(tree)[0]:
         path = ".".join(_word(key) for key in keys)
         if path in named:
             raise StateError("two leaves bear one key path", where=path, hint="rename one of the keys")
-        named[path] = leaf
+        named[path] = x
     return named
+
+
+def opaque(tree: Tree) -> list[str]:
+    """Return the key paths of leaves that are no tensors, but hold some; those of `leaf` do so openly.
+
+    >>> opaque({"a": torch.ones(2), "b": {torch.ones(2)}})
+    ['b']
+    """
+    if _PLAIN.issuperset(_map(type, leaves(tree))):
+        return []
+    hides = lambda x: not isinstance(x, Tensor) and type(x) not in _DECLARED and containers.holds_tensors(x)
+    return [path for path, x in paths(tree).items() if hides(x)]
 
 
 def match(patterns: Iterable[str], names: Iterable[str], *, what: str) -> set[str]:
@@ -160,6 +196,37 @@ def is_low(x: Any) -> bool:
 def num_bytes(tree: Tree) -> int:
     """Return the bytes of all tensors in `tree`."""
     return sum(x.numel() * x.element_size() for x in leaves(tree) if isinstance(x, Tensor))
+
+
+def _adopt(found: list) -> bool:
+    """Register the classes of leaves that are containers of tensors with torch's pytree; say whether there are any."""
+    adopted = False
+    for x in found:
+        cls = type(x)
+        if cls in _LEAVES or cls in pytree.SUPPORTED_NODES:
+            continue
+        if not containers.is_container(cls):
+            _LEAVES.add(cls)
+        elif containers.holds_tensors(x) and containers.can_be_built(x):
+            _register(cls)
+            adopted = True
+    return adopted
+
+
+def _register(cls: type) -> None:
+    make = pytree.MappingKey if issubclass(cls, Mapping) else (
+        pytree.SequenceKey if issubclass(cls, list | tuple) else pytree.GetAttrKey)
+
+    def flatten_with_keys(x: Any) -> tuple[list, containers.Shell]:
+        children, shell = containers.take_apart(x)
+        return [(make(key), child) for key, child in zip(shell.keys, children, strict=True)], shell
+
+    with _ADOPTING:  # autograd's threads run layers again, and look into what they take
+        if cls not in pytree.SUPPORTED_NODES:
+            pytree.register_pytree_node(
+                cls, containers.take_apart, lambda children, shell: containers.build(shell, children),
+                flatten_with_keys_fn=flatten_with_keys,
+            )  # fmt: skip
 
 
 def _word(key: Any) -> str:

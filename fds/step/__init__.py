@@ -1,7 +1,7 @@
 """The step: its program of stations, transforms that fill them, and what composing means."""
 
 from fds.step.backward import Found, Grads, InTurn, training
-from fds.step.batch import Split, Whole, rows, whole
+from fds.step.batch import Split, Whole, demand_tree, rows, whole
 from fds.step.check import intact
 from fds.step.composition import Composition, Transform, compose, fill, transform
 from fds.step.describe import Description
@@ -22,6 +22,6 @@ from fds.step.totals import Totals
 __all__ = [
     "After", "Commit", "Composition", "Description", "Found", "Gather", "Gradients", "Grads", "InTurn", "Measure",
     "Order", "Parameters", "Place", "Reduce", "Scale", "Shard", "Split", "Step", "Structure", "Sum", "Totals",
-    "Transform", "Whole", "beginning", "compose", "fill", "global_norm", "intact", "materialize", "open_parameters",
-    "rows", "training", "transform", "whole",
+    "Transform", "Whole", "beginning", "compose", "demand_tree", "fill", "global_norm", "intact", "materialize",
+    "open_parameters", "rows", "training", "transform", "whole",
 ]  # fmt: skip

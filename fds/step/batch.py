@@ -11,6 +11,7 @@ from fds import tree
 from fds.errors import BatchError
 
 
+@tree.leaf
 @attrs.frozen(eq=False)
 class Whole:
     """A batch leaf that every microbatch gets whole: see `whole`."""
@@ -21,6 +22,20 @@ class Whole:
 def whole(x: Any) -> Whole:
     """Mark a leaf of a batch that is not to be sliced; the loss sees the leaf itself."""
     return Whole(x)
+
+
+def demand_tree(batch: Any, at: str = "") -> None:
+    """Raise `BatchError` for a batch, or the part of one at a path, that hides tensors, which cannot be cast or sliced.
+
+    What is marked by `whole` is not looked into.
+    """
+    for path in tree.opaque(batch):
+        raise BatchError(
+            "a leaf of the batch hides tensors", where=place(".".join(filter(None, (at, path)))),
+            got=type(tree.paths(batch)[path]).__name__,
+            want="tensors in dicts, lists, tuples, Mappings, named tuples, attrs classes or dataclasses",
+            hint="take it apart, or register its class with torch.utils._pytree",
+        )  # fmt: skip
 
 
 def rows(batch: Any) -> int | None:
@@ -51,6 +66,8 @@ class Split:
     def __call__(self, batch: Any) -> list[Any]:
         """Return the microbatches. Raises `BatchError` for leaves that disagree or do not divide."""
         n, length = self.num_microbatches, rows(batch)
+        if n > 1:
+            demand_tree(batch)
         if n > 1 and length is None:
             raise BatchError(
                 "the batch has no rows to split", got=type(batch).__name__, want=f"{n} microbatches",

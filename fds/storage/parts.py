@@ -23,6 +23,7 @@ from fds.storage.tensors import dtype_name
 ON_HOST = ("calls", "key")  # what the host reads without asking the device
 
 
+@tree.leaf
 @attrs.frozen
 class Part:
     """What a rank holds of one leaf.

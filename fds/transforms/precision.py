@@ -17,7 +17,7 @@ from torch import Tensor
 from fds import tree
 from fds.errors import ComposeError
 from fds.loss import Layers
-from fds.step import Step, Sum, Whole, fill, transform
+from fds.step import Step, Sum, Whole, demand_tree, fill, transform
 
 
 @attrs.frozen
@@ -26,16 +26,26 @@ class CastInputs:
 
     dtype: torch.dtype
     patterns: tuple[str, ...]
+    pair: bool = False  # the batch is a pair, and its parts are called "0" and "1" even if they have names
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch, cast."""
-        leaves, build = tree.flatten(batch)
-        return build([self.cast(p, x) for p, x in zip(tree.paths(batch), leaves, strict=True)])
+        """Return the batch, cast. Raises `BatchError` for leaves that hide tensors."""
+        if self.pair and isinstance(batch, tuple | list):
+            parts = [self.cast_all(part, str(i)) for i, part in enumerate(batch)]
+            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return self.cast_all(batch, "")
+
+    def cast_all(self, part: Any, at: str) -> Any:
+        """Return the part of the batch at a path, cast."""
+        demand_tree(part, at)
+        leaves, build = tree.flatten(part)
+        paths = [".".join(filter(None, (at, path))) for path in tree.paths(part)]
+        return build([self.cast(path, x) for path, x in zip(paths, leaves, strict=True)])
 
     def cast(self, path: str, x: Any) -> Any:
         """Return one leaf, cast if it is a float32 tensor that matches."""
         if isinstance(x, Whole):
-            return Whole(self.cast(path, x.value))
+            return Whole(self.cast_all(x.value, path))
         wanted = isinstance(x, Tensor) and x.dtype is torch.float32
         return x.to(self.dtype) if wanted and any(fnmatch.fnmatchcase(path, p) for p in self.patterns) else x
 
@@ -71,8 +81,8 @@ def precision(
         own = ("0", "0.*") if isinstance(step.loss, Layers) else ("*",)
         cast = own if inputs is None else (inputs,) if isinstance(inputs, str) else tuple(inputs)
         return fill(
-            step, batch=CastInputs(compute, cast), gather={"dtype": compute, "float32": kept}, sum=Sum(accumulate),
-            reduce={"dtype": reduce},
+            step, batch=CastInputs(compute, cast, isinstance(step.loss, Layers) and inputs is None),
+            gather={"dtype": compute, "float32": kept}, sum=Sum(accumulate), reduce={"dtype": reduce},
         )  # fmt: skip
 
     return apply

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 BELOW_STEP = "state loss autodiff optim layout collectives random tree errors"
 ROOMS = {
     "errors": "",
-    "tree": "errors",
+    "containers": "",
+    "tree": "containers errors",
     "random": "errors tree",
     "state": "tree errors",
     "autodiff": "tree errors",

@@ -1,5 +1,9 @@
 """16-bit computation from float32 masters; autocast."""
 
+from collections import UserDict, namedtuple
+from collections.abc import Mapping
+
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,3 +126,38 @@ def test_autocast_equals_torch_autocast(dtype):
     opt.step()
     assert_same_bits(list(state.params.values()), [p.detach() for p in net.parameters()])
     assert float(metrics["loss"]) == float(loss.detach())
+
+
+class Encoding(UserDict):
+    """A mapping such as Hugging Face's BatchEncoding."""
+
+
+Named = namedtuple("Named", "x y")
+
+
+@attrs.frozen
+class Sample:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("make", [dict, lambda **b: Encoding(b), Named, Sample, lambda **b: fds.whole(Sample(**b))])
+def test_inputs_are_cast_in_whatever_container_they_come(make):
+    *_, batch = problem()
+    seen = []
+    get = lambda b, k: b[k] if isinstance(b, Mapping) else getattr(b, k)
+    loss = lambda p, b: seen.append((type(b), get(b, "x").dtype)) or (get(b, "x") * p["w"]).mean().float()
+    step = fds.compose(fds.precision(torch.bfloat16), fds.sgd(0.1))(loss)
+    given = make(**batch)
+    step(step.init({"w": torch.ones(5)}), given)
+    assert seen == [(type(getattr(given, "value", given)), torch.bfloat16)]
+
+
+def test_inputs_of_layers_are_cast_by_place_if_the_pair_has_names_too():
+    seen = []
+    layers = fds.Layers([nn.Linear(5, 3)], lambda out, y: seen.append((out.dtype, y.dtype)) or (out - y).mean())
+    step = fds.compose(fds.precision(torch.bfloat16), fds.sgd(0.1))(layers)
+    state = step.init(layers.init)
+    for pair in (Named(torch.ones(2, 5), torch.ones(2, 3)), (torch.ones(2, 5), torch.ones(2, 3))):
+        step(state, pair)
+    assert seen == [(torch.bfloat16, torch.float32)] * 2

@@ -1,12 +1,17 @@
 """Trees: records, paths, patterns."""
 
-from collections import OrderedDict, namedtuple
+import dataclasses
+import functools
+import types
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Mapping
 
 import attrs
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+import fds
 from fds import tree
 from fds.errors import StateError
 from fds.tree import fresh, record, static
@@ -133,3 +138,113 @@ def test_a_pattern_without_a_match_is_refused_by_its_owner_with_a_hint():
 def test_bytes_are_those_of_the_tensors():
     value = {"a": torch.zeros(3, dtype=torch.float64), "b": [torch.zeros(5, dtype=torch.int8)], "c": "text"}
     assert tree.num_bytes(value) == 29
+
+
+# --- containers of others ---
+
+
+class Encoding(UserDict):
+    """What a tokenizer returns: a mapping with more to it."""
+
+    def __init__(self, data, source):
+        super().__init__(data)
+        self.source = source
+
+
+class Fixed(Mapping):
+    def __init__(self, given):
+        self.given = dict(given)
+
+    def __getitem__(self, key):
+        return self.given[key]
+
+    def __iter__(self):
+        return iter(self.given)
+
+    def __len__(self):
+        return len(self.given)
+
+
+class Rows(list):
+    pass
+
+
+class Sizes(tuple):
+    pass
+
+
+@attrs.frozen
+class Sample:
+    x: object
+    name: str = attrs.field(validator=attrs.validators.instance_of(str))
+    made: object = attrs.field(init=False, factory=lambda: torch.ones(1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+    x: object
+    y: object = None
+
+
+@dataclasses.dataclass
+class Cached:
+    x: object
+
+    @functools.cached_property
+    def double(self):
+        return self.x * 2
+
+
+ONE = torch.ones(2)
+OTHERS = [
+    Encoding({"x": ONE, "n": 3}, "text"), Fixed({"x": ONE}), types.MappingProxyType({"x": [ONE]}), Rows([ONE, ONE]),
+    Sizes([ONE]), Sample(ONE, "a"), Item(ONE), Cached(ONE), Pair(Item(ONE), Fixed({"x": Sample(ONE, "b")})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", OTHERS, ids=lambda x: type(x).__name__)
+def test_a_container_of_tensors_is_a_tree_whatever_its_class(value):
+    doubled = tree.map(lambda x: x * 2 if isinstance(x, torch.Tensor) else x, {"batch": value})["batch"]
+    assert type(doubled) is type(value)
+    tensors = [x for x in tree.leaves(doubled) if isinstance(x, torch.Tensor)]
+    assert tensors and all(torch.equal(x, 2 * torch.ones_like(x)) for x in tensors)
+    assert tree.structure(doubled) == tree.structure(value)
+    assert hash(tree.structure(doubled)) == hash(tree.structure(value))
+    assert list(tree.paths(doubled)) == list(tree.paths(value))
+    assert len(tree.paths(value)) == len(tree.leaves(value))
+    again = tree.leaves(value)
+    assert all(torch.equal(x, torch.ones_like(x)) for x in again if isinstance(x, torch.Tensor))
+
+
+def test_a_container_keeps_what_is_not_a_child():
+    value = Encoding({"x": ONE}, "text")
+    assert tree.map(lambda x: x, value).source == "text"
+    cached = Cached(ONE)
+    assert torch.equal(cached.double, 2 * ONE)
+    assert torch.equal(tree.map(lambda x: x + 1, cached).double, 4 * ONE)
+
+
+def test_mappings_of_other_keys_are_other_structures():
+    assert tree.structure(Fixed({"x": ONE})) != tree.structure(Fixed({"y": ONE}))
+    assert tree.paths(Encoding({"x": ONE, "n": 3}, "")) == {"x": ONE, "n": 3}
+    assert list(tree.paths(Item(ONE))) == ["x", "y"]
+
+
+def test_records_without_tensors_and_declared_leaves_are_leaves():
+    @tree.leaf
+    @attrs.frozen
+    class Marked:
+        value: object
+
+    @attrs.frozen
+    class Setting:
+        size: int
+
+    marked, setting = Marked(ONE), Setting(3)
+    assert tree.leaves([marked, setting, fds.whole(ONE)])[:2] == [marked, setting]
+    assert tree.opaque([marked, setting, {"a": ONE}, "text", None]) == []
+
+
+@pytest.mark.parametrize("value", [{ONE}, torch.distributions.Normal(ONE, ONE), torch.nn.Linear(1, 1)])
+def test_a_leaf_that_hides_tensors_is_found(value):
+    assert tree.opaque({"a": [1, value], "b": ONE}) == ["a.1"]

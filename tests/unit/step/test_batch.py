@@ -141,3 +141,25 @@ def test_the_containers_of_the_batch_are_not_the_losses_to_change():
         step.evaluate(state, batch)
     assert set(batch) == {"x", "y"}
     assert set(state.params) == {"w"}
+
+
+class Opaque:
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("batch", [Opaque(torch.ones(4)), {"y": torch.ones(4), "z": [Opaque([torch.ones(4)])]}])
+def test_a_leaf_that_hides_tensors_is_refused_by_whatever_reads_leaves(batch):
+    with pytest.raises(BatchError, match="hides tensors") as caught:
+        seen_by_the_loss(batch, 2)
+    assert caught.value.got == "Opaque"
+    assert caught.value.where in ("batch", "batch.z.0")
+    cast = make(fds.precision(torch.bfloat16))
+    for whole in (lambda x: x, fds.whole):
+        with pytest.raises(BatchError, match="hides tensors"):
+            cast(cast.init(make_params()), whole(batch))
+
+
+def test_a_marked_object_reaches_every_microbatch():
+    it = Opaque(torch.ones(4))
+    assert all(b["it"] is it for b in seen_by_the_loss({"x": torch.ones(2), "it": fds.whole(it)}, 2))
