@@ -12,6 +12,7 @@ from fds.kernels import sgd_update
 from fds.optim.arguments import demand, spell
 from fds.optim.assembly import Now, assemble
 from fds.optim.base import Optimizer, Schedule
+from fds.tree import is_low
 
 
 def sgd(
@@ -36,7 +37,7 @@ def sgd(
         nesterov: look ahead along the momentum.
 
     On a GPU one kernel updates all float32 and 16-bit parameters; where momentum or weight_decay follows a
-    schedule, the formula in torch.
+    schedule, the formula in torch. On a CPU torch's fused function updates float32 and float64 ones.
 
     Raises `OptimizerError` for a value out of range, or nesterov without momentum or with dampening.
     Source: Polyak 1964; Sutskever et al. 2013, ICML, section 2; the form is torch.optim.SGD's.
@@ -81,12 +82,21 @@ def _rule(
     # accelerator a buffer of zeros gives the same unless dampened. It leaves the buffer alone at momentum 0.
     on_host = now.step.device.type == "cpu"
     dampened = bool(buffers) and dampening != 0
-    if not now.static("momentum", "weight_decay") or (buffers and momentum == 0) or (dampened and not on_host):
+    low = [on_host and is_low(p) for p in params]  # where torch 2.13's kernel is wrong from 16 elements on
+    if any(low) and not all(low):
+        for kind in (True, False):
+            some = lambda xs, kind=kind: [x for x, one in zip(xs, low, strict=True) if one is kind]
+            slots = {slot: some(xs) for slot, xs in opt.items()}
+            _rule(some(params), some(grads), slots, now, dampening=dampening, nesterov=nesterov)
+        return None
+    fits = now.static("momentum", "weight_decay") and not (buffers and momentum == 0) and (on_host or not dampened)
+    if any(low) or not fits:
         return _formula(params, grads, opt, now, dampening=dampening, nesterov=nesterov)
     now.fused(
         torch.ops.aten._fused_sgd_, [params, grads, buffers], momentum=momentum, weight_decay=weight_decay,
         dampening=dampening, nesterov=nesterov, is_first_step=on_host and int(now.step) == 0,
     )  # fmt: skip
+    return None
 
 
 def _formula(
