@@ -89,7 +89,7 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
 
 def _metric(name: str, value: Any, where: str) -> Tensor | float | int:
     path = f"{where}, metrics[{name!r}]"
-    if not isinstance(name, str) or name in RESERVED:
+    if not isinstance(name, str) or name in RESERVED or name.startswith("lr/"):
         raise LossError("a metric's name is taken", where=path, got=repr(name), want="a string that is none of "
                         + ", ".join(RESERVED))  # fmt: skip
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():

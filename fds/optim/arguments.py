@@ -7,11 +7,16 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fds.errors import OptimizerError
 
 
 def demand(factory: str, *, low: float = 0.0, high: float = inf, schedule: bool = True, **values: Any) -> None:
     """Raise `OptimizerError` for a value outside [low, high), or a schedule where there may be none.
+
+    Where there may be a schedule there may be a 0-d tensor, too, which is read once.
 
     >>> demand("adam", eps=1e-8, schedule=False)
     """
@@ -19,6 +24,8 @@ def demand(factory: str, *, low: float = 0.0, high: float = inf, schedule: bool 
     for name, value in values.items():
         if callable(value) and schedule:
             continue
+        if isinstance(value, Tensor) and value.dim() == 0 and value.dtype != torch.bool and schedule:
+            value = float(value)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value < high:
             continue
         raise OptimizerError(
@@ -52,4 +59,6 @@ def spell(factory: Callable, arguments: Mapping[str, Any]) -> str:
 def _word(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(map(_word, value)) + ")"
+    if isinstance(value, Tensor):
+        return repr(float(value))
     return value.__qualname__ if inspect.isfunction(value) else repr(value)

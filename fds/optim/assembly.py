@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fds.kernels.choice import all_run_triton, chosen
-from fds.optim.base import Optimizer, Schedule, Segment, at
+from fds.optim.base import Optimizer, Schedule, Segment, Values, at
 
 Rule = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now"], None]
 Kernel = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now", list[Tensor | None]], None]
@@ -105,6 +105,7 @@ def assemble(
             `out` has one tensor or None per slice.
         fused: device -> whether the rule runs torch's fused functions there, where it has floats.
     """
+    hyper = {name: float(value) if isinstance(value, Tensor) else value for name, value in hyper.items()}
     floats = [name for name in hyper if name != "lr"]
 
     def init(segments: Sequence[Sequence[Segment]], *, params: Sequence[Tensor]) -> dict[str, list[Tensor | None]]:
@@ -116,14 +117,14 @@ def assemble(
     def update(
         grads: Sequence[Tensor], opt: dict, params: list[Tensor], *, step: Tensor, lr: Tensor | None,
         grad_scale: Tensor | None, skip: Tensor | None, segments: Sequence[Sequence[Segment]], axes: Sequence[Any],
-        out: list[Tensor] | None = None,
+        out: list[Tensor] | None = None, values: Values | None = None,
     ) -> tuple[list[Tensor], dict]:  # fmt: skip
         if not params:
             return params, opt
-        values = {name: _cheap(at(value, step)) for name, value in hyper.items() if name != "lr" or lr is None}
-        if lr is not None:
-            values["lr"] = _cheap(lr)
-        now = Now(step, values, grad_scale, skip, segments, axes)
+        others = {name: at(hyper[name], step, name) for name in floats} if values is None else values.hyper
+        rate = at(hyper["lr"], step) if lr is None else lr
+        known = {name: _cheap(value) for name, value in {**others, "lr": rate}.items()}
+        now = Now(step, known, grad_scale, skip, segments, axes)
         if kernel is not None and all_run_triton(params) and now.static(*floats):
             kernel(params, list(grads), opt, now, [None] * len(params) if out is None else list(out))
             return params, opt
@@ -145,7 +146,8 @@ def assemble(
             return f"{name}: triton"
         return f"{name}: torch's fused functions" if static and fused(device) else f"{name}: torch's formula"
 
-    return Optimizer(init, update, whole, lr=hyper["lr"], text=text, runs=runs)
+    others = {name: hyper[name] for name in floats}
+    return Optimizer(init, update, whole, lr=hyper["lr"], text=text, runs=runs, hyper=others, draws=False)
 
 
 def _by_segment(

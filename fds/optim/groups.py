@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import OptimizerError, did_you_mean
-from fds.optim.base import Optimizer, Segment
+from fds.optim.base import Optimizer, Segment, Values
 
 
 def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
@@ -20,9 +20,9 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         optimizers: shell-style pattern (`*` crosses dots) -> optimizer, tried in order. A parameter's group
             is the index of its pattern; every slice holds parameters of one group.
 
-    Every group follows its own learning rate: `update` ignores a `lr` that it is passed. `.lr`, which the
-    step reports, is the last pattern's. Slots of one name share an entry of `opt`, None for the slices of
-    groups without it. A parameter is kept whole if its optimizer asks for it.
+    Every group follows its own learning rate: `update` ignores a `lr` that it is passed. A step reports the rate of
+    each as `lr/PATTERN`, and `lr` where all groups have the same number or schedule. Slots of one name share an entry
+    of `opt`, None for the slices of groups without it. A parameter is kept whole if its optimizer asks for it.
 
     Raises `OptimizerError` for values that are not optimizers, and where a step is given its parameters for one
     that matches no pattern, or a pattern that none matches.
@@ -86,15 +86,17 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         return opt
 
     def update(
-        grads: list[Tensor], opt: dict, params: list[Tensor], *, lr: Tensor | None,
-        segments: Sequence[Sequence[Segment]], out: list[Tensor] | None = None, **rest: Any,
+        grads: list[Tensor], opt: dict, params: list[Tensor], *, step: Tensor, lr: Tensor | None,
+        segments: Sequence[Sequence[Segment]], out: list[Tensor] | None = None, values: Values | None = None,
+        **rest: Any,
     ) -> tuple[list[Tensor], dict]:  # fmt: skip
-        for member, slices in zip(members, slices_of(segments), strict=True):
+        known = [m.values(step) for m in members] if values is None else list(values.members.values())
+        for member, slices, now in zip(members, slices_of(segments), known, strict=True):
             part = {slot: _pick(tensors, slices) for slot, tensors in opt.items()}
             part = {slot: tensors for slot, tensors in part.items() if any(x is not None for x in tensors)}
             member.update(
-                _pick(grads, slices), part, _pick(params, slices), lr=None, segments=_pick(segments, slices),
-                out=None if out is None else _pick(out, slices), **rest,
+                _pick(grads, slices), part, _pick(params, slices), step=step, segments=_pick(segments, slices),
+                out=None if out is None else _pick(out, slices), **member.given(now), **rest,
             )  # fmt: skip
         return params, opt
 
@@ -105,7 +107,11 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
     text = "by_name({" + ", ".join(f"{pattern!r}: {member}" for pattern, member in optimizers.items()) + "})"
     some_whole = any(m.whole for m in members)
     whole = (lambda name: members[group(name)].needs_whole(name)) if some_whole else False
-    return Optimizer(init, update, whole, lr=members[-1].lr, text=text, group=group, check=check, runs=runs)
+    same = all(m.lr == members[0].lr for m in members)
+    return Optimizer(
+        init, update, whole, lr=members[0].lr if same else None, text=text, group=group, check=check, runs=runs,
+        members=dict(optimizers), draws=any(m.draws for m in members),
+    )  # fmt: skip
 
 
 def _pick(values: Sequence, indices: list[int]) -> list:

@@ -1,10 +1,13 @@
 """Curves for the arguments of optimizers: functions f(t) of the number of updates applied before this one, t >= -1.
 
-Any callable of t may stand where one of these does, such as the closed form of a torch LRScheduler:
+Any callable of t may stand where one of these does, such as the closed form of a torch LRScheduler. A step gives it t
+as a () float64 tensor on the device of the state, the CPU too, and takes a number or a () tensor: choose between values
+with `torch.where`. `int(t)` is an index, and waits for a GPU; a dict finds nothing under a tensor.
 
 >>> exponential = lambda t: 0.1 * 0.9**t
 >>> exponential(1) == 0.1 * 0.9
 True
+>>> drop = lambda t: torch.where(t < 100, 0.1, 0.01)
 """
 
 from fds.schedules.cycle import one_cycle, one_cycle_momentum

@@ -21,7 +21,7 @@ def delayed(curve: Callable, updates: int = 1, *, before: float | None = None) -
     updates run at t = -1 and t = 0 of its formula.
 
     Args:
-        curve: a schedule, or any function of t: of an int tensor on the CPU and elsewhere.
+        curve: a schedule, or any function of t, a () float64 tensor.
         updates: how many updates later.
         before: value until then; None for `curve(-1)`.
 

@@ -102,7 +102,8 @@ class Step:
         With `fds.donate` the state is given up: its memory becomes the new state's.
 
         Metrics are 0-d tensors on the step's device: `loss` (unscaled, the mean over the batch), `step` (updates
-        applied, this one included), `lr`, `grad_norm` (before clipping, where measured), `loss_scale` (that of this
+        applied, this one included), `lr` (and under `by_name` `lr/PATTERN` of each group; `lr` itself only where they
+        have the same number or schedule), `grad_norm` (before clipping, where measured), `loss_scale` (that of this
         step), `skipped`, `at_minimum_scale`, and the loss's own.
 
         Raises `BatchError`, `LossError`, `StateError`, `DonatedStateError`; the state is then as it was, but for what
@@ -134,8 +135,8 @@ class Step:
             grads = attrs.evolve(one(grads), segments=known.segments, axes=known.axes, norm_of=norm_of)
         grads = grads.settled()
 
-        # the update: from here on the new state's memory is written
-        lr = self.optimizer.learning_rate(state.step)
+        # the update: from the last of these lines on the new state's memory is written
+        values = self.optimizer.values(state.step)
         over = self.place.donate and not state.token.readers
         trained, opt, after = self._writable(state, structure.pick(parts), over)
         flat, flat_opt = [x.view(-1) for x in trained], structure.flat_slots(opt)
@@ -146,8 +147,8 @@ class Step:
             slices = [x for slot in flat_opt.values() for x in slot if x is not None]
             torch.autograd.graph.increment_version([*flat, *slices, *tree.leaves(after)])
         new, new_opt = self.optimizer.update(
-            [g.view(-1) for g in grads.leaves], flat_opt, flat, step=state.step, lr=lr, grad_scale=grads.scale,
-            skip=skip, segments=structure.segments, axes=self.reduce.axes,
+            [g.view(-1) for g in grads.leaves], flat_opt, flat, step=state.step, grad_scale=grads.scale,
+            skip=skip, segments=structure.segments, axes=self.reduce.axes, **self.optimizer.given(values),
         )  # fmt: skip
         if new is not flat or new_opt is not flat_opt:  # ours write in place and return what they were given
             trained = [x.view(old.shape) for x, old in zip(new, trained, strict=True)]
@@ -169,7 +170,7 @@ class Step:
             step=step, calls=state.calls + 1, params=structure.put(parts, trained), opt=opt,
             buffers=buffers, slots=slots, key=state.key,
         )  # fmt: skip
-        return new, self._metrics(totals, state, step, lr, norm, skip)
+        return new, self._metrics(totals, state, step, values.rates(), norm, skip)
 
     def order(self, what: str, structure: Structure) -> Order | None:
         """Return the order in which ranks meet where each comes at its own time, None where they come at fixed ones."""
@@ -294,9 +295,10 @@ class Step:
         return trained, {slot: {name: next(out) for name in slots[slot]} for slot in slots}, build(out)
 
     def _metrics(
-        self, totals: Totals, state: State, step: Tensor, lr: Tensor, norm: Tensor | None, skip: Tensor | None
+        self, totals: Totals, state: State, step: Tensor, rates: dict[str, Tensor], norm: Tensor | None,
+        skip: Tensor | None
     ) -> dict[str, Tensor]:
-        metrics = {**totals.means(), "step": step.clone(), "lr": lr}
+        metrics = {**totals.means(), "step": step.clone(), **rates}
         if norm is not None:
             metrics["grad_norm"] = norm
         if skip is not None:

@@ -7,6 +7,7 @@ import torch
 
 from fds.errors import OptimizerError
 from fds.optim import Segment, adamw, by_name, muon, sgd
+from fds.schedules import warmup_decay
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
 SHAPES = [(5, 3), (5,), (2, 5), (2,)]
@@ -28,7 +29,6 @@ def test_each_group_is_updated_by_its_own_optimizer(train, draw):
 def test_the_first_match_wins_and_is_the_group():
     optimizer = by_name({"0.*": sgd(), "*.bias": adamw(), "*": sgd(0.5)})
     assert [optimizer.group(name) for name in NAMES] == [0, 0, 2, 1]
-    assert optimizer.learning_rate(torch.tensor(0)).item() == 0.5
     assert adamw().group("0.bias") == adamw().group("1.weight")
 
 
@@ -38,6 +38,17 @@ def test_a_learning_rate_that_is_passed_is_ignored(train, draw):
     passed, _ = train(optimizer, params, batches, names=NAMES, edit=lambda t, _: {"lr": torch.tensor(9.0)})
     own, _ = train(optimizer, params, batches, names=NAMES)
     assert all(torch.equal(a, b) for a, b in zip(passed, own, strict=True))
+
+
+def test_the_rate_of_every_group_is_reported_and_one_for_all_where_they_agree():
+    rates = lambda optimizer: {n: float(x) for n, x in optimizer.values(torch.tensor(2)).rates().items()}
+    falling = warmup_decay(0.5, total_steps=4, warmup_steps=0)
+    assert rates(adamw(falling)) == {"lr": 0.25}
+    assert rates(by_name({"a": sgd(falling), "*": adamw(0.1)})) == {"lr/a": 0.25, "lr/*": 0.1}
+    same = by_name({"a": sgd(falling), "*": adamw(warmup_decay(0.5, total_steps=4, warmup_steps=0), weight_decay=0.0)})
+    assert rates(same) == {"lr": 0.25, "lr/a": 0.25, "lr/*": 0.25}
+    nested = by_name({"a": by_name({"b": sgd(1.0), "c": sgd(2.0)}), "*": same})
+    assert rates(nested) == {"lr/a/b": 1.0, "lr/a/c": 2.0, "lr/*": 0.25, "lr/*/a": 0.25, "lr/*/*": 0.25}
 
 
 def test_groups_nest(train, draw):
