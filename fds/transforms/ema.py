@@ -6,6 +6,7 @@ Cost:   the bytes of the parameters; one pass over them
 Source: Polyak and Juditsky 1992
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.errors import ComposeError
+from fds.errors import ComposeError, StateError
 from fds.step import Step, fill, transform
 
 
@@ -30,8 +31,7 @@ class Average:
 
     def __call__(self, slot: Any, params: Any, skip: Tensor | None) -> Any:
         """Write the new average into `slot` and return it; where `skip` is true it keeps its bits."""
-        pairs = zip(tree.leaves(slot), tree.leaves(params), strict=True)
-        for e, p in pairs:
+        for e, p in self.pairs(slot, params):
             if not e.is_floating_point():
                 continue
             if skip is None:
@@ -39,6 +39,19 @@ class Average:
             else:
                 e.copy_(torch.where(skip, e, e.lerp(p.to(e.dtype), 1 - self.decay)))
         return slot
+
+    def pairs(self, slot: Any, params: Any) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return the averages with the parameters of their names. Raises `StateError` where the names differ."""
+        (averages, kept), (leaves, spec) = tree.parts(slot), tree.parts(params)
+        if kept == spec:
+            return zip(averages, leaves, strict=True)
+        averages, leaves = tree.paths(slot), tree.paths(params)
+        if averages.keys() != leaves.keys():
+            raise StateError(
+                "the average is of other parameters", where=f"slots.{self.slot}", got=", ".join(averages)[:200],
+                want=", ".join(leaves)[:200], hint="load(slots=\"init\") begins an average anew",
+            )  # fmt: skip
+        return [(e, leaves[name]) for name, e in averages.items()]
 
 
 @transform

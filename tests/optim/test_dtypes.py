@@ -8,7 +8,7 @@ import torch
 from fds.optim import adagrad, adam, adamw, by_name, lamb, lion, muon, sgd
 
 OPTIMIZERS = {
-    "adam": adam(0.1, weight_decay=0.1), "adamw": adamw(0.1), "formula": adamw(0.1, betas=(lambda t: 0.9 + 0 * t, 0.99)),
+    "adam": adam(0.1, weight_decay=0.1), "adamw": adamw(0.1), "formula": adamw(0.1, weight_decay=lambda t: 0.1 * t),
     "sgd": sgd(0.1), "momentum": sgd(0.1, momentum=0.9), "nesterov": sgd(0.1, momentum=0.9, nesterov=True),
     "dampening": sgd(0.1, momentum=0.9, dampening=0.5, weight_decay=0.1), "adagrad": adagrad(0.1), "lamb": lamb(0.1),
     "lion": lion(0.01), "by_name": by_name({"p0": sgd(0.1), "*": adamw(0.1)}),
