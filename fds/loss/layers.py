@@ -219,6 +219,15 @@ class Layers:
                 found.update(self.layer(i).initial_buffers)
         return found
 
+    def sources(self) -> dict[str, Tensor]:
+        """Return the tensors that the layers were given for their buffers: by them a module is known."""
+        found: dict[str, Tensor] = {}
+        for i in range(len(self)):
+            layer = self.layer(i)
+            if layer.apply is not None and self.owner(i) == i:
+                found.update((name, layer.apply.initial[local]) for name, local in layer.buffers.items())
+        return found
+
     def owner(self, index: int) -> int:
         """Return the first layer that shares this layer's parameters: itself, unless it is tied."""
         own = self.layers[index]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fds import random
+from fds.loss.carried import Carried
 from fds.loss.layers import Layers
 from fds.loss.modules import Mode, mode
 from fds.loss.values import Buffered, Outcome, read
@@ -57,6 +58,14 @@ def initial_buffers(loss: Any) -> dict[str, Tensor]:
     if isinstance(loss, Layers):
         return loss.buffers()
     return loss.buffers if isinstance(loss, Buffered) else {}
+
+
+def carried_buffers(loss: Any, eval_loss: Any, buffers: dict[str, Tensor]) -> Carried | None:
+    """Return the buffers of a state for an evaluation that is not given them; None for one that is, or has none."""
+    if not buffers or isinstance(eval_loss, Buffered | Layers):
+        return None
+    initial = loss.sources() if isinstance(loss, Layers) else initial_buffers(loss)
+    return Carried({name: x for name, x in initial.items() if name in buffers}, buffers)
 
 
 def run(loss: Any, params: Any, batch: Any, buffers: dict[str, Tensor], setting: Setting) -> Outcome:

@@ -256,7 +256,7 @@ class Step:
         keys = [random.fold_in(base, first + i) for i in range(n)]
         device = state.step.device
         low = self.gather.dtype in (torch.float16, torch.bfloat16)
-        held = state.buffers if evaluating else {}
+        held = losses.carried_buffers(self.loss, self.eval_loss, state.buffers) if evaluating else None
         mode = losses.Mode(evaluating, self.gather.float32, held, low, seen, None if evaluating else [])
         return [
             losses.Setting([random.seed(k, j) if d else None for j, d in enumerate(draws)], (device,), mode,

@@ -266,6 +266,69 @@ def test_losing_a_change_of_buffers_is_refused_and_the_constants_stay(module):
         assert_same_bits(apply.constants, before)
 
 
+class Sometimes(nn.Module):
+    """Changes a buffer in a branch that the first calls do not take."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.linear, self.change = nn.Linear(3, 2), change
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("var", torch.ones(2))
+        self.kept = self.mean
+
+    def forward(self, x, now=False):
+        out = self.linear(x)
+        return self.change(self, out) if now else out
+
+
+def assigned(module, out):
+    module.mean = module.mean + out.mean()
+    return out
+
+
+def assigned_what_it_was(module, out):
+    module.mean = module.kept
+    return out
+
+
+def written(module, out):
+    module.mean.mul_(0.5)
+    return out
+
+
+def normalized(module, out):
+    return F.batch_norm(out, module.mean, module.var, training=True)
+
+
+def viewed(module, out):
+    module.mean = module.mean.view(2)
+    return out
+
+
+@pytest.mark.parametrize("change", [assigned, written, normalized])
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_change_of_buffers_in_a_later_call_is_refused(change, constant):
+    apply, params, buffers = fds.functional(Sometimes(change))
+    some = {"var": buffers["var"]} if constant else {}
+    call = lambda now: apply.with_buffers(params, some, X, now) if constant else apply(params, X, now)
+    for _ in range(2):
+        call(False)
+        with pytest.raises(LossError, match="lose the change") as caught:
+            call(True)
+        assert "mean" in caught.value.where
+    step = fds.compose(fds.sgd(0.1))(lambda p, b: apply(p, b[0], b[1]).mean())
+    state, _ = step(step.init(params), (X, False))
+    with pytest.raises(LossError, match="lose the change"):
+        step(state, (X, True))
+
+
+@pytest.mark.parametrize("change", [viewed, assigned_what_it_was])
+def test_assigning_what_a_buffer_is_loses_nothing(change):
+    apply, params, _ = fds.functional(Sometimes(change))
+    for now in (False, True, True):
+        apply(params, X, now)
+
+
 def test_a_buffer_that_is_assigned_is_returned():
     module = Reassigning()
     apply, params, buffers = fds.functional(module)
