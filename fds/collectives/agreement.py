@@ -13,7 +13,7 @@ import attrs
 import torch.distributed as dist
 from torch import Tensor
 
-from fds.collectives.calls import Call, Link, Work
+from fds.collectives.calls import Call, Link, Work, different
 from fds.collectives.gloo import lost
 from fds.errors import RankError
 
@@ -62,11 +62,7 @@ class Checked:
         said = {rank: self.store.get(row).decode() for rank, row in rows.items()}
         if len({alike(text) for text in said.values()}) > 1:
             self._farewell(rows)
-            raise RankError(
-                "the ranks do different things", where=f"rank {self.ranks[self.index]}, axis {call.axis!r}",
-                got="\n".join(f"rank {rank}: {text}" for rank, text in said.items()),
-                want="the same collectives, in the same order, with the same shapes and dtypes",
-            )  # fmt: skip
+            raise different(f"rank {self.ranks[self.index]}, axis {call.axis!r}", said)
 
     def _agree(self, call: Call) -> None:
         self.count += 1

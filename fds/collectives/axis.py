@@ -136,13 +136,16 @@ class Axis:
             token = torch.zeros(1, dtype=torch.uint8, device="cpu")
             self._start(Call("barrier", self.name, (1,)), token, token).wait()
 
-    def exchange(self, obj: Any) -> list[Any]:
-        """Return the JSON values that the ranks passed, in order: for agreement on structure, on the host."""
+    def exchange(self, obj: Any, what: str = "") -> list[Any]:
+        """Return the JSON values that the ranks passed, in order: for agreement on structure, on the host.
+
+        `what` says what for. Raises `RankError` where ranks exchange values for different things.
+        """
         if self.link is None:
             return [obj]
         text = json.dumps(obj)
         self._count(Call("exchange", self.name, (len(text),)))
-        return [json.loads(other) for other in self.link.exchange(Call("exchange", self.name), text)]
+        return [json.loads(other) for other in self.link.exchange(Call("exchange", self.name, how=what), text)]
 
     def _start(self, call: Call, out: Tensor, x: Tensor) -> Work:
         assert self.link is not None

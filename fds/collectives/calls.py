@@ -9,6 +9,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds.errors import RankError
+
 
 @attrs.frozen
 class Call:
@@ -18,7 +20,7 @@ class Call:
     axis: str  # name of the axis
     shape: tuple[int, ...] = ()  # of what a rank gives; of reduce_scatter, of what it gets
     dtype: torch.dtype = torch.uint8
-    how: str = ""  # of all_reduce: "sum", "max", "min"
+    how: str = ""  # of all_reduce: "sum", "max", "min"; of exchange: what for
     peer: int = -1  # coordinate: of broadcast the source, of send and recv the other rank
 
     @property
@@ -29,6 +31,8 @@ class Call:
     def __str__(self) -> str:
         words = {"send": f" to {self.peer}", "recv": f" from {self.peer}", "broadcast": f" from {self.peer}"}
         how = f" ({self.how})" if self.how else words.get(self.op, "")
+        if self.op == "exchange":
+            return f"exchange{how} on axis {self.axis!r}"
         return f"{self.op}{how} of {self.shape} {str(self.dtype).removeprefix('torch.')} on axis {self.axis!r}"
 
 
@@ -68,6 +72,15 @@ class Done:
 
 
 DONE = Done()
+
+
+def different(where: str, calls: dict[int, str]) -> RankError:
+    """Return the error for ranks, by number, that started these different calls and met in them."""
+    return RankError(
+        "the ranks do different things", where=where,
+        got="\n".join(f"rank {rank}: {call}" for rank, call in calls.items()),
+        want="the same collectives, in the same order, with the same shapes and dtypes",
+    )  # fmt: skip
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

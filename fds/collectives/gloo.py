@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fds.collectives.calls import Call, Work, same_memory
+from fds.collectives.calls import Call, Work, different, same_memory
 from fds.collectives.reductions import bounds, is_exchanged, reduce_in_rank_order
 from fds.errors import FdsError, RankError
 
-COLLECTIVE, SECOND, DIRECT = 0, 1, 2  # tags of one running number: a collective, its second phase, a send
+# parts of one running number: a collective, its second phase, a message, a phase of an exchange
+COLLECTIVE, SECOND, DIRECT, EXCHANGE = 0, 1, 2, 3
 
 
 class GlooLink:
@@ -33,6 +34,8 @@ class GlooLink:
     def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int, channel: str = ""):
         self.group, self.ranks, self.index, self.size = group, ranks, index, len(ranks)
         self.count = 0  # collectives started
+        # Exchanges are counted apart: ranks that are interrupted at different collectives can still say so.
+        self.exchanges = 0
         self.sent, self.received = [0] * self.size, [0] * self.size  # sends and recvs started, by other rank
         # The same on all ranks of the axis whatever else each of them has made. Axes that share one match by order.
         self.number = 1 + _digest((ranks, channel) if channel else ranks, 2**13 - 1)
@@ -70,15 +73,19 @@ class GlooLink:
         return self._all_gather(call, x.new_empty(self.size).chunk(self.size), x, tag)
 
     def exchange(self, call: Call, text: str) -> list[str]:
-        """Send a text to every rank, its length first."""
-        own = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        """Send a text to every rank, its length first. Raises `RankError` where the calls are different ones."""
+        own = torch.frombuffer(bytearray(f"{call.how}\0{text}".encode()), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
-        self.count += 1
-        length = torch.tensor([len(own)], device="cpu")
-        self._all_gather(call, lengths.chunk(self.size), length, self._tag(call, self.count, COLLECTIVE)).wait()
+        self.exchanges += 1
+        length, first = torch.tensor([len(own)], device="cpu"), 2 * self.exchanges
+        self._all_gather(call, lengths.chunk(self.size), length, self._tag(call, first, EXCHANGE)).wait()
         texts = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.tolist()]
-        self._all_gather(call, texts, own, self._tag(call, self.count, SECOND)).wait()
-        return [bytes(text.tolist()).decode() for text in texts]
+        self._all_gather(call, texts, own, self._tag(call, first + 1, EXCHANGE)).wait()
+        heard = [x.numpy().tobytes().decode().split("\0", 1) for x in texts]
+        if any(what != call.how for what, _ in heard):
+            calls = {rank: str(attrs.evolve(call, how=what)) for rank, (what, _) in zip(self.ranks, heard, strict=True)}
+            raise different(f"rank {self.ranks[self.index]}, axis {call.axis!r}", calls)
+        return [said for _, said in heard]
 
     def _tag(self, call: Call, count: int, part: int) -> int:
         """Return 31 bits: 13 of the axis, 7 of what is called, 9 of its number, 2 of its part.
@@ -87,7 +94,8 @@ class GlooLink:
         go both ways the size stays out, since gloo ends a process that is sent too much; too little it takes silently.
         """
         one_way = part == DIRECT or call.op == "broadcast"
-        alike = ("direct" if part == DIRECT else call.op, call.how, str(call.dtype), call.shape if one_way else ())
+        how = "" if part == EXCHANGE else call.how  # which exchange it is, its text says
+        alike = ("direct" if part == DIRECT else call.op, how, str(call.dtype), call.shape if one_way else ())
         return self.number << 18 | _digest(alike, 2**7) << 11 | (count % 2**9) << 2 | part
 
     def _others(self) -> list[int]:

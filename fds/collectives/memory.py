@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from fds.collectives.calls import Call, Work, same_memory
+from fds.collectives.calls import Call, Work, different, same_memory
 from fds.collectives.reductions import reduce_in_rank_order
 from fds.collectives.turns import Turns
 from fds.errors import RankError
@@ -46,11 +46,8 @@ class Hub:
         meeting = self.meetings.setdefault(key, meeting)
         for other, (its, _, _) in meeting.come.items():
             if _compared(its) != _compared(call):
-                raise RankError(
-                    "the ranks do different things", where=f"axis {call.axis!r}, {meeting.title}",
-                    got=f"rank {meeting.ranks[other]}: {its}\nrank {meeting.ranks[index]}: {call}",
-                    want="the same collectives, in the same order, with the same shapes and dtypes",
-                )  # fmt: skip
+                calls = {meeting.ranks[other]: str(its), meeting.ranks[index]: str(call)}
+                raise different(f"axis {call.axis!r}, {meeting.title}", calls)
         meeting.come[index] = (call, out, x)
         if len(meeting.come) == len(meeting.expected):
             del self.meetings[key]

@@ -22,7 +22,7 @@ def agreed(mesh: Mesh, resolved: Callable[[], TrainingConfig], key: int) -> Trai
     except FdsError as caught:
         error = caught
     mine = None if config is None else {**dict(_flat(config.to_dict(full=True))), "key": key}
-    heard = mesh[tuple(mesh.shape)].exchange([mine, error and error.what, error and error.where])
+    heard = mesh[tuple(mesh.shape)].exchange([mine, error and error.what, error and error.where], "configuration")
     if error is not None:
         raise error
     assert config is not None and mine is not None

@@ -122,7 +122,7 @@ def measure(
         except Exception as error:  # the others wait in the exchange: it tells them before it is raised here
             failure = error
             answer = {"error": "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])}
-    first = axis.exchange(answer)[0]
+    first = axis.exchange(answer, "measure")[0]
     if failure is not None:
         raise failure
     if "error" in first:

@@ -1,5 +1,6 @@
 """The step: its program of stations, transforms that fill them, and what composing means."""
 
+from fds.step.agreement import same_composition
 from fds.step.backward import Found, Grads, InTurn, training
 from fds.step.batch import Split, Whole, demand_tree, rows, whole
 from fds.step.check import intact
@@ -23,5 +24,5 @@ __all__ = [
     "After", "Commit", "Composition", "Description", "Found", "Gather", "Gradients", "Grads", "InTurn", "Measure",
     "Order", "Parameters", "Place", "Reduce", "Scale", "Shard", "Split", "Step", "Structure", "Sum", "Totals",
     "Transform", "Whole", "beginning", "compose", "demand_tree", "fill", "global_norm", "intact", "materialize",
-    "open_parameters", "rows", "training", "transform", "whole",
+    "open_parameters", "rows", "same_composition", "training", "transform", "whole",
 ]  # fmt: skip

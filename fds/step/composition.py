@@ -28,6 +28,7 @@ class Transform:
     name: str
     text: str
     apply: Callable[[Step], Step] = attrs.field(repr=False)
+    arguments: tuple = attrs.field(default=(), repr=False)  # what it was made of, which ranks compare
 
     def __call__(self, step: Step) -> Step:
         """Return `step` with the stations of this transform filled."""
@@ -44,7 +45,8 @@ def transform(factory: Callable[P, Callable[[Step], Step]]) -> Callable[P, Trans
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Transform:
         words = [*map(_word, args), *(f"{k}={_word(v)}" for k, v in kwargs.items())]
-        return Transform(factory.__name__, f"{factory.__name__}({', '.join(words)})", factory(*args, **kwargs))
+        text = f"{factory.__name__}({', '.join(words)})"
+        return Transform(factory.__name__, text, factory(*args, **kwargs), (factory.__name__, args, kwargs))
 
     make.is_transform_factory = True  # type: ignore[attr-defined]
     return make
@@ -103,7 +105,7 @@ def _factory(t: Any) -> bool:
 
 def optimize(optimizer: Optimizer) -> Transform:
     """Return the transform that an optimizer is, wherever one may stand."""
-    return Transform("optimizer", repr(optimizer), lambda step: fill(step, optimizer=optimizer))
+    return Transform("optimizer", repr(optimizer), lambda step: fill(step, optimizer=optimizer), (optimizer,))
 
 
 @attrs.frozen(eq=False)

@@ -9,6 +9,7 @@ import attrs
 
 from fds import tree
 from fds.state import State
+from fds.step.agreement import same_composition
 from fds.step.check import usable
 from fds.step.footprint import held_bytes, sent_bytes
 from fds.step.structure import Structure
@@ -74,5 +75,6 @@ def _text(value: Any) -> str:
 
 
 def _unused(step: Any, structure: Structure, state: State, batch: Any) -> tuple[str, ...]:
+    same_composition(step)
     found = step.grads(step, state, structure, tree.leaves(state.params), batch, None)
     return tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fds import loss as losses
 from fds.errors import LossError
 from fds.state import State
+from fds.step.agreement import same_composition
 from fds.step.check import usable
 from fds.step.parameters import open_parameters
 from fds.step.stations import chosen_kernels
@@ -18,6 +19,7 @@ from fds.step.totals import agree
 
 def evaluator(step: Any, state: State) -> Callable[..., dict[str, Tensor]]:
     """Return a function of the batch; see `Step.evaluator`. Parameters are gathered once, at stage 3 when used."""
+    same_composition(step)
     usable(state, "evaluate")
     structure, parts = step.structure_of(state.params)
     waits = step.order("evaluate", structure) is not None

@@ -15,6 +15,7 @@ from fds.collectives import Axis
 from fds.errors import FdsError, StateError
 from fds.state import State
 from fds.step import check
+from fds.step.agreement import same_composition
 from fds.step.structure import check_finite, check_own, contiguous_copy
 
 
@@ -26,14 +27,15 @@ def initial(step: Any, params: Any, key: int | Tensor) -> State:
 def _initial(step: Any, params: Any, key: Tensor, everyone: Axis | None) -> State:
     """Return the first state; `everyone` is the axis to agree over, None for a rank that asks for its own part."""
     if everyone is not None:
-        key = torch.tensor(everyone.exchange(key.tolist())[0], dtype=torch.int64, device="cpu")
+        same_composition(step)
+        key = torch.tensor(everyone.exchange(key.tolist(), "init")[0], dtype=torch.int64, device="cpu")
     error = None
     try:
         shapes, params = _read(step, params, random.fold_in(key, "params"), own=everyone is None or not everyone.index)
     except FdsError as caught:
         shapes, error = {}, caught
     if everyone is not None:
-        _agree(shapes, error, everyone, step.grads.agreement())
+        _agree(shapes, error, everyone)
     if error is not None:
         raise error
     structure, _ = step.structure_of(_held(step, shapes))
@@ -141,7 +143,7 @@ def _all_of(
 
 def _refuse_failed(failed: list[Exception], everyone: Axis | None) -> None:
     """Raise what making the parameters raised; on the other ranks `StateError`."""
-    heard = [] if everyone is None else everyone.exchange(str(failed[0]) if failed else None)
+    heard = [] if everyone is None else everyone.exchange(str(failed[0]) if failed else None, "init")
     if failed:
         raise failed[0]
     for rank, theirs in enumerate(heard):
@@ -208,26 +210,19 @@ def _read(step: Any, params: Any, key: Tensor, *, own: bool) -> tuple[Any, Any]:
     return shapes, params
 
 
-def _agree(shapes: Any, error: FdsError | None, data: Axis, grads: str) -> None:
+def _agree(shapes: Any, error: FdsError | None, data: Axis) -> None:
     """Raise `StateError` on every rank where one refused its parameters, or has others than rank 0."""
     lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tree.paths(shapes).items()]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-    heard = data.exchange([digest, None if error is None else str(error), grads])
+    heard = data.exchange([digest, None if error is None else str(error)], "init")
     if error is not None:
         return
-    for rank, (_, refused, _) in enumerate(heard):
+    for rank, (_, refused) in enumerate(heard):
         if refused is not None:
             raise StateError("another rank refuses its parameters", where=f"rank {rank} of {data.name}", got=refused)
-    for rank, (_, _, theirs) in enumerate(heard):
-        if theirs != heard[0][2]:
-            raise StateError(
-                "ranks have composed different pipelines", where=f"rank {rank} of {data.name}", got=theirs,
-                want=f"{heard[0][2]}, as rank 0",
-                hint="costs are measured on one rank: fds.plans.measure(layers, batch, axis=...)",
-            )  # fmt: skip
-    if len({found for found, _, _ in heard}) > 1:
-        all_lines = data.exchange(lines)
-        rank = next(r for r, (found, _, _) in enumerate(heard) if found != heard[0][0])
+    if len({found for found, _ in heard}) > 1:
+        all_lines = data.exchange(lines, "init")
+        rank = next(r for r, (found, _) in enumerate(heard) if found != heard[0][0])
         pairs = itertools.zip_longest(all_lines[rank], all_lines[0], fillvalue="nothing")
         got, want = next(pair for pair in pairs if pair[0] != pair[1])
         raise StateError("ranks were given different parameters", where=f"rank {rank} of {data.name}", got=got,

@@ -41,6 +41,7 @@ class Order:
     axis: Axis
     memory: Memory
     ahead: int = 1  # gathers to launch before they are needed
+    what: str = "step"  # whose events they are
     joins: dict[str, Callable[[int], None]] = attrs.field(factory=dict)  # what launches an event of each kind
     at: int = 0  # of the plan, not joined yet
     asked: list[Event] = attrs.field(factory=list)
@@ -99,7 +100,7 @@ class Order:
 
     def _round(self, want: Event | None) -> list:
         """Say what this rank needs (or whether it joined gathers for nothing), hear the others, join all of it."""
-        wants = self.axis.exchange(self.wasted if want is None else list(want))
+        wants = self.axis.exchange(self.wasted if want is None else list(want), self.what)
         for event in dict.fromkeys(tuple(want) for want in wants if isinstance(want, list)):
             self.asked.append(event)
             self._join(event)

@@ -16,6 +16,7 @@ from fds.collectives import Axis
 from fds.optim import Optimizer
 from fds.state import State
 from fds.step import check
+from fds.step.agreement import same_composition
 from fds.step.backward import Found, Grads, InTurn
 from fds.step.batch import Split
 from fds.step.describe import Description, describe
@@ -109,6 +110,7 @@ class Step:
         Raises `BatchError`, `LossError`, `StateError`, `DonatedStateError`; the state is then as it was, but for what
         a loss that is refused for it wrote there itself.
         """
+        same_composition(self)
         structure, parts = self.check(state)
         assert self.optimizer is not None
 
@@ -178,7 +180,7 @@ class Step:
         if shard is None or shard.stage < (2 if what == "step" else 3):
             return None
         memory = self.memories.setdefault((what, structure.layout), Memory())
-        return Order(shard.axis, memory, shard.prefetch if shard.stage == 3 else 0)
+        return Order(shard.axis, memory, shard.prefetch if shard.stage == 3 else 0, what)
 
     def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
         """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.
@@ -199,6 +201,7 @@ class Step:
 
     def params(self, state: State) -> Any:
         """Return copies of the whole parameters, in master precision, in the user's structure: all ranks call it."""
+        same_composition(self)
         check.usable(state, "params")
         structure, parts = self.structure_of(state.params)
         if not structure.sharded:

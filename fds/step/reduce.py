@@ -69,7 +69,7 @@ def same_metrics(totals: Totals, everyone: Axis | None, what: str, asked: dict[s
         return
     kinds = [f"{name}: {'mean' if x.is_floating_point() else 'sum'}" for name, x in sorted(totals.metrics.items())]
     if what not in asked:
-        heard = everyone.exchange(kinds)
+        heard = everyone.exchange(kinds, what)
         for rank, theirs in enumerate(heard):
             if theirs != heard[0]:
                 raise LossError("ranks return different metrics", where=f"rank {rank} of {everyone.name}",

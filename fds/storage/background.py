@@ -108,7 +108,9 @@ def save_async(
     what it raises in `save`; what goes wrong later, `saving.wait()` and the next save do.
     """
     await_previous()
-    draft = Draft.of(dir, state, step, tag, extra, keep=keep, tag_validation=tag_validation, local=local)
+    draft = Draft.of(
+        dir, state, step, tag, extra, doing="save_async", keep=keep, tag_validation=tag_validation, local=local
+    )
     saving = Saving(draft.folder, draft.ranks, draft.forget if draft.forgets_later else None)
     refused = threading.Event()
     with contextlib.ExitStack() as beginning:

@@ -66,13 +66,13 @@ class Draft:
     @classmethod
     def of(
         cls, dir: str | os.PathLike, state: State, step: Step, tag: str | None, extra: dict[str, Any] | None, *,
-        keep: int | None, tag_validation: TagValidation, local: bool,
+        doing: str, keep: int | None, tag_validation: TagValidation, local: bool,
     ) -> Draft:  # fmt: skip
-        """Return what is to be saved; all ranks call it. Raises `StorageError`, on every rank, for what cannot be."""
+        """Return what is to be saved by the call `doing`; all ranks call it. Raises `StorageError`, on every rank, for what cannot be."""
         if isinstance(step, State):
             raise StorageError("state and step have changed places", got=type(state).__name__, want="a State",
                                hint="fds.save(dir, state, step)")  # fmt: skip
-        ranks = Ranks.of(step)
+        ranks = Ranks.of(step, doing)
         with ranks.together() as said:
             path = Path(dir).absolute()  # the process may change its own while it is written
             if not isinstance(state, State):

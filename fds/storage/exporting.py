@@ -99,7 +99,7 @@ def _export_state(
 ) -> list[Path]:
     if step is None:
         _refuse_part_of_a_state(state)
-    ranks = Ranks() if step is None else Ranks.of(step)
+    ranks = Ranks() if step is None else Ranks.of(step, "export_weights")
     with ranks.together() as said:
         state.check("export_weights")
         if step is not None and isinstance(state.params, Sharded):

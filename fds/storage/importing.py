@@ -47,7 +47,7 @@ def import_weights(
     Raises `StorageError`, on every rank if on any.
     """
     options = Options(strict=strict, params_only=True, foreign=True)
-    return _filled(lambda: foreign.weights(Path(path)), step, params, options, rename, key)[0]
+    return _filled("import_weights", lambda: foreign.weights(Path(path)), step, params, options, rename, key)[0]
 
 
 def import_deepspeed(
@@ -77,13 +77,14 @@ def import_deepspeed(
     Raises `StorageError`, on every rank if on any.
     """
     options = Options(slots=("init", "drop"), foreign=True)
-    return _filled(lambda: foreign.deepspeed(Path(dir), tag), step, params, options, rename, key)
+    return _filled("import_deepspeed", lambda: foreign.deepspeed(Path(dir), tag), step, params, options, rename, key)
 
 
 def _filled(
-    open_: Callable[[], Source], step: Step, params: Any, options: Options, rename: Rename | None, key: int | Tensor
+    doing: str, open_: Callable[[], Source], step: Step, params: Any, options: Options, rename: Rename | None,
+    key: int | Tensor,
 ) -> tuple[State, dict[str, Any]]:
-    ranks = Ranks.of(step)
+    ranks = Ranks.of(step, doing)
     with ranks.together():
         source = open_()
         source = source if rename is None else foreign.renamed(source, rename)

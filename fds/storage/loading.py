@@ -17,7 +17,7 @@ from fds import tree
 from fds.errors import StorageError
 from fds.layout import Sharded
 from fds.state import State
-from fds.step import Step, beginning
+from fds.step import Step, beginning, same_composition
 from fds.storage import local as by_rank
 from fds.storage.blocks import spans
 from fds.storage.folders import SAVING, find
@@ -75,7 +75,7 @@ def load(
     slot, that differs is named), or if a byte of it is not as it was written; on every rank if on any. Raises
     `RankError` if a rank is lost.
     """
-    ranks = Ranks.of(step)
+    ranks = Ranks.of(step, "load")
     with ranks.together():
         if isinstance(params, Sharded):
             raise StorageError("slices do not say what the whole parameters are", where="params",
@@ -92,6 +92,7 @@ def fill(source: Source, step: Step, params: Any, options: Options, ranks: Ranks
 
     All ranks call it. Raises `StorageError`, on every rank, for what does not match.
     """
+    same_composition(step)
     with ranks.together():
         template = step.structure(params)
         own = parts_of(template, ranks.slice)

@@ -50,7 +50,9 @@ def save(
     that this one is in its place.
     """
     background.await_previous()
-    draft = Draft.of(dir, state, step, tag, extra, keep=keep, tag_validation=tag_validation, local=local)
+    draft = Draft.of(
+        dir, state, step, tag, extra, doing="save", keep=keep, tag_validation=tag_validation, local=local
+    )
     with contextlib.ExitStack() as saving:
         with draft.ranks.together():
             draft.begin(saving)

@@ -26,6 +26,7 @@ class Ranks:
     """The ranks among which a step shares its state, as one of them sees them."""
 
     everyone: Axis | None = None  # None for one rank alone
+    doing: str = ""  # what they have come together for, to compare
     index: int = 0  # among all of them
     pipelined: bool = False  # whether they hold the leaves of different stages
     place: int = 0  # in the pipeline: which stages it holds
@@ -36,12 +37,12 @@ class Ranks:
     num_replicas: int = 1
 
     @classmethod
-    def of(cls, step: Step) -> Ranks:
-        """Return the ranks of a step."""
+    def of(cls, step: Step, doing: str) -> Ranks:
+        """Return the ranks of a step, which come together to do this."""
         everyone, pipeline, shard = step.everyone, step.grads.axis, step.reduce.shard
         if everyone is None:
             return cls()
-        ranks = cls(everyone, everyone.index, pipeline is not None, 0 if pipeline is None else pipeline.index)
+        ranks = cls(everyone, doing, everyone.index, pipeline is not None, 0 if pipeline is None else pipeline.index)
         if shard is None:
             return ranks
         replica, num_replicas = (0, 1) if shard.replicate is None else (shard.replicate.index, shard.replicate.size)
@@ -72,7 +73,7 @@ class Ranks:
         except BaseException as caught:
             error = caught
         mine = [said.mine, None] if error is None else [None, fields(error)]
-        heard = self.everyone.exchange(mine)
+        heard = self.everyone.exchange(mine, self.doing)
         if error is not None and not isinstance(error, Exception):
             raise error  # a key was pressed: the others know
         failed = {rank: fields for rank, (_, fields) in zip(self.everyone.ranks, heard, strict=True) if fields}

@@ -551,8 +551,8 @@ def test_ranks_that_composed_different_pipelines_are_told_at_init(kind):
         step.init(step.loss.init)
 
     for error in every_rank(job, 2):
-        assert isinstance(error, errors.StateError) and "different pipelines" in error.what
-        assert "rank 1 of pp" in error.where
+        assert isinstance(error, errors.ComposeError) and "composed different steps" in error.what
+        assert "rank 1 of pp" in error.where and "plans.measure" in error.hint
         assert error.got not in error.want, f"a reader sees no difference: {error}"
 
 

@@ -260,7 +260,7 @@ def composed(kind: str):
 @pytest.mark.parametrize("kind", ["schedule", "partition"])
 def test_processes_that_composed_different_pipelines_are_told_at_init(kind):
     one, other = ranks.run(composed, kind, timeout=10.0)
-    assert one == other and one[0] == "StateError" and "different pipelines" in one[1]
+    assert one == other and one[0] == "ComposeError" and "composed different steps" in one[1]
 
 
 def test_other_processes_than_the_first_may_have_no_values():

@@ -129,7 +129,7 @@ class Ownership:
         if self.axis is None:
             return named
         kinds: dict[str, Any] = {}
-        for told in self.axis.exchange({n: [str(x.dtype)[6:], list(x.shape)] for n, x in named.items()}):
+        for told in self.axis.exchange({n: [str(x.dtype)[6:], list(x.shape)] for n, x in named.items()}, "params"):
             kinds.update(told)
         found = {}
         for name in self.names:
@@ -143,7 +143,7 @@ class Ownership:
         if self.axis is None:
             return value
         source = self.placement[self.num_stages - 1]
-        shape = Shape.of(self.axis.exchange(header)[source])
+        shape = Shape.of(self.axis.exchange(header, "outputs")[source])
         assert shape is not None
         if self.index == source:
             tensors = [x.contiguous() for x in tree.leaves(value) if isinstance(x, Tensor)]

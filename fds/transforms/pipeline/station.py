@@ -131,7 +131,7 @@ class Pipeline:
                     failure = Failure.of(error)
         if order is not None:
             order.finish()
-        totals, _ = self._agree(step, work.totals, failure, [], False)
+        totals, _ = self._agree(step, work.totals, failure, [], False, what="evaluate")
         return totals, [self.owned.from_last(*shown)] if outputs else []
 
     def _work(
@@ -169,7 +169,7 @@ class Pipeline:
 
     def _agree(
         self, step: Step, totals: Totals, failure: Failure | None, whole: list[int], wide: bool,
-        seen: list[int | None] | None = None,
+        seen: list[int | None] | None = None, what: str = "step",
     ) -> tuple[Totals, bool]:  # fmt: skip
         """Return totals with zeros for what the last stage alone has, and whether any rank has float64 gradients.
 
@@ -182,7 +182,7 @@ class Pipeline:
             self.whole.update(whole)
             return totals, wide
         said = [failure and failure.json(), _kinds(totals), whole, wide, seen]
-        heard = step.everyone.exchange(said)
+        heard = step.everyone.exchange(said, what)
         if failed := first([one[0] for one in heard]):
             rank, known = failed
             mine = failure is not None and rank == step.everyone.index
@@ -205,7 +205,7 @@ class Pipeline:
                 n = self.num_microbatches if length and length % self.num_microbatches == 0 else 1
             except Exception as error:
                 failure = Failure.of(error)
-        heard = [n] if step.everyone is None else step.everyone.exchange(n)
+        heard = [n] if step.everyone is None else step.everyone.exchange(n, "evaluate")
         return min((m for m in heard if m is not None), default=1), failure
 
     def __repr__(self) -> str:

@@ -1,0 +1,145 @@
+"""Agreement: the ranks that share a step must have composed the same one."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import numbers
+import os
+import re
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.collectives import Axis
+from fds.errors import ComposeError
+
+_DEEPEST = 32  # levels of values inside values that are compared
+_FEW = 256  # elements of a tensor whose values are compared
+_SHOWN = 120  # characters of a difference that are shown
+
+
+def same_composition(step: Any) -> None:
+    """Raise `ComposeError`, on every rank, where the ranks that share a step have composed different ones.
+
+    The ranks compare once, in the first call that they make of a step together. What is compared is what the
+    transforms and optimizers were given; the loss and what it captures are each rank's own.
+    """
+    axis: Axis | None = step.everyone
+    if axis is None or "composition" in step.asked:
+        return
+    named = [(_without_addresses(part.text), spelled(part.arguments)) for part in step.composition]
+    pipeline = step.owners.get("grads")
+    if pipeline is not None:  # its arguments may be measured on each rank: what has come of them is compared
+        named[pipeline] = (step.grads.agreement(),) * 2
+    digest = hashlib.blake2b(repr(named).encode(), digest_size=8).hexdigest()
+    heard = axis.exchange(digest, "composition")
+    if len(set(heard)) > 1:
+        raise _refused(axis, axis.exchange(named, "composition"), pipeline)
+    step.asked["composition"] = []
+
+
+def _refused(axis: Axis, heard: list[list[list[str]]], pipeline: int | None) -> ComposeError:
+    """Return the error for the first transform in which a rank differs from the first rank."""
+    rank = next(i for i, theirs in enumerate(heard) if theirs != heard[0])
+    pairs = list(itertools.zip_longest(heard[rank], heard[0], fillvalue=["nothing", "nothing"]))
+    position = next(i for i, (theirs, first) in enumerate(pairs) if theirs != first)
+    (text, all_), (want, all_wanted) = pairs[position]
+    if text == want:
+        text, want = _around_difference(all_, all_wanted)
+    return ComposeError(
+        "the ranks have composed different steps", where=f"rank {rank} of {axis.name}", got=text, want=f"{want}, as rank 0",
+        hint="costs are measured on one rank: fds.plans.measure(layers, batch, axis=...)" if position == pipeline else
+        "a function that is to do something else on each rank takes the axis, and looks at axis.index when it is called",
+    )  # fmt: skip
+
+
+def _around_difference(a: str, b: str) -> tuple[str, str]:
+    """Return the parts of two texts from a little before their first difference on."""
+    first = len(os.path.commonprefix([a, b]))
+    begin = max(first - _SHOWN // 2, 0)
+    return tuple(("..." if begin else "") + text[begin : begin + _SHOWN] for text in (a, b))  # type: ignore[return-value]
+
+
+def spelled(value: Any, inside: tuple[int, ...] = ()) -> str:
+    """Return a text that is the same for two values if they mean the same on two ranks.
+
+    Of a function it has the name, defaults, constants and captured numbers; of an axis name and size. It has no
+    addresses, no paths and no index of a device, which differ between ranks that do the same.
+
+    >>> spelled({"lr": 0.1, "betas": (0.9, 0.99)})
+    "{'lr': 0.1, 'betas': (0.9, 0.99)}"
+    """
+    again = functools.partial(spelled, inside=(*inside, id(value)))
+    if value is None or isinstance(value, numbers.Number | bytes | torch.dtype):
+        return repr(value)
+    if isinstance(value, str):
+        return _without_addresses(repr(value))
+    if len(inside) > _DEEPEST or id(value) in inside:
+        return _class_name(value)
+    if isinstance(value, Axis):
+        return f"mesh[{value.name!r}] of {value.size}"
+    if isinstance(value, torch.device):
+        return repr(value.type)
+    if isinstance(value, Tensor):
+        few = value.numel() <= _FEW and value.device.type == "cpu"
+        return f"{_class_name(value)}({tuple(value.shape)}, {value.dtype}, {value.tolist() if few else '...'})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{again(k)}: {again(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(again, value)) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(again, value))) + "}"
+    if isinstance(value, functools.partial):
+        return f"partial({again(value.func)}, {again(value.args)}, {again(value.keywords)})"
+    if isinstance(value, types.MethodType):
+        return f"{again(value.__func__)} of {again(value.__self__)}"
+    if isinstance(value, types.FunctionType):
+        parts = [part for part in _function_parts(value) if part]
+        return f"{value.__module__}.{value.__qualname__}{again(parts) if parts else ''}"
+    if attrs.has(type(value)):
+        given = {f.name: getattr(value, f.name) for f in attrs.fields(type(value)) if f.init}
+        return f"{_class_name(value)}({again(given)})"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    plain = {name: x for name, x in getattr(value, "__dict__", {}).items() if isinstance(x, numbers.Number)}
+    return f"{_class_name(value)}({again(plain)})"
+
+
+def _function_parts(function: types.FunctionType) -> tuple:
+    """Return constants, defaults and captured values of a function."""
+    code = function.__code__
+    captured = {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            captured[name] = cell.cell_contents
+        except ValueError:
+            pass  # it has no value yet
+    # Dicts and lists that a function captures may be its caches, which each rank fills by itself.
+    captured = {name: x for name, x in captured.items() if not isinstance(x, dict | list | set) or _all_plain(x)}
+    return _constants(code), function.__defaults__, function.__kwdefaults__, captured
+
+
+def _constants(code: types.CodeType) -> tuple:
+    """Return the numbers in a function and in those that are written inside it."""
+    inner = (x for const in code.co_consts if isinstance(const, types.CodeType) for x in _constants(const))
+    return (*(const for const in code.co_consts if isinstance(const, numbers.Number)), *inner)
+
+
+def _all_plain(held: Any) -> bool:
+    values = held.values() if isinstance(held, dict) else held
+    kinds = str | numbers.Number | types.FunctionType
+    return all(x is None or isinstance(x, kinds) or attrs.has(type(x)) for x in values)
+
+
+def _class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)

@@ -1,0 +1,68 @@
+"""Ranks that are in different calls say so at once, each naming both; nobody takes what another call sent."""
+
+import itertools
+
+import pytest
+import torch
+
+import fds
+from fds.errors import RankError
+from tests import ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+PARAMS = {"w": torch.ones(4)}
+CALLS = {
+    "init": lambda dir, step, state: step.init(PARAMS),
+    "load": lambda dir, step, state: fds.load(dir, step, PARAMS),
+    "save": lambda dir, step, state: fds.save(dir, state, step),
+    "save_async": lambda dir, step, state: fds.save_async(dir, state, step).wait(),
+    "export_weights": lambda dir, step, state: fds.export_weights(state, f"{dir}/weights", step=step),
+    "import_weights": lambda dir, step, state: fds.import_weights(f"{dir}/weights", step, PARAMS),
+}
+
+
+def made():
+    sharding = fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=2)
+    return fds.compose(sharding, fds.sgd(0.1))(lambda p, b: (p["w"] * b).sum())
+
+
+def told(call, *arguments) -> str:
+    try:
+        call(*arguments)
+    except RankError as error:
+        return str(error)
+    return "nothing"
+
+
+def call_differently(dir: str, check: bool) -> list:
+    fds.init_distributed(check=check)
+    step = made()
+    state, index = step.init(PARAMS), step.everyone.index
+    pairs = list(itertools.combinations(CALLS, 2))
+    return [(pair, told(CALLS[pair[index]], dir, step, state)) for pair in pairs]
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_ranks_in_different_calls_are_named_with_what_they_do(tmp_path, check):
+    step = fds.compose(fds.sgd(0.1))(lambda p, b: (p["w"] * b).sum())
+    fds.save(tmp_path, step.init(PARAMS), step)
+    fds.export_weights(tmp_path, tmp_path / "weights")
+    results = ranks.run(call_differently, str(tmp_path), check, timeout=20)
+    for (pair, first), (_, second) in zip(*results, strict=True):
+        for text in (first, second):
+            assert text.startswith("the ranks do different things"), (pair, text)
+            assert all(f"rank {rank}: exchange ({name})" in text for rank, name in enumerate(pair)), (pair, text)
+
+
+def restart_as_documented(dir: str) -> str:
+    """One rank sees the directory and another does not."""
+    step = made()
+    return told(CALLS[("load", "init")[step.everyone.index]], dir, step, None)
+
+
+def test_ranks_that_see_a_directory_differently_are_told_at_once(tmp_path):
+    step = fds.compose(fds.sgd(0.1))(lambda p, b: (p["w"] * b).sum())
+    fds.save(tmp_path, step.init(PARAMS), step)
+    for text in ranks.run(restart_as_documented, str(tmp_path), timeout=20):
+        assert "the ranks do different things" in text and "rank 0: exchange (load)" in text
