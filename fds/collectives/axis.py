@@ -52,6 +52,11 @@ class Axis:
         """The device whose tensors this rank sends: a GPU under NCCL, else the CPU."""
         return self.world.device
 
+    @property
+    def timeout(self) -> float:
+        """How many seconds a rank waits for another, infinity where that is not limited."""
+        return self.world.timeout
+
     def channel(self, name: str) -> Axis:
         """Return the same ranks with an order of collectives of their own, which others cannot get between.
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fds.collectives.calls import Call, Work, different, same_memory
+from fds.collectives.interrupts import interruptible, was_closed
 from fds.collectives.reductions import bounds, is_exchanged, reduce_in_rank_order
 from fds.errors import FdsError, RankError
 
@@ -200,9 +201,11 @@ class Messages:
         """Wait for every message, then finish. Raises `RankError`."""
         if self.over:
             return
-        for peer, work in self.under_way:
-            with self._named(peer):
-                work.wait()
+        if self.under_way:
+            with interruptible(self.link.group, self.link.ranks[self.under_way[0][0]]):
+                for peer, work in self.under_way:
+                    with self._named(peer):
+                        work.wait()
         if self.finish is not None:
             with torch.no_grad():
                 self.finish()
@@ -215,12 +218,9 @@ class Messages:
         """Say whether `wait` has returned: gloo's messages do not tell before."""
         return self.over
 
-    @contextlib.contextmanager
-    def _named(self, peer: int) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise lost(self.call, self.link.ranks, self.link.index, self.link.ranks[peer], error) from error
+    def _named(self, peer: int) -> contextlib.AbstractContextManager:
+        closed = functools.partial(was_closed, self.link.group)
+        return naming(self.call, self.link.ranks, self.link.index, self.link.ranks[peer], closed)
 
 
 @attrs.define(eq=False)
@@ -245,6 +245,36 @@ class Chain:
 @functools.lru_cache(maxsize=4096)
 def _digest(data: tuple, modulus: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(data).encode(), digest_size=8).digest(), "little") % modulus
+
+
+@contextlib.contextmanager
+def naming(
+    call: Call, ranks: tuple[int, ...], index: int, peer: int | None, closed: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """Turn what torch raises in a collective that another rank broke, or Ctrl-C here (`closed`), into `RankError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _from_torch(error):
+            raise
+        if closed():
+            raise RankError(
+                "Ctrl-C was pressed while this rank waited for others, which ended its connections to them",
+                where=f"rank {ranks[index]}, in {call}", want="all ranks to end", hint="go on from the last save",
+            ) from error  # fmt: skip
+        raise lost(call, ranks, index, peer, error) from error
+
+
+def _from_torch(error: BaseException) -> bool:
+    """Return whether the collective itself raised this, and not a handler of a signal that came while it waited.
+
+    A `DataLoader` raises a RuntimeError in whatever runs when one of its workers dies. What is raised in C++ comes from
+    a line of this package.
+    """
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is None or last.tb_frame.f_globals.get("__package__") == __package__
 
 
 def lost(call: Call, ranks: tuple[int, ...], index: int, peer: int | None, error: BaseException) -> RankError:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import datetime
 import os
-import time
-import uuid
 
 import torch
 import torch.distributed as dist
 
 from fds.collectives import worlds
 from fds.collectives.launch import Launch, launched
-from fds.errors import MeshError
+from fds.collectives.meeting import meet
+from fds.errors import MeshError, RankError
 
 
 def init_distributed(
@@ -38,7 +37,8 @@ def init_distributed(
         init_method: torch's URL of the meeting place, "tcp://host:port" or "file:///path"; by default what the
             environment says.
 
-    Raises `MeshError` for an environment or arguments that say half of what is needed.
+    Raises `MeshError` for an environment or arguments that say half of what is needed, where two processes have one
+    rank, and where another job meets at the same address; `RankError` when `timeout` is over, naming who is missing.
     """
     if worlds.simulated.get() is not None:
         return
@@ -71,36 +71,14 @@ def _start(backend: str | None, timeout: float | datetime.timedelta, launch: Lau
             raise MeshError("NCCL needs GPUs", got="torch sees none", want="backend='gloo'")
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"  # values of the host travel over gloo
-    # torchrun keeps one store for all its restarts, and the addresses of ranks that have died are still in it
-    # (pytorch/pytorch#135712): every start gets keys of its own.
-    address, store = init_method or f"tcp://{launch.address}:{launch.port}", None
-    if init_method is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        served = dist.TCPStore(launch.address, launch.port, launch.world_size, is_master=False, timeout=limit)
-        store = dist.PrefixStore(_name_of_start(served, launch.rank, launch.world_size, limit), served)
-        address = None
-    dist.init_process_group(
-        backend, init_method=address, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit
-    )
-
-
-def _name_of_start(store: dist.Store, rank: int, world_size: int, limit: datetime.timedelta) -> str:
-    """Agree on a name that no earlier start of these ranks has had, in a store where keys of earlier ones still are.
-
-    Agents count their own restarts only, so the count differs between nodes. A rank asks under a name of its own, so
-    an answer is never an old one; rank 0 answers whoever asks, also for ranks that are gone, until all have told it
-    that they know. Agents end all ranks of a start before the next one begins.
-    """
-    own = uuid.uuid4().hex
-    if rank:
-        store.set(f"asks {rank}", own)
-        name = store.get(f"answer to {own}").decode()
-        store.set(f"{name} {rank} knows", "")
-        return name
-    unknowing, end = list(range(1, world_size)), time.monotonic() + limit.total_seconds()
-    while unknowing and time.monotonic() < end:
-        for other in unknowing:
-            if store.check([f"asks {other}"]):
-                store.set(f"answer to {store.get(f'asks {other}').decode()}", own)
-        unknowing = [other for other in unknowing if not store.check([f"{own} {other} knows"])]
-        time.sleep(0.01)
-    return own
+    store = meet(launch, init_method, limit)
+    try:
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("fds-group", store), rank=launch.rank, world_size=launch.world_size,
+            timeout=limit,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise RankError("the ranks met, and could not connect to each other", where=f"rank {launch.rank}",
+                        got=str(error).strip().partition("\n")[0][:300],
+                        want="every rank to stay, and to reach all others",
+                        hint="GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME choose the network interface") from error

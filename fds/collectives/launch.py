@@ -22,6 +22,13 @@ STARTERS = {
     "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 }
+# By whom: what tells its jobs apart, the same on all ranks of one.
+JOBS = {
+    "torchrun": ("TORCHELASTIC_RUN_ID",),
+    "Open MPI": ("PMIX_NAMESPACE",),
+    "PMI": ("PMI_JOBID",),
+    "Slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+}
 HINTS = {
     "Open MPI": "mpirun -x MASTER_ADDR=<host of rank 0>, or install mpi4py, which finds it",
     "PMI": "mpiexec -genv MASTER_ADDR <host of rank 0>, or install mpi4py, which finds it",
@@ -38,6 +45,7 @@ class Launch:
     local_rank: int
     address: str = ""  # host of rank 0; empty for one rank
     port: int = PORT
+    job: str = attrs.field(default="", eq=False)  # what tells it from other jobs, where the launcher says
 
 
 def launched(environ: Mapping[str, str]) -> Launch | None:
@@ -63,7 +71,8 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
         at = _integer(environ, local) if local in environ else 0
         if count == 1:
             return Launch(number, count, at)
-        return Launch(number, count, at, *_rendezvous(environ, starter, number, count))
+        job = ".".join(environ.get(name, "") for name in JOBS[starter])
+        return Launch(number, count, at, *_rendezvous(environ, starter, number, count), job.strip("."))
     return None
 
 
@@ -80,6 +89,8 @@ def _of_another(environ: Mapping[str, str], starter: str) -> bool:
 def _rendezvous(environ: Mapping[str, str], starter: str, rank: int, world_size: int) -> tuple[str, int]:
     """Return the host and port at which rank 0 waits for the others."""
     port = _integer(environ, "MASTER_PORT") if "MASTER_PORT" in environ else PORT
+    if not 0 < port < 2**16:
+        raise MeshError("no such port", where="MASTER_PORT", got=str(port), want="1 to 65535")
     if "MASTER_ADDR" in environ:
         return environ["MASTER_ADDR"], port
     if starter == "Slurm":

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fds.collectives.calls import Call, Work
-from fds.collectives.gloo import GlooLink, lost
+from fds.collectives.gloo import GlooLink, naming
 
 # torch 2.13 renames them, and warns of the old names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -76,9 +75,5 @@ class NcclWork:
         return not self.held or self.work.is_completed()
 
 
-@contextmanager
-def _named(host: GlooLink, call: Call) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise lost(call, host.ranks, host.index, None, error) from error
+def _named(host: GlooLink, call: Call) -> AbstractContextManager:
+    return naming(call, host.ranks, host.index, None)

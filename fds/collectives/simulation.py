@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ class SimulatedWorld:
     size: int
     hub: Hub
     device: torch.device = torch.device("cpu")
+    timeout: float = math.inf  # of ranks that wait for each other nobody can run, which is noticed
     counters: list = attrs.field(factory=list)
     links: dict[tuple, MemoryLink] = attrs.field(factory=dict)
 

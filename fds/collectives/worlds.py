@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -35,6 +36,11 @@ class World(Protocol):
         ...
 
     @property
+    def timeout(self) -> float:
+        """How many seconds a rank waits for another; infinity where waiting for ever is noticed."""
+        ...
+
+    @property
     def counters(self) -> list:
         """The `traffic.Traffic`s that are being counted."""
         ...
@@ -54,6 +60,7 @@ class Single:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
+    timeout: float = math.inf
     counters: list = attrs.field(factory=list)
 
     def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
@@ -90,12 +97,14 @@ class TorchWorld:
             if self.device.type == "cuda":
                 made = NcclLink(self._nccl(ranks, channel) if group is None else group, made)
             if self.check:
-                made = Checked(made, ranks, ranks.index(self.rank), self._timeout(), channel)
+                made = Checked(made, ranks, ranks.index(self.rank), datetime.timedelta(seconds=self.timeout), channel)
             self.links[key] = made
         return self.links[key]
 
-    def _timeout(self) -> datetime.timedelta:
-        return self.host._get_backend(torch.device("cpu")).options._timeout
+    @property
+    def timeout(self) -> float:
+        """How many seconds a rank waits for another, as torch has it for what goes through the host."""
+        return self.host._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
     def _nccl(self, ranks: tuple[int, ...], channel: str) -> Any:
         if ranks == tuple(range(self.size)) and not channel:

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import numbers
-import os
 import re
 import types
 from collections.abc import Mapping
@@ -53,17 +52,18 @@ def _refused(axis: Axis, heard: list[list[list[str]]], pipeline: int | None) -> 
     if text == want:
         text, want = _around_difference(all_, all_wanted)
     return ComposeError(
-        "the ranks have composed different steps", where=f"rank {rank} of {axis.name}", got=text, want=f"{want}, as rank 0",
+        "the ranks have composed different steps", where=f"rank {rank} of {axis.name}", got=text,
+        want=f"{want}, as rank 0",
         hint="costs are measured on one rank: fds.plans.measure(layers, batch, axis=...)" if position == pipeline else
-        "a function that is to do something else on each rank takes the axis, and looks at axis.index when it is called",
+        "a function that is to differ between ranks takes the axis, and looks at axis.index when it is called",
     )  # fmt: skip
 
 
-def _around_difference(a: str, b: str) -> tuple[str, str]:
+def _around_difference(*texts: str) -> list[str]:
     """Return the parts of two texts from a little before their first difference on."""
-    first = len(os.path.commonprefix([a, b]))
+    first = next((i for i, (x, y) in enumerate(zip(*texts, strict=False)) if x != y), 0)
     begin = max(first - _SHOWN // 2, 0)
-    return tuple(("..." if begin else "") + text[begin : begin + _SHOWN] for text in (a, b))  # type: ignore[return-value]
+    return [("..." if begin else "") + text[begin : begin + _SHOWN] for text in texts]
 
 
 def spelled(value: Any, inside: tuple[int, ...] = ()) -> str:

@@ -47,6 +47,8 @@ class Aside:
             "path": os.path.abspath(os.fsdecode(path)), "header": header.decode("latin-1"),
             "spans": list(spans), "pid": os.getpid(),
         }  # fmt: skip
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # it was killed while it had nothing to do
         try:
             process = self._process = self._process or _start()
         except OSError:

@@ -22,7 +22,7 @@ from typing import Any
 
 import attrs
 
-from fds.errors import StorageError
+from fds.errors import RankError, StorageError
 from fds.state import State
 from fds.step import Step
 from fds.storage import aside, writer
@@ -218,14 +218,24 @@ def _follow(saving: Saving, draft: Draft, readers: set) -> None:
 def _lead(
     saving: Saving, draft: Draft, readers: set, begun: contextlib.ExitStack, refused: threading.Event
 ) -> None:
-    """Write this rank's part and give the whole its name, or remove it, when no other rank is writing any more."""
+    """Write this rank's part and give the whole its name, or remove it, when no other rank is writing any more.
+
+    Raises `RankError` for a rank that has not written its part when the time that ranks wait for each other is over.
+    """
     try:
         record = _write(saving, draft, readers)
     finally:
+        end = time.monotonic() + draft.ranks.timeout
         for rank in range(1, draft.ranks.size):
             while not (_path(draft, rank, "json").exists() or _died(_path(draft, rank, "lock"))):
                 if refused.is_set():
                     raise _Elsewhere
+                if time.monotonic() >= end:
+                    raise RankError(
+                        f"rank {rank} did not write its part of the save in time", where=str(draft.folder),
+                        got=f"nothing from it in {draft.ranks.timeout:g} s", want="all ranks to go on",
+                        hint="what was saved before is as it was",
+                    )  # fmt: skip
                 time.sleep(POLL)
     draft.finish(begun, [record, *map(functools.partial(_heard, draft), range(1, draft.ranks.size))])
 

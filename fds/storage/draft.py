@@ -68,7 +68,10 @@ class Draft:
         cls, dir: str | os.PathLike, state: State, step: Step, tag: str | None, extra: dict[str, Any] | None, *,
         doing: str, keep: int | None, tag_validation: TagValidation, local: bool,
     ) -> Draft:  # fmt: skip
-        """Return what is to be saved by the call `doing`; all ranks call it. Raises `StorageError`, on every rank, for what cannot be."""
+        """Return what the call `doing` is to save; all ranks call it.
+
+        Raises `StorageError`, on every rank, for what cannot be saved.
+        """
         if isinstance(step, State):
             raise StorageError("state and step have changed places", got=type(state).__name__, want="a State",
                                hint="fds.save(dir, state, step)")  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import attrs
 
 from fds.collectives import Axis
-from fds.errors import FdsError, StorageError
+from fds.errors import FdsError, RankError, StorageError
 from fds.step import Step
 
 
@@ -56,12 +57,18 @@ class Ranks:
         """How many ranks share the state."""
         return 1 if self.everyone is None else self.everyone.size
 
+    @property
+    def timeout(self) -> float:
+        """How many seconds a rank waits for another."""
+        return math.inf if self.everyone is None else self.everyone.timeout
+
     @contextlib.contextmanager
     def together(self) -> Iterator[Said]:
         """Wait at the end of the block for all ranks to come to the end of theirs, and exchange what they say.
 
         Inside it a rank must not call a collective. Raises `StorageError` on every rank where the block of any rank
-        raised, naming the rank; on one rank alone, what it raised.
+        raised, naming the rank; on one rank alone, what it raised. A `RankError` is raised at once: who does not
+        answer does not hear of it either.
         """
         said, error = Said(), None
         if self.everyone is None:
@@ -70,6 +77,8 @@ class Ranks:
             return
         try:
             yield said
+        except RankError:
+            raise
         except BaseException as caught:
             error = caught
         mine = [said.mine, None] if error is None else [None, fields(error)]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -94,6 +95,43 @@ def test_checked_ranks_all_say_who_does_what(path):
         assert text.startswith("the ranks do different things"), text
         assert "rank 0: " in text and "rank 1: " in text
         assert f"where: rank {rank}, axis 'a'" in text
+
+
+def be_interrupted(how: str) -> list[str]:
+    """Press Ctrl-C on rank 0 while it waits for rank 1, and go on; or let a handler of a signal raise there."""
+    a = axis()
+    a.barrier()
+    if a.index:
+        time.sleep(1.0)
+        return [told(a.barrier)]
+
+    def worker_died(*_):
+        raise RuntimeError("DataLoader worker (pid 5) is killed by signal")
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGALRM, worker_died)
+    number = signal.SIGINT if how == "key" else signal.SIGALRM
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    start = time.monotonic()
+    try:
+        a.barrier()
+    except (KeyboardInterrupt, RuntimeError) as error:
+        if how == "worker":
+            return [f"{type(error).__name__} {error}"]
+        return [type(error).__name__, told(a.barrier), "late" if time.monotonic() - start > 5 else ""]
+    return ["nothing"]
+
+
+def test_ctrl_c_ends_a_wait_and_all_are_told():
+    (key, again, late), (other,) = ranks.run(be_interrupted, "key")
+    assert key == "KeyboardInterrupt" and not late
+    assert again.startswith("Ctrl-C was pressed while this rank waited") and "rank 0" in again
+    assert other.startswith("rank 0 was lost")
+
+
+def test_what_a_handler_of_a_signal_raises_is_not_blamed_on_another_rank():
+    (mine,), (other,) = ranks.run(be_interrupted, "worker")
+    assert mine == "RuntimeError DataLoader worker (pid 5) is killed by signal" and other == "nothing"
 
 
 def stay_away() -> str:

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -12,8 +13,9 @@ import pytest
 
 import fds
 from fds import plans
-from fds.errors import StorageError
+from fds.errors import RankError, StorageError
 from fds.storage import background, folders, manifest
+from fds.storage.together import Ranks
 from tests import ranks
 from tests.bits import assert_same_bits, snapshot
 from tests.storage import test_pipelines as pipelines
@@ -187,6 +189,42 @@ def test_real_ranks_save_while_they_train(tmp_path, name):
     told = ranks.run(on_gloo, str(tmp_path), name, world_size=TOPOLOGIES[name].ranks)
     assert set(told) == {"rank 1: extra holds what JSON would not give back"}
     assert folders.tags(tmp_path) == ["at1", "at2"] and not (tmp_path / ".saving").exists()
+
+
+def wait_for_one_that_hangs(dir):
+    """Return what the first rank is told when the time that ranks wait for each other is over."""
+    topology, plain_write, over = Topology(2, 1, 300), background._write_aside, threading.Event()
+    step, state = begin(topology)
+    fds.save(dir, state, step, "before")
+    assert step.everyone.timeout == 30
+
+    def write(path, head, spans):
+        over.wait(20)
+        return plain_write(path, head, spans)
+
+    hangs = step.everyone.index == 1
+    with (
+        mock.patch.object(background, "_write_aside", write if hangs else plain_write),
+        mock.patch.object(Ranks, "timeout", 0.5),
+    ):
+        saving = fds.save_async(dir, state, step, "late")
+        told = ""
+        if not hangs:
+            with pytest.raises(RankError) as error:
+                saving.wait()
+            told = error.value.what
+            assert saving.done()  # nothing keeps the process from its end
+        step.everyone.exchange(None)
+        over.set()
+        saving.thread.join()
+    return told
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_rank_that_hangs_is_named_when_the_time_is_over(tmp_path):
+    first, _ = ranks.run(wait_for_one_that_hangs, str(tmp_path))
+    assert first == "rank 1 did not write its part of the save in time"
+    assert folders.tags(tmp_path) == ["before"]
 
 
 @pytest.mark.xdist_group("ranks")

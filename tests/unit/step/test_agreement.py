@@ -86,9 +86,9 @@ def test_whatever_call_of_a_step_comes_first_compares(tmp_path):
         state, batch = same.init(PARAMS), torch.ones(3)
         other = lambda: make(lambda i: fds.sgd(0.1 + i))
         calls = (
-            lambda step: step.init(PARAMS), lambda step: fds.load(tmp_path, step, PARAMS), lambda step: step(state, batch),
-            lambda step: step.evaluate(state, batch), lambda step: step.describe(state, batch),
-            lambda step: step.params(state),
+            lambda step: step.init(PARAMS), lambda step: fds.load(tmp_path, step, PARAMS),
+            lambda step: step(state, batch), lambda step: step.evaluate(state, batch),
+            lambda step: step.describe(state, batch), lambda step: step.params(state),
         )  # fmt: skip
         return [refused(lambda call=call: call(other())).got for call in calls]
 
