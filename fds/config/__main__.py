@@ -8,13 +8,14 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from fds.config.composition import data_ranks
 from fds.config.record import EDITIONS
 from fds.config.schema import schema
 from fds.config.table import table
 from fds.config.training import TrainingConfig
+from fds.config.unknown import Unknown
 from fds.errors import FdsError, MeshError
 
 Options = argparse.Namespace
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", FutureWarning)
+            warnings.simplefilter("always", UserWarning)
             text = options.run(options)
     except FdsError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explain(options: Options) -> str:
-    config = TrainingConfig.of(options.config, defaults=options.defaults)
+    config = TrainingConfig.of(options.config, defaults=options.defaults, unknown=options.unknown)
     axes = _axes(options.mesh, options.world_size)
     if options.auto:
         config = config.resolve(world_size=data_ranks(axes), auto=dict(options.auto))
@@ -105,6 +107,8 @@ def _parse(arguments: Sequence[str] | None) -> Options:
     explain.add_argument("--parameters", type=_count, metavar="P", help="of the model, for bytes: 7e9")
     explain.add_argument("--defaults", choices=EDITIONS, default=EDITIONS[0],
                          help="what an absent key is (%(default)s): as in DeepSpeed's code or its documentation")
+    explain.add_argument("--unknown", choices=get_args(Unknown), default="error",
+                         help="what becomes of keys that nobody knows (%(default)s)")
     explain.add_argument("--auto", type=_auto, action="append", default=[], metavar="KEY=VALUE",
                          help='value of a key that is "auto": optimizer.params.lr=3e-4; may be given again')
     explain.set_defaults(run=_explain)

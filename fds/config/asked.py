@@ -8,6 +8,7 @@ from fds.config import optimizer, scheduler
 from fds.config.groups import Groups
 from fds.config.meaning import NotYet
 from fds.config.record import AUTO, Config
+from fds.config.zero import STAGE_3
 from fds.errors import NotSupportedError, did_you_mean
 
 
@@ -17,6 +18,8 @@ def not_there(config: Groups) -> Iterator[tuple[str, str]]:
     for path, value, known, _ in config.walk():
         if isinstance(value, Config) and getattr(value, "enabled", True) is False:
             off.add(path)
+        if path in STAGE_3 and config.zero_optimization.stage in (0, 1, 2):
+            continue
         group, _, name = path.rpartition(".")
         match known.meaning:
             case NotYet(feature, nothing) if value != AUTO and not _in(value, nothing):

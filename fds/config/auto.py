@@ -69,6 +69,31 @@ def of_hidden_size(hidden_size: int) -> dict[str, int]:
     }
 
 
+def with_batch_size(data: Mapping[str, Any], values: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Return the values with that of `train_batch_size`, which transformers makes of the other two and of the ranks.
+
+    Where it is `"auto"`, what the values lack of the two is the JSON's, and one microbatch where nobody says it.
+    """
+    whole, micro, steps = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    said = {name: data.get(name) if data.get(name) != AUTO else None for name in (micro, steps)}
+    rows, count = (values.get(name) for name in (micro, steps))
+    if data.get(whole) == AUTO:
+        rows, count = rows or said[micro], count or said[steps] or 1
+    if whole in values or not isinstance(rows, int) or not isinstance(count, int) or type(world_size) is not int:
+        return dict(values)
+    return {**values, whole: rows * count * world_size}
+
+
+def hint(data: Mapping[str, Any], values: Mapping[str, Any], where: str) -> str:
+    """Return how to give the `"auto"`s of a JSON their values, where some have none; nothing where all have one."""
+    open_ = [path for path in autos(data) if path not in values]
+    if not open_:
+        return ""
+    steps = "num_training_steps=" if "total_num_steps" in where else "..."
+    return (f'"auto" and without a value: {", ".join(open_)}; pass auto={{{open_[0]!r}: ..., ...}}, or of '
+            f"transformers' arguments auto=fds.config.training_arguments(arguments, {steps})")
+
+
 def filled(data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return JSON in which every `"auto"` has its value, or is gone where none is known, so that the default holds.
 

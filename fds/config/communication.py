@@ -8,22 +8,32 @@ from __future__ import annotations
 from typing import Literal
 
 import attrs
+import torch
 
 from fds.config.meaning import NotApplicable, NotYet, argument
 from fds.config.record import Config, key
 
-Dtype = Literal["fp32", "fp16", "bf16"]
+Message = Literal["fp32", "fp16", "bf16"]
+Dtype = Literal["fp32", "fp16", "bf16", "float32", "float16", "bfloat16", "float", "half",
+                "torch.float32", "torch.float16", "torch.bfloat16"]  # fmt: skip
+DTYPES = {
+    name: dtype for dtype, names in (
+        (torch.float32, ("fp32", "float32", "float", "torch.float32")),
+        (torch.float16, ("fp16", "float16", "half", "torch.float16")),
+        (torch.bfloat16, ("bf16", "bfloat16", "torch.bfloat16")),
+    ) for name in names
+}  # fmt: skip
 
 
 @attrs.frozen
 class CommunicationConfig(Config):
     """Gradients between ranks."""
 
-    communication_data_type: Dtype | None = key(
+    communication_data_type: Message | None = key(
         None, "dtype in which gradients are sent; null: that of the parameters in the step",
         argument("precision", name="reduce"),
     )
-    seq_parallel_communication_data_type: Dtype = key(
+    seq_parallel_communication_data_type: Message = key(
         "fp32", "dtype of messages between ranks that share a sequence",
         NotYet("sequence parallelism", nothing=("fp32",)),
     )

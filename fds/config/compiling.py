@@ -5,13 +5,15 @@ Source: `compile/config.py` and `runtime/config.py` of 0.19.6.
 
 from __future__ import annotations
 
-from typing import Literal
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 import attrs
 
 from fds.config.contradiction import contradiction
 from fds.config.meaning import NotApplicable, NotYet, Part
-from fds.config.record import Config, key
+from fds.config.record import COMMENT, Config, Edition, key, keys
 
 _DEEP = Part("deepcompile")
 _SYNC = NotApplicable("where ranks wait is for finding faults in the compiler")
@@ -39,6 +41,15 @@ class CompileConfig(Config):
     sync_before_allgather: bool = key(False, "wait before parameters are gathered", _SYNC)
     sync_after_allgather: bool = key(False, "wait after parameters are gathered", _SYNC)
     debug_log: bool = key(False, "write the graphs", NotApplicable("there are no graphs to write"))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, defaults: Edition = "0.19.6") -> Self:
+        """Return the record of a group of the JSON; keys of older releases, whose names are not known, are left out."""
+        if isinstance(data, Mapping):
+            for name in [one for one in data if one not in keys(cls) and not str(one).startswith(COMMENT)]:
+                warnings.warn(f"compile.{name} is a key of another release, and left out", UserWarning, stacklevel=6)
+            data = {name: value for name, value in data.items() if name in keys(cls)}
+        return super().from_dict(data, defaults=defaults)
 
     def check(self) -> None:
         """Raise `ConfigError` for two passes that use the same memory."""

@@ -8,12 +8,11 @@ import torch
 
 from fds.config.asked import refuse_what_is_not_there
 from fds.config.call import AxisOf, Call, Name, default
+from fds.config.communication import DTYPES
 from fds.config.groups import Groups
 from fds.config.update import optimizer
 from fds.errors import ConfigError, MeshError
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
-          "float16": torch.float16, "bfloat16": torch.bfloat16}
 _GRAD_SCALER = {"window": 2000, "hysteresis": 1}  # as torch.amp.GradScaler and Apex have it, not DeepSpeed's fp16
 
 
@@ -28,16 +27,17 @@ def composed(config: Groups, axes: Mapping[str, int]) -> tuple[tuple[Call, ...],
     config = config.resolve(world_size=data_ranks(axes))
     _refuse_other_sizes(config, axes)
     made = (_microbatches(config, axes), _sharding(config, axes), _precision(config), _autocast(config),
-            _recomputation(config), _scale(config), _finite(config), _clip(config), optimizer(config))
+            _recomputation(config), scale(config), _finite(config), clip(config), optimizer(config))
     return tuple(call for call in made if call is not None), config
 
 
 def _refuse_other_sizes(config: Groups, axes: Mapping[str, int]) -> None:
     """Raise `ConfigError` for keys that say other sizes than the mesh has."""
+    shards = config.zero_optimization.mics_shard_size if config.zero_optimization.stage == 3 else 0
     for key, said, has in (
         ("data_parallel_size", config.parallel_sizes.data_parallel_size, data_ranks(axes)),
         ("pipeline.stages", config.pipeline.stages, axes.get("pp", 1)),
-        ("zero_optimization.mics_shard_size", max(config.zero_optimization.mics_shard_size, 0) or None, axes["dp"]),
+        ("zero_optimization.mics_shard_size", max(shards, 0) or None, axes["dp"]),
     ):
         if isinstance(said, int) and said != has:
             raise ConfigError("the mesh is of another size", where=key, got=f"{said}, and the mesh has {has}",
@@ -125,14 +125,15 @@ def _recomputation(config: Groups) -> Call | None:
     return Call.of("checkpoint_activations", store=store, every=max(every, 1)) if every or store == "host" else None
 
 
-def _scale(config: Groups) -> Call | None:
+def scale(config: Groups) -> Call | None:
+    """Return the call that scales the loss; None where nothing does."""
     fp16, amp = config.fp16, config.amp
     if amp.enabled:
         if isinstance(amp.loss_scale, int | float):
             return Call.of("static_loss_scale", float(amp.loss_scale))
         least = 1.0 if amp.min_loss_scale is None else amp.min_loss_scale
         return Call.of("loss_scale", **_GRAD_SCALER, minimum=least)
-    if config.torch_autocast.enabled and config.torch_autocast.dtype in ("float16", "fp16"):
+    if config.torch_autocast.enabled and DTYPES[config.torch_autocast.dtype or "bfloat16"] == torch.float16:
         return Call.of("loss_scale", **_GRAD_SCALER)
     if not fp16.enabled:
         return None
@@ -148,6 +149,7 @@ def _finite(config: Groups) -> Call | None:
     return Call.of("skip_nonfinite") if config.bf16.enabled and config.bf16.check_grad_overflow else None
 
 
-def _clip(config: Groups) -> Call | None:
+def clip(config: Groups) -> Call | None:
+    """Return the call that clips the gradient; None where nothing does."""
     bound = config.clipping.gradient_clipping
     return Call.of("clip_by_global_norm", bound) if bound else None

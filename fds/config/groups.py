@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Iterator, Mapping
@@ -138,20 +139,28 @@ class Groups(Config):
         """
         values = {**({} if hidden_size is None else autos.of_hidden_size(hidden_size)), **(auto or {})}
         self._refuse_unknown(values)
+        values = autos.with_batch_size(self.batch.to_dict(), values, world_size)
         filled = self.filled(values)
-        try:
+        with self._hinting(values):
             return filled.with_keys(batch=filled.batch.resolve(world_size=world_size))
-        except ConfigError as error:
-            open_ = [path for path in autos.autos(self.batch.to_dict()) if path not in values]
-            hint = f'"auto" needs a value: resolve(auto={{{open_[0]!r}: 4, ...}})' if open_ else ""
-            raise ConfigError(error.what, where=error.where, got=error.got, want=error.want, hint=hint) from None
 
     def filled(self, values: Mapping[str, Any]) -> Self:
         """Return the configuration with these values, JSON path -> value, for its `"auto"`s, and defaults for others.
 
         Raises `ConfigError` for a value that the JSON contradicts.
         """
-        return type(self).from_dict(autos.filled(self.to_dict(), values), defaults=self.defaults)
+        data = autos.filled(self.to_dict(), values)
+        with self._hinting(values):
+            return type(self).from_dict(data, defaults=self.defaults)
+
+    @contextlib.contextmanager
+    def _hinting(self, values: Mapping[str, Any]) -> Iterator[None]:
+        """Let a `ConfigError` without a hint say which `"auto"`s have no value, and how they get one."""
+        try:
+            yield
+        except ConfigError as error:
+            hint = error.hint or autos.hint(self.to_dict(), values, error.where)
+            raise ConfigError(error.what, where=error.where, got=error.got, want=error.want, hint=hint) from None
 
     def walk(self) -> Iterator[tuple[str, Any, Key, bool]]:
         """Yield (JSON path, value, what is known of the key, whether it was given) of all keys, parameters too."""

@@ -74,6 +74,6 @@ def _among(ranks: int) -> str:
 def _num_slots(config: Groups) -> int:
     if config.optimizer is None or config.optimizer.kind is None:
         return 2
-    if config.optimizer.kind == "sgd":
+    if config.optimizer.kind == "SGD":
         return 1 if config.optimizer.arguments.momentum else 0
     return _SLOTS.get(config.optimizer.kind, 2)

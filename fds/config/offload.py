@@ -47,7 +47,6 @@ class OffloadOptimizerConfig(_OffloadConfig):
     buffer_count: int = key(4, "buffers of the pool, as many as a parameter has states", Part("device"), low=0)
     pipeline_read: bool = key(False, "read the next tile while one is computed", Part("device"))
     pipeline_write: bool = key(False, "write the last tile while one is computed", Part("device"))
-    pipeline: bool = key(False, "both of them", Part("device"))
     fast_init: bool = key(False, "begin faster under nvme", Part("device"))
     ratio: float = key(1.0, "share of the state that is offloaded, at stage 3", Part("device"), low=0, high=1)
     super_offload: bool = key(False, "the way for chips whose host memory is near", Part("device"))

@@ -193,18 +193,27 @@ class MuonConfig(Config):
     fp32_optimizer_states: bool | None = key(None, "keep moments in float32 on the CPU", _TYPE)
 
 
-PARAMETERS: dict[str, type[Config]] = {  # by the type's name in lower case, as 0.19.6 compares its own
+PARAMETERS: dict[str, type[Config]] = {  # DeepSpeed's own by their names in lower case; torch's as it is
     "adam": AdamConfig, "adamw": AdamConfig, "lamb": LambConfig, "lion": LionConfig, "adagrad": AdagradConfig,
-    "sgd": SgdConfig, "onebitadam": OneBitAdamConfig, "zerooneadam": ZeroOneAdamConfig, "onebitlamb": OneBitLambConfig,
+    "SGD": SgdConfig, "onebitadam": OneBitAdamConfig, "zerooneadam": ZeroOneAdamConfig, "onebitlamb": OneBitLambConfig,
     "muon": MuonConfig,
 }
 SPELLED = {
-    "adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "adagrad": "Adagrad", "sgd": "SGD",
+    "adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "adagrad": "Adagrad", "SGD": "SGD",
     "onebitadam": "OneBitAdam", "zerooneadam": "ZeroOneAdam", "onebitlamb": "OneBitLamb",
     "muon": "Muon",
 }
 NOT_YET = {"onebitadam": "1-bit Adam", "zerooneadam": "0/1 Adam", "onebitlamb": "1-bit LAMB",
            "muon": "Muon by attributes of parameters: pass fds.by_name({...: fds.muon(...), ...})"}
+
+
+def kind_of(type_: str) -> str:
+    """Return the name of an optimizer in `PARAMETERS`: DeepSpeed's own in any case, a class of torch.optim in one.
+
+    >>> kind_of("AdamW"), kind_of("SGD"), kind_of("sgd") in PARAMETERS
+    ('adamw', 'SGD', False)
+    """
+    return type_ if type_ in PARAMETERS else type_.lower()
 
 
 @attrs.frozen
@@ -232,8 +241,8 @@ class OptimizerConfig(Config):
 
     @property
     def kind(self) -> str | None:
-        """The type in lower case, as 0.19.6 knows its own."""
-        return None if self.type is None else self.type.lower()
+        """The type, by its name in `PARAMETERS`."""
+        return None if self.type is None else kind_of(self.type)
 
     @property
     def arguments(self) -> Any:

@@ -16,6 +16,7 @@ from fds.config.agreement import agreed
 from fds.config.arguments import config_of
 from fds.config.composition import calls
 from fds.config.training import TrainingConfig
+from fds.config.unknown import Unknown
 from fds.data import DistributedLoader
 from fds.errors import ComposeError, ConfigError, MeshError
 from fds.loss import Layers, functional, with_buffers
@@ -39,6 +40,7 @@ def initialize(
     collate_fn: Callable[[list], Any] | None = None,
     mesh: Mesh | None = None,
     auto: Mapping[str, Any] | None = None,
+    unknown: Unknown = "error",
     transforms: Sequence[Any] = (),
     key: int = 0,
 ) -> tuple[Step, State, DistributedLoader | None, Schedule | None]:
@@ -62,6 +64,7 @@ def initialize(
         collate_fn: rows -> batch; torch's unless given.
         mesh: with an axis `dp`, and `pp` for a pipeline; all ranks as data ranks unless given.
         auto: JSON path -> value of keys that are `"auto"`; see `TrainingConfig.resolve`.
+        unknown: `"warn"` leaves out keys of the JSON that nobody knows; see `TrainingConfig.of`.
         transforms: further ones, that no key asks for, such as `fds.donate()` and `fds.ema(0.999)`.
         key: seed of the state's random numbers, of `Layers`' first parameters and of the data's order.
 
@@ -73,7 +76,7 @@ def initialize(
         raise MeshError("this is no mesh", where="mesh", got=repr(mesh)[:80], want="fds.mesh(dp=-1)")
 
     def resolved() -> TrainingConfig:
-        found = _read(config_of(args, config)).resolve(world_size=_data_axis(mesh).size, auto=auto)
+        found = _read(config_of(args, config), unknown).resolve(world_size=_data_axis(mesh).size, auto=auto)
         _refuse_twice(found, optimizer, schedule)
         return found
 
@@ -86,8 +89,8 @@ def initialize(
     return step, step.init(params, key=key), loader, schedule
 
 
-def _read(config: Any) -> TrainingConfig:
-    return config if isinstance(config, TrainingConfig) else TrainingConfig.of(config)
+def _read(config: Any, unknown: Unknown) -> TrainingConfig:
+    return config if isinstance(config, TrainingConfig) else TrainingConfig.of(config, unknown=unknown)
 
 
 def _mesh() -> Mesh:

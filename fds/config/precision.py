@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import attrs
 
-from fds.config.communication import Dtype
+from fds.config.communication import DTYPES, Dtype
+from fds.config.contradiction import contradiction
 from fds.config.meaning import NotApplicable, NotYet, argument
 from fds.config.record import AUTO, Config, key
 from fds.errors import ConfigError
@@ -31,15 +32,23 @@ class FP16Config(Config):
         16, "the first scale is 2 to this power", argument(*_SCALES, name="initial", note="2.0**n"), low=0, high=126)
     loss_scale_window: int = key(
         1000, "updates without overflow after which the scale doubles", argument(*_SCALES, name="window"),
-        unit="steps", over=0,
+        unit="steps", low=0,
     )
     hysteresis: int = key(
         2, "overflows until the scale is halved", argument(*_SCALES, name="hysteresis"), over=0)
     consecutive_hysteresis: bool = key(
         False, "give the free overflows back after every good update",
         argument(*_SCALES, name="consecutive_hysteresis"))
-    min_loss_scale: float = key(1, "smallest scale", argument(*_SCALES, name="minimum"), over=0)
+    min_loss_scale: int = key(1, "smallest scale", argument(*_SCALES, name="minimum"), low=0)
     fp16_master_weights_and_grads: bool = key(False, "keep master weights and gradients in float16", _NO_MASTERS)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a scale that adapts itself by nothing, or down to nothing."""
+        if self.enabled is True and self.loss_scale == 0:
+            for name in ("loss_scale_window", "min_loss_scale"):
+                if self[name] == 0:
+                    raise contradiction(self, "a scale that adapts itself needs this number", name, "loss_scale",
+                                        want=f"{name} more than 0, or a fixed loss_scale")
 
 
 @attrs.frozen
@@ -83,7 +92,7 @@ class TorchAutocastConfig(Config):
     """Mixed precision by torch.autocast."""
 
     enabled: bool = key(False, "run the loss under torch.autocast", argument("autocast"))
-    dtype: Literal["bfloat16", "float16", "bf16", "fp16"] | None = key(
+    dtype: Literal["bfloat16", "float16", "bf16", "fp16", "half", "torch.bfloat16", "torch.float16"] | None = key(
         None, "what operators compute in; null: bfloat16", argument("autocast", name="dtype"))
     lower_precision_safe_modules: tuple[str, ...] | None = key(
         None, "modules whose gradients are sent in `dtype`; null: none, in 0.19.6 linear layers and convolutions",
@@ -114,7 +123,7 @@ def refuse_two(config: Any) -> None:
                           want="one of them true")
     named = config["data_types.param_dtype"]
     usual = "fp16" if "fp16" in asked else "bf16" if "bf16" in asked else "fp32"
-    if named not in (None, AUTO, usual):
+    if named not in (None, AUTO) and DTYPES[named] != DTYPES[usual]:
         raise ConfigError("parameters have two dtypes", where="data_types.param_dtype, fp16.enabled, bf16.enabled",
                           got=f"{named}, and {usual} by the others", want=f"{usual!r}, or null")
     if "amp" in asked and config["zero_optimization.stage"] not in (0, AUTO):

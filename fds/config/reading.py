@@ -1,9 +1,14 @@
-"""Where a configuration comes from: a dict, a file of JSON, or its text in base64, as DeepSpeed's launcher sends it."""
+"""Where a configuration comes from: a dict, a file of JSON, or its text in base64, as DeepSpeed's launcher sends it.
+
+DeepSpeed reads files as HJSON, which has comments, commas after the last value and keys without quotes. So does this,
+where the package hjson is there (the extra `hjson`); JSON is read without it.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -21,7 +26,7 @@ def read(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]:
         raise ConfigError("this is no configuration", got=repr(source)[:80], want="a dict, or a path of a JSON file")
     where, text = str(source)[:80], None
     try:
-        text = Path(source).read_text(encoding="utf-8")
+        text = Path(source).read_text(encoding="utf-8-sig")  # without the mark that some editors begin a file with
     except (OSError, ValueError) as error:
         text = _decoded(source)
         if text is None:
@@ -37,16 +42,18 @@ def _decoded(source: str | os.PathLike) -> str | None:
         text = base64.urlsafe_b64decode(str(source)).decode()
     except (binascii.Error, ValueError):
         return None
-    return text if text.lstrip().startswith("{") else None
+    return text if text.lstrip("\ufeff \t\r\n").startswith("{") else None
 
 
 def _parsed(text: str, where: str) -> dict[str, Any]:
+    if not text.strip():
+        raise ConfigError("the configuration is empty", where=where, got=f"{len(text)} characters", want="{...}")
     try:
-        data = json.loads(text, object_pairs_hook=_once)
+        data = _loaded(text)
     except json.JSONDecodeError as error:
         line = "".join(text.splitlines()[error.lineno - 1 : error.lineno]).strip() or "the end of the file"
         raise ConfigError("this is no JSON", where=f"{where}, line {error.lineno}", got=line[:80], want=error.msg,
-                          hint="JSON has no comments and no comma after the last value") from None
+                          hint=_hint(text[error.pos :])) from None
     except (RecursionError, ValueError) as error:
         if not isinstance(error, ConfigError):
             raise ConfigError("this JSON is too deep, or has too large a number", where=where, got=str(error)[:80],
@@ -55,6 +62,31 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError("a configuration is a JSON object", where=where, got=text.strip()[:40], want="{...}")
     return data
+
+
+def _loaded(text: str) -> Any:
+    """Return what JSON or, where that fails and the package is there, HJSON says. Raises `JSONDecodeError` of JSON."""
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        try:
+            hjson = importlib.import_module("hjson")
+        except ImportError:
+            raise error from None
+        try:
+            return hjson.loads(text, object_pairs_hook=_once)
+        except hjson.HjsonDecodeError:
+            raise error from None
+
+
+def _hint(rest: str) -> str:
+    """Return what to write in the place of this text, which is no JSON."""
+    for python, name in (("True", "true"), ("False", "false"), ("None", "null")):
+        if rest.startswith(python):
+            return f"JSON writes {name}"
+    if importlib.util.find_spec("hjson") is not None:
+        return ""
+    return "comments, a comma after the last value and keys without quotes are HJSON: pip install hjson, and it is read"
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from fds.errors import ConfigError, did_you_mean
 
 Edition = Literal["0.19.6", "docs"]
 EDITIONS: tuple[Edition, ...] = typing.get_args(Edition)
+COMMENT = "_"  # what the name of a comment begins with: JSON has no other place for one
 AUTO = "auto"  # a value that `resolve` fills in; any number, truth value or word may be this
 
 _ABSENT: Any = attrs.make_class("Absent", [], repr=False, frozen=True)()
@@ -38,7 +39,7 @@ class Key:
         unit: of its number.
         default: in 0.19.6: its value, or a function that makes one (a record's class).
         documented: the default that DeepSpeed's documentation gives, where it is another.
-        low, high: bounds of its number; `over`: what it must exceed.
+        low, high: bounds of its number; `over`: what it must exceed; `under`: what must exceed it.
         old: spelling -> what turns its value into that of this key.
         flat: the keys of this group stand beside it in the JSON, not below it.
     """
@@ -51,6 +52,7 @@ class Key:
     low: float | None
     high: float | None
     over: float | None
+    under: float | None
     old: Mapping[str, Callable[[Any], Any]]
     flat: bool
 
@@ -71,12 +73,12 @@ def same(value: Any) -> Any:
 
 def key(
     default: Any, doc: str, meaning: Meaning | None = None, *, unit: str = "", documented: Any = _ABSENT,
-    low: float | None = None, high: float | None = None, over: float | None = None,
+    low: float | None = None, high: float | None = None, over: float | None = None, under: float | None = None,
     old: Mapping[str, Callable[[Any], Any]] | tuple[str, ...] = (), flat: bool = False,
 ) -> Any:  # fmt: skip
     """Return the field of a key; see `Key`."""
     spellings = old if isinstance(old, Mapping) else dict.fromkeys(old, same)
-    known = Key(doc, meaning, unit, default, documented, low, high, over, spellings, flat)
+    known = Key(doc, meaning, unit, default, documented, low, high, over, under, spellings, flat)
     return attrs.field(default=_ABSENT, kw_only=True, metadata={"key": known})
 
 
@@ -125,7 +127,10 @@ class Config:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, defaults: Edition = "0.19.6") -> Self:
-        """Return the record of a group of the JSON. Old spellings are taken with a warning that names the new."""
+        """Return the record of a group of the JSON. Old spellings are taken with a warning that names the new.
+
+        Keys that begin with `_` are comments, and left out.
+        """
         if not isinstance(data, Mapping):
             raise ConfigError("a group of keys is a JSON object", got=repr(data)[:80], want=f"{{...}}: {cls.__name__}")
         return cls(**_spelled(cls, data), defaults=defaults)
@@ -218,6 +223,8 @@ def _spelled(cls: type[Config], data: Mapping[str, Any]) -> dict[str, Any]:
     for spelling, value in data.items():
         if not isinstance(spelling, str):
             raise ConfigError("a key is a string", where=repr(spelling), got=repr(spelling), want="a string")
+        if spelling.startswith(COMMENT):
+            continue
         name = spelling
         if spelling in old and spelling not in places:
             name, _, turn = old[spelling]
@@ -240,8 +247,9 @@ def _spelled(cls: type[Config], data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unknown(name: Any, known: list[str]) -> ConfigError:
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
+    hint = f"did you mean {near[0]!r}? " if near else ""
     return ConfigError("there is no such key", where=str(name), got=repr(name), want="a key that is known here",
-                       hint=f"did you mean {near[0]!r}?" if near else "")  # fmt: skip
+                       hint=f'{hint}Or leave it out with a warning: unknown="warn"')  # fmt: skip
 
 
 def _structured(value: Any, type_: Any, known: Key, name: str, edition: Edition) -> Any:
@@ -299,7 +307,7 @@ def _refuse_bounds(value: Any, known: Key, name: str) -> None:
         raise ConfigError("a number is finite", where=name, got=repr(value), want="a number")
     for bound, holds, said in (
         (known.low, lambda b: value >= b, "at least"), (known.high, lambda b: value <= b, "at most"),
-        (known.over, lambda b: value > b, "more than"),
+        (known.over, lambda b: value > b, "more than"), (known.under, lambda b: value < b, "less than"),
     ):  # fmt: skip
         if bound is not None and not holds(bound):
             raise ConfigError("a number out of range", where=name, got=repr(value), want=f"{said} {bound:g}")

@@ -6,6 +6,7 @@ formula has two updates later: `fds.schedules.delayed` says so in every composit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
@@ -93,7 +94,7 @@ class OneCycleConfig(Config):
     cycle_first_step_size: int = key(
         2000, "updates of the climb", argument(*_CYCLE, name="first_steps"), unit="steps", over=0)
     cycle_second_step_size: int | None = key(
-        None, "updates of the descent; null: as many", argument(*_CYCLE, name="second_steps"), unit="steps", over=0)
+        None, "updates of the descent; null: as many", argument(*_CYCLE, name="second_steps"), unit="steps", low=0)
     cycle_first_stair_count: int = key(
         0, "stairs of the climb; 0: none", argument(*_CYCLE, name="first_stairs"), low=0)
     cycle_second_stair_count: int | None = key(
@@ -105,9 +106,9 @@ class OneCycleConfig(Config):
         argument("adamw", "adam", "lamb", "lion", name="betas"),
     )
     cycle_min_mom: float = key(
-        0.8, "beta1 at the peak", argument("schedules.one_cycle_momentum", name="min_momentum"), low=0, high=1)
+        0.8, "beta1 at the peak", argument("schedules.one_cycle_momentum", name="min_momentum"), low=0, under=1)
     cycle_max_mom: float = key(
-        0.9, "beta1 at both ends", argument("schedules.one_cycle_momentum", name="max_momentum"), low=0, high=1)
+        0.9, "beta1 at both ends", argument("schedules.one_cycle_momentum", name="max_momentum"), low=0, under=1)
     decay_mom_rate: float = key(
         0.0, "growth of beta1 after the cycle", argument("schedules.one_cycle_momentum", name="decay_rate"), low=0)
     last_batch_iteration: int = _last()
@@ -118,7 +119,7 @@ class LRRangeTestConfig(Config):
     """Parameters of `LRRangeTest`: climb without end, to see where training breaks."""
 
     lr_range_test_min_lr: float = key(
-        1e-3, "learning rate to begin with", argument("schedules.lr_range_test", name="start"), over=0)
+        1e-3, "learning rate to begin with", argument("schedules.lr_range_test", name="start"), low=0)
     lr_range_test_step_size: int = key(
         2000, "updates per unit of the climb", argument("schedules.lr_range_test", name="steps"), unit="steps", over=0)
     lr_range_test_step_rate: float = key(
@@ -132,6 +133,8 @@ PARAMETERS: dict[str, type[Config]] = {
     "WarmupLR": WarmupLRConfig, "WarmupDecayLR": WarmupDecayLRConfig, "WarmupCosineLR": WarmupCosineLRConfig,
     "OneCycle": OneCycleConfig, "LRRangeTest": LRRangeTestConfig,
 }
+_BY_GROUP = ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom",
+             "lr_range_test_min_lr")
 REQUIRED = {
     "WarmupDecayLR": ("total_num_steps",), "WarmupCosineLR": ("total_num_steps",),
     "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
@@ -154,10 +157,14 @@ class SchedulerConfig(Config):
             raise ConfigError("parameters of no scheduler", where="type, params", got=f"null, {self.params!r:.60}",
                               want=f"type: one of {', '.join(PARAMETERS)}")
         if self.type in PARAMETERS:
-            missing = [name for name in REQUIRED.get(self.type, ()) if name not in self.params]
+            if not isinstance(self.params, Mapping):
+                raise ConfigError("a group of keys is a JSON object", where="params", got=repr(self.params)[:80],
+                                  want="{...}")
+            missing = [name for name in REQUIRED.get(self.type, ()) if self.params.get(name) is None]
             if missing:
                 raise ConfigError("the scheduler lacks what it has no default for",
-                                  where=", ".join(f"params.{name}" for name in missing), got=str(sorted(self.params)),
+                                  where=", ".join(f"params.{name}" for name in missing),
+                                  got=", ".join(f"{name}={self.params[name]!r}" for name in self.params) or "nothing",
                                   want=", ".join(missing))
             self.arguments  # noqa: B018 (made to be refused)
 
@@ -165,4 +172,16 @@ class SchedulerConfig(Config):
     def arguments(self) -> Any:
         """What the scheduler is made with, of its own record. Raises `ConfigError` for a type without one."""
         with within("params."):
-            return PARAMETERS[str(self.type)].from_dict(self.params, defaults=self.defaults)
+            params = {name: _of_one_group(name, value) for name, value in self.params.items()}
+            return PARAMETERS[str(self.type)].from_dict(params, defaults=self.defaults)
+
+
+def _of_one_group(name: str, value: Any) -> Any:
+    """Return the value of the only group of parameters, where a list has one for each."""
+    if name not in _BY_GROUP or not isinstance(value, list | tuple):
+        return value
+    if len(value) != 1:
+        raise ConfigError("a list has a number for every group of parameters, and a JSON has one group", where=name,
+                          got=f"{len(value)} numbers", want="a number",
+                          hint="groups with rates of their own: optimizer=fds.by_name({...})")
+    return value[0]

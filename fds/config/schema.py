@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from fds.config import optimizer, scheduler
 from fds.config.meaning import NotYet
-from fds.config.record import AUTO, Config, Key, flat_keys, record_of, same
+from fds.config.record import AUTO, COMMENT, Config, Key, flat_keys, record_of, same
 from fds.config.training import TrainingConfig
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -30,8 +30,8 @@ def schema() -> dict[str, Any]:
     zero = whole["properties"]["zero_optimization"]
     reference = {"$ref": zero.pop("$ref")}
     zero["anyOf"] = [reference, {"type": "boolean", "deprecated": True, "description": "Old: write an object"}]
-    _add_types(records, optimizer.OptimizerConfig, optimizer.PARAMETERS, {}, any_case=True)
-    _add_types(records, scheduler.SchedulerConfig, scheduler.PARAMETERS, scheduler.REQUIRED, any_case=False)
+    _add_types(records, optimizer.OptimizerConfig, optimizer.PARAMETERS, {}, of_optimizer=True)
+    _add_types(records, scheduler.SchedulerConfig, scheduler.PARAMETERS, scheduler.REQUIRED, of_optimizer=False)
     return {"$schema": DRAFT, "title": "DeepSpeed's configuration, as fds reads it", **whole, "$defs": records}
 
 
@@ -58,7 +58,8 @@ def options(type_: Any) -> Iterator[dict[str, Any]]:
 def _record(cls: type[Config], records: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the schema of a record's JSON object, and add those of the records below it."""
     known = flat_keys(cls)
-    out = {"type": "object", "description": _first_line(cls), "properties": {}, "additionalProperties": False}
+    out = {"type": "object", "description": _first_line(cls), "properties": {},
+           "patternProperties": {f"^{COMMENT}": True}, "additionalProperties": False}  # fmt: skip
     for name, (type_, about) in known.items():
         out["properties"][name] = _key(type_, about)
         _add(type_, records)
@@ -116,7 +117,8 @@ def plain(value: Any) -> Any:
 def _bounded(one: dict[str, Any], about: Key) -> dict[str, Any]:
     if one.get("type") not in ("integer", "number"):
         return one
-    bounds = {"minimum": about.low, "maximum": about.high, "exclusiveMinimum": about.over}
+    bounds = {"minimum": about.low, "maximum": about.high, "exclusiveMinimum": about.over,
+              "exclusiveMaximum": about.under}
     return one | {word: bound for word, bound in bounds.items() if bound not in (None, math.inf)}
 
 
@@ -140,7 +142,7 @@ def _one_of(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _add_types(
     records: dict[str, dict[str, Any]], cls: type[Config], kinds: Mapping[str, type[Config]],
-    required: Mapping[str, tuple[str, ...]], *, any_case: bool,
+    required: Mapping[str, tuple[str, ...]], *, of_optimizer: bool,
 ) -> None:  # fmt: skip
     """Say of `params` that it follows `type`, and let editors offer the types that are known."""
     names = [optimizer.SPELLED.get(kind, kind) for kind in kinds]
@@ -149,6 +151,7 @@ def _add_types(
     record["allOf"] = []
     for kind, parameters in kinds.items():
         records.setdefault(parameters.__name__, _record(parameters, records))
+        any_case = of_optimizer and kind == kind.lower()  # a class of torch.optim has its name in one case only
         pattern = "".join(f"[{c.upper()}{c.lower()}]" if any_case and c.isalpha() else c for c in kind)
         then: dict[str, Any] = {"properties": {"params": {"$ref": f"#/$defs/{parameters.__name__}"}}}
         if kind in required:

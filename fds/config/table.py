@@ -131,7 +131,7 @@ def _row(path: str, type_: Any, known: Key) -> tuple[str, ...]:
 
 
 def _type(type_: Any, known: Key) -> str:
-    bounds = ((known.low, "≥"), (known.over, ">"), (known.high, "≤"))
+    bounds = ((known.low, "≥"), (known.over, ">"), (known.high, "≤"), (known.under, "<"))
     told = [f"{sign} {bound:g}" for bound, sign in bounds if bound is not None]
     return ", ".join([_words(list(options(type_))), *told])
 

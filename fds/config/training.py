@@ -12,8 +12,10 @@ from fds.collectives import Mesh
 from fds.config import composition, explain as explanation, update
 from fds.config.asked import refuse_what_is_not_there
 from fds.config.groups import Groups
+from fds.config.made import refuse_what_cannot_be_made
 from fds.config.reading import read
 from fds.config.record import Edition
+from fds.config.unknown import Unknown, with_known_keys
 from fds.errors import ConfigError, MeshError
 from fds.schedules.curve import Curve
 from fds.step import Transform
@@ -33,16 +35,25 @@ class TrainingConfig(Groups):
     """
 
     @classmethod
-    def of(cls, source: Mapping[str, Any] | str | os.PathLike, *, defaults: Edition = "0.19.6") -> Self:
-        """Return the configuration of a dict, of a JSON file, or of JSON in base64.
+    def of(
+        cls, source: Mapping[str, Any] | str | os.PathLike, *, defaults: Edition = "0.19.6", unknown: Unknown = "error"
+    ) -> Self:
+        """Return the configuration of a dict, of a file of JSON or HJSON, or of either in base64.
 
         Args:
             source: of the JSON.
             defaults: the edition that says what an absent key is: `"0.19.6"`, the code, or `"docs"`, its documentation.
+            unknown: what becomes of keys that nobody knows: `"error"`, or `"warn"`, which leaves them out with a
+                `UserWarning` that names each. Keys that begin with `_` are comments in any case.
 
         Raises `ConfigError` for a file that cannot be read, with the line; for keys, with their JSON path.
         """
-        return cls.from_dict(read(source), defaults=defaults)
+        return cls.from_dict(with_known_keys(cls, read(source), unknown), defaults=defaults)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for keys that contradict each other, and for values that nothing can be made with."""
+        super().check()
+        refuse_what_cannot_be_made(self)
 
     def schedule(self) -> Curve | None:
         """Return the learning rate's schedule f(t), t = updates applied before this one; None without a scheduler.

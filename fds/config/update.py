@@ -6,7 +6,7 @@ from typing import Any
 
 from fds.config.call import Call
 from fds.config.groups import Groups
-from fds.config.optimizer import PARAMETERS
+from fds.config.optimizer import NOT_YET, PARAMETERS
 from fds.errors import ConfigError
 
 _TAKEN = {  # function -> the parameters that it takes under their own names
@@ -21,11 +21,10 @@ _TAKEN = {  # function -> the parameters that it takes under their own names
 
 def optimizer(config: Groups) -> Call | None:
     """Return the call of the optimizer; None where the JSON has none that fds has."""
-    kind = None if config.optimizer is None else config.optimizer.kind
-    if config.optimizer is None or kind not in _TAKEN:
+    if config.optimizer is None or (kind := str(config.optimizer.kind)) not in PARAMETERS or kind in NOT_YET:
         return None
     given = config.optimizer.arguments
-    function = "adamw" if kind == "adam" and given.adam_w_mode else kind
+    function = "adamw" if kind == "adam" and given.adam_w_mode else kind.lower()
     kwargs = {name: given[name] for name in _TAKEN[function]}
     if function in ("adamw", "adam"):
         kwargs["weight_decay"] = _weight_decay(given, function)

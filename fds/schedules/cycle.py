@@ -30,11 +30,12 @@ def one_cycle(
         h(t) = b / F for b <= F;  (F + S - b) / S for F < b <= F + S;  0 later        with b = t + 1
         d(t) = max(0, b - F - S) / decay_steps;  0 if decay_steps is 0
 
-    F is `first_steps`, S `second_steps` (None: as the first). A climb or descent in n stairs (0: none; None: as the
-    first) replaces h by floor(h * n) / n, exact on the stair's edge. Values are in the unit of `min_lr`.
+    F is `first_steps`, S `second_steps` (None: as the first; 0: back at once, so that h is 0 for b = F already). A
+    climb or descent in n stairs (0: none; None: as the first) replaces h by floor(h * n) / n, exact on a stair's edge.
+    Values are in the unit of `min_lr`.
 
     Raises:
-        ScheduleError: an argument is missing or not a number of its kind, or a half cycle has no steps.
+        ScheduleError: an argument is missing or not a number of its kind, or the climb has no steps.
 
     Source: the values of DeepSpeed 0.19.6's OneCycle at the same t; Smith 2018, arXiv:1803.09820.
 
@@ -67,7 +68,7 @@ def one_cycle_momentum(
     after the cycle, without bound: keep it below 1 for as long as training lasts.
 
     Raises:
-        ScheduleError: an argument is not a number of its kind, or a half cycle has no steps.
+        ScheduleError: an argument is not a number of its kind, or the climb has no steps.
 
     Source: the values of DeepSpeed 0.19.6's OneCycle at the same t >= 0. Before its first step DeepSpeed's
     constructor writes `min_momentum`, against its own formula; here f(-1) is the formula's `max_momentum`.
@@ -85,12 +86,14 @@ def triangle(first: int, second: int | None, first_stairs: int, second_stairs: i
     """Return t -> height in the cycle, 0 to 1; `one_cycle` has the formula."""
     second = first if second is None else second
     second_stairs = first_stairs if second_stairs is None else second_stairs
-    if first < 1 or second < 1:
+    if first < 1:
         got = f"first_steps={first}, second_steps={second}"
-        raise ScheduleError("a half of the cycle has no steps", got=got, want="1 or more each")
+        raise ScheduleError("the climb of the cycle has no steps", got=got, want="1 or more")
 
     def height(t: Tensor) -> Tensor:
         up = in_stairs(t + 1, first, first_stairs)
+        if not second:
+            return torch.where(t + 1 < first, up, 0)
         down = in_stairs(first + second - t - 1, second, second_stairs)
         return torch.minimum(up, down).clamp(min=0)  # each is at least 1 on the other's side of the peak
 

@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from fds.config import BatchConfig
+from fds.config import BatchConfig, TrainingConfig, training_arguments
 from fds.errors import ConfigError
 
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -48,3 +49,47 @@ def test_resolving_changes_nothing_that_was_given_and_resolves_only_once():
 def test_auto_is_a_number_that_is_not_there():
     batch = BatchConfig(train_batch_size=8, train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto")
     assert batch.resolve(world_size=2).train_micro_batch_size_per_gpu == 4
+
+
+TRANSFORMERS = [  # (given, rows of a device, its accumulation, ranks) and what transformers 5 and DeepSpeed make of it
+    (("auto", None, None), 4, 2, 1, [8, 8, 1]), (("auto", None, None), 4, 2, 2, [16, 8, 1]),
+    (("auto", "auto", None), 4, 2, 1, [8, 4, 2]), (("auto", "auto", None), 4, 2, 2, [16, 4, 2]),
+    (("auto", "auto", "auto"), 4, 2, 2, [16, 4, 2]), (("auto", None, "auto"), 4, 2, 2, [16, 4, 2]),
+    (("auto", None, 2), 4, 2, 1, [8, 4, 2]), (("auto", 4, None), 4, 2, 2, [16, 4, 2]),
+    ((None, "auto", None), 4, 2, 2, [8, 4, 1]), ((None, "auto", "auto"), 4, 2, 2, [16, 4, 2]),
+    ((16, "auto", "auto"), 4, 2, 2, [16, 4, 2]), ((16, None, None), 4, 2, 2, [16, 8, 1]),
+    ((16, "auto", None), 4, 2, 1, None), ((12, None, None), 4, 2, 1, None), ((8, None, "auto"), 4, 2, 2, None),
+    (("auto", 8, "auto"), 4, 2, 1, None), (("auto", "auto", 1), 4, 2, 1, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "rows", "steps", "ranks", "becomes"), TRANSFORMERS)
+def test_the_whole_batch_is_what_transformers_makes_of_its_arguments(given, rows, steps, ranks, becomes):
+    data = {name: value for name, value in zip(NAMES, given, strict=True) if value is not None}
+    arguments = SimpleNamespace(per_device_train_batch_size=rows, gradient_accumulation_steps=steps)
+    resolve = lambda: TrainingConfig.of(data).resolve(world_size=ranks, auto=training_arguments(arguments)).batch
+    if becomes is None:
+        with pytest.raises(ConfigError, match="another value"):
+            resolve()
+    else:
+        assert [resolve()[name] for name in NAMES] == becomes
+
+
+def test_auto_without_arguments_names_every_key_and_how_to_give_them():
+    data = {"train_batch_size": "auto", "gradient_clipping": "auto",
+            "optimizer": {"type": "Lion", "params": {"lr": "auto"}}}  # fmt: skip
+    with pytest.raises(ConfigError) as error:
+        TrainingConfig.of(data).resolve()
+    assert all(path in error.value.hint for path in ("train_batch_size", "gradient_clipping", "optimizer.params.lr"))
+    assert "pass auto=" in error.value.hint
+
+
+def test_a_scheduler_without_its_total_says_which_argument_gives_it():
+    data = {"train_batch_size": 4, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
+    arguments = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=1)
+    for auto in (None, training_arguments(arguments)):
+        with pytest.raises(ConfigError) as error:
+            TrainingConfig.of(data).resolve(auto=auto)
+        assert error.value.where == "scheduler.params.total_num_steps" and "num_training_steps=" in error.value.hint
+    known = training_arguments(arguments, num_training_steps=9)
+    assert TrainingConfig.of(data).resolve(auto=known).scheduler.arguments.total_num_steps == 9

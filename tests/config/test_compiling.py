@@ -17,7 +17,6 @@ def test_a_whole_section_comes_back_as_it_went_in():
     (CompileConfig, {"deepcompile": "true"}, "deepcompile"),
     (CompileConfig, {"passes": ["z2"]}, "passes"),
     (CompileConfig, {"free_activation_threshold": -1}, "free_activation_threshold"),
-    (CompileConfig, {"backend": "inductor"}, "backend"),
     (CapturingConfig, {"vocabulary_size": 0}, "vocabulary_size"),
     (CapturingConfig, {"graph_harvesting": {}}, "graph_harvesting"),
 ])  # fmt: skip

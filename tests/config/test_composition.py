@@ -333,7 +333,7 @@ ON: dict[str, tuple[dict[str, Any], Any, Any]] = {  # path -> where it counts, a
     "fp16.loss_scale_window": (FP16, 7, 7),
     "fp16.hysteresis": (FP16, 3, 3),
     "fp16.consecutive_hysteresis": (FP16, True, True),
-    "fp16.min_loss_scale": (FP16, 0.5, 0.5),
+    "fp16.min_loss_scale": (FP16, 2, 2),
     "bf16.enabled": ({}, True, torch.bfloat16),
     "bf16.check_grad_overflow": (BF16, False, None),
     "amp.enabled": ({}, True, None),
@@ -361,7 +361,7 @@ OTHER: dict[str, Any] = {"betas": [0.5, 0.25], "warmup_type": "linear", "warmup_
 def base_of(group: str, kind: str) -> dict[str, Any]:
     """Return JSON in which every parameter of a kind counts."""
     if group == "optimizer":
-        return update(kind)
+        return update(kind, **({"momentum": 0.75} if kind == "SGD" else {}))  # without it nesterov is refused
     needed = {"WarmupDecayLR": {"total_num_steps": 50}, "WarmupCosineLR": {"total_num_steps": 50}, "OneCycle": CYCLE}
     return update("Lion", lr=0.25) | rate(kind, **needed.get(kind, {}))
 

@@ -80,7 +80,8 @@ def test_only_what_was_given_is_written_again_unless_all_is_asked_for():
 ])  # fmt: skip
 def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_known_one(data, where, hint):
     error = refused(TrainingConfig.of, data)
-    assert (error.where, error.hint) == (where, f"did you mean {hint!r}?")
+    assert error.where == where
+    assert error.hint == f'did you mean {hint!r}? Or leave it out with a warning: unknown="warn"'
 
 
 @pytest.mark.parametrize(("data", "where", "want"), [
@@ -116,8 +117,7 @@ def test_a_whole_number_may_be_written_as_people_write_large_ones():
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled, bf16.enabled"),
     ({"amp": {"enabled": True}, "zero_optimization": {"stage": 1}}, "amp.enabled, zero_optimization.stage"),
     ({"amp": {"enabled": True}, "torch_autocast": {"enabled": True}}, "amp.enabled, torch_autocast.enabled"),
-    ({"zero_optimization": {"stage": 1, "stage3_max_live_parameters": 5, "zero_quantized_weights": True}},
-     "zero_optimization.stage, zero_optimization.stage3_max_live_parameters, zero_optimization.zero_quantized_weights"),
+    ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window, fp16.loss_scale"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
      "zero_optimization.offload_param.device, zero_optimization.offload_param.nvme_path"),
     ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},

@@ -80,6 +80,7 @@ class Arguments:
 ARGUMENTS = {  # those that do not contradict what a shape says itself
     "accelerate_zero1": Arguments(gradient_accumulation_steps=1, fp16=True, bf16=False),
     "hf_autotuning": Arguments(fp16=True, bf16=False),
+    "openrlhf": Arguments(gradient_accumulation_steps=4),
 }
 
 
@@ -152,7 +153,7 @@ def test_a_key_that_deepspeed_drops_in_silence_is_refused_with_the_nearest(name)
     key, near = UNKNOWN[name]
     with pytest.raises(ConfigError, match="there is no such key") as e:
         TrainingConfig.of(SHAPES[name])
-    assert e.value.where == key and e.value.hint == f"did you mean {near!r}?"
+    assert e.value.where == key and e.value.hint.startswith(f"did you mean {near!r}?")
 
 
 @pytest.mark.parametrize("name", RUN)

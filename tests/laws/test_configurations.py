@@ -12,8 +12,9 @@ from typing import Any, Literal
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from fds.config import TrainingConfig, optimizer, scheduler
+from fds.config import FP16Config, TrainingConfig, optimizer, scheduler, update
 from fds.config.auto import autos
+from fds.config.composition import scale
 from fds.config.record import AUTO, EDITIONS, Config, Key, flat_keys, record_of
 from fds.errors import ConfigError
 
@@ -153,3 +154,21 @@ def test_resolving_twice_is_resolving_once(data):
     assert not autos(once.to_dict())
 
 
+
+
+@given(st.sampled_from(sorted(optimizer.PARAMETERS)), st.sampled_from(sorted(scheduler.PARAMETERS)), st.data())
+def test_what_is_taken_can_be_made(kind, type_, draw):
+    """A value that no optimizer, schedule or loss scale takes is refused by `of`, with its path, and not later."""
+    bounds = {"betas": st.lists(st.floats(0, 1.25), min_size=2, max_size=2), "dampening": st.floats(-1, 1)}
+    params = draw.draw(objects(optimizer.PARAMETERS[kind]))
+    params |= {name: draw.draw(values) for name, values in bounds.items() if name in params}
+    data = {"train_batch_size": 4, "optimizer": {"type": kind, "params": params},
+            "scheduler": {"type": type_, "params": draw.draw(objects(scheduler.PARAMETERS[type_]))},
+            "fp16": {"enabled": True} | draw.draw(objects(FP16Config))}  # fmt: skip
+    try:
+        filled = TrainingConfig.of(data).filled({})
+    except ConfigError as error:
+        assert error.where
+        return
+    for call in (update.optimizer(filled), scale(filled)):
+        assert call is None or call.build(None) is not None

@@ -167,7 +167,7 @@ REFUSED: list[tuple[Callable, tuple, dict, str]] = [
     (schedules.warmup_cosine, (1e-3,), {"warmup_steps": 4}, "total_steps"),
     (schedules.warmup_cosine, (1e-3,), {"total_step": 9}, "did you mean 'total_steps'?"),
     (schedules.one_cycle, (0.1, 1.0), {"first_steps": 0}, "first_steps=0, second_steps=0"),
-    (schedules.one_cycle, (0.1, 1.0), {"second_steps": 0}, "second_steps=0"),
+    (schedules.one_cycle, (0.1, 1.0), {"second_steps": -1}, "second_steps=-1"),
     (schedules.one_cycle_momentum, (), {"first_steps": 0}, "first_steps=0, second_steps=0"),
     (schedules.lr_range_test, (), {"steps": 0}, "steps=0"),
     (schedules.constant, (float("inf"),), {}, "value=inf"),
@@ -180,3 +180,8 @@ def test_a_bad_argument_is_refused_and_named(factory, args, kwargs, told):
         factory(*args, **kwargs)
     assert isinstance(refusal.value, FdsError)
     assert told in str(refusal.value)
+
+
+def test_a_cycle_without_a_descent_ends_below_its_peak_as_deepspeeds_does():
+    rate = schedules.one_cycle(0.25, 1.0, first_steps=3, second_steps=0)
+    assert [rate(t) for t in range(-1, 5)] == [0.25, 0.5, 0.75, 0.25, 0.25, 0.25]

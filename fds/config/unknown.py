@@ -1,0 +1,67 @@
+"""`unknown="warn"`: a JSON without the keys that are nobody's, each named in a warning."""
+
+from __future__ import annotations
+
+import typing
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from fds.config import optimizer, scheduler
+from fds.config.record import COMMENT, Config, flat_keys, record_of
+from fds.errors import ConfigError, did_you_mean
+
+Unknown = Literal["error", "warn"]
+
+
+def with_known_keys(cls: type[Config], data: Mapping[str, Any], unknown: Unknown) -> Mapping[str, Any]:
+    """Return the JSON of a record; for `"warn"` without the keys that are not known, at any depth.
+
+    Raises `ConfigError` for another word than `"error"` and `"warn"`.
+    """
+    if unknown not in typing.get_args(Unknown):
+        raise ConfigError("there is no such way to treat unknown keys", where="unknown", got=repr(unknown),
+                          want=" or ".join(map(repr, typing.get_args(Unknown))))  # fmt: skip
+    return data if unknown == "error" else _known(cls, data, "")
+
+
+def _known(cls: type[Config], data: Any, path: str) -> Any:
+    if not isinstance(data, Mapping):
+        return data
+    known = flat_keys(cls)
+    places = {spelling: type_ for name, (type_, about) in known.items() for spelling in (*about.old, name)}
+    if path == "":
+        places["allgather_size"] = int  # beside the oldest spelling of zero_optimization, true or false
+    out = {}
+    for name, value in data.items():
+        if name in places:
+            out[name] = _value(places[name], value, f"{path}{name}", _parameters(cls, data))
+        elif not str(name).startswith(COMMENT):
+            warnings.warn(f"{path}{name} is not known and left out ({did_you_mean(str(name), places)})", UserWarning,
+                          stacklevel=_depth(path) + 4)  # fmt: skip
+    return out
+
+
+def _value(type_: Any, value: Any, path: str, parameters: type[Config] | None) -> Any:
+    """Return the value of a key, with what is below it."""
+    if parameters is not None and path.endswith(".params"):
+        return _known(parameters, value, f"{path}.")
+    if (record := record_of(type_)) is not None:
+        return _known(record, value, f"{path}.")
+    of = typing.get_args(type_)
+    named = typing.get_origin(type_) is dict and isinstance(of[1], type) and issubclass(of[1], Config)
+    if named and isinstance(value, Mapping):
+        return {name: _known(of[1], one, f"{path}.{name}.") for name, one in value.items()}
+    return value
+
+
+def _parameters(cls: type[Config], data: Mapping[str, Any]) -> type[Config] | None:
+    """Return the record of the parameters of this optimizer or scheduler, where it is one that is known."""
+    type_ = data.get("type")
+    if cls is optimizer.OptimizerConfig and isinstance(type_, str):
+        return optimizer.PARAMETERS.get(optimizer.kind_of(type_))
+    return scheduler.PARAMETERS.get(str(type_)) if cls is scheduler.SchedulerConfig else None
+
+
+def _depth(path: str) -> int:
+    return 2 * path.count(".")
