@@ -40,7 +40,8 @@ def simulate(fn: Callable[[], T], world_size: int) -> list[T]:
     """Run `fn()` once per rank and return the results, in rank order.
 
     The ranks are threads that take turns: one runs until it waits in a collective or ends, then the next rank that can.
-    Each draws from its own default generator of the CPU, which starts as the caller's is; the caller's stays as it was.
+    Each draws from global generators of its own, torch's of the CPU, Python's and NumPy's, which start as the caller's
+    are; the caller's stay as they were.
     What runs, and in what order sums are taken, is the same every time.
 
     Raises what the first rank raised, with a note that names it; `RankError` when no rank can run, when ranks call

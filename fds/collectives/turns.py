@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextvars
+import random as python_random
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from fds.errors import FdsError, RankError
@@ -15,6 +17,26 @@ from fds.errors import FdsError, RankError
 
 class Stopped(BaseException):
     """End a rank's thread because the simulation is over; not an error of the rank."""
+
+
+@attrs.frozen(eq=False)
+class Generators:
+    """The states of the global generators: torch's of the CPU, Python's and NumPy's."""
+
+    torch: Any
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> Generators:
+        """Return the states at this moment."""
+        return cls(torch.default_generator.get_state(), python_random.getstate(), np.random.get_state())
+
+    def put_back(self) -> None:
+        """Let the generators go on from these states."""
+        torch.default_generator.set_state(self.torch)
+        python_random.setstate(self.python)
+        np.random.set_state(self.numpy)
 
 
 @attrs.define(eq=False)
@@ -40,11 +62,11 @@ class Turns:
         self.stopped = False
         self.over = threading.Event()
         self.grad_mode = torch.is_grad_enabled()
-        self.random = [torch.default_generator.get_state()] * len(bodies)
+        self.random = [Generators.now()] * len(bodies)
 
     def run(self) -> list[Any]:
         """Return the results; raise the first error of a rank, or `RankError` when nobody can run."""
-        mine = torch.default_generator.get_state()
+        mine = Generators.now()
         for seat in self.seats:
             seat.thread.start()
         try:
@@ -58,7 +80,7 @@ class Turns:
             self.over.wait(timeout=1.0)
             raise
         finally:
-            torch.default_generator.set_state(mine)
+            mine.put_back()
         error, self.error = self.error, None
         if error is not None:
             try:
@@ -108,11 +130,11 @@ class Turns:
         self.seats[rank].turn.acquire()
         if self.stopped:
             raise Stopped
-        torch.default_generator.set_state(self.random[rank])
+        self.random[rank].put_back()
 
     def _leave(self, rank: int) -> None:
         """Let the next rank run that can."""
-        self.random[rank] = torch.default_generator.get_state()
+        self.random[rank] = Generators.now()
         order = [(rank + i) % len(self.seats) for i in range(1, len(self.seats) + 1)]
         alive = [r for r in order if not self.seats[r].ended]
         if not alive:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from fds import random
-from fds.data.permutation import permutation
+from fds.data.orders import Ordering, Orders, refuse_sampler
 from fds.data.places import Place, place_of
 from fds.data.shares import Shares
 from fds.data.stream import Stream
+from fds.data.workers import Workers
 from fds.errors import DataError
 
 
@@ -22,10 +24,10 @@ from fds.errors import DataError
 class DistributedLoader:
     """The batches of a data set from one position on: a value, which can be iterated any number of times.
 
-    Global batch i is a function of the seed, the batch size, `last` and the length of the data set, of nothing else:
-    neither of the number of ranks nor of where a run was resumed. Rank r of N reads rows r * B / N to (r + 1) * B / N
-    of it, so that the shares, in the order of ranks, are the batch. Ranks that differ only along other axes
-    (pipeline, tensor) have the same coordinate on `axis` and read the same rows.
+    Global batch i is a function of the seed, the batch size, `last`, the sampler and the length of the data set, of
+    nothing else: neither of the number of ranks nor of where a run was resumed. Rank r of N reads rows r * B / N to
+    (r + 1) * B / N of it, so that the shares, in the order of ranks, are the batch. Ranks that differ only along other
+    axes (pipeline, tensor) have the same coordinate on `axis` and read the same rows.
 
     The position is the number of the batch, counted over all epochs, and that is what `state.calls` counts: after
     `fds.load`, `loader.starting(state.calls)` goes on where the save was made, in mid-epoch too.
@@ -35,6 +37,9 @@ class DistributedLoader:
         batch_size: rows of the whole batch of one call of the step, B: all ranks and all microbatches together.
         axis: the data axis of a mesh; None is one rank.
         shuffle: take the rows of every epoch in another order.
+        sampler: what says instead which rows an epoch has, in order, as many in every epoch: a torch Sampler, or a
+            function of (epoch, key) that returns their numbers. It is asked with torch's, Python's and NumPy's
+            generators, and its own `generator`, seeded from `seed` and the epoch, and `set_epoch` called.
         seed: an int or a key, the same on every rank: it gives the orders, and what data set and `collate` draw.
         last: what becomes of the B' < B rows at the end of an epoch that fill no batch.
             "drop": they are left out, other ones in every epoch.
@@ -44,7 +49,9 @@ class DistributedLoader:
             batches that begin in it.
         num_microbatches: into how many the step cuts a share; only to refuse here what would not divide there.
         collate: rows -> batch; None is torch's `default_collate`.
-        num_workers: processes that read ahead, started anew in every epoch. They change no bit.
+        num_workers: processes that read ahead. They change no bit.
+        persistent_workers: keep them from epoch to epoch; else they are started anew in every one.
+        prefetch_factor: batches that each reads ahead; None is torch's 2.
         pin_memory: return tensors in page-locked memory; nothing without an accelerator.
         start: the position.
 
@@ -68,12 +75,19 @@ class DistributedLoader:
     num_workers: int = attrs.field(default=0, kw_only=True)
     pin_memory: bool = attrs.field(default=False, kw_only=True)
     start: int = attrs.field(default=0, kw_only=True)
+    sampler: Ordering | None = attrs.field(default=None, kw_only=True)
+    persistent_workers: bool = attrs.field(default=False, kw_only=True)
+    prefetch_factor: int | None = attrs.field(default=None, kw_only=True)
+    _workers: Workers | None = attrs.field(init=False, repr=False)  # shared by loaders that differ in `start` only
 
     def __attrs_post_init__(self) -> None:
         _refuse_dataset(self.dataset)
-        random.key(self.seed)
+        refuse_sampler(self.sampler)
+        key = random.key(self.seed)
         for name, least in (("batch_size", 1), ("num_microbatches", 1), ("num_workers", 0), ("start", 0)):
             _refuse_count(name, getattr(self, name), least)
+        self._refuse_workers()
+        object.__setattr__(self, "_workers", self._made(key))
         stream = self.stream
         self._refuse_rows(self.batch_size, "the batch", "a multiple of it")
         if stream.rest and self.last == "keep":
@@ -82,7 +96,7 @@ class DistributedLoader:
     @property
     def stream(self) -> Stream:
         """Which rows make up which batch."""
-        return Stream(len(self.dataset), self.batch_size, self.last)
+        return self._reading().shares.stream
 
     @property
     def epoch(self) -> int:
@@ -94,7 +108,12 @@ class DistributedLoader:
 
         Raises `DataError` for anything else.
         """
-        return attrs.evolve(self, start=_position(at))
+        position = _position(at)
+        _refuse_count("start", position, 0)
+        self._reading()
+        other = copy.copy(self)
+        object.__setattr__(other, "start", position)
+        return other
 
     def next_epoch(self) -> DistributedLoader:
         """Return the loader that begins where iterating this one ends."""
@@ -109,19 +128,32 @@ class DistributedLoader:
 
     def __iter__(self) -> Iterator:
         """Yield this rank's share of each batch from `start` to the end of the epoch."""
-        stream, key = self.stream, random.key(self.seed)
+        workers = self._reading()
+        stream = workers.shares.stream
         stop = stream.end_of_epoch(self.start)
-        epochs = range(stream.epoch(self.start), (stream.begin(stop) - 1) // stream.used + 1)
-        order = lambda epoch: permutation(random.fold_in(key, "order", epoch), stream.length)
-        shares = Shares(
-            self.dataset, stream, self.axis, self.collate or default_collate, random.fold_in(key, "draws"),
-            {epoch: order(epoch) for epoch in epochs} if self.shuffle else {},
-        )  # fmt: skip
-        return iter(DataLoader(
-            shares,  # type: ignore[arg-type]  # a map from batch numbers
-            batch_size=None, sampler=range(self.start, stop), collate_fn=_as_it_is, num_workers=self.num_workers,
-            pin_memory=self.pin_memory and torch.accelerator.is_available(), generator=random.generator(key),
-        ))  # fmt: skip
+        if not self.persistent_workers:  # made here once, not by every worker
+            for epoch in range(stream.epoch(self.start), (stream.begin(stop) - 1) // stream.used + 1):
+                workers.shares.orders.rows_of(epoch, 0, 0)
+        return iter(workers.read(range(self.start, stop)))
+
+    def _reading(self) -> Workers:
+        if self._workers is None:  # of a loader that was pickled
+            object.__setattr__(self, "_workers", self._made(random.key(self.seed)))
+        assert self._workers is not None
+        return self._workers
+
+    def _made(self, key: Tensor) -> Workers:
+        orders = Orders(len(self.dataset), key, self.shuffle, self.sampler)
+        shares = Shares(self.dataset, Stream(orders.length(), self.batch_size, self.last), self.axis,
+                        self.collate or default_collate, random.fold_in(key, "draws"), orders)  # fmt: skip
+        return Workers(shares, self.num_workers, self.persistent_workers, self.prefetch_factor, self.pin_memory)
+
+    def _refuse_workers(self) -> None:
+        if self.prefetch_factor is not None:
+            _refuse_count("prefetch_factor", self.prefetch_factor, 1)
+        for name in ("persistent_workers", "prefetch_factor"):
+            if getattr(self, name) and not self.num_workers:
+                raise DataError("there are no workers", where=name, got="num_workers=0", want="num_workers=1 or more")
 
     def _refuse_rows(self, rows: int, what: str, hint: str) -> None:
         ranks, parts = self.axis.size, self.num_microbatches
@@ -131,7 +163,7 @@ class DistributedLoader:
             f"{what} does not divide among {ranks} rank{'s' * (ranks > 1)}"
             + f", {parts} microbatches each" * (parts > 1),
             where="batch_size" if rows == self.batch_size else "last",
-            got=f"{rows} rows" + (f": {len(self.dataset)} in the data set, batch_size={self.batch_size}"
+            got=f"{rows} rows" + (f": {self.stream.length} in the data set, batch_size={self.batch_size}"
                                   if rows != self.batch_size else ""),
             want=f"a multiple of {ranks * parts}", hint=hint,
         )  # fmt: skip
@@ -171,7 +203,3 @@ def _position(at: Any) -> int:
     if isinstance(at, bool) or not isinstance(at, int):
         raise DataError("not a position", where="starting", got=repr(at), want="an int, or state.calls")
     return at
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

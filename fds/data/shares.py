@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_info
 
 from fds import random
+from fds.data.orders import Orders
 from fds.data.places import Place
 from fds.data.stream import Stream
+from fds.errors import DataError
 
 
 @attrs.frozen(eq=False)
@@ -32,33 +34,40 @@ class Shares:
     place: Place
     collate: Callable[[list], Any]
     key: Tensor
-    orders: dict[int, np.ndarray]  # by epoch; empty where rows keep their order
+    orders: Orders
 
     def __getitem__(self, batch: int) -> Any:
-        """Return the share of a batch, collated."""
+        """Return the share of a batch, collated. Raises `DataError` where a row, or collating, raises StopIteration."""
+        try:
+            return self._share(batch)
+        except StopIteration as error:  # a DataLoader would take it for the end of the epoch
+            raise DataError(
+                "a row of the data set, or collate, raised StopIteration, which would end the epoch",
+                where=f"batch {batch}", got="StopIteration", want="dataset[i] to return the row",
+                hint="a next() inside it has nothing more to give",
+            ) from error  # fmt: skip
+
+    def _share(self, batch: int) -> Any:
         begin, end = self.place.share(self.stream.begin(batch), self.stream.begin(batch + 1))
         pieces = list(self.stream.pieces(begin, end))
         if not draws(self.dataset) and self.collate is default_collate:
-            return default_collate([self.dataset[i] for piece in pieces for i in self._rows(*piece)])
+            return default_collate([self.dataset[i] for piece in pieces for i in self.orders.rows_of(*piece)])
         devices = random.in_use() if get_worker_info() is None else []  # a forked worker may not ask for a GPU
         with random.scope(devices), random.python_seeded(self.key):
             rows = [row for piece in pieces for row in self._read(*piece, devices)]
             _reseed(random.seed(self.key, "collate", begin), devices)
             return self.collate(rows)
 
-    def _rows(self, epoch: int, first: int, end: int) -> list[int]:
-        order = self.orders.get(epoch)
-        return list(range(first, end)) if order is None else order[first:end].tolist()
-
     def _read(self, epoch: int, first: int, end: int, devices: list[torch.device]) -> list:
-        indices = self._rows(epoch, first, end)
+        indices = self.orders.rows_of(epoch, first, end)
         key = random.fold_in(self.key, "epoch", epoch)
         if reads_many(self.dataset):
             _reseed(random.seed(key, "rows", indices[0]), devices)
             return list(self.dataset.__getitems__(indices))
         rows = []
-        for index in indices:
-            _reseed(random.seed(key, "row", index), devices)
+        for place, index in enumerate(indices, first):
+            # a sampler may give a row more than once in an epoch, and it is not to draw the same each time
+            _reseed(random.seed(key, "row", index, *(() if self.orders.sampler is None else (place,))), devices)
             rows.append(self.dataset[index])
         return rows
 

@@ -1,10 +1,12 @@
 """Simulated ranks: whose turn it is, what each draws, and what is said when they cannot go on."""
 
 import _thread
+import random
 import threading
 import time
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -282,3 +284,23 @@ def test_a_rank_waits_on_its_own_thread():
 
     with pytest.raises(RankError):  # the barriers that were started are never over
         c.simulate(lambda: run() if axis().index else None, 2)
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn])
+def test_ranks_draw_from_pythons_and_numpys_generators_as_if_they_were_alone(draw):
+    def body():
+        drawn = [draw()]
+        for _ in range(3):
+            c.barrier(axis())
+            drawn.append(draw())
+        return drawn
+
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        random.seed(3)
+        np.random.seed(3)
+        results = fds.simulate(body, 3)
+        assert results == [[draw() for _ in range(4)]] * 3  # the caller's stay as they were
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

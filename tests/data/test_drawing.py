@@ -1,5 +1,6 @@
 """Random numbers that a data set or a collate function draws: functions of the seed, and nobody else's."""
 
+import os
 import pickle
 import random
 
@@ -10,6 +11,7 @@ from hypothesis import given, strategies as st
 from torch.utils.data import Subset
 
 from fds.data import DistributedLoader, Place, RepeatingLoader
+from fds.errors import DataError
 from tests.data.loaders import Noisy, NoisyAtOnce, Numbers, as_lists, on
 
 
@@ -92,3 +94,51 @@ def test_a_loader_is_pickled_with_its_position():
     copy = pickle.loads(pickle.dumps(loader))
     assert list(copy) == list(loader)
     assert (copy.start, copy.axis) == (1, Place(1, 2))
+
+
+class Process(Numbers):
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # of machines with one core
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_that_stay_are_the_same_processes_in_every_epoch(persistent):
+    loader = DistributedLoader(Process(6), 2, num_workers=1, persistent_workers=persistent, prefetch_factor=3)
+    epochs = [set(torch.cat(list(one)).tolist()) for one in (loader, loader.next_epoch(), loader.starting(1))]
+    assert len(set.union(*epochs)) == (1 if persistent else 3)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_workers_that_stay_change_no_bit_whatever_was_left_off_or_goes_on_at_the_same_time():
+    plain = DistributedLoader(Noisy(20), 4, collate=noisy, last="wrap", seed=2)
+    loader = DistributedLoader(Noisy(20), 4, collate=noisy, last="wrap", seed=2, num_workers=1, persistent_workers=True)
+    left = iter(loader)
+    next(left)
+    assert list(loader.starting(2)) == list(plain.starting(2))  # while another iteration is under way
+    left.close()
+    assert list(loader.next_epoch()) == list(plain.next_epoch())
+    assert list(pickle.loads(pickle.dumps(loader))) == list(plain)
+
+
+class Ending(Numbers):
+    def __getitem__(self, index):
+        if index == 3:
+            next(iter(()))
+        return index
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_that_raises_stop_iteration_does_not_end_the_epoch(workers):
+    loader = DistributedLoader(Ending(8), 2, shuffle=False, num_workers=workers)
+    with pytest.raises(DataError, match="raised StopIteration"):
+        list(loader)
+    with pytest.raises(DataError, match="raised StopIteration"):
+        list(DistributedLoader(range(8), 2, collate=lambda rows: next(iter(()))))
+
+
+@pytest.mark.parametrize("name", ["persistent_workers", "prefetch_factor"])
+def test_there_is_nothing_to_keep_or_read_ahead_without_workers(name):
+    with pytest.raises(DataError, match="no workers"):
+        DistributedLoader(range(8), 2, **{name: 2})

@@ -1,13 +1,24 @@
 """A run with a loader: the saved state says where it was, and any number of ranks goes on with the same rows."""
 
+from itertools import chain
+
+import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import fds
-from fds.data import DistributedLoader, RepeatingLoader
+from fds.data import DistributedLoader, Place, RepeatingLoader
+from fds.data.permutation import permutation
 from tests.bits import assert_same_bits
-from tests.data.loaders import Numbers
+from tests.data.loaders import Noisy, Numbers, as_lists, stream_of
 
 POINTS = torch.arange(60.0).view(20, 3).sin()
 DATA = TensorDataset(POINTS, POINTS.sum(1, keepdim=True))
@@ -76,3 +87,50 @@ def test_a_step_on_shares_is_that_on_the_whole_batch():
     alone = train(step, step.init(params, key=0), DistributedLoader(DATA, 4), 6)
     for got in fds.simulate(on_ranks, 2):
         assert_same_bits(got, step.params(alone))
+
+
+WEIGHTED = WeightedRandomSampler([1.0, 5.0, 1.0, 3.0, 2.0, 9.0, 1.0], num_samples=12)
+
+
+def backwards(epoch, key):
+    return [(6 - i + epoch) % 7 for i in range(7)]
+
+
+@pytest.mark.parametrize("sampler", [
+    WEIGHTED, WeightedRandomSampler([1.0] * 7, 12, generator=torch.Generator()), RandomSampler(range(7), num_samples=9),
+    SequentialSampler(range(7)), backwards, lambda epoch, key: permutation(key, 7)[:6],
+])  # fmt: skip
+@pytest.mark.parametrize("last", ["drop", "wrap"])
+def test_a_sampler_gives_the_same_rows_from_any_position_and_on_any_number_of_ranks(sampler, last):
+    loader = DistributedLoader(Numbers(7), 2, sampler=sampler, last=last, seed=3)
+    rows = stream_of(loader, 14)
+    torch.manual_seed(5)  # nothing else decides
+    assert stream_of(loader.starting(3), 11) == rows[3:] and stream_of(loader, 14) == rows
+    shares = [stream_of(DistributedLoader(Numbers(7), 2, Place(r, 2), sampler=sampler, last=last, seed=3), 14)
+              for r in range(2)]  # fmt: skip
+    assert [one + other for one, other in zip(*shares, strict=True)] == rows
+    assert set(chain(*rows)) <= set(range(7))
+
+
+def test_epochs_of_a_sampler_differ_and_rows_that_come_twice_draw_anew():
+    loader = DistributedLoader(Noisy(7), 12, sampler=WEIGHTED, collate=as_lists)
+    (first,), (second,) = list(loader), list(loader.next_epoch())
+    assert [row[0] for row in first] != [row[0] for row in second]
+    assert len({row[1:] for row in first}) == 12 > len({row[0] for row in first})
+
+
+@pytest.mark.parametrize(("sampler", "what"), [
+    (DistributedSampler(range(7), 2, 0), "gives a rank its share"), (3, "not a sampler"), ([1, 2], "not a sampler"),
+    (BatchSampler(SequentialSampler(range(7)), 3, False), "one after the other"), (lambda epoch, key: [], "one after"),
+    (lambda epoch, key: [0.5], "one after the other"), (lambda epoch, key: [0, 7], "does not have"),
+    (lambda epoch, key: [0, -1], "does not have"),
+])  # fmt: skip
+def test_what_is_no_sampler_of_rows_is_refused(sampler, what):
+    with pytest.raises(fds.errors.DataError, match=what):
+        DistributedLoader(Numbers(7), 1, sampler=sampler)
+
+
+def test_a_sampler_whose_epochs_have_other_lengths_is_refused():
+    loader = DistributedLoader(Numbers(7), 1, sampler=lambda epoch, key: range(3 + epoch))
+    with pytest.raises(fds.errors.DataError, match="as many rows in every epoch"):
+        list(loader.next_epoch())
