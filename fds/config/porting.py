@@ -18,7 +18,7 @@ from fds.config.composition import calls
 from fds.config.training import TrainingConfig
 from fds.config.unknown import Unknown
 from fds.data import DistributedLoader
-from fds.errors import ComposeError, ConfigError, MeshError
+from fds.errors import ComposeError, ConfigError, DataError, MeshError
 from fds.loss import Layers, functional, with_buffers
 from fds.optim import Optimizer
 from fds.state import State
@@ -202,5 +202,11 @@ def _loader(
     batch = config.batch
     assert batch.train_batch_size is not None and batch.gradient_accumulation_steps is not None
     last = "drop" if config["dataloader_drop_last"] else "wrap"
-    return DistributedLoader(data, batch.train_batch_size, _data_axis(mesh), seed=key, last=last, collate=collate_fn,
-                             num_microbatches=batch.gradient_accumulation_steps)
+    try:
+        return DistributedLoader(data, batch.train_batch_size, _data_axis(mesh), seed=key, last=last,
+                                 collate=collate_fn, num_microbatches=batch.gradient_accumulation_steps)
+    except DataError as error:
+        hint = error.hint
+        if "last=" in hint:  # an argument that nobody gave here: the key that decides it
+            hint = '"dataloader_drop_last": false, or a smaller train_batch_size'
+        raise DataError(error.what, where=error.where, got=error.got, want=error.want, hint=hint) from error

@@ -305,6 +305,8 @@ REFUSED = {
     "batches that do not multiply": (ConfigError, "train_batch_size", {"config": {**JSON, "train_batch_size": 18}}),
     "a known value that the JSON contradicts": (ConfigError, "optimizer.params.lr",
                                                 {"config": JSON, "auto": {"optimizer.params.lr": 1e-3}}),
+    "rows that fill no batch": (DataError, '"dataloader_drop_last": false', {
+        "config": {**JSON, "dataloader_drop_last": True}, "training_data": DATA[:3][0]}),
     "a stream of rows": (DataError, "random access", {"config": JSON, "training_data": iter([1])}),
 }  # fmt: skip
 

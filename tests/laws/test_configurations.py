@@ -115,7 +115,7 @@ def at(data: dict, path: str) -> tuple[dict, str]:
 def test_a_key_of_another_name_is_refused_with_its_path(data, draw):
     made(data)
     path = draw.draw(st.sampled_from(paths(data) or [""]))
-    assume(path)
+    assume(path and not path.startswith("compile."))  # where keys of other releases pass
     group, name = at(data, path)
     group[other := f"{name}_x"] = group.pop(name)
     prefix = path[: len(path) - len(name)]
