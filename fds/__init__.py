@@ -7,6 +7,7 @@ from fds.loss import Layers, LayerSpec, Mean, TiedLayerSpec, functional, recipe,
 
 # what a batch is made of
 from fds.step import whole
+from fds.microbatches import Microbatches
 
 # the ranks that run
 from fds.collectives import init_distributed, mesh, simulate
@@ -51,12 +52,13 @@ from fds import autodiff, collectives, config, data, errors, kernels, nn, optim,
 from fds.errors import FdsError
 
 __all__ = [
-    "DistributedLoader", "FdsError", "LayerSpec", "Layers", "Mean", "Optimizer", "RepeatingLoader", "State",
-    "Step", "TiedLayerSpec", "Transform", "accumulate", "adagrad", "adam", "add_config_arguments", "adamw",
-    "autocast", "autodiff", "by_name", "checkpoint_activations", "clip_by_global_norm", "clip_by_value",
-    "collectives", "compose", "config", "data", "donate", "ema", "errors", "export_weights", "freeze",
-    "functional", "import_deepspeed", "import_weights", "init_distributed", "initialize", "kernels", "lamb",
-    "lion", "load", "loss_scale", "materialize", "mesh", "muon", "nn", "optim", "pipeline", "plans",
-    "precision", "random", "recipe", "reference_kernels", "save", "save_async", "schedules", "sgd",
-    "shard_optimizer", "simulate", "skip_nonfinite", "static_loss_scale", "tree", "whole", "with_buffers",
+    "DistributedLoader", "FdsError", "LayerSpec", "Layers", "Mean", "Microbatches", "Optimizer",
+    "RepeatingLoader", "State", "Step", "TiedLayerSpec", "Transform", "accumulate", "adagrad", "adam",
+    "add_config_arguments", "adamw", "autocast", "autodiff", "by_name", "checkpoint_activations",
+    "clip_by_global_norm", "clip_by_value", "collectives", "compose", "config", "data", "donate", "ema",
+    "errors", "export_weights", "freeze", "functional", "import_deepspeed", "import_weights",
+    "init_distributed", "initialize", "kernels", "lamb", "lion", "load", "loss_scale", "materialize", "mesh",
+    "muon", "nn", "optim", "pipeline", "plans", "precision", "random", "recipe", "reference_kernels", "save",
+    "save_async", "schedules", "sgd", "shard_optimizer", "simulate", "skip_nonfinite", "static_loss_scale",
+    "tree", "whole", "with_buffers",
 ]  # fmt: skip

@@ -48,7 +48,8 @@ class DistributedLoader:
             batches have B rows, and over the epochs every row comes as often as any other. An epoch is then the
             batches that begin in it.
         num_microbatches: into how many the step cuts a share; only to refuse here what would not divide there.
-        collate: rows -> batch; None is torch's `default_collate`.
+        collate: rows -> batch; None is torch's `default_collate`. `per_microbatch(collate, n)` has each microbatch
+            collated, and padded, by itself.
         num_workers: processes that read ahead. They change no bit.
         persistent_workers: keep them from epoch to epoch; else they are started anew in every one.
         prefetch_factor: batches that each reads ahead; None is torch's 2.

@@ -13,6 +13,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_
 
 from fds import random
 from fds.data.orders import Orders
+from fds.data.padding import PerMicrobatch
 from fds.data.places import Place
 from fds.data.stream import Stream
 from fds.errors import DataError
@@ -55,7 +56,10 @@ class Shares:
         devices = random.in_use() if get_worker_info() is None else []  # a forked worker may not ask for a GPU
         with random.scope(devices), random.python_seeded(self.key):
             rows = [row for piece in pieces for row in self._read(*piece, devices)]
-            _reseed(random.seed(self.key, "collate", begin), devices)
+            seed = lambda row: _reseed(random.seed(self.key, "collate", begin + row), devices)
+            if isinstance(self.collate, PerMicrobatch):
+                return self.collate(rows, seed)
+            seed(0)
             return self.collate(rows)
 
     def _read(self, epoch: int, first: int, end: int, devices: list[torch.device]) -> list:

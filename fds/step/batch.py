@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.errors import BatchError
+from fds.microbatches import Microbatches
 
 
 @tree.leaf
@@ -62,6 +63,17 @@ class Split:
     """The station `split`: a batch as `num_microbatches` consecutive slices, views without a copy."""
 
     num_microbatches: int = 1
+
+    def demand(self, batch: Microbatches) -> tuple[Any, ...]:
+        """Return the parts of a batch that is cut already. Raises `BatchError` where they are not as many as here."""
+        n = self.num_microbatches
+        if len(batch.parts) == n:
+            return batch.parts
+        raise BatchError(
+            f"the batch is cut already, and not into {n}", got=f"{len(batch.parts)} microbatches",
+            want=f"{n} microbatch{'es' * (n > 1)}",
+            hint="evaluate each by itself" if n == 1 else f"accumulate({len(batch.parts)})",
+        )  # fmt: skip
 
     def __call__(self, batch: Any) -> list[Any]:
         """Return the microbatches. Raises `BatchError` for leaves that disagree or do not divide."""

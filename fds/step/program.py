@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fds import loss as losses, random, tree
 from fds.collectives import Axis
+from fds.microbatches import Microbatches
 from fds.optim import Optimizer
 from fds.state import State
 from fds.step import check
@@ -239,10 +240,16 @@ class Step:
         return structure, leaves
 
     def microbatches(self, batch: Any, n: int | None = None) -> list[Any]:
-        """Return the microbatches of a batch, by this step's split or `n` of them. Raises `BatchError`."""
+        """Return the microbatches of a batch, by this step's split or `n` of them. Raises `BatchError`.
+
+        `Microbatches` are cut already: what fills the station `batch` is given each of them.
+        """
+        split = self.split if n is None else Split(n)
+        if isinstance(batch, Microbatches):
+            return [one for part in split.demand(batch) for one in self.microbatches(part, 1)]
         for one in self.batch:
             batch = one(batch)
-        return (self.split if n is None else Split(n))(batch)
+        return split(batch)
 
     def settings(
         self, state: State, n: int, *, evaluating: bool = False, seen: list | None = None,

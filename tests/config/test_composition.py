@@ -361,7 +361,7 @@ OTHER: dict[str, Any] = {"betas": [0.5, 0.25], "warmup_type": "linear", "warmup_
 def base_of(group: str, kind: str) -> dict[str, Any]:
     """Return JSON in which every parameter of a kind counts."""
     if group == "optimizer":
-        return update(kind, **({"momentum": 0.75} if kind == "SGD" else {}))  # without it nesterov is refused
+        return update(kind)
     needed = {"WarmupDecayLR": {"total_num_steps": 50}, "WarmupCosineLR": {"total_num_steps": 50}, "OneCycle": CYCLE}
     return update("Lion", lr=0.25) | rate(kind, **needed.get(kind, {}))
 
@@ -377,7 +377,8 @@ def case(path: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
     kind, _, name = path.partition(".params.")
     if kind in KINDS:
         group, type_, cls = KINDS[kind]
-        base, value = base_of(group, type_), another(name, keys(cls)[name][1].default)
+        base = base_of(group, type_) if name != "nesterov" else update("SGD", momentum=0.75)  # refused without it
+        value = another(name, keys(cls)[name][1].default)
         then = None if name in ("adam_w_mode", "cycle_momentum") else tuple(value) if name == "betas" else value
         return base, merged(base, {group: {"params": {name: value}}}), then
     base, value, then = ON[path]

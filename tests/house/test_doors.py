@@ -9,12 +9,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-BELOW_STEP = "state loss autodiff optim layout collectives random tree errors"
+BELOW_STEP = "state loss autodiff optim layout collectives microbatches random tree errors"
 ROOMS = {
     "errors": "",
     "containers": "",
     "tree": "containers errors",
     "random": "errors tree",
+    "microbatches": "tree errors",
     "state": "tree errors",
     "autodiff": "tree errors",
     "loss": "autodiff random tree errors",
@@ -28,7 +29,7 @@ ROOMS = {
     "transforms": f"step {BELOW_STEP} kernels plans schedules",
     "nn": "loss kernels random errors",
     "storage": "step state layout collectives tree errors",
-    "data": "collectives random tree errors",
+    "data": "collectives microbatches random tree errors",
 }
 ROOMS["config"] = " ".join(ROOMS)
 ONLY = {"torch.utils._pytree": "tree", "torch.distributed": "collectives", "triton": "kernels"}

@@ -1,0 +1,56 @@
+"""`per_microbatch`: collate every microbatch by itself, so that it is padded to its own longest row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from fds.errors import DataError
+from fds.microbatches import Microbatches
+
+
+@attrs.frozen
+class PerMicrobatch:
+    """A `collate` of a loader that returns `Microbatches`: see `per_microbatch`."""
+
+    collate: Callable[[list], Any]
+    num_microbatches: int
+
+    def __call__(self, rows: list, seed: Callable[[int], None] = lambda row: None) -> Microbatches:
+        """Return the rows of a share, cut and collated; `seed` is called with the number of a part's first row."""
+        size, rest = divmod(len(rows), self.num_microbatches)
+        if rest or not size:
+            raise DataError(
+                f"the share does not divide into {self.num_microbatches} microbatches", where="collate",
+                got=f"{len(rows)} rows", want=f"a positive multiple of {self.num_microbatches}",
+            )  # fmt: skip
+        parts = []
+        for begin in range(0, len(rows), size):
+            seed(begin)
+            parts.append(self.collate(rows[begin : begin + size]))
+        return Microbatches(tuple(parts))
+
+
+def per_microbatch(collate: Callable[[list], Any], num_microbatches: int) -> PerMicrobatch:
+    """Return a `collate` for a loader that collates every microbatch of a rank by itself.
+
+    What `collate` pads is then padded to the longest row of the microbatch, and what it draws follows from the seed and
+    the microbatch's first row. Both are the same on any number of ranks N, where N * `num_microbatches` stays.
+
+    Args:
+        collate: rows -> batch.
+        num_microbatches: into how many the step cuts a share: `accumulate(num_microbatches)`.
+
+    Raises `DataError` for what is no count or no function.
+
+    >>> longest = lambda rows: max(map(len, rows))
+    >>> per_microbatch(longest, 2)(["a", "abc", "ab", "a"]).parts
+    (3, 2)
+    """
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise DataError("not a count", where="num_microbatches", got=repr(num_microbatches), want="an int, 1 or more")
+    if not callable(collate):
+        raise DataError("this is no function of rows", where="collate", got=repr(collate)[:60], want="rows -> batch")
+    return PerMicrobatch(collate, num_microbatches)
