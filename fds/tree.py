@@ -95,6 +95,22 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return spec.unflatten(_map(f, first, *(spec.flatten_up_to(other) for other in rest)))
 
 
+def copied(tree: Tree) -> Tree:
+    """Return a tree of the same leaves in containers of its own, into which others may be put.
+
+    >>> given = {"a": [1, 2]}
+    >>> copied(given)["a"].append(3)
+    >>> given
+    {'a': [1, 2]}
+    """
+    kind = type(tree)
+    if kind is dict:
+        return {key: x if isinstance(x, Tensor) else copied(x) for key, x in tree.items()}
+    if kind is list or kind is tuple:
+        return kind([x if isinstance(x, Tensor) else copied(x) for x in tree])
+    return map(lambda x: x, tree)
+
+
 def flatten(tree: Tree) -> tuple[list, Callable[[Iterable], Tree]]:
     """Return the leaves and the function that puts leaves back into the same structure.
 

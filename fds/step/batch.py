@@ -92,7 +92,7 @@ class Split:
                 got=f"{length} rows", want=f"a positive multiple of {n}",
                 hint="drop the last rows, or mark a leaf that is not made of rows: fds.whole(x)",
             )  # fmt: skip
-        leaves, build = tree.flatten(batch)
+        leaves, build = tree.flatten(tree.map(_trainable, batch))
         size = 0 if length is None else length // n
         return [
             build([_slice(x, i * size, size, n) for x in leaves])
@@ -111,8 +111,13 @@ def place(path: str) -> str:
 
 def _slice(x: Any, start: int, size: int, n: int) -> Any:
     if isinstance(x, Whole):
-        return x.value
+        return tree.map(_trainable, x.value)
     return x.narrow(0, start, size) if n > 1 and _is_sliced(x) else x
+
+
+def _trainable(x: Any) -> Any:
+    """Return a leaf as autograd can save it for backward."""
+    return x.clone() if isinstance(x, Tensor) and x.is_inference() else x
 
 
 def _is_sliced(x: Any) -> bool:

@@ -247,6 +247,8 @@ class Step:
         split = self.split if n is None else Split(n)
         if isinstance(batch, Microbatches):
             return [one for part in split.demand(batch) for one in self.microbatches(part, 1)]
+        if self.batch:
+            batch = tree.copied(batch)  # whose containers a map may fill
         for one in self.batch:
             batch = one(batch)
         return split(batch)
@@ -277,9 +279,12 @@ class Step:
     def run_loss(self, loss: Any, params: Any, batch: Any, buffers: dict, setting: losses.Setting) -> losses.Outcome:
         """Evaluate a loss on one microbatch, parameters through the views, inside the contexts.
 
+        Views and loss get containers of their own: what they put into them is gone after this microbatch.
+
         Raises `LossError` where the loss writes into parameters or batch.
         """
         with check.intact(params=params, batch=batch), contextlib.ExitStack() as stack:
+            params = tree.copied(params)
             for one in self.view:
                 params = one(params)
             for make in self.context:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fds import loss as losses
+from fds import loss as losses, tree
 from fds.step import intact
 from fds.transforms.pipeline.halves import Rest, backward_input
 from fds.transforms.pipeline.packet import Packet
@@ -84,7 +84,7 @@ class Stage:
         with contextlib.ExitStack() as stack:
             stack.enter_context(intact(params=params, batch=targets if self.layers.start else (packet.leaves, targets)))
             for one in self.step.view:
-                params = one(params)
+                params = one(tree.copied(params))
             for make in self.step.context:
                 stack.enter_context(make(setting.devices[0]))
             calls = setting.mapped(losses.layer_calls(self.loss, self.layers, params, current, setting))
