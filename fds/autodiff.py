@@ -1,55 +1,89 @@
-"""Gradients as values, on torch.autograd over detached leaves.
+"""Gradients as values, on torch.autograd over leaves of their own.
 
 `torch.func.grad` costs 45% more per step on small operators and refuses saved-tensor hooks, so
-`torch.utils.checkpoint`; it is not the engine here, but what runs here may use it.
+`torch.utils.checkpoint`; it is not the engine here, but what runs here may use it. Inside its transforms (`grad`,
+`vmap`, ...) it is, since nothing else differentiates there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fds import tree
 from fds.errors import LossError
 
+_differentiated: ContextVar[bool] = ContextVar("fds_differentiated", default=False)
 
-def value_and_grad(f: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable:
-    """Return a function computing `f` and its gradients by the arguments `argnums`.
+
+@contextlib.contextmanager
+def differentiated() -> Iterator[None]:
+    """Run what somebody will differentiate: inside, a gradient without a graph would be a wrong constant."""
+    token = _differentiated.set(True)
+    try:
+        yield
+    finally:
+        _differentiated.reset(token)
+
+
+def is_differentiated() -> bool:
+    """Return whether this is the inside of a function that is being differentiated, with gradients enabled."""
+    return _differentiated.get() and torch.is_grad_enabled()
+
+
+def value_and_grad(
+    f: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, create_graph: bool = False
+) -> Callable:
+    """Return a function computing `f` and its gradients with respect to the arguments `argnums`.
 
     `f` returns a scalar, or `(scalar, aux)` with `has_aux`. The result returns `(value, grads)` or
-    `((value, aux), grads)`, detached; `grads` has the structure of the argument (a tuple of them for a tuple of
-    `argnums`), zeros where `f` does not depend on a leaf and None at leaves that are not floating point.
+    `((value, aux), grads)`; `grads` has the structure of the argument (a tuple of them for a tuple of `argnums`),
+    zeros where `f` does not depend on a leaf and None at leaves that are not floating point.
+
+    What it returns is detached, so inside another function that is differentiated (another `value_and_grad` or `vjp`,
+    the loss of a step) it raises `LossError`, unless gradients are disabled there (`torch.no_grad()`). With
+    `create_graph=True` value and gradients keep their graph, and derivatives of any order are exact:
 
     >>> value, grads = value_and_grad(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([1.0, 2.0])})
     >>> grads["w"]
     tensor([2., 4.])
+    >>> slope = lambda x: value_and_grad(lambda x: x**3, create_graph=True)(x)[1]
+    >>> value_and_grad(slope)(torch.tensor(2.0))  # 3 x^2 and its derivative, 6 x
+    (tensor(12.), tensor(12.))
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        outs, pull = _linearize(f, argnums, has_aux, args, kwargs)
+        outs, pull = _linearize(f, argnums, has_aux, args, kwargs, "value_and_grad", create_graph=create_graph)
         if has_aux and not (isinstance(outs, tuple) and len(outs) == 2):
             raise LossError("a function with aux returns a pair", where="value_and_grad", got=type(outs).__name__,
                             want="(scalar, aux)")  # fmt: skip
         value: Any = outs[0] if has_aux else outs
         check_scalar(value, "value_and_grad")
-        if not value.requires_grad:
+        if not (value.requires_grad or in_torch_func()):
             raise LossError(
                 "the loss does not depend on the parameters", got="a value without a graph",
                 want="a value computed from params", hint="look for .detach(), .item(), torch.no_grad() or a constant",
             )  # fmt: skip
-        return tree.map(_detach, outs), pull(torch.ones_like(value))
+        return _result(outs, create_graph), pull(torch.ones_like(value))
 
     return run
 
 
-def vjp(f: Callable, *args: Any) -> tuple[Any, Callable[[Any], tuple]]:
-    """Return `f(*args)` and the function from a cotangent of its value to the cotangents of all arguments."""
-    outs, pull = _linearize(f, tuple(range(len(args))), False, args, {}, keep=True)
-    return tree.map(_detach, outs), pull
+def vjp(f: Callable, *args: Any, create_graph: bool = False) -> tuple[Any, Callable[[Any], tuple]]:
+    """Return `f(*args)` and the function from a cotangent of its value to the cotangents of all arguments.
+
+    `create_graph` is that of `value_and_grad`.
+    """
+    picked = tuple(range(len(args)))
+    outs, pull = _linearize(f, picked, False, args, {}, "vjp", create_graph=create_graph, keep=True)
+    return _result(outs, create_graph), pull
 
 
 def backward_into(total: Tensor, seed: Tensor | None, leaves: Sequence[Tensor]) -> None:
@@ -101,32 +135,110 @@ def check_scalar(value: Any, where: str) -> None:
 
 
 def _linearize(
-    f: Callable, argnums: Any, has_aux: bool, args: tuple, kwargs: dict, keep: bool = False
-) -> tuple[Any, Callable]:
+    f: Callable, argnums: Any, has_aux: bool, args: tuple, kwargs: dict, where: str, *, create_graph: bool,
+    keep: bool = False,
+) -> tuple[Any, Callable]:  # fmt: skip
+    """Return what `f` returns, and the function from a cotangent (of the first part, with aux) to the gradients."""
     picked = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     parts, build = tree.flatten([args[i] for i in picked])
-    tracked = [x.detach().requires_grad_() if tree.is_float(x) else x for x in parts]
-    inputs = [x for x in tracked if tree.is_float(x)]
-    full = list(args)
-    for i, arg in zip(picked, build(tracked), strict=True):
-        full[i] = arg
-    with torch.enable_grad():
-        outs = f(*full, **kwargs)
+    floats = [i for i, x in enumerate(parts) if tree.is_float(x)]
+
+    def call(inputs: Sequence[Tensor]) -> Any:
+        tracked, full = list(parts), list(args)
+        for i, x in zip(floats, inputs, strict=True):
+            tracked[i] = x
+        for i, arg in zip(picked, build(tracked), strict=True):
+            full[i] = arg
+        with differentiated():
+            return f(*full, **kwargs)
+
+    def arrange(found: Sequence[Tensor]) -> Any:
+        grads: list = [None] * len(parts)
+        for i, grad in zip(floats, found, strict=True):
+            grads[i] = grad
+        return build(grads)[0] if isinstance(argnums, int) else tuple(build(grads))
+
+    given = [parts[i] for i in floats]
+    if in_torch_func():
+        return _by_torch_func(call, given, arrange, has_aux)
+    graph = create_graph and torch.is_grad_enabled()
+    if not create_graph:
+        _refuse_nesting((args, kwargs), where)
+    with torch.inference_mode(False):
+        inputs = [_entrance(x, graph) for x in given]
+        with torch.enable_grad():
+            outs = call(inputs)
 
     def pull(cotangent: Any) -> Any:
+        if not create_graph:
+            _refuse_nesting(cotangent, where)
         pairs = zip(tree.leaves(outs[0] if has_aux else outs), tree.leaves(cotangent), strict=True)
         live = [(o, c) for o, c in pairs if isinstance(o, Tensor) and o.requires_grad]
-        found = iter(
-            torch.autograd.grad(
-                [o for o, _ in live], inputs, [c for _, c in live], materialize_grads=True, retain_graph=keep
-            )
-            if live
-            else [torch.zeros_like(x) for x in inputs]
-        )
-        grads = tuple(build([exclusive(next(found)) if tree.is_float(x) else None for x in tracked]))
-        return grads[0] if isinstance(argnums, int) else grads
+        with torch.inference_mode(False):
+            found = torch.autograd.grad(
+                [o for o, _ in live], inputs, [c for _, c in live], materialize_grads=True,
+                retain_graph=keep or graph, create_graph=graph and torch.is_grad_enabled(),
+            ) if live and inputs else [torch.zeros_like(x, requires_grad=False) for x in inputs]  # fmt: skip
+            return arrange([exclusive(grad) for grad in found])
 
     return outs, pull
+
+
+def _by_torch_func(
+    call: Callable, given: list[Tensor], arrange: Callable, has_aux: bool
+) -> tuple[Any, Callable[[Any], Any]]:
+    """Do what `_linearize` does by `torch.func.vjp`, exact in every order: for the inside of its transforms."""
+    rebuild: list[Callable] = []
+
+    def run(inputs: list[Tensor]) -> tuple[list, list]:
+        outs = call(inputs)
+        leaves, build = tree.flatten(outs)
+        rebuild[:] = [build]
+        own = len(tree.leaves(outs[0])) if has_aux else len(leaves)
+        return leaves[:own], leaves[own:]
+
+    outs, pull, aux = torch.func.vjp(run, given, has_aux=True)  # pyright: ignore[reportAssignmentType]
+    return rebuild[0]([*outs, *aux]), lambda cotangent: arrange(pull(tree.leaves(cotangent))[0])
+
+
+def in_torch_func() -> bool:
+    """Return whether this is the inside of a function that `torch.func` transforms."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def _entrance(x: Tensor, graph: bool) -> Tensor:
+    """Return the same values as a tensor of its own to differentiate by, whose graph leads on to `x` or begins here."""
+    if not graph or x.is_inference():
+        x = x.detach()
+        return (x.clone() if x.is_inference() else x).requires_grad_()
+    with torch.enable_grad():
+        inner = x.view_as(x)  # not x itself: `f` may read that too, beside its argument
+    return inner if inner.requires_grad else inner.requires_grad_()
+
+
+def _refuse_nesting(args: Any, where: str) -> None:
+    """Raise `LossError` where a graph leads beyond what is differentiated here, and would be cut."""
+    if not torch.is_grad_enabled():
+        return
+    attached = any(isinstance(x, Tensor) and _is_attached(x) for x in tree.leaves(args))
+    if attached or _differentiated.get():
+        raise LossError(
+            "a gradient inside a function that is differentiated has no graph", where=where,
+            got="an argument with a graph (or a tangent)" if attached else
+            f"{where} inside another one, or inside the loss of a step",
+            want=f"{where}(..., create_graph=True): derivatives through it are exact",
+            hint="under torch.no_grad() it is a constant",
+        )  # fmt: skip
+
+
+def _is_attached(x: Tensor) -> bool:
+    return x.grad_fn is not None or forward_ad.unpack_dual(x).tangent is not None
+
+
+def _result(outs: Any, create_graph: bool) -> Any:
+    """Return the value as the caller gets it: detached, unless its graph is wanted."""
+    graph = in_torch_func() or (create_graph and torch.is_grad_enabled())
+    return outs if graph else tree.map(_detach, outs)
 
 
 def _detach(x: Any) -> Any:

@@ -173,7 +173,8 @@ class Layers:
         """Return layer `index`, built at its first use."""
         if index not in self.built:
             spec = self.layers[index]
-            layer = self._describe(index, self._trace(index) if isinstance(spec, LayerSpec) else spec)
+            with torch.inference_mode(False):  # it is kept, and trained later
+                layer = self._describe(index, self._trace(index) if isinstance(spec, LayerSpec) else spec)
             first = layer if self.owner(index) == index else self.layer(self.owner(index))
             if layer.params.keys() != first.params.keys():
                 raise LossError("layers of one key have other parameters", where=f"layers[{index}]",

@@ -229,6 +229,7 @@ class Variant:
             held[key] = x
 
 
+@torch.inference_mode(False)
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
     """Split a module into `(apply, params, buffers)` and never touch it again.
 

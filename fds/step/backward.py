@@ -98,7 +98,7 @@ def training(
     setting: losses.Setting, params: Parameters, sums: InPlace | Bucketed, order: Order | None
 ) -> Iterator[None]:
     """Run forwards and backwards inside: gradients on, generators restored; then let go of what only they need."""
-    with random.scope(setting.devices), torch.inference_mode(False), torch.enable_grad():
+    with random.scope(setting.devices), autodiff.differentiated(), torch.enable_grad():
         try:
             yield
             if order is not None:
@@ -200,4 +200,4 @@ class InTurn:
 
 def _plain(x: Any) -> Any:
     """Return what can still be read when the parameters are gone."""
-    return materialize(x) if isinstance(x, Tensor) else x
+    return materialize(x).detach() if isinstance(x, Tensor) else x

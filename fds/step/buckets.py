@@ -15,6 +15,7 @@ from fds.step.order import Order
 from fds.step.pool import Pool
 from fds.step.shard import Shard
 from fds.step.structure import Structure
+from fds.step.sums import backward_inside
 
 
 @attrs.define(eq=False)
@@ -65,6 +66,7 @@ class Bucketed:
         self.awaited = {i: set(range(len(b.leaves))) for i, b in self.buckets.items()}
         self.turn: list[int] = []  # stages 0 and 1: what is still to be launched, next one last
         self.reducing = False
+        self.adding = False
         self.places = {leaf.name: (i, j) for i, b in self.buckets.items() for j, leaf in enumerate(b.leaves)}
         for name, leaf in zip(self.names, leaves, strict=True):
             i, j = self.places[name]
@@ -82,7 +84,11 @@ class Bucketed:
             self.turn = sorted(self.buckets)
         self.reducing = last or self.order is not None
         self.arrived = {i: set() for i in self.buckets}
-        backward(self.leaves)
+        self.adding = True
+        try:
+            backward(self.leaves)
+        finally:
+            self.adding = False
         if self.order is not None:
             for i in sorted(self.filling, reverse=True):
                 if i in self.filling:
@@ -120,6 +126,8 @@ class Bucketed:
         """Take a leaf's new gradient into its bucket; launch the bucket once it is full."""
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
+        if not self.adding:
+            raise backward_inside()
         if self.reducing and self.order is None and i not in self.turn:
             raise LossError(
                 "a gradient came twice in one backward, the second time after its bucket was reduced",

@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
 
+import attrs
 import torch
+from torch import Tensor
 
-from fds import tree
-from fds.errors import LossError, StateError
+from fds import autodiff, tree
+from fds.errors import FdsError, LossError, StateError
 from fds.loss import Layers
 from fds.state import State
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def graphless(method: Callable[P, R]) -> Callable[P, R]:
+    """Make a method of a step run without gradients and outside inference mode, whatever surrounds it.
+
+    So nothing that it returns has a graph, and all of it may be trained later. Raises `FdsError` inside a transform of
+    `torch.func`.
+    """
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if autodiff.in_torch_func():
+            raise FdsError(
+                "torch.func cannot transform a step", got="a step inside grad, vmap, jvp or another transform",
+                want="torch.func inside the loss, around the model", hint="for several states: call the step for each",
+            )  # fmt: skip
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run
+
+
+def undifferentiated(method: Callable[P, R]) -> Callable[P, R]:
+    """Make a method of a step raise `FdsError` for arguments that are being differentiated: no graph leads through."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if autodiff.is_differentiated() and any(_requires_grad(x) for x in tree.leaves((args, kwargs))):
+            raise FdsError(
+                "no gradient flows through a step", got="a state or a batch that depends on what is differentiated",
+                want="the update written out, with fds.autodiff.value_and_grad(..., create_graph=True)",
+                hint="under torch.no_grad() the step is a constant",
+            )  # fmt: skip
+        return method(*args, **kwargs)
+
+    return run
 
 
 def usable(state: Any, doing: str) -> None:
@@ -33,6 +75,16 @@ def same_composition(state: State, slots: Iterable[str], opt: Mapping[str, Itera
                 want=", ".join(want) or "nothing", hint="make the state with the init of this step, or carry it over: "
                 "step.init(other_step.params(state))",
             )  # fmt: skip
+
+
+def without_graph(state: State, parts: list[Tensor]) -> tuple[State, list[Tensor]]:
+    """Return a state and its parameters, none of which requires grad or was made in inference mode."""
+    opt = (x for slot in state.opt.values() for x in slot.values())
+    leaves = (*parts, *opt, *state.buffers.values(), *tree.leaves(state.slots), state.key)
+    if not any(x.requires_grad or x.is_inference() for x in leaves):
+        return state, parts
+    plain = {name: tree.map(_plain, getattr(state, name)) for name in ("params", "opt", "buffers", "slots", "key")}
+    return attrs.evolve(state, **plain), tree.leaves(plain["params"])
 
 
 @contextlib.contextmanager
@@ -59,3 +111,11 @@ def parameters(params: Any) -> None:
             "a module is no tree of parameters", got=type(params).__name__, want="a pytree of tensors, or a recipe",
             hint="apply, params, buffers = fds.functional(module)",
         )  # fmt: skip
+
+
+def _requires_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.clone() if x.is_inference() else x.detach()

@@ -11,7 +11,7 @@ from fds import loss as losses
 from fds.errors import LossError
 from fds.state import State
 from fds.step.agreement import same_composition
-from fds.step.check import usable
+from fds.step.check import graphless, usable
 from fds.step.parameters import open_parameters
 from fds.step.stations import chosen_kernels
 from fds.step.totals import agree
@@ -25,6 +25,7 @@ def evaluator(step: Any, state: State) -> Callable[..., dict[str, Tensor]]:
     waits = step.order("evaluate", structure) is not None
     kept = None if waits else open_parameters(step.gather, structure, parts, step.pool, train=False, order=None)
 
+    @graphless
     def evaluate(batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
         state.check("evaluate")
         order, everyone, shard = step.order("evaluate", structure), step.everyone, step.reduce.shard

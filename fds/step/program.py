@@ -76,6 +76,7 @@ class Step:
     def __repr__(self) -> str:
         return f"compose({', '.join(map(str, self.composition))})({losses.name(self.loss)})"
 
+    @check.graphless
     @with_chosen_kernels
     def init(self, params: Any, *, key: int | Tensor = 0) -> State:
         """Make the first state: parameters copied, optimizer and slots fresh.
@@ -89,6 +90,7 @@ class Step:
         """
         return initial(self, params, key)
 
+    @check.graphless
     @with_chosen_kernels
     def structure(self, params: Any) -> State:
         """Return the state that `init` would make, as `meta` tensors: nothing is allocated or drawn.
@@ -97,6 +99,8 @@ class Step:
         """
         return traced(self, params)
 
+    @check.undifferentiated
+    @check.graphless
     @with_chosen_kernels
     def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
         """Return the next state and the metrics; inputs and global generators stay as they are.
@@ -113,6 +117,7 @@ class Step:
         """
         same_composition(self)
         structure, parts = self.check(state)
+        state, parts = check.without_graph(state, parts)
         assert self.optimizer is not None
 
         # from the batch to one summed gradient
@@ -193,6 +198,7 @@ class Step:
         """
         return self.evaluator(state)(batch, outputs=outputs)
 
+    @check.graphless
     def evaluator(self, state: State) -> Callable[..., dict[str, Tensor]]:
         """Gather the parameters once and return `evaluate(batch, *, outputs=False)` for many batches.
 
@@ -200,6 +206,7 @@ class Step:
         """
         return evaluator(self, state)
 
+    @check.graphless
     def params(self, state: State) -> Any:
         """Return copies of the whole parameters, in master precision, in the user's structure: all ranks call it."""
         same_composition(self)
@@ -215,6 +222,7 @@ class Step:
             views.append(bucket.views(flat))
         return self.grads.collect(structure.build_whole(structure.layout.collect(views)))
 
+    @check.graphless
     @with_chosen_kernels
     def describe(self, state: State | None = None, batch: Any = None) -> Description:
         """Say station by station what is composed; with a state, the bytes held and sent; with a batch, what is unused.

@@ -26,6 +26,7 @@ class InPlace:
     leaves: list[Tensor]
     wide: list[Tensor | None]
     dtype: torch.dtype | None = None  # of the sums, None for the leaves' own
+    begun: bool = False
 
     @classmethod
     def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> InPlace:
@@ -37,7 +38,10 @@ class InPlace:
         return sums
 
     def add(self, backward: Callable[[list[Tensor]], None], *, last: bool) -> None:
-        """Add the gradients that `backward(leaves)` puts into `.grad`."""
+        """Add the gradients that `backward(leaves)` puts into `.grad`. Raises `LossError` where some are there."""
+        if not self.begun and any(self.used()):
+            raise backward_inside()
+        self.begun = True
         backward(self.leaves)
         for leaf in self.leaves:
             if leaf.grad is not None:
@@ -69,6 +73,15 @@ def detached(where: str, got: str) -> LossError:
     return LossError(
         "the loss does not depend on the parameters", where=where, got=got, want="a value computed from params",
         hint="look for .detach(), .item(), torch.no_grad(), or a module called in place of its fds.functional",
+    )  # fmt: skip
+
+
+def backward_inside() -> LossError:
+    """Return the error of a loss that adds gradients by itself."""
+    return LossError(
+        "the loss runs a backward pass of its own, whose gradients would be added to the step's", got=".backward()",
+        want="a loss that returns a scalar, which the step differentiates",
+        hint="for gradients inside a loss: fds.autodiff.value_and_grad(..., create_graph=True)",
     )  # fmt: skip
 
 

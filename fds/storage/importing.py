@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fds.state import State
@@ -20,6 +21,7 @@ from fds.storage.together import Ranks
 Rename = Callable[[str], str] | Mapping[str, str]
 
 
+@torch.inference_mode(False)
 def import_weights(
     path: str | os.PathLike,
     step: Step,
@@ -50,6 +52,7 @@ def import_weights(
     return _filled("import_weights", lambda: foreign.weights(Path(path)), step, params, options, rename, key)[0]
 
 
+@torch.inference_mode(False)
 def import_deepspeed(
     dir: str | os.PathLike,
     step: Step,

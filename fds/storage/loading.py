@@ -33,6 +33,7 @@ from fds.storage.union import Union, agreement
 Slots = Literal["init", "drop"]
 
 
+@torch.inference_mode(False)
 def load(
     dir: str | os.PathLike,
     step: Step,

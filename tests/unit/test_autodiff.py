@@ -1,5 +1,7 @@
 """Gradients as values: torch.func is the oracle."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -9,6 +11,8 @@ from fds import tree
 from fds.autodiff import exclusive, value_and_grad, vjp
 from fds.errors import LossError
 from tests.bits import assert_same_bits, snapshot
+
+FORWARD_MODE = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"  # torch's forward mode uses it
 
 OPS = {
     "tanh": torch.tanh,
@@ -159,3 +163,123 @@ def test_a_tensor_that_numpy_holds_is_copied():
     array = x.numpy()
     exclusive(x.detach()).fill_(5.0)
     assert array.tolist() == [1.0, 1.0, 1.0]
+
+
+def slope(kind, f):
+    """Return the gradient of a scalar function of one tensor, by one of the ways that there are."""
+    return {
+        "value_and_grad": lambda x: value_and_grad(f, create_graph=True)(x)[1],
+        "vjp": lambda x: vjp(f, x, create_graph=True)[1](torch.ones((), dtype=x.dtype))[0],
+        "torch.func.grad": torch.func.grad(f),
+        "torch.func.vjp": lambda x: torch.func.vjp(f, x)[1](torch.ones((), dtype=x.dtype))[0],
+    }[kind]
+
+
+WAYS = ["value_and_grad", "vjp", "torch.func.grad", "torch.func.vjp"]
+
+
+def nested(kinds, f):
+    """Return a function with a gradient in it for every kind, each of a function that also reads outer arguments."""
+    for i, kind in enumerate(kinds):
+        inner = f
+        if i % 2:
+            f = lambda x, kind=kind, inner=inner: (slope(kind, inner)(x * 0.5).sin() * x).sum()
+        else:
+            f = lambda x, kind=kind, inner=inner: slope(kind, lambda z: inner(z * x.cos()) + (z * x).sum())(x).sum()
+    return f
+
+
+@given(st.lists(st.sampled_from(WAYS), min_size=1, max_size=4))
+def test_gradients_nest_in_any_depth_and_mix(kinds):
+    x = torch.tensor([0.3, -1.2, 0.7], dtype=torch.float64)
+    f = lambda x: (x**3).sum() * x[0].exp()
+    want = nested(["torch.func.grad"] * len(kinds), f)(x)
+    torch.testing.assert_close(nested(kinds, f)(x).detach(), want)
+
+
+@pytest.mark.filterwarnings(FORWARD_MODE)
+def test_hessian_vector_products_are_exact():
+    params = {"w": torch.randn(3, 2, dtype=torch.float64), "b": torch.randn(2, dtype=torch.float64)}
+    v = tree.map(torch.ones_like, params)
+    f = lambda p: torch.tanh(p["w"] @ p["b"]).square().sum()
+    inner = value_and_grad(f, create_graph=True)
+    dot = lambda p: sum((g * t).sum() for g, t in zip(tree.leaves(inner(p)[1]), tree.leaves(v), strict=True))
+    torch.testing.assert_close(value_and_grad(dot)(params)[1], torch.func.jvp(torch.func.grad(f), (params,), (v,))[1])
+
+
+def test_the_argument_is_not_what_a_closure_reads():
+    x = torch.tensor(3.0)
+    got = value_and_grad(lambda x: value_and_grad(lambda z: z * x, create_graph=True)(x)[1])(x)
+    assert [v.item() for v in got] == [3.0, 1.0]  # d(zx)/dz = x, not 2x
+
+
+def test_an_unused_leaf_has_zeros_in_a_graph_too():
+    inner = value_and_grad(lambda p: p["a"].square().sum(), create_graph=True)
+    outer = lambda p: sum(g.sum() for g in inner(p)[1].values())
+    _, grads = value_and_grad(outer)({"a": torch.ones(2), "b": torch.ones(3)})
+    assert_same_bits(grads, {"a": torch.full((2,), 2.0), "b": torch.zeros(3)})
+
+
+NESTED = {
+    "value_and_grad": lambda x: value_and_grad(lambda x: (x**3).sum())(x)[1].sum(),
+    "a closure alone": lambda x: value_and_grad(lambda z: (z * x).sum())(torch.ones(2))[0],
+    "vjp": lambda x: vjp(lambda x: (x**3).sum(), x)[0],
+    "vjp, its value's graph": lambda x: vjp(lambda x: x**3, x)[1](x)[0].sum(),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("outer", [lambda f, x: value_and_grad(f)(x), vjp], ids=["value_and_grad", "vjp"])
+def test_nesting_without_a_graph_is_refused(name, outer):
+    with pytest.raises(LossError, match="create_graph=True"):
+        outer(NESTED[name], torch.ones(2))
+
+
+@pytest.mark.filterwarnings(FORWARD_MODE)
+@pytest.mark.parametrize("name", [name for name in NESTED if name != "a closure alone"])
+def test_arguments_with_a_graph_or_a_tangent_are_refused(name):
+    x = torch.ones(2, requires_grad=True) * 2
+    with pytest.raises(LossError, match="create_graph=True"):
+        NESTED[name](x)
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(LossError, match="create_graph=True"):
+            NESTED[name](x)
+
+
+def test_a_cotangent_that_is_differentiated_is_refused():
+    _, pull = vjp(lambda x: x**3, torch.ones(2))
+    with pytest.raises(LossError, match="create_graph=True"):
+        value_and_grad(lambda c: pull(c)[0].sum())(torch.ones(2))
+    _, pull = vjp(lambda x: x**3, torch.ones(2), create_graph=True)
+    assert_same_bits(value_and_grad(lambda c: pull(c)[0].sum())(torch.ones(2))[1], torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_under_no_grad_an_inner_gradient_is_a_constant(create_graph):
+    inner = value_and_grad(lambda x: (x**3).sum(), create_graph=create_graph)
+
+    def f(x):
+        with torch.no_grad():
+            g = inner(x)[1]
+        return (g * x).sum()
+
+    assert_same_bits(value_and_grad(f)(torch.ones(2))[1], torch.full((2,), 3.0))
+
+
+def test_torch_func_transforms_gradients():
+    f = lambda x: (x**3).sum()
+    x = torch.tensor([1.0, 2.0])
+    assert_same_bits(torch.vmap(value_and_grad(f))(x[:, None])[1], torch.tensor([[3.0], [12.0]]))
+    assert_same_bits(torch.func.grad(lambda x: value_and_grad(f)(x)[1].sum())(x), torch.tensor([6.0, 12.0]))
+    (value, aux), grads = torch.vmap(value_and_grad(lambda x: (f(x), {"a": x * 2}), has_aux=True))(x[:, None])
+    assert_same_bits([value, aux["a"], grads], [x**3, x[:, None] * 2, 3 * x[:, None] ** 2])
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode, contextlib.nullcontext])
+def test_gradients_come_in_inference_mode(around):
+    with around():
+        x = torch.tensor([1.0, 2.0])
+        found = value_and_grad(lambda x: (x**3).sum())(x)
+    assert not any(y.is_inference() for y in found)
+    assert_same_bits(found, (torch.tensor(9.0), torch.tensor([3.0, 12.0])))

@@ -248,4 +248,4 @@ def _joined(outputs: list[Any]) -> Any:
 
 
 def _plain(x: Any) -> Any:
-    return materialize(x).clone() if isinstance(x, Tensor) else x
+    return materialize(x).detach().clone() if isinstance(x, Tensor) else x
