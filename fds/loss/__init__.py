@@ -3,11 +3,12 @@
 from fds.loss.layers import Layers, LayerSpec, TiedLayerSpec
 from fds.loss.microbatch import LayerMap, Setting, carried_buffers, draws, initial_buffers, layer_calls, name, run
 from fds.loss.modules import Mode, functional
+from fds.loss.originals import demand_none
 from fds.loss.recipes import Recipe, recipe
 from fds.loss.values import Buffered, Mean, Outcome, read, with_buffers
 
 __all__ = [
     "Buffered", "LayerMap", "LayerSpec", "Layers", "Mean", "Mode", "Outcome", "Recipe", "Setting", "TiedLayerSpec",
-    "carried_buffers", "draws", "functional", "initial_buffers", "layer_calls", "name", "read", "recipe", "run",
-    "with_buffers",
+    "carried_buffers", "demand_none", "draws", "functional", "initial_buffers", "layer_calls", "name", "read", "recipe",
+    "run", "with_buffers",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ import copy
 import fnmatch
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from fds import tree
 from fds.errors import LossError
+from fds.loss import originals
 from fds.loss.carried import Carried
+from fds.loss.copies import Place, structural
 
 
 @attrs.frozen
@@ -68,7 +70,9 @@ class Apply:
     variants: dict[tuple, list[Variant]] = attrs.field(factory=dict, repr=False)  # those that nobody runs just now
     frozen: frozenset[str] = frozenset()  # names that the module wants no gradient for
     silent: frozenset[str] = frozenset()  # buffers that may be written to without any sign of it
-    probed: set[tuple] = attrs.field(factory=set, repr=False)
+    probed: set[tuple] = attrs.field(factory=set, repr=False)  # modes in which it was seen to change no buffers
+    number: int = -1  # under which the parameters of the module itself were noted
+    looked: set[tuple] = attrs.field(factory=set, repr=False)  # modes in which it was seen to use none of those
     threaded: list[bool] = attrs.field(factory=list, repr=False)  # holds True once its buffers were passed and returned
 
     def __call__(self, params: dict[str, Tensor], *args: Any, buffers: dict | None = None, **kwargs: Any) -> Any:
@@ -83,6 +87,13 @@ class Apply:
         run = self._run(params, given, args, kwargs)
         self._refuse_changes(given, run, set(given))
         return run.out
+
+    def __deepcopy__(self, memo: dict) -> Apply:
+        copied = attrs.evolve(
+            self, source=structural(self.source)[0], constants=copy.deepcopy(self.constants, memo),
+            initial=copy.deepcopy(self.initial, memo), variants={}, probed=set(), looked=set(),
+        )  # fmt: skip
+        return memo.setdefault(id(self), copied)
 
     def with_buffers(
         self, params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any
@@ -112,13 +123,24 @@ class Apply:
             device = next((x.device for x in params.values()), None)
             buffers = {name: b.detach().to(device, copy=True) for name, b in buffers.items()}
         variant, release = self._take(now, params)
+        given, first = (params, args, kwargs), self._first(now, params)
         try:
-            run = variant.run(params, buffers, args, kwargs)
+            with originals.Watch(self.number, given) if first and not first[-1] else contextlib.nullcontext():
+                run = variant.run(params, buffers, args, kwargs)
         finally:
             release()
+        if first:
+            if first[-1]:
+                originals.demand_none(run.out, given, self.number)
+            self.looked.add(first)
         if now.seen is not None:
             now.seen[:] = [run.out]
         return run
+
+    def _first(self, now: Mode, params: dict) -> tuple | None:
+        """Return which kind of call this is, where it is the first one: by mode, and whether there will be a graph."""
+        kind = (*_key(now), torch.is_grad_enabled() and any(x.requires_grad for x in params.values()))
+        return None if kind in self.looked or torch.compiler.is_compiling() else kind
 
     def _refuse_changes(self, old: dict[str, Tensor], run: Run, names: set[str]) -> None:
         """Refuse lost updates: an assignment is told by the tensor that is there then, other writes by its version.
@@ -166,7 +188,7 @@ class Apply:
 
     def _variant(self, now: Mode) -> Variant:
         """Return a copy of the module in this mode."""
-        module = structural(self.source)  # the source is never run, so that it stays what it was
+        module, aliases = structural(self.source)  # the source is never run, so that it stays what it was
         if now.evaluating:
             module.eval()
         _in_float32(module, now, self.prefix)
@@ -174,12 +196,11 @@ class Apply:
         split = lambda places: [(*place.rpartition(".")[::2], name) for place, name in places.items()]
         params = [(parts[path]._parameters, key, name) for path, key, name in split(self.params)]
         buffers = [(parts[path]._buffers, key, name) for path, key, name in split(self.places)]
-        return Variant(module, params, buffers)
+        return Variant(module, params, buffers, aliases)
 
 
-@attrs.frozen(eq=False)
-class Run:
-    """What came of one call of a module."""
+class Run(NamedTuple):
+    """What came of one call of a module; a named tuple, which torch.compile can follow."""
 
     out: Any
     buffers: dict[str, Tensor]  # what is in the places of the buffers then
@@ -188,16 +209,22 @@ class Run:
 
 @attrs.frozen(eq=False)
 class Variant:
-    """A copy of a module in one mode, and where its tensors go: (dict of a submodule, key in it, our name)."""
+    """A copy of a module in one mode, and where its tensors go."""
 
     module: nn.Module
-    params: list[tuple[dict, str, str]]
-    buffers: list[tuple[dict, str, str]]
+    params: list[Place]
+    buffers: list[Place]
+    aliases: list[Place]  # where else the module holds parameters and buffers
     empty: list[Tensor] = attrs.field(init=False)  # what is in the places while nobody runs it
 
     def __attrs_post_init__(self) -> None:
-        held = [held[key] for held, key, _ in (*self.params, *self.buffers)]
-        object.__setattr__(self, "empty", held)
+        object.__setattr__(self, "empty", [held[key] for held, key, _ in self.places()])
+
+    def places(self) -> Iterator[Place]:
+        """Yield all places."""
+        yield from self.params
+        yield from self.buffers
+        yield from self.aliases
 
     def run(self, params: dict, buffers: dict, args: tuple, kwargs: dict) -> Run:
         """Call the module with these tensors in its places.
@@ -208,24 +235,20 @@ class Variant:
             held[key] = params[name]
         for held, key, name in self.buffers:
             held[key] = buffers[name]
+        for held, key, name in self.aliases:
+            held[key] = params[name] if name in params else buffers[name]
         out = self.module(*args, **kwargs)
         new, written = {}, set()
-        for (held, key, name), idle in zip(self.buffers, self.empty[len(self.params) :], strict=True):
+        for held, key, name in self.buffers:
             now, put = held[key], buffers[name]
             new[name] = now
-            if now is put:
-                assigned = False
-            elif now is idle:  # that of another attribute, as modules do that go back to what they began with
-                assigned = bool(_version(idle))
-            else:
-                assigned = _memory(now) != _memory(put)
-            if assigned or _version(put):
+            if (now is not put and _memory(now) != _memory(put)) or _version(put):
                 written.add(name)
         return Run(out, new, written)
 
     def clear(self) -> None:
         """Empty the places."""
-        for (held, key, _), x in zip((*self.params, *self.buffers), self.empty, strict=True):
+        for (held, key, _), x in zip(self.places(), self.empty, strict=True):
             held[key] = x
 
 
@@ -257,27 +280,10 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
             places.update((f"{path}.{n}" if path else n, names[id(x)]) for n, x in own.items() if x is not None)
     frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
     silent = frozenset(name for path, name in held[1].items() if _may_change_silently(module, path))
-    apply = Apply(structural(module), held[0], held[1], frozenset(params), constants, buffers, frozen=frozen,
-                  silent=silent)  # fmt: skip
+    source, _ = structural(module)
+    apply = Apply(source, held[0], held[1], frozenset(params), constants, buffers, frozen=frozen, silent=silent,
+                  number=originals.note(module))  # fmt: skip
     return apply, params, dict(buffers)
-
-
-def structural(module: nn.Module) -> nn.Module:
-    """Copy a module's structure: parameters become empty `meta` tensors, buffers are copied.
-
-    Raises `LossError` for a module that cannot be copied.
-    """
-    memo: dict[int, Any] = {id(b): b.detach().clone() for b in module.buffers()}
-    for p in module.parameters():
-        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-    try:
-        return copy.deepcopy(module, memo)
-    except Exception as error:
-        raise LossError(
-            "the module cannot be copied", where=type(module).__name__, got=f"{type(error).__name__}: {error}"[:200],
-            want="a module that copy.deepcopy takes",
-            hint="one that keeps activations must let them go; for weight_norm use torch.nn.utils.parametrizations",
-        ) from error  # fmt: skip
 
 
 _DRAWING = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,

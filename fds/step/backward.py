@@ -170,7 +170,7 @@ class InTurn:
                 outcome = step.run_loss(step.loss, params.tree, microbatch, buffers, setting)
                 buffers = outcome.buffers
                 if params.trained:
-                    step.reduce.demand_graph(outcome.total, where)
+                    step.demand_graph(outcome.total)
                     seed = None if scale is None else scale.to(outcome.total.dtype)
                     backward = functools.partial(autodiff.backward_into, outcome.total, seed)
                     sums.add(backward, last=i + 1 == len(microbatches))

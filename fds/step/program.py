@@ -299,6 +299,13 @@ class Step:
                 stack.enter_context(make(setting.devices[0]))
             return losses.run(loss, params, batch, buffers, setting)
 
+    def demand_graph(self, total: Tensor) -> None:
+        """Raise `LossError` for a total that no parameter of the step, or one of a module itself, decides on."""
+        self.reduce.demand_graph(total, losses.name(self.loss))
+        if "graph" not in self.asked:
+            losses.demand_none(total)
+            self.asked["graph"] = []
+
     def _agree(self, found: Found, calls: int) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""
         norm = found.norm() if self.commit is not None or any(m.norm for m in self.measure) else None

@@ -102,7 +102,7 @@ class Stage:
         outcome = losses.read(value, where="the criterion of Layers", buffers=current)
         total = outcome.total
         if trains:
-            self.step.reduce.demand_graph(total, losses.name(self.loss))
+            self.step.demand_graph(total)
         root = Packet([total], None, (total.requires_grad,))
         self._close(i, piece, root)
         return packet.loose(), attrs.evolve(outcome, total=total.detach())

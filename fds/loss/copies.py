@@ -1,0 +1,237 @@
+"""Structural copies of modules: parameters without values, and everything that held the module's own parts rebound.
+
+`copy.deepcopy` takes functions as they are, so that a lambda made in `__init__`, a hook or a wrapped `forward` would go
+on calling the module that it was made for. Such functions are made anew over cells that hold the copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fds.errors import LossError
+
+Place = tuple[Any, Any, str]  # a dict or what acts as a list, the key in it, the parameter or buffer that is there
+
+
+class Absent(nn.Parameter):
+    """The place of a parameter while nobody runs the copy: it has a shape, and no values to read."""
+
+    path: str  # the parameter's name
+
+    @classmethod
+    def of(cls, p: Tensor, name: str) -> Absent:
+        """Return what stands for a parameter."""
+        empty = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+        made = cls(empty, requires_grad=p.requires_grad)
+        made.path = name
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Answer what is not about values; refuse the rest."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ in _ABOUT or (func.__name__ == "__get__" and func.__self__.__name__ in _ABOUT):
+                return func(*args, **(kwargs or {}))
+        name = next((x.path for x in _flat((args, kwargs or {})) if isinstance(x, Absent)), "")
+        raise LossError(
+            "the module reads a parameter from where nobody can put its values", where=name,
+            got="a parameter that is also held in a set, a weak reference, or an object without a __dict__",
+            want=f"self.{name} in forward",
+            hint="attributes, lists, tuples, dicts and functions made in __init__ may hold it",
+        )  # fmt: skip
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"Absent({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict) -> Absent:
+        return memo.setdefault(id(self), Absent.of(self, self.path))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _absent, (self.path, tuple(self.shape), self.stride(), self.dtype, self.requires_grad)
+
+
+_ABOUT = {
+    "shape", "size", "dim", "ndim", "ndimension", "stride", "storage_offset", "numel", "nelement", "dtype", "device",
+    "layout", "itemsize", "nbytes", "element_size", "requires_grad", "is_leaf", "grad", "grad_fn", "_version",
+    "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested", "is_floating_point", "is_complex",
+    "is_inference", "is_contiguous", "_backward_hooks", "__hash__", "__len__",
+}  # fmt: skip
+
+
+def structural(module: nn.Module) -> tuple[nn.Module, list[Place]]:
+    """Return a copy of a module's structure, and where else than under their names it holds parameters and buffers.
+
+    Parameters become `Absent`, buffers are copied. Raises `LossError` for a module that cannot be copied.
+    """
+    memo: dict[int, Any] = {id(b): b.detach().clone() for b in module.buffers()}
+    for name, p in module.named_parameters():
+        memo[id(p)] = Absent.of(p, name)
+    try:
+        copied = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise LossError(
+            "the module cannot be copied", where=type(module).__name__, got=f"{type(error).__name__}: {error}"[:200],
+            want="a module that copy.deepcopy takes",
+            hint="one that keeps activations must let them go; for weight_norm use torch.nn.utils.parametrizations",
+        ) from error  # fmt: skip
+    return copied, list(_rebound(copied, _Rebinding(memo)))
+
+
+def _rebound(module: nn.Module, rebind: _Rebinding) -> Iterator[Place]:
+    """Rebind what a copy holds of its original, in place; yield where it holds parameters and buffers."""
+    names: dict[int, str] = {id(x): n for n, x in [*module.named_parameters(), *module.named_buffers()]}
+    parts = list(module.modules())
+    registered = {id(held) for part in parts for held in (part._parameters, part._buffers, part._modules)}
+    copies = {id(x) for x in rebind.memo.values()}  # nothing else may be written to, but for what is made here
+    todo: list[Any] = [vars(part) for part in parts]
+    seen = {id(x) for x in parts}
+    while todo:
+        held = todo.pop()
+        for key, x in list(held.items() if isinstance(held, dict) else enumerate(held)):
+            if id(x) in names:
+                if id(held) not in registered:
+                    yield held, key, names[id(x)]
+                continue
+            new = rebind(x)
+            if new is not x:
+                held[key] = new
+            if id(new) not in seen and (id(new) in copies or id(new) in rebind.fresh):
+                seen.add(id(new))
+                todo += _holders(new, held, key)
+
+
+def _holders(x: Any, held: Any, key: Any) -> list[Any]:
+    """Return what can be written to in an object that is held under a key: dicts, lists and what acts as one."""
+    if isinstance(x, dict | list):
+        return [x]
+    if isinstance(x, tuple):
+        return [_Items(lambda: held[key], lambda new: held.__setitem__(key, new))]
+    if isinstance(x, types.FunctionType):
+        cells = [_Items(lambda c=c: (c.cell_contents,), lambda new, c=c: setattr(c, "cell_contents", new[0]))
+                 for c in x.__closure__ or () if _held_by(c)]  # fmt: skip
+        defaults = _Items(lambda: x.__defaults__ or (), lambda new: setattr(x, "__defaults__", new))
+        return [*cells, defaults, x.__kwdefaults__ or {}, x.__dict__]
+    if isinstance(x, functools.partial):
+        own: Any = x
+        return [_Items(lambda: x.args, lambda new: own.__setstate__((x.func, new, x.keywords, vars(x)))), x.keywords]
+    return [vars(x)] if hasattr(x, "__dict__") else []
+
+
+@attrs.frozen(eq=False)
+class _Items:
+    """A tuple that somebody holds, as a list: to write an item is to hold another tuple."""
+
+    get: Callable[[], tuple]
+    put: Callable[[tuple], None]
+
+    def __len__(self) -> int:
+        return len(self.get())
+
+    def __getitem__(self, index: int) -> Any:
+        return self.get()[index]
+
+    def __setitem__(self, index: int, x: Any) -> None:
+        old = self.get()
+        self.put(tuple.__new__(type(old), (*old[:index], x, *old[index + 1 :])))
+
+
+@attrs.frozen(eq=False)
+class _Rebinding:
+    """Replaces what was copied by its copy, in what `copy.deepcopy` takes as it is."""
+
+    memo: dict[int, Any]  # id of an original -> its copy; while it lives, so do they
+    made: dict[int, Any] = attrs.field(factory=dict)  # id of an object -> what stands for it
+    fresh: dict[int, Any] = attrs.field(factory=dict)  # what stands for others, by id
+
+    def __call__(self, x: Any) -> Any:
+        """Return `x` over the copies; `x` itself if it does not reach an original."""
+        if id(x) in self.memo:
+            return self.memo[id(x)]
+        if id(x) in self.made:
+            return self.made[id(x)]
+        if id(x) in self.fresh or not self._reaches(x, set()):
+            return x
+        new = self._made(x)
+        self.made[id(x)] = self.fresh[id(new)] = new
+        return new
+
+    def _reaches(self, x: Any, seen: set[int]) -> bool:
+        if id(x) in seen:
+            return False
+        seen.add(id(x))
+        return any(id(y) in self.memo or self._reaches(y, seen) for y in _held_by(x))
+
+    def _made(self, x: Any) -> Any:
+        if isinstance(x, types.FunctionType):
+            return self._function(x)
+        if isinstance(x, types.MethodType):
+            return types.MethodType(self(x.__func__), self(x.__self__))
+        if isinstance(x, functools.partial):
+            return type(x)(self(x.func), *map(self, x.args), **self(x.keywords))
+        if isinstance(x, weakref.ref):
+            return weakref.ref(self(x()))
+        if isinstance(x, dict):
+            mapping = self.made[id(x)] = {}  # before it is filled, here and below: it may hold itself
+            mapping.update((key, self(y)) for key, y in x.items())
+            return mapping
+        if isinstance(x, list):
+            sequence = self.made[id(x)] = []
+            sequence.extend(map(self, x))
+            return sequence
+        return type(x)(map(self, x))
+
+    def _function(self, f: types.FunctionType) -> types.FunctionType:
+        cells = tuple(types.CellType() if self._reaches(cell, set()) else cell for cell in f.__closure__ or ())
+        new = types.FunctionType(f.__code__, f.__globals__, f.__name__, self(f.__defaults__), cells)
+        self.made[id(f)] = self.fresh[id(new)] = new
+        for cell, old in zip(cells, f.__closure__ or (), strict=True):
+            if cell is not old:
+                cell.cell_contents = self(old.cell_contents)
+        new.__kwdefaults__ = self(f.__kwdefaults__)
+        new.__qualname__, new.__module__, new.__doc__ = f.__qualname__, f.__module__, f.__doc__
+        new.__dict__.update(self(f.__dict__))
+        return new
+
+
+def _held_by(x: Any) -> list[Any]:
+    """Return what is inside of an object that `copy.deepcopy` takes as it is, or that such an object may hold."""
+    if isinstance(x, types.FunctionType):
+        return [*(x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, x.__dict__]
+    if isinstance(x, types.CellType):
+        try:
+            return [x.cell_contents]
+        except ValueError:  # not yet assigned
+            return []
+    if isinstance(x, types.MethodType):
+        return [x.__func__, x.__self__]
+    if isinstance(x, functools.partial):
+        return [x.func, *x.args, x.keywords]
+    if isinstance(x, weakref.ref):
+        return [x()]
+    if type(x) is dict:
+        return list(x.values())
+    return list(x) if type(x) in (list, tuple, set, frozenset) else []
+
+
+def _flat(x: Any) -> Iterator[Any]:
+    if isinstance(x, dict):
+        x = tuple(x.values())
+    if isinstance(x, list | tuple):
+        for y in x:
+            yield from _flat(y)
+    else:
+        yield x
+
+
+def _absent(name: str, shape: tuple, stride: tuple, dtype: torch.dtype, requires_grad: bool) -> Absent:
+    like = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
+    return Absent.of(like, name)
