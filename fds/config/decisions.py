@@ -210,4 +210,58 @@ INTENDED = (
         "it is added as it arrived",
         f"{_PEERS}test_float_messages_are_added_unrounded_to_sums_in_bfloat16",
     ),
+    Difference(
+        "`contiguous_gradients` false at stages 1 and 2 on several ranks: the first update's gradients and their norm "
+        "are wrong; at stage 1 with another `grad_accum_dtype` the norm is",
+        "the key changes no number",
+        f"{_INTENDED}test_gradients_that_are_not_contiguous_are_the_same_gradients",
+    ),
+    Difference(
+        "`round_robin_gradients` on several ranks: `safe_get_full_fp32_param` gives parts of other parameters",
+        "`step.params(state)` is whole parameters, whatever the JSON says",
+        f"{_INTENDED}test_gradients_that_are_not_contiguous_are_the_same_gradients",
+    ),
+    Difference(
+        "`bf16.check_grad_overflow` skips no update at stage 3",
+        "it skips at every stage",
+        f"{_INTENDED}test_an_update_that_is_not_finite_is_skipped_at_every_stage",
+    ),
+    Difference(
+        "`torch_autocast` in float16 at stages 1 to 3: the gradient is clipped while it is scaled",
+        "the gradient itself is clipped, at every stage",
+        f"{_INTENDED}test_autocast_in_float16_clips_the_gradient_itself_at_every_stage",
+    ),
+    Difference(
+        "master weights are made of parameters that were rounded to 16 bits",
+        "they are the parameters as they were given",
+        f"{_INTENDED}test_master_weights_are_the_parameters_unrounded",
+    ),
+    Difference(
+        "float16: an overflow at the least scale ends the training",
+        "the update is skipped and `metrics[\"at_minimum_scale\"]` says so",
+        f"{_INTENDED}test_an_overflow_at_the_least_scale_is_a_skip_that_is_reported",
+    ),
+    Difference(
+        "saves that cannot be loaded again: with `elastic_checkpoint`, of some groups at stage 3, of parameters of no "
+        "dimension where gradients are clipped, of Adagrad in bfloat16 at stage 0",
+        "every save is loaded, and goes on bit for bit",
+        f"{_INTENDED}test_what_deepspeed_cannot_resume_goes_on_bit_for_bit",
+    ),
+    Difference(
+        "refused by the engine: `prescale_gradients` and `gradient_predivide_factor` with `reduce_scatter` from stage "
+        "2 on, `grad_accum_dtype` other than that of the parameters at stage 0, an odd `allgather_bucket_size`",
+        "taken at every stage; the numbers are those of the stages that have it",
+        f"{_INTENDED}test_what_the_engine_refuses_at_some_stages_is_the_same_at_all",
+    ),
+    Difference(
+        "unknown keys inside `compile`, which earlier releases had, are refused",
+        "left out with a warning",
+        "tests/config/test_reading.py::test_keys_of_other_releases_inside_compile_pass",
+    ),
+    Difference(
+        "a `cycle_max_mom` of 1, betas of 1, a dampening below 0, a first loss scale below the least: taken, and "
+        "divided by 0 or without meaning",
+        "refused with the JSON path",
+        f"{_INTENDED}test_values_without_meaning_are_refused_with_their_path",
+    ),
 )

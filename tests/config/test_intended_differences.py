@@ -178,3 +178,114 @@ def test_gradients_of_autocast_travel_in_float32():
         return step.describe(state).sent["reduce"]
 
     assert fds.simulate(sent, 2) == [64 * 4 // 2] * 2
+
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def trained(data: dict, batches: list, loss=linear, params: dict | None = None) -> list:
+    """Return what `updates` gives on two simulated ranks, whose rows are halves of the batches."""
+
+    def run():
+        step = composed(data, loss, dp=2)
+        rank = fds.mesh(dp=2)["dp"].index
+        shares = [x.chunk(2)[rank] for x in batches]
+        return updates(step, {"w": torch.tensor([0.5, -0.25])} if params is None else params, shares)
+
+    first, second = fds.simulate(run, 2)
+    assert_same_bits(first, second)
+    return first
+
+
+def zero(stage: int, **keys) -> dict:
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
+DRAWN = list(torch.randn(3, 8, 2, generator=torch.Generator().manual_seed(0)))
+
+
+@STAGES
+@pytest.mark.parametrize("key", ["contiguous_gradients", "round_robin_gradients"])
+def test_gradients_that_are_not_contiguous_are_the_same_gradients(stage, key):
+    one, other = (trained({"gradient_accumulation_steps": 2, "optimizer": SGD, **zero(stage, **{key: value})}, DRAWN)
+                  for value in (True, False))  # fmt: skip
+    assert_same_bits(one, other)
+
+
+@STAGES
+def test_an_update_that_is_not_finite_is_skipped_at_every_stage(stage):
+    data = {"optimizer": SGD, "bf16": {"enabled": True}, **zero(stage)}
+    (before, told), (after, _) = trained(data, [torch.full((4, 2), torch.inf), torch.ones(4, 2)])
+    assert told["skipped"] and before["w"].tolist() == [0.5, -0.25]
+    assert after["w"].isfinite().all() and not torch.equal(after["w"], before["w"])
+
+
+@STAGES
+def test_autocast_in_float16_clips_the_gradient_itself_at_every_stage(stage):
+    data = {"optimizer": SGD, "gradient_clipping": 1.0, "torch_autocast": {"enabled": True, "dtype": "float16"}}
+    ((params, metrics),) = trained({**data, **zero(stage)}, [torch.tensor([[3.0, 4.0]] * 4)])
+    moved = params["w"] - torch.tensor([0.5, -0.25])
+    assert metrics["grad_norm"] == 5 and moved.norm() == pytest.approx(1.0, abs=2**-20)  # 2^-10 of float16 cancels
+
+
+@STAGES
+def test_master_weights_are_the_parameters_unrounded(stage):
+    given = {"w": torch.tensor([1 / 3, 1 + 2**-20])}
+    data = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "bf16": {"enabled": True}, **zero(stage)}
+    ((params, _),) = trained(data, [torch.ones(4, 2)], params=given)
+    assert_same_bits(params, given)
+
+
+def test_an_overflow_at_the_least_scale_is_a_skip_that_is_reported():
+    data = {"optimizer": SGD, "fp16": {"enabled": True, "initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 2}}
+    told = trained(data, [torch.full((4, 2), torch.inf)] * 3 + [torch.ones(4, 2)])
+    said = [(float(m["loss_scale"]), bool(m["at_minimum_scale"]), bool(m["skipped"])) for _, m in told]
+    assert said == [(2.0, True, True)] * 3 + [(2.0, True, False)]
+
+
+@pytest.mark.parametrize(("data", "params"), [
+    (zero(2, elastic_checkpoint=True), {"w": torch.ones(2)}), (zero(3, sub_group_size=20), {"w": torch.ones(2)}),
+    ({**zero(1), "gradient_clipping": 0.5}, {"w": torch.ones(2), "s": torch.ones(())}),
+    ({"bf16": {"enabled": True}, "optimizer": {"type": "Adagrad", "params": {"lr": 0.5}}}, {"w": torch.ones(2)}),
+])  # fmt: skip
+def test_what_deepspeed_cannot_resume_goes_on_bit_for_bit(data, params, tmp_path):
+    loss = lambda params, batch: (params["w"] * batch).pow(2).mean() * params.get("s", torch.ones(()))
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+
+    def run():
+        step = composed({**adam, **data}, loss, dp=2)
+        state, _ = step(step.init(params), DRAWN[0])
+        fds.save(tmp_path, state, step)
+        loaded, _ = fds.load(tmp_path, step, params)
+        return [step.params(step(one, DRAWN[1])[0]) for one in (state, loaded)]
+
+    for straight, resumed in fds.simulate(run, 2):
+        assert_same_bits(resumed, straight)
+
+
+@pytest.mark.parametrize("data", [
+    {"prescale_gradients": True}, {"gradient_predivide_factor": 2.0},
+    {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "float32"}},
+])  # fmt: skip
+def test_what_the_engine_refuses_at_some_stages_is_the_same_at_all(data):
+    runs = [trained({"optimizer": SGD, **data, **zero(stage, allgather_bucket_size=11)}, DRAWN) for stage in range(4)]
+    for run in runs[1:]:
+        assert_same_bits([params for params, _ in run], [params for params, _ in runs[0]])
+
+
+@pytest.mark.parametrize(("data", "where"), [
+    ({"optimizer": {"type": "SGD", "params": {"dampening": -0.5, "momentum": 0.9}}}, "optimizer.params.dampening"),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.0]}}}, "optimizer.params.betas"),
+    ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov"),
+    ({"optimizer": {"type": "Lamb", "params": {"min_coeff": 3, "max_coeff": 2}}}, "optimizer.params.min_coeff"),
+    ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "fp16.initial_scale_power"),
+    ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_max_mom": 1.0}}},
+     "scheduler.params.cycle_max_mom"),
+    ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": None, "cycle_max_lr": 2}}},
+     "scheduler.params.cycle_min_lr"),
+    ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": None}}}, "scheduler.params.total_num_steps"),
+])  # fmt: skip
+def test_values_without_meaning_are_refused_with_their_path(data, where):
+    with pytest.raises(ConfigError) as error:
+        TrainingConfig.of(data)
+    assert where in error.value.where.split(", ")
