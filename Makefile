@@ -9,7 +9,7 @@ PEERS := .venv-peers/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-peers laws faults lint bench-plain bench-sharding bench-pipeline bench-storage bench-kernels gallery golden clean
+.PHONY: help setup train test test-peers laws faults fuzz-config lint bench-plain bench-sharding bench-pipeline bench-storage bench-kernels gallery golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -31,6 +31,9 @@ laws: $(READY)  ## run the laws on many more examples than `make test`, new ones
 
 faults: $(READY)  ## kill saves, fail every write, tamper with files: some ten minutes, new instants every time
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.storage.campaign $(ARGS)
+
+fuzz-config: $(PEERS)  ## train by 500 random configurations beside DeepSpeed (needs .venv-peers, large; some twenty minutes)
+	@.venv-peers/bin/python -m tests.fuzzing $(ARGS)
 
 lint: $(READY)  ## ruff and pyright
 	@$(BIN)/ruff check

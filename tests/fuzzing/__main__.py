@@ -1,0 +1,84 @@
+"""Train by random configurations, by fds and by DeepSpeed 0.19.6, and say what differs: `make fuzz-config`.
+
+    python -m tests.fuzzing --cases 500 --first 0
+    python -m tests.fuzzing --case 137
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.fuzzing.cases import drawn
+from tests.fuzzing.comparing import differences
+from tests.fuzzing.listed import LISTED
+from tests.fuzzing.training import Run
+
+ROOT = Path(__file__).parents[2]
+MANY = 25  # cases of one start of the ranks
+
+
+def main() -> int:
+    options = _parse()
+    numbers = [options.case] if options.case is not None else range(options.first, options.first + options.cases)
+    found, met = 0, collections.Counter()
+    for number, here, there in runs(numbers):
+        case = drawn(number)
+        apart = list(differences(case, here, there, LISTED))
+        met.update(one.name for one in LISTED if one.when(case, there))
+        found += bool(apart)
+        if apart:
+            print(f"case {number}, {case.ranks} ranks: {json.dumps(case.json)}", *apart, sep="\n    ", flush=True)
+        if options.case is not None:
+            print(case, here, there, sep="\n")
+    print(*(f"{count:5d} met: {name}" for name, count in met.most_common()), sep="\n")
+    print(f"{len(numbers)} cases, {found} with a difference that is not listed")
+    return bool(found)
+
+
+def runs(numbers: Iterable[int]) -> Iterable[tuple[int, Run, Run]]:
+    """Yield (number, fds's run, DeepSpeed's run) of cases, those of as many ranks together."""
+    groups = collections.defaultdict(list)
+    for number in numbers:
+        groups[drawn(number).ranks].append(number)
+    for ranks, some in groups.items():
+        for begin in range(0, len(some), MANY):
+            yield from _together(ranks, some[begin : begin + MANY])
+
+
+def _together(ranks: int, numbers: list[int]) -> Iterable[tuple[int, Run, Run]]:
+    with tempfile.TemporaryDirectory(prefix="fds_fuzz_") as folder:
+        out, rest = Path(folder) / "runs.jsonl", list(numbers)
+        while rest:
+            out.write_text("")
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+                       "-m", "tests.fuzzing.worker", str(out), *map(str, rest)]  # fmt: skip
+            ended = subprocess.run(
+                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+                env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+            lines = [json.loads(line) for line in out.read_text().splitlines()]
+            yield from ((line["number"], Run(**line["fds"]), Run(**line["deepspeed"])) for line in lines)
+            rest = rest[len(lines) :]
+            if rest and ended.returncode:
+                print(f"case {rest[0]} ended its ranks:\n{ended.stdout[-1500:]}", flush=True)
+                rest = rest[1:]
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzzing", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=500, help="how many (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first (%(default)s)")
+    parser.add_argument("--case", type=int, help="this one alone, with all numbers")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

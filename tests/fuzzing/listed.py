@@ -1,0 +1,55 @@
+"""The differences that are known: which case meets which entry of `fds.config.decisions.INTENDED`."""
+
+from __future__ import annotations
+
+from tests.fuzzing.cases import Case
+from tests.fuzzing.comparing import ALL, EVERYTHING, Listed
+from tests.fuzzing.training import Run
+
+
+def stage(case: Case) -> int:
+    return case.json["zero_optimization"]["stage"]
+
+
+def kind(case: Case) -> str:
+    return next((one for one in ("fp16", "bf16", "torch_autocast") if one in case.json), "fp32")
+
+
+def of_a_microbatch(case: Case) -> bool:
+    """Say whether sums have another dtype than the parameters in the step."""
+    return "grad_accum_dtype" in case.json.get("data_types", {})
+
+
+def first_doubling(case: Case, run: Run) -> int:
+    """Return the step whose update DeepSpeed halves: the one after which the scale is doubled."""
+    scales = [one or 0.0 for one in run.scales]
+    found = (i - 1 for i in range(1, len(scales)) if scales[i] > scales[i - 1])
+    return next(found, case.steps)
+
+
+LISTED: tuple[Listed, ...] = (
+    Listed("float16 at stage 0, 0.18 to 0.19.8", lambda case, run: kind(case) == "fp16" and stage(case) == 0,
+           EVERYTHING),
+    Listed("float16: on the update where the dynamic scale doubles",
+           lambda case, run: kind(case) == "fp16" and first_doubling(case, run) < case.steps, EVERYTHING,
+           first_doubling),
+    Listed("`contiguous_gradients` false at stages 1 and 2 on several ranks",
+           lambda case, run: case.json["zero_optimization"].get("contiguous_gradients") is False
+           and stage(case) in (1, 2) and case.ranks > 1),
+    Listed("`round_robin_gradients` on several ranks",
+           lambda case, run: case.json["zero_optimization"].get("round_robin_gradients") is True
+           and stage(case) in (1, 2) and case.ranks > 1, frozenset(("params", "import"))),
+    Listed("`bf16.check_grad_overflow` skips no update at stage 3",
+           lambda case, run: kind(case) == "bf16" and stage(case) == 3 and bool(case.loud), ALL,
+           lambda case, run: case.loud[0]),
+    Listed("`torch_autocast` in float16 at stages 1 to 3",
+           lambda case, run: kind(case) == "torch_autocast" and stage(case) > 0
+           and case.json["torch_autocast"]["dtype"] in ("float16", "half")),
+    Listed("float16: an overflow at the least scale ends the training",
+           lambda case, run: kind(case) == "fp16" and "already at minimum" in run.error, EVERYTHING),
+    Listed("`grad_accum_dtype` float32 under bfloat16 does nothing at stage 2",
+           lambda case, run: of_a_microbatch(case) and stage(case) == 2),
+    Listed("stages 2 and 3 in bfloat16 with float32 messages",
+           lambda case, run: kind(case) == "bf16" and stage(case) > 1 and case.ranks > 1
+           and case.json.get("communication_data_type") == "fp32", frozenset(("norms", "params"))),
+)  # fmt: skip
