@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fds import loss as losses, random, tree
 from fds.collectives import Axis
@@ -25,6 +25,7 @@ from fds.step.evaluation import evaluator
 from fds.step.gather import Gather
 from fds.step.gradients import Gradients, Measure, combined_scale
 from fds.step.initial import initial, traced
+from fds.step.into import into, whole_parameters
 from fds.step.order import Memory, Order
 from fds.step.pool import Pool
 from fds.step.reduce import Reduce
@@ -32,6 +33,8 @@ from fds.step.stations import After, Commit, Kernels, Place, Scale, with_chosen_
 from fds.step.structure import Structure, distinct
 from fds.step.sums import Sum
 from fds.step.totals import Totals, agree
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -209,18 +212,24 @@ class Step:
     @check.graphless
     def params(self, state: State) -> Any:
         """Return copies of the whole parameters, in master precision, in the user's structure: all ranks call it."""
-        same_composition(self)
-        check.usable(state, "params")
-        structure, parts = self.structure_of(state.params)
-        if not structure.sharded:
-            return self.grads.collect(tree.map(torch.clone, state.params))
-        assert structure.layout is not None
-        exact, views = Gather(shard=self.gather.shard), []
-        for bucket, part in zip(structure.layout.buckets, parts, strict=True):
-            flat, work = exact.start(bucket, part, Pool())
-            work.wait()
-            views.append(bucket.views(flat))
-        return self.grads.collect(structure.build_whole(structure.layout.collect(views)))
+        return whole_parameters(self, state, "params", copies=True)
+
+    @check.graphless
+    def into(self, module: M, state: State, *, prefix: str = "", buffers_prefix: str | None = None) -> M:
+        """Write whole parameters and buffers back into a module, and return it; all ranks call it.
+
+        The module keeps its tensors, tied ones too, with their dtypes and devices. Buffers that are not in the state
+        stay as they are.
+
+        Args:
+            module: with the parameters of the state, by name and shape.
+            state: of this step.
+            prefix: what stands before the module's names in a state of several modules (`"student."`).
+            buffers_prefix: the same of buffers, where it is another.
+
+        Raises `StateError` for a module that does not fit, before anything is written on any rank.
+        """
+        return into(self, module, state, prefix, buffers_prefix)
 
     @check.graphless
     @with_chosen_kernels

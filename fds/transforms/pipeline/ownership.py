@@ -125,17 +125,20 @@ class Ownership:
             work.wait()
 
     def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parameters of all stages on every rank of the axis, given those of this one."""
+        """Return the parameters, or the buffers, of all stages on every rank of the axis, given those of this one."""
         if self.axis is None:
             return named
-        kinds: dict[str, Any] = {}
-        for told in self.axis.exchange({n: [str(x.dtype)[6:], list(x.shape)] for n, x in named.items()}, "params"):
-            kinds.update(told)
+        kinds: dict[str, tuple[int, str, list[int]]] = {}
+        own = {name: [str(x.dtype)[6:], list(x.shape)] for name, x in named.items()}
+        for rank, told in enumerate(self.axis.exchange(own, "params")):
+            for name, (dtype, shape) in told.items():
+                kinds.setdefault(name, (rank, dtype, shape))
         found = {}
-        for name in self.names:
-            dtype, shape = kinds[name]
-            x = named[name] if name in named else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            found[name] = self._broadcast(x.contiguous(), self.ranks(name)[0])
+        for name in [*(n for n in self.names if n in kinds), *(n for n in kinds if n not in self.stages)]:
+            rank, dtype, shape = kinds[name]
+            mine = rank == self.index  # what others send is not written over a state's own memory
+            x = named[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            found[name] = self._broadcast(x.contiguous(), rank)
         return found
 
     def from_last(self, value: Any = None, header: dict[str, Any] | None = None) -> Any:

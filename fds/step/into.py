@@ -1,0 +1,135 @@
+"""Whole parameters and buffers: copies of them, and back into a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fds import tree
+from fds.errors import StateError
+from fds.state import State
+from fds.step.agreement import same_composition
+from fds.step.check import usable
+from fds.step.gather import Gather
+from fds.step.pool import Pool
+from fds.step.structure import overlap
+
+Pair = tuple[str, Tensor, Tensor]  # name in the module, what is there, what it is to become
+
+
+def whole_parameters(step: Any, state: State, doing: str, *, copies: bool) -> Any:
+    """Return the whole parameters in the user's structure; without `copies` they may be the state's own memory."""
+    same_composition(step)
+    usable(state, doing)
+    structure, parts = step.structure_of(state.params)
+    if not structure.sharded:
+        return step.grads.collect(tree.map(torch.clone, state.params) if copies else state.params)
+    exact, views = Gather(shard=step.gather.shard), []
+    for bucket, part in zip(structure.layout.buckets, parts, strict=True):
+        flat, work = exact.start(bucket, part, Pool())
+        work.wait()
+        views.append(bucket.views(flat))
+    return step.grads.collect(structure.build_whole(structure.layout.collect(views)))
+
+
+def into(step: Any, module: Any, state: State, prefix: str, buffers_prefix: str | None) -> Any:
+    """Write parameters and buffers of a state into a module; see `Step.into`. Nobody writes where a rank refuses."""
+    params = tree.paths(whole_parameters(step, state, "into", copies=False))
+    buffers = step.grads.collect(state.buffers)
+    error, pairs = None, []
+    try:
+        pairs = _pairs(module, params, buffers, prefix, prefix if buffers_prefix is None else buffers_prefix)
+        for name, there, x in pairs:
+            _demand_fit(name, there, x)
+        _demand_apart(pairs)
+    except StateError as caught:
+        error = caught
+    heard = [] if step.everyone is None else step.everyone.exchange(None if error is None else str(error), "into")
+    if error is not None:
+        raise error
+    for rank, theirs in enumerate(heard):
+        if theirs is not None:
+            raise StateError("another rank cannot write into its module", where=f"rank {rank}", got=theirs)
+    for _, there, x in pairs:
+        there.copy_(x)
+    return module
+
+
+def _pairs(module: Any, params: dict, buffers: dict, prefix: str, buffers_prefix: str) -> list[Pair]:
+    """Return what is to be written where. Raises `StateError` where names do not fit."""
+    if not isinstance(module, nn.Module):
+        raise StateError("this is no module", got=type(module).__name__, want="step.into(module, state)")
+    wanted = dict(module.named_parameters(remove_duplicate=False))
+    pairs = list(_matched(wanted, params, prefix, "parameters"))
+    reached = {id(there) for _, there, _ in pairs}
+    missing = [name for name, p in module.named_parameters() if id(p) not in reached]
+    if missing:
+        raise StateError(
+            "the state lacks parameters of the module", where=", ".join(missing[:8]), got=_some(params),
+            want="a module whose parameters are those of the state", hint="prefix= names a part of the state",
+        )  # fmt: skip
+    held = dict(module.named_buffers(remove_duplicate=False))
+    found = list(_matched(held, buffers, buffers_prefix, "buffers"))
+    elsewhere = [name for name in buffers if any(name == n or name.endswith(f".{n}") for n in held)]
+    if not found and elsewhere:
+        raise StateError(
+            "the module's buffers are in the state under another prefix", where=", ".join(elsewhere[:8]),
+            got=f"buffers_prefix={buffers_prefix!r}", want="what stands before the module's own names of them",
+        )  # fmt: skip
+    return [*pairs, *found]
+
+
+def _matched(own: dict[str, Tensor], named: dict[str, Tensor], prefix: str, what: str) -> Iterator[Pair]:
+    """Yield the entries under a prefix, with the tensors of a module that bear their names."""
+    taken: dict[int, str] = {}
+    for name, x in named.items():
+        if not name.startswith(prefix):
+            continue
+        local = name[len(prefix) :]
+        if local not in own:
+            raise StateError(f"the module lacks {what} of the state", where=name, got=_some(own),
+                             want=local, hint="prefix= names a part of the state")  # fmt: skip
+        there = own[local]
+        if id(there) in taken:
+            raise StateError(f"{what} that the module ties are apart in the state", where=name,
+                             got=f"{taken[id(there)]} and {name}", want="one of them")  # fmt: skip
+        taken[id(there)] = name
+        yield local, there, x
+
+
+def _demand_fit(name: str, there: Tensor, x: Tensor) -> None:
+    """Raise `StateError` for a tensor of a module that cannot take a value."""
+    if isinstance(there, nn.parameter.UninitializedTensorMixin):
+        raise StateError("a lazy module has no shapes yet", where=name, want="a module that was called once")
+    if there.is_meta:
+        raise StateError("the module has no memory to write to", where=name, got="a tensor on meta",
+                         hint="module.to_empty(device=...)")  # fmt: skip
+    if there.shape != x.shape or there.is_floating_point() != x.is_floating_point() or (
+        not x.is_floating_point() and there.dtype != x.dtype
+    ):  # fmt: skip
+        raise StateError("the module's is of another kind", where=name, got=f"{there.dtype} {tuple(there.shape)}",
+                         want=f"{x.dtype} {tuple(x.shape)}, as in the state")  # fmt: skip
+    if any(step == 0 and n > 1 for n, step in zip(there.shape, there.stride(), strict=True)):
+        raise StateError("elements of the module's tensor share their memory", where=name, got="an expanded tensor",
+                         want="a tensor of its own: x.contiguous()")  # fmt: skip
+
+
+def _demand_apart(pairs: list[Pair]) -> None:
+    """Raise `StateError` where two tensors of a module share memory: what is written last would win."""
+    seen: dict[tuple, list[tuple[str, Tensor]]] = {}
+    for name, there, _ in pairs:
+        if not there.numel() or there.layout is not torch.strided:
+            continue
+        others = seen.setdefault((there.device, there.untyped_storage().data_ptr()), [])
+        for other, y in others:
+            if overlap(there, y):
+                raise StateError("two tensors of the module share their memory, and the state has both", where=name,
+                                 got=f"memory of {other!r}", want="one parameter under two names")  # fmt: skip
+        others.append((name, there))
+
+
+def _some(named: dict[str, Any]) -> str:
+    return ", ".join(list(named)[:8]) + (f", ... ({len(named)})" if len(named) > 8 else "") or "none"
