@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ def _pairs(module: Any, params: dict, buffers: dict, prefix: str, buffers_prefix
     return [*pairs, *found]
 
 
-def _matched(own: dict[str, Tensor], named: dict[str, Tensor], prefix: str, what: str) -> Iterator[Pair]:
+def _matched(own: Mapping[str, Tensor], named: Mapping[str, Tensor], prefix: str, what: str) -> Iterator[Pair]:
     """Yield the entries under a prefix, with the tensors of a module that bear their names."""
     taken: dict[int, str] = {}
     for name, x in named.items():
@@ -102,7 +102,7 @@ def _matched(own: dict[str, Tensor], named: dict[str, Tensor], prefix: str, what
 
 def _demand_fit(name: str, there: Tensor, x: Tensor) -> None:
     """Raise `StateError` for a tensor of a module that cannot take a value."""
-    if isinstance(there, nn.parameter.UninitializedTensorMixin):
+    if isinstance(there, nn.UninitializedParameter | nn.UninitializedBuffer):
         raise StateError("a lazy module has no shapes yet", where=name, want="a module that was called once")
     if there.is_meta:
         raise StateError("the module has no memory to write to", where=name, got="a tensor on meta",
@@ -131,5 +131,5 @@ def _demand_apart(pairs: list[Pair]) -> None:
         others.append((name, there))
 
 
-def _some(named: dict[str, Any]) -> str:
+def _some(named: Mapping[str, Any]) -> str:
     return ", ".join(list(named)[:8]) + (f", ... ({len(named)})" if len(named) > 8 else "") or "none"
