@@ -107,6 +107,26 @@ def exclusive(grad: Tensor) -> Tensor:
     return grad if is_alone(grad) and grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
 
 
+def own(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Make the `.grad` of each leaf `exclusive`, and return the leaves that have none."""
+    arrived = [x for x in leaves if x.grad is not None]
+    grads = list(map(tree.grad_of, arrived))
+    if set(map(tree.layout_of, grads)) <= {torch.strided}:
+        storages = list(map(Tensor.untyped_storage, grads))
+        alone = [torch._C._storage_Use_Count(s._cdata) == _ALONE_OF_MANY[0] for s in storages]
+        counts = map(sys.getrefcount, storages)
+        checks = zip(arrived, alone, counts, map(Tensor.is_contiguous, grads), strict=True)
+        mixed = [x for x, one, count, dense in checks if not (one and dense and count == _ALONE_OF_MANY[1])]
+        del storages
+    else:
+        mixed = arrived
+    del grads
+    for x in mixed:
+        assert x.grad is not None
+        x.grad = exclusive(x.grad)
+    return [] if len(arrived) == len(leaves) else [x for x in leaves if x.grad is None]
+
+
 def is_alone(x: Tensor) -> bool:
     """Say whether nobody else holds the memory of `x`: no other tensor, and no storage object."""
     return all(n <= alone for n, alone in zip(_holders(x), _ALONE, strict=True))
@@ -118,6 +138,14 @@ def _holders(x: Tensor) -> tuple[int, int]:
 
 
 _ALONE = _holders(torch.empty(1))  # how one tensor by itself is counted: 2 and 3 in torch 2.13
+
+
+def _holders_of_many(tensors: list[Tensor]) -> tuple[int, int]:
+    storages = list(map(Tensor.untyped_storage, tensors))
+    return torch._C._storage_Use_Count(storages[0]._cdata), next(map(sys.getrefcount, storages))
+
+
+_ALONE_OF_MANY = _holders_of_many([torch.empty(1)])  # the same, where a list holds the storage
 
 
 def check_scalar(value: Any, where: str) -> None:

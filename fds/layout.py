@@ -150,7 +150,7 @@ class Layout:
 
     def build(self, leaves: Sequence[Any]) -> Any:
         """Return the user's tree with these leaves, in the order of `names`."""
-        return self.spec.unflatten(leaves)
+        return tree.builder(self.spec)(leaves)
 
 
 @tree.record

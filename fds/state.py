@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import attrs
@@ -17,6 +18,16 @@ class Token:
 
     spent_at: int | None = None  # the value of `calls` of the state that was given up
     readers: set = attrs.field(factory=set)  # saves that still read the buffers: nobody writes over them
+    memory: Any = attrs.field(default=None, repr=False)  # what a donating step knows of them: a cache
+    before: list[weakref.ref[State]] = attrs.field(factory=list, repr=False)  # given-up states with the same tensors
+
+    @classmethod
+    def after(cls, old: State, memory: Any) -> Token:
+        """Return the token of a state that has taken over the tensors of one that was given up."""
+        return cls(memory=memory, before=[one for one in old.token.before if one() is not None] + [weakref.ref(old)])
+
+    def __reduce__(self) -> tuple:
+        return Token, (self.spent_at,)  # a copy has tensors of its own
 
 
 @tree.record

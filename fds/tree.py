@@ -7,6 +7,7 @@ dataclasses, records of `record`, and classes that are registered with torch's p
 from __future__ import annotations
 
 import fnmatch
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, dataclass_transform
@@ -23,9 +24,19 @@ T = TypeVar("T")
 Tree = Any
 _map = map
 _ADOPTING = threading.Lock()
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, bytes, complex, type(None), torch.dtype})
+_TENSORS, _WORDS = frozenset({Tensor, torch.nn.Parameter}), frozenset({str})
+_PLAIN = frozenset({*_TENSORS, int, float, bool, str, bytes, complex, type(None), torch.dtype})
 _DECLARED: set[type] = set()  # classes that `leaf` was told of
 _LEAVES: set[type] = set(_PLAIN)  # those and others whose instances are leaves, as far as they were met
+
+
+def _getter(name: str) -> Callable[[Any], Any]:
+    return getattr(Tensor, name).__get__
+
+
+# For `map` over many tensors: 30 to 70 ns each, half of what the attribute takes in a loop.
+shape_of, dtype_of, device_of, layout_of = _getter("shape"), _getter("dtype"), _getter("device"), _getter("layout")
+version_of, grad_of, requires_grad_of = _getter("_version"), _getter("grad"), _getter("requires_grad")
 
 
 def static(**kwargs: Any) -> Any:
@@ -86,7 +97,7 @@ def leaf(cls: type[T]) -> type[T]:
 
 def leaves(tree: Tree) -> list:
     """Return the leaves of `tree` in order (dict entries in insertion order)."""
-    return parts(tree)[0]
+    return list(tree.values()) if _is_flat(tree) else parts(tree)[0]
 
 
 def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -118,16 +129,27 @@ def flatten(tree: Tree) -> tuple[list, Callable[[Iterable], Tree]]:
     >>> build([v * 10 for v in parts])
     {'a': 10, 'b': [20, 30]}
     """
+    if _is_flat(tree):
+        return list(tree.values()), _dict_builder(tuple(tree))
     found, spec = parts(tree)
     return found, spec.unflatten
 
 
 def parts(tree: Tree) -> tuple[list, Any]:
     """Return the leaves and the structure of a tree, in one pass."""
+    if _is_flat(tree):
+        return list(tree.values()), _flat_structure(tuple(tree))
     found, spec = pytree.tree_flatten(tree)
     while not _LEAVES.issuperset(_map(type, found)) and _adopt(found):
         found, spec = pytree.tree_flatten(tree)
     return found, spec
+
+
+def builder(spec: Any) -> Callable[[Iterable], Tree]:
+    """Return the function that puts leaves into a structure: `spec.unflatten`, or what does the same sooner."""
+    names = tuple(spec.context) if spec.type is dict else ()
+    flat = names and set(_map(type, names)) <= _WORDS and spec == _flat_structure(names)
+    return _dict_builder(names) if flat else spec.unflatten
 
 
 def structure(tree: Tree) -> Any:
@@ -157,6 +179,8 @@ def paths(tree: Tree) -> dict[str, Any]:
     >>> paths({"a": 1, "b": [2, {"c": 3}]})
     {'a': 1, 'b.0': 2, 'b.1.c': 3}
     """
+    if _is_flat(tree):
+        return dict(tree)
     parts(tree)  # so that all its containers are known
     named: dict[str, Any] = {}
     for keys, x in pytree.tree_flatten_with_path(tree)[0]:
@@ -197,6 +221,25 @@ def match(patterns: Iterable[str], names: Iterable[str], *, what: str) -> set[st
             )  # fmt: skip
         found.update(hits)
     return found
+
+
+def nodes(tree: Tree) -> list:
+    """Return the dicts, lists, tuples and records of a tree that is not empty.
+
+    >>> nodes({"a": [1, {"b": 2}]})
+    [{'a': [1, {'b': 2}]}, [1, {'b': 2}], {'b': 2}]
+    """
+    if _is_flat(tree):
+        return [tree]
+    if isinstance(tree, dict):
+        inside = list(tree.values())
+    elif isinstance(tree, list | tuple):
+        inside = list(tree)
+    elif attrs.has(type(tree)):
+        inside = [getattr(tree, field.name) for field in attrs.fields(type(tree)) if "role" not in field.metadata]
+    else:
+        return []
+    return [tree, *(found for one in inside for found in nodes(one))] if inside else []
 
 
 def is_float(x: Any) -> bool:
@@ -243,6 +286,25 @@ def _register(cls: type) -> None:
                 cls, containers.take_apart, lambda children, shell: containers.build(shell, children),
                 flatten_with_keys_fn=flatten_with_keys,
             )  # fmt: skip
+
+
+def _is_flat(tree: Tree) -> bool:
+    """Say whether a tree is a dict from names to plain tensors, as the parameters of most models are.
+
+    Such a dict is read by dict's own functions: 3 ns a leaf, where torch's pytree takes 160.
+    """
+    if type(tree) is not dict:
+        return False
+    return _TENSORS.issuperset(_map(type, tree.values())) and _WORDS.issuperset(_map(type, tree))
+
+
+@functools.lru_cache(maxsize=64)
+def _flat_structure(names: tuple[str, ...]) -> Any:
+    return pytree.tree_structure(dict.fromkeys(names, 0))
+
+
+def _dict_builder(names: tuple[str, ...]) -> Callable[[Iterable], dict[str, Any]]:
+    return lambda leaves: dict(zip(names, leaves, strict=True))
 
 
 def _word(key: Any) -> str:

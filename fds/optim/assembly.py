@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.kernels.choice import all_run_triton, chosen
 from fds.optim.base import Optimizer, Schedule, Segment, Values, at
 
@@ -78,8 +79,11 @@ class Now:
         options["lr"] = lr.float() if isinstance(lr, Tensor) else lr
         options["grad_scale"] = None if self.grad_scale is None else self.grad_scale.float()
         options["found_inf"] = None if self.skip is None else self.skip.float()
-        for dtype in dict.fromkeys(p.dtype for p in lists[0]):
-            same = [[x for p, x in zip(lists[0], xs, strict=False) if p.dtype == dtype] for xs in lists]
+        dtypes = set(map(tree.dtype_of, lists[0]))
+        for dtype in dtypes:
+            same = lists
+            if len(dtypes) > 1:
+                same = [[x for p, x in zip(lists[0], xs, strict=False) if p.dtype == dtype] for xs in lists]
             kernel(*same, maximize=False, **options)
 
 
@@ -133,7 +137,9 @@ def assemble(
         if not params:  # all that is in these slices is padding
             return slices, given
         now = attrs.evolve(now, segments=alone)
-        rule(params, [g.to(p.dtype) for g, p in zip(grads, params, strict=True)], opt, now)
+        if list(map(tree.dtype_of, grads)) != list(map(tree.dtype_of, params)):
+            grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
+        rule(params, list(grads), opt, now)
         if out is not None:
             torch.ops.aten._foreach_copy_(out, slices)
         return slices, given
@@ -158,9 +164,10 @@ def _by_segment(
     The last elements of a tensor, too few for a vector register, are computed one by one, and round differently in some
     kernels: in slices they are the same ones as in the parameter by itself, so every stage gives the same bits.
     """
-    if all(len(inside) == 1 and inside[0].length == len(p) for p, inside in zip(params, segments, strict=True)):
+    lengths = tuple(map(Tensor.numel, params))
+    if all(len(inside) == 1 and inside[0].length == n for n, inside in zip(lengths, segments, strict=True)):
         return params, grads, opt, segments
-    cuts, alone = _cuts(tuple(map(tuple, segments)), tuple(map(len, params)), keep_empty)
+    cuts, alone = _cuts(tuple(map(tuple, segments)), lengths, keep_empty)
     cut = lambda flats: [
         parts[k] for x, (sizes, kept) in zip(flats, cuts, strict=True) for parts in (x.split(sizes),) for k in kept
     ]  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any, ParamSpec, TypeVar
 
 import attrs
@@ -15,10 +16,22 @@ from fds import autodiff, tree
 from fds.errors import FdsError, LossError, StateError
 from fds.loss import Layers
 from fds.state import State
+from fds.step.structure import Slot, Structure
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_ORDINARY = {Tensor, torch.nn.Parameter}
+_ANEW = "make the state with the init of this step, or carry it over: step.init(other_step.params(state))"
+
+
+@attrs.frozen(eq=False)
+class Held:
+    """The tensors of a state, in the order of its structure."""
+
+    structure: Structure
+    parts: list[Tensor]
+    opt: dict[str, list[Tensor | None]]  # by slot, one for each trained part
 
 def graphless(method: Callable[P, R]) -> Callable[P, R]:
     """Make a method of a step run without gradients and outside inference mode, whatever surrounds it.
@@ -64,36 +77,101 @@ def usable(state: Any, doing: str) -> None:
     state.check(doing)
 
 
-def same_composition(state: State, slots: Iterable[str], opt: Mapping[str, Iterable[str]]) -> None:
-    """Raise `StateError` unless a state has these slots, and in `opt` these names under these slots."""
+def same_composition(state: State, slots: Iterable[str], opt: Mapping[str, Slot]) -> None:
+    """Raise `StateError` unless a state has these slots, and in `opt` the names of these slots."""
     parts = [("slots", state.slots, slots), ("opt", state.opt, opt)]
-    parts += [(f"opt.{slot}", state.opt.get(slot, {}), names) for slot, names in opt.items()]
+    parts += [(f"opt.{slot}", state.opt.get(slot, {}), want.names) for slot, want in opt.items()]
     for where, got, want in parts:
         if got.keys() != set(want):
             raise StateError(
                 "the state is another composition's", where=where, got=", ".join(got) or "nothing",
-                want=", ".join(want) or "nothing", hint="make the state with the init of this step, or carry it over: "
-                "step.init(other_step.params(state))",
+                want=", ".join(want) or "nothing", hint=_ANEW,
             )  # fmt: skip
 
 
-def without_graph(state: State, parts: list[Tensor]) -> tuple[State, list[Tensor]]:
-    """Return a state and its parameters, none of which requires grad or was made in inference mode."""
-    opt = (x for slot in state.opt.values() for x in slot.values())
-    leaves = (*parts, *opt, *state.buffers.values(), *tree.leaves(state.slots), state.key)
-    if not any(x.requires_grad or x.is_inference() for x in leaves):
-        return state, parts
-    plain = {name: tree.map(_plain, getattr(state, name)) for name in ("params", "opt", "buffers", "slots", "key")}
-    return attrs.evolve(state, **plain), tree.leaves(plain["params"])
+def without_graph(state: State, held: Held) -> State:
+    """Return a state of which no tensor requires grad or was made in inference mode."""
+    opt = (x for slot in held.opt.values() for x in slot if x is not None)
+    leaves = [*held.parts, *opt, *tree.leaves((state.buffers, state.slots)), state.key]
+    if not any(map(tree.requires_grad_of, leaves)) and not any(map(Tensor.is_inference, leaves)):
+        return state
+    names = ("params", "opt", "buffers", "slots", "key")
+    return attrs.evolve(state, **{name: tree.map(_plain, getattr(state, name)) for name in names})
+
+
+def same_slots(state: State, opt: Mapping[str, Slot], devices: Sequence[torch.device]) -> dict[str, list]:
+    """Return the optimizer's slots, one tensor or None per trained part, `devices` being those of the parts.
+
+    Raises `StateError` where one has not the shape, the dtype or the device of its part.
+    """
+    found: dict[str, list] = {}
+    for slot, want in opt.items():
+        named = state.opt[slot]
+        values = list(named.values()) if tuple(named) == want.names else [named[name] for name in want.names]
+        at = devices if all(want.has) else list(compress(devices, want.has))
+        if kinds(values) != (want.shapes, want.dtypes) or list(map(tree.device_of, values)) != at:
+            wanted = zip(want.names, values, want.shapes, want.dtypes, at, strict=True)
+            for name, x, shape, dtype, device in wanted:
+                _demand(f"opt.{slot}.{name}", x, shape, dtype, device)
+        rest = iter(values)
+        found[slot] = values if all(want.has) else [next(rest) if has else None for has in want.has]
+    return found
+
+
+def same_kinds(where: str, got: Any, want: Any) -> None:
+    """Raise `StateError` unless a tree has the structure, shapes and dtypes of another, of `meta` tensors."""
+    (values, spec), (wanted, wanted_spec) = tree.parts(got), tree.parts(want)
+    if spec == wanted_spec and kinds(values) == kinds(wanted):
+        return
+    named, wanted_by_name = tree.paths(got), tree.paths(want)
+    for name in dict.fromkeys([*wanted_by_name, *named]):
+        _demand(f"{where}.{name}", named.get(name), *_kind(wanted_by_name.get(name)))
+
+
+def counters(state: State) -> None:
+    """Raise `StateError` where `step`, `calls` or `key` is not what it was when `init` made it."""
+    host = torch.device("cpu")
+    for name, x, size, device in (("step", state.step, (), None), ("calls", state.calls, (), host),
+                                  ("key", state.key, (2,), host)):  # fmt: skip
+        _demand(name, x, torch.Size(size), torch.int64, device)
+
+
+def kinds(leaves: Sequence[Any]) -> tuple[tuple, tuple]:
+    """Return the shapes and the dtypes of leaves; of what is no tensor, None."""
+    try:
+        return tuple(map(tree.shape_of, leaves)), tuple(map(tree.dtype_of, leaves))
+    except TypeError:
+        found = [_kind(x) for x in leaves]
+        return tuple(shape for shape, _ in found), tuple(dtype for _, dtype in found)
+
+
+def _kind(x: Any) -> tuple[torch.Size | None, torch.dtype | None]:
+    return (x.shape, x.dtype) if isinstance(x, Tensor) else (None, None)
+
+
+def _demand(
+    where: str, x: Any, shape: torch.Size | None, dtype: torch.dtype | None, device: torch.device | None = None
+) -> None:
+    if _kind(x) == (shape, dtype) and (device is None or x.device == device):
+        return
+    text = lambda shape, dtype, device: f"{tuple(shape)} {dtype}" + ("" if device is None else f" on {device}")
+    got = text(x.shape, x.dtype, device and x.device) if isinstance(x, Tensor) else repr(x)[:60]
+    raise StateError(
+        "a part of the state does not fit its parameters and this step", where=where, got=got,
+        want="nothing" if shape is None else text(shape, dtype, device), hint=_ANEW,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
 def intact(**held: Any) -> Iterator[None]:
     """Raise `LossError` where what runs inside writes into the tensors of these trees."""
-    given = [(x, x._version) for x in tree.leaves(held) if isinstance(x, torch.Tensor) and not x.is_inference()]
+    given = [x for one in held.values() for x in tree.leaves(one)]
+    if not set(map(type, given)) <= _ORDINARY or any(map(Tensor.is_inference, given)):
+        given = [x for x in given if isinstance(x, Tensor) and not x.is_inference()]
+    versions = list(map(tree.version_of, given))
     yield
-    changed = {id(x) for x, version in given if x._version != version}
-    if changed:
+    if list(map(tree.version_of, given)) != versions:
+        changed = {id(x) for x, version in zip(given, versions, strict=True) if x._version != version}
         where = ", ".join(path for path, x in tree.paths(held).items() if id(x) in changed)
         raise LossError(
             "the loss writes over what it is given", where=where, got="an in-place operation",

@@ -72,10 +72,6 @@ class Gather:
             )  # fmt: skip
         return bound - coming
 
-    def cast(self, name: str, x: Tensor) -> Tensor:
-        """Return a leaf in the dtype in which the loss sees it."""
-        return x.to(self.dtype_of(name, x.dtype))
-
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the loss sees a parameter that is held in `dtype`."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point and self.casts(name) else dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any
 
 import attrs
@@ -34,15 +35,14 @@ def open_parameters(
     """Return what the loss sees, cast once a step; with `train` the trained leaves require gradients."""
     live = None
     if not structure.sharded:
-        whole = [gather.cast(name, x) for name, x in zip(structure.names, parts, strict=True)]
+        casts = structure.casts
+        whole = parts if casts is None else [x.to(dtype) for x, dtype in zip(parts, casts, strict=True)]
     elif order is None or gather.shard is None or gather.shard.stage < 3:
         whole = gather.all_at_once(structure, parts, pool)
     else:
         live = Live(gather, structure, parts, pool, order)
         whole = live.handles(train)
-    trained = set(structure.trained_names)
     if train and live is None:
-        pairs = zip(structure.names, whole, strict=True)
-        whole = [x.detach().requires_grad_() if name in trained else x for name, x in pairs]
-    seen = [x for name, x in zip(structure.names, whole, strict=True) if name in trained]
-    return Parameters(seen, structure.build_whole(whole), live)
+        pairs = zip(whole, structure.is_trained, strict=True)
+        whole = [x.detach().requires_grad_() if is_trained else x for x, is_trained in pairs]
+    return Parameters(list(compress(whole, structure.is_trained)), structure.build_whole(whole), live)

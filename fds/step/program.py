@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import attrs
@@ -15,12 +16,13 @@ from fds import loss as losses, random, tree
 from fds.collectives import Axis
 from fds.microbatches import Microbatches
 from fds.optim import Optimizer
-from fds.state import State
+from fds.state import State, Token
 from fds.step import check
 from fds.step.agreement import same_composition
 from fds.step.backward import Found, Grads, InTurn
 from fds.step.batch import Split
 from fds.step.describe import Description, describe
+from fds.step.donated import Memory as Given, writable
 from fds.step.evaluation import evaluator
 from fds.step.gather import Gather
 from fds.step.gradients import Gradients, Measure, combined_scale
@@ -30,7 +32,7 @@ from fds.step.order import Memory, Order
 from fds.step.pool import Pool
 from fds.step.reduce import Reduce
 from fds.step.stations import After, Commit, Kernels, Place, Scale, with_chosen_kernels
-from fds.step.structure import Structure, distinct
+from fds.step.structure import Structure
 from fds.step.sums import Sum
 from fds.step.totals import Totals, agree
 
@@ -73,6 +75,8 @@ class Step:
     everyone: Axis | None = attrs.field(default=None, repr=False)  # the ranks that share this step
     pool: Pool = attrs.field(factory=Pool, init=False, repr=False)
     structures: dict = attrs.field(factory=dict, init=False, repr=False)
+    recent: list = attrs.field(factory=list, init=False, repr=False)  # key and structure of the last call
+    fresh: dict[Structure, dict] = attrs.field(factory=dict, init=False, repr=False)  # slots and buffers, on meta
     memories: dict[tuple, Memory] = attrs.field(factory=dict, init=False, repr=False)
     asked: dict[str, list[str]] = attrs.field(factory=dict, init=False, repr=False)  # what ranks have agreed on
 
@@ -119,8 +123,10 @@ class Step:
         a loss that is refused for it wrote there itself.
         """
         same_composition(self)
-        structure, parts = self.check(state)
-        state, parts = check.without_graph(state, parts)
+        held = self.check(state)
+        if (plain := check.without_graph(state, held)) is not state:
+            state, held = plain, self.check(plain)
+        structure, parts = held.structure, held.parts
         assert self.optimizer is not None
 
         # from the batch to one summed gradient
@@ -149,21 +155,24 @@ class Step:
         # the update: from the last of these lines on the new state's memory is written
         values = self.optimizer.values(state.step)
         over = self.place.donate and not state.token.readers
-        trained, opt, after = self._writable(state, structure.pick(parts), over)
-        flat, flat_opt = [x.view(-1) for x in trained], structure.flat_slots(opt)
+        trained, opt, after, memory = self._writable(state, held, over)
+        written = memory if self.place.donate else None
+        flat = memory.buffers.flat[: len(trained)]
+        flat_opt = structure.align(memory.buffers.flat[len(trained) :])
         if self.place.donate:
             state.token.spent_at = int(state.calls)
+            state.token.memory = None
         if over:
-            # fused kernels do not: a graph that saved these must fail, and a save that reads them under another token
-            slices = [x for slot in flat_opt.values() for x in slot if x is not None]
-            torch.autograd.graph.increment_version([*flat, *slices, *tree.leaves(after)])
+            # fused kernels do not: a graph that saved these must fail
+            torch.autograd.graph.increment_version(memory.buffers.flat)
         new, new_opt = self.optimizer.update(
-            [g.view(-1) for g in grads.leaves], flat_opt, flat, step=state.step, grad_scale=grads.scale,
-            skip=skip, segments=structure.segments, axes=self.reduce.axes, **self.optimizer.given(values),
+            [g if g.dim() == 1 else g.view(-1) for g in grads.leaves], flat_opt, flat, step=state.step,
+            grad_scale=grads.scale, skip=skip, segments=structure.segments, axes=self.reduce.axes,
+            **self.optimizer.given(values),
         )  # fmt: skip
         if new is not flat or new_opt is not flat_opt:  # ours write in place and return what they were given
             trained = [x.view(old.shape) for x, old in zip(new, trained, strict=True)]
-            opt = structure.name_slots(new_opt)
+            opt, written = structure.name_slots(new_opt), None
 
         if state.step.device.type == "cpu":
             self.pool.ballast.extend(grads.leaves)
@@ -180,6 +189,7 @@ class Step:
         new = State(
             step=step, calls=state.calls + 1, params=structure.put(parts, trained), opt=opt,
             buffers=buffers, slots=slots, key=state.key,
+            token=Token.after(state, written) if over else Token(memory=written),
         )  # fmt: skip
         return new, self._metrics(totals, state, step, values.rates(), norm, skip)
 
@@ -243,18 +253,31 @@ class Step:
     def structure_of(self, params: Any) -> tuple[Structure, list[Tensor]]:
         """Return the structure of these parameters, read once for each kind of tree, and their leaves."""
         leaves, spec = tree.parts(params)
-        key = (spec, *((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves))
-        if key not in self.structures:
-            assert self.optimizer is not None
-            self.structures[key] = Structure.of(params, self)
-        return self.structures[key], leaves
+        key = (spec, *check.kinds(leaves))
+        if not (self.recent and self.recent[0] == key):
+            if key not in self.structures:
+                assert self.optimizer is not None
+                self.structures[key] = Structure.of(params, self)
+            self.recent[:] = key, self.structures[key]
+        return self.recent[1], leaves
 
-    def check(self, state: Any) -> tuple[Structure, list[Tensor]]:
-        """Return structure and leaves of a state that this step can take. Raises `StateError` for any other."""
+    def check(self, state: Any) -> check.Held:
+        """Return the tensors of a state that this step can take. Raises `StateError` for any other."""
         check.usable(state, "step")
         structure, leaves = self.structure_of(state.params)
-        check.same_composition(state, self.slots, structure.opt_names)
-        return structure, leaves
+        check.counters(state)
+        check.same_composition(state, self.slots, structure.opt)
+        if structure not in self.fresh:
+            buffers = losses.initial_buffers(self.loss)  # builds what is not built yet, so not on meta
+            with torch.device("meta"):
+                shapes = tree.map(lambda x: x.to("meta"), state.params)
+                slots = {name: make(shapes, torch.device("meta")) for name, make in self.slots.items()}
+                buffers = {n: b.to("meta") for n, b in buffers.items() if self.grads.holds(n)}
+            self.fresh[structure] = {"slots": slots, "buffers": buffers}
+        for name, want in self.fresh[structure].items():
+            check.same_kinds(name, getattr(state, name), want)
+        devices = [leaves[i].device for i in structure.trained]
+        return check.Held(structure, leaves, check.same_slots(state, structure.opt, devices))
 
     def microbatches(self, batch: Any, n: int | None = None) -> list[Any]:
         """Return the microbatches of a batch, by this step's split or `n` of them. Raises `BatchError`.
@@ -324,14 +347,28 @@ class Step:
         some = any(found.used) or not found.used
         return agree(found.totals, norm, found.buffers, self.everyone, data, calls=calls, used=some)
 
-    def _writable(self, state: State, trained: list[Tensor], over: bool) -> tuple[list[Tensor], dict, dict]:
-        """Return the memory of the new state, holding the old values: the old state's to write over, or the pool's."""
-        after = {one.slot: state.slots[one.slot] for one in self.after}
-        slots, parts = state.opt, [*trained, *(x for slot in state.opt.values() for x in slot.values())]
-        averages, build = tree.flatten(after)
-        out = iter((distinct if over else self.pool.copies)([*parts, *averages]))
-        trained = [next(out) for _ in trained]
-        return trained, {slot: {name: next(out) for name in slots[slot]} for slot in slots}, build(out)
+    def _writable(
+        self, state: State, held: check.Held, over: bool
+    ) -> tuple[list[Tensor], dict, dict, Given]:
+        """Return the memory of the new state, holding the old values: the old state's to write over, or the pool's.
+
+        That is the trained parts, `opt`, what follows an update, and the memory of all of them in this order.
+        """
+        structure = held.structure
+        averages = {one.slot: tree.flatten(state.slots[one.slot]) for one in self.after}
+        parts = [(state.params, structure.pick(held.parts))]
+        parts += [(state.opt, [x for slot in held.opt.values() for x in slot if x is not None])]
+        parts += [(state.slots[name], list(leaves)) for name, (leaves, _) in averages.items()]
+        if over:
+            tensors, memory = writable(state, parts, structure, lists=2)
+        else:
+            tensors, buffers = self.pool.copies([x for _, some in parts for x in some], structure)
+            memory = Given.of(tensors, structure, buffers)
+        out = iter(tensors)
+        trained = list(islice(out, len(structure.trained)))
+        opt = {slot: dict(zip(want.names, out, strict=False)) for slot, want in structure.opt.items()}
+        after = {name: build(islice(out, len(leaves))) for name, (leaves, build) in averages.items()}
+        return trained, opt, after, memory
 
     def _metrics(
         self, totals: Totals, state: State, step: Tensor, rates: dict[str, Tensor], norm: Tensor | None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress, islice
 from typing import Any
 
 import attrs
@@ -14,6 +16,16 @@ from fds.errors import StateError
 from fds.layout import Layout, Leaf, Segment, Sharded
 from fds.optim import Optimizer
 from fds.step.shard import Shard
+
+
+@attrs.frozen
+class Slot:
+    """What a state holds under a slot of the optimizer."""
+
+    names: tuple[str, ...]  # of the parts that have it
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    has: tuple[bool, ...]  # of every trained part, whether it has this slot
 
 
 @attrs.frozen(eq=False)
@@ -33,7 +45,8 @@ class Structure:
     segments: list[list[Segment]]  # of the trained parts
     layout: Layout | None  # of the slices in the state, or of the gradients alone; None where one rank does all
     sharded: bool
-    opt_names: dict[str, dict[str, Any]]  # slot of the optimizer -> names of the parts that have it
+    casts: tuple[torch.dtype, ...] | None  # in which the loss sees the leaves, None where a state holds them so
+    opt: dict[str, Slot]  # by slot of the optimizer
 
     @classmethod
     def of(cls, params: Any, step: Any) -> Structure:
@@ -64,7 +77,8 @@ class Structure:
         segments = [[Segment(leaf.name, leaf.shape, 0, leaf.numel)] for leaf in live]
         made = cls(
             names, tuple(leaf.name for leaf in live), names, tuple(torch.Size(leaf.shape) for leaf in leaves),
-            tuple(i for i, leaf in enumerate(leaves) if leaf.trained), build, build, segments, layout, False, {},
+            tuple(i for i, leaf in enumerate(leaves) if leaf.trained), build, build, segments, layout, False,
+            _casts(leaves, step), {},
         )  # fmt: skip
         return made._with_slots(step.optimizer, [(leaf.numel, leaf.dtype) for leaf in live])
 
@@ -75,16 +89,26 @@ class Structure:
         made = cls(
             layout.names, tuple(n for n in layout.names if n in trained), tuple(b.name for b in buckets),
             tuple(torch.Size((b.length,)) for b in buckets), tuple(i for i, b in enumerate(buckets) if b.trained),
-            lambda parts: Sharded(dict(zip((b.name for b in buckets), parts, strict=True)), layout), layout.build,
-            [b.segments(shard.axis.index) for b in buckets if b.trained], layout, True, {},
+            lambda parts: Sharded(dict(zip((b.name for b in buckets), parts, strict=True)), layout),
+            tree.builder(layout.spec), [b.segments(shard.axis.index) for b in buckets if b.trained], layout, True,
+            None, {},
         )  # fmt: skip
         return made._with_slots(optimizer, [(b.length, b.dtype) for b in buckets if b.trained])
 
     def _with_slots(self, optimizer: Optimizer, flat: list[tuple[int, torch.dtype]]) -> Structure:
         """Return the same, knowing which slots the optimizer keeps."""
         params = [torch.empty(n, dtype=dtype, device="meta") for n, dtype in flat]
-        self.opt_names.update(self.name_slots(optimizer.init(self.segments, params=params)))
+        places = [(self.held[i], self.shapes[i]) for i in self.trained]
+        for slot, parts in optimizer.init(self.segments, params=params).items():
+            has = tuple(x is not None for x in parts)
+            names, shapes = zip(*compress(places, has), strict=True) if any(has) else ((), ())
+            self.opt[slot] = Slot(names, shapes, tuple(x.dtype for x in parts if x is not None), has)
         return self
+
+    @functools.cached_property
+    def is_trained(self) -> tuple[bool, ...]:
+        """Of every name, whether it is trained."""
+        return tuple(map(set(self.trained_names).__contains__, self.names))
 
     def hold(self, leaves: Iterable[tuple[str, Tensor]], index: int) -> Any:
         """Return what a state holds, from (name, whole leaf) one after another: all, or slice `index` of each bucket.
@@ -104,8 +128,8 @@ class Structure:
             s.of(parts[i]).copy_(leaf.reshape(-1)[s.start : s.start + s.length])
         return self.build(parts)
 
-    def pick(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the trained ones of all parts."""
+    def pick(self, parts: Sequence[Any]) -> list[Any]:
+        """Return those of all parts that are trained."""
         return [parts[i] for i in self.trained]
 
     def put(self, parts: Sequence[Tensor], trained: Sequence[Tensor]) -> Any:
@@ -115,18 +139,19 @@ class Structure:
             out[i] = x
         return self.build(out)
 
+    def align(self, slots: Sequence[Tensor]) -> dict[str, list]:
+        """Return the optimizer's slots, given all tensors of all of them: one per trained part, None without."""
+        rest = iter(slots)
+        take = lambda has: list(islice(rest, len(has))) if all(has) else [next(rest) if one else None for one in has]
+        return {name: take(slot.has) for name, slot in self.opt.items()}
+
     def name_slots(self, opt: dict[str, list]) -> dict[str, dict[str, Tensor]]:
-        """Turn the optimizer's flat slices into tensors under the names of their parts."""
+        """Turn the optimizer's flat slices into tensors under the names of their parts, which hold no others."""
         places = [(self.held[i], self.shapes[i]) for i in self.trained]
         return {
-            slot: {name: x.view(shape) for (name, shape), x in zip(places, parts, strict=True) if x is not None}
+            slot: {name: x.view(shape).data for (name, shape), x in zip(places, parts, strict=True) if x is not None}
             for slot, parts in opt.items()
         }
-
-    def flat_slots(self, opt: dict[str, dict[str, Tensor]]) -> dict[str, list]:
-        """Undo `name_slots`: views, no copies."""
-        names = [self.held[i] for i in self.trained]
-        return {slot: [parts[n].view(-1) if n in parts else None for n in names] for slot, parts in opt.items()}
 
 
 def read_leaves(named: dict[str, Any], step: Any) -> list[Leaf]:
@@ -148,6 +173,11 @@ def read_leaves(named: dict[str, Any], step: Any) -> list[Leaf]:
         whole = slices and trained and optimizer.needs_whole(name)
         leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, whole))
     return leaves
+
+
+def _casts(leaves: Sequence[Leaf], step: Any) -> tuple[torch.dtype, ...] | None:
+    seen = tuple(step.gather.dtype_of(leaf.name, leaf.dtype) for leaf in leaves)
+    return None if seen == tuple(leaf.dtype for leaf in leaves) else seen
 
 
 def check_own(params: Any) -> None:
@@ -185,17 +215,6 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     used = torch.zeros(max(b, d), dtype=torch.bool)
     used.as_strided(x.shape, x.stride(), a).fill_(True)
     return bool(used.as_strided(y.shape, y.stride(), c).any())
-
-
-def distinct(leaves: list[Tensor]) -> list[Tensor]:
-    """Return leaves that may be written one by one: copies of what is not contiguous or aliases an earlier one."""
-    seen: set[int] = set()
-    out = []
-    for x in leaves:
-        place = x.data_ptr() if x.numel() and not x.is_meta else 0
-        out.append(x if x.is_contiguous() and (not place or place not in seen) else contiguous_copy(x))
-        seen.add(place)
-    return out
 
 
 def contiguous_copy(x: Tensor) -> Tensor:

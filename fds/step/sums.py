@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds import autodiff
+from fds import autodiff, tree
 from fds.errors import LossError
 
 
@@ -27,6 +27,7 @@ class InPlace:
     wide: list[Tensor | None]
     dtype: torch.dtype | None = None  # of the sums, None for the leaves' own
     begun: bool = False
+    waiting: list[Tensor] = attrs.field(factory=list)  # leaves whose `.grad` is not ours yet
 
     @classmethod
     def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> InPlace:
@@ -35,17 +36,21 @@ class InPlace:
         for i, leaf in enumerate(leaves):
             if dtype is not None and dtype != leaf.dtype:
                 leaf.register_post_accumulate_grad_hook(_widen(sums.wide, i, dtype))
+            else:
+                sums.waiting.append(leaf)
         return sums
 
     def add(self, backward: Callable[[list[Tensor]], None], *, last: bool) -> None:
-        """Add the gradients that `backward(leaves)` puts into `.grad`. Raises `LossError` where some are there."""
-        if not self.begun and any(self.used()):
+        """Add the gradients that `backward(leaves)` puts into `.grad`: to one that is ours autograd adds in place.
+
+        Raises `LossError` where some are there before the first.
+        """
+        if not self.begun and any(grad is not None for grad in map(tree.grad_of, self.leaves)):
             raise backward_inside()
         self.begun = True
         backward(self.leaves)
-        for leaf in self.leaves:
-            if leaf.grad is not None:
-                leaf.grad = autodiff.exclusive(leaf.grad)
+        if self.waiting:
+            self.waiting = autodiff.own(self.waiting)
 
     def used(self) -> list[bool]:
         """Say of every leaf whether a gradient has come for it."""
@@ -65,7 +70,7 @@ class InPlace:
 
     def close(self) -> None:
         """Let go of the leaves."""
-        self.leaves, self.wide = [], []
+        self.leaves, self.wide, self.waiting = [], [], []
 
 
 def detached(where: str, got: str) -> LossError:

@@ -13,8 +13,9 @@ from fds.step import Place, Step, fill, transform
 def donate():
     """Let `step(state, batch)` write over the state it is given; use what it returns.
 
-    An error before the first write leaves the state usable. Passing a state that was given up to any entry of fds is
-    a `DonatedStateError`.
+    A tensor that something else holds too (a state that was made of this one by `fds.tree.map`, a view, an array) is
+    copied instead of written over. An error before the first write leaves the state usable. Passing a state that was
+    given up to any entry of fds is a `DonatedStateError`.
     """
 
     def apply(step: Step) -> Step:

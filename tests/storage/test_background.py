@@ -408,13 +408,13 @@ def test_a_thread_that_cannot_start_leaves_nothing_behind(tmp_path, monkeypatch)
     fds.save(tmp_path, state, Template(state))
 
 
-def test_memory_that_is_given_up_under_another_token_is_found(tmp_path):
-    """The write is counted before it is made, whenever the save looks."""
+def test_memory_that_is_given_up_under_another_token_is_left_alone(tmp_path):
+    """A step copies what a save reads, whichever state it belongs to."""
     step = fds.compose(fds.donate(), fds.adamw(0.1))(lambda params, batch: (params * batch).sum())
     state = step.init(torch.ones(40))
     with held() as go:
         saving = fds.save_async(tmp_path, state, step)
         step(fds.tree.map(lambda x: x, state), torch.ones(40))
         go.set()
-        with pytest.raises(StorageError, match="written over while it was being saved"):
-            saving.wait()
+        saving.wait()
+    assert_same_bits(fds.load(tmp_path, step, torch.ones(40))[0], state)
