@@ -1,7 +1,17 @@
 """The loss as a value: `Mean`, `functional`, `with_buffers`, `Layers` and its specs, recipes."""
 
 from fds.loss.layers import Layers, LayerSpec, TiedLayerSpec
-from fds.loss.microbatch import LayerMap, Setting, carried_buffers, draws, initial_buffers, layer_calls, name, run
+from fds.loss.microbatch import (
+    LayerMap,
+    Setting,
+    carried_buffers,
+    draws,
+    initial_buffers,
+    is_compiled,
+    layer_calls,
+    name,
+    run,
+)  # fmt: skip
 from fds.loss.modules import Mode, functional
 from fds.loss.originals import demand_none
 from fds.loss.recipes import Recipe, recipe
@@ -9,6 +19,7 @@ from fds.loss.values import Buffered, Mean, Outcome, read, with_buffers
 
 __all__ = [
     "Buffered", "LayerMap", "LayerSpec", "Layers", "Mean", "Mode", "Outcome", "Recipe", "Setting", "TiedLayerSpec",
-    "carried_buffers", "demand_none", "draws", "functional", "initial_buffers", "layer_calls", "name", "read", "recipe",
+    "carried_buffers", "demand_none", "draws", "functional", "initial_buffers", "is_compiled", "layer_calls", "name",
+    "read", "recipe",
     "run", "with_buffers",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fds import random
+from fds.loss import compiled
 from fds.loss.carried import Carried
 from fds.loss.layers import Layers
 from fds.loss.modules import Mode, mode
@@ -80,6 +81,11 @@ def run(loss: Any, params: Any, batch: Any, buffers: dict[str, Tensor], setting:
     else:
         value = call(params, batch)
     return read(value, where=name(loss), buffers=buffers, threaded=threaded)
+
+
+def is_compiled(loss: Any) -> bool:
+    """Return whether `torch.compile` made this loss: it takes plain parameters, which have memory."""
+    return compiled.is_compiled(loss.loss_fn if isinstance(loss, Buffered) else loss)
 
 
 def name(loss: Any) -> str:

@@ -17,7 +17,10 @@ from fds import tree
 from fds.errors import LossError
 from fds.loss import originals
 from fds.loss.carried import Carried
+from fds.loss.compiled import is_compiled, traceable, untraced, with_memory
 from fds.loss.copies import Place, structural
+
+_UNTRACED = "fds.functional runs a copy of the module; compile that: fds.functional(torch.compile(module))"
 
 
 @attrs.frozen
@@ -75,6 +78,7 @@ class Apply:
     looked: set[tuple] = attrs.field(factory=set, repr=False)  # modes in which it was seen to use none of those
     threaded: list[bool] = attrs.field(factory=list, repr=False)  # holds True once its buffers were passed and returned
 
+    @untraced(_UNTRACED)
     def __call__(self, params: dict[str, Tensor], *args: Any, buffers: dict | None = None, **kwargs: Any) -> Any:
         """Return the module's output.
 
@@ -95,6 +99,7 @@ class Apply:
         )  # fmt: skip
         return memo.setdefault(id(self), copied)
 
+    @untraced(_UNTRACED)
     def with_buffers(
         self, params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
@@ -216,9 +221,15 @@ class Variant:
     buffers: list[Place]
     aliases: list[Place]  # where else the module holds parameters and buffers
     empty: list[Tensor] = attrs.field(init=False)  # what is in the places while nobody runs it
+    call: Callable = attrs.field(init=False)
+    compiled: list[Place] = attrs.field(init=False)  # the places of parameters in compiled parts
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "empty", [held[key] for held, key, _ in self.places()])
+        object.__setattr__(self, "call", traceable(self.module))
+        parts = [part for one in self.module.modules() if is_compiled(one) for part in one.modules()]
+        own = {id(part._parameters) for part in parts}
+        object.__setattr__(self, "compiled", [place for place in self.params if id(place[0]) in own])
 
     def places(self) -> Iterator[Place]:
         """Yield all places."""
@@ -233,11 +244,13 @@ class Variant:
         """
         for held, key, name in self.params:
             held[key] = params[name]
+        for held, key, name in self.compiled:
+            held[key] = with_memory(params[name])
         for held, key, name in self.buffers:
             held[key] = buffers[name]
         for held, key, name in self.aliases:
             held[key] = params[name] if name in params else buffers[name]
-        out = self.module(*args, **kwargs)
+        out = self.call(*args, **kwargs)
         new, written = {}, set()
         for held, key, name in self.buffers:
             now, put = held[key], buffers[name]

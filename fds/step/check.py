@@ -15,6 +15,7 @@ from torch import Tensor
 from fds import autodiff, tree
 from fds.errors import FdsError, LossError, StateError
 from fds.loss import Layers
+from fds.loss.compiled import untraced
 from fds.state import State
 from fds.step.structure import Slot, Structure
 
@@ -40,6 +41,7 @@ def graphless(method: Callable[P, R]) -> Callable[P, R]:
     `torch.func`.
     """
 
+    @untraced("a step is not compiled, its loss may be: compose(...)(torch.compile(loss_fn))")
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if autodiff.in_torch_func():
@@ -56,6 +58,7 @@ def graphless(method: Callable[P, R]) -> Callable[P, R]:
 def undifferentiated(method: Callable[P, R]) -> Callable[P, R]:
     """Make a method of a step raise `FdsError` for arguments that are being differentiated: no graph leads through."""
 
+    @untraced("a step is not compiled, its loss may be: compose(...)(torch.compile(loss_fn))")
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if autodiff.is_differentiated() and any(_requires_grad(x) for x in tree.leaves((args, kwargs))):

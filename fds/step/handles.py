@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import LossError
+from fds.loss.compiled import untraced
 
 aten = torch.ops.aten
 
@@ -50,6 +51,7 @@ class Handle(Tensor):
     # The dispatcher sees every caller; __torch_function__ would see Python's alone.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
+    gathered_on_use = True
     place: Place
     window: Tensor  # on meta, in the bucket's dtype: shape, strides and offset in elements of the parameter
 
@@ -64,6 +66,7 @@ class Handle(Tensor):
         return values if at.dtype == self.dtype else values.to(self.dtype)
 
     @classmethod
+    @untraced("a parameter that is gathered on use has no memory for compiled code; pass it fds.materialize(p)")
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence = (), kwargs: dict | None = None) -> Any:
         """Run an operator that met a handle."""
         kwargs, facts = kwargs or {}, _facts(func)

@@ -26,6 +26,7 @@ from fds.step.donated import Memory as Given, writable
 from fds.step.evaluation import evaluator
 from fds.step.gather import Gather
 from fds.step.gradients import Gradients, Measure, combined_scale
+from fds.step.handles import materialize
 from fds.step.initial import initial, traced
 from fds.step.into import into, whole_parameters
 from fds.step.order import Memory, Order
@@ -324,7 +325,7 @@ class Step:
         Raises `LossError` where the loss writes into parameters or batch.
         """
         with check.intact(params=params, batch=batch), contextlib.ExitStack() as stack:
-            params = tree.copied(params)
+            params = tree.map(materialize, params) if losses.is_compiled(loss) else tree.copied(params)
             for one in self.view:
                 params = one(params)
             for make in self.context:
