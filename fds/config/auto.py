@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fds.config.record import AUTO
+from fds.config.record import AUTO, COMMENT
 from fds.errors import ConfigError
 
 MEANT = {"pipeline.stages"}  # paths where "auto" is a value of its own
@@ -117,6 +117,8 @@ def autos(data: Mapping[str, Any], path: str = "") -> list[str]:
     """Return the JSON paths of all `"auto"` that are to be filled in."""
     found = []
     for name, value in data.items():
+        if name.startswith(COMMENT):
+            continue
         if isinstance(value, Mapping):
             found += autos(value, f"{path}{name}.")
         elif isinstance(value, str) and value == AUTO and path + name not in MEANT:

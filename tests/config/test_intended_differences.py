@@ -223,7 +223,9 @@ def test_an_update_that_is_not_finite_is_skipped_at_every_stage(stage):
 @STAGES
 def test_autocast_in_float16_clips_the_gradient_itself_at_every_stage(stage):
     data = {"optimizer": SGD, "gradient_clipping": 1.0, "torch_autocast": {"enabled": True, "dtype": "float16"}}
-    ((params, metrics),) = trained({**data, **zero(stage)}, [torch.tensor([[3.0, 4.0]] * 4)])
+    (_, skipped), (params, metrics) = trained({**data, **zero(stage)}, [
+        torch.full((4, 2), torch.inf), torch.tensor([[3.0, 4.0]] * 4)])  # fmt: skip
+    assert skipped["skipped"] and metrics["step"] == 1
     moved = params["w"] - torch.tensor([0.5, -0.25])
     assert metrics["grad_norm"] == 5 and moved.norm() == pytest.approx(1.0, abs=2**-20)  # 2^-10 of float16 cancels
 

@@ -50,7 +50,7 @@ def differences(case: Case, here: Run, there: Run, listed: tuple[Listed, ...]) -
         ours, others = values(field, here)[:end], values(field, there)[:end]
         apart = [(step, a, b) for step, (a, b) in enumerate(zip(ours, others, strict=True))
                  if a is not None and b is not None and not close(a, b, bound)
-                 and not (field == "norms" and there.skipped[step])]  # then DeepSpeed's is that of an earlier step
+                 and not (field == "norms" and _has_no_norm(there, step))]
         if apart:
             yield f"{field} from step {apart[0][0]}: fds {apart[0][1]!r}, DeepSpeed {apart[0][2]!r}"
     for field, behind, oracle in (
@@ -64,6 +64,11 @@ def differences(case: Case, here: Run, there: Run, listed: tuple[Listed, ...]) -
     end = min((one.since(case, there) for one in met if "params" in one.fields), default=case.steps)
     if end == case.steps:
         yield from _parameters(case, here, there)
+
+
+def _has_no_norm(there: Run, step: int) -> bool:
+    """Say whether DeepSpeed's norm is that of an earlier step, or of parameters that are not finite any more."""
+    return there.skipped[step] or not math.isfinite(there.losses[step])
 
 
 def bounds(case: Case) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.fuzzing.cases import Case
-from tests.fuzzing.comparing import ALL, EVERYTHING, Listed
+from tests.fuzzing.comparing import EVERYTHING, Listed
 from tests.fuzzing.training import Run
 
 
@@ -18,6 +18,10 @@ def kind(case: Case) -> str:
 def of_a_microbatch(case: Case) -> bool:
     """Say whether sums have another dtype than the parameters in the step."""
     return "grad_accum_dtype" in case.json.get("data_types", {})
+
+
+def in_autocast_float16(case: Case) -> bool:
+    return case.json.get("torch_autocast", {}).get("dtype") in ("float16", "half")
 
 
 def first_doubling(case: Case, run: Run) -> int:
@@ -40,11 +44,13 @@ LISTED: tuple[Listed, ...] = (
            lambda case, run: case.json["zero_optimization"].get("round_robin_gradients") is True
            and stage(case) in (1, 2) and case.ranks > 1, frozenset(("params", "import"))),
     Listed("`bf16.check_grad_overflow` skips no update at stage 3",
-           lambda case, run: kind(case) == "bf16" and stage(case) == 3 and bool(case.loud), ALL,
+           lambda case, run: kind(case) == "bf16" and stage(case) == 3 and bool(case.loud), EVERYTHING,
            lambda case, run: case.loud[0]),
-    Listed("`torch_autocast` in float16 at stages 1 to 3",
-           lambda case, run: kind(case) == "torch_autocast" and stage(case) > 0
-           and case.json["torch_autocast"]["dtype"] in ("float16", "half")),
+    Listed("`torch_autocast` in float16: at stages 1 to 3",
+           lambda case, run: in_autocast_float16(case) and stage(case) > 0, EVERYTHING),
+    Listed("`torch_autocast` in float16: at stage 0",
+           lambda case, run: in_autocast_float16(case) and stage(case) == 0 and bool(case.loud), EVERYTHING,
+           lambda case, run: case.loud[0]),
     Listed("float16: an overflow at the least scale ends the training",
            lambda case, run: kind(case) == "fp16" and "already at minimum" in run.error, EVERYTHING),
     Listed("`grad_accum_dtype` float32 under bfloat16 does nothing at stage 2",

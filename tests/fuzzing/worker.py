@@ -60,10 +60,12 @@ def main(out: str, *numbers: str) -> None:
 def _engine(model: torch.nn.Module, trained: list, data: dict[str, Any]) -> Any:
     """Return the engine of a model, without the empty update that 16 bit at stage 0 begins with."""
     import deepspeed  # pyright: ignore[reportMissingImports]
+    from deepspeed.runtime import torch_autocast  # pyright: ignore[reportMissingImports]
     from deepspeed.runtime.fp16.unfused_optimizer import (  # pyright: ignore[reportMissingImports]
         FP16_UnfusedOptimizer as Unfused,
     )
 
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # or an engine of another JSON before it would decide
     with mock.patch.object(Unfused, "initialize_optimizer_states"):
         return deepspeed.initialize(model=model, model_parameters=trained, config=json.loads(json.dumps(data)))[0]
 
