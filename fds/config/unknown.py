@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import typing
 import warnings
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from fds.config import optimizer, scheduler
 from fds.config.record import COMMENT, Config, flat_keys, record_of
-from fds.errors import ConfigError, did_you_mean
+from fds.errors import ConfigError
 
 Unknown = Literal["error", "warn"]
 
@@ -37,8 +38,9 @@ def _known(cls: type[Config], data: Any, path: str) -> Any:
         if name in places:
             out[name] = _value(places[name], value, f"{path}{name}", _parameters(cls, data))
         elif not str(name).startswith(COMMENT):
-            warnings.warn(f"{path}{name} is not known and left out ({did_you_mean(str(name), places)})", UserWarning,
-                          stacklevel=_depth(path) + 4)  # fmt: skip
+            near = difflib.get_close_matches(str(name), places, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            warnings.warn(f"{path}{name} is not known and left out{hint}", UserWarning, stacklevel=_depth(path) + 4)
     return out
 
 

@@ -72,7 +72,7 @@ class Split:
         raise BatchError(
             f"the batch is cut already, and not into {n}", got=f"{len(batch.parts)} microbatches",
             want=f"{n} microbatch{'es' * (n > 1)}",
-            hint="evaluate each by itself" if n == 1 else f"accumulate({len(batch.parts)})",
+            hint="evaluate each by itself" if n == 1 else f"accumulate({max(len(batch.parts), 1)})",
         )  # fmt: skip
 
     def __call__(self, batch: Any) -> list[Any]:
