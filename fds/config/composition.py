@@ -73,10 +73,11 @@ def _microbatches(config: Groups, axes: Mapping[str, int]) -> Call | None:
 def _sharding(config: Groups, axes: Mapping[str, int]) -> Call:
     zero = config.zero_optimization
     communication, copies = config.communication, axes.get("replicate", 1) > 1
-    prescaled = float(data_ranks(axes)) if communication.prescale_gradients else None
+    factor = communication.gradient_predivide_factor
+    predivide = float(data_ranks(axes)) if communication.prescale_gradients else factor if factor != 1 else None
     return Call.of(
         "shard_optimizer", AxisOf("dp"), stage=zero.stage, replicate=AxisOf("replicate") if copies else None,
-        **(_sizes(config) if zero.stage else {}), predivide=prescaled or communication.gradient_predivide_factor,
+        **(_sizes(config) if zero.stage else {}), predivide=predivide,
     )
 
 

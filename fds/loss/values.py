@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from fds import tree
 from fds.autodiff import check_scalar
 from fds.errors import LossError
 
+_LARGEST = sys.float_info.max
 RESERVED = ("loss", "step", "lr", "grad_norm", "loss_scale", "skipped", "at_minimum_scale", "outputs")
 
 
@@ -21,7 +23,11 @@ class Mean:
     """A weighted mean, kept apart so that means of microbatches and ranks combine exactly.
 
     Return `Mean(token_losses.sum(), num_target_tokens)` in place of a scalar: the step then computes
-    sum(total) / sum(weight) over all microbatches. A plain scalar is `Mean(loss, 1)`.
+    sum(total) / sum(weight) over all microbatches and data ranks. A plain scalar is `Mean(loss, 1)`.
+
+    In float16 what is scaled and added has the size of the mean, whatever the weights count (see `fds.step.seeds`);
+    add up the total itself in float32. Where all weights together are 0, the step is skipped: everything but
+    `state.calls` stays, `metrics["skipped"]` is true, and `metrics["loss"]` is the total.
     """
 
     total: Tensor  # () floating point
@@ -51,6 +57,7 @@ class Outcome:
 
     total: Tensor  # () float32 or float64, with its graph while training
     weight: Tensor | float
+    weighted: bool  # a `Mean`, not a plain scalar
     metrics: dict[str, Tensor | float | int]
     buffers: dict[str, Tensor]
 
@@ -75,16 +82,19 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
                 want="scalar or (scalar, metrics)",
             )  # fmt: skip
         value, metrics = value
-    total, weight = (value.total, value.weight) if isinstance(value, Mean) else (value, 1)
+    weighted = isinstance(value, Mean)
+    total, weight = (value.total, value.weight) if weighted else (value, 1)
     check_scalar(total, where)
     if isinstance(weight, Tensor) and weight.dim() == 0 and not weight.is_complex():
         weight = _wide(weight.detach())
-    elif isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
+    elif isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= _LARGEST:
         raise LossError("the weight of a Mean is not a number of rows, tokens, ...", where=where, got=_kind(weight),
-                        want="a 0-d tensor, a float or an int, not negative")  # fmt: skip
+                        want="a 0-d tensor, a float or an int, finite and not negative")  # fmt: skip
+    elif weighted:
+        weight = float(weight)
     if tree.is_low(total):
         total = total.float()  # a scale of 2**16 has no float16
-    return Outcome(total, weight, {k: _metric(k, v, where) for k, v in metrics.items()}, buffers)
+    return Outcome(total, weight, weighted, {k: _metric(k, v, where) for k, v in metrics.items()}, buffers)
 
 
 def _metric(name: str, value: Any, where: str) -> Tensor | float | int:
@@ -94,6 +104,9 @@ def _metric(name: str, value: Any, where: str) -> Tensor | float | int:
                         + ", ".join(RESERVED))  # fmt: skip
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
         return _wide(value.detach())
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise LossError("an integer metric is beyond int64", where=path, got=_kind(value), want="-2**63 to 2**63 - 1",
+                        hint="float(x) is averaged, not summed")  # fmt: skip
     if isinstance(value, int | float):
         return int(value) if isinstance(value, bool) else value
     raise LossError("a metric is not a number", where=path, got=_kind(value), want="a 0-d tensor, a float or an int")
@@ -123,4 +136,6 @@ def _kind(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
     if isinstance(value, tuple):
         return "(" + ", ".join(_kind(v) for v in value) + ")"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"int of {value.bit_length()} bits"
     return f"{type(value).__name__} {value!r}"[:80]

@@ -14,6 +14,7 @@ from fds.step.order import Order
 from fds.step.parameters import Parameters, open_parameters
 from fds.step.program import Step
 from fds.step.reduce import Reduce
+from fds.step.seeds import Seeds
 from fds.step.shard import Shard
 from fds.step.stations import After, Commit, Place, Scale
 from fds.step.structure import Structure
@@ -22,7 +23,7 @@ from fds.step.totals import Totals
 
 __all__ = [
     "After", "Commit", "Composition", "Description", "Found", "Gather", "Gradients", "Grads", "InTurn", "Measure",
-    "Order", "Parameters", "Place", "Reduce", "Scale", "Shard", "Split", "Step", "Structure", "Sum", "Totals",
+    "Order", "Parameters", "Place", "Reduce", "Scale", "Seeds", "Shard", "Split", "Step", "Structure", "Sum", "Totals",
     "Transform", "Whole", "beginning", "compose", "demand_tree", "fill", "global_norm", "intact", "materialize",
     "open_parameters", "rows", "same_composition", "training", "transform", "whole",
 ]  # fmt: skip

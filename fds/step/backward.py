@@ -19,6 +19,7 @@ from fds.step.handles import materialize
 from fds.step.order import Order
 from fds.step.parameters import Parameters, open_parameters
 from fds.step.reduce import same_metrics
+from fds.step.seeds import Seeds
 from fds.step.structure import Structure
 from fds.step.sums import InPlace
 from fds.step.totals import Totals, clamped, combined, placed
@@ -33,6 +34,7 @@ class Found:
     used: list[bool]  # by trained parameter: whether a gradient came for it
     counted: list[bool]  # by leaf: whether its norm counts here; of leaves that several ranks hold, one's does
     buffers: dict[str, Tensor]
+    predivide: float = 1.0  # what they were divided by before they were sent
     wide: bool = False  # some rank's gradients are float64
 
     def norm(self, leaves: Sequence[Tensor] | None = None) -> Tensor:
@@ -83,7 +85,7 @@ class Grads(Protocol):
     def __call__(
         self, step: Any, state: Any, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
     ) -> Found:
-        """Return the gradients of a batch, times `scale`, summed over microbatches and data ranks."""
+        """Return the gradients of a batch, times `scale` / divisor, summed over microbatches and data ranks."""
         ...
 
     def forward(
@@ -150,7 +152,7 @@ class InTurn:
         used = sums.used()
         leaves = sums.finish()
         same_metrics(totals, step.everyone, "step", step.asked)
-        return Found(totals, leaves, used, [step.reduce.counts] * len(leaves), buffers)
+        return Found(totals, leaves, used, [step.reduce.counts] * len(leaves), buffers, sums.predivide)
 
     def _run(
         self, step: Any, state: Any, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
@@ -163,7 +165,9 @@ class InTurn:
         settings = step.settings(state, len(microbatches))
         order = step.order("step", structure)
         params = open_parameters(step.gather, structure, parts, step.pool, train=True, order=order)
-        sums = step.reduce.sums(structure, params.trained, step.sum.dtype, step.pool, order)
+        kinds = [x.dtype for x in params.trained]
+        sums = step.reduce.sums(structure, params.trained, step.sum.dtype, step.pool, order, kinds)
+        seeds = Seeds.of(step, scale, len(microbatches), kinds, order)
         totals, buffers = Totals(), state.buffers
         with training(settings[0], params, sums, order):
             for i, (microbatch, setting) in enumerate(zip(microbatches, settings, strict=True)):
@@ -171,13 +175,13 @@ class InTurn:
                 buffers = outcome.buffers
                 if params.trained:
                     step.demand_graph(outcome.total)
-                    seed = None if scale is None else scale.to(outcome.total.dtype)
-                    backward = functools.partial(autodiff.backward_into, outcome.total, seed)
+                    backward = functools.partial(autodiff.backward_into, outcome.total, seeds.seed(outcome))
                     sums.add(backward, last=i + 1 == len(microbatches))
                     del backward
                 totals.add(outcome, where)
                 del outcome  # and its graph
                 setting.mode.release()
+        totals.divisor = seeds.divisor
         return totals, sums, buffers
 
     def forward(

@@ -47,7 +47,7 @@ class Bucketed:
 
     def __init__(
         self, structure: Structure, leaves: Sequence[Tensor], shard: Shard, pool: Pool, *,
-        dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, order: Order | None,
+        dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, predivide: float, order: Order | None,
     ):  # fmt: skip
         assert structure.layout is not None
         self.names, self.leaves = structure.trained_names, list(leaves)
@@ -56,6 +56,7 @@ class Bucketed:
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self.dtypes: dict[int, torch.dtype] = {}  # of the sums
         self.reduce_dtype = reduce_dtype
+        self.predivide = predivide
         self.filling: dict[int, Filling] = {}
         self.flying: dict[int, Flight] = {}
         self.slices: dict[int, Tensor] = {}  # this rank's slices of the sums over ranks
@@ -171,9 +172,9 @@ class Bucketed:
         held, bucket, shard = self._open(i), self.buckets[i], self.shard
         del self.filling[i]
         _zero([view for j, view in enumerate(held.views) if j not in held.filled])
-        if shard.predivide != 1:
-            held.flat.div_(shard.predivide)
         sent = held.flat if self.reduce_dtype is None else held.flat.to(self.reduce_dtype)
+        if self.predivide != 1:
+            sent.div_(self.predivide)
         own = bucket.slice(shard.axis.index, sent)
         if self.order is not None and i not in self.slices and sent.dtype == self.dtypes[i]:
             own = self.pool.take(bucket.length, sent.dtype, self.device)  # the first sum is where others are added

@@ -85,15 +85,14 @@ def _norm(live: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def combined_scale(
-    weight: Tensor | float, scale: Tensor | None, device: torch.device, predivide: float = 1.0
+    weight: Tensor | float, scale: Tensor | None, divisor: Tensor | float, device: torch.device
 ) -> Tensor | None:
     """Return what the summed gradients are too large by: () float64 on the device, None for 1.
 
     It is weight x loss scale / what they were divided by already.
     """
-    if predivide != 1:
-        weight = weight / predivide
-    if scale is None and not isinstance(weight, Tensor):
-        return None if weight == 1 else torch.full((), float(weight), dtype=torch.float64, device=device)
-    total: Any = weight if scale is None else scale * weight
+    rest = weight if isinstance(divisor, int | float) and divisor == 1 else weight / divisor
+    if scale is None and not isinstance(rest, Tensor):
+        return None if rest == 1 else torch.full((), float(rest), dtype=torch.float64, device=device)
+    total: Any = rest if scale is None else scale * rest
     return total.to(device, torch.float64)

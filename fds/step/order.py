@@ -75,6 +75,10 @@ class Order:
         self.ends.append(len(self.asked))
         return wants
 
+    def go_on(self) -> None:
+        """Make one piece of what was settled last and what comes next."""
+        self.ends.pop()
+
     def finish(self) -> None:
         """Settle the last piece, and the plan of the next step."""
         wants = self.settle()

@@ -32,7 +32,7 @@ from fds.step.into import into, whole_parameters
 from fds.step.order import Memory, Order
 from fds.step.pool import Pool
 from fds.step.reduce import Reduce
-from fds.step.stations import After, Commit, Kernels, Place, Scale, with_chosen_kernels
+from fds.step.stations import After, Commit, Kernels, Place, Scale, unless, with_chosen_kernels
 from fds.step.structure import Structure
 from fds.step.sums import Sum
 from fds.step.totals import Totals, agree
@@ -118,7 +118,8 @@ class Step:
         Metrics are 0-d tensors on the step's device: `loss` (unscaled, the mean over the batch), `step` (updates
         applied, this one included), `lr` (and under `by_name` `lr/PATTERN` of each group; `lr` itself only where they
         have the same number or schedule), `grad_norm` (before clipping, where measured), `loss_scale` (that of this
-        step), `skipped`, `at_minimum_scale`, and the loss's own.
+        step), `skipped` (where a gradient that is not finite is, or a `Mean` may weigh nothing), `at_minimum_scale`,
+        and the loss's own: floats averaged by weight, without microbatches of weight 0, and integers summed.
 
         Raises `BatchError`, `LossError`, `StateError`, `DonatedStateError`; the state is then as it was, but for what
         a loss that is refused for it wrote there itself.
@@ -140,11 +141,13 @@ class Step:
 
         # from the gradient to a decision, the same on every rank
         totals, norm, buffers = self._agree(found, int(state.calls))
-        total = combined_scale(totals.weight, scale, state.step.device, self.reduce.predivide)
-        norm, skip = norm if norm is None or total is None else (norm / total).to(norm.dtype), None
-        if self.commit is not None:
-            assert norm is not None
-            skip = ~norm.isfinite()
+        empty = totals.empty()
+        totals = totals.filled(empty)
+        divisor = found.predivide if totals.divisor is None else totals.divisor * found.predivide
+        total = combined_scale(totals.weight, scale, divisor, state.step.device)
+        norm = norm if norm is None or total is None else (norm / total).to(norm.dtype)
+        overflow = None if self.commit is None or norm is None else ~norm.isfinite()
+        skip = overflow if empty is None else empty if overflow is None else overflow | empty
         norm_of = None
         if self.grads.axis is not None and self.everyone is not None:
             norm_of = functools.partial(found.norm_of_all, everyone=self.everyone)
@@ -181,8 +184,9 @@ class Step:
         # keep or skip, and what follows
         slots = {**state.slots, **after}
         if self.commit is not None:
-            assert skip is not None
-            slots = self.commit(slots, skip)
+            assert overflow is not None
+            slots = unless(empty, slots, self.commit(slots, overflow))  # an empty batch says nothing of the scale
+        if skip is not None:
             buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
         for one in self.after:
             slots[one.slot] = one(slots[one.slot], structure.put(parts, trained), skip)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 import torch
@@ -27,12 +27,15 @@ class Reduce:
     shard: Shard | None = attrs.field(default=None, repr=lambda s: "None" if s is None else f"over {s.data.name}")
 
     def sums(
-        self, structure: Structure, leaves: list[Tensor], dtype: torch.dtype | None, pool: Pool, order: Order | None
-    ) -> InPlace | Bucketed:
-        """Prepare to sum the gradients by the trained leaves, in `dtype` or their own."""
+        self, structure: Structure, leaves: list[Tensor], dtype: torch.dtype | None, pool: Pool, order: Order | None,
+        kinds: Iterable[torch.dtype | None],
+    ) -> InPlace | Bucketed:  # fmt: skip
+        """Prepare to sum the gradients by the trained leaves, in `dtype` or their own, on every rank of `kinds`."""
         if self.shard is None:
             return InPlace.over(leaves, dtype)
-        return Bucketed(structure, leaves, self.shard, pool, dtype=dtype, reduce_dtype=self.dtype, order=order)
+        predivide = self.shard.divisor([self.dtype or dtype or kind for kind in kinds])
+        return Bucketed(structure, leaves, self.shard, pool, dtype=dtype, reduce_dtype=self.dtype, predivide=predivide,
+                        order=order)  # fmt: skip
 
     def demand_graph(self, total: Tensor, where: str) -> None:
         """Raise `LossError` for a total that depends on nothing, on one rank alone."""
@@ -48,11 +51,6 @@ class Reduce:
     def axes(self) -> tuple[Axis, ...]:
         """The axes over which what the optimizer gets is split."""
         return () if self.shard is None or self.shard.stage == 0 else (self.shard.axis,)
-
-    @property
-    def predivide(self) -> float:
-        """What gradients were divided by before they were sent."""
-        return 1.0 if self.shard is None else self.shard.predivide
 
     @property
     def counts(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 from fds.collectives import Axis
 from fds.layout import Layout, Leaf, plan
@@ -23,7 +24,7 @@ class Shard:
     max_live_bytes: int | None = None
     prefetch: int = 1
     persist_below: int = 0
-    predivide: float = 1.0
+    predivide: float | None = None  # None: the number of data ranks where float16 is sent, else 1
 
     def plan(self, leaves: Sequence[Leaf], spec: Any) -> Layout:
         """Return the buckets of these leaves."""
@@ -35,6 +36,12 @@ class Shard:
         if self.stage == 0:
             return self.data.index == 0
         return self.replicate is None or self.replicate.index == 0
+
+    def divisor(self, sent: Iterable[torch.dtype | None]) -> float:
+        """Return what gradients are divided by before they are sent in these dtypes."""
+        if self.predivide is not None:
+            return self.predivide
+        return float(self.data.size) if torch.float16 in sent else 1.0
 
     def __repr__(self) -> str:
         copies = "" if self.replicate is None else f", replicated over {self.replicate.name} ({self.replicate.size})"

@@ -11,6 +11,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
+
 P = ParamSpec("P")
 S = TypeVar("S")
 R = TypeVar("R")
@@ -65,6 +67,14 @@ class Commit(Protocol):
     def __call__(self, slots: dict[str, Any], skip: Tensor) -> dict[str, Any]:
         """Return the slots after a step that was skipped where `skip`, () bool, is true."""
         ...
+
+
+def unless(empty: Tensor | None, slots: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return what a commit made of the slots, but as they were where `empty`, () bool, is true."""
+    if empty is None:
+        return after
+    kept = lambda name: tree.map(lambda old, new: torch.where(empty, old, new), slots[name], after[name])
+    return {name: new if new is slots[name] else kept(name) for name, new in after.items()}
 
 
 class After(Protocol):

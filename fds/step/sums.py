@@ -28,6 +28,7 @@ class InPlace:
     dtype: torch.dtype | None = None  # of the sums, None for the leaves' own
     begun: bool = False
     waiting: list[Tensor] = attrs.field(factory=list)  # leaves whose `.grad` is not ours yet
+    predivide: float = 1.0  # what sums were divided by before they were sent: they are not
 
     @classmethod
     def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> InPlace:

@@ -22,6 +22,8 @@ class Totals:
     weight: Tensor | float = 0
     metrics: dict[str, Tensor] = attrs.field(factory=dict)
     count: int = 0  # microbatches added
+    weighted: bool = False  # some are `Mean`s, whose weights may be 0
+    divisor: Tensor | float | None = None  # of the seeds of their gradients; 0 where another rank knows it, None for 1
 
     def add(self, outcome: Outcome, where: str) -> None:
         """Add one microbatch. Raises `LossError` where it has other metrics than those before."""
@@ -35,15 +37,35 @@ class Totals:
         for name, value in outcome.metrics.items():
             held = isinstance(value, Tensor)
             part = value.to(loss.device, non_blocking=True) if held else torch.full((), value, device=loss.device)
-            part = part * weight if part.is_floating_point() else part.to(torch.int64, copy=True)
+            part = _times(part, weight) if part.is_floating_point() else part.to(torch.int64, copy=True)
             self.metrics[name] = self.metrics[name] + part if name in self.metrics else part
-        self.weight, self.count = self.weight + weight, self.count + 1
+        self.weight, self.count, self.weighted = self.weight + weight, self.count + 1, self.weighted or outcome.weighted
+
+    def empty(self) -> Tensor | None:
+        """Return whether nothing weighs anything, () bool; None where that cannot be."""
+        assert self.loss is not None
+        if not self.weighted:
+            return None
+        if isinstance(self.weight, Tensor):
+            return self.weight == 0
+        return None if self.weight else torch.ones((), dtype=torch.bool, device=self.loss.device)
+
+    def filled(self, empty: Tensor | None) -> Totals:
+        """Return the same with weight 1 where it is 0: then the means are the sums, which are finite."""
+        return self if empty is None else attrs.evolve(self, weight=torch.where(empty, 1, self.weight))
 
     def means(self) -> dict[str, Tensor]:
         """Return the weighted mean of the loss and of float metrics, the sum of integer ones."""
         assert self.loss is not None
         sums = {"loss": self.loss, **self.metrics}
         return {k: (v / self.weight).to(v.dtype) if v.is_floating_point() else v for k, v in sums.items()}
+
+
+def _times(value: Tensor, weight: Tensor | float) -> Tensor:
+    """Return value x weight; 0 for weight 0, whatever the value: the mean of nothing is often not a number."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight == 0, 0.0, value * weight)
+    return value * weight if weight else torch.zeros_like(value)
 
 
 def agree(
@@ -72,6 +94,9 @@ def agree(
     parts = [number(calls), number(float(used)), totals.loss, weight, *(x for m in sums for x in _exactly(m))]
     if norm is not None:
         parts.append(placed(norm, everyone))
+    if totals.divisor is not None:
+        known = isinstance(totals.divisor, Tensor) or totals.divisor > 0
+        parts.append(torch.stack([number(totals.divisor), number(float(known))]))
     together = data is everyone
     read = _summed(parts + (_of_first(buffers, everyone) if together else []), everyone)
     at, uses = next(read), next(read)
@@ -85,10 +110,15 @@ def agree(
     loss, weight = next(read).view(()).to(totals.loss.dtype), next(read).view(()).to(weight.dtype)
     metrics = [_rebuilt(m, read) for m in sums]
     shared = None if norm is None else clamped(combined(next(read)), norm.dtype)
+    divisor = None
+    if totals.divisor is not None:
+        found, knows = next(read)
+        divisor = found / knows
     if buffers and data is not None:
         read = read if together else _summed(_of_first(buffers, data), data)
         buffers = {name: _rebuilt(b, read, data.size) for name, b in buffers.items()}
-    return Totals(loss, weight, dict(zip(names, metrics, strict=True)), totals.count), shared, buffers
+    metrics = dict(zip(names, metrics, strict=True))
+    return attrs.evolve(totals, loss=loss, weight=weight, metrics=metrics, divisor=divisor), shared, buffers
 
 
 def _summed(parts: list[Tensor], axis: Axis) -> Iterator[Tensor]:

@@ -84,6 +84,10 @@ def loss_scale(
     after every `window` steps without overflow (the first time one later) it doubles and the free overflows return
     (with `consecutive_hysteresis` after every good step).
 
+    In float16 backward begins at scale / number of microbatches, for a `Mean` also divided by about its weight, and
+    float16 messages are divided by the number of ranks: with the JSON's other numbers, steps overflow where
+    DeepSpeed's do. A batch of weight 0 is skipped and no overflow.
+
     Metrics: `loss_scale` (the factor of this step), `skipped`, `at_minimum_scale`.
     Raises `ComposeError` for values below 1 (`minimum`, `initial`: not positive, or initial < minimum).
     """

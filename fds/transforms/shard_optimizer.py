@@ -23,7 +23,7 @@ def shard_optimizer(
     max_live_bytes: int | None = None,
     prefetch: int = 1,
     persist_below: int = 0,
-    predivide: float = 1.0,
+    predivide: float | None = None,
 ):
     """Let every rank of `axis` pass its own batch, and own one slice of what training keeps.
 
@@ -44,8 +44,8 @@ def shard_optimizer(
             that are on their way.
         prefetch: stage 3: buckets that are gathered ahead, in the order of the step before.
         persist_below: stage 3: parameters of fewer elements stay whole from the start of a step to its end.
-        predivide: gradients are divided by this before they are sent and multiplied after (the number of ranks keeps
-            16-bit sums in range).
+        predivide: gradients are divided by this before they are sent and multiplied after. None for the number of
+            data ranks where they are sent in float16, whose range a sum would leave, else for 1.
 
     Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that are not those that run now;
     `step.init` raises `StateError` where `max_live_bytes` has no room for a bucket.
@@ -62,8 +62,9 @@ def shard_optimizer(
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ComposeError(f"shard_optimizer: {name} is a count", got=repr(value), want=f"an int >= {low}")
     number = isinstance(predivide, int | float) and not isinstance(predivide, bool)
-    if not (number and math.isfinite(predivide) and predivide > 0):
-        raise ComposeError("shard_optimizer: predivide is no divisor", got=repr(predivide), want="a positive number")
+    if predivide is not None and not (number and math.isfinite(predivide) and predivide > 0):
+        raise ComposeError("shard_optimizer: predivide is no divisor", got=repr(predivide),
+                           want="a positive number, or None")  # fmt: skip
     data = axis
     if replicate is not None:
         names = [name for one in (replicate, axis) for name in one.name.split(",")]
@@ -77,7 +78,7 @@ def shard_optimizer(
     copies = replicate.channel("step") if replicate is not None and replicate.size > 1 else None
     shard = Shard(  # on channels of its own, which collectives of the loss cannot get between
         axis.channel("step"), stage, data.channel("step"), copies, bucket_bytes, max_live_bytes, prefetch,
-        persist_below, float(predivide),
+        persist_below, None if predivide is None else float(predivide),
     )  # fmt: skip
 
     def apply(step: Step) -> Step:

@@ -22,6 +22,7 @@ bert_layer.json: what Hugging Face's BertLayer computes; bert_layer.py says of w
 config_defaults.json, config_batches.json: what is taken where a key of the JSON is absent, and what the batch numbers
 become; config_defaults.py says how they are read.
 config_losses.json: the losses of small trainings by a JSON; config_losses.py says of which.
+float16_scales.json: the loss scale of every step of small trainings in float16; float16_scales.py says of which.
 partitions.json, per case: `spread` is what 0.19.6 returns; `bottleneck` what the versions before 0.12.5 did, which
 are asked where a file of theirs is given, and else kept as they were:
 
@@ -58,10 +59,11 @@ LETTERS = {
 
 def main(before: str | None = None) -> None:
     """Write every file; `before` is runtime/utils.py of a version before 0.12.5, if there is one."""
-    import bert_layer  # beside this file, as the next three
+    import bert_layer  # beside this file, as the next four
     import config_defaults
     import config_losses
     import deepspeed_checkpoints
+    import float16_scales
 
     files = {
         "lr_schedules": lr_cases(),
@@ -77,6 +79,7 @@ def main(before: str | None = None) -> None:
     bert_layer.main()
     config_defaults.main()
     config_losses.main()
+    float16_scales.main()
 
 
 def versions() -> dict:

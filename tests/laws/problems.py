@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fds
+from fds.loss import Buffered
 from fds.optim import Optimizer
 from fds.transforms.reference_kernels import reference_kernels
 
@@ -185,6 +186,24 @@ def problems(draw, dtype=torch.float32, dropout: bool | None = None, norm: bool 
     p = draw(st.sampled_from([0.0, 0.3])) if dropout is None else 0.3 * dropout
     n = draw(st.booleans()) if norm is None else norm
     return draw(st.sampled_from(KINDS))(draw(st.integers(0, 2**16)), dtype, p, n)
+
+
+def means(problem: Problem, change: Callable[[fds.Mean], fds.Mean]) -> Problem:
+    """Return the problem with another `Mean` in the place of what its loss returns; a scalar is one of weight 1."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return changed(value[0]), *value[1:]
+        return change(value if isinstance(value, fds.Mean) else fds.Mean(value, 1))
+
+    loss = problem.loss
+    if isinstance(loss, fds.Layers):
+        other: Any = fds.Layers(loss.layers, lambda out, targets: changed(loss.criterion(out, targets)))
+    elif isinstance(loss, Buffered):
+        other = fds.with_buffers(lambda *args: changed(loss.loss_fn(*args)), loss.buffers)
+    else:
+        other = lambda params, batch: changed(loss(params, batch))
+    return attrs.evolve(problem, loss=other)
 
 
 def _typed(cls: Callable[..., nn.Module], dtype: torch.dtype, *args: Any) -> nn.Module:

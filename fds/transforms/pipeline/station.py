@@ -13,7 +13,19 @@ from torch import Tensor
 from fds import random, tree
 from fds.collectives import Axis
 from fds.errors import LossError
-from fds.step import Found, Order, Parameters, Step, Structure, Totals, materialize, open_parameters, rows, training
+from fds.step import (
+    Found,
+    Order,
+    Parameters,
+    Seeds,
+    Step,
+    Structure,
+    Totals,
+    materialize,
+    open_parameters,
+    rows,
+    training,
+)
 from fds.transforms.pipeline import ranks, serial
 from fds.transforms.pipeline.batches import digest, refuse_different
 from fds.transforms.pipeline.failure import Failure, first
@@ -91,7 +103,7 @@ class Pipeline:
                 self.owned.add_up(leaves[at], owners)
                 first_here[at] = owners[0] == self.owned.index
         counted = [here and step.reduce.counts for here in first_here]
-        return Found(totals, leaves, used, counted, buffers, wide)
+        return Found(totals, leaves, used, counted, buffers, sums.predivide, wide)
 
     def _train(
         self, step: Step, state: Any, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
@@ -99,14 +111,19 @@ class Pipeline:
         """Run the plan; return totals, sums of gradients, buffers, what failed here, and layers that B ran whole."""
         order = step.order("step", structure)
         params = open_parameters(step.gather, structure, parts, step.pool, train=True, order=order)
-        sums = step.reduce.sums(structure, params.trained, step.sum.dtype, step.pool, order)
-        seed = lambda total: torch.ones_like(total) if scale is None else scale.to(total.dtype)
+        kinds = [step.gather.dtype]  # ranks hold other parameters, and all divide alike
+        sums = step.reduce.sums(structure, params.trained, step.sum.dtype, step.pool, order, kinds)
+        seeds = Seeds.of(step, scale, self.num_microbatches, kinds, None)  # every action settles
         named = dict(zip(structure.trained_names, params.trained, strict=True))
-        work, failure = self._work(step, state, params.tree, named, batch, self.plan, sums.add, seed=seed, order=order)
+        work, failure = self._work(
+            step, state, params.tree, named, batch, self.plan, sums.add, seeds=seeds, order=order
+        )
         with training(work.settings[0], params, sums, order):
             failure = self._run(step, self.plan, work, failure)
         buffers = {name: x for stage in work.stages.values() for name, x in stage.buffers.items()}
         whole = sorted({layer for stage in work.stages.values() for layer in stage.whole})
+        if seeds.share is not None:
+            work.totals.divisor = 0 if seeds.divisor is None else seeds.divisor
         return work.totals, sums, buffers, failure, whole
 
     def forward(
@@ -136,7 +153,7 @@ class Pipeline:
 
     def _work(
         self, step: Step, state: Any, params: Any, named: dict[str, Tensor], batch: Any, plan: Lowered,
-        add: Callable[..., None], *, seed: Any = None, order: Order | None = None, evaluating: bool = False,
+        add: Callable[..., None], *, seeds: Seeds | None = None, order: Order | None = None, evaluating: bool = False,
         keeps: bool = False, failure: Failure | None = None,
     ) -> tuple[Work, Failure | None]:  # fmt: skip
         """Return the computations of this rank, and what is wrong with its batch."""
@@ -156,7 +173,7 @@ class Pipeline:
             except Exception as error:
                 failure = Failure.of(error)
         work = Work(
-            stages, self.owned.num_stages, microbatches, settings, plan.split, plan.final, seed, order, keeps
+            stages, self.owned.num_stages, microbatches, settings, plan.split, plan.final, seeds, order, keeps
         )  # fmt: skip
         return work, failure
 
@@ -221,7 +238,7 @@ def _kinds(totals: Totals) -> list | None:
     if totals.loss is None:
         return None
     name = lambda x: str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else "float64"
-    return [name(totals.loss), name(totals.weight), totals.count,
+    return [name(totals.loss), name(totals.weight), totals.count, totals.weighted,
             [[metric, name(x)] for metric, x in sorted(totals.metrics.items())]]  # fmt: skip
 
 
@@ -230,8 +247,9 @@ def _like(totals: Totals, kinds: list, device: torch.device) -> Totals:
     if totals.loss is not None:
         return totals
     zero = lambda kind: torch.zeros((), dtype=getattr(torch, kind), device=device)
-    loss, weight, count, metrics = kinds
-    return Totals(zero(loss), zero(weight), {metric: zero(kind) for metric, kind in metrics}, count)
+    loss, weight, count, weighted, metrics = kinds
+    sums = {metric: zero(kind) for metric, kind in metrics}
+    return Totals(zero(loss), zero(weight), sums, count, weighted, totals.divisor)
 
 
 def _joined(outputs: list[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -13,10 +13,11 @@ from torch import Tensor
 from fds import loss as losses
 from fds.errors import BatchError
 from fds.plans import Action, Op, recorder
-from fds.step import Order, Totals
+from fds.step import Order, Seeds, Totals
 from fds.transforms.pipeline.packet import Packet
 from fds.transforms.pipeline.stage import Stage
 
+BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)  # what begins a microbatch's backward
 Item = tuple[str, int, int]  # ("activation" or "gradient", the stage that needs it, microbatch)
 
 
@@ -57,12 +58,12 @@ class Work:
     settings: Sequence[losses.Setting]
     split: Collection[tuple[int, int]]  # (stage, microbatch)s whose backward is in two halves
     final: Action | None  # the last backward of this process: then sums are complete
-    seed: Callable[[Tensor], Tensor] | None = None  # of a total: the gradient at which its backward begins
+    seeds: Seeds | None = None  # None where there are no backwards
     order: Order | None = None  # in which data ranks meet
     keeps: bool = False  # whether what the last stage returned is wanted
     totals: Totals = attrs.field(factory=Totals)
     outputs: dict[int, Packet] = attrs.field(factory=dict)
-    seeds: dict[int, Tensor | None] = attrs.field(factory=dict)
+    outcomes: dict[int, losses.Outcome] = attrs.field(factory=dict)  # by microbatch, until its backward begins
     began: float = 0.0  # when what an action needs was there, where that is recorded
 
     def do(self, action: Action, mail: Mail) -> None:
@@ -73,6 +74,8 @@ class Work:
 
     def skip(self, action: Action) -> None:
         """Do what data ranks need of a computation that this rank cannot do."""
+        if self.seeds is not None and action.op in BACKWARDS and action.stage == self.num_stages - 1:
+            self.seeds.decide(None)
         if action == self.final:
             next(iter(self.stages.values())).add(lambda leaves: None, last=True)
         self._settle(action)
@@ -87,7 +90,7 @@ class Work:
             self._begin()
             stage.backward_weight(i, last=last)
         else:
-            grads = [self.seeds.pop(i)] if s + 1 == self.num_stages else mail.take(("gradient", s, i))
+            grads = [self._seed(i)] if s + 1 == self.num_stages else mail.take(("gradient", s, i))
             self._begin()
             grads = stage.backward(i, grads, last=last) if action.op is Op.BACKWARD else stage.backward_input(i, grads)
             if s:
@@ -105,8 +108,15 @@ class Work:
         if self.keeps:
             self.outputs[i] = packet
         self.totals.add(outcome, "the criterion of Layers")
-        if self.seed is not None:
-            self.seeds[i] = self.seed(outcome.total)
+        if self.seeds is not None:
+            self.outcomes[i] = attrs.evolve(outcome, metrics={}, buffers={})
+
+    def _seed(self, i: int) -> Tensor:
+        """Return the gradient at which backward of microbatch `i` begins."""
+        assert self.seeds is not None
+        outcome = self.outcomes.pop(i)
+        seed = self.seeds.seed(outcome)
+        return torch.ones_like(outcome.total) if seed is None else seed
 
     def _microbatch(self, s: int, i: int) -> tuple[Any, Any]:
         if self.microbatches[i] is None:

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import attrs
 import pytest
 import torch
 
@@ -235,3 +236,55 @@ def test_a_buffer_may_remember_the_parameters(more):
     loss = fds.with_buffers(lambda p, b, bufs: (value(p, b), {}, {"old": p["w"]}), {"old": torch.zeros(2)})
     state, _ = run(loss, *more)
     assert_same_bits(state.buffers["old"], PARAMS["w"])
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
+@pytest.mark.parametrize("more", [[], [fds.loss_scale(8.0)], [fds.clip_by_global_norm(1)], [fds.donate]], ids=range(4))
+def test_a_batch_that_weighs_nothing_is_a_step_that_is_skipped(weight, more):
+    weights = iter([4.0, weight])
+    step = fds.compose(*more, fds.ema(0.5), fds.adamw(0.1))(
+        lambda p, b: (fds.Mean(value(p, b), w := next(weights)), {"share": value(p, b) / w, "n": 3})
+    )
+    state, _ = step(step.init(PARAMS), BATCH)
+    before = snapshot(state)
+    after, metrics = step(state, BATCH)
+    assert bool(metrics["skipped"]) and int(metrics["step"]) == int(before.step) == 1
+    assert_same_bits(attrs.evolve(after, calls=before.calls), before)
+    assert all(x.isfinite() for x in metrics.values()) and metrics["loss"] == value(before.params, BATCH)
+    assert (float(metrics["share"]), int(metrics["n"])) == (0.0, 3)
+
+
+def test_a_microbatch_that_weighs_nothing_does_not_count_in_means():
+    mask = torch.tensor([1.0, 1.0, 0.0, 0.0])
+
+    def loss(p, batch):
+        x, m = batch
+        kept = m.sum()
+        return fds.Mean(((x @ p["w"]) * m).sum(), kept), {"mean": ((x @ p["w"]) * m).sum() / kept}
+
+    _, metrics = run(loss, fds.accumulate(2), batch=(BATCH, mask))
+    assert metrics["mean"] == metrics["loss"] == value(PARAMS, BATCH[:2]) and not metrics["skipped"]
+
+
+def test_evaluating_nothing_is_not_a_number():
+    step = fds.compose(fds.sgd(0.1))(lambda p, b: fds.Mean((b @ p["w"]).sum() * 0, 0.0))
+    assert step.evaluate(step.init(PARAMS), BATCH)["loss"].isnan()
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**70, 2**20_000], ids=int.bit_length)
+def test_an_integer_beyond_int64_is_refused(number):
+    with pytest.raises(LossError, match="beyond int64") as caught:
+        run(lambda p, b: (value(p, b), {"n": number}))
+    assert "metrics['n']" in caught.value.where
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, -(2**63)])
+def test_the_integers_of_int64_are_metrics(number):
+    _, metrics = run(lambda p, b: (value(p, b), {"n": number}))
+    assert int(metrics["n"]) == number
+
+
+@pytest.mark.parametrize("weight", [float("inf"), float("nan"), 2**1024, 2**20_000, True, -1], ids=range(6))
+def test_a_weight_that_is_no_finite_number_is_refused(weight):
+    with pytest.raises(LossError, match="weight of a Mean"):
+        run(lambda p, b: fds.Mean(value(p, b), weight))

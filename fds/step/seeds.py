@@ -1,0 +1,120 @@
+"""At which gradient the backward of each microbatch begins: the loss scale over a divisor.
+
+A loss is a total that is divided by its weight after the last microbatch. In float16 that is too late: the gradient of
+a sum over a million tokens overflows, and so does a sum of gradients over microbatches that is not divided yet. So a
+backward begins at scale / divisor, where the divisor is the same for all microbatches and data ranks and near what is
+divided by in the end; only the rest is left for then.
+
+Of a plain scalar the divisor is the number of microbatches, known on the host. Of a `Mean` it is that times a power of
+two near the weight of the first microbatch, the largest among the data ranks, which ask each other before the first
+backward by one number in a collective, on the device. (Weights that differ between microbatches are exact all the same;
+one that weighs 100 times the first has gradients 100 times as large, which the loss scale learns.)
+
+With a loss scale and float16 these are the seeds of other trainers, and what overflows is what does there. Where one of
+the two is missing, the number of microbatches is rounded down to a power of two, by which float32 is divided exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.collectives import Axis
+from fds.errors import LossError
+from fds.loss import Outcome
+from fds.step.order import Order
+
+_EXPONENT = 0x7FF0000000000000  # the bits of a float64 that say its power of two
+
+
+@attrs.define(eq=False)
+class Seeds:
+    """The seeds of one call: scale / divisor, the same for all microbatches and data ranks."""
+
+    scale: Tensor | None  # () float64; None is 1
+    share: int | None  # the divisor of a plain scalar; None where nothing is divided before the end
+    data: Axis | None  # the ranks whose gradients are added
+    asked: dict[str, list[str]]  # what ranks have agreed on in earlier calls
+    order: Order | None = None  # in which these ranks meet, where each gathers at its own time
+    divisor: Tensor | int | None = None  # () float64, or a number on the host; None before the first backward
+
+    @classmethod
+    def of(
+        cls, step: Any, scale: Tensor | None, num_microbatches: int, kinds: Iterable[torch.dtype | None],
+        order: Order | None,
+    ) -> Seeds:  # fmt: skip
+        """Return the seeds of a call of this step; `kinds` are the dtypes of the parameters that the loss sees."""
+        low, share = _computes_in_float16(step, kinds), None
+        if low and scale is not None:
+            share = num_microbatches
+        elif low or scale is not None:
+            share = 1 << (num_microbatches.bit_length() - 1)
+        shard = step.reduce.shard
+        return cls(scale, share, None if shard is None else shard.data, step.asked, order)
+
+    def seed(self, outcome: Outcome) -> Tensor | None:
+        """Return where the backward of a microbatch begins, () of its total's dtype; None for 1."""
+        self.decide(outcome)
+        total, divisor = outcome.total, 1 if self.divisor is None else self.divisor
+        if self.scale is not None:
+            return (self.scale / divisor).to(total.dtype)
+        if isinstance(divisor, Tensor):
+            return (1 / divisor).to(total.dtype)
+        return None if divisor == 1 else torch.full_like(total, 1 / divisor)
+
+    def decide(self, outcome: Outcome | None) -> None:
+        """Choose the divisor before the first backward; None on a rank whose first microbatch failed."""
+        if self.share is None or self.divisor is not None:
+            return
+        self.divisor = self.share
+        if self._has_weights(outcome):
+            near = _power_near(outcome) if outcome is not None else None
+            if self.data is not None:
+                near = torch.zeros((), dtype=torch.float64, device=self.data.device) if near is None else near
+                self.data.start_all_reduce(near, "max").wait()
+            assert near is not None
+            self.divisor = torch.where(near == 0, 1.0, near) * self.share
+
+    def _has_weights(self, outcome: Outcome | None) -> bool:
+        """Return whether the loss is a `Mean`, on any data rank; they ask each other in the first call."""
+        mine = outcome is not None and outcome.weighted
+        if self.data is None:
+            return mine
+        order = self.order if self.order is not None and "gather" in self.order.joins else None
+        known = self.asked.get("weights")
+        if order is not None and known != ["scalar"]:
+            order.settle()
+        if known is None:
+            heard = self.data.exchange(None if outcome is None else mine)
+            known = ["Mean" if any(heard) else "scalar"]
+            if None not in heard:
+                self.asked["weights"] = known
+            if order is not None and known == ["scalar"]:
+                order.go_on()
+        agreed = known == ["Mean"]
+        if mine and not agreed:
+            raise LossError(
+                "the loss is a Mean now and was a scalar in earlier calls, and ranks have agreed on that",
+                got="fds.Mean(total, weight)", want="fds.Mean in every call, or in none",
+                hint="a scalar is fds.Mean(loss, 1)",
+            )  # fmt: skip
+        return agreed
+
+
+def _computes_in_float16(step: Any, kinds: Iterable[torch.dtype | None]) -> bool:
+    """Say whether anything is computed, added or sent in float16, as far as the step can know."""
+    contexts = (getattr(one, "dtype", None) for one in step.context)
+    return torch.float16 in {step.sum.dtype, step.reduce.dtype, *contexts, *kinds}
+
+
+def _power_near(outcome: Outcome) -> Tensor:
+    """Return the largest power of two, () float64, that is not above the weight; 0 for 0 and what is not finite."""
+    weight, device = outcome.weight, outcome.total.device
+    if not isinstance(weight, Tensor):
+        weight = torch.full((), weight, dtype=torch.float64, device=device)
+    bits = weight.to(device, torch.float64).view(torch.int64) & _EXPONENT
+    return torch.where(bits == _EXPONENT, 0, bits).view(torch.float64)

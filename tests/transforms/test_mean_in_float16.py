@@ -1,0 +1,144 @@
+"""A mean over a million tokens in float16: what is scaled is of the size of the mean, not of the total."""
+
+import pytest
+import torch
+
+import fds
+
+TOKENS = 2**20
+SETTINGS = {
+    "loss_scale": (fds.precision(torch.float16), fds.loss_scale()),
+    "all in float16": (fds.precision(torch.float16, accumulate=torch.float16), fds.loss_scale()),
+    "static": (fds.precision(torch.float16), fds.static_loss_scale(128)),
+    "without a scale": (fds.precision(torch.float16), fds.skip_nonfinite()),
+    "autocast": (fds.autocast(torch.float16), fds.loss_scale()),
+}
+
+
+def criterion(scores, kept):
+    """The sum over the tokens that are kept, as a `Mean`; and as the mean itself in its metrics."""
+    scores, kept = scores.float().squeeze(1), kept.float()
+    return fds.Mean((scores * kept).sum(), kept.sum())
+
+
+def batch(tokens: int, kept: float):
+    """Return tokens whose gradient by the weight is about 0.5, and which of them count."""
+    draw = torch.Generator().manual_seed(3)
+    return torch.rand(tokens, 1, generator=draw), torch.rand(tokens, generator=draw) < kept
+
+
+def loss(params, batch):
+    inputs, kept = batch
+    return criterion(torch.nn.functional.linear(inputs, params["w"]), kept)
+
+
+def update(metrics, before, after) -> float:
+    assert not bool(metrics["skipped"]) and torch.isfinite(metrics["loss"])
+    return float((before - after)[0, 0])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_step_is_skipped_at_a_million_tokens(name, n):
+    step = fds.compose(*SETTINGS[name], fds.accumulate(n), fds.sgd(1.0))(loss)
+    inputs, kept = batch(TOKENS // n * n, 0.9)
+    state = step.init({"w": torch.zeros(1, 1)})
+    new, metrics = step(state, (inputs, kept))
+    want = float((inputs[:, 0].half().double() * kept).sum() / kept.sum())
+    assert update(metrics, state.params["w"], new.params["w"]) == pytest.approx(want, rel=2**-9)
+    assert float(metrics.get("loss_scale", 2.0**16)) in (2.0**16, 128.0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", ["loss_scale", "all in float16", "autocast"])
+def test_ranks_may_have_very_different_weights(name, stage):
+    """The one has a million tokens, the other 16 of them, or none at all."""
+
+    def run(few):
+        axis = fds.mesh(dp=2)["dp"]
+        sharding = fds.shard_optimizer(axis, stage=stage)
+        step = fds.compose(*SETTINGS[name], fds.accumulate(2), sharding, fds.sgd(1.0))(loss)
+        state = step.init({"w": torch.zeros(1, 1)})
+        before = step.params(state)["w"]
+        inputs, kept = batch(TOKENS, 0.9)
+        kept = kept if axis.index else kept & (torch.arange(TOKENS) % (TOKENS // 2) < few)
+        new, metrics = step(state, (inputs, kept))
+        return update(metrics, before, step.params(new)["w"]), (inputs[:, 0].half().double() * kept).sum(), kept.sum()
+
+    for few in (8, 0):
+        (got, total, weight), (other, more, most) = fds.simulate(lambda few=few: run(few), 2)
+        assert got == other == pytest.approx(float((total + more) / (weight + most)), rel=2**-9)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_stages_of_a_pipeline_divide_alike(ranks):
+    """Only the last stage sees weights; the others divide by what it says."""
+
+    def run():
+        mesh = fds.mesh(pp=min(ranks, 2), dp=-1)
+        layers = fds.Layers([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)], criterion)
+        axis = mesh["pp"] if ranks > 1 else 2
+        step = fds.compose(
+            fds.pipeline(fds.plans.one_f_one_b, axis, num_microbatches=4), fds.precision(torch.float16),
+            fds.loss_scale(), fds.shard_optimizer(mesh["dp"], stage=2), fds.clip_by_global_norm(1.0), fds.sgd(1.0),
+        )(layers)  # fmt: skip
+        params = {"0.weight": torch.ones(1, 1), "0.bias": torch.zeros(1),
+                  "1.weight": torch.ones(1, 1), "1.bias": torch.zeros(1)}  # fmt: skip
+        state = step.init(params)
+        inputs, kept = batch(TOKENS // mesh["dp"].size, 0.9 / (1 + mesh["dp"].index))
+        new, metrics = step(state, (inputs, kept))
+        after = step.params(new)
+        assert not bool(metrics["skipped"])
+        return {name: float(params[name].sum() - x.sum()) for name, x in after.items()}, float(metrics["grad_norm"])
+
+    (moves, norm), *others = fds.simulate(run, ranks)
+    assert others == [(moves, norm)] * (ranks - 1)
+    assert norm == pytest.approx((2 * 1.0 + 2 * 0.5**2) ** 0.5, rel=1e-2)
+    assert moves == pytest.approx(dict(zip(moves, [0.5 / norm, 1 / norm] * 2, strict=True)), rel=1e-2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sums_over_ranks_in_float16_are_divided_before(stage):
+    """Four ranks with a gradient of 40,000 each, which float16 holds once."""
+
+    def run(predivide):
+        sharding = fds.shard_optimizer(fds.mesh(dp=4)["dp"], stage=stage, predivide=predivide)
+        step = fds.compose(fds.precision(torch.float32, reduce=torch.float16), fds.skip_nonfinite(), sharding,
+                           fds.sgd(1.0))(lambda p, b: (p["w"] * b).sum())  # fmt: skip
+        state, metrics = step(step.init({"w": torch.zeros(2)}), torch.full((2,), 40000.0))
+        return bool(metrics["skipped"]), step.params(state)["w"].tolist(), float(metrics["grad_norm"])
+
+    for got in fds.simulate(lambda: run(None), 4):
+        assert got == (False, [-40000.0] * 2, pytest.approx(40000 * 2**0.5))
+    assert fds.simulate(lambda: run(1.0), 4)[0][0], "as it was asked for"
+
+
+def test_a_scalar_asks_no_other_rank_and_a_mean_sends_one_number():
+    def run(weighted):
+        mesh = fds.mesh(dp=2)
+        sharding = fds.shard_optimizer(mesh["dp"], stage=2)
+        step = fds.compose(fds.precision(torch.float16), fds.loss_scale(), sharding, fds.sgd(1.0))(
+            lambda p, b: fds.Mean((p["w"] * b).sum(), b.sum()) if weighted else (p["w"] * b).sum()
+        )
+        state, _ = step(step.init({"w": torch.zeros(2)}), torch.ones(2))
+        with fds.collectives.counted() as traffic:
+            step(state, torch.ones(2))
+        ops = lambda what: sum(count.calls for (op, _), count in traffic.counts.items() if (op == "exchange") == what)
+        return ops(True), ops(False), traffic.bytes_sent
+
+    (scalar, _), (mean, _) = (fds.simulate(lambda w=w: run(w), 2) for w in (False, True))
+    exchanges, messages, size = scalar
+    assert mean == (exchanges, messages + 1, size + 8)
+
+
+def test_a_mean_where_ranks_agreed_on_scalars_is_refused():
+    def run():
+        kinds = iter([False, True])
+        step = fds.compose(fds.loss_scale(), fds.shard_optimizer(fds.mesh(dp=2)["dp"]), fds.sgd(1.0))(
+            lambda p, b: fds.Mean((p["w"] * b).sum(), 2.0) if next(kinds) else (p["w"] * b).sum()
+        )
+        state, _ = step(step.init({"w": torch.zeros(2)}), torch.ones(2))
+        with pytest.raises(fds.errors.LossError, match="scalar in earlier calls"):
+            step(state, torch.ones(2))
+
+    fds.simulate(run, 2)
