@@ -118,13 +118,17 @@ def gradient(grad_ptr, at, inside, scale_ptr):
 
 @jit
 def written(inside, skip_ptr):
-    """Return the mask of what is written: what lies inside, or nothing where the update is skipped."""
+    """Return the mask of what is written: what lies inside, or nothing where the update is skipped.
+
+    A scalar comparison enters a mask by `tl.where`: the interpreter spreads it as a tensor of the dtype compared, which
+    Triton 3.9 takes for no mask.
+    """
     if skip_ptr is None:
         mask = inside
     elif inside is None:
-        mask = tl.load(skip_ptr) == 0
+        mask = tl.where(tl.load(skip_ptr) == 0, True, False)
     else:
-        mask = inside & (tl.load(skip_ptr) == 0)
+        mask = tl.where(tl.load(skip_ptr) == 0, inside, False)
     return mask
 
 

@@ -61,7 +61,7 @@ def _kernel(
     sin_at = sin_ptr + batch * sin_batch + row_64 * sin_row + pair[None, :]
     for i in tl.static_range(HEADS):
         head = ((left % tl.cdiv(heads, HEADS)) * HEADS + i).to(tl.int64)
-        inside = here & (head < heads)
+        inside = tl.where(head < heads, here, False)
         turned = inside & (pair < half)[None, :]
         x_at = x_ptr + batch * x_batch + head * x_head + row_64 * x_row
         y_at = y_ptr + batch * y_batch + head * y_head + row_64 * y_row

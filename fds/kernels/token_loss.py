@@ -106,7 +106,8 @@ def _forward_kernel(
     top = tl.max(maximum, 0)
     if ENDS:
         column, inside = _ends(base, first, length, num_classes, VECTOR)
-        x = tl.load(logits_ptr + base + column, mask=inside & is_taken, other=-float("inf")).to(tl.float32)
+        x = tl.load(logits_ptr + base + column, mask=tl.where(is_taken, inside, False), other=-float("inf"))
+        x = x.to(tl.float32)
         top = tl.maximum(top, tl.max(x, 0))
     among = tl.sum(total * tl.exp(maximum - top), 0)
     if ENDS:
@@ -153,14 +154,14 @@ def _backward_kernel(
     first, length = _middle(base, num_classes, VECTOR)
     at = tile * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
-    x = tl.load(logits_ptr + first + at, mask=inside & is_taken, other=-float("inf"))
+    x = tl.load(logits_ptr + first + at, mask=tl.where(is_taken, inside, False), other=-float("inf"))
     # the column of the target counted from the first whole vector, as `at` is
     dx = _gradient(x, at, target - (first - base), top, log_sum, of_probability, of_target, of_every)
     tl.store(dlogits_ptr + first + at, dx.to(dlogits_ptr.dtype.element_ty), mask=inside)
     if ENDS:  # noqa: SIM102  (this is settled when compiling)
         if tile == 0:
             column, is_end = _ends(base, first, length, num_classes, VECTOR)
-            x_end = tl.load(logits_ptr + base + column, mask=is_end & is_taken, other=-float("inf"))
+            x_end = tl.load(logits_ptr + base + column, mask=tl.where(is_taken, is_end, False), other=-float("inf"))
             dx_end = _gradient(x_end, column, target, top, log_sum, of_probability, of_target, of_every)
             tl.store(dlogits_ptr + base + column, dx_end.to(dlogits_ptr.dtype.element_ty), mask=is_end)
 
