@@ -64,7 +64,7 @@ def contenders(options: argparse.Namespace, batches: list, device: torch.device)
     adamw = fds.adamw(LR, BETAS, weight_decay=WEIGHT_DECAY)
     donated = lambda: fds.compose(adamw, fds.donate())(gpt_of(options))
     pure = lambda: fds.compose(adamw)(gpt_of(options))
-    example = lambda: train_gpt.training_step(options)
+    example = lambda: train_gpt.training_step(options, fds.mesh(dp=-1))
 
     plain = Contender("plain loop", lambda: plain_loop(options, batches, device))
     by_hand = Contender("the example by hand", lambda: loop_of_the_example(options, batches, device))

@@ -6,6 +6,7 @@ second and not ten, and what importing holds is in every baseline.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import multiprocessing
@@ -23,6 +24,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from benchmarks import cable
 from benchmarks.harness import Call
 
 ROOT = Path(__file__).parent.parent
@@ -54,26 +56,27 @@ def prepare(modules: Sequence[str]) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
 
 
-def launch(work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return what `work(*arguments)` returns on each of two fresh ranks.
+def launch(work: Callable[..., Any], *arguments: Any, over: str = "") -> list[Any]:
+    """Return what `work(*arguments)` returns on each of two fresh ranks, joined by a cable of the rate `over`, if any.
 
     Raises `RuntimeError` with the tracebacks of the ranks that failed.
     """
     context, port = multiprocessing.get_context("forkserver"), _free_port()
     ends, ranks = [], []
-    try:
-        for rank in range(NUM_RANKS):
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, port, there, work, arguments), daemon=True)
-            process.start()
-            there.close()
-            ends.append(here)
-            ranks.append(process)
-        answers = [_answer(end) for end in ends]
-    finally:
-        for process in ranks:
-            process.join(10)
-            process.kill()
+    with cable.joined(over) if over else contextlib.nullcontext([None] * NUM_RANKS) as nodes:
+        try:
+            for rank, node in enumerate(nodes):
+                here, there = context.Pipe(duplex=False)
+                process = context.Process(target=_rank, args=(rank, node, port, there, work, arguments), daemon=True)
+                process.start()
+                there.close()
+                ends.append(here)
+                ranks.append(process)
+            answers = [_answer(end) for end in ends]
+        finally:
+            for process in ranks:
+                process.join(10)
+                process.kill()
     failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
     if failed:
         raise RuntimeError("\n".join([f"{work.__name__}{arguments} failed", *failed]))
@@ -138,10 +141,12 @@ def _mean(loss: torch.Tensor) -> float:
     return float(total) / NUM_RANKS
 
 
-def _rank(rank: int, port: int, out: Connection, work: Callable[..., Any], arguments: tuple) -> None:
+def _rank(
+    rank: int, node: cable.Node | None, port: int, out: Connection, work: Callable[..., Any], arguments: tuple
+) -> None:
     os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {name: str(NUM_RANKS) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | ({} if node is None else node.enter())
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what peers print
     torch.set_num_threads(1)
     try:

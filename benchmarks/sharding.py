@@ -1,10 +1,12 @@
 """Sharded training with fds beside PyTorch's DDP and FSDP2 and DeepSpeed's ZeRO: two gloo ranks of one thread each.
 
-    make bench-sharding                                            # about half an hour, quiet
+    make bench-sharding                                            # about two hours, quiet
     make bench-sharding ARGS="--cases 25M --accumulate 4 --speed"  # a case of its own: 20 minutes
     make bench-sharding ARGS="--only DDP,FSDP2 --rounds 4"         # these alone, a short look
+    make bench-sharding ARGS="--buckets --rates 1gbit --cases 5M"  # sizes of buckets over a cable (root, iproute2)
 
-Claims: CLAIMS below, of time; and less resident memory at its peak than every peer's at the same stage.
+Claims: CLAIMS below, of time; less resident memory at its peak than every peer's at the same stage; and buckets that
+follow the model, over the loopback and over cables, beside DDP's and beside buckets of every fixed size.
 """
 
 # ruff: noqa: E402  (the path comes before what it leads to)
@@ -26,15 +28,19 @@ import attrs
 import torch
 from rich.console import Console
 
-from benchmarks import ranks, report
+from benchmarks import cable, ranks, report
 from benchmarks.harness import PAIRS_PER_MAKING, Series
 from benchmarks.ranks import Resident
 from benchmarks.report import Rows
-from benchmarks.sharding_contenders import AGAIN, CONTENDERS, GPT, Case, compete, reside
+from benchmarks.sharding_contenders import AGAIN, CONTENDERS, GPT, Case, compete, reside, sized
 
 SMALL = [Case("5M", width=256, layers=6, rows=4, context=128), Case("25M", width=512, layers=8, rows=4, context=128)]
 BOUND = Case("57M", width=768, layers=8, rows=1, context=64)  # by communication
+TINY = Case("tiny", width=64, layers=1, rows=1, context=8)
 MEMORY_CALLS = 8
+LOOPBACK, CABLES = "loopback", ("1gbit", "200mbit")
+SIZES = {"tiny": (1,), "5M": (1, 2, 4, 8, 32), "25M": (2, 4, 8, 16, 32), "57M": (8, 16, 32)}  # MiB, by case
+SLOW = {("25M", "200mbit"): 8, ("57M", "1gbit"): 10, ("57M", "200mbit"): 4}  # rounds at most, of steps of seconds
 
 # who stands beside whom, by stage, and the ratio of times claimed; what stands together runs in the same processes
 CLAIMS = {
@@ -81,6 +87,10 @@ def main() -> int:
         timed = [one for case in options.cases for one in time_case(case, options, tell)]
         tables += tables_of_time(timed)
         met &= all(series.reaches(at_most) is not False for one in timed for *_, series, at_most in one.rows())
+    if options.buckets:
+        timed = [one for case in wired(options, tell) for one in time_case(case, options, tell)]
+        tables += tables_of_time(timed, "Buckets that follow the model beside those of a fixed size")
+        met &= all(series.reaches(at_most) is not False for one in timed for *_, series, at_most in one.rows())
     if options.memory:
         held = {case: memory_of(case, options, tell) for case in options.cases}
         tables += tables_of_memory(held)
@@ -89,21 +99,34 @@ def main() -> int:
     if options.out:
         path = report.write_tables(tables, options.name, facts(options.cases), folder=Path(options.out))
         console.print(f"written: {path}")
-    return 0 if met else 1
+    return 0 if met or options.quick else 1  # a tiny model is all overhead, and claims nothing
+
+
+def wired(options: argparse.Namespace, tell) -> list[Case]:
+    """Return the cases, each over the loopback and over every cable; without cables where there can be none."""
+    rates, why = options.rates, cable.missing()
+    if why:
+        tell(f"no cable here ({why}): only over the loopback")
+        rates = [rate for rate in rates if rate == LOOPBACK]
+    cases = {case.name: attrs.evolve(case, accumulate=1) for case in options.cases}
+    return [attrs.evolve(case, rate=rate) for rate in rates for case in cases.values()]
 
 
 def time_case(case: Case, options: argparse.Namespace, tell) -> Iterator[Timed]:
     """Yield each stage of a case, timed. Raises `AssertionError` where contenders do not do the same work."""
-    for stage, claims in (CLAIMS_BOUND if case.name == BOUND.name else CLAIMS).items():
+    for stage, claims in claims_of(case).items():
         names = [name for name in dict.fromkeys(n for pair in claims for n in pair) if wanted(name, options)]
         if not names:
             continue
         names.append(names[0] + AGAIN)
+        if options.stages and stage not in options.stages:
+            continue
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        apart = 0.0
-        for turn in range(0, options.rounds, PAIRS_PER_MAKING):  # then all are made anew, in fresh processes
-            rounds = min(PAIRS_PER_MAKING, options.rounds - turn)
-            turns, _ = ranks.launch(compete, case, tuple(names), rounds, 2 if turn else 5, turn)
+        apart, most = 0.0, min(options.rounds, SLOW.get((case.name, case.rate), options.rounds))
+        first_calls, over = (2, case.rate.replace(LOOPBACK, "")) if case.rate else (5, "")
+        for turn in range(0, most, PAIRS_PER_MAKING):  # then all are made anew, in fresh processes
+            rounds = min(PAIRS_PER_MAKING, most - turn)
+            turns, _ = ranks.launch(compete, case, tuple(names), rounds, 2 if turn else first_calls, turn, over=over)
             apart = max(apart, distance(turns.losses))
             assert apart <= 1e-3, f"{case}, stage {stage}: the losses do not agree: {turns.losses}"
             for name in names:
@@ -111,6 +134,14 @@ def time_case(case: Case, options: argparse.Namespace, tell) -> Iterator[Timed]:
         tell(f"{case}, stage {stage}: " + ", ".join(f"{n} {1e3 * statistics.median(s):.0f}" for n, s in seconds.items())
              + f" ms, losses to {apart:.1g}")  # fmt: skip
         yield Timed(case, claims, names[0], {n: tuple(s) for n, s in seconds.items()}, apart)
+
+
+def claims_of(case: Case) -> dict[int, dict[tuple[str, str], float | None]]:
+    """Return who stands beside whom, by stage: where the case says over what, buckets that follow the model."""
+    if not case.rate:
+        return CLAIMS_BOUND if case.name == BOUND.name else CLAIMS
+    fixed = {s: {(f"fds {s}", sized(s, mib)): 1.03 for mib in SIZES[case.name]} for s in (0, 1, 2)}
+    return {**fixed, 0: {("fds 0", "DDP"): 0.95, **fixed[0]}}
 
 
 def memory_of(case: Case, options: argparse.Namespace, tell) -> dict[str, Resident]:
@@ -137,23 +168,21 @@ def distance(losses: dict[str, list[float]]) -> float:
     return max((max(values) - min(values)) / abs(min(values)) for values in zip(*losses.values(), strict=True))
 
 
-def tables_of_time(timed: list[Timed]) -> list[Rows]:
+def tables_of_time(timed: list[Timed], title: str = "Time") -> list[Rows]:
     """Return the ratios, and the median of every contender."""
     rows, medians = [], []
     for one in timed:
         rows += [
-            [contender, str(one.case), beside + (" (A/A)" if contender.endswith(AGAIN) else ""), *report.timed(series),
-             report.verdict(at_most, series.reaches(at_most))]
+            [contender, str(one.case), beside + (" (A/A)" if contender.endswith(AGAIN) else ""),
+             str(len(series.ratios)), *report.timed(series), report.verdict(at_most, series.reaches(at_most))]
             for contender, beside, series, at_most in one.rows()
         ]  # fmt: skip
         medians += [
             [name, str(one.case), f"{1e3 * statistics.median(s):.4g}", f"{1e3 * min(s):.4g}", f"{one.apart:.1g}"]
             for name, s in one.seconds.items()
         ]
-    pairs = len(next(iter(timed[0].seconds.values()))) if timed else 0
     return [
-        (f"Time ({pairs} rounds)",
-         ["contender", "case", "beside", "ms", "ms beside", "ratio", "95% interval", "claim"], rows),
+        (title, ["contender", "case", "beside", "rounds", "ms", "ms beside", "ratio", "95% interval", "claim"], rows),
         ("A step (ms of the slowest rank)", ["contender", "case", "median", "least", "losses apart"], medians),
     ]  # fmt: skip
 
@@ -218,7 +247,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", type=words, default=[], help="these contenders, or those whose names begin so")
     parser.add_argument("--speed", action="store_true", help="only measure time")
     parser.add_argument("--memory", action="store_true", help="only measure memory")
-    parser.add_argument("--out", help="where the table goes (benchmarks/results; nowhere with --only)")
+    parser.add_argument("--buckets", action="store_true", help="only time sizes of buckets")
+    parser.add_argument("--rates", type=words, default=[LOOPBACK, *CABLES], help="of cables (loopback,1gbit,200mbit)")
+    parser.add_argument("--stages", type=words, default=[], help="of what is timed (all)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, 2 rounds, nothing written")
+    parser.add_argument("--out", help="where the table goes (benchmarks/results; nowhere with --only and --quick)")
     parser.add_argument("--name", default="sharding", help="in the name of the table (%(default)s)")
     options = parser.parse_args()
     everything = not options.cases and not options.accumulate
@@ -227,9 +260,12 @@ def parse() -> argparse.Namespace:
     if everything:
         cases.remove(attrs.evolve(SMALL[1], accumulate=4))
     options.cases = [*cases, *([BOUND] if BOUND.name in names else [])]
-    if not options.speed and not options.memory:
-        options.speed = options.memory = True
-    options.out = options.out or (None if options.only else str(report.RESULTS))
+    if options.quick:
+        options.cases, options.rounds = [TINY], min(options.rounds, 2)
+    if not options.speed and not options.memory and not options.buckets:
+        options.speed = options.memory = options.buckets = True
+    options.stages = [int(stage) for stage in options.stages]
+    options.out = options.out or (None if options.only or options.quick else str(report.RESULTS))
     if not options.cases or options.rounds < 1:
         parser.error("nothing to do")
     return options

@@ -42,9 +42,11 @@ class Case:
     rows: int  # of a microbatch
     context: int
     accumulate: int = 1
+    rate: str = ""  # of the cable between the ranks, as `tc` writes it; "" for the loopback
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.accumulate} x {self.rows} x {self.context}"
+        text = f"{self.name}, {self.accumulate} x {self.rows} x {self.context}"
+        return f"{text}, {self.rate}" if self.rate else text
 
 
 class Block(nn.Module):
@@ -170,15 +172,15 @@ def zero(stage: int) -> Callable[[Case], Call]:
     return make
 
 
-def ours(stage: int, *, donated: bool = True) -> Callable[[Case], Call]:
-    """Return fds's, on the same module."""
+def ours(stage: int, *, donated: bool = True, bucket_bytes: int | None = None) -> Callable[[Case], Call]:
+    """Return fds's, on the same module; its buckets follow the model unless their size is given."""
 
     def make(case: Case) -> Call:
         fds.init_distributed()
         apply, params, _ = fds.functional(GPT(case))
         step = fds.compose(
             fds.accumulate(case.accumulate),
-            fds.shard_optimizer(fds.mesh(dp=NUM_RANKS)["dp"], stage=stage),
+            fds.shard_optimizer(fds.mesh(dp=NUM_RANKS)["dp"], stage=stage, bucket_bytes=bucket_bytes),
             fds.adamw(LR, BETAS, EPS, weight_decay=WEIGHT_DECAY),
             *([fds.donate()] if donated else []),
         )(lambda params, batch: loss_of(apply(params, batch[0]), batch[1]))
@@ -195,13 +197,22 @@ def ours(stage: int, *, donated: bool = True) -> Callable[[Case], Call]:
     return make
 
 
+def sized(stage: int, mib: int) -> str:
+    """Return the name of fds's with buckets of a fixed size."""
+    return f"fds {stage} of {mib} MiB"
+
+
 CONTENDERS: dict[str, Callable[[Case], Call]] = {
     "DDP": ddp,
     **{f"FSDP2 {stage}": fsdp2(stage) for stage in (1, 2, 3)},
     **{f"DeepSpeed {stage}": zero(stage) for stage in (1, 2, 3)},
     **{f"fds {stage}": ours(stage) for stage in (0, 1, 2, 3)},
     "fds 2 pure": ours(2, donated=False),
-}
+    **{
+        sized(stage, mib): ours(stage, bucket_bytes=mib * 2**20)
+        for stage in (0, 1, 2, 3) for mib in (1, 2, 4, 8, 16, 32)
+    },
+}  # fmt: skip
 
 
 def compete(case: Case, names: tuple[str, ...], rounds: int, first_calls: int, turn: int) -> Turns:

@@ -19,6 +19,8 @@ from torch import Tensor
 from fds import tree
 from fds.errors import StateError
 
+# Where nobody gives a size of buckets: one in SHARE of the bytes, within bounds.
+SHARE, LEAST_BYTES, MOST_BYTES = 16, 2**20, 32 * 2**20
 ALIGN = 32  # elements: 64 bytes in 16 bit; at other addresses matrix products round differently on a CPU
 
 
@@ -167,7 +169,7 @@ class Sharded:
                          hint="all ranks call it")  # fmt: skip
 
 
-def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int) -> Layout:
+def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int | None) -> Layout:
     """Plan the buckets of a tree.
 
     Leaves of one kind, dtype and trainability fill a bucket in order until `bucket_bytes` are reached; a layer is
@@ -178,11 +180,13 @@ def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int
         leaves: of the tree, in order.
         spec: its structure.
         num_ranks: slices per bucket.
-        bucket_bytes: bound of a bucket, in the dtype of the masters.
+        bucket_bytes: bound of a bucket, in the dtype of the masters; None for `bucket_bytes_of` the leaves of a kind.
     """
     largest: dict[tuple, int] = {}  # by kind: what other ranks may lack decides nothing about the others
+    total: dict[tuple, int] = {}
     for leaf in leaves:
-        largest[_alike(leaf)] = max(largest.get(_alike(leaf), 0), _bytes([leaf]))
+        key, num_bytes = _alike(leaf), _bytes([leaf])
+        largest[key], total[key] = max(largest.get(key, 0), num_bytes), total.get(key, 0) + num_bytes
     open_: dict[tuple, list[Leaf]] = {}
     closed: list[list[Leaf]] = []
     for _, group in itertools.groupby(leaves, key=lambda leaf: layer_of(leaf.name)):
@@ -190,8 +194,9 @@ def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int
         for leaf in group:
             parts.setdefault(_alike(leaf), []).append(leaf)
         for key, part in parts.items():
-            # whole parameters balance only if there are as many large ones as ranks
-            bound = num_ranks * max(bucket_bytes, largest[key]) if key[-1] else bucket_bytes
+            bound = bucket_bytes_of(total[key]) if bucket_bytes is None else bucket_bytes
+            if key[-1]:  # whole parameters balance only if there are as many large ones as ranks
+                bound = num_ranks * max(bound, largest[key])
             for piece in _pieces(part, bound):
                 held = open_.get(key)
                 if held is None or _bytes(held) + _bytes(piece) > bound:
@@ -202,6 +207,15 @@ def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int
     closed.sort(key=lambda held: first[held[0].name])
     buckets = tuple(_bucket(f"{i:04d}", held, num_ranks) for i, held in enumerate(closed))
     return Layout(tuple(leaf.name for leaf in leaves), buckets, num_ranks, spec)
+
+
+def bucket_bytes_of(num_bytes: int) -> int:
+    """Return the bound of a bucket where nobody gives one, for leaves of so many bytes in all.
+
+    >>> [bucket_bytes_of(n) for n in (10_000, 100_000_000, 10_000_000_000)]
+    [1048576, 6250000, 33554432]
+    """
+    return min(max(num_bytes // SHARE, LEAST_BYTES), MOST_BYTES)
 
 
 def layer_of(name: str) -> str:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from fds.config.asked import refuse_what_is_not_there
-from fds.config.call import AxisOf, Call, Name, default
+from fds.config.call import AxisOf, Call, Name
 from fds.config.communication import DTYPES
 from fds.config.groups import Groups
 from fds.config.update import optimizer
 from fds.errors import ConfigError, MeshError
+from fds.layout import MOST_BYTES
 
 _GRAD_SCALER = {"window": 2000, "hysteresis": 1}  # as torch.amp.GradScaler and Apex have it, not DeepSpeed's fp16
 
@@ -93,7 +94,7 @@ def _sizes(config: Groups) -> dict[str, int]:
     if zero.stage < 3:
         return out
     live = zero.stage3_max_live_parameters if "stage3_max_live_parameters" in zero.given else 0
-    bucket = out.get("bucket_bytes", default("shard_optimizer", "bucket_bytes"))
+    bucket = out.get("bucket_bytes", MOST_BYTES)
     if 0 < 4 * live // 3 < bucket:
         out["bucket_bytes"] = bucket = max(4 * live // 3, 4)
     if "stage3_prefetch_bucket_size" in zero.given:

@@ -11,6 +11,7 @@ import attrs
 
 from fds.config.call import Call
 from fds.config.groups import Groups
+from fds.layout import MOST_BYTES
 
 _SLOTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "adagrad": 1}  # of the size of the parameters, float32
 
@@ -43,7 +44,7 @@ def held(config: Groups, calls: tuple[Call, ...], axes: Mapping[str, int]) -> tu
     """Return what every rank holds, between steps and within one."""
     made = {call.path: call for call in calls}
     shard, precision = made["shard_optimizer"], made.get("precision")
-    stage, ranks, bucket = shard.argument("stage"), axes["dp"], shard.argument("bucket_bytes")
+    stage, ranks, bucket = shard.argument("stage"), axes["dp"], shard.argument("bucket_bytes") or MOST_BYTES
     shared = ranks if stage else 1
     compute = summed = sent = 4
     if precision is not None:

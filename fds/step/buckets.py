@@ -38,7 +38,7 @@ class Flight:
 
 
 class Bucketed:
-    """Gradients by the trained leaves, summed over microbatches and ranks; one bucket is on its way at a time.
+    """Gradients by the trained leaves, summed over microbatches and ranks; two buckets at most are on their way.
 
     Stages 0 and 1 hold every bucket and reduce it in the last backward, in one fixed order, the last bucket first.
     Stages 2 and 3 reduce every microbatch, hold the sums of their own slices and two buckets, one filling, one on its
@@ -166,9 +166,9 @@ class Bucketed:
         return self.filling[i]
 
     def _launch(self, i: int) -> None:
-        """Let the bucket before arrive, and begin to reduce this one with what is in it."""
-        while self.flying:
-            self._land(next(iter(self.flying)))
+        """Begin to reduce a bucket with what is in it, then let the one before arrive, so that the wire never idles."""
+        if i in self.flying:  # of the microbatch before
+            self._land(i)
         held, bucket, shard = self._open(i), self.buckets[i], self.shard
         del self.filling[i]
         _zero([view for j, view in enumerate(held.views) if j not in held.filled])
@@ -179,6 +179,8 @@ class Bucketed:
         if self.order is not None and i not in self.slices and sent.dtype == self.dtypes[i]:
             own = self.pool.take(bucket.length, sent.dtype, self.device)  # the first sum is where others are added
         self.flying[i] = Flight(held, sent, own, shard.axis.start_reduce_scatter(own, sent))
+        while len(self.flying) > 1:
+            self._land(next(iter(self.flying)))
 
     def _land(self, i: int) -> None:
         """Add a bucket that has arrived to the sum of its slice, and give its memory back."""
@@ -187,8 +189,9 @@ class Bucketed:
         own, sent = flight.own, flight.sent
         if self.shard.stage == 0:
             self._over_replicas(own)
+            gathered = self.shard.axis.start_all_gather(sent, own)
             self._spread()
-            self.gathering.append((flight, self.shard.axis.start_all_gather(sent, own)))
+            self.gathering.append((flight, gathered))
             self.whole.update(zip((leaf.name for leaf in self.buckets[i].leaves), flight.held.views, strict=True))
         elif self.shard.stage == 1:
             self.slices[i] = self.buckets[i].slice(self.shard.axis.index, flight.held.flat)

@@ -26,6 +26,7 @@ class Description:
             `buckets`, `whole` and `low` parameters (see `fds.step.footprint`). Empty without a state.
         sent: station -> bytes that this rank sends in a step, where the loss uses every bucket once and ranks take
             one path.
+        buckets: whole bytes of each flat bucket, in the dtype of the masters; empty where nothing is sharded.
         frozen: names of parameters that are not trained.
         unused: names of trained parameters that the loss did not use on the batch (of this rank): their gradient is
             zero.
@@ -37,12 +38,17 @@ class Description:
     sent: dict[str, int] = attrs.field(factory=dict)
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    buckets: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{name:<10} {text}" for name, text in self.stations.items() if name != "kernels"]
         lines += [f"kernels    {self.kernels}"]
         lines += [f"{name:<10} {n:>16,} bytes" for name, n in self.num_bytes.items()]
         lines += [f"{name:<10} {n:>16,} bytes sent a step" for name, n in self.sent.items()]
+        if self.buckets:
+            least, most = f"{min(self.buckets):,}", f"{max(self.buckets):,}"
+            sizes = most if least == most else f"{least} to {most}"
+            lines += [f"layout     {len(self.buckets)} flat bucket{'s' * (len(self.buckets) > 1)} of {sizes} bytes"]
         lines += [f"frozen     {', '.join(self.frozen)}"] if self.frozen else []
         lines += [f"unused     {', '.join(self.unused)}: zero gradient"] if self.unused else []
         return "\n".join(lines)
@@ -67,7 +73,11 @@ def describe(step: Any, state: State | None, batch: Any) -> Description:
     frozen = tuple(name for name in structure.names if name not in trained)
     unused = () if batch is None else _unused(step, structure, state, batch)
     kernels = f"{step.optimizer.runs(state.step.device)}; others: {kernels}"
-    return Description(told, kernels, held_bytes(step, structure, state), sent_bytes(step, structure), frozen, unused)
+    layout = structure.layout
+    buckets = () if layout is None else tuple(b.numel * b.dtype.itemsize for b in layout.buckets)
+    return Description(
+        told, kernels, held_bytes(step, structure, state), sent_bytes(step, structure), frozen, unused, buckets
+    )
 
 
 def _text(value: Any) -> str:

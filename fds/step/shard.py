@@ -20,7 +20,7 @@ class Shard:
     stage: int
     data: Axis  # over which batches differ: `axis`, or the replicas of it too
     replicate: Axis | None = None  # over which the slices are replicated
-    bucket_bytes: int = 32 * 2**20
+    bucket_bytes: int | None = None  # follows the model
     max_live_bytes: int | None = None
     prefetch: int = 1
     persist_below: int = 0
@@ -46,6 +46,6 @@ class Shard:
     def __repr__(self) -> str:
         copies = "" if self.replicate is None else f", replicated over {self.replicate.name} ({self.replicate.size})"
         text = f"stage {self.stage} over {self.axis.name} ({self.axis.size} ranks){copies}"
-        text += f", buckets of {self.bucket_bytes:,} bytes"
+        text += "" if self.bucket_bytes is None else f", buckets of {self.bucket_bytes:,} bytes"
         bound = "" if self.max_live_bytes is None else f", {self.max_live_bytes:,} bytes whole at most"
         return text + (f"{bound}, {self.prefetch} ahead" if self.stage == 3 else "")

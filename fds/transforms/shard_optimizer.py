@@ -19,7 +19,7 @@ def shard_optimizer(
     *,
     stage: int = 1,
     replicate: Axis | None = None,
-    bucket_bytes: int = 32 * 2**20,
+    bucket_bytes: int | None = None,
     max_live_bytes: int | None = None,
     prefetch: int = 1,
     persist_below: int = 0,
@@ -39,7 +39,8 @@ def shard_optimizer(
         replicate: a second axis of the same mesh, over which batches differ and slices are alike: gathers stay on
             `axis` (inside a node), and gradients are summed over both (hybrid sharding).
         bucket_bytes: bound of a bucket, in master precision: what is gathered or reduced in one message. A parameter
-            that is larger has a bucket of its own.
+            that is larger has a bucket of its own. None follows the model: a sixteenth of its bytes, at least 1 MiB and
+            at most 32, so that backward hides sending; `step.describe(state)` shows the sizes.
         max_live_bytes: stage 3: bound of the parameters that are whole at once; by default two buckets beside those
             that are on their way.
         prefetch: stage 3: buckets that are gathered ahead, in the order of the step before.
@@ -56,9 +57,11 @@ def shard_optimizer(
     axis.demand_current()
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ComposeError("shard_optimizer: unknown stage", got=repr(stage), want="0, 1, 2 or 3")
-    counts = {"bucket_bytes": (bucket_bytes, 1), "prefetch": (prefetch, 0), "persist_below": (persist_below, 0)}
-    counts |= {} if max_live_bytes is None else {"max_live_bytes": (max_live_bytes, 1)}
+    counts = {"bucket_bytes": (bucket_bytes, 1), "prefetch": (prefetch, 0), "persist_below": (persist_below, 0),
+              "max_live_bytes": (max_live_bytes, 1)}  # fmt: skip
     for name, (value, low) in counts.items():
+        if value is None and name in ("bucket_bytes", "max_live_bytes"):
+            continue
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ComposeError(f"shard_optimizer: {name} is a count", got=repr(value), want=f"an int >= {low}")
     number = isinstance(predivide, int | float) and not isinstance(predivide, bool)

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 import fds
 from fds import tree
-from fds.layout import ALIGN, Leaf, plan
+from fds.layout import ALIGN, LEAST_BYTES, MOST_BYTES, SHARE, Leaf, plan
 from fds.step.pool import Pool
 from tests.bits import assert_same_bits
 from tests.sharding.models import data_axis
@@ -30,7 +30,7 @@ def leaves(draw):
     return made
 
 
-@given(leaves(), st.integers(1, 9), st.sampled_from([1, 64, 500, 4000, 2**20]))
+@given(leaves(), st.integers(1, 9), st.sampled_from([1, 64, 500, 4000, 2**20, None]))
 def test_every_element_lies_in_one_place(found, ranks, bucket_bytes):
     layout = plan(found, tree.structure([0] * len(found)), num_ranks=ranks, bucket_bytes=bucket_bytes)
     assert layout.names == tuple(leaf.name for leaf in found)
@@ -65,7 +65,7 @@ def test_every_element_lies_in_one_place(found, ranks, bucket_bytes):
             assert torch.equal(view.reshape(-1), torch.cat(piece) if piece else view.new_empty(0))
         if len(bucket.leaves) > 1 and not bucket.leaves[0].whole:
             held = sum(-(-leaf.numel // ALIGN) * ALIGN for leaf in bucket.leaves)
-            assert held * bucket.dtype.itemsize <= bucket_bytes
+            assert held * bucket.dtype.itemsize <= (LEAST_BYTES if bucket_bytes is None else bucket_bytes)
             assert bucket.numel < held + ALIGN * ranks + ALIGN
 
 
@@ -164,7 +164,7 @@ def test_gaps_stay_zero_and_muon_has_whole_parameters(found, optimizer, stage, r
                 assert float((x.double() - state.params[name].double()).abs().max() if x.numel() else 0) <= loose
 
 
-@given(leaves(), leaves(), st.integers(1, 3), st.sampled_from([1, 500]))
+@given(leaves(), leaves(), st.integers(1, 3), st.sampled_from([1, 500, None]))
 def test_leaves_of_one_kind_lie_alike_whatever_else_a_rank_has(shared, others, ranks, size):
     # ranks of a pipeline add up the slices of tied parameters, and each has other parameters beside them
     shared = [attrs.evolve(leaf, name=f"tied.{leaf.name}", kind="tied") for leaf in shared]
@@ -173,6 +173,43 @@ def test_leaves_of_one_kind_lie_alike_whatever_else_a_rank_has(shared, others, r
     among = plan(both, None, num_ranks=ranks, bucket_bytes=size)
     lie = lambda layout: [(b.leaves, b.offsets, b.length) for b in layout.buckets if b.leaves[0].kind == "tied"]
     assert lie(alone) == lie(among)
+
+
+def stack(layers, width):
+    """Return the leaves of a deep model, of so many square matrices."""
+    return [Leaf(f"h.{i}.weight", (width, width), torch.float32) for i in range(layers)]
+
+
+@given(st.integers(40, 200), st.sampled_from([64, 256, 1024]), st.integers(2, 5))
+def test_buckets_follow_the_model_within_bounds(layers, width, ranks):
+    layout = plan(stack(layers, width), None, num_ranks=ranks, bucket_bytes=None)
+    whole, layer = 4 * layers * width**2, 4 * width**2
+    bound = min(max(whole // SHARE, LEAST_BYTES), MOST_BYTES)
+    sizes = [sum(4 * leaf.numel for leaf in b.leaves) for b in layout.buckets]
+    assert sum(sizes) == whole and max(sizes) <= bound
+    assert all(size > bound - layer for size in sizes[:-1])  # as full as layers allow
+
+
+def test_pipeline_ranks_with_other_parameters_size_buckets_of_what_they_share_alike():
+    tied = [attrs.evolve(leaf, name=f"tied.{leaf.name}", kind="tied") for leaf in stack(20, 256)]
+    few, many = (plan([*tied, *stack(n, 256)], None, num_ranks=2, bucket_bytes=None) for n in (1, 300))
+    alone = plan(tied, None, num_ranks=2, bucket_bytes=None)
+    lie = lambda layout: [(b.leaves, b.offsets) for b in layout.buckets if b.leaves[0].kind == "tied"]
+    assert lie(few) == lie(many) == lie(alone) and len(lie(alone)) > 4
+
+
+def test_describe_shows_the_buckets_that_were_chosen():
+    params = {f"h.{i}": torch.zeros(256, 1024) for i in range(3)}  # of 1 MiB each
+
+    def run(size):
+        step = fds.compose(fds.shard_optimizer(data_axis(), stage=1, bucket_bytes=size), fds.sgd(0.1))(
+            lambda p, x: sum(w.sum() for w in p.values()) * x.sum()
+        )
+        return step.describe(step.init(params))
+
+    described, given_size = fds.simulate(lambda: (run(None), run(2**21)), 2)[0]
+    assert described.buckets == (2**20,) * 3 and "layout     3 flat buckets of 1,048,576 bytes" in str(described)
+    assert given_size.buckets == (2**21, 2**20) and "2 flat buckets of 1,048,576 to 2,097,152 bytes" in str(given_size)
 
 
 def test_what_a_pool_gives_twice_is_free():
