@@ -59,8 +59,9 @@ def value_and_grad(
     (tensor(12.), tensor(12.))
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        outs, pull = _linearize(f, argnums, has_aux, args, kwargs, "value_and_grad", create_graph=create_graph)
+    def once(args: tuple, kwargs: dict, *, reentrant: bool = False) -> Any:
+        outs, pull = _linearize(f, argnums, has_aux, args, kwargs, "value_and_grad", create_graph=create_graph,
+                                reentrant=reentrant)  # fmt: skip
         if has_aux and not (isinstance(outs, tuple) and len(outs) == 2):
             raise LossError("a function with aux returns a pair", where="value_and_grad", got=type(outs).__name__,
                             want="(scalar, aux)")  # fmt: skip
@@ -72,6 +73,14 @@ def value_and_grad(
                 want="a value computed from params", hint="look for .detach(), .item(), torch.no_grad() or a constant",
             )  # fmt: skip
         return _result(outs, create_graph), pull(torch.ones_like(value))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return once(args, kwargs)
+        except _ReentrantError:
+            if create_graph:
+                raise
+            return once(args, kwargs, reentrant=True)  # from the start: value and gradients belong to the same draws
 
     return run
 
@@ -86,14 +95,43 @@ def vjp(f: Callable, *args: Any, create_graph: bool = False) -> tuple[Any, Calla
     return _result(outs, create_graph), pull
 
 
-def backward_into(total: Tensor, seed: Tensor | None, leaves: Sequence[Tensor]) -> None:
+def backward_into(total: Tensor, seed: Tensor | None, leaves: Sequence[Tensor], *, reentrant: bool = False) -> None:
     """Add the gradients of `total` by `leaves` into their `.grad`, each as soon as it is ready.
 
     Unlike a list from `torch.autograd.grad`, which is whole before anyone can read it, this sums microbatches in
-    place and frees each gradient at once; `leaves` are the step's own, so nobody else sees `.grad`.
+    place and frees each gradient at once; `leaves` are the step's own, so nobody else sees `.grad`. `reentrant` says
+    what `is_reentrant(total)` is.
     """
-    if leaves and total.requires_grad:  # the loss of another rank may depend on parameters where this one does not
-        torch.autograd.backward(total, seed, inputs=list(leaves))
+    if not (leaves and total.requires_grad):  # the loss of another rank may depend on parameters, and this one not
+        return
+    if reentrant:
+        _backward_through_reentrant([total], [seed], leaves)
+    else:
+        backward_by([total], [seed], leaves)
+
+
+def backward_by(ends: Sequence[Any], seeds: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> None:
+    """Do what `torch.autograd.backward(ends, seeds, inputs=leaves)` does.
+
+    Raises `LossError` for a reentrant checkpoint.
+    """
+    try:
+        torch.autograd.backward(list(ends), list(seeds), inputs=list(leaves))
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise LossError(
+            "a reentrant checkpoint cannot be differentiated here", got="torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=True), in a pipeline or not in the first call of the step", want="use_reentrant=False",
+        ) from error  # fmt: skip
+
+
+def is_reentrant(total: Tensor) -> bool:
+    """Return whether a part of the graph is computed again by a backward inside backward.
+
+    So it is after `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. It takes about 1 us per node.
+    """
+    return any(node.name() == "CheckpointFunctionBackward" for node in _nodes([total]))
 
 
 def exclusive(grad: Tensor) -> Tensor:
@@ -164,7 +202,7 @@ def check_scalar(value: Any, where: str) -> None:
 
 def _linearize(
     f: Callable, argnums: Any, has_aux: bool, args: tuple, kwargs: dict, where: str, *, create_graph: bool,
-    keep: bool = False,
+    keep: bool = False, reentrant: bool = False,
 ) -> tuple[Any, Callable]:  # fmt: skip
     """Return what `f` returns, and the function from a cotangent (of the first part, with aux) to the gradients."""
     picked = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -202,14 +240,65 @@ def _linearize(
             _refuse_nesting(cotangent, where)
         pairs = zip(tree.leaves(outs[0] if has_aux else outs), tree.leaves(cotangent), strict=True)
         live = [(o, c) for o, c in pairs if isinstance(o, Tensor) and o.requires_grad]
+        ends, seeds = [o for o, _ in live], [c for _, c in live]
+        zeros = lambda: [torch.zeros_like(x, requires_grad=False) for x in inputs]
         with torch.inference_mode(False):
-            found = torch.autograd.grad(
-                [o for o, _ in live], inputs, [c for _, c in live], materialize_grads=True,
-                retain_graph=keep or graph, create_graph=graph and torch.is_grad_enabled(),
-            ) if live and inputs else [torch.zeros_like(x, requires_grad=False) for x in inputs]  # fmt: skip
+            if not (live and inputs):
+                return arrange(zeros())
+            if reentrant:
+                _backward_through_reentrant(ends, seeds, inputs)
+                return arrange([zero if x.grad is None else x.grad for x, zero in zip(inputs, zeros(), strict=True)])
+            try:
+                found = torch.autograd.grad(
+                    ends, inputs, seeds, materialize_grads=True, retain_graph=keep or graph,
+                    create_graph=graph and torch.is_grad_enabled(),
+                )  # fmt: skip
+            except RuntimeError as error:
+                if any(map(is_reentrant, ends)):
+                    raise _ReentrantError(
+                        "a reentrant checkpoint is differentiated by value_and_grad in first order alone", where=where,
+                        got="torch.utils.checkpoint.checkpoint(..., use_reentrant=True)", want="use_reentrant=False",
+                    ) from error  # fmt: skip
+                raise
             return arrange([exclusive(grad) for grad in found])
 
     return outs, pull
+
+
+class _ReentrantError(LossError):
+    """Refuse, or try again, what `torch.autograd.grad` cannot differentiate."""
+
+
+def _backward_through_reentrant(
+    ends: Sequence[Tensor], seeds: Sequence[Tensor | None], leaves: Sequence[Tensor]
+) -> None:
+    """Add gradients into the `.grad` of `leaves`, and of no other tensor that the graph shows.
+
+    A backward inside backward is incompatible with naming what is to be differentiated.
+    """
+    known = {id(x) for x in leaves}
+    others = {id(x): x for node in _nodes(ends) if (x := getattr(node, "variable", None)) is not None}
+    before = [(x, x.grad) for key, x in others.items() if key not in known]
+    for x, _ in before:
+        x.grad = None
+    try:
+        torch.autograd.backward(list(ends), list(seeds))
+    finally:
+        for x, grad in before:
+            x.grad = grad
+
+
+def _nodes(ends: Sequence[Tensor]) -> Iterator[Any]:
+    """Yield the nodes of a graph."""
+    todo = [x.grad_fn for x in ends if x.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
 
 
 def _by_torch_func(

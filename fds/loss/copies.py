@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -65,6 +66,11 @@ _ABOUT = {
     "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested", "is_floating_point", "is_complex",
     "is_inference", "is_contiguous", "_backward_hooks", "__hash__", "__len__",
 }  # fmt: skip
+
+
+def references(module: nn.Module) -> list[int]:
+    """Return how many references there are to a module and to each of its parts."""
+    return [sys.getrefcount(part) for part in module.modules()]
 
 
 def structural(module: nn.Module) -> tuple[nn.Module, list[Place]]:

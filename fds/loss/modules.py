@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import fnmatch
+import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from fds.errors import LossError
 from fds.loss import originals
 from fds.loss.carried import Carried
 from fds.loss.compiled import is_compiled, traceable, untraced, with_memory
-from fds.loss.copies import Place, structural
+from fds.loss.copies import Place, references, structural
 
 _UNTRACED = "fds.functional runs a copy of the module; compile that: fds.functional(torch.compile(module))"
 
@@ -128,12 +129,18 @@ class Apply:
             device = next((x.device for x in params.values()), None)
             buffers = {name: b.detach().to(device, copy=True) for name, b in buffers.items()}
         variant, release = self._take(now, params)
+        held = references(variant.module) if now.busy is None and torch.is_grad_enabled() else None
         given, first = (params, args, kwargs), self._first(now, params)
         try:
             with originals.Watch(self.number, given) if first and not first[-1] else contextlib.nullcontext():
                 run = variant.run(params, buffers, args, kwargs)
-        finally:
+        except BaseException as error:
             release()
+            if now.low and isinstance(error, RuntimeError):
+                _refuse_mixed(error, params, buffers)
+            raise
+        if held is None or held == references(variant.module):
+            release()  # else a graph holds parts of this copy, to run them again in backward: it is left to that
         if first:
             if first[-1]:
                 originals.demand_none(run.out, given, self.number)
@@ -338,6 +345,20 @@ def _may_change_silently(module: nn.Module, path: str) -> bool:
     counts = isinstance(part, nn.modules.batchnorm._NormBase) and type(part).__module__.startswith("torch.nn.")
     buffer = part._buffers[name]
     return not counts and buffer is not None and buffer.is_floating_point() and buffer.dim() == 1
+
+
+def _refuse_mixed(error: RuntimeError, params: dict, buffers: dict) -> None:
+    """Raise `LossError` where float32 buffers may be why an operator of a 16-bit module was given two dtypes."""
+    wide = [name for name, b in buffers.items() if b.dtype is torch.float32]
+    if not wide or not re.search("dtype|scalar type|should be the same", str(error)):
+        return
+    low = next((str(p.dtype).removeprefix("torch.") for p in params.values() if tree.is_low(p)), "bfloat16")
+    raise LossError(
+        "an operator was given numbers of 16 and of 32 bits, and the module has float32 buffers",
+        where=", ".join(wide), got=str(error).partition("\n")[0], want=f"self.{wide[0]}.to(x.dtype) in forward",
+        hint=f"or module.{wide[0]} = module.{wide[0]}.{low}() before fds.functional(module): precision casts no "
+        "buffers, for some (rotary frequencies, counts) are wrong in 16 bits",
+    ) from error  # fmt: skip
 
 
 def _same_names(got: dict, want: Any, what: str) -> None:

@@ -174,9 +174,11 @@ class InTurn:
                 outcome = step.run_loss(step.loss, params.tree, microbatch, buffers, setting)
                 buffers = outcome.buffers
                 if params.trained:
-                    step.demand_graph(outcome.total)
-                    backward = functools.partial(autodiff.backward_into, outcome.total, seeds.seed(outcome))
-                    sums.add(backward, last=i + 1 == len(microbatches))
+                    reentrant = step.demand_graph(outcome.total)
+                    backward = functools.partial(
+                        autodiff.backward_into, outcome.total, seeds.seed(outcome), reentrant=reentrant
+                    )
+                    sums.add(backward, last=i + 1 == len(microbatches), in_parts=reentrant)
                     del backward
                 totals.add(outcome, where)
                 del outcome  # and its graph

@@ -79,11 +79,14 @@ class Bucketed:
                 used = {i: {j for k, j in order.memory.used if k == i} for i in self.buckets}
                 self.awaited = {i: used[i] or awaited for i, awaited in self.awaited.items()}
 
-    def add(self, backward: Callable[[list[Tensor]], None], *, last: bool) -> None:
-        """Add the gradients that `backward(leaves)` puts into `.grad`, of one microbatch; reduce what is full."""
+    def add(self, backward: Callable[[list[Tensor]], None], *, last: bool, in_parts: bool = False) -> None:
+        """Add the gradients that `backward(leaves)` puts into `.grad`, of one microbatch; reduce what is full.
+
+        `in_parts` says that a leaf's gradient may come in several parts: then buckets are reduced at the end.
+        """
         if not (self.reducing and self.order is None):  # else the last backward failed, with some buckets under way
             self.turn = sorted(self.buckets)
-        self.reducing = last or self.order is not None
+        self.reducing = (last and not in_parts) or self.order is not None
         self.arrived = {i: set() for i in self.buckets}
         self.adding = True
         try:

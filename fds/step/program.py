@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fds import loss as losses, random, tree
+from fds import autodiff, loss as losses, random, tree
 from fds.collectives import Axis
 from fds.microbatches import Microbatches
 from fds.optim import Optimizer
@@ -336,12 +336,16 @@ class Step:
                 stack.enter_context(make(setting.devices[0]))
             return losses.run(loss, params, batch, buffers, setting)
 
-    def demand_graph(self, total: Tensor) -> None:
-        """Raise `LossError` for a total that no parameter of the step, or one of a module itself, decides on."""
+    def demand_graph(self, total: Tensor) -> bool:
+        """Raise `LossError` for a total that no parameter of the step, or one of a module itself, decides on.
+
+        Return whether the loss checkpoints reentrantly. The first graph tells.
+        """
         self.reduce.demand_graph(total, losses.name(self.loss))
         if "graph" not in self.asked:
             losses.demand_none(total)
-            self.asked["graph"] = []
+            self.asked["graph"] = ["reentrant"] if autodiff.is_reentrant(total) else []
+        return bool(self.asked["graph"])
 
     def _agree(self, found: Found, calls: int) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""

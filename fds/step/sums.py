@@ -41,7 +41,7 @@ class InPlace:
                 sums.waiting.append(leaf)
         return sums
 
-    def add(self, backward: Callable[[list[Tensor]], None], *, last: bool) -> None:
+    def add(self, backward: Callable[[list[Tensor]], None], *, last: bool, in_parts: bool = False) -> None:
         """Add the gradients that `backward(leaves)` puts into `.grad`: to one that is ours autograd adds in place.
 
         Raises `LossError` where some are there before the first.

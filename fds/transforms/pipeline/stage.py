@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fds import loss as losses, tree
+from fds import autodiff, loss as losses, tree
 from fds.step import intact
 from fds.transforms.pipeline.halves import Rest, backward_input
 from fds.transforms.pipeline.packet import Packet
@@ -159,7 +159,7 @@ class Stage:
         wanted = piece.wanted()
         inputs = [*wanted, *self.leaves]
         if edges and inputs:
-            torch.autograd.backward(edges, arrived, inputs=inputs)
+            autodiff.backward_by(edges, arrived, inputs)
         found = [None if x is None else x.grad for x in piece.inputs]
         for x in wanted:
             x.grad = None
