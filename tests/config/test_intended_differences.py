@@ -213,8 +213,13 @@ def test_gradients_that_are_not_contiguous_are_the_same_gradients(stage, key):
 
 
 @STAGES
-def test_an_update_that_is_not_finite_is_skipped_at_every_stage(stage):
-    data = {"optimizer": SGD, "bf16": {"enabled": True}, **zero(stage)}
+@pytest.mark.parametrize("sums", ["bf16", "fp32"])
+def test_an_update_that_is_not_finite_is_skipped_at_every_stage(stage, sums):
+    data = {"optimizer": SGD, "data_types": {"grad_accum_dtype": sums}, **zero(stage)}
+    unchecked = {"enabled": True, "check_grad_overflow": False}
+    ((_, told),) = trained({**data, "bf16": unchecked}, [torch.full((4, 2), torch.inf)])
+    assert not told["grad_norm"].isfinite()
+    data["bf16"] = {"enabled": True}
     (before, told), (after, _) = trained(data, [torch.full((4, 2), torch.inf), torch.ones(4, 2)])
     assert told["skipped"] and before["w"].tolist() == [0.5, -0.25]
     assert after["w"].isfinite().all() and not torch.equal(after["w"], before["w"])

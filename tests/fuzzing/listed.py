@@ -46,6 +46,12 @@ LISTED: tuple[Listed, ...] = (
     Listed("`bf16.check_grad_overflow` skips no update at stage 3",
            lambda case, run: kind(case) == "bf16" and stage(case) == 3 and bool(case.loud), EVERYTHING,
            lambda case, run: case.loud[0]),
+    Listed("bfloat16 with float32 sums at stage 1",
+           lambda case, run: kind(case) == "bf16" and stage(case) == 1 and of_a_microbatch(case) and bool(case.loud)
+           and run.error.startswith("AssertionError"), EVERYTHING),
+    Listed("`bf16.check_grad_overflow` false",
+           lambda case, run: case.json.get("bf16", {}).get("check_grad_overflow") is False and bool(case.loud),
+           frozenset(("norms",)), lambda case, run: case.loud[0]),
     Listed("`torch_autocast` in float16: at stages 1 to 3",
            lambda case, run: in_autocast_float16(case) and stage(case) > 0, EVERYTHING),
     Listed("`torch_autocast` in float16: at stage 0",
