@@ -253,7 +253,8 @@ def test_an_overflow_at_the_least_scale_is_a_skip_that_is_reported():
 @pytest.mark.parametrize(("data", "params"), [
     (zero(2, elastic_checkpoint=True), {"w": torch.ones(2)}), (zero(3, sub_group_size=20), {"w": torch.ones(2)}),
     ({**zero(1), "gradient_clipping": 0.5}, {"w": torch.ones(2), "s": torch.ones(())}),
-    ({"bf16": {"enabled": True}, "optimizer": {"type": "Adagrad", "params": {"lr": 0.5}}}, {"w": torch.ones(2)}),
+    ({"bf16": {"enabled": True}, "optimizer": {"type": "Adagrad", "params": {"lr": 0.5}},
+      "data_types": {"grad_accum_dtype": "fp32"}, **zero(1)}, {"w": torch.ones(2)}),
 ])  # fmt: skip
 def test_what_deepspeed_cannot_resume_goes_on_bit_for_bit(data, params, tmp_path):
     loss = lambda params, batch: (params["w"] * batch).pow(2).mean() * params.get("s", torch.ones(()))

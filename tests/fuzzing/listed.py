@@ -49,6 +49,9 @@ LISTED: tuple[Listed, ...] = (
     Listed("bfloat16 with float32 sums at stage 1",
            lambda case, run: kind(case) == "bf16" and stage(case) == 1 and of_a_microbatch(case) and bool(case.loud)
            and run.error.startswith("AssertionError"), EVERYTHING),
+    Listed("saves that cannot be made or loaded again",
+           lambda case, run: kind(case) == "bf16" and case.json["optimizer"]["type"] == "Adagrad"
+           and run.error.startswith("KeyError"), EVERYTHING),
     Listed("`bf16.check_grad_overflow` false",
            lambda case, run: case.json.get("bf16", {}).get("check_grad_overflow") is False and bool(case.loud),
            frozenset(("norms",)), lambda case, run: case.loud[0]),
