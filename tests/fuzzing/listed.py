@@ -37,6 +37,8 @@ LISTED: tuple[Listed, ...] = (
     Listed("float16: on the update where the dynamic scale doubles",
            lambda case, run: kind(case) == "fp16" and first_doubling(case, run) < case.steps, EVERYTHING,
            first_doubling),
+    Listed("`gradient_predivide_factor` at stage 3",
+           lambda case, run: stage(case) == 3 and case.json.get("gradient_predivide_factor") == case.ranks > 1),
     Listed("`contiguous_gradients` false at stages 1 and 2 on several ranks",
            lambda case, run: case.json["zero_optimization"].get("contiguous_gradients") is False
            and stage(case) in (1, 2) and case.ranks > 1),
