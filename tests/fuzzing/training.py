@@ -22,7 +22,10 @@ INPUTS, WIDTH, CLASSES = 5, 7, 3  # odd: no parameter divides between two ranks
 
 @attrs.define
 class Run:
-    """What a training gave: a number for each step, None where it has none, and the parameters at its end."""
+    """What a training gave: a number for each step, None where it has none, and the parameters at its end.
+
+    Scales have one number more: that of the step which would follow.
+    """
 
     losses: list[float]
     lrs: list[float]
@@ -85,6 +88,7 @@ def by_fds(case: Case, saves: Path | None) -> Run:
         if saves is not None and number == case.saved:
             fds.save(saves / "fds", state, step)
     losses, lrs, norms, scales, skipped = map(list, zip(*seen, strict=True))
+    scales.append(float(state.slots["loss_scale"].scale) if "loss_scale" in state.slots else scales[-1])
     whole = {name: x.double().flatten().tolist() for name, x in step.params(state).items()}
     run = Run(losses, lrs, norms, scales, [bool(one) for one in skipped], whole)
     if saves is not None:
@@ -117,7 +121,7 @@ def by_deepspeed(case: Case, saves: Path | None, start: Callable) -> Run:
     scaled = "fp16" in case.json
     for number, (x, targets) in enumerate(batches(case, dist.get_rank()), 1):
         losses, before = [], engine.skipped_steps
-        scale = float(engine.optimizer.cur_scale) if scaled and hasattr(engine.optimizer, "cur_scale") else None
+        scale = _scale(engine) if scaled else None
         for rows, labels in zip(x.split(case.rows), targets.split(case.rows), strict=True):
             loss = loss_of(engine(rows.to(dtype)), labels)
             engine.backward(loss)
@@ -129,13 +133,19 @@ def by_deepspeed(case: Case, saves: Path | None, start: Callable) -> Run:
                      engine.skipped_steps > before))  # fmt: skip
         if saves is not None and number == case.saved:
             engine.save_checkpoint(str(saves / "deepspeed"))
+    losses, lrs, norms, scales, skipped = map(list, zip(*seen, strict=True))
+    scales.append(_scale(engine) if scaled else None)
     params = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
             whole = safe_get_full_fp32_param(p)
             params[name] = (p.detach() if whole is None else whole).double().flatten().tolist()
     engine.destroy()
-    return Run(*map(list, zip(*seen, strict=True)), params)
+    return Run(losses, lrs, norms, scales, skipped, params)
+
+
+def _scale(engine: Any) -> float | None:
+    return float(engine.optimizer.cur_scale) if hasattr(engine.optimizer, "cur_scale") else None
 
 
 def _mean(losses: Tensor) -> float:
