@@ -12,6 +12,7 @@ from fds.storage.differing import differences, locate
 from fds.storage.exporting import export_weights
 from fds.storage.folders import tags
 from fds.storage.opening import open_source
+from fds.storage.paths import reading
 from fds.storage.tensors import DTYPES
 from fds.storage.verifying import verify
 
@@ -22,9 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line, and return the exit code: 2 for what is refused."""
     options = _parse(arguments)
     try:
-        return options.run(options)
+        with reading("command"):
+            return options.run(options)
     except FdsError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        text = f"{type(error).__name__}: {error}"
+        print("\n".join(map(showing.plain, text.split("\n"))), file=sys.stderr)
         return 2
 
 
@@ -41,7 +44,7 @@ def _verify(options: Options) -> int:
     for one in (options.all and tags(path)) or [tag]:
         found = verify(path, one)
         wrong += bool(found)
-        named = path if one is None else f"{path}:{one}"
+        named = showing.plain(str(path) if one is None else f"{path}:{one}")
         showing.shown([f"{named}: {'damaged' if found else 'whole'}", *(f"  {showing.plain(text)}" for text in found)])
     return 1 if wrong else 0
 
@@ -49,7 +52,7 @@ def _verify(options: Options) -> int:
 def _export(options: Options) -> int:
     path, tag = locate(options.dir, options.tag)
     dtype = None if options.dtype == "own" else DTYPES[options.dtype]
-    showing.shown(str(p) for p in export_weights(path, options.path, dtype, tag=tag, tree=options.tree))
+    showing.shown(showing.plain(str(p)) for p in export_weights(path, options.path, dtype, tag=tag, tree=options.tree))
     return 0
 
 

@@ -19,10 +19,11 @@ from fds.errors import StorageError
 from fds.state import State
 from fds.step import Step
 from fds.storage import manifest as manifests
-from fds.storage.folders import checked_tag, forget, publish, unpublished
+from fds.storage.folders import checked_tag, forget, latest_known, publish, unpublished
 from fds.storage.hosting import on_host, reached
 from fds.storage.manifest import Chunk, File, Manifest, checked_extra
 from fds.storage.parts import Part, parts_of
+from fds.storage.paths import checked_path
 from fds.storage.sharing import held, own
 from fds.storage.tensors import DTYPES, header, refuse_unwritable
 from fds.storage.together import Ranks
@@ -77,7 +78,7 @@ class Draft:
                                hint="fds.save(dir, state, step)")  # fmt: skip
         ranks = Ranks.of(step, doing)
         with ranks.together() as said:
-            path = Path(dir).absolute()  # the process may change its own while it is written
+            path = checked_path(dir, "dir").absolute()  # the process may change its own while it is written
             if not isinstance(state, State):
                 raise StorageError("what is to be saved is no state", got=repr(type(state).__name__), want="a State",
                                    hint="fds.save(dir, state, step)")  # fmt: skip
@@ -88,12 +89,12 @@ class Draft:
             tag = f"step{calls:08d}" if tag is None else checked_tag(tag)
             refuse_unwritable({name: part.tensor for name, part in parts.items()})
             same = {"calls made": str(calls), "options": f"keep={keep}, local={local}", **agreement(parts, ranks)}
-            said.mine = [tag, _now(), same if local else {"directory": str(dir), **same}]
+            said.mine = [tag, _later(directory(path, ranks, local)), same if local else {"directory": str(dir), **same}]
         ranks.refuse_different([same for _, _, same in said.all])
         tag = _agreed([tag for tag, _, _ in said.all], tag_validation, ranks)
         union = Union.of(parts, ranks)
         return cls(
-            directory(path, ranks, local), directory(dir, ranks, local) / tag, tag, said.all[0][1], calls,
+            directory(path, ranks, local), directory(Path(dir), ranks, local) / tag, tag, said.all[0][1], calls,
             tuple(map(repr, step.composition)), extra, parts, union, ranks, keep, local,
             {name: _version(part.tensor) for name, part in parts.items()},
             reached(part.tensor for part in parts.values()),
@@ -168,9 +169,9 @@ class Draft:
         return manifest
 
 
-def directory(dir: str | os.PathLike, ranks: Ranks, local: bool) -> Path:
+def directory(dir: Path, ranks: Ranks, local: bool) -> Path:
     """Return where a rank reads and writes: where all do, or below it in a folder of its own."""
-    return Path(dir) / f"rank{ranks.index}" if local else Path(dir)
+    return dir / f"rank{ranks.index}" if local else dir
 
 
 def _agreed(tags: list[str], validation: TagValidation, ranks: Ranks) -> str:
@@ -191,8 +192,13 @@ def _refuse_options(keep: Any, tag_validation: Any) -> None:
                            want="'fail', 'warn' or 'ignore'")  # fmt: skip
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
+def _later(dir: Path) -> str:
+    """Return the time, later than that of the last save of a directory even if a clock was set back since."""
+    now = datetime.datetime.now(datetime.UTC)
+    with contextlib.suppress(OSError, ValueError, OverflowError, TypeError):  # a time that is none, or names no zone
+        last = manifests.saved_at(dir / latest_known(dir))
+        now = max(now, datetime.datetime.fromisoformat(last) + datetime.timedelta(microseconds=1))
+    return now.isoformat(timespec="microseconds")
 
 
 def _version(x: Tensor) -> int:

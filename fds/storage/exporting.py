@@ -27,6 +27,7 @@ from fds.storage.blocks import blocks
 from fds.storage.manifest import MAX_INT, Leaf
 from fds.storage.opening import open_source
 from fds.storage.parts import parts_of
+from fds.storage.paths import checked_path
 from fds.storage.placing import INDEX, placed, refusing
 from fds.storage.sharing import own
 from fds.storage.tensors import CODES, DTYPES, as_bytes, header, refuse_unwritable
@@ -69,15 +70,16 @@ def export_weights(
     was. Raises `DonatedStateError` for a state that was given up, `RankError` if a rank is lost.
     """
     refuse_options(dtype, max_shard_bytes)
+    to = checked_path(path, "path")
     if isinstance(source, State):
         if tag is not None:
             raise StorageError("a state has no tags", where="export_weights", got=f"tag={tag!r:.40}", want="no tag")
-        return _export_state(source, Path(path), dtype, step, tree, max_shard_bytes)
+        return _export_state(source, to, dtype, step, tree, max_shard_bytes)
     if step is not None:
         raise StorageError("a saved run is exported by one process, without a step", where="export_weights",
                            got="step=...", want="a state with its step, or a directory without one")  # fmt: skip
     saved = open_source(source, tag)
-    export = Export.of(saved.leaves, Path(path), dtype, tree, max_shard_bytes)
+    export = Export.of(saved.leaves, to, dtype, tree, max_shard_bytes)
     with export.publishing() as folder, refusing(export.folder):
         export.write(folder, ((name, *block) for name in export.places for block in blocks(saved, name)))
     return export.paths

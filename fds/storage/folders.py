@@ -103,10 +103,11 @@ def publish(dir: Path, tag: str, keep: int | None = None, *, stays: bool = False
                 sync(new)
                 for created in missing:
                     sync(created.parent)
+                before = latest_known(dir)
                 _put_in_place(dir, tag, new)
                 if keep is not None:
                     with contextlib.suppress(OSError):  # the next save tries again
-                        _discard(dir, _outdated(dir, tag, keep))
+                        _discard(dir, _outdated(dir, tag, keep, before))
             finally:
                 if os.getpid() == owner:  # a forked process that lets go of its copy leaves the save alone
                     with contextlib.suppress(OSError):  # the next save says why
@@ -150,16 +151,16 @@ def _put_in_place(dir: Path, tag: str, new: Path) -> None:
         ) from error  # fmt: skip
 
 
-def _outdated(dir: Path, tag: str, keep: int) -> list[Path]:
-    """Return the folders of all tags but this one and the newest others.
+def _outdated(dir: Path, tag: str, keep: int, before: str = "") -> list[Path]:
+    """Return the folders of all tags but this one and the newest others, of which that `before` it is the newest.
 
     What cannot be read, or holds more than a save, is nobody's to remove.
     """
-    ages = dict[str, str]()
+    ages = dict[str, tuple[bool, str]]()
     for other in set(tags(dir)) - {tag}:
         with contextlib.suppress(StorageError):
             if not _strange(dir / other):
-                ages[other] = manifest.read_manifest(dir / other).saved
+                ages[other] = (other == before, manifest.read_manifest(dir / other).saved)
     dead = sorted(ages, key=ages.__getitem__)[: max(len(ages) + 1 - keep, 0)]
     return [folder for other in dead for folder in (*_replaced(dir, other), dir / other)]
 
@@ -204,6 +205,13 @@ def _clear(dir: Path, stays: bool) -> None:
 def latest(dir: Path) -> str:
     """Return the tag that was saved last. Raises `OSError` and `UnicodeError`."""
     return read_small(dir / LATEST, 1000).decode().removesuffix("\n")
+
+
+def latest_known(dir: Path) -> str:
+    """Return the tag that was saved last, empty where that cannot be read."""
+    with contextlib.suppress(OSError, UnicodeError):
+        return latest(dir)
+    return ""
 
 
 def _latest(dir: Path, known: list[str]) -> str:

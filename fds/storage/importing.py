@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from fds.step import Step
 from fds.storage import foreign
 from fds.storage.loading import fill
 from fds.storage.matching import Options
+from fds.storage.paths import checked_path
 from fds.storage.source import Source
 from fds.storage.together import Ranks
 
@@ -49,7 +49,8 @@ def import_weights(
     Raises `StorageError`, on every rank if on any.
     """
     options = Options(strict=strict, params_only=True, foreign=True)
-    return _filled("import_weights", lambda: foreign.weights(Path(path)), step, params, options, rename, key)[0]
+    open_ = lambda: foreign.weights(checked_path(path, "path"))
+    return _filled("import_weights", open_, step, params, options, rename, key)[0]
 
 
 @torch.inference_mode(False)
@@ -80,7 +81,8 @@ def import_deepspeed(
     Raises `StorageError`, on every rank if on any.
     """
     options = Options(slots=("init", "drop"), foreign=True)
-    return _filled("import_deepspeed", lambda: foreign.deepspeed(Path(dir), tag), step, params, options, rename, key)
+    open_ = lambda: foreign.deepspeed(checked_path(dir, "dir"), tag)
+    return _filled("import_deepspeed", open_, step, params, options, rename, key)
 
 
 def _filled(

@@ -25,6 +25,7 @@ from fds.storage.held import Held
 from fds.storage.manifest import Leaf, Manifest, read_manifest
 from fds.storage.matching import Options, checked_slots, match
 from fds.storage.parts import Part, blank, parts_of
+from fds.storage.paths import checked_path
 from fds.storage.reader import touch_fresh
 from fds.storage.source import Source, blank_like, saved
 from fds.storage.together import Ranks
@@ -82,7 +83,7 @@ def load(
             raise StorageError("slices do not say what the whole parameters are", where="params",
                                got="the sharded params of a state", want="what step.init was given",
                                hint="dict(module.named_parameters()); only structure is read")  # fmt: skip
-        path = Path(dir)
+        path = checked_path(dir, "dir")
         options = Options(checked_slots(slots), strict, params_only, without_optimizer, without_schedule)
     source = by_rank.opened(path, tag, ranks, verify) if local else _opened(path, tag, ranks, verify)
     return fill(source, step, params, options, ranks), source.extra

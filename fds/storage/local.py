@@ -7,6 +7,7 @@ A tag that was not replaced on all ranks is there twice on some: a save is known
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,13 +47,16 @@ def opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
             )  # fmt: skip
     whole = [save for save in asked if len({i for theirs in told for i in theirs[save]}) == _num_ranks(seen[save])]
     chosen = max(whole or asked, key=lambda save: save[1])
-    with ranks.together():
+    with ranks.together() as said:
         held = [Held.of(folder) for folder, _ in seen[chosen]]
         manifests = [read_manifest(folder) for folder in held]
         for folder, manifest in zip(held, manifests, strict=True):
             if manifest.saved != chosen[1]:
                 raise StorageError("the save was replaced while it was being opened", where=str(folder.path),
                                    hint="load again")  # fmt: skip
+            _refuse_other(manifest, manifests[0], str(folder.path), str(held[0].path))
+        said.mine = _in_common(manifests[0])
+    ranks.refuse_different(said.all)
     return saved(_merged(manifests), held, verify=verify)
 
 
@@ -82,6 +86,25 @@ def _may_be_last(run: Path, tag: str) -> bool:
         return latest(run) in (tag, "")
     except (OSError, UnicodeError):
         return True
+
+
+def _in_common(manifest: Manifest) -> dict[str, str]:
+    """Return what the parts of one save all say, as texts."""
+    leaves = {f"leaf {name} of the save": str(leaf) for name, leaf in manifest.leaves.items()}
+    names = hashlib.blake2b(repr(sorted(leaves)).encode(), digest_size=8).hexdigest()
+    count = f"{len(leaves)}, {names}"
+    ranks = str((manifest.part or (0, 1))[1])
+    return {"calls of the save": str(manifest.calls), "ranks of the save": ranks, "leaves of the save": count, **leaves}
+
+
+def _refuse_other(manifest: Manifest, first: Manifest, where: str, there: str) -> None:
+    """Raise `StorageError` for a part that says something else than the first of what all of them say."""
+    got, want = _in_common(manifest), _in_common(first)
+    for what, text in want.items():
+        if got.get(what, "nothing") != text:
+            raise StorageError(f"the parts of this save do not agree on the {what}", where=where,
+                               got=got.get(what, "nothing"), want=f"{text}, as in {there}",
+                               hint="is one of the folders of another run?")  # fmt: skip
 
 
 def _listed(saves: Iterable[Save]) -> str:

@@ -14,14 +14,16 @@ import cattrs
 
 from fds.errors import StorageError
 from fds.storage.held import Held, hint
-from fds.storage.small import parsed, read_small
+from fds.storage.small import open_ordinary, parsed, read_small
 from fds.storage.tensors import DTYPES
 from fds.storage.writer import checksum
 
 FORMAT = 2  # raised when a reader of the format before could misread a file
 NAME = "manifest.json"
 MAX_INT = 2**63 - 1  # of sizes and places; Python does not even print some that JSON may hold
+MAX_DEPTH = 100  # levels of `extra`: every reader and writer of JSON takes them, however deep in a program it is called
 MAX_TOLD = 2**15  # bytes of a manifest whose wrong fields are all looked for: each that is found takes 20 us
+HEAD_BYTES = 4096  # of a manifest, in which the fields stand that are no lists
 MAX_BYTES = 2**28  # of a manifest: more than two million chunks, 16 TiB of state
 
 
@@ -124,6 +126,16 @@ def read_manifest(folder: Path | Held) -> Manifest:
     return manifest
 
 
+def saved_at(folder: Path) -> str:
+    """Return when a save was made, read from the beginning of its manifest alone. Raises `OSError`, `ValueError`."""
+    with open(open_ordinary(folder / NAME, os.O_RDONLY), "rb") as file:
+        head = file.read(HEAD_BYTES).decode(errors="replace")
+    found = re.search(r'^ "saved": "([^"]{1,40})",$', head, re.MULTILINE)
+    if found is None:
+        raise ValueError("the manifest does not begin as one that a save writes")
+    return found[1]
+
+
 def checked_extra(extra: Any) -> dict[str, Any]:
     """Return `extra` if JSON gives back what it is given. Raises `StorageError` with the path of what it does not."""
     if extra is None:
@@ -139,16 +151,19 @@ def checked_extra(extra: Any) -> dict[str, Any]:
         raise StorageError("extra is no JSON", where="extra", got=str(error)) from error
 
 
-def _refuse_non_json(value: Any, path: str) -> None:
+def _refuse_non_json(value: Any, path: str, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise StorageError("extra is nested too deeply", where=f"{path[:80]}...", got=f"more than {MAX_DEPTH} levels",
+                           want=f"at most {MAX_DEPTH}")  # fmt: skip
     if isinstance(value, dict):
         for key, part in value.items():
             if not isinstance(key, str):
                 raise StorageError("extra has a key that JSON would change", where=path, got=repr(key)[:60],
                                    want="text")  # fmt: skip
-            _refuse_non_json(part, f"{path}.{key}")
+            _refuse_non_json(part, f"{path}.{key}", depth + 1)
     elif isinstance(value, list):
         for i, part in enumerate(value):
-            _refuse_non_json(part, f"{path}.{i}")
+            _refuse_non_json(part, f"{path}.{i}", depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
         raise StorageError("JSON has no such number", where=path, got=repr(value), want="a finite one, None or text")
     elif not (value is None or isinstance(value, str | int | float)):

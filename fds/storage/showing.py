@@ -45,9 +45,9 @@ def run(dir: Path) -> Iterator[RenderableType]:
             rows.append([tag, "", "", "", error.what])
     yield table(["tag", "calls >", "saved", "bytes >", ""], rows)
     try:
-        yield f"latest: {find(dir, None).name}"
+        yield f"latest: {plain(find(dir, None).name)}"
     except StorageError as error:
-        yield f"latest: {line(error)}"
+        yield f"latest: {plain(line(error))}"
 
 
 def save(source: Source) -> Iterator[RenderableType]:

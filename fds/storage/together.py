@@ -12,6 +12,7 @@ import attrs
 from fds.collectives import Axis
 from fds.errors import FdsError, RankError, StorageError
 from fds.step import Step
+from fds.storage.paths import reading
 
 
 @attrs.define
@@ -66,17 +67,20 @@ class Ranks:
     def together(self) -> Iterator[Said]:
         """Wait at the end of the block for all ranks to come to the end of theirs, and exchange what they say.
 
-        Inside it a rank must not call a collective. Raises `StorageError` on every rank where the block of any rank
-        raised, naming the rank; on one rank alone, what it raised. A `RankError` is raised at once: who does not
-        answer does not hear of it either.
+        Inside it a rank must not call a collective. What the file system refuses is a `StorageError`.
+
+        Raises `StorageError` on every rank where the block of any rank raised, naming the rank; on one rank alone, what
+        it raised. A `RankError` is raised at once: who does not answer does not hear of it either.
         """
         said, error = Said(), None
         if self.everyone is None:
-            yield said
+            with reading(self.doing):
+                yield said
             said.all = [said.mine]
             return
         try:
-            yield said
+            with reading(self.doing):
+                yield said
         except RankError:
             raise
         except BaseException as caught:

@@ -9,6 +9,7 @@ from fds.errors import StorageError
 from fds.storage.blocks import spans
 from fds.storage.folders import find, tags
 from fds.storage.opening import open_source
+from fds.storage.paths import checked_path, reading
 from fds.storage.source import piece
 
 
@@ -18,9 +19,10 @@ def verify(path: str | os.PathLike, tag: str | None = None) -> list[str]:
     A fault of a whole file is told once. One chunk is in memory at a time. Takes what `open_source` takes. Raises
     `StorageError` where there is no such save.
     """
-    is_run = bool(tags(Path(path)))
-    if is_run:
-        find(Path(path), tag)  # what is not there is no fault of it
+    with reading("load", path):
+        is_run = bool(tags(checked_path(path, "dir")))
+        if is_run:
+            find(Path(path), tag)  # what is not there is no fault of it
     try:
         source = open_source(path, tag)
     except StorageError as error:

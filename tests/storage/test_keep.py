@@ -1,5 +1,6 @@
 """`keep=n`: older tags go, and only when the newer one is complete."""
 
+import datetime
 import errno
 import json
 import os
@@ -45,6 +46,35 @@ def test_the_age_of_a_save_is_when_it_was_made_and_not_its_name(tmp_path):
     assert folders.tags(tmp_path) == ["a", "b", "m"]
     save(tmp_path, 5, "a", keep=2)  # replaced: now it is the newest
     assert folders.tags(tmp_path) == ["a", "b"] and found(tmp_path, "a") == 5
+
+
+def set_clock(monkeypatch, year):
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return super().now(tz).replace(year=year)
+
+    monkeypatch.setattr(datetime, "datetime", Clock)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_clock_that_is_set_back_costs_no_save_its_place(tmp_path, monkeypatch, local):
+    """The order of saves is that in which they were made, whatever the clocks of the machines said."""
+    for calls, year in enumerate((2040, 2026, 2050, 2030, 2029), 1):
+        with monkeypatch.context() as patch:
+            set_clock(patch, year)
+            save(tmp_path, calls, keep=3, local=local)
+        kept = [int(tag[4:]) for tag in folders.tags(tmp_path / "rank0" if local else tmp_path)]
+        assert kept == list(range(max(calls - 2, 1), calls + 1))
+        assert num_calls(fds.load(tmp_path, STEP, {}, local=local)[0]) == calls
+
+
+def test_a_save_of_the_future_that_was_copied_here_does_not_cost_the_last_one_its_place(tmp_path):
+    save(tmp_path, 1, "copied")
+    save(tmp_path, 2, "last")
+    rewrite(tmp_path / "copied", lambda record: record.update(saved="2099-01-01T00:00:00.000000+00:00"))
+    save(tmp_path, 3, "new", keep=2)
+    assert folders.tags(tmp_path) == ["last", "new"]
 
 
 def test_a_tag_that_is_replaced_counts_once(tmp_path):

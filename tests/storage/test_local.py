@@ -15,6 +15,7 @@ from fds.storage import folders, writer
 from tests.bits import assert_same_bits
 from tests.storage import test_pipelines as pipelines
 from tests.storage.holding import until
+from tests.storage.states import rewrite
 from tests.storage.test_load_options import ADAM, EMA, SCALE, make
 from tests.storage.topologies import Stages, Topology, plain
 
@@ -384,3 +385,35 @@ def test_a_damaged_manifest_of_an_older_save_of_another_rank_is_passed_over(tmp_
     damaged(dir / "rank1" / "one")
     step, _ = state_on(None)
     assert_same_bits(plain(fds.load(dir, step, step.loss.init, local=True)[0], step), want)
+
+
+TAMPERED = {
+    "calls": (lambda record: record.update(calls=7), "calls of the save", "7"),
+    "number of ranks": (lambda record: record.update(part=[1, 5]), "ranks of the save", "5"),
+    "a leaf less": (lambda record: record["leaves"].pop("calls") and None, "leaves of the save", ""),
+    "shape": (lambda record: record["leaves"]["key"].update(shape=[2, 1]), "leaf key of the save", "int64 (2, 1)"),
+    "dtype": (lambda record: record["leaves"]["key"].update(dtype="float64"), "leaf key of the save", "float64 (2,)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("what", TAMPERED)
+def test_parts_that_are_not_of_one_save_are_refused_on_every_rank(tmp_path, what, together):
+    edit, names, got = TAMPERED[what]
+    topology = Topology(2, 1)
+
+    def save(index):
+        step, state = state_on(topology)
+        fds.save(tmp_path if together else machine(tmp_path, index), state, step, "one", local=True)
+
+    def load(index):
+        step, _ = state_on(topology)
+        with pytest.raises(StorageError) as error:
+            fds.load(tmp_path if together else machine(tmp_path, index), step, step.loss.init, local=True)
+        return error.value
+
+    on(topology, save)
+    rewrite((tmp_path if together else machine(tmp_path, 1)) / "rank1/one", edit)
+    errors = on(topology, load)
+    assert len({str(error) for error in errors}) == 1
+    assert names in errors[0].what and got in errors[0].got, errors[0]

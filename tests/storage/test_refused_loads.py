@@ -1,5 +1,6 @@
 """What is not a whole save of this model is refused by a StorageError that says where and what."""
 
+import contextlib
 import copy
 import json
 import os
@@ -14,6 +15,8 @@ import fds
 from fds import tree
 from fds.errors import StorageError
 from fds.storage import source
+from fds.storage.__main__ import main
+from fds.storage.verifying import verify
 from tests.bits import assert_same_bits
 from tests.storage.states import Template, json_values, rewrite, small_state, state_of
 
@@ -366,3 +369,51 @@ def test_slices_of_parameters_are_not_taken_for_their_structure(tmp_path):
 
     (what, hint), _ = fds.simulate(body, 2)
     assert what.endswith("slices do not say what the whole parameters are") and "named_parameters" in hint
+
+
+@contextlib.contextmanager
+def another_user():
+    """Be a user who may not do everything, if this one may."""
+    mine = os.geteuid()
+    if mine == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(mine)
+
+
+CLOSED = ["", "run", "run/one", "run/one/manifest.json", "run/one/rank0.safetensors", "run/latest"]
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize("how", ["load", "export", "verify", "import", "save", "command"])
+def test_what_belongs_to_another_user_is_refused(folder, tmp_path, closed, how, capsys, monkeypatch):
+    monkeypatch.chdir("/")
+    place, mode = tmp_path / closed, (tmp_path / closed).stat().st_mode
+    for above in (tmp_path, *tmp_path.parents[:-2]):
+        above.chmod(above.stat().st_mode | 0o055)
+    place.chmod(0)
+    run = tmp_path / "run"
+    calls = {
+        "load": lambda: fds.load(run, STEP, {}),
+        "export": lambda: fds.export_weights(run, "/proc/nothing"),
+        "verify": lambda: verify(run),
+        "import": lambda: fds.import_weights(run, STEP, {}),
+        "save": lambda: fds.save(run, small_state(2), STEP, "one"),
+    }
+    try:
+        with another_user():
+            if how == "command":
+                assert main(["show", str(run)]) in (0, 2)  # what can be shown of it
+                assert main(["verify", str(run)]) in (1, 2) or closed == "run/latest"
+                assert "Traceback" not in capsys.readouterr().err
+                return
+            try:
+                found = calls[how]()
+            except StorageError as error:
+                assert str(tmp_path) in str(error) or how == "export", error
+            else:
+                assert how == "verify" and found, "it was read"
+    finally:
+        place.chmod(mode)
