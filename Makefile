@@ -29,7 +29,7 @@ test-peers: $(PEERS_TESTED)  ## run the tests that ask DeepSpeed and transformer
 laws: $(READY)  ## run the laws on many more examples than `make test`, new ones every time
 	@FDS_HYPOTHESIS_PROFILE=full $(BIN)/pytest -n $(JOBS) tests/laws $(ARGS)
 
-faults: $(READY)  ## kill saves, fail every write, tamper with files: some ten minutes, new instants every time
+faults: $(READY)  ## kill saves and ranks, fail every write, tamper with files: some ten minutes, new instants every time
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.storage.campaign $(ARGS)
 
 fuzz-config: $(PEERS)  ## train by 500 random configurations beside DeepSpeed (needs .venv-peers, large; some twenty minutes)

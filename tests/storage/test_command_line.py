@@ -95,6 +95,19 @@ def test_a_save_is_shown_leaf_by_leaf(run, capsys):
         assert json.loads(out.partition("extra: ")[2]) == {"position": 1}
 
 
+def test_names_of_folders_cannot_steer_a_terminal(tmp_path, capsys):
+    dir, state = tmp_path / "\x1b[31mred", state_of({"w": torch.ones(2)})
+    fds.save(dir, state, Template(state))
+    damaged = dir / "step00000000\x1b[2J"
+    os.rename(dir / "step00000000", damaged)
+    for command in ("verify", "show", "diff"):
+        for more in ([], ["--all"]) if command == "verify" else ([str(dir)],) if command == "diff" else ([],):
+            main([command, str(dir), *more])
+    main(["export", str(dir), f"{tmp_path}/\x1bweights", "--tag", "none"])
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err and r"\x1b[31mred" in said.out
+
+
 def test_names_cannot_steer_a_terminal(tmp_path, capsys):
     state = state_of({"\x1b[31mred\n[bold]x[/bold]:smile:": torch.ones(2)})
     fds.save(tmp_path, state, Template(state), extra={"\x1b": "é"})
