@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fds.collectives.calls import Call, Work, different, same_memory
-from fds.collectives.interrupts import interruptible, was_closed
+from fds.collectives.interrupts import Interruptible, was_closed
 from fds.collectives.reductions import bounds, is_exchanged, reduce_in_rank_order
 from fds.errors import FdsError, RankError
 
@@ -202,7 +202,7 @@ class Messages:
         if self.over:
             return
         if self.under_way:
-            with interruptible(self.link.group, self.link.ranks[self.under_way[0][0]]):
+            with Interruptible(self.link.group, self.link.ranks[self.under_way[0][0]]):
                 for peer, work in self.under_way:
                     with self._named(peer):
                         work.wait()

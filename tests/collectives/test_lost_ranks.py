@@ -102,7 +102,7 @@ def be_interrupted(how: str) -> list[str]:
     a = axis()
     a.barrier()
     if a.index:
-        time.sleep(1.0)
+        time.sleep(0.6)
         return [told(a.barrier)]
 
     def worker_died(*_):

@@ -78,7 +78,7 @@ def test_extra_that_json_would_not_give_back(tmp_path, extra, where):
 def test_extra_that_holds_itself(tmp_path):
     extra = {"a": []}
     extra["a"].append(extra)
-    assert refused(tmp_path / "run", small_state(), STEP, extra=extra).what == "extra is no JSON"
+    assert refused(tmp_path / "run", small_state(), STEP, extra=extra).what == "extra is nested too deeply"
 
 
 @pytest.mark.parametrize(("leaf", "got"), [
