@@ -48,7 +48,7 @@ def test_ranks_in_different_calls_are_named_with_what_they_do(tmp_path, check):
     step = fds.compose(fds.sgd(0.1))(lambda p, b: (p["w"] * b).sum())
     fds.save(tmp_path, step.init(PARAMS), step)
     fds.export_weights(tmp_path, tmp_path / "weights")
-    results = ranks.run(call_differently, str(tmp_path), check, timeout=20)
+    results = ranks.run(call_differently, str(tmp_path), check)
     for (pair, first), (_, second) in zip(*results, strict=True):
         for text in (first, second):
             assert text.startswith("the ranks do different things"), (pair, text)
@@ -64,5 +64,5 @@ def restart_as_documented(dir: str) -> str:
 def test_ranks_that_see_a_directory_differently_are_told_at_once(tmp_path):
     step = fds.compose(fds.sgd(0.1))(lambda p, b: (p["w"] * b).sum())
     fds.save(tmp_path, step.init(PARAMS), step)
-    for text in ranks.run(restart_as_documented, str(tmp_path), timeout=20):
+    for text in ranks.run(restart_as_documented, str(tmp_path)):
         assert "the ranks do different things" in text and "rank 0: exchange (load)" in text
