@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import attrs
 
@@ -14,28 +15,47 @@ Rows = Iterable[Iterable["Action | str | None"]]
 Schedule = Callable[[int, int], "Plan | Rows"]  # (number of ranks, number of microbatches) -> the plan
 
 
+def _read(rows: Any) -> tuple[tuple[Action, ...], ...]:
+    """Return rows of actions or of their texts, read. Raises `PlanError`."""
+    if isinstance(rows, str) or not isinstance(rows, Iterable):
+        raise _no_plan(rows)
+    return tuple(map(_read_row, rows))
+
+
+def _read_row(row: Any) -> tuple[Action, ...]:
+    if not isinstance(row, Iterable):
+        raise _no_plan(row)
+    actions = row.split() if isinstance(row, str) else [a for a in row if a is not None]
+    read = tuple(Action.parse(a) if isinstance(a, str) else a for a in actions)
+    for action in read:
+        if not isinstance(action, Action):
+            raise _no_plan(action)
+    return read
+
+
+def _no_plan(got: Any) -> PlanError:
+    return PlanError("this is no plan", got=repr(got)[:80], want='rows such as [["0F0", "0BW0"], ["1F0", "1BW0"]]',
+                     hint="Plan.parse reads the text of a whole plan" if isinstance(got, str) else "")  # fmt: skip
+
+
 @attrs.frozen(slots=False, repr=False)
 class Plan:
     """One row of actions per rank, done in order, each as soon as what it needs is there.
 
-    >>> print(Plan.of([["0F0", "0BW0"], ["1F0", "1BW0"]]))
+    Rows may be actions or their texts; None is a tick without work, and left out. A row may be one text: `"0F0 0BW0"`.
+    Raises `PlanError` for anything else.
+
+    >>> print(Plan([["0F0", "0BW0"], ["1F0", "1BW0"]]))
     0: 0F0 0BW0
     1: 1F0 1BW0
     """
 
-    rows: tuple[tuple[Action, ...], ...]
+    rows: tuple[tuple[Action, ...], ...] = attrs.field(converter=_read)
 
     @classmethod
     def of(cls, rows: Plan | Rows) -> Plan:
-        """Return the plan of these rows of actions, or of their texts; None is a tick without work, and left out.
-
-        A row may be one text: `"0F0 0BW0"`.
-        """
-        if isinstance(rows, Plan):
-            return rows
-        read = lambda a: Action.parse(a) if isinstance(a, str) else a
-        parts = (row.split() if isinstance(row, str) else row for row in rows)
-        return cls(tuple(tuple(read(a) for a in row if a is not None) for row in parts))
+        """Return a plan as it is, and of rows the plan that they are."""
+        return rows if isinstance(rows, Plan) else cls(rows)
 
     @classmethod
     def parse(cls, text: str) -> Plan:

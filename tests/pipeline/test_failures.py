@@ -594,7 +594,7 @@ REFUSALS = {
     "schedule: nothing": (lambda: piped(lambda p, m: None), PlanError, "None", "rows"),
     "schedule: a number": (lambda: piped(lambda p, m: 7), PlanError, "7", "rows"),
     "schedule: numbers": (lambda: piped(lambda p, m: [[1, 2], [3]]), PlanError, "1", "0F0"),
-    "schedule: one text": (lambda: piped(lambda p, m: "0F0 0BW0"), PlanError, "'0'", "such as 2F0"),
+    "schedule: one text": (lambda: piped(lambda p, m: "0F0 0BW0"), PlanError, "0F0 0BW0", "rows such as"),
     "schedule: rows of text": (lambda: piped(lambda p, m: ["0F0,0BW0", "1F0,1BW0"], num_microbatches=1), PlanError,
                                "0F0,0BW0", "such as 2F0"),
     "schedule: no action": (lambda: piped(lambda p, m: [["0X0"]]), PlanError, "0X0", ""),

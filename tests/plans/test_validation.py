@@ -226,9 +226,25 @@ def test_rows_are_read_wherever_a_plan_is_taken():
     ],
 )
 def test_what_is_no_action_says_what_was_meant(rows, hint):
-    with pytest.raises(PlanError, match="this is no action") as refused:
+    with pytest.raises(PlanError, match=r"this is no (action|plan)") as refused:
         plans.validate(rows)
     assert hint in refused.value.hint
+
+
+NO_PLANS = [3, None, [3], [[3]], [["0F0", 1.5]], "0F0 0BW0"]
+
+
+@pytest.mark.parametrize("rows", NO_PLANS, ids=str)
+@pytest.mark.parametrize("read", [plans.Plan, plans.Plan.of, plans.validate, plans.simulate])
+def test_what_is_no_plan_is_refused_wherever_one_is_read(read, rows):
+    with pytest.raises(PlanError, match=r"this is no plan") as refused:
+        read(rows)
+    assert "rows such as" in refused.value.want
+
+
+def test_a_plan_is_made_of_rows_of_texts_as_it_is_read_from_them():
+    rows = [["0F0", None, "0BW0"], "1F0 1BW0"]
+    assert plans.Plan(rows) == plans.Plan.of(rows) == plans.validate(rows) == plans.Plan.parse(str(plans.Plan(rows)))
 
 
 # the grid

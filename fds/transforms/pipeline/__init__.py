@@ -14,7 +14,7 @@ from fds import loss as losses
 from fds.collectives import Axis
 from fds.errors import ComposeError, PlanError
 from fds.loss import Layers, LayerSpec
-from fds.plans import Action, LayerCosts, Op, Plan, Schedule, boundaries_of, validate
+from fds.plans import LayerCosts, Op, Plan, Schedule, boundaries_of, validate
 from fds.plans.actions import COMPUTE
 from fds.step import Split, Step, fill, transform
 from fds.transforms.pipeline.lowered import Lowered
@@ -104,14 +104,11 @@ def _planned(schedule: Schedule, name: str, ranks: int, num_microbatches: int) -
             "the schedule does not take ranks and microbatches", where=name, got=str(error), want=want,
             hint="a schedule with arguments of its own is called first: interleaved(2)",
         ) from None  # fmt: skip
-    made = schedule(ranks, num_microbatches)
     try:
-        plan = Plan.of(made)
-        good = all(isinstance(a, Action) for row in plan.rows for a in row)
-    except TypeError:
-        good = False
-    if not good:
-        raise PlanError("the schedule returned no plan", where=name, got=repr(made)[:80], want=want)
+        plan = Plan.of(schedule(ranks, num_microbatches))
+    except PlanError as error:
+        raise PlanError(f"the schedule returned no plan: {error.what}", where=name, got=error.got, want=error.want,
+                        hint=error.hint) from error  # fmt: skip
     more = next((a for row in plan.rows for a in row if a.op not in COMPUTE), None)
     if more is not None:
         raise PlanError("the schedule's plan is lowered already, which the pipeline does", where=name, got=str(more),
