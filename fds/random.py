@@ -2,21 +2,34 @@
 
 A key is a `(2,) int64` tensor on the CPU. `fold_in` derives another one from it and any integers or names;
 `seed` turns it into the number that a generator takes. Nothing else in fds seeds a generator.
+
+torch's default generators, Python's and NumPy's are those of the process, so scopes exclude one another: where two
+threads step, evaluate, initialize or load data, one waits until the other has left its scope. Threads of one
+simulation take turns, so the simulation as a whole is one scope. A thread that draws from a default generator outside
+of fds while a step runs still disturbs it: give it a `torch.Generator` of its own. What a loss waits for must not enter
+a scope on a thread of its own, unless that thread runs in a copy of the loss's context (`contextvars.copy_context`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import random as python_random
 import struct
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fds.errors import FdsError
+
+_lock = threading.Lock()  # held by whoever uses the generators of the process
+_holds: ContextVar[bool] = ContextVar("fds_generators", default=False)  # whether that is who asks
 
 
 def key(seed: int | Tensor) -> Tensor:
@@ -56,14 +69,30 @@ def generator(key: Tensor, device: torch.device | str = "cpu") -> torch.Generato
 
 
 @contextlib.contextmanager
-def scope(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restore the default generators of the CPU and of `devices` on leaving."""
-    kept = [(g, g.get_state()) for g in _generators(devices)]
-    try:
+def exclusive() -> Iterator[None]:
+    """Use the generators of the process alone: other threads wait here, unless they run in a copy of this context."""
+    # In a thread of autograd the holder is the thread that waits for this backward.
+    if _holds.get() or torch._C._current_graph_task_id() != -1:
         yield
-    finally:
-        for g, state in kept:
-            g.set_state(state)
+        return
+    with _lock:
+        token = _holds.set(True)
+        try:
+            yield
+        finally:
+            _holds.reset(token)
+
+
+@contextlib.contextmanager
+def scope(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore the default generators of the CPU and of `devices` on leaving; other threads' scopes wait until then."""
+    with exclusive():
+        kept = [(g, g.get_state()) for g in _generators(devices)]
+        try:
+            yield
+        finally:
+            for g, state in kept:
+                g.set_state(state)
 
 
 def in_use() -> list[torch.device]:
@@ -74,9 +103,12 @@ def in_use() -> list[torch.device]:
 
 
 @contextlib.contextmanager
-def seeded(key: Tensor, *data: int | str) -> Iterator[None]:
-    """Run what builds tensors with every generator that it may use seeded from `fold_in(key, *data)`, and restored."""
-    devices = in_use()
+def seeded(key: Tensor, *data: int | str, devices: Iterable[torch.device] | None = None) -> Iterator[None]:
+    """Run what draws with the generators of `devices` seeded from `fold_in(key, *data)`, and restored.
+
+    By default those are all that a function which builds tensors may use.
+    """
+    devices = in_use() if devices is None else list(devices)
     with scope(devices):
         reseed(seed(key, *data), devices)
         yield
@@ -85,13 +117,19 @@ def seeded(key: Tensor, *data: int | str) -> Iterator[None]:
 @contextlib.contextmanager
 def python_seeded(key: Tensor) -> Iterator[None]:
     """Seed the global generators of Python and NumPy from the key, and restore them on leaving."""
-    python, numpy = python_random.getstate(), np.random.get_state()
-    try:
-        reseed_python(seed(key, "python"))
-        yield
-    finally:
-        python_random.setstate(python)
-        np.random.set_state(numpy)
+    with exclusive():
+        python, numpy = python_random.getstate(), np.random.get_state()
+        try:
+            reseed_python(seed(key, "python"))
+            yield
+        finally:
+            python_random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def draws(function: Callable | Any) -> bool:
+    """Say whether a function may draw random numbers: anything may, unless its attribute `draws` is False."""
+    return getattr(function, "draws", True)
 
 
 def reseed(seed: int, devices: Iterable[torch.device]) -> None:
@@ -107,6 +145,15 @@ def reseed_python(seed: int) -> None:
     """Seed the global generators of Python and NumPy; call it inside a `python_seeded`."""
     python_random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def _renew() -> None:
+    """Let the child of a fork have the generators: the thread that held them is not in it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:

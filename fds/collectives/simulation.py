@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
+from fds import random
 from fds.collectives import worlds
 from fds.collectives.calls import Link
 from fds.collectives.memory import Hub, MemoryLink
@@ -42,7 +43,7 @@ def simulate(fn: Callable[[], T], world_size: int) -> list[T]:
     The ranks are threads that take turns: one runs until it waits in a collective or ends, then the next rank that can.
     Each draws from global generators of its own, torch's of the CPU, Python's and NumPy's, which start as the caller's
     are; the caller's stay as they were.
-    What runs, and in what order sums are taken, is the same every time.
+    What runs, and in what order sums are taken, is the same every time. Steps of other threads wait for its end.
 
     Raises what the first rank raised, with a note that names it; `RankError` when no rank can run, when ranks call
     different collectives, or when one was started that others never came to; `FdsError` inside another simulation.
@@ -61,10 +62,11 @@ def simulate(fn: Callable[[], T], world_size: int) -> list[T]:
         return fn()
 
     ranks = [SimulatedWorld(rank, world_size, hub) for rank in range(world_size)]
-    hub.turns = Turns([lambda world=world: body(world) for world in ranks])
-    try:
-        results = hub.turns.run()
-    finally:
-        hub.turns = None
+    with random.exclusive():  # turns exchange the default generator; the ranks' threads run in copies of this context
+        hub.turns = Turns([lambda world=world: body(world) for world in ranks])
+        try:
+            results = hub.turns.run()
+        finally:
+            hub.turns = None
     hub.refuse_unmet()
     return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fds import random
+from fds.errors import ComposeError
 from fds.loss import compiled
 from fds.loss.carried import Carried
 from fds.loss.layers import Layers
@@ -27,6 +29,7 @@ class Setting:
     devices: tuple[torch.device, ...] = ()
     mode: Mode = Mode()
     maps: tuple[LayerMap, ...] = ()  # outermost first
+    key: Tensor | None = None  # of the microbatch: what else draws in it is seeded from this
 
     def call(self, index: int, f: Callable) -> Callable:
         """Return `f` seeded and in this mode, however often and in whichever thread it is run again."""
@@ -40,11 +43,42 @@ class Setting:
 
         return run
 
-    def mapped(self, calls: list[Callable]) -> list[Callable]:
-        """Apply the layer maps: a map takes the list of calls and may wrap or group them."""
-        for layer_map in reversed(self.maps):
-            calls = layer_map(calls)
+    def seed(self, function: Any, *data: int | str) -> None:
+        """Seed the generators for a function that may draw, from the microbatch's key and `data`."""
+        if self.key is not None and random.draws(function):
+            random.reseed(random.seed(self.key, *data), self.devices)
+
+    def mapped(self, calls: list[Callable], first: int = 0) -> list[Callable]:
+        """Apply the layer maps: a map takes the list of calls and may wrap or group them. `first` is the first layer.
+
+        A map that may draw is seeded, and so is every call that it returns; the layers inside are seeded anew.
+        """
+        for index, layer_map in reversed(list(enumerate(self.maps))):
+            given = {id(call) for call in calls}
+            self.seed(layer_map, "layers", index, first)
+            calls = check_calls(layer_map, layer_map(calls))
+            if self.key is not None and random.draws(layer_map):
+                calls = [call if id(call) in given else self._seeded(call, "layer", index, first + at)
+                         for at, call in enumerate(calls)]  # fmt: skip
         return calls
+
+    def _seeded(self, call: Callable, *data: int | str) -> Callable:
+        @functools.wraps(call)  # and with its marks
+        def run(*args: Any) -> Any:
+            self.seed(call, *data)
+            return call(*args)
+
+        return run
+
+
+def check_calls(layer_map: LayerMap, calls: Any) -> list[Callable]:
+    """Return what a layer map returned. Raises `ComposeError` unless it is a list of functions."""
+    if isinstance(calls, list | tuple) and calls and all(map(callable, calls)):
+        return list(calls)
+    raise ComposeError(
+        "a layer map returned no calls", where=f"station 'layer', {getattr(layer_map, '__name__', layer_map)}",
+        got=repr(calls)[:80], want="a list of functions of one argument, at least one",
+    )  # fmt: skip
 
 
 def draws(loss: Any) -> list[bool]:

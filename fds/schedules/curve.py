@@ -33,6 +33,12 @@ class Curve:
     named: tuple[tuple[str, Any], ...]  # those that differ from their defaults, in the order of the signature
     formula: Callable[[Tensor], Tensor] = attrs.field(eq=False)  # float64 to float64, elementwise, same device
 
+    @property
+    def draws(self) -> bool:
+        """Whether it may draw random numbers: a curve of the user's that is inside may."""
+        inner = filter(callable, (*self.positional, *(value for _, value in self.named)))
+        return any(getattr(one, "draws", True) for one in inner)
+
     @overload
     def __call__(self, t: int) -> float: ...
     @overload

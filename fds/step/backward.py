@@ -161,7 +161,7 @@ class InTurn:
 
         What only this needs (whole or low-precision parameters, microbatches, graphs) is gone before the update.
         """
-        microbatches, where = step.microbatches(batch), losses.name(step.loss)
+        microbatches, where = step.microbatches(state, batch), losses.name(step.loss)
         settings = step.settings(state, len(microbatches))
         order = step.order("step", structure)
         params = open_parameters(step.gather, structure, parts, step.pool, train=True, order=order)
@@ -190,7 +190,7 @@ class InTurn:
         self, step: Any, state: Any, params: Parameters, batch: Any, order: Any, *, outputs: bool
     ) -> tuple[Totals, list]:
         """Evaluate a batch in one piece."""
-        (whole_batch,) = step.microbatches(batch, 1)
+        (whole_batch,) = step.microbatches(state, batch, 1, evaluating=True)
         seen: list = []
         (setting,) = step.settings(state, 1, evaluating=True, seen=seen)
         totals = Totals()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 from torch import Tensor
@@ -52,7 +52,8 @@ def rows(batch: Any) -> int | None:
             elif x.shape[0] != first[1]:
                 raise BatchError(
                     "the leaves of the batch disagree in length", where=place(path),
-                    got=f"{x.shape[0]} rows here, {first[1]} at {place(first[0])}", want="one length along dim 0",
+                    got=f"{x.shape[0]} rows here, {first[1]} at {place(first[0])}",
+                    want="one length along dim 0, in every step: any may be accumulated or shared over ranks",
                     hint="mark a leaf that is not made of rows: fds.whole(x)",
                 )  # fmt: skip
     return None if first is None else first[1]
@@ -63,6 +64,7 @@ class Split:
     """The station `split`: a batch as `num_microbatches` consecutive slices, views without a copy."""
 
     num_microbatches: int = 1
+    draws: ClassVar = False
 
     def demand(self, batch: Microbatches) -> tuple[Any, ...]:
         """Return the parts of a batch that is cut already. Raises `BatchError` where they are not as many as here."""
@@ -87,10 +89,12 @@ class Split:
             )  # fmt: skip
         if length is not None and (length % n or length < n):
             where = next(path for path, x in tree.paths(batch).items() if _is_sliced(x))
+            what = f"does not divide into {n} microbatches" if length else "has no rows"
             raise BatchError(
-                f"the batch does not divide into {n} microbatches", where=place(where),
-                got=f"{length} rows", want=f"a positive multiple of {n}",
-                hint="drop the last rows, or mark a leaf that is not made of rows: fds.whole(x)",
+                f"the batch {what}", where=place(where), got=f"{length} rows",
+                want=f"a positive multiple of {n}" if n > 1 else "one or more",
+                hint="drop the last rows, or mark a leaf that is not made of rows: fds.whole(x)" if length
+                else "leave out what has no rows, on every rank",
             )  # fmt: skip
         leaves, build = tree.flatten(tree.map(_trainable, batch))
         size = 0 if length is None else length // n

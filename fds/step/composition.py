@@ -11,9 +11,10 @@ import torch
 
 import fds.optim
 from fds.collectives import Axis
-from fds.errors import ComposeError
+from fds.errors import ComposeError, did_you_mean
 from fds.loss import Buffered
 from fds.optim import Optimizer
+from fds.step import contracts
 
 if TYPE_CHECKING:
     from fds.step.program import Step
@@ -61,7 +62,9 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
     """
     by, changes, owners = step.position, {}, dict(step.owners)
     for name, value in stations.items():
-        held = getattr(step, name)
+        held = _station(step, name)
+        if not isinstance(value, dict) or name == "slots":
+            contracts.form(name, value)
         if name == "slots":
             for slot in value:
                 if slot in held:
@@ -76,9 +79,31 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
             if taken is not None:
                 drop = by if instead is None else owners[taken]
                 raise _refuse(step, f"the station {name!r}", owners[taken], hint, drop=drop, instead=instead)
-            changes[name] = attrs.evolve(held, **value) if isinstance(value, dict) else value
+            changes[name] = _evolved(name, held, value) if isinstance(value, dict) else value
             owners.update(dict.fromkeys(keys, by))
     return attrs.evolve(step, owners=owners, **changes)
+
+
+def _station(step: Step, name: str) -> Any:
+    """Return what is at a station. Raises `ComposeError` for a name that is none."""
+    fields = [field.name for field in attrs.fields(type(step))]
+    known = fields[: fields.index("slots") + 1]  # what follows is no station
+    if name not in known:
+        raise ComposeError("there is no such station", where="fill", got=name, want=", ".join(known),
+                           hint=did_you_mean(name, known))  # fmt: skip
+    return getattr(step, name)
+
+
+def _evolved(name: str, held: Any, value: dict[str, Any]) -> Any:
+    """Return a station with some of its fields replaced. Raises `ComposeError` for others than it has."""
+    known = [field.name for field in attrs.fields(type(held))] if attrs.has(type(held)) else []
+    other = next((field for field in value if field not in known), None)
+    if other is not None:
+        raise ComposeError(
+            "the station has no such field", where=f"station {name!r}", got=str(other),
+            want=", ".join(known) or "a value, not a dict", hint=did_you_mean(str(other), known),
+        )  # fmt: skip
+    return attrs.evolve(held, **value)
 
 
 def everyone(step: Step) -> Axis | None:
@@ -131,6 +156,11 @@ class Composition:
                 raise ComposeError("a composition is applied to a loss", where=role, got=repr(f)[:80],
                                    want=f"{self}(loss_fn)")  # fmt: skip
         step = self.rewrite(Step(loss=loss, eval_loss=loss if eval_fn is None else eval_fn))
+        for one in step.after:
+            if one.slot not in step.slots:
+                raise ComposeError("a filler writes to a slot that nobody makes", where="station 'after'", got=one.slot,
+                                   want=", ".join(step.slots) or "no slots are filled",
+                                   hint=f"fill(step, after=..., slots={{{one.slot!r}: init}})")  # fmt: skip
         if step.optimizer is None:
             raise ComposeError(
                 "the composition has no optimizer", got=repr(self), want=_show([*self.parts, "adamw(3e-4)"])

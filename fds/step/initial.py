@@ -70,7 +70,12 @@ def beginning(
     structure, parts = step.structure_of(held)
     shard = step.reduce.shard
     data = None if alone or shard is None else shard.data
-    flat = [x.view(-1) for x in structure.pick(parts)]
+    flat, key, slots = [x.view(-1) for x in structure.pick(parts)], random.key(key), {}
+    with random.seeded(key, "optimizer", *step.coordinates):
+        opt = step.optimizer.init(structure.segments, params=flat)
+    for name, make in step.slots.items():
+        with random.seeded(key, "slots", name, *step.coordinates):
+            slots[name] = make(held, device)
     buffers = {
         name: _of_rank_0(contiguous_copy(b.to(device)), data)
         for name, b in losses.initial_buffers(step.loss).items() if step.grads.holds(name)
@@ -79,10 +84,10 @@ def beginning(
         step=torch.zeros((), dtype=torch.int64, device=device),
         calls=torch.zeros((), dtype=torch.int64, device="cpu"),
         params=held,
-        opt=structure.name_slots(step.optimizer.init(structure.segments, params=flat)),
+        opt=structure.name_slots(opt),
         buffers=buffers,
-        slots={name: make(held, device) for name, make in step.slots.items()},
-        key=random.key(key),
+        slots=slots,
+        key=key,
     )
 
 
@@ -97,6 +102,15 @@ def traced(step: Any, params: Any) -> State:
             params = params(random.key(0))
         params = tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, params)
         return tree.map(lambda x: x.to("meta"), _initial(step, params, random.key(0), None))
+
+
+def at_first(step: Any, state: State) -> dict[str, dict[str, Any]]:
+    """Return slots and buffers as they are in the first state with such parameters, on `meta`."""
+    buffers = losses.initial_buffers(step.loss)  # builds what is not built yet, so not on meta
+    with torch.device("meta"), random.seeded(state.key, "slots"):
+        shapes = tree.map(lambda x: x.to("meta"), state.params)
+        slots = {name: make(shapes, torch.device("meta")) for name, make in step.slots.items()}
+        return {"slots": slots, "buffers": {n: b.to("meta") for n, b in buffers.items() if step.grads.holds(n)}}
 
 
 def device_of(held: Any, shapes: Any, everyone: Axis | None) -> torch.device:

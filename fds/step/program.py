@@ -17,17 +17,18 @@ from fds.collectives import Axis
 from fds.microbatches import Microbatches
 from fds.optim import Optimizer
 from fds.state import State, Token
-from fds.step import check
+from fds.step import check, contracts
 from fds.step.agreement import same_composition
 from fds.step.backward import Found, Grads, InTurn
 from fds.step.batch import Split
 from fds.step.describe import Description, describe
 from fds.step.donated import Memory as Given, writable
+from fds.step.draws import seeded, tie
 from fds.step.evaluation import evaluator
 from fds.step.gather import Gather
 from fds.step.gradients import Gradients, Measure, combined_scale
 from fds.step.handles import materialize
-from fds.step.initial import initial, traced
+from fds.step.initial import at_first, initial, traced
 from fds.step.into import into, whole_parameters
 from fds.step.order import Memory, Order
 from fds.step.pool import Pool
@@ -132,7 +133,10 @@ class Step:
         assert self.optimizer is not None
 
         # from the batch to one summed gradient
-        scale = None if self.scale is None else self.scale.scale(state.slots, state.step.device)
+        scale = None
+        if self.scale is not None:
+            with seeded(state, [self.scale], "scale"):
+                scale = contracts.scalar(self.scale.scale(state.slots, state.step.device), self.scale)
         self.pool.ballast.clear()
         self.pool.sweep()
         found = self.grads(self, state, structure, parts, batch, scale)
@@ -152,12 +156,15 @@ class Step:
         if self.grads.axis is not None and self.everyone is not None:
             norm_of = functools.partial(found.norm_of_all, everyone=self.everyone)
         grads = known = Gradients(found.leaves, total, norm, structure.segments, self.reduce.axes, norm_of)
-        for one in self.condition:
-            grads = attrs.evolve(one(grads), segments=known.segments, axes=known.axes, norm_of=norm_of)
+        for i, one in enumerate(self.condition):
+            with seeded(state, [one], "condition", i, *self.coordinates):
+                grads = contracts.gradients(one(grads), known, one)
+            tie(self.grads.share, one, grads.leaves, structure.segments)
         grads = grads.settled()
 
         # the update: from the last of these lines on the new state's memory is written
-        values = self.optimizer.values(state.step)
+        with seeded(state, self.optimizer.schedules(), "schedule"):
+            values = self.optimizer.values(state.step)
         over = self.place.donate and not state.token.readers
         trained, opt, after, memory = self._writable(state, held, over)
         written = memory if self.place.donate else None
@@ -169,11 +176,14 @@ class Step:
         if over:
             # fused kernels do not: a graph that saved these must fail
             torch.autograd.graph.increment_version(memory.buffers.flat)
-        new, new_opt = self.optimizer.update(
-            [g if g.dim() == 1 else g.view(-1) for g in grads.leaves], flat_opt, flat, step=state.step,
-            grad_scale=grads.scale, skip=skip, segments=structure.segments, axes=self.reduce.axes,
-            **self.optimizer.given(values),
-        )  # fmt: skip
+        with seeded(state, [self.optimizer], "optimizer", *self.coordinates):
+            new, new_opt = contracts.updated(self.optimizer.update(
+                [g if g.dim() == 1 else g.view(-1) for g in grads.leaves], flat_opt, flat, step=state.step,
+                grad_scale=grads.scale, skip=skip, segments=structure.segments, axes=self.reduce.axes,
+                **self.optimizer.given(values),
+            ), flat, self.optimizer)  # fmt: skip
+        for leaves in (new, *new_opt.values()):
+            tie(self.grads.share, self.optimizer, leaves, structure.segments)
         if new is not flat or new_opt is not flat_opt:  # ours write in place and return what they were given
             trained = [x.view(old.shape) for x, old in zip(new, trained, strict=True)]
             opt, written = structure.name_slots(new_opt), None
@@ -185,11 +195,16 @@ class Step:
         slots = {**state.slots, **after}
         if self.commit is not None:
             assert overflow is not None
-            slots = unless(empty, slots, self.commit(slots, overflow))  # an empty batch says nothing of the scale
+            with seeded(state, [self.commit], "commit"):
+                told = contracts.kept(self.commit(dict(slots), overflow), slots, self.commit)
+            slots = unless(empty, slots, told)  # an empty batch says nothing of the scale
         if skip is not None:
             buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
-        for one in self.after:
-            slots[one.slot] = one(slots[one.slot], structure.put(parts, trained), skip)
+        for i, one in enumerate(self.after):
+            with seeded(state, [one], "after", i, *self.coordinates):
+                slots[one.slot] = contracts.remembered(
+                    one(slots[one.slot], structure.put(parts, trained), skip), after[one.slot], one
+                )
         step = state.step + (1 if skip is None else ~skip)
         new = State(
             step=step, calls=state.calls + 1, params=structure.put(parts, trained), opt=opt,
@@ -273,30 +288,38 @@ class Step:
         check.counters(state)
         check.same_composition(state, self.slots, structure.opt)
         if structure not in self.fresh:
-            buffers = losses.initial_buffers(self.loss)  # builds what is not built yet, so not on meta
-            with torch.device("meta"):
-                shapes = tree.map(lambda x: x.to("meta"), state.params)
-                slots = {name: make(shapes, torch.device("meta")) for name, make in self.slots.items()}
-                buffers = {n: b.to("meta") for n, b in buffers.items() if self.grads.holds(n)}
-            self.fresh[structure] = {"slots": slots, "buffers": buffers}
+            self.fresh[structure] = at_first(self, state)
         for name, want in self.fresh[structure].items():
             check.same_kinds(name, getattr(state, name), want)
         devices = [leaves[i].device for i in structure.trained]
         return check.Held(structure, leaves, check.same_slots(state, structure.opt, devices))
 
-    def microbatches(self, batch: Any, n: int | None = None) -> list[Any]:
+    def microbatches(
+        self, state: State, batch: Any, n: int | None = None, *, evaluating: bool = False, part: int = 0
+    ) -> list[Any]:
         """Return the microbatches of a batch, by this step's split or `n` of them. Raises `BatchError`.
 
-        `Microbatches` are cut already: what fills the station `batch` is given each of them.
+        `Microbatches` are cut already: what fills the station `batch` is given each of them, `part` by `part`.
         """
         split = self.split if n is None else Split(n)
         if isinstance(batch, Microbatches):
-            return [one for part in split.demand(batch) for one in self.microbatches(part, 1)]
+            cut = [self.microbatches(state, one, 1, evaluating=evaluating, part=i)
+                   for i, one in enumerate(split.demand(batch))]  # fmt: skip
+            return [one for some in cut for one in some]
+        rows = 0 if self.reduce.shard is None else self.reduce.shard.data.index
         if self.batch:
             batch = tree.copied(batch)  # whose containers a map may fill
-        for one in self.batch:
-            batch = one(batch)
-        return split(batch)
+        for i, one in enumerate(self.batch):
+            with seeded(state, [one], "batch", i, rows, part, evaluating=evaluating):
+                batch = one(batch)
+        with seeded(state, [split], "split", rows, part, evaluating=evaluating):
+            return contracts.microbatches(split(batch), split)
+
+    @property
+    def coordinates(self) -> tuple[int, ...]:
+        """Where this rank is among those that hold other slices or stages: what draws for them differs by it."""
+        axes = [*self.reduce.axes, *([] if self.grads.axis is None else [self.grads.axis])]
+        return tuple(axis.index for axis in axes)
 
     def settings(
         self, state: State, n: int, *, evaluating: bool = False, seen: list | None = None,
@@ -317,7 +340,7 @@ class Step:
         mode = losses.Mode(evaluating, self.gather.float32, held, low, seen, None if evaluating else [])
         return [
             losses.Setting([random.seed(k, j) if d else None for j, d in enumerate(draws)], (device,), mode,
-                           () if evaluating else self.layer)
+                           () if evaluating else self.layer, k)
             for k in keys
         ]  # fmt: skip
 
@@ -330,11 +353,18 @@ class Step:
         """
         with check.intact(params=params, batch=batch), contextlib.ExitStack() as stack:
             params = tree.map(materialize, params) if losses.is_compiled(loss) else tree.copied(params)
-            for one in self.view:
-                params = one(params)
-            for make in self.context:
-                stack.enter_context(make(setting.devices[0]))
+            params = self.seen(params, setting, stack)
             return losses.run(loss, params, batch, buffers, setting)
+
+    def seen(self, params: Any, setting: losses.Setting, stack: contextlib.ExitStack, first: int = 0) -> Any:
+        """Return parameters through the views, and enter the contexts on `stack`; `first` is the first layer."""
+        for i, one in enumerate(self.view):
+            setting.seed(one, "view", i, first)
+            params = one(params)
+        for i, make in enumerate(self.context):
+            setting.seed(make, "context", i, first)
+            stack.enter_context(contracts.context(make(setting.devices[0]), make))
+        return params
 
     def demand_graph(self, total: Tensor) -> bool:
         """Raise `LossError` for a total that no parameter of the step, or one of a module itself, decides on.

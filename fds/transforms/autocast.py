@@ -6,7 +6,7 @@ Cost:   a cast per operator input; weights are cast once a microbatch
 Source: torch.amp; the counterpart of DeepSpeed's `amp` and `torch_autocast`
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -20,6 +20,7 @@ class Autocast:
     """The context in which the loss is evaluated, training and held out."""
 
     dtype: torch.dtype
+    draws: ClassVar = False
 
     def __call__(self, device: torch.device) -> Any:
         """Return the context for a device."""

@@ -8,7 +8,7 @@ Source: Chen et al. 2016, arXiv:1604.06174; Griewank and Walther 2000 (Algorithm
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -34,6 +34,7 @@ class Recompute:
     policy: Any
     store: str
     every: int
+    draws: ClassVar = False
 
     def __call__(self, calls: list[Callable]) -> list[Callable]:
         """Return one checkpointed call per group."""

@@ -20,6 +20,7 @@ class ClipNorm:
 
     max_norm: float
     takes_slices: ClassVar = True
+    draws: ClassVar = False
 
     def __call__(self, grads: Gradients) -> Gradients:
         """Return the gradients with the clip factor in their scale."""

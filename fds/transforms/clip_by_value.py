@@ -21,6 +21,7 @@ class ClipValue:
 
     max_value: float
     takes_slices: ClassVar = True
+    draws: ClassVar = False
 
     def __call__(self, grads: Gradients) -> Gradients:
         """Return the clamped gradients; their scale is 1 from here on."""

@@ -7,7 +7,7 @@ Source: Polyak and Juditsky 1992
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -24,6 +24,7 @@ class Average:
 
     slot: str
     decay: float
+    draws: ClassVar = False
 
     def init(self, params: Any, device: torch.device) -> Any:
         """Return a copy of the parameters, 16-bit ones in float32."""

@@ -7,7 +7,7 @@ Cost:   one pass over the gradients for their norm; no host synchronisation
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2; the rule is DeepSpeed's DynamicLossScaler
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -38,6 +38,7 @@ class DynamicScale:
     hysteresis: int
     consecutive_hysteresis: bool
     minimum: float
+    draws: ClassVar = False
 
     def init(self, params: Any, device: torch.device) -> LossScale:
         """Return the slot at the start of a run."""

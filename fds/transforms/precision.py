@@ -8,7 +8,7 @@ Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.1
 
 import fnmatch
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -26,6 +26,7 @@ class CastInputs:
 
     dtype: torch.dtype
     patterns: tuple[str, ...]
+    draws: ClassVar = False
     pair: bool = False  # the batch is a pair, and its parts are called "0" and "1" even if they have names
 
     def __call__(self, batch: Any) -> Any:

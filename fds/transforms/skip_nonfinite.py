@@ -6,7 +6,7 @@ Cost:   one pass over the gradients for their norm; no host synchronisation
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 from torch import Tensor
@@ -17,6 +17,8 @@ from fds.step import Measure, Step, fill, transform
 @attrs.frozen
 class Skip:
     """The commit that learns nothing."""
+
+    draws: ClassVar = False
 
     def __call__(self, slots: dict[str, Any], skip: Tensor) -> dict[str, Any]:
         """Return the slots as they are."""

@@ -7,7 +7,7 @@ Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -22,6 +22,7 @@ class StaticScale:
     """A constant scale; as a commit it skips without learning."""
 
     value: float
+    draws: ClassVar = False
 
     def scale(self, slots: dict[str, Any], device: torch.device) -> Tensor:
         """Return the scale, () float64."""

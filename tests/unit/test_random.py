@@ -1,10 +1,16 @@
 """Keys: the same everywhere, different wherever the data differ, and nobody else's generators move."""
 
+import contextvars
+import os
+import signal
+import threading
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+import fds
 from fds import random
 from fds.errors import FdsError
 from tests.bits import assert_same_bits
@@ -136,6 +142,90 @@ def test_scopes_nest():
         inner = torch.rand(3)
         random.reseed(1, [])
         assert_same_bits(torch.rand(3), inner)
+
+
+def beside(other, work):
+    """Run `work(meet)` and on a thread `other(meet)`, which begins when `work` meets it; return the result of `work`.
+
+    Each goes on from its meeting when the other has come to its own, or cannot: nobody waits long.
+    """
+    came, over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=other, args=(lambda: (came.set(), over.wait(timeout=5)),))
+
+    def meet():
+        if not thread.ident:
+            thread.start()
+            came.wait(timeout=0.1)
+
+    try:
+        return work(meet)
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_scopes_of_two_threads_exclude_one_another():
+    def draw(meet, seed=1):
+        with random.seeded(random.key(seed)):
+            meet()
+            return torch.rand(3)
+
+    assert_same_bits(beside(lambda meet: draw(meet, 9), draw), draw(lambda: None))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_draws_the_same_while_another_thread_evaluates(num_ranks):
+    def loss_of(meet):
+        return lambda p, x: (meet(), (p * torch.rand(4)).sum())[1]
+
+    def steps(meet):
+        def run():
+            step = fds.compose(fds.sgd(0.1))(loss_of(meet))
+            state = step.init(torch.ones(4))
+            return [step(state, torch.ones(4))[1]["loss"] for _ in range(2)]
+
+        return run() if num_ranks == 1 else fds.simulate(run, num_ranks)
+
+    def evaluate(meet):
+        step = fds.compose(fds.sgd(0.1))(loss_of(meet))
+        step.evaluate(step.init(torch.ones(4), key=5), torch.ones(4))
+
+    assert_same_bits(beside(evaluate, steps), steps(lambda: None))
+
+
+def test_a_loss_may_evaluate_another_step_also_on_a_thread_of_its_context():
+    inner = fds.compose(fds.sgd(0.1))(lambda p, x: (p * torch.rand(4)).sum())
+    state = inner.init(torch.ones(4))
+
+    def loss(p, x):
+        inner.evaluate(state, x)
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=lambda: context.run(inner.evaluate, state, x))
+        thread.start()
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+        return (p * torch.rand(4)).sum()
+
+    outer = fds.compose(fds.sgd(0.1))(loss)
+    outer(outer.init(torch.ones(4)), torch.ones(4))
+
+
+def test_a_child_of_a_fork_has_the_generators_though_a_thread_of_its_parent_held_them():
+    def work(meet):
+        with random.scope(CPU):
+            meet()
+
+    def other(meet):
+        child = os.fork()
+        if not child:
+            signal.alarm(5)
+            with random.scope(CPU):
+                os._exit(0)
+        status.append(os.waitpid(child, 0)[1])
+
+    status = []
+    beside(other, work)
+    assert status == [0]
 
 
 def test_reseeding_repeats_the_draws():

@@ -80,14 +80,13 @@ class Stage:
         self.held[i] = []
         packet, current = packet.loose(), dict(self.buffers)
         trains = torch.is_grad_enabled() and bool(self.leaves or any(packet.wants))
-        params = self.params
         with contextlib.ExitStack() as stack:
-            stack.enter_context(intact(params=params, batch=targets if self.layers.start else (packet.leaves, targets)))
-            for one in self.step.view:
-                params = one(tree.copied(params))
-            for make in self.step.context:
-                stack.enter_context(make(setting.devices[0]))
-            calls = setting.mapped(losses.layer_calls(self.loss, self.layers, params, current, setting))
+            rows = targets if self.layers.start else (packet.leaves, targets)
+            stack.enter_context(intact(params=self.params, batch=rows))
+            params = tree.copied(self.params) if self.step.view else self.params
+            params = self.step.seen(params, setting, stack, self.layers.start)
+            calls = losses.layer_calls(self.loss, self.layers, params, current, setting)
+            calls = setting.mapped(calls, self.layers.start)
             groups = _groups(calls) if split else [list(enumerate(calls))]
             for group in groups:
                 piece, packet = self._run(group, packet, len(calls))

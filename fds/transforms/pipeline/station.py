@@ -130,7 +130,7 @@ class Pipeline:
         self, step: Any, state: Any, params: Parameters, batch: Any, order: Order | None, *, outputs: bool
     ) -> tuple[Totals, list]:
         """Evaluate a batch: in the step's microbatches where its rows divide into them, else in one piece."""
-        n, failure = self._agreed_microbatches(step, batch)
+        n, failure = self._agreed_microbatches(step, state, batch)
         if n not in self.forwards:
             self.forwards[n] = self.plan.forwards(n)
         plan = self.forwards[n]
@@ -169,7 +169,7 @@ class Pipeline:
         microbatches: list[Any] = [None] * n
         if batch is not None and failure is None and plan.reads:
             try:
-                microbatches = [loss.split(one) for one in step.microbatches(batch, n)]
+                microbatches = [loss.split(one) for one in step.microbatches(state, batch, n, evaluating=evaluating)]
             except Exception as error:
                 failure = Failure.of(error)
         work = Work(
@@ -212,12 +212,12 @@ class Pipeline:
         self.whole.update(layer for one in heard for layer in one[2])
         return _like(totals, kinds[0], self.owned.device), any(one[3] for one in heard)
 
-    def _agreed_microbatches(self, step: Step, batch: Any) -> tuple[int, Failure | None]:
+    def _agreed_microbatches(self, step: Step, state: Any, batch: Any) -> tuple[int, Failure | None]:
         """Return into how many microbatches a batch is cut for evaluation: the same on all ranks of the step."""
         n, failure = None, None
         if batch is not None and self.plan.reads:
             try:
-                (one,) = step.microbatches(batch, 1)
+                (one,) = step.microbatches(state, batch, 1, evaluating=True)
                 length = rows(one)
                 n = self.num_microbatches if length and length % self.num_microbatches == 0 else 1
             except Exception as error:

@@ -33,7 +33,7 @@ def captured(start):
 
 @fds.step.transform
 def noisy(how):
-    return lambda step: fds.step.fill(step, after=())
+    return lambda step: fds.step.fill(step)
 
 
 OTHER = {  # i -> a composition; those of 0 and 1 differ in one thing

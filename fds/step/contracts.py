@@ -1,0 +1,130 @@
+"""What fills a station promises: errors that name the filler where it is broken, before anything follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import tree
+from fds.errors import ComposeError
+from fds.optim import Optimizer
+from fds.step.gradients import Gradients, Measure
+
+FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "batch": (callable, "a function batch -> batch"),
+    "split": (callable, "a function batch -> list of microbatches"),
+    "frozen": (lambda x: isinstance(x, str), "a pattern of parameter names"),
+    "view": (callable, "a function params -> params"),
+    "context": (callable, "a function device -> context manager"),
+    "kernels": (callable, "a function () -> context manager"),
+    "layer": (callable, "a function: list of calls -> list of calls"),
+    "scale": (lambda x: _has(x, "scale", "metrics"), "an object with scale(slots, device) and metrics(slots, device)"),
+    "measure": (lambda x: isinstance(x, Measure), "fds.step.Measure(norm=True)"),
+    "condition": (callable, "a function Gradients -> Gradients"),
+    "optimizer": (lambda x: isinstance(x, Optimizer), "an fds.Optimizer"),
+    "commit": (callable, "a function (slots, skip) -> slots"),
+    "after": (lambda x: callable(x) and isinstance(getattr(x, "slot", None), str),
+              "a function (slot, params, skip) -> slot whose attribute `slot` is the slot's name"),
+    "slots": (lambda x: isinstance(x, dict) and all(map(callable, x.values())),
+              "a dict: name -> function (params, device) -> slot"),
+}  # fmt: skip
+
+
+def form(station: str, value: Any) -> None:
+    """Raise `ComposeError` for what cannot fill a station."""
+    good, want = FORMS.get(station, (lambda x: True, ""))
+    if not good(value):
+        raise ComposeError("this cannot fill the station", where=f"station {station!r}", got=repr(value)[:80],
+                           want=want)  # fmt: skip
+
+
+def gradients(found: Any, known: Gradients, one: Any) -> Gradients:
+    """Return what a gradient map returned, knowing where it lies. Raises `ComposeError` for other leaves."""
+    if not isinstance(found, Gradients):
+        raise _broken("condition", one, _kind(found), "Gradients(leaves, scale), of as many leaves as it was given")
+    if found.leaves is not known.leaves:
+        leaves = _alike("condition", one, found.leaves, known.leaves)
+        found = attrs.evolve(found, leaves=[x.contiguous() for x in leaves])
+    return attrs.evolve(found, segments=known.segments, axes=known.axes, norm_of=known.norm_of)
+
+
+def updated(found: Any, params: list[Tensor], optimizer: Any) -> tuple[list[Tensor], dict[str, list]]:
+    """Return what an optimizer returned. Raises `ComposeError` for anything but parameters alike and a dict."""
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        raise _broken("optimizer", optimizer, _kind(found), "(params, opt), lists as `update` was given them")
+    return (params if found[0] is params else _alike("optimizer", optimizer, found[0], params)), found[1]
+
+
+def remembered(found: Any, given: Any, one: Any) -> Any:
+    """Return what a filler of `after` returned. Raises `ComposeError` for a slot of another structure."""
+    if found is given:
+        return found
+    (new, spec), (old, known) = tree.parts(found), tree.parts(given)
+    if spec != known:
+        raise _broken("after", one, _kind(found), f"the slot {one.slot!r}, of the structure that it has")
+    _alike("after", one, new, old)
+    return found
+
+
+def microbatches(found: Any, split: Any) -> list[Any]:
+    """Return what a split returned. Raises `ComposeError` for anything but a list of some."""
+    if not (isinstance(found, list | tuple) and found):
+        raise _broken("split", split, _kind(found), "a list of microbatches, one or more")
+    return list(found)
+
+
+def context(found: Any, make: Any) -> AbstractContextManager:
+    """Return the context that a filler made. Raises `ComposeError` where it is none."""
+    if not _has(type(found), "__enter__", "__exit__"):
+        raise _broken("context", make, _kind(found), "a context manager")
+    return found
+
+
+def kept(found: Any, given: dict[str, Any], commit: Any) -> dict[str, Any]:
+    """Return the slots that a commit returned. Raises `ComposeError` where some are missing, or there are others."""
+    if not (isinstance(found, dict) and found.keys() == given.keys()):
+        raise _broken("commit", commit, _kind(found), f"a dict of the slots {', '.join(given) or '(none)'}")
+    return found
+
+
+def scalar(found: Any, scale: Any) -> Tensor:
+    """Return the scale that a filler returned. Raises `ComposeError` for anything but a floating 0-d tensor."""
+    if not (isinstance(found, Tensor) and found.dim() == 0 and found.is_floating_point()):
+        raise _broken("scale", scale, _kind(found), "a 0-d float64 tensor on the device")
+    return found
+
+
+def _alike(station: str, one: Any, found: Any, given: Sequence[Tensor]) -> list[Tensor]:
+    what = lambda x: (x.shape, x.device) if isinstance(x, Tensor) else type(x)
+    same = isinstance(found, list | tuple) and list(map(what, found)) == list(map(what, given))
+    if not same:
+        raise _broken(station, one, _shapes(found), _shapes(given))
+    return list(found)
+
+
+def _broken(station: str, one: Any, got: str, want: str) -> ComposeError:
+    text = repr(one)
+    called = getattr(one, "__name__", None) or (type(one).__name__ if text.startswith("<") else text[:60])
+    return ComposeError("what fills a station did not return what it must", where=f"station {station!r}, {called}",
+                        got=got[:200], want=want[:200])  # fmt: skip
+
+
+def _shapes(found: Any) -> str:
+    if not isinstance(found, list | tuple):
+        return _kind(found)
+    return f"{len(found)} leaves: " + ", ".join(_kind(x) for x in found[:6])
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"{tuple(x.shape)} on {torch.device(x.device)}"
+    return f"{type(x).__name__} {x!r}"[:60]
+
+
+def _has(x: Any, *names: str) -> bool:
+    return all(callable(getattr(x, name, None)) for name in names)

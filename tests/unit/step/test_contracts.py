@@ -1,0 +1,101 @@
+"""What fills a station: a wrong filler is refused where it is written, and one that breaks its promise by its name."""
+
+import pytest
+import torch
+
+import fds
+from fds import tree
+from fds.errors import ComposeError
+from fds.step import Gradients, Measure, fill
+from tests.bits import assert_same_bits
+from tests.unit.step.problem import BATCH, loss_fn, make_params
+
+
+def filled(optimizer=None, /, **stations):
+    """Return a step with stations filled by hand."""
+    by_hand = fds.step.Transform("mine", "mine()", lambda step: fill(step, **stations))
+    return fds.compose(by_hand, optimizer or fds.sgd(0.1))(loss_fn)
+
+
+class Noted:
+    """An `after` that returns what it is told to."""
+
+    slot = "noted"
+
+    def __init__(self, returns):
+        self.returns = returns
+
+    def __call__(self, slot, params, skip):
+        return self.returns
+
+
+class Scale:
+    def scale(self, slots, device):
+        return 2.0
+
+    def metrics(self, slots, device):
+        return {}
+
+
+NOTED = {"noted": lambda params, device: torch.zeros(2)}
+measured = {"measure": Measure(norm=True)}
+empty = lambda segments, *, params: {}
+BROKEN = {
+    "condition: a list": ({"condition": lambda grads: grads.leaves}, "condition", "Gradients"),
+    "condition: nothing": ({"condition": lambda grads: None}, "condition", "Gradients"),
+    "condition: fewer": ({"condition": lambda g: Gradients(g.leaves[:1], g.scale)}, "condition", "2 leaves"),
+    "condition: others": ({"condition": lambda g: Gradients([x.sum() for x in g.leaves], None)}, "condition", "(3, 2)"),
+    "split: nothing": ({"split": lambda batch: None}, "split", "list"),
+    "split: none": ({"split": lambda batch: []}, "split", "list"),
+    "context: a dtype": ({"context": lambda device: torch.float16}, "context", "context manager"),
+    "layer: nothing": ({"layer": lambda calls: None}, "layer", "list"),
+    "layer: none": ({"layer": lambda calls: []}, "layer", "list"),
+    "scale: a float": ({"scale": Scale()}, "scale", "0-d"),
+    "commit: nothing": ({"commit": lambda slots, skip: None, **measured}, "commit", "dict"),
+    "commit: fewer": ({"commit": lambda s, skip: {}, "slots": NOTED, **measured}, "commit", "noted"),
+    "after: nothing": ({"after": Noted(None), "slots": NOTED}, "after", "(2,)"),
+    "after: larger": ({"after": Noted(torch.zeros(3)), "slots": NOTED}, "after", "(2,)"),
+    "optimizer: nothing": ({"optimizer": fds.Optimizer(empty, lambda *a, **k: None)}, "optimizer", "(params, opt)"),
+    "optimizer: fewer": ({"optimizer": fds.Optimizer(empty, lambda *a, **k: ([], {}))}, "optimizer", "2 leaves"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("stations", "where", "want"), BROKEN.values(), ids=BROKEN)
+def test_a_filler_that_returns_something_else_is_named_and_the_state_stays(stations, where, want):
+    optimizer = stations.get("optimizer")
+    step = filled(optimizer, **{name: x for name, x in stations.items() if name != "optimizer"})
+    state = step.init(make_params())
+    before = tree.map(torch.clone, state)
+    with pytest.raises(ComposeError) as caught:
+        step(state, BATCH)
+    assert f"'{where}'" in caught.value.where and want in caught.value.want and caught.value.got
+    assert_same_bits(state, before)
+
+
+UNFIT = {
+    "a typo": ({"conditon": lambda grads: grads}, "conditon", "condition"),
+    "a field of the step": ({"composition": ()}, "composition", "condition"),
+    "a field of a station": ({"gather": {"dtyp": torch.bfloat16}}, "dtyp", "dtype"),
+    "condition: a number": ({"condition": 3}, "3", "Gradients"),
+    "frozen: a list": ({"frozen": ["a"]}, "['a']", "pattern"),
+    "measure: a flag": ({"measure": True}, "True", "Measure"),
+    "scale: a number": ({"scale": 2.0}, "2.0", "metrics"),
+    "optimizer: a factory": ({"optimizer": fds.sgd}, "sgd", "Optimizer"),
+    "after: no slot": ({"after": lambda slot, params, skip: slot}, "lambda", "slot"),
+    "after: a slot that nobody makes": ({"after": Noted(None)}, "noted", "slots"),
+    "slots: tensors": ({"slots": {"noted": torch.zeros(2)}}, "noted", "function"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("stations", "got", "want"), UNFIT.values(), ids=UNFIT)
+def test_what_cannot_fill_a_station_is_refused_where_it_is_composed(stations, got, want):
+    with pytest.raises(ComposeError) as caught:
+        filled(**stations)
+    assert got in caught.value.got and want in caught.value.want + caught.value.hint
+
+
+def test_a_map_may_return_new_leaves_in_any_memory_and_dtype():
+    step = filled(condition=lambda g: Gradients([(x.t().contiguous().t() * 2).double() for x in g.leaves], g.scale))
+    plain = fds.compose(fds.sgd(0.2))(loss_fn)
+    state = step.init(make_params())
+    assert_same_bits(step(state, BATCH)[0].params, plain(state, BATCH)[0].params)
