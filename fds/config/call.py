@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -83,6 +84,7 @@ class Call:
         return f"fds.{self.path}({', '.join(words)})"
 
 
+@functools.cache
 def default(path: str, name: str) -> Any:
     """Return the default of an argument of the function at a path below `fds`."""
     return inspect.signature(FOUND[path]).parameters[name].default

@@ -20,8 +20,8 @@ from fds.config.update import optimizer, schedule
 from fds.errors import ConfigError, FdsError
 
 _MADE = (  # what makes a call, and the groups that it reads
-    (optimizer, ("optimizer", "scheduler")), (schedule, ("optimizer", "scheduler")),
-    (scale, ("fp16", "amp", "torch_autocast")), (clip, ("gradient_clipping",)),
+    (lambda config: optimizer(config) or schedule(config), ("optimizer", "scheduler")),
+    (scale, ("fp16", "amp", "torch_autocast")), (clip, ("clipping",)),
 )  # fmt: skip
 
 
@@ -30,14 +30,14 @@ def refuse_what_cannot_be_made(config: Groups) -> None:
 
     Groups in which something is `"auto"` are left until that is filled in.
     """
-    open_ = {path.partition(".")[0] for path in autos(config.to_dict())}
     for make, groups in _MADE:
-        if open_.isdisjoint(groups):
-            try:
-                call = make(config)
-            except ConfigError:
-                continue  # it lacks an argument of `initialize`, which nobody has given yet
-            _make(config, call)
+        if any(group is not None and autos(group.to_dict()) for group in (getattr(config, name) for name in groups)):
+            continue
+        try:
+            call = make(config)
+        except ConfigError:
+            continue  # it lacks an argument of `initialize`, which nobody has given yet
+        _make(config, call)
 
 
 def _make(config: Groups, call: Any) -> None:

@@ -195,6 +195,7 @@ def flat_keys(cls: type[Config]) -> dict[str, tuple[Any, Key]]:
     return out
 
 
+@functools.cache
 def record_of(type_: Any) -> type[Config] | None:
     """Return the record that values of a type are, if they are one: of `ZeroConfig | None`, `ZeroConfig`."""
     options = typing.get_args(type_) if is_union(type_) else (type_,)
