@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import attrs
+import torch
 from torch import Tensor
 
 from fds import tree
@@ -61,7 +62,10 @@ def rows(batch: Any) -> int | None:
 
 @attrs.frozen
 class Split:
-    """The station `split`: a batch as `num_microbatches` consecutive slices, views without a copy."""
+    """The station `split`: a batch as `num_microbatches` consecutive slices, views without a copy.
+
+    Of a sparse COO tensor they are copies. Other layouts have no slices.
+    """
 
     num_microbatches: int = 1
     draws: ClassVar = False
@@ -96,6 +100,8 @@ class Split:
                 hint="drop the last rows, or mark a leaf that is not made of rows: fds.whole(x)" if length
                 else "leave out what has no rows, on every rank",
             )  # fmt: skip
+        if n > 1:
+            _demand_slices(batch)
         leaves, build = tree.flatten(tree.map(_trainable, batch))
         size = 0 if length is None else length // n
         return [
@@ -116,7 +122,19 @@ def place(path: str) -> str:
 def _slice(x: Any, start: int, size: int, n: int) -> Any:
     if isinstance(x, Whole):
         return tree.map(_trainable, x.value)
-    return x.narrow(0, start, size) if n > 1 and _is_sliced(x) else x
+    if n == 1 or not _is_sliced(x):
+        return x
+    return x.narrow(0, start, size) if x.layout is torch.strided else x.narrow_copy(0, start, size)
+
+
+def _demand_slices(batch: Any) -> None:
+    for path, x in tree.paths(batch).items():
+        if _is_sliced(x) and x.layout not in (torch.strided, torch.sparse_coo):
+            raise BatchError(
+                "a leaf of the batch has no slices", where=place(path), got=str(x.layout),
+                want="a dense tensor, or a sparse one in the COO layout",
+                hint="fds.whole(x) gives it whole to every microbatch; fds.Microbatches takes parts",
+            )  # fmt: skip
 
 
 def _trainable(x: Any) -> Any:

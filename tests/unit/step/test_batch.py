@@ -163,3 +163,29 @@ def test_a_leaf_that_hides_tensors_is_refused_by_whatever_reads_leaves(batch):
 def test_a_marked_object_reaches_every_microbatch():
     it = Opaque(torch.ones(4))
     assert all(b["it"] is it for b in seen_by_the_loss({"x": torch.ones(2), "it": fds.whole(it)}, 2))
+
+
+def sparse_loss(params, batch):
+    return torch.sparse.mm(batch["x"], params["w"]).square().mean()
+
+
+def dense_loss(params, batch):
+    return (batch["x"] @ params["w"]).square().mean()
+
+
+def test_sparse_rows_are_cut_as_dense_ones():
+    x, found = torch.eye(4, 3), []
+    for loss, batch in ((sparse_loss, {"x": x.to_sparse()}), (dense_loss, {"x": x})):
+        step = make(fds.accumulate(2), loss=loss)
+        found.append(step(step.init({"w": torch.ones(3, 2)}), batch)[0].params)
+    torch.testing.assert_close(*found)
+
+
+def test_layouts_without_slices_are_refused_and_taken_whole():
+    ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+    step = make(fds.accumulate(2), loss=sparse_loss)
+    state = step.init({"w": torch.ones(3, 2)})
+    with pytest.raises(BatchError, match="has no slices") as caught:
+        step(state, {"x": ragged})
+    assert caught.value.where == "batch.x"
+    step(state, {"x": fds.whole(torch.eye(4, 3).to_sparse()), "y": torch.ones(2)})
