@@ -53,6 +53,10 @@ class LossError(FdsError):
     """Refuse what a loss returned, or how it is built."""
 
 
+class LossWarning(UserWarning):
+    """Report how a loss is built that is allowed and seldom meant."""
+
+
 class ScheduleError(FdsError):
     """Refuse the arguments of a schedule."""
 

@@ -1,6 +1,6 @@
 """The loss as a value: `Mean`, `functional`, `with_buffers`, `Layers` and its specs, recipes."""
 
-from fds.loss.layers import Layers, LayerSpec, TiedLayerSpec
+from fds.loss.layers import Layers
 from fds.loss.microbatch import (
     LayerMap,
     Setting,
@@ -15,6 +15,7 @@ from fds.loss.microbatch import (
 from fds.loss.modules import Mode, functional
 from fds.loss.originals import demand_none
 from fds.loss.recipes import Recipe, recipe
+from fds.loss.specs import LayerSpec, TiedLayerSpec
 from fds.loss.values import Buffered, Mean, Outcome, read, with_buffers
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -12,43 +12,10 @@ from torch import Tensor, nn
 
 from fds import random
 from fds.errors import BatchError, LossError
-from fds.loss.modules import Apply, functional, may_draw
+from fds.loss.behaviour import may_draw
+from fds.loss.modules import Apply, functional
 from fds.loss.recipes import Recipe, every
-
-
-class LayerSpec:
-    """A layer to be built when and where it is needed: `LayerSpec(nn.Linear, 8, 8, bias=False)`."""
-
-    key: str | None = None
-    forward_fn: Callable | None = None
-
-    def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any):
-        self.cls, self.args, self.kwargs = cls, args, kwargs
-
-    def build(self) -> nn.Module:
-        """Return the layer, made anew."""
-        return self.cls(*self.args, **self.kwargs)
-
-    def __repr__(self) -> str:
-        words = [getattr(self.cls, "__name__", repr(self.cls)), *map(repr, self.args)]
-        return f"{type(self).__name__}({', '.join(words + [f'{k}={v!r}' for k, v in self.kwargs.items()])})"
-
-
-class TiedLayerSpec(LayerSpec):
-    """A layer whose parameters all layers of the same `key` share; they are named `<key>.<name>`.
-
-    `forward_fn(module, x)` says how this use of it is called (an embedding used as the output projection).
-    The first one of a key builds the layer, which gives the parameters their initial values.
-    """
-
-    def __init__(
-        self, key: str, cls: Callable[..., nn.Module], *args: Any, forward_fn: Callable | None = None, **kwargs: Any
-    ):
-        super().__init__(cls, *args, **kwargs)
-        if key[:1].isdecimal():
-            raise LossError("the key of a tied layer begins with a number, as other layers' names do", got=repr(key),
-                            want="a word")  # fmt: skip
-        self.key, self.forward_fn = key, forward_fn
+from fds.loss.specs import LayerSpec
 
 
 @attrs.frozen(eq=False)
@@ -90,6 +57,14 @@ class _Use(nn.Module):
 def _children(layers: Any) -> tuple[tuple[str, ...], tuple]:
     """Return names and layers of a list of layers or an `nn.Sequential`."""
     if not isinstance(layers, nn.Sequential):
+        if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList):
+            raise LossError(
+                "this module does not say which layers it calls in which order", got=type(layers).__name__,
+                want="an nn.Sequential, or a list of layers: fds.Layers([embedding, *blocks, head], criterion)",
+                hint="whole, it is a function: fds.functional(module); or one layer: fds.Layers([module], criterion)",
+            )  # fmt: skip
+        if not isinstance(layers, Iterable) or isinstance(layers, str | Tensor | dict):
+            raise LossError("these are no layers", got=f"{layers!r}"[:80], want="a list of layers, or an nn.Sequential")
         layers = tuple(layers)
         return tuple(map(str, range(len(layers)))), layers
     if type(layers).forward is not nn.Sequential.forward or layers._forward_hooks or layers._forward_pre_hooks:
@@ -127,6 +102,9 @@ class Layers:
                                 want="a LayerSpec, a module or a function")  # fmt: skip
             if isinstance(layer, nn.Module):
                 self.layer(i)  # as it is now: its owner may go on changing it
+        if not callable(criterion) or isinstance(criterion, type):
+            raise LossError("this is no criterion", where="criterion", got=repr(criterion)[:80],
+                            want="criterion(output, targets) -> scalar, or a module such as nn.MSELoss()")  # fmt: skip
         if isinstance(criterion, nn.Module):
             apply, params, _ = functional(criterion)
             if params:

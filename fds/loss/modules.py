@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fds import tree
 from fds.errors import LossError
 from fds.loss import originals
+from fds.loss.behaviour import warn_of_eval_mode
 from fds.loss.carried import Carried
 from fds.loss.compiled import is_compiled, traceable, untraced, with_memory
 from fds.loss.copies import Place, references, structural
@@ -142,8 +143,7 @@ class Apply:
         if held is None or held == references(variant.module):
             release()  # else a graph holds parts of this copy, to run them again in backward: it is left to that
         if first:
-            if first[-1]:
-                originals.demand_none(run.out, given, self.number)
+            self._look(now, run.out, given, trains=first[-1])
             self.looked.add(first)
         if now.seen is not None:
             now.seen[:] = [run.out]
@@ -153,6 +153,14 @@ class Apply:
         """Return which kind of call this is, where it is the first one: by mode, and whether there will be a graph."""
         kind = (*_key(now), torch.is_grad_enabled() and any(x.requires_grad for x in params.values()))
         return None if kind in self.looked or torch.compiler.is_compiling() else kind
+
+    def _look(self, now: Mode, out: Any, given: tuple, *, trains: bool) -> None:
+        """Look at the output of a first call, for what a user should know."""
+        if trains:
+            originals.demand_none(out, given, self.number)
+        in_layers = bool(self.prefix) and not self.names  # without parameters, so it is a part of what is trained
+        if now.busy is not None and not now.evaluating and (trains or in_layers):
+            warn_of_eval_mode(self.source)
 
     def _refuse_changes(self, old: dict[str, Tensor], run: Run, names: set[str]) -> None:
         """Refuse lost updates: an assignment is told by the tensor that is there then, other writes by its version.
@@ -304,22 +312,6 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     apply = Apply(source, held[0], held[1], frozenset(params), constants, buffers, frozen=frozen, silent=silent,
                   number=originals.note(module))  # fmt: skip
     return apply, params, dict(buffers)
-
-
-_DRAWING = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
-            nn.MultiheadAttention, nn.RNNBase, nn.Transformer, nn.TransformerEncoderLayer,
-            nn.TransformerDecoderLayer)  # fmt: skip
-
-
-def may_draw(module: Any) -> bool:
-    """Say whether calling this may draw random numbers: all but torch's own modules that never do, as they are."""
-    if not isinstance(module, nn.Module):
-        return True
-    return any(
-        isinstance(m, _DRAWING) or not type(m).__module__.startswith("torch.nn.modules.") or "forward" in vars(m)
-        or m._forward_hooks or m._forward_pre_hooks
-        for m in module.modules()
-    )  # fmt: skip
 
 
 def _key(now: Mode) -> tuple:

@@ -1,5 +1,6 @@
 """`Layers`: a sequence in the open, equal to the sequence in the closed."""
 
+import functools
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -289,3 +290,65 @@ def test_whatever_draws_follows_the_key_and_not_the_generator(drawing):
             torch.manual_seed(seed)
             results.append(step(state, (X, Y)))
     assert_same_bits(results[0], results[1])
+
+
+# --- what specs are made of ---
+
+
+def test_specs_nest_and_follow_the_key():
+    block = lambda: LayerSpec(
+        nn.Sequential, OrderedDict(a=LayerSpec(nn.Linear, 3, 4), b=nn.GELU(), c=LayerSpec(nn.Linear, 4, 2))
+    )
+    flat = LayerSpec(nn.Sequential, LayerSpec(nn.Linear, 3, 4), nn.GELU(), LayerSpec(nn.Linear, 4, 2))
+    values = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        values.append(Layers([block()], F.mse_loss).init(random.key(0)))
+    assert_same_bits(values[0], values[1])
+    assert list(values[0]) == ["0.a.weight", "0.a.bias", "0.c.weight", "0.c.bias"]
+    plain = LayerSpec(lambda: nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2)))
+    got, want = (Layers([spec], F.mse_loss).init(random.key(0)) for spec in (flat, plain))
+    assert_same_bits(got, want)
+    assert not torch.equal(Layers([flat], F.mse_loss).init(random.key(1))["0.0.weight"], got["0.0.weight"])
+    step = fds.compose(fds.sgd(0.1))(loss := Layers([block()], F.mse_loss))
+    step(step.init(loss.init), (X, Y))
+
+
+class Holding(nn.Module):
+    def __init__(self, *parts, **named):
+        super().__init__()
+
+
+@pytest.mark.parametrize("make", [
+    lambda: LayerSpec(nn.Sequential, nn.Linear(4, 4)),
+    lambda: TiedLayerSpec("tied", nn.Sequential, nn.Linear(4, 4)),
+    lambda: LayerSpec(nn.Sequential, OrderedDict(a=nn.GELU(), b=nn.Linear(4, 4))),
+    lambda: LayerSpec(Holding, [nn.BatchNorm1d(3, affine=False)]),
+    lambda: LayerSpec(Holding, weight=nn.Parameter(torch.ones(2))),
+    lambda: LayerSpec(Holding, {"f": nn.Linear(4, 4).forward}),
+    lambda: LayerSpec(functools.partial(Holding, nn.Linear(4, 4))),
+    lambda: LayerSpec(Holding, TiedLayerSpec("tied", nn.Linear, 4, 4)),
+])  # fmt: skip
+def test_what_no_key_would_initialise_is_refused_with_the_spec_to_write(make):
+    with pytest.raises(LossError) as caught:
+        make()
+    assert "LayerSpec(" in caught.value.want
+
+
+def test_constants_may_be_arguments():
+    spec = LayerSpec(Holding, torch.ones(3), nn.GELU(), nn.Dropout(0.1), activation=torch.tanh, sizes=(3, 4))
+    assert isinstance(spec.build(), Holding)
+
+
+@pytest.mark.parametrize("layers", [nn.LSTM(3, 3), nn.ModuleDict({"a": nn.Linear(3, 3)}), 3, "layers"])
+def test_what_has_no_order_of_layers_is_refused(layers):
+    with pytest.raises(LossError, match="layers") as caught:
+        Layers(layers, F.mse_loss)
+    assert "list" in caught.value.want
+    assert len(Layers(nn.ModuleList([nn.Linear(3, 2)]), F.mse_loss)) == 1
+
+
+@pytest.mark.parametrize("criterion", [None, "mse", nn.MSELoss])
+def test_what_is_no_criterion_is_refused(criterion):
+    with pytest.raises(LossError, match="criterion"):
+        Layers([nn.Linear(3, 2)], criterion)

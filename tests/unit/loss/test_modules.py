@@ -150,6 +150,7 @@ def test_keyword_arguments_reach_the_module():
     assert_same_bits(apply(params, X, scale=2.0), module(X, scale=2.0))
 
 
+@pytest.mark.filterwarnings("ignore::fds.errors.LossWarning")
 @pytest.mark.parametrize("train", [True, False])
 def test_the_module_is_never_touched(train):
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).train(train)
