@@ -21,6 +21,5 @@ from fds.loss.values import Buffered, Mean, Outcome, read, with_buffers
 __all__ = [
     "Buffered", "LayerMap", "LayerSpec", "Layers", "Mean", "Mode", "Outcome", "Recipe", "Setting", "TiedLayerSpec",
     "carried_buffers", "demand_none", "draws", "functional", "initial_buffers", "is_compiled", "layer_calls", "name",
-    "read", "recipe",
-    "run", "with_buffers",
+    "read", "recipe", "run", "with_buffers",
 ]  # fmt: skip

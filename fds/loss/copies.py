@@ -12,7 +12,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -45,7 +45,7 @@ class Absent(nn.Parameter):
         name = next((x.path for x in _flat((args, kwargs or {})) if isinstance(x, Absent)), "")
         raise LossError(
             "the module reads a parameter from where nobody can put its values", where=name,
-            got="a parameter that is also held in a set, a weak reference, or an object without a __dict__",
+            got="a view made before (self.w.data); or a set, a weak reference or an object with slots that holds it",
             want=f"self.{name} in forward",
             hint="attributes, lists, tuples, dicts and functions made in __init__ may hold it",
         )  # fmt: skip
@@ -60,6 +60,7 @@ class Absent(nn.Parameter):
         return _absent, (self.path, tuple(self.shape), self.stride(), self.dtype, self.requires_grad)
 
 
+_ATOMS = {bool, int, float, str}
 _ABOUT = {
     "shape", "size", "dim", "ndim", "ndimension", "stride", "storage_offset", "numel", "nelement", "dtype", "device",
     "layout", "itemsize", "nbytes", "element_size", "requires_grad", "is_leaf", "grad", "grad_fn", "_version",
@@ -89,7 +90,14 @@ def structural(module: nn.Module) -> tuple[nn.Module, list[Place]]:
             want="a module that copy.deepcopy takes",
             hint="one that keeps activations must let them go; for weight_norm use torch.nn.utils.parametrizations",
         ) from error  # fmt: skip
-    return copied, list(_rebound(copied, _Rebinding(memo)))
+    return copied, list(_rebound(copied, _Rebinding(memo, _memory(module))))
+
+
+def _memory(module: nn.Module) -> dict[int, str]:
+    """Return whose values lie in which storage: those of parameters and buffers."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    real = lambda x: x.layout is torch.strided and not x.is_meta and type(x) in (Tensor, nn.Parameter) and x.numel()
+    return {x.untyped_storage()._cdata: name for name, x in named if real(x)}
 
 
 def _rebound(module: nn.Module, rebind: _Rebinding) -> Iterator[Place]:
@@ -100,19 +108,23 @@ def _rebound(module: nn.Module, rebind: _Rebinding) -> Iterator[Place]:
     copies = {id(x) for x in rebind.memo.values()}  # nothing else may be written to, but for what is made here
     todo: list[Any] = [vars(part) for part in parts]
     seen = {id(x) for x in parts}
+    windows = rebind.windows()
     while todo:
         held = todo.pop()
         for key, x in list(held.items() if isinstance(held, dict) else enumerate(held)):
+            if x is None or type(x) in _ATOMS or id(x) in seen:
+                continue
             if id(x) in names:
                 if id(held) not in registered:
                     yield held, key, names[id(x)]
                 continue
-            new = rebind(x)
-            if new is not x:
-                held[key] = new
-            if id(new) not in seen and (id(new) in copies or id(new) in rebind.fresh):
-                seen.add(id(new))
-                todo += _holders(new, held, key)
+            if not (isinstance(x, dict | list) and id(x) in copies):
+                new: Any = rebind(x) if id(x) not in windows else Absent.of(cast(Tensor, x), windows[id(x)])
+                if new is not x:
+                    held[key] = x = new
+            if id(x) in copies or id(x) in rebind.fresh:
+                seen.add(id(x))
+                todo += _holders(x, held, key)
 
 
 def _holders(x: Any, held: Any, key: Any) -> list[Any]:
@@ -155,13 +167,27 @@ class _Rebinding:
     """Replaces what was copied by its copy, in what `copy.deepcopy` takes as it is."""
 
     memo: dict[int, Any]  # id of an original -> its copy; while it lives, so do they
+    memory: dict[int, str]  # storage of an original -> whose values are there
     made: dict[int, Any] = attrs.field(factory=dict)  # id of an object -> what stands for it
     fresh: dict[int, Any] = attrs.field(factory=dict)  # what stands for others, by id
+
+    def windows(self) -> dict[int, str]:
+        """Return which copies were views of parameters and buffers (`self.w.data`), and of which."""
+        kept = self.memo.get(id(self.memo), [])  # where copy.deepcopy keeps what it has copied
+        found = ((x, self._window(x)) for x in kept if id(x) in self.memo)
+        return {id(self.memo[id(x)]): name for x, name in found if name is not None}
+
+    def _window(self, x: Any) -> str | None:
+        """Return of whose values a plain tensor is a view."""
+        plain = self.memory and type(x) is Tensor and x.layout is torch.strided and not x.is_meta
+        return self.memory.get(x.untyped_storage()._cdata) if plain else None
 
     def __call__(self, x: Any) -> Any:
         """Return `x` over the copies; `x` itself if it does not reach an original."""
         if id(x) in self.memo:
             return self.memo[id(x)]
+        if (name := self._window(x)) is not None:
+            return Absent.of(x, name)
         if id(x) in self.made:
             return self.made[id(x)]
         if id(x) in self.fresh or not self._reaches(x, set()):
@@ -174,7 +200,8 @@ class _Rebinding:
         if id(x) in seen:
             return False
         seen.add(id(x))
-        return any(id(y) in self.memo or self._reaches(y, seen) for y in _held_by(x))
+        known = lambda y: id(y) in self.memo or self._window(y) is not None
+        return any(known(y) or self._reaches(y, seen) for y in _held_by(x))
 
     def _made(self, x: Any) -> Any:
         if isinstance(x, types.FunctionType):

@@ -62,6 +62,10 @@ class Watch(TorchDispatchMode):
         self.number, self.passed = number, {id(x) for x in tree.leaves(inputs)}
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # to skip it, torch would import torch._dynamo, which takes seconds
+        return False
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled functions run as they are; what they take is not looked at."""
         return True

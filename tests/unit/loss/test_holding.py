@@ -231,6 +231,16 @@ def in_slots(m):
     return Slotted(m.w)
 
 
+def as_its_data(m):
+    m.data = [m.w.data]
+    return lambda z: z * m.data[0]
+
+
+def as_a_view_in_a_closure(m):
+    view = m.w.detach()[:]
+    return lambda z: z * view
+
+
 def in_a_global(m):
     HIDDEN["module"] = m
     return lambda z: z * HIDDEN["module"].w
@@ -241,7 +251,9 @@ def in_an_object_that_is_not_copied(m):
 
 
 @pytest.mark.parametrize(
-    "build", [in_a_set, in_slots, in_a_global, in_an_object_that_is_not_copied], ids=lambda f: f.__name__
+    "build",
+    [in_a_set, in_slots, as_its_data, as_a_view_in_a_closure, in_a_global, in_an_object_that_is_not_copied],
+    ids=lambda f: f.__name__,
 )
 def test_what_cannot_be_given_another_parameter_is_refused_by_name(build):
     module = Base(build)
@@ -257,6 +269,13 @@ def test_what_cannot_be_given_another_parameter_is_refused_by_name(build):
             call()
         assert caught.value.where == "w"
         assert "self.w" in caught.value.want
+
+
+def test_a_view_that_forward_makes_anew_is_no_matter():
+    torch.manual_seed(0)
+    module = nn.utils.spectral_norm(nn.Linear(3, 3)).eval()  # its hook assigns `weight`, which began as a view
+    apply, params, _ = fds.functional(module)
+    assert_same_bits(apply(params, X), module(X))
 
 
 def test_reading_about_a_parameter_is_not_reading_it():
