@@ -34,7 +34,7 @@ from fds.transforms.reference_kernels import reference_kernels
 from fds.step.handles import materialize
 
 # a step, and what it steps through
-from fds.step import Step, Transform, compose
+from fds.step import Step, Transform, compose, evaluate
 from fds.state import State
 
 # keeping it
@@ -52,13 +52,12 @@ from fds import autodiff, collectives, config, data, errors, kernels, nn, optim,
 from fds.errors import FdsError
 
 __all__ = [
-    "DistributedLoader", "FdsError", "LayerSpec", "Layers", "Mean", "Microbatches", "Optimizer",
-    "RepeatingLoader", "State", "Step", "TiedLayerSpec", "Transform", "accumulate", "adagrad", "adam",
-    "add_config_arguments", "adamw", "autocast", "autodiff", "by_name", "checkpoint_activations",
-    "clip_by_global_norm", "clip_by_value", "collectives", "compose", "config", "data", "donate", "ema",
-    "errors", "export_weights", "freeze", "functional", "import_deepspeed", "import_weights",
-    "init_distributed", "initialize", "kernels", "lamb", "lion", "load", "loss_scale", "materialize", "mesh",
-    "muon", "nn", "optim", "pipeline", "plans", "precision", "random", "recipe", "reference_kernels", "save",
-    "save_async", "schedules", "sgd", "shard_optimizer", "simulate", "skip_nonfinite", "static_loss_scale",
-    "tree", "whole", "with_buffers",
+    "DistributedLoader", "FdsError", "LayerSpec", "Layers", "Mean", "Microbatches", "Optimizer", "RepeatingLoader",
+    "State", "Step", "TiedLayerSpec", "Transform", "accumulate", "adagrad", "adam", "adamw", "add_config_arguments",
+    "autocast", "autodiff", "by_name", "checkpoint_activations", "clip_by_global_norm", "clip_by_value",
+    "collectives", "compose", "config", "data", "donate", "ema", "errors", "evaluate", "export_weights", "freeze",
+    "functional", "import_deepspeed", "import_weights", "init_distributed", "initialize", "kernels", "lamb", "lion",
+    "load", "loss_scale", "materialize", "mesh", "muon", "nn", "optim", "pipeline", "plans", "precision", "random",
+    "recipe", "reference_kernels", "save", "save_async", "schedules", "sgd", "shard_optimizer", "simulate",
+    "skip_nonfinite", "static_loss_scale", "tree", "whole", "with_buffers",
 ]  # fmt: skip

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
 import attrs
@@ -240,6 +241,21 @@ def nodes(tree: Tree) -> list:
     else:
         return []
     return [tree, *(found for one in inside for found in nodes(one))] if inside else []
+
+
+def named(names: Sequence[str], most: int = 8) -> str:
+    """Return names as text; of more than `most` their number, and what they have in common.
+
+    >>> named(["a", "b"]), named([f"base.{i}.weight" for i in range(148)])
+    ('a, b', '148 names: "base.*"')
+    """
+    if len(names) <= most:
+        return ", ".join(names)
+    first, last = min(names).split("."), max(names).split(".")
+    common = list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+    heads = [".".join(word for word, _ in common)] if common else list(dict.fromkeys(n.split(".")[0] for n in names))
+    shown = ", ".join(f'"{head}.*"' for head in heads[:4]) + (", ..." if len(heads) > 4 else "")
+    return f"{len(names)} names: {shown}"
 
 
 def is_float(x: Any) -> bool:

@@ -15,7 +15,7 @@ from fds.autodiff import check_scalar
 from fds.errors import LossError
 
 _LARGEST = sys.float_info.max
-RESERVED = ("loss", "step", "lr", "grad_norm", "loss_scale", "skipped", "at_minimum_scale", "outputs")
+RESERVED = ("loss", "step", "lr", "grad_norm", "loss_scale", "skipped", "at_minimum_scale", "outputs", "weight")
 
 
 @tree.record
@@ -34,12 +34,17 @@ class Mean:
     weight: Tensor | float  # () or a number, not negative
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Buffered:
     """A loss that carries module buffers: see `with_buffers`."""
 
     loss_fn: Callable
     buffers: dict[str, Tensor]
+
+    def __repr__(self) -> str:
+        name = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
+        count = f"{len(self.buffers)} buffer{'s' * (len(self.buffers) != 1)}"
+        return f"{name} with {count}, {tree.num_bytes(self.buffers):,} bytes"
 
 
 def with_buffers(loss_fn: Callable, buffers: dict[str, Tensor]) -> Buffered:

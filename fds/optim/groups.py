@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fds.errors import OptimizerError, did_you_mean
 from fds.optim.base import Optimizer, Segment, Values
+from fds.tree import named
 
 
 def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
@@ -104,7 +105,7 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         words = [word for member in members for word in member.runs(device).split(", ")]
         return ", ".join(dict.fromkeys(words))
 
-    text = "by_name({" + ", ".join(f"{pattern!r}: {member}" for pattern, member in optimizers.items()) + "})"
+    text = f"by_name({{{', '.join(_entries(optimizers))}}})"
     some_whole = any(m.whole for m in members)
     whole = (lambda name: members[group(name)].needs_whole(name)) if some_whole else False
     same = all(m.lr == members[0].lr for m in members)
@@ -112,6 +113,16 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         init, update, whole, lr=members[0].lr if same else None, text=text, group=group, check=check, runs=runs,
         members=dict(optimizers), draws=any(m.draws for m in members),
     )  # fmt: skip
+
+
+def _entries(optimizers: Mapping[str, Optimizer], most: int = 8) -> list[str]:
+    """Return the entries of a dict of optimizers as text; of more than `most` those that are alike together."""
+    if len(optimizers) <= most:
+        return [f"{pattern!r}: {member}" for pattern, member in optimizers.items()]
+    alike: dict[str, list[str]] = {}
+    for pattern, member in optimizers.items():
+        alike.setdefault(member.text, []).append(pattern)
+    return [f"{repr(names[0]) if len(names) == 1 else named(names)}: {text}" for text, names in alike.items()]
 
 
 def _pick(values: Sequence, indices: list[int]) -> list:

@@ -6,6 +6,7 @@ from fds.step.batch import Split, Whole, demand_tree, rows, whole
 from fds.step.check import intact
 from fds.step.composition import Composition, Transform, compose, fill, transform
 from fds.step.describe import Description
+from fds.step.evaluation import evaluate
 from fds.step.gather import Gather
 from fds.step.gradients import Gradients, Measure, global_norm
 from fds.step.handles import materialize
@@ -24,6 +25,6 @@ from fds.step.totals import Totals
 __all__ = [
     "After", "Commit", "Composition", "Description", "Found", "Gather", "Gradients", "Grads", "InTurn", "Measure",
     "Order", "Parameters", "Place", "Reduce", "Scale", "Seeds", "Shard", "Split", "Step", "Structure", "Sum", "Totals",
-    "Transform", "Whole", "beginning", "compose", "demand_tree", "fill", "global_norm", "intact", "materialize",
-    "open_parameters", "rows", "same_composition", "training", "transform", "whole",
+    "Transform", "Whole", "beginning", "compose", "demand_tree", "evaluate", "fill", "global_norm", "intact",
+    "materialize", "open_parameters", "rows", "same_composition", "training", "transform", "whole",
 ]  # fmt: skip

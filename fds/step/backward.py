@@ -58,6 +58,11 @@ class Grads(Protocol):
         """The ranks that hold different parameters; None where all hold the same."""
         ...
 
+    @property
+    def together(self) -> bool:
+        """Whether all ranks that share the step have as many batches to evaluate."""
+        ...
+
     def names(self, names: Sequence[str]) -> Sequence[str]:
         """Return the names of all parameters, given those that this rank holds."""
         ...
@@ -120,6 +125,7 @@ class InTurn:
     """Every rank holds all parameters, and runs its microbatches one after another, forward and backward."""
 
     axis = None
+    together = False
 
     def names(self, names: Sequence[str]) -> Sequence[str]:
         """Return the same."""
@@ -200,7 +206,6 @@ class InTurn:
             shown = tree.map(_plain, seen) if outputs else []
         if order is not None:
             order.finish()
-        same_metrics(totals, step.everyone, "evaluate", step.asked)
         return totals, shown
 
 

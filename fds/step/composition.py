@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 import attrs
 import torch
 
 import fds.optim
+from fds import tree
 from fds.collectives import Axis
 from fds.errors import ComposeError, did_you_mean
 from fds.loss import Buffered
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from fds.step.program import Step
 
 P = ParamSpec("P")
+_MANY = 8  # words of a transform are written out, more are counted
 
 
 @attrs.frozen(eq=False)
@@ -45,7 +47,9 @@ def transform(factory: Callable[P, Callable[[Step], Step]]) -> Callable[P, Trans
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Transform:
-        words = [*map(_word, args), *(f"{k}={_word(v)}" for k, v in kwargs.items())]
+        many = len(args) > _MANY and all(isinstance(arg, str) for arg in args)
+        words = [tree.named(cast(Any, args))] if many else [*map(_word, args)]
+        words += [f"{k}={_word(v)}" for k, v in kwargs.items()]
         text = f"{factory.__name__}({', '.join(words)})"
         return Transform(factory.__name__, text, factory(*args, **kwargs), (factory.__name__, args, kwargs))
 

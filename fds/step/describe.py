@@ -49,8 +49,8 @@ class Description:
             least, most = f"{min(self.buckets):,}", f"{max(self.buckets):,}"
             sizes = most if least == most else f"{least} to {most}"
             lines += [f"layout     {len(self.buckets)} flat bucket{'s' * (len(self.buckets) > 1)} of {sizes} bytes"]
-        lines += [f"frozen     {', '.join(self.frozen)}"] if self.frozen else []
-        lines += [f"unused     {', '.join(self.unused)}: zero gradient"] if self.unused else []
+        lines += [f"frozen     {tree.named(self.frozen)}"] if self.frozen else []
+        lines += [f"unused     {tree.named(self.unused)}: zero gradient"] if self.unused else []
         return "\n".join(lines)
 
 
@@ -62,7 +62,7 @@ def describe(step: Any, state: State | None, batch: Any) -> Description:
             break
         value = getattr(step, station.name)
         if station.name != "eval_loss" and value not in (station.default, None, ()):
-            told[station.name] = ", ".join(map(_text, value)) if isinstance(value, tuple) else _text(value)
+            told[station.name] = _station(station.name, value)
     kernels = told.get("kernels", "triton on a GPU, references elsewhere")
     if state is None and batch is None:
         return Description(told, kernels)
@@ -78,6 +78,12 @@ def describe(step: Any, state: State | None, batch: Any) -> Description:
     return Description(
         told, kernels, held_bytes(step, structure, state), sent_bytes(step, structure), frozen, unused, buckets
     )
+
+
+def _station(name: str, value: Any) -> str:
+    if name == "frozen":
+        return tree.named(value)
+    return ", ".join(map(_text, value)) if isinstance(value, tuple) else _text(value)
 
 
 def _text(value: Any) -> str:

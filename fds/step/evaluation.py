@@ -2,49 +2,187 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import attrs
+import torch
 from torch import Tensor
 
 from fds import loss as losses
-from fds.errors import LossError
+from fds.collectives import Axis
+from fds.errors import BatchError, LossError
 from fds.state import State
 from fds.step.agreement import same_composition
 from fds.step.check import graphless, usable
 from fds.step.parameters import open_parameters
+from fds.step.reduce import same_metrics
 from fds.step.stations import chosen_kernels
-from fds.step.totals import agree
+from fds.step.totals import Totals, agree
+
+Local = Callable[[Any, bool], tuple[Totals, list]]
 
 
-def evaluator(step: Any, state: State) -> Callable[..., dict[str, Tensor]]:
+class Nothing:
+    """Stands for the batch of a rank that has no more, while others have."""
+
+
+def evaluator(step: Any, state: State, outputs: bool = False) -> Callable[..., dict[str, Tensor]]:
     """Return a function of the batch; see `Step.evaluator`. Parameters are gathered once, at stage 3 when used."""
-    same_composition(step)
-    usable(state, "evaluate")
-    structure, parts = step.structure_of(state.params)
-    waits = step.order("evaluate", structure) is not None
-    kept = None if waits else open_parameters(step.gather, structure, parts, step.pool, train=False, order=None)
+    local, default = _local(step, state), outputs
 
     @graphless
-    def evaluate(batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
-        state.check("evaluate")
-        order, everyone, shard = step.order("evaluate", structure), step.everyone, step.reduce.shard
-        params = kept or open_parameters(step.gather, structure, parts, step.pool, train=False, order=order)
-        try:
-            with chosen_kernels(step):
-                totals, shown = step.grads.forward(step, state, params, batch, order, outputs=outputs)
-        finally:
-            params.close()
-            if order is not None:
-                order.joins.clear()
+    def evaluate(batch: Any, *, outputs: bool = default) -> dict[str, Tensor]:
+        totals, shown = local(batch, outputs)
         if outputs and not shown:
             raise LossError(
                 "this loss shows no outputs", where=losses.name(step.eval_loss), got="outputs=True",
                 want="Layers, or a loss that calls what fds.functional returned",
                 hint="return what you want to see as a metric",
             )  # fmt: skip
-        if everyone is not None:
-            totals, _, _ = agree(totals, None, {}, everyone, shard and shard.data, calls=int(state.calls))
-        return {**totals.means(), "step": state.step.clone(), **({"outputs": shown[0]} if outputs else {})}
+        same_metrics(totals, step.everyone, "evaluate", step.asked)
+        means = _shared(step, state, totals).means()
+        return {**means, "step": state.step.clone(), **({"outputs": shown[0]} if outputs else {})}
 
     return evaluate
+
+
+@graphless
+def evaluate(step: Any, state: State, batches: Iterable[Any]) -> dict[str, Tensor]:
+    """Return the metrics of `eval_fn` (default: the loss) over many batches, and their `weight`.
+
+    Means are those of all batches together: sum(total) / sum(weight), added in float64; a loss that returns a plain
+    scalar weighs 1 a batch, so return a `Mean` where batches have different numbers of rows or tokens. Integer metrics
+    are summed. `weight`, `()` float64, is what all batches weigh.
+
+    Where ranks share the step all of them call this, each with its own batches. Ranks may have different numbers of
+    them, and some none; in a pipeline all ranks have as many.
+
+    Args:
+        step: what `compose(...)(loss)` returned.
+        state: whose parameters and buffers are used.
+        batches: an iterable of batches, such as a loader, that ends.
+
+    Raises `BatchError` for one batch in the place of many, no batches at all, in a pipeline different numbers of them,
+    and on the other ranks where reading them failed on one; `LossError` for metrics that change.
+    """
+    if isinstance(batches, Tensor | Mapping | tuple) or not isinstance(batches, Iterable):
+        raise BatchError(
+            "evaluate takes many batches", where="batches", got=type(batches).__name__,
+            want="a list of batches, or a loader", hint="step.evaluate(state, batch) takes one",
+        )  # fmt: skip
+    local, sums = _local(step, state), Sums()
+    for batch in _rounds(iter(batches), step.everyone, together=step.grads.together):
+        totals, _ = local(batch, False)
+        if batch is not Nothing:
+            sums.add(totals, losses.name(step.eval_loss))
+    totals = _shared(step, state, sums.agreed(step.everyone, state.step.device))
+    weight = torch.as_tensor(totals.weight, dtype=torch.float64, device=state.step.device)
+    means = {name: x.to(sums.dtypes[name]) for name, x in totals.means().items()}
+    return {**means, "weight": weight, "step": state.step.clone()}
+
+
+@attrs.define
+class Sums:
+    """Totals of batches, added in float64, and the dtypes in which they came."""
+
+    totals: Totals | None = None
+    dtypes: dict[str, torch.dtype] = attrs.field(factory=dict)
+
+    def add(self, totals: Totals, where: str) -> None:
+        """Add the totals of a batch. Raises `LossError` where it has other metrics than those before."""
+        assert totals.loss is not None
+        named = {"loss": totals.loss, **totals.metrics}
+        kinds = {name: x.dtype for name, x in named.items()}
+        self.dtypes = self.dtypes or kinds
+        if kinds != self.dtypes:
+            raise LossError("batches return different metrics", where=where, got=str(kinds), want=str(self.dtypes))
+        wide = {name: x.double() if x.is_floating_point() else x for name, x in named.items()}
+        weight = totals.weight
+        if self.totals is not None:
+            wide = {name: x + y for (name, x), y in zip(wide.items(), self._named().values(), strict=True)}
+            weight = weight + self.totals.weight
+        self.totals = attrs.evolve(totals, loss=wide.pop("loss"), metrics=wide, weight=weight)
+
+    def agreed(self, everyone: Axis | None, device: torch.device) -> Totals:
+        """Return the totals, zeros on a rank without batches. Raises `BatchError` where no rank has any."""
+        kinds = {name: str(dtype).removeprefix("torch.") for name, dtype in sorted(self.dtypes.items())}
+        heard = [kinds] if everyone is None else everyone.exchange(kinds, "evaluate")
+        told = [theirs for theirs in heard if theirs]
+        if not told:
+            raise BatchError("there are no batches to evaluate", got="an iterable that is empty", want="one or more",
+                             hint="a generator, or a loader that was read already, is at its end")  # fmt: skip
+        if any(theirs != told[0] for theirs in told):
+            raise LossError("ranks return different metrics", where="evaluate", got=str(told[-1]), want=str(told[0]))
+        if self.totals is None:
+            self.dtypes = {name: getattr(torch, dtype) for name, dtype in told[0].items()}
+            zero = {name: torch.zeros((), dtype=torch.float64 if dtype.is_floating_point else dtype, device=device)
+                    for name, dtype in self.dtypes.items()}  # fmt: skip
+            self.totals = Totals(zero.pop("loss"), torch.zeros((), dtype=torch.float64, device=device), zero)
+        return self.totals
+
+    def _named(self) -> dict[str, Tensor]:
+        assert self.totals is not None and self.totals.loss is not None
+        named = {"loss": self.totals.loss, **self.totals.metrics}
+        return {name: named[name] for name in self.dtypes}
+
+
+def _rounds(batches: Iterator[Any], everyone: Axis | None, *, together: bool) -> Iterator[Any]:
+    """Yield batches, and `Nothing` where only other ranks have one. Raises, on every rank, what reading one raised."""
+    while True:
+        batch, failed = Nothing, None
+        try:
+            batch = next(batches, Nothing)
+        except Exception as error:
+            failed = error
+        said = [batch is not Nothing, None if failed is None else f"{type(failed).__name__}: {failed}"]
+        heard = [said] if everyone is None else everyone.exchange(said, "evaluate")
+        if failed is not None:
+            raise failed
+        for rank, (_, error) in enumerate(heard):
+            if error is not None:
+                raise BatchError("the batches of another rank could not be read", where=f"rank {rank}", got=error)
+        has = [some for some, _ in heard]
+        if not any(has):
+            return
+        if together and not all(has):
+            raise BatchError(
+                "ranks have different numbers of batches", where=f"rank {has.index(False)}", got="no more batches",
+                want=f"one more, as rank {has.index(True)}", hint="the ranks of a pipeline evaluate together",
+            )  # fmt: skip
+        yield batch
+
+
+def _local(step: Any, state: State) -> Local:
+    """Return a function of a batch, and of whether its outputs are wanted: this rank's totals and outputs."""
+    same_composition(step)
+    usable(state, "evaluate")
+    structure, parts = step.structure_of(state.params)
+    waits = step.order("evaluate", structure) is not None
+    kept = None if waits else open_parameters(step.gather, structure, parts, step.pool, train=False, order=None)
+
+    def local(batch: Any, outputs: bool) -> tuple[Totals, list]:
+        state.check("evaluate")
+        order = step.order("evaluate", structure)
+        params = kept or open_parameters(step.gather, structure, parts, step.pool, train=False, order=order)
+        try:
+            with chosen_kernels(step):
+                if batch is not Nothing:
+                    return step.grads.forward(step, state, params, batch, order, outputs=outputs)
+            if order is not None:
+                order.finish()  # others gather what they need
+            return Totals(), []
+        finally:
+            params.close()
+            if order is not None:
+                order.joins.clear()
+
+    return local
+
+
+def _shared(step: Any, state: State, totals: Totals) -> Totals:
+    """Return the totals of all ranks."""
+    if step.everyone is None:
+        return totals
+    shard = step.reduce.shard
+    return agree(totals, None, {}, step.everyone, shard and shard.data, calls=int(state.calls))[0]

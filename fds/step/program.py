@@ -232,12 +232,12 @@ class Step:
         return self.evaluator(state)(batch, outputs=outputs)
 
     @check.graphless
-    def evaluator(self, state: State) -> Callable[..., dict[str, Tensor]]:
-        """Gather the parameters once and return `evaluate(batch, *, outputs=False)` for many batches.
+    def evaluator(self, state: State, *, outputs: bool = False) -> Callable[..., dict[str, Tensor]]:
+        """Gather the parameters once and return `evaluate(batch, *, outputs=...)` for many batches.
 
         At stage 3 they are gathered when used. Where ranks share a step all of them call this, and what it returns.
         """
-        return evaluator(self, state)
+        return evaluator(self, state, outputs)
 
     @check.graphless
     def params(self, state: State) -> Any:

@@ -50,6 +50,8 @@ class Pipeline:
     whole: set[int] = attrs.field(factory=set)  # layers that B was seen to run whole: for `describe`
     forwards: dict[int, Lowered] = attrs.field(factory=dict)  # by number of microbatches
 
+    together = True
+
     @property
     def axis(self) -> Axis | None:
         """The ranks that hold different parameters."""

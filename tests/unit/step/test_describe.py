@@ -105,3 +105,17 @@ def test_an_optimizer_of_the_users_own_has_its_own_kernels():
     adam = fds.adam(0.1)
     step = make(optimizer=fds.Optimizer(adam.init, adam.update, lr=0.1))
     assert step.describe(step.init(make_params())).kernels.startswith("the optimizer's own; others: ")
+
+
+def test_hundreds_of_names_and_buffers_are_counted():
+    params = {f"base.{i}.weight": torch.ones(2) for i in range(147)} | {"head": torch.ones(2)}
+    frozen = fds.freeze(*[name for name in params if name != "head"])
+    loss = fds.with_buffers(lambda p, b, buffers: (p["head"].sum() * b, {}, buffers), {"mean": torch.zeros(256, 4)})
+    step = fds.compose(frozen, fds.by_name({n: fds.sgd(0.1) for n in params}))
+    assert str(frozen) == 'freeze(147 names: "base.*")'
+    assert len(repr(step)) < 150
+    step = fds.compose(frozen, fds.adam(0.1))(loss)
+    text = str(step.describe(step.init(params)))
+    assert text.count('147 names: "base.*"') == 2 and "1 buffer, 4,096 bytes" in text
+    assert len(text) < 1000 and "tensor(" not in text + repr(step)
+    assert step.describe(step.init(params)).frozen == tuple(n for n in params if n != "head")
