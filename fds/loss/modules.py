@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import fnmatch
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -247,10 +248,8 @@ class Variant:
         object.__setattr__(self, "compiled", [place for place in self.params if id(place[0]) in own])
 
     def places(self) -> Iterator[Place]:
-        """Yield all places."""
-        yield from self.params
-        yield from self.buffers
-        yield from self.aliases
+        """Return all places in order."""
+        return itertools.chain(self.params, self.buffers, self.aliases)
 
     def run(self, params: dict, buffers: dict, args: tuple, kwargs: dict) -> Run:
         """Call the module with these tensors in its places.

@@ -165,7 +165,7 @@ def _by_segment(
     kernels: in slices they are the same ones as in the parameter by itself, so every stage gives the same bits.
     """
     lengths = tuple(map(Tensor.numel, params))
-    if all(len(inside) == 1 and inside[0].length == n for n, inside in zip(lengths, segments, strict=True)):
+    if list(lengths) == [inside[0].length if len(inside) == 1 else None for inside in segments]:
         return params, grads, opt, segments
     cuts, alone = _cuts(tuple(map(tuple, segments)), lengths, keep_empty)
     cut = lambda flats: [

@@ -14,6 +14,7 @@ from fds.step.initial import beginning
 from fds.step.order import Order
 from fds.step.parameters import Parameters, open_parameters
 from fds.step.program import Step
+from fds.step.ranges import profiled
 from fds.step.reduce import Reduce
 from fds.step.seeds import Seeds
 from fds.step.shard import Shard
@@ -26,5 +27,5 @@ __all__ = [
     "After", "Commit", "Composition", "Description", "Found", "Gather", "Gradients", "Grads", "InTurn", "Measure",
     "Order", "Parameters", "Place", "Reduce", "Scale", "Seeds", "Shard", "Split", "Step", "Structure", "Sum", "Totals",
     "Transform", "Whole", "beginning", "compose", "demand_tree", "evaluate", "fill", "global_norm", "intact",
-    "materialize", "open_parameters", "rows", "same_composition", "training", "transform", "whole",
+    "materialize", "open_parameters", "profiled", "rows", "same_composition", "training", "transform", "whole",
 ]  # fmt: skip

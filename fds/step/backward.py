@@ -18,6 +18,7 @@ from fds.step.gradients import global_norm
 from fds.step.handles import materialize
 from fds.step.order import Order
 from fds.step.parameters import Parameters, open_parameters
+from fds.step.ranges import profiled
 from fds.step.reduce import same_metrics
 from fds.step.seeds import Seeds
 from fds.step.structure import Structure
@@ -184,7 +185,8 @@ class InTurn:
                     backward = functools.partial(
                         autodiff.backward_into, outcome.total, seeds.seed(outcome), reentrant=reentrant
                     )
-                    sums.add(backward, last=i + 1 == len(microbatches), in_parts=reentrant)
+                    with profiled("backward"):
+                        sums.add(backward, last=i + 1 == len(microbatches), in_parts=reentrant)
                     del backward
                 totals.add(outcome, where)
                 del outcome  # and its graph

@@ -13,6 +13,7 @@ from fds.collectives import Work
 from fds.errors import LossError
 from fds.step.order import Order
 from fds.step.pool import Pool
+from fds.step.ranges import in_range
 from fds.step.shard import Shard
 from fds.step.structure import Structure
 from fds.step.sums import backward_inside
@@ -106,6 +107,7 @@ class Bucketed:
         """Say of every leaf whether a gradient has come for it."""
         return [self.places[name] in self.seen for name in self.names]
 
+    @in_range("reduce")
     def finish(self) -> list[Tensor]:
         """Return the reduced sums: of whole parameters at stage 0, of this rank's slices from stage 1 on."""
         while self.flying:
@@ -168,6 +170,7 @@ class Bucketed:
             self.filling[i] = Filling(flat, bucket.views(flat))
         return self.filling[i]
 
+    @in_range("reduce")
     def _launch(self, i: int) -> None:
         """Begin to reduce a bucket with what is in it, then let the one before arrive, so that the wire never idles."""
         if i in self.flying:  # of the microbatch before

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.collectives import Axis
 from fds.layout import Segment
 from fds.step.totals import clamped, combined, placed
@@ -41,7 +42,7 @@ class Gradients:
         """Return the same for the optimizer: scale () float32, or divided out where float64 leaves need its digits."""
         if self.scale is None:
             return self
-        if any(x.dtype is torch.float64 for x in self.leaves):
+        if torch.float64 in set(map(tree.dtype_of, self.leaves)):
             for leaf in self.leaves:
                 leaf.div_(self.scale)
             return attrs.evolve(self, scale=None)

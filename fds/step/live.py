@@ -10,6 +10,7 @@ from fds.step.gather import Gather
 from fds.step.handles import handle
 from fds.step.order import Order
 from fds.step.pool import Pool
+from fds.step.ranges import profiled
 from fds.step.structure import Structure
 
 
@@ -61,12 +62,13 @@ class Live:
                 got="a parameter, or a view of one, that was kept by the loss or returned by it",
                 want="its values", hint="keep fds.materialize(p).detach()",
             )  # fmt: skip
-        if index not in self.coming:
-            self.wanted = index
-            self.order.need(("gather", index))
-            self.wanted = None
-        flat, work = self.coming.pop(index)
-        work.wait()
+        with profiled("gather"):
+            if index not in self.coming:
+                self.wanted = index
+                self.order.need(("gather", index))
+                self.wanted = None
+            flat, work = self.coming.pop(index)
+            work.wait()
         self._make_room(self.bytes[index], self.capacity)
         self.used[index] = flat
         self.order.look_ahead(len(self.coming))

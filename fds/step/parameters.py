@@ -12,6 +12,7 @@ from fds.step.gather import Gather
 from fds.step.live import Live
 from fds.step.order import Order
 from fds.step.pool import Pool
+from fds.step.ranges import in_range
 from fds.step.structure import Structure
 
 
@@ -29,6 +30,7 @@ class Parameters:
             self.live.close()
 
 
+@in_range("gather")
 def open_parameters(
     gather: Gather, structure: Structure, parts: list[Tensor], pool: Pool, *, train: bool, order: Order | None
 ) -> Parameters:

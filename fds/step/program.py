@@ -32,6 +32,7 @@ from fds.step.initial import at_first, initial, traced
 from fds.step.into import into, whole_parameters
 from fds.step.order import Memory, Order
 from fds.step.pool import Pool
+from fds.step.ranges import in_range, profiled
 from fds.step.reduce import Reduce
 from fds.step.stations import After, Commit, Kernels, Place, Scale, unless, with_chosen_kernels
 from fds.step.structure import Structure
@@ -176,7 +177,7 @@ class Step:
         if over:
             # fused kernels do not: a graph that saved these must fail
             torch.autograd.graph.increment_version(memory.buffers.flat)
-        with seeded(state, [self.optimizer], "optimizer", *self.coordinates):
+        with profiled("optimizer"), seeded(state, [self.optimizer], "optimizer", *self.coordinates):
             new, new_opt = contracts.updated(self.optimizer.update(
                 [g if g.dim() == 1 else g.view(-1) for g in grads.leaves], flat_opt, flat, step=state.step,
                 grad_scale=grads.scale, skip=skip, segments=structure.segments, axes=self.reduce.axes,
@@ -344,6 +345,7 @@ class Step:
             for k in keys
         ]  # fmt: skip
 
+    @in_range("forward")
     def run_loss(self, loss: Any, params: Any, batch: Any, buffers: dict, setting: losses.Setting) -> losses.Outcome:
         """Evaluate a loss on one microbatch, parameters through the views, inside the contexts.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fds import autodiff, tree
 from fds.errors import LossError
+from fds.step.ranges import in_range
 
 
 @attrs.frozen
@@ -46,7 +47,7 @@ class InPlace:
 
         Raises `LossError` where some are there before the first.
         """
-        if not self.begun and any(grad is not None for grad in map(tree.grad_of, self.leaves)):
+        if not self.begun and list(map(tree.grad_of, self.leaves)).count(None) < len(self.leaves):
             raise backward_inside()
         self.begun = True
         backward(self.leaves)
@@ -57,6 +58,7 @@ class InPlace:
         """Say of every leaf whether a gradient has come for it."""
         return [x.grad is not None or w is not None for x, w in zip(self.leaves, self.wide, strict=True)]
 
+    @in_range("reduce")
     def finish(self) -> list[Tensor]:
         """Return the sums, contiguous and owned, zeros for a leaf that was not used, and let the leaves go."""
         found = []

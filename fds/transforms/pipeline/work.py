@@ -13,7 +13,7 @@ from torch import Tensor
 from fds import loss as losses
 from fds.errors import BatchError
 from fds.plans import Action, Op, recorder
-from fds.step import Order, Seeds, Totals
+from fds.step import Order, Seeds, Totals, profiled
 from fds.transforms.pipeline.packet import Packet
 from fds.transforms.pipeline.stage import Stage
 
@@ -88,11 +88,14 @@ class Work:
             self._forward(stage, s, i, mail)
         elif action.op is Op.BACKWARD_WEIGHT:
             self._begin()
-            stage.backward_weight(i, last=last)
+            with profiled("backward_weight", stage=s, microbatch=i):
+                stage.backward_weight(i, last=last)
         else:
             grads = [self._seed(i)] if s + 1 == self.num_stages else mail.take(("gradient", s, i))
             self._begin()
-            grads = stage.backward(i, grads, last=last) if action.op is Op.BACKWARD else stage.backward_input(i, grads)
+            with profiled("backward", stage=s, microbatch=i):
+                whole = action.op is Op.BACKWARD
+                grads = stage.backward(i, grads, last=last) if whole else stage.backward_input(i, grads)
             if s:
                 mail.give(("gradient", s - 1, i), grads)
         self._settle(action)
@@ -101,7 +104,8 @@ class Work:
         inputs, targets = self._microbatch(s, i) if s in (0, self.num_stages - 1) else (None, None)
         packet = mail.take(("activation", s, i)) if s else Packet.of(inputs)
         self._begin()
-        packet, outcome = stage.forward(i, packet, self.settings[i], targets, split=(s, i) in self.split)
+        with profiled("forward", stage=s, microbatch=i):
+            packet, outcome = stage.forward(i, packet, self.settings[i], targets, split=(s, i) in self.split)
         if outcome is None:
             mail.give(("activation", s + 1, i), packet)
             return
