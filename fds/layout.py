@@ -7,6 +7,7 @@ may lie in several slices, unless the optimizer needs it whole.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -101,9 +102,21 @@ class Bucket:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the parameters as views of the whole bucket (numel,), in the order of `leaves`."""
+        sizes, places = self._cuts
+        parts = flat.split(sizes)  # at once: half the host's time of a slice for each
         return [
-            flat[o : o + leaf.numel].view(leaf.shape) for o, leaf in zip(self.offsets, self.leaves, strict=True)
+            parts[i] if len(leaf.shape) == 1 else parts[i].view(leaf.shape)
+            for i, leaf in zip(places, self.leaves, strict=True)
         ]
+
+    @functools.cached_property
+    def _cuts(self) -> tuple[list[int], list[int]]:
+        """Return the sizes of the pieces of a whole bucket, gaps included, and which of them each parameter is."""
+        sizes, places, end = [], {}, 0
+        for offset, i in sorted(zip(self.offsets, range(len(self.leaves)), strict=True)):
+            sizes += [offset - end, self.leaves[i].numel]
+            places[i], end = len(sizes) - 1, offset + self.leaves[i].numel
+        return [*sizes, self.numel - end], [places[i] for i in range(len(self.leaves))]
 
     def slice(self, rank: int, flat: Tensor) -> Tensor:
         """Return the view (length,) of the whole bucket that `rank` owns."""

@@ -1,0 +1,117 @@
+"""What a step does on the host: so many calls a parameter, however many parameters there are."""
+
+import sys
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import fds
+from fds.step import Shard, Step, fill, transform
+
+
+def network(leaves):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(2, 2) for _ in range(leaves // 2)])
+
+
+@transform
+def alone(stage):
+    """Shard over an axis of one rank, which `shard_optimizer` leaves as it is."""
+    axis = fds.mesh(dp=-1)["dp"].channel("step")
+    shard = Shard(axis, stage, axis)
+
+    def apply(step: Step) -> Step:
+        return fill(step, gather={"shard": shard}, reduce={"shard": shard})
+
+    return apply
+
+
+CASES = {
+    "pure": lambda: (),
+    "donated": lambda: (fds.donate(),),
+    "everything": lambda: (fds.donate(), fds.loss_scale(), fds.clip_by_global_norm(1.0), fds.ema(0.9)),
+    **{f"stage {stage}": lambda stage=stage: (alone(stage),) for stage in range(4)},
+}
+
+
+def calls(work):
+    """Count the functions of Python, and those of C that Python calls by name, while `work` runs."""
+    found = Counter()
+
+    def count(frame, event, arg):
+        if event in ("call", "c_call"):
+            found[event] += 1
+
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return found
+
+
+def of_a_step(leaves, parts):
+    apply, params, _ = fds.functional(network(leaves))
+    step = fds.compose(*parts, fds.adamw())(lambda p, batch: apply(p, batch).pow(2).mean())
+    state, batch = step.init(params), torch.ones(8, 2)
+    for _ in range(3):
+        state, _ = step(state, batch)
+    return calls(lambda: step(state, batch))
+
+
+def of_the_module(leaves):
+    module, batch = network(leaves), torch.ones(8, 2)
+    return calls(lambda: module(batch).pow(2).mean().backward())
+
+
+def per_leaf(count, few=40, many=240):
+    a, b = count(few), count(many)
+    return {event: (b[event] - a[event]) / (many - few) for event in a}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_are_linear_in_the_number_of_parameters(name):
+    count = lambda leaves: of_a_step(leaves, CASES[name]())
+    small, large = per_leaf(count, 40, 140), per_leaf(count, 240, 340)
+    for event in small:
+        assert large[event] <= small[event] + 0.1, event
+
+
+BOUNDS = {  # beside what the module's own forward and backward call, for each parameter
+    "pure": (0.2, 10), "donated": (0.2, 10), "stage 0": (5, 25), "stage 1": (5, 25),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_parameter_costs_few_calls(name):
+    got, module = per_leaf(lambda n: of_a_step(n, CASES[name]())), per_leaf(of_the_module)
+    python, c = BOUNDS[name]
+    assert got["call"] <= module["call"] + python
+    assert got["c_call"] <= module["c_call"] + c
+
+
+def test_a_further_microbatch_costs_what_autograd_costs():
+    marginal = lambda n: of_a_step(n, (fds.accumulate(8),)) - of_a_step(n, (fds.accumulate(4),))
+    got, module = per_leaf(marginal), per_leaf(of_the_module)
+    assert got["call"] / 4 <= module["call"] + 0.1
+    assert got["c_call"] / 4 <= module["c_call"] + 0.1
+
+
+@pytest.mark.parametrize("what", ["init", "structure", "describe"])
+def test_setting_up_is_linear(what):
+    def count(leaves):
+        apply, params, _ = fds.functional(network(leaves))
+        step = fds.compose(fds.freeze("0.*"), fds.adamw())(lambda p, batch: apply(p, batch).pow(2).mean())
+        state = step.init(params)
+        fresh = fds.compose(fds.freeze("0.*"), fds.adamw())(step.loss)
+        return calls({"init": lambda: fresh.init(params), "structure": lambda: fresh.structure(params),
+                      "describe": lambda: fresh.describe(state)}[what])  # fmt: skip
+
+    small, large = per_leaf(count, 40, 140), per_leaf(count, 240, 340)
+    for event in small:
+        assert large[event] <= 1.02 * small[event] + 0.2, event
