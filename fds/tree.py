@@ -116,6 +116,8 @@ def copied(tree: Tree) -> Tree:
     {'a': [1, 2]}
     """
     kind = type(tree)
+    if _is_flat(tree):
+        return dict(tree)
     if kind is dict:
         return {key: x if isinstance(x, Tensor) else copied(x) for key, x in tree.items()}
     if kind is list or kind is tuple:

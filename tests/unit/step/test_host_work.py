@@ -82,8 +82,9 @@ def test_calls_are_linear_in_the_number_of_parameters(name):
         assert large[event] <= small[event] + 0.1, event
 
 
-BOUNDS = {  # beside what the module's own forward and backward call, for each parameter
-    "pure": (0.2, 10), "donated": (0.2, 10), "stage 0": (5, 25), "stage 1": (5, 25),
+INPUTS = 2  # Python calls that torch.autograd.backward makes for each of its `inputs`
+BOUNDS = {  # beside those and what the module's own forward and backward call: calls of Python and of C a parameter
+    "pure": (0.1, 10), "donated": (0.1, 10), "stage 0": (10, 25), "stage 1": (10, 25),
 }  # fmt: skip
 
 
@@ -91,14 +92,14 @@ BOUNDS = {  # beside what the module's own forward and backward call, for each p
 def test_a_parameter_costs_few_calls(name):
     got, module = per_leaf(lambda n: of_a_step(n, CASES[name]())), per_leaf(of_the_module)
     python, c = BOUNDS[name]
-    assert got["call"] <= module["call"] + python
+    assert got["call"] <= module["call"] + INPUTS + python
     assert got["c_call"] <= module["c_call"] + c
 
 
 def test_a_further_microbatch_costs_what_autograd_costs():
     marginal = lambda n: of_a_step(n, (fds.accumulate(8),)) - of_a_step(n, (fds.accumulate(4),))
     got, module = per_leaf(marginal), per_leaf(of_the_module)
-    assert got["call"] / 4 <= module["call"] + 0.1
+    assert got["call"] / 4 <= module["call"] + INPUTS + 0.1
     assert got["c_call"] / 4 <= module["c_call"] + 0.1
 
 
