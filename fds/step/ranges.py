@@ -13,7 +13,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _NOTHING = contextlib.nullcontext()
-_is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+_is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def profiled(
