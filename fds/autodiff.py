@@ -337,7 +337,10 @@ def _refuse_nesting(args: Any, where: str) -> None:
     """Raise `LossError` where a graph leads beyond what is differentiated here, and would be cut."""
     if not torch.is_grad_enabled():
         return
-    attached = any(isinstance(x, Tensor) and _is_attached(x) for x in tree.leaves(args))
+    tensors = [x for x in tree.leaves(args) if isinstance(x, Tensor)]
+    attached = any(x.grad_fn is not None for x in tensors)
+    if getattr(forward_ad, "_current_level", 0) >= 0:  # inside a dual_level
+        attached = attached or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
     if attached or _differentiated.get():
         raise LossError(
             "a gradient inside a function that is differentiated has no graph", where=where,
@@ -346,10 +349,6 @@ def _refuse_nesting(args: Any, where: str) -> None:
             want=f"{where}(..., create_graph=True): derivatives through it are exact",
             hint="under torch.no_grad() it is a constant",
         )  # fmt: skip
-
-
-def _is_attached(x: Tensor) -> bool:
-    return x.grad_fn is not None or forward_ad.unpack_dual(x).tangent is not None
 
 
 def _result(outs: Any, create_graph: bool) -> Any:
