@@ -275,6 +275,12 @@ INTENDED = (
         f"{_INTENDED}test_what_the_engine_refuses_at_some_stages_is_the_same_at_all",
     ),
     Difference(
+        "float16 with `reduce_scatter` false at stages 1 and 2: the ranks' gradients are added undivided, and overflow "
+        "where their mean does not",
+        "they are divided before they are added, whatever the key says",
+        f"{_INTENDED}test_gradients_of_ranks_are_divided_before_they_are_added_in_float16",
+    ),
+    Difference(
         "unknown keys inside `compile`, which earlier releases had, are refused",
         "left out with a warning",
         "tests/config/test_reading.py::test_keys_of_other_releases_inside_compile_pass",

@@ -243,6 +243,15 @@ def test_master_weights_are_the_parameters_unrounded(stage):
     assert_same_bits(params, given)
 
 
+@STAGES
+def test_gradients_of_ranks_are_divided_before_they_are_added_in_float16(stage):
+    """Both ranks have 40,000 after scaling: float16 ends at 65,504."""
+    fp16 = {"enabled": True, "loss_scale": 40000.0}
+    ((params, told),) = trained({"optimizer": SGD, "fp16": fp16, "gradient_clipping": 0.0,
+                                 **zero(stage, reduce_scatter=False)}, [torch.ones(4, 2)])  # fmt: skip
+    assert not told["skipped"] and params["w"].tolist() == [-0.5, -1.25]
+
+
 def test_an_overflow_at_the_least_scale_is_a_skip_that_is_reported():
     data = {"optimizer": SGD, "fp16": {"enabled": True, "initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 2}}
     told = trained(data, [torch.full((4, 2), torch.inf)] * 3 + [torch.ones(4, 2)])

@@ -62,6 +62,10 @@ LISTED: tuple[Listed, ...] = (
     Listed("`torch_autocast` in float16: at stage 0",
            lambda case, run: in_autocast_float16(case) and stage(case) == 0 and bool(case.loud), EVERYTHING,
            lambda case, run: case.loud[0]),
+    Listed("float16 with `reduce_scatter` false at stages 1 and 2",
+           lambda case, run: kind(case) == "fp16" and stage(case) in (1, 2) and case.ranks > 1 and any(run.skipped)
+           and case.json["zero_optimization"].get("reduce_scatter") is False, EVERYTHING,
+           lambda case, run: run.skipped.index(True)),
     Listed("float16: an overflow at the least scale ends the training",
            lambda case, run: kind(case) == "fp16" and "already at minimum" in run.error, EVERYTHING),
     Listed("`grad_accum_dtype` float32 under bfloat16 does nothing at stage 2",
