@@ -238,7 +238,8 @@ def _linearize(
     def pull(cotangent: Any) -> Any:
         if not create_graph:
             _refuse_nesting(cotangent, where)
-        pairs = zip(tree.leaves(outs[0] if has_aux else outs), tree.leaves(cotangent), strict=True)
+        first = outs[0] if has_aux else outs
+        pairs = zip(tree.leaves(first), _in_order_of(first, cotangent), strict=True)
         live = [(o, c) for o, c in pairs if isinstance(o, Tensor) and o.requires_grad]
         ends, seeds = [o for o, _ in live], [c for _, c in live]
         zeros = lambda: [torch.zeros_like(x, requires_grad=False) for x in inputs]
@@ -315,7 +316,14 @@ def _by_torch_func(
         return leaves[:own], leaves[own:]
 
     outs, pull, aux = torch.func.vjp(run, given, has_aux=True)  # pyright: ignore[reportAssignmentType]
-    return rebuild[0]([*outs, *aux]), lambda cotangent: arrange(pull(tree.leaves(cotangent))[0])
+    built = rebuild[0]([*outs, *aux])
+    first = built[0] if has_aux else built
+    return built, lambda cotangent: arrange(pull(_in_order_of(first, cotangent))[0])
+
+
+def _in_order_of(outs: Any, cotangent: Any) -> list:
+    """Return the leaves of a cotangent in the order of what it is of: entries of dicts go by their keys."""
+    return tree.leaves(tree.map(lambda out, one: one, outs, cotangent))
 
 
 def in_torch_func() -> bool:

@@ -280,3 +280,12 @@ def test_gradients_come_in_inference_mode(around):
         found = value_and_grad(lambda x: (x**3).sum())(x)
     assert not any(y.is_inference() for y in found)
     assert_same_bits(found, (torch.tensor(9.0), torch.tensor([3.0, 12.0])))
+
+
+def test_a_cotangent_goes_by_the_keys_of_what_it_is_of():
+    f = lambda x: {"a": x * 2, "b": x * 3}
+    for run in (lambda g: g, lambda g: torch.func.vmap(g)):
+        def pulled(x):
+            return vjp(f, x)[1]({"b": torch.zeros_like(x), "a": torch.ones_like(x)})
+
+        assert_same_bits(run(pulled)(torch.ones(2)), (torch.full((2,), 2.0),))
