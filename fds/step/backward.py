@@ -183,7 +183,7 @@ class InTurn:
                 if params.trained:
                     reentrant = step.demand_graph(outcome.total)
                     backward = functools.partial(
-                        autodiff.backward_into, outcome.total, seeds.seed(outcome), reentrant=reentrant
+                        autodiff.backward_into, outcome.total, seeds.seed(outcome, microbatch), reentrant=reentrant
                     )
                     with profiled("backward"):
                         sums.add(backward, last=i + 1 == len(microbatches), in_parts=reentrant)

@@ -7,8 +7,10 @@ divided by in the end; only the rest is left for then.
 
 Of a plain scalar the divisor is the number of microbatches, known on the host. Of a `Mean` it is that times a power of
 two near the weight of the first microbatch, the largest among the data ranks, which ask each other before the first
-backward by one number in a collective, on the device. (Weights that differ between microbatches are exact all the same;
-one that weighs 100 times the first has gradients 100 times as large, which the loss scale learns.)
+backward by two numbers in a collective, on the device. Where that weight is 0 on all ranks, the number of elements in
+the smallest tensor of the microbatch stands in for it: as many targets as there may be. Weights that differ between
+microbatches are exact all the same; one that weighs 100 times the first has gradients 100 times as large, which the
+loss scale learns.
 
 With a loss scale and float16 these are the seeds of other trainers, and what overflows is what does there. Where one of
 the two is missing, the number of microbatches is rounded down to a power of two, by which float32 is divided exactly.
@@ -23,6 +25,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.collectives import Axis
 from fds.errors import LossError
 from fds.loss import Outcome
@@ -56,9 +59,9 @@ class Seeds:
         shard = step.reduce.shard
         return cls(scale, share, None if shard is None else shard.data, step.asked, order)
 
-    def seed(self, outcome: Outcome) -> Tensor | None:
+    def seed(self, outcome: Outcome, batch: Any) -> Tensor | None:
         """Return where the backward of a microbatch begins, () of its total's dtype; None for 1."""
-        self.decide(outcome)
+        self.decide(outcome, batch)
         total, divisor = outcome.total, 1 if self.divisor is None else self.divisor
         if self.scale is not None:
             return (self.scale / divisor).to(total.dtype)
@@ -66,18 +69,20 @@ class Seeds:
             return (1 / divisor).to(total.dtype)
         return None if divisor == 1 else torch.full_like(total, 1 / divisor)
 
-    def decide(self, outcome: Outcome | None) -> None:
+    def decide(self, outcome: Outcome | None, batch: Any = None) -> None:
         """Choose the divisor before the first backward; None on a rank whose first microbatch failed."""
         if self.share is None or self.divisor is not None:
             return
         self.divisor = self.share
         if self._has_weights(outcome):
-            near = _power_near(outcome) if outcome is not None else None
+            if outcome is not None:
+                near = torch.stack([_power_near(outcome), _number(_most(batch), outcome.total.device)])
+            else:
+                assert self.data is not None
+                near = torch.zeros(2, dtype=torch.float64, device=self.data.device)
             if self.data is not None:
-                near = torch.zeros((), dtype=torch.float64, device=self.data.device) if near is None else near
                 self.data.start_all_reduce(near, "max").wait()
-            assert near is not None
-            self.divisor = torch.where(near == 0, 1.0, near) * self.share
+            self.divisor = torch.where(near[0] == 0, near[1], near[0]) * self.share
 
     def _has_weights(self, outcome: Outcome | None) -> bool:
         """Return whether the loss is a `Mean`, on any data rank; they ask each other in the first call."""
@@ -114,7 +119,17 @@ def _computes_in_float16(step: Any, kinds: Iterable[torch.dtype | None]) -> bool
 def _power_near(outcome: Outcome) -> Tensor:
     """Return the largest power of two, () float64, that is not above the weight; 0 for 0 and what is not finite."""
     weight, device = outcome.weight, outcome.total.device
-    if not isinstance(weight, Tensor):
-        weight = torch.full((), weight, dtype=torch.float64, device=device)
+    weight = weight if isinstance(weight, Tensor) else _number(weight, device)
     bits = weight.to(device, torch.float64).view(torch.int64) & _EXPONENT
     return torch.where(bits == _EXPONENT, 0, bits).view(torch.float64)
+
+
+def _most(batch: Any) -> int:
+    """Return the elements of the smallest tensor of a microbatch, rounded down to a power of two; 1 without tensors."""
+    sizes = [x.numel() for x in tree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
+    return 1 << (max(min(sizes, default=1), 1).bit_length() - 1)
+
+
+def _number(x: float, device: torch.device) -> Tensor:
+    """Return a number as a tensor () float64."""
+    return torch.full((), x, dtype=torch.float64, device=device)

@@ -70,6 +70,24 @@ def test_ranks_may_have_very_different_weights(name, stage):
         assert got == other == pytest.approx(float((total + more) / (weight + most)), rel=2**-9)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_first_microbatch_may_weigh_nothing(name, ranks):
+    def run():
+        axis = fds.mesh(dp=ranks)["dp"]
+        step = fds.compose(*SETTINGS[name], fds.accumulate(2), fds.shard_optimizer(axis), fds.sgd(1.0))(loss)
+        state = step.init({"w": torch.zeros(1, 1)})
+        before = step.params(state)["w"]
+        inputs, kept = batch(TOKENS // ranks, 0.9)
+        kept = kept & (torch.arange(len(kept)) >= len(kept) // 2)
+        new, metrics = step(state, (inputs, kept))
+        want = (inputs[:, 0].half().double() * kept).sum() / kept.sum()
+        return update(metrics, before, step.params(new)["w"]), pytest.approx(float(want), rel=2**-9)
+
+    for got, want in fds.simulate(run, ranks):
+        assert got == want
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_stages_of_a_pipeline_divide_alike(ranks):
     """Only the last stage sees weights; the others divide by what it says."""
@@ -113,7 +131,7 @@ def test_sums_over_ranks_in_float16_are_divided_before(stage):
     assert fds.simulate(lambda: run(1.0), 4)[0][0], "as it was asked for"
 
 
-def test_a_scalar_asks_no_other_rank_and_a_mean_sends_one_number():
+def test_a_scalar_asks_no_other_rank_and_a_mean_sends_two_numbers():
     def run(weighted):
         mesh = fds.mesh(dp=2)
         sharding = fds.shard_optimizer(mesh["dp"], stage=2)
@@ -128,7 +146,7 @@ def test_a_scalar_asks_no_other_rank_and_a_mean_sends_one_number():
 
     (scalar, _), (mean, _) = (fds.simulate(lambda w=w: run(w), 2) for w in (False, True))
     exchanges, messages, size = scalar
-    assert mean == (exchanges, messages + 1, size + 8)
+    assert mean == (exchanges, messages + 1, size + 16)
 
 
 def test_a_mean_where_ranks_agreed_on_scalars_is_refused():
@@ -142,3 +160,26 @@ def test_a_mean_where_ranks_agreed_on_scalars_is_refused():
             step(state, torch.ones(2))
 
     fds.simulate(run, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_whose_criterion_fails_in_the_first_call_leaves_no_other_waiting(stage):
+    def run():
+        mesh, fails = fds.mesh(pp=2, dp=2), iter([True, *[False] * 9])
+
+        def failing(out, targets):
+            if mesh["dp"].index and next(fails):
+                raise ValueError("no")
+            return fds.Mean(out.float().sum(), targets.sum())
+
+        layers = fds.Layers([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)], failing)
+        step = fds.compose(
+            fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=2), fds.precision(torch.float16),
+            fds.loss_scale(), fds.shard_optimizer(mesh["dp"], stage=stage), fds.sgd(0.1),
+        )(layers)  # fmt: skip
+        state, batch = step.init(layers.init, key=0), (torch.ones(4, 3), torch.ones(4))
+        with pytest.raises(fds.errors.RankError, match="stage of the pipeline failed"):
+            step(state, batch)
+        return float(step(state, batch)[1]["loss"])
+
+    assert len(set(fds.simulate(run, 4))) == 1

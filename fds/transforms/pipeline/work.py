@@ -119,7 +119,7 @@ class Work:
         """Return the gradient at which backward of microbatch `i` begins."""
         assert self.seeds is not None
         outcome = self.outcomes.pop(i)
-        seed = self.seeds.seed(outcome)
+        seed = self.seeds.seed(outcome, self.microbatches[i][1])
         return torch.ones_like(outcome.total) if seed is None else seed
 
     def _microbatch(self, s: int, i: int) -> tuple[Any, Any]:
