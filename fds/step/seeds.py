@@ -13,7 +13,8 @@ microbatches are exact all the same; one that weighs 100 times the first has gra
 loss scale learns.
 
 With a loss scale and float16 these are the seeds of other trainers, and what overflows is what does there. Where one of
-the two is missing, the number of microbatches is rounded down to a power of two, by which float32 is divided exactly.
+the two is missing, the number of microbatches is rounded down to a power of two, by which float32 is divided exactly;
+without a scale it is 1 where sums are wider than float16, since there the small vanish sooner than the large overflow.
 """
 
 from __future__ import annotations
@@ -51,11 +52,14 @@ class Seeds:
         order: Order | None,
     ) -> Seeds:  # fmt: skip
         """Return the seeds of a call of this step; `kinds` are the dtypes of the parameters that the loss sees."""
-        low, share = _computes_in_float16(step, kinds), None
+        kinds, share = list(kinds), None
+        low, sums = _computes_in_float16(step, kinds), kinds if step.sum.dtype is None else [step.sum.dtype]
         if low and scale is not None:
             share = num_microbatches
-        elif low or scale is not None:
+        elif scale is not None or torch.float16 in sums:
             share = 1 << (num_microbatches.bit_length() - 1)
+        elif low:
+            share = 1
         shard = step.reduce.shard
         return cls(scale, share, None if shard is None else shard.data, step.asked, order)
 
