@@ -9,7 +9,7 @@ PEERS := .venv-peers/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-peers laws faults fuzz-config lint bench-plain bench-sharding bench-pipeline bench-storage bench-kernels gallery golden clean
+.PHONY: help setup train test test-peers laws faults fuzz-config lint bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels gallery golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -41,6 +41,9 @@ lint: $(READY)  ## ruff and pyright
 
 bench-plain: $(READY)  ## time the plain step beside a hand-written loop
 	@$(BIN)/python benchmarks/plain.py $(ARGS)
+
+bench-host: $(PEERS)  ## time what a step takes of the host, at up to 5,000 parameters (needs .venv-peers, large)
+	@.venv-peers/bin/python benchmarks/host.py $(ARGS)
 
 bench-sharding: $(PEERS)  ## time sharded training beside DDP, FSDP2 and DeepSpeed (needs .venv-peers, large)
 	@.venv-peers/bin/python benchmarks/sharding.py $(ARGS)

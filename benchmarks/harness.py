@@ -142,7 +142,9 @@ def compare(
     peaks = {one: memory.measure(one.make, calls=4, device=device) for one in everyone}
 
     duels = [*((row.contender, row.beside) for row in rows), *((one, one) for one in references)]
-    series = _time(duels, device, pairs, most, width, warm_up, calls, progress)
+    series = timed(
+        duels, device=device, pairs=pairs, most=most, width=width, warm_up=warm_up, calls=calls, progress=progress
+    )
     results = [
         Result(row, s, peaks[row.contender], peaks[row.beside], agrees)
         for row, s, agrees in zip(rows, series, agreements, strict=False)
@@ -160,10 +162,13 @@ def agreement(one: Contender, other: Contender, *, calls: int = 5) -> str:
     return f"to {apart:.2g}"
 
 
-def _time(
-    duels: Sequence[tuple[Contender, Contender]], device: torch.device, pairs: int, most: int, width: float,
-    warm_up: int, calls: int, progress: Callable[[str], None],
+def timed(
+    duels: Sequence[tuple[Contender, Contender]], *, device: torch.device | None = None, pairs: int = 20,
+    most: int = 200, width: float = 0.01, warm_up: int = 3, calls: int = 1,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> list[Series]:  # fmt: skip
+    """Return the times of each duel, in alternating pairs; arguments as in `compare`."""
+    device = device or torch.device("cpu")
     times: list[list[tuple[float, float]]] = [[] for _ in duels]
     while True:
         made = {one: one.make() for _, one in duels}  # one for all that stand beside it
