@@ -43,7 +43,10 @@ class Transform:
 
 
 def transform(factory: Callable[P, Callable[[Step], Step]]) -> Callable[P, Transform]:
-    """Make a factory of transforms out of a function from arguments to `Step -> Step`."""
+    """Decorate a function that returns a function `Step -> Step`; `compose` takes what calling it returns.
+
+    It prints as it was called: `noise(0.01)`. `compose` refuses a function `Step -> Step` that was not made this way.
+    """
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Transform:
