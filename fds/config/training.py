@@ -43,7 +43,7 @@ class TrainingConfig(Groups):
         Args:
             source: of the JSON.
             defaults: the edition that says what an absent key is: `"0.19.6"`, the code, or `"docs"`, its documentation.
-            unknown: what becomes of keys that nobody knows: `"error"`, or `"warn"`, which leaves them out with a
+            unknown: what happens to unknown keys: `"error"` refuses them, or `"warn"`, which leaves them out with a
                 `UserWarning` that names each. Keys that begin with `_` are comments in any case.
 
         Raises `ConfigError` for a file that cannot be read, with the line; for keys, with their JSON path.
