@@ -53,7 +53,7 @@ def evaluate(step: Any, state: State, batches: Iterable[Any]) -> dict[str, Tenso
 
     Means are those of all batches together: sum(total) / sum(weight), added in float64; a loss that returns a plain
     scalar weighs 1 a batch, so return a `Mean` where batches have different numbers of rows or tokens. Integer metrics
-    are summed. `weight`, `()` float64, is what all batches weigh.
+    are summed. `weight`, `()` float64, is the sum of all weights; where it is 0, means are NaN or infinite.
 
     Where ranks share the step all of them call this, each with its own batches. Ranks may have different numbers of
     them, and some none; in a pipeline all ranks have as many.
