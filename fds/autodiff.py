@@ -86,9 +86,10 @@ def value_and_grad(
 
 
 def vjp(f: Callable, *args: Any, create_graph: bool = False) -> tuple[Any, Callable[[Any], tuple]]:
-    """Return `f(*args)` and the function from a cotangent of its value to the cotangents of all arguments.
+    """Return `f(*args)` and a function for vector-Jacobian products.
 
-    `create_graph` is that of `value_and_grad`.
+    That function takes a cotangent, a tree of the structure of `f(*args)`, and returns a tuple with one gradient for
+    each argument. `create_graph` is that of `value_and_grad`.
     """
     picked = tuple(range(len(args)))
     outs, pull = _linearize(f, picked, False, args, {}, "vjp", create_graph=create_graph, keep=True)

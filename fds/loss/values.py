@@ -25,9 +25,10 @@ class Mean:
     Return `Mean(token_losses.sum(), num_target_tokens)` in place of a scalar: the step then computes
     sum(total) / sum(weight) over all microbatches and data ranks. A plain scalar is `Mean(loss, 1)`.
 
-    In float16 what is scaled and added has the size of the mean, whatever the weights count (see `fds.step.seeds`);
-    add up the total itself in float32. Where all weights together are 0, the step is skipped: everything but
-    `state.calls` stays, `metrics["skipped"]` is true, and `metrics["loss"]` is the total.
+    In float16 the loss scale multiplies the mean, so the weight does not make gradients overflow. The total itself
+    must not overflow: sum it in float32, `token_losses.float().sum()`, or `metrics["loss"]` is infinite. Where all
+    weights together are 0, the step is skipped: everything but `state.calls` stays, `metrics["skipped"]` is true, and
+    `metrics["loss"]` is the total.
     """
 
     total: Tensor  # () floating point
