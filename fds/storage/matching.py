@@ -87,7 +87,7 @@ def match(source: Source, want: Mapping[str, Leaf], options: Options) -> dict[st
         if options.foreign and not options.params_only:
             _warn_of_slots(source, want, names)
     elif mismatched or missing or unexpected:
-        warnings.warn(StorageWarning(source.where, missing, unexpected, mismatched), stacklevel=4)
+        warnings.warn(StorageWarning(source.where, missing, unexpected, mismatched), stacklevel=5)
     return {name: found for name, found in names.items() if name not in mismatched}
 
 
@@ -112,7 +112,7 @@ def _warn_of_slots(source: Source, want: Mapping[str, Leaf], names: Mapping[str,
     missing = [name for name in want if _remembered(name) and name not in names]
     unexpected = [name for name in source.leaves if _remembered(name) and name not in names.values()]
     if missing or unexpected:
-        warnings.warn(StorageWarning(source.where, missing, unexpected, []), stacklevel=5)
+        warnings.warn(StorageWarning(source.where, missing, unexpected, []), stacklevel=6)
 
 
 def _found(name: str, have: Mapping[str, Leaf], want: Mapping[str, Leaf]) -> str | None:
