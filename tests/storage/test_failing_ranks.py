@@ -142,15 +142,21 @@ def test_ranks_that_do_not_save_the_same_thing(tmp_path):
         error = told(lambda: at(which, lambda: save(other, 2), lambda: save(tmp_path, 2)))  # noqa: B023
         assert (error.what, error.got) == ("the ranks do not agree on the directory", str(other))
 
-    def save_other(**fields):
+    def save_other(step_of=lambda step: step, **fields):
         step = make_step()
         state = state_after(step, 2)
-        fds.save(tmp_path, at(1, lambda: attrs.evolve(state, **fields), lambda: state), step, "x")
+        other = lambda: (attrs.evolve(state, **fields), step_of(step))
+        fds.save(tmp_path, *at(1, other, lambda: (state, step)), "x")
 
     error = told(lambda: save_other(calls=torch.tensor(1)))
     assert error.what == "the ranks do not agree on the calls made"
     assert (error.where, error.got, error.want) == ("rank 1", "1", "2, as rank 0 has it")
-    assert told(lambda: save_other(buffers={"x": torch.ones(1)})).what == "the ranks do not agree on the leaves"
+    remembers = lambda step: attrs.evolve(step, slots={"x": lambda params, device: torch.ones(1, device=device)})
+    error = told(lambda: save_other(remembers, slots={"x": torch.ones(1)}))
+    assert error.what == "the ranks do not agree on the leaves"
+    error = told(lambda: save_other(buffers={"x": torch.ones(1)}))
+    assert error.what == "rank 1: a part of the state does not fit its parameters and this step"
+    assert error.where == "buffers.x"
     assert found(tmp_path) == 1 and not other.exists() and folders.tags(tmp_path) == [NAMES[0]]
 
 
