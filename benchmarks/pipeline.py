@@ -124,7 +124,7 @@ def peak(runs: list[Resident]) -> float:
 def compared(held: dict[str, list[Resident]]) -> Iterator[tuple[str, str, float, float | None, bool | None]]:
     """Yield (contender, beside, ratio of peaks, claim, whether it is met), of those that ran."""
     for (one, other), at_most in MEMORY_CLAIMS.items():
-        if one in held and other in held:
+        if one in held and other in held and peak(held[other]):  # the smallest case may fit into what a process has
             ratio = peak(held[one]) / peak(held[other])
             yield one, other, ratio, at_most, None if at_most is None else ratio <= at_most
 
