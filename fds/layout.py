@@ -102,21 +102,25 @@ class Bucket:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the parameters as views of the whole bucket (numel,), in the order of `leaves`."""
-        sizes, places = self._cuts
+        return self.cut(flat)[0]
+
+    def cut(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return views of the whole bucket (numel,): the parameters in the order of `leaves`, and the gaps (n,)."""
+        sizes, places, gaps = self._cuts
         parts = flat.split(sizes)  # at once: half the host's time of a slice for each
-        return [
-            parts[i] if len(leaf.shape) == 1 else parts[i].view(leaf.shape)
-            for i, leaf in zip(places, self.leaves, strict=True)
-        ]
+        views = [parts[i] if shape is None else parts[i].view(shape) for i, shape in places]
+        return views, [parts[i] for i in gaps]
 
     @functools.cached_property
-    def _cuts(self) -> tuple[list[int], list[int]]:
-        """Return the sizes of the pieces of a whole bucket, gaps included, and which of them each parameter is."""
+    def _cuts(self) -> tuple[list[int], list[tuple[int, tuple[int, ...] | None]], list[int]]:
+        """Return the sizes of a bucket's pieces; which are parameters, with their shapes if not 1-D; which are gaps."""
         sizes, places, end = [], {}, 0
         for offset, i in sorted(zip(self.offsets, range(len(self.leaves)), strict=True)):
             sizes += [offset - end, self.leaves[i].numel]
             places[i], end = len(sizes) - 1, offset + self.leaves[i].numel
-        return [*sizes, self.numel - end], [places[i] for i in range(len(self.leaves))]
+        sizes.append(self.numel - end)
+        shapes = [None if len(leaf.shape) == 1 else leaf.shape for leaf in self.leaves]
+        return sizes, [(places[i], x) for i, x in enumerate(shapes)], [i for i in range(0, len(sizes), 2) if sizes[i]]
 
     def slice(self, rank: int, flat: Tensor) -> Tensor:
         """Return the view (length,) of the whole bucket that `rank` owns."""
@@ -154,14 +158,14 @@ class Layout:
     num_ranks: int
     spec: Any = attrs.field(repr=False)
 
+    @functools.cached_property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """By name, the bucket that a leaf is in and which of the bucket's leaves it is."""
+        return {leaf.name: (i, j) for i, b in enumerate(self.buckets) for j, leaf in enumerate(b.leaves)}
+
     def collect(self, bucket_views: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Return leaves in the order of `names`, given those of every bucket."""
-        found = {
-            leaf.name: x
-            for bucket, views in zip(self.buckets, bucket_views, strict=True)
-            for leaf, x in zip(bucket.leaves, views, strict=True)
-        }
-        return [found[name] for name in self.names]
+        return [bucket_views[i][j] for i, j in map(self.places.__getitem__, self.names)]
 
     def build(self, leaves: Sequence[Any]) -> Any:
         """Return the user's tree with these leaves, in the order of `names`."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.collectives import Work
 from fds.errors import LossError
 from fds.step.order import Order
@@ -27,6 +27,16 @@ class Filling:
     views: list[Tensor]
     filled: set[int] = attrs.field(factory=set)
 
+    def add(self, grads: dict[int, Tensor]) -> None:
+        """Write the gradients of these parameters, or add them to what is there."""
+        dense = {j: x if x.layout is torch.strided else x.to_dense() for j, x in grads.items()}
+        first, more = [j for j in dense if j not in self.filled], [j for j in dense if j in self.filled]
+        if first:
+            torch._foreach_copy_([self.views[j] for j in first], [dense[j] for j in first])
+        if more:
+            torch._foreach_add_([self.views[j] for j in more], [dense[j] for j in more])
+        self.filled.update(first)
+
 
 @attrs.frozen(eq=False)
 class Flight:
@@ -41,9 +51,13 @@ class Flight:
 class Bucketed:
     """Gradients by the trained leaves, summed over microbatches and ranks; two buckets at most are on their way.
 
+    Autograd leaves gradients in `.grad`, from where a bucket takes all of them when the last one has come. So that this
+    costs no call of Python per leaf, a bucket has a hook on one leaf whose gradient is missing, by preference the first
+    in the model; when that one has come it looks for another, and gets a hook there.
+
     Stages 0 and 1 hold every bucket and reduce it in the last backward, in one fixed order, the last bucket first.
-    Stages 2 and 3 reduce every microbatch, hold the sums of their own slices and two buckets, one filling, one on its
-    way, in an `order` that ranks learn: what arrives for a bucket that was reduced already is reduced by itself.
+    Stages 2 and 3 reduce every microbatch, hold the sums of their own slices and two buckets, one in `.grad`, one on
+    its way, in an `order` that ranks learn: what arrives for a bucket that was reduced already is reduced by itself.
     """
 
     def __init__(
@@ -51,47 +65,68 @@ class Bucketed:
         dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, predivide: float, order: Order | None,
     ):  # fmt: skip
         assert structure.layout is not None
-        self.names, self.leaves = structure.trained_names, list(leaves)
+        self.places = [structure.layout.places[name] for name in structure.trained_names]
         self.shard, self.pool, self.order = shard, pool, order
         self.buckets = {i: b for i, b in enumerate(structure.layout.buckets) if b.trained}
+        self.given = list(leaves)  # in the order of the structure's trained names
+        named = dict(zip(structure.trained_names, leaves, strict=True))
+        self.leaves = {i: [named[leaf.name] for leaf in b.leaves] for i, b in self.buckets.items()}
         self.device = leaves[0].device if leaves else torch.device("cpu")
-        self.dtypes: dict[int, torch.dtype] = {}  # of the sums
+        self.dtypes = {i: dtype or held[0].dtype for i, held in self.leaves.items()}  # of the sums
         self.reduce_dtype = reduce_dtype
         self.predivide = predivide
         self.filling: dict[int, Filling] = {}
         self.flying: dict[int, Flight] = {}
         self.slices: dict[int, Tensor] = {}  # this rank's slices of the sums over ranks
         self.gathering: list[tuple[Flight, Work]] = []  # stage 0: the sum that is on its way to everybody
-        self.whole: dict[str, Tensor] = {}  # stage 0: the sums
-        self.seen: set[tuple[int, int]] = set()  # (bucket, leaf in it) that got a gradient
-        self.arrived: dict[int, set[int]] = {i: set() for i in self.buckets}  # in this microbatch
-        self.awaited = {i: set(range(len(b.leaves))) for i, b in self.buckets.items()}
+        self.whole: dict[int, list[Tensor]] = {}  # stage 0: the sums
+        self.seen: dict[int, set[int]] = {i: set() for i in self.buckets}  # leaves that got a gradient
+        self.arrived: dict[int, set[int]] = {}  # and were taken, in this microbatch
+        self.awaited = {i: list(range(len(b.leaves))) for i, b in self.buckets.items()}
+        self.enough = {
+            i: len(b.leaves) for i, b in self.buckets.items()
+        }  # of `awaited`, the first that are taken at once
+        self.come: dict[int, int] = {}  # how many of `awaited` have come in this microbatch, as far as was looked
+        self.hooked: set[tuple[int, int]] = set()
         self.turn: list[int] = []  # stages 0 and 1: what is still to be launched, next one last
         self.reducing = False
         self.adding = False
-        self.places = {leaf.name: (i, j) for i, b in self.buckets.items() for j, leaf in enumerate(b.leaves)}
-        for name, leaf in zip(self.names, leaves, strict=True):
-            i, j = self.places[name]
-            self.dtypes[i] = dtype or leaf.dtype
-            leaf.register_post_accumulate_grad_hook(functools.partial(self._arrive, i, j))
+        self.in_parts = False
         if order is not None:
             order.joins["reduce"] = self._launch
             if order.memory.used is not None:  # a bucket is full when those have come that came last time
-                used = {i: {j for k, j in order.memory.used if k == i} for i in self.buckets}
-                self.awaited = {i: used[i] or awaited for i, awaited in self.awaited.items()}
+                self.awaited = {i: sorted(order.memory.used[i]) or all_ for i, all_ in self.awaited.items()}
+                self.enough = {i: len(awaited) for i, awaited in self.awaited.items()}
 
     def add(self, backward: Callable[[list[Tensor]], None], *, last: bool, in_parts: bool = False) -> None:
         """Add the gradients that `backward(leaves)` puts into `.grad`, of one microbatch; reduce what is full.
 
-        `in_parts` says that a leaf's gradient may come in several parts: then buckets are reduced at the end.
+        `in_parts` says that a leaf's gradient may come in several parts: then each is taken as it comes, and buckets
+        are reduced at the end.
         """
+        if list(map(tree.grad_of, self.given)).count(None) < len(self.given):
+            raise backward_inside()
         if not (self.reducing and self.order is None):  # else the last backward failed, with some buckets under way
             self.turn = sorted(self.buckets)
         self.reducing = (last and not in_parts) or self.order is not None
-        self.arrived = {i: set() for i in self.buckets}
+        self.arrived, self.come = {i: set() for i in self.buckets}, dict.fromkeys(self.buckets, 0)
+        if in_parts and not self.in_parts:
+            self._hook_each()
+        for i, seen in self.seen.items() if self.order is None else ():
+            if 0 < len(seen) < len(self.awaited[i]):  # else these would stay in `.grad`, beside their sums, to the end
+                self.awaited[i].sort(key=lambda j, seen=seen: (j not in seen, j))
+                self.enough[i] = len(seen)
+        for i, awaited in self.awaited.items():
+            self._hook(i, awaited[0])
         self.adding = True
         try:
-            backward(self.leaves)
+            backward(self.given)
+            for i in self.buckets:
+                self._take(i)
+        except BaseException:
+            for leaf in self.given:  # no part of any sum
+                leaf.grad = None
+            raise
         finally:
             self.adding = False
         if self.order is not None:
@@ -105,19 +140,18 @@ class Bucketed:
 
     def used(self) -> list[bool]:
         """Say of every leaf whether a gradient has come for it."""
-        return [self.places[name] in self.seen for name in self.names]
+        return [j in self.seen[i] for i, j in self.places]
 
     @in_range("reduce")
     def finish(self) -> list[Tensor]:
         """Return the reduced sums: of whole parameters at stage 0, of this rank's slices from stage 1 on."""
-        while self.flying:
-            self._land(next(iter(self.flying)))
+        self._land_all()
         if self.order is not None:
             self.order.memory.used = self.seen
         self.close()
         if self.shard.stage == 0:
             self._spread()
-            return [self.whole[name] for name in self.names]
+            return [self.whole[i][j] for i, j in self.places]
         for i in self.buckets:
             if i not in self.slices:  # no rank used it
                 self.slices[i] = torch.zeros(self.buckets[i].length, dtype=self.dtypes[i], device=self.device)
@@ -126,30 +160,38 @@ class Bucketed:
 
     def close(self) -> None:
         """Let go of the leaves, whose hooks lead here."""
-        self.leaves = []
+        self.given, self.leaves = [], {}
 
-    def _arrive(self, i: int, j: int, leaf: Tensor) -> None:
-        """Take a leaf's new gradient into its bucket; launch the bucket once it is full."""
-        grad, leaf.grad = leaf.grad, None
-        assert grad is not None
-        if not self.adding:
-            raise backward_inside()
-        if self.reducing and self.order is None and i not in self.turn:
-            raise LossError(
-                "a gradient came twice in one backward, the second time after its bucket was reduced",
-                where=self.buckets[i].leaves[j].name, got="a backward inside a backward",
-                want="one gradient per microbatch", hint="torch.utils.checkpoint(..., use_reentrant=False)",
-            )  # fmt: skip
-        grad = grad if grad.layout is torch.strided else grad.to_dense()
-        held = self._open(i)
-        if j in held.filled:
-            held.views[j].add_(grad)
-        else:
-            held.views[j].copy_(grad)
-            held.filled.add(j)
-        self.seen.add((i, j))
-        self.arrived[i].add(j)
-        if not self.reducing or not self._is_full(i):
+    def _hook(self, i: int, j: int) -> None:
+        """Have a bucket looked at when the gradient of its leaf `j` comes."""
+        if (i, j) not in self.hooked:
+            self.hooked.add((i, j))
+            self.leaves[i][j].register_post_accumulate_grad_hook(lambda _: self._look(i, j))
+
+    def _hook_each(self) -> None:
+        """Have the gradient of every leaf taken when it comes, as often as it comes."""
+        self.in_parts = True
+        for i, leaves in self.leaves.items():
+            for j, leaf in enumerate(leaves):
+                leaf.register_post_accumulate_grad_hook(lambda _, i=i, j=j: self._take(i, [j]))
+
+    def _look(self, i: int, j: int) -> None:
+        """Look for a gradient that a bucket still waits for, now that of leaf `j` has come; if all have, launch it."""
+        awaited, leaves, arrived, come = self.awaited[i], self.leaves[i], self.arrived[i], self.come[i]
+        end = len(awaited)
+        if come == end or awaited[come] != j:
+            return
+        while come < end and (leaves[awaited[come]].grad is not None or awaited[come] in arrived):
+            come += 1
+        self.come[i] = come
+        if come >= self.enough[i]:
+            if self.order is not None:  # else three would be in memory: its gradients, the bucket, the one before
+                self._land_all()
+            self._take(i)
+        if come < end:
+            self._hook(i, awaited[come])
+            return
+        if not self.reducing:
             return
         if self.order is not None:
             self.order.need(("reduce", i))
@@ -158,7 +200,28 @@ class Bucketed:
             self._launch(self.turn.pop())
 
     def _is_full(self, i: int) -> bool:
-        return self.arrived[i] >= self.awaited[i]
+        return self.come[i] == len(self.awaited[i])
+
+    def _take(self, i: int, some: Sequence[int] | None = None) -> None:
+        """Move the gradients that have come for a bucket, or for some of its leaves, into it."""
+        leaves = self.leaves[i]
+        which = range(len(leaves)) if some is None else some
+        grads = {j: grad for j in which if (grad := leaves[j].grad) is not None}
+        if not grads:
+            return
+        if not self.adding:
+            raise backward_inside()
+        for j in grads:
+            leaves[j].grad = None
+        if self.reducing and self.order is None and i not in self.turn:
+            raise LossError(
+                "a gradient came twice in one backward, the second time after its bucket was reduced",
+                where=self.buckets[i].leaves[min(grads)].name, got="a backward inside a backward",
+                want="one gradient per microbatch", hint="torch.utils.checkpoint(..., use_reentrant=False)",
+            )  # fmt: skip
+        self._open(i).add(grads)
+        self.seen[i].update(grads)
+        self.arrived[i].update(grads)
 
     def _open(self, i: int) -> Filling:
         """Return the bucket that is being filled: new memory, its gaps zero, where there is none."""
@@ -166,8 +229,9 @@ class Bucketed:
             bucket = self.buckets[i]
             dtype = self.dtypes[i] if self.order is None else self.reduce_dtype or self.dtypes[i]
             flat = self.pool.take(bucket.numel, dtype, self.device)
-            _zero([flat[a:b] for a, b in bucket.gaps()])
-            self.filling[i] = Filling(flat, bucket.views(flat))
+            views, gaps = bucket.cut(flat)
+            _zero(gaps)
+            self.filling[i] = Filling(flat, views)
         return self.filling[i]
 
     @in_range("reduce")
@@ -175,6 +239,8 @@ class Bucketed:
         """Begin to reduce a bucket with what is in it, then let the one before arrive, so that the wire never idles."""
         if i in self.flying:  # of the microbatch before
             self._land(i)
+        if self.adding:  # another rank asks for it before it is full
+            self._take(i)
         held, bucket, shard = self._open(i), self.buckets[i], self.shard
         del self.filling[i]
         _zero([view for j, view in enumerate(held.views) if j not in held.filled])
@@ -188,6 +254,11 @@ class Bucketed:
         while len(self.flying) > 1:
             self._land(next(iter(self.flying)))
 
+    def _land_all(self) -> None:
+        """Let every bucket arrive that is on its way."""
+        while self.flying:
+            self._land(next(iter(self.flying)))
+
     def _land(self, i: int) -> None:
         """Add a bucket that has arrived to the sum of its slice, and give its memory back."""
         flight = self.flying.pop(i)
@@ -198,7 +269,7 @@ class Bucketed:
             gathered = self.shard.axis.start_all_gather(sent, own)
             self._spread()
             self.gathering.append((flight, gathered))
-            self.whole.update(zip((leaf.name for leaf in self.buckets[i].leaves), flight.held.views, strict=True))
+            self.whole[i] = flight.held.views
         elif self.shard.stage == 1:
             self.slices[i] = self.buckets[i].slice(self.shard.axis.index, flight.held.flat)
             if own.data_ptr() != self.slices[i].data_ptr():

@@ -31,7 +31,7 @@ class Memory:
 
     plan: list[Event] | None = None
     ends: list[int] = attrs.field(factory=list)  # of its pieces: how many events come before
-    used: set[tuple[int, int]] | None = None  # on this rank: (bucket, leaf in it) that got a gradient
+    used: dict[int, set[int]] | None = None  # on this rank: leaves that got a gradient, by bucket
 
 
 @attrs.define(eq=False)

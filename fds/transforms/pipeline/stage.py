@@ -68,7 +68,7 @@ class Stage:
         self.rests: dict[int, list[Rest]] = {}  # what W still has to do
         self.whole: set[int] = set()  # layers that B ran whole
         names = [name for layer in layers for name in loss.layer(layer).params]
-        self.ties = len(set(names)) < len(names)  # two of its layers share a parameter
+        self.ties = len(set(names)) < len(names)  # two of its layers share a parameter: its gradient comes in parts
 
     def forward(
         self, i: int, packet: Packet, setting: losses.Setting, targets: Any, *, split: bool
@@ -114,7 +114,7 @@ class Stage:
             for piece in reversed(self.held.pop(i)):
                 found[0] = self._backward(piece, found[0])
 
-        self.add(run, last=last)
+        self.add(run, last=last, in_parts=self.ties)
         return list(found[0])
 
     def backward_input(self, i: int, grads: Grads) -> list[Tensor | None]:
@@ -137,7 +137,7 @@ class Stage:
                     self.whole.update(piece.layers)
                 found[0] = self._backward(piece, found[0])
 
-        self.add(run, last=False)
+        self.add(run, last=False, in_parts=self.ties)
         return list(found[0])
 
     def backward_weight(self, i: int, *, last: bool) -> None:
@@ -148,10 +148,7 @@ class Stage:
             while rests:
                 rests.pop(0)()
 
-        # a parameter of two pieces gets its gradient in two parts, and only then is it complete
-        self.add(run, last=last and not self.ties)
-        if last and self.ties:
-            self.add(lambda _: None, last=True)
+        self.add(run, last=last, in_parts=self.ties)
 
     def _backward(self, piece: Piece, grads: Grads) -> list[Tensor | None]:
         edges, arrived = piece.roots(grads)
