@@ -38,7 +38,7 @@ class Node:
             if libc.setns(file.fileno(), CLONE_NEWNET):
                 code = ctypes.get_errno()
                 raise OSError(code, f"setns: {os.strerror(code)}", self.namespace)
-        return {"MASTER_ADDR": self.master, "GLOO_SOCKET_IFNAME": self.interface}
+        return {"MASTER_ADDR": self.master, "GLOO_SOCKET_IFNAME": self.interface, "LOCAL_WORLD_SIZE": "1"}
 
 
 @contextlib.contextmanager

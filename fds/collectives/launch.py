@@ -33,7 +33,7 @@ HINTS = {
     "Open MPI": "mpirun -x MASTER_ADDR=<host of rank 0>, or install mpi4py, which finds it",
     "PMI": "mpiexec -genv MASTER_ADDR <host of rank 0>, or install mpi4py, which finds it",
 }
-ON_THIS_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # how many of the ranks
+ON_THIS_NODE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # how many of the ranks
 
 
 @attrs.frozen
@@ -86,6 +86,15 @@ def _of_another(environ: Mapping[str, str], starter: str) -> bool:
     return not in_a_step if starter == "Slurm" else starter == "PMI" and in_a_step and "MPI_LOCALRANKID" not in environ
 
 
+def on_one_node(environ: Mapping[str, str], world_size: int) -> bool:
+    """Return whether the launcher says that all ranks run on this node; all ranks get the same answer.
+
+    >>> on_one_node({"LOCAL_WORLD_SIZE": "4"}, 4), on_one_node({"LOCAL_WORLD_SIZE": "4"}, 8)
+    (True, False)
+    """
+    return str(world_size) in (environ.get(name) for name in ON_THIS_NODE)
+
+
 def _rendezvous(environ: Mapping[str, str], starter: str, rank: int, world_size: int) -> tuple[str, int]:
     """Return the host and port at which rank 0 waits for the others."""
     port = _integer(environ, "MASTER_PORT") if "MASTER_PORT" in environ else PORT
@@ -101,7 +110,7 @@ def _rendezvous(environ: Mapping[str, str], starter: str, rank: int, world_size:
     if starter in HINTS:
         if importlib.util.find_spec("mpi4py") is not None:
             return _tell(rank)
-        if str(world_size) in (environ.get(name) for name in ON_THIS_NODE):
+        if on_one_node(environ, world_size):
             return "127.0.0.1", port
     raise MeshError(
         "nobody says where rank 0 is", where=starter, got="no MASTER_ADDR in the environment",

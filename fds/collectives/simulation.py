@@ -28,6 +28,7 @@ class SimulatedWorld:
     hub: Hub
     device: torch.device = torch.device("cpu")
     timeout: float = math.inf  # of ranks that wait for each other nobody can run, which is noticed
+    shares_cores: bool = False  # ranks that take turns stand for ranks of a cluster
     counters: list = attrs.field(factory=list)
     links: dict[tuple, MemoryLink] = attrs.field(factory=dict)
 

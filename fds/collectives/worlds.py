@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from fds.collectives.agreement import Checked
 from fds.collectives.calls import Link
 from fds.collectives.gloo import GlooLink
+from fds.collectives.launch import on_one_node
 from fds.collectives.nccl import NcclLink
 
 
@@ -41,6 +43,11 @@ class World(Protocol):
         ...
 
     @property
+    def shares_cores(self) -> bool:
+        """Whether sending takes the cores that compute, so that it cannot go on beside computing for nothing."""
+        ...
+
+    @property
     def counters(self) -> list:
         """The `traffic.Traffic`s that are being counted."""
         ...
@@ -61,6 +68,7 @@ class Single:
     size: int = 1
     device: torch.device = torch.device("cpu")
     timeout: float = math.inf
+    shares_cores: bool = False
     counters: list = attrs.field(factory=list)
 
     def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
@@ -105,6 +113,11 @@ class TorchWorld:
     def timeout(self) -> float:
         """How many seconds a rank waits for another, as torch has it for what goes through the host."""
         return self.host._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether all ranks compute on the cores of one node."""
+        return self.device.type == "cpu" and on_one_node(os.environ, self.size)
 
     def _nccl(self, ranks: tuple[int, ...], channel: str) -> Any:
         if ranks == tuple(range(self.size)) and not channel:

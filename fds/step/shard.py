@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from fds.collectives import Axis
-from fds.layout import Layout, Leaf, plan
+from fds.layout import MOST_BYTES, Layout, Leaf, plan
 
 
 @attrs.frozen(repr=False)
@@ -20,7 +20,7 @@ class Shard:
     stage: int
     data: Axis  # over which batches differ: `axis`, or the replicas of it too
     replicate: Axis | None = None  # over which the slices are replicated
-    bucket_bytes: int | None = None  # follows the model
+    bucket_bytes: int | None = None  # follows the model and the axis
     max_live_bytes: int | None = None
     prefetch: int = 1
     persist_below: int = 0
@@ -28,7 +28,12 @@ class Shard:
 
     def plan(self, leaves: Sequence[Leaf], spec: Any) -> Layout:
         """Return the buckets of these leaves."""
-        return plan(leaves, spec, num_ranks=self.axis.size, bucket_bytes=self.bucket_bytes)
+        size = self.bucket_bytes
+        if size is None and self.axis.world.shares_cores:
+            # Two ranks on the two cores of one node, 20 MB of gradients, stage 0: 32 MiB 1.00 of DDP's time, 8 MiB
+            # 1.03, 1 MiB 1.07; over 1 Gbit/s 1.05, 0.87 and 0.72.
+            size = MOST_BYTES
+        return plan(leaves, spec, num_ranks=self.axis.size, bucket_bytes=size)
 
     @property
     def counts(self) -> bool:

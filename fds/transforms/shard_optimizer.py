@@ -39,8 +39,9 @@ def shard_optimizer(
         replicate: a second axis of the same mesh, over which batches differ and slices are alike: gathers stay on
             `axis` (inside a node), and gradients are summed over both (hybrid sharding).
         bucket_bytes: bound of a bucket, in master precision: what is gathered or reduced in one message. A parameter
-            that is larger has a bucket of its own. None follows the model: a sixteenth of its bytes, at least 1 MiB and
-            at most 32, so that backward hides sending; `step.describe(state)` shows the sizes.
+            that is larger has a bucket of its own. None follows the model and the axis: a sixteenth of the model's
+            bytes, at least 1 MiB and at most 32, so that backward hides sending; 32 MiB where the launcher says that
+            all ranks run on the CPU of one node, where it can hide nothing. `step.describe(state)` shows the sizes.
         max_live_bytes: stage 3: bound of the parameters that are whole at once; by default two buckets beside those
             that are on their way.
         prefetch: stage 3: buckets that are gathered ahead, in the order of the step before.

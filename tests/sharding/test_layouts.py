@@ -1,8 +1,11 @@
 """Layouts: every element of every parameter lies in one place, and nothing lies in between."""
 
 import math
+import os
+from unittest import mock
 
 import attrs
+import pytest
 import torch
 from hypothesis import given, strategies as st
 
@@ -10,6 +13,7 @@ import fds
 from fds import tree
 from fds.layout import ALIGN, LEAST_BYTES, MOST_BYTES, SHARE, Leaf, plan
 from fds.step.pool import Pool
+from tests import ranks
 from tests.bits import assert_same_bits
 from tests.sharding.models import data_axis
 
@@ -210,6 +214,19 @@ def test_describe_shows_the_buckets_that_were_chosen():
     described, given_size = fds.simulate(lambda: (run(None), run(2**21)), 2)[0]
     assert described.buckets == (2**20,) * 3 and "layout     3 flat buckets of 1,048,576 bytes" in str(described)
     assert given_size.buckets == (2**21, 2**20) and "2 flat buckets of 1,048,576 to 2,097,152 bytes" in str(given_size)
+
+
+def sizes_by_default(local_world_size: str) -> tuple[int, ...]:
+    params = {f"h.{i}": torch.zeros(256, 1024) for i in range(3)}  # of 1 MiB each
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=local_world_size):
+        step = fds.compose(fds.shard_optimizer(data_axis(), stage=1), fds.sgd(0.1))(lambda p, x: p["h.0"].sum() * x)
+        return step.describe(step.init(params)).buckets
+
+
+@pytest.mark.xdist_group("ranks")
+def test_buckets_are_large_where_sending_takes_the_cores_that_compute():
+    assert ranks.run(sizes_by_default, "2") == [(3 * 2**20,)] * 2
+    assert ranks.run(sizes_by_default, "1") == [(2**20,) * 3] * 2
 
 
 def test_what_a_pool_gives_twice_is_free():
