@@ -47,10 +47,7 @@ def take_apart(x: Any) -> tuple[list, Shell]:
         children = [x[key] for key in keys]
         if not isinstance(x, MutableMapping):
             return children, Shell(keys, type(x)(dict.fromkeys(keys)), _build_constant)  # type: ignore[call-arg]
-        empty = copy.copy(x)
-        for key in keys:
-            empty[key] = None
-        return children, Shell(keys, empty, _build_mapping)
+        return children, Shell(keys, _emptied(x, children), _build_mapping)
     if isinstance(x, list | tuple):
         return list(x), Shell(tuple(range(len(x))), _blank(x, getattr(x, "__dict__", {})), _build_sequence)
     names = tuple(name for name in _fields(type(x)) if hasattr(x, name))
@@ -118,8 +115,37 @@ def _blank(x: Any, others: Mapping[str, Any]) -> Any:
     return made
 
 
+def _emptied(x: MutableMapping, children: Sequence) -> MutableMapping:
+    """Return a mapping of the same keys without values. Raises `TypeError` for one that cannot be told from its copy."""
+    empty = _twin(x)
+    for key, child in zip(tuple(x), children, strict=True):
+        empty[key] = None
+        if child is not None and x[key] is None:
+            x[key] = child
+            raise TypeError(f"a copy of a {type(x).__name__} writes into the original")
+    own: Any = getattr(empty, "__dict__", {})
+    for name, value in [] if own is empty else list(own.items()):
+        if any(isinstance(y, Tensor) for y in (value if isinstance(value, list | tuple) else [value])):
+            del own[name]  # derived from children that are others now, as in `_blank`
+    return empty
+
+
+def _twin(x: Any) -> Any:
+    """Return a copy of a mapping with a dict or list of its own wherever the mapping has one."""
+    made = copy.copy(x)
+    attributes: Any = getattr(x, "__dict__", {})
+    if attributes is x:  # its items are its attributes
+        object.__setattr__(made, "__dict__", made)
+        return made
+    slots = {name: getattr(x, name) for cls in type(x).__mro__ for name in _slots(cls) if hasattr(x, name)}
+    for name, value in {**slots, **attributes}.items():
+        if isinstance(value, MutableMapping | list) and getattr(made, name, None) is value:
+            object.__setattr__(made, name, copy.copy(value))
+    return made
+
+
 def _build_mapping(shell: Shell, children: Sequence) -> Any:
-    made = copy.copy(shell.empty)
+    made = _twin(shell.empty)
     for key, child in zip(shell.keys, children, strict=True):
         made[key] = child
     return made

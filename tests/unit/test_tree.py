@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import types
-from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Mapping
+from collections import ChainMap, OrderedDict, UserDict, namedtuple
+from collections.abc import Mapping, MutableMapping
 
 import attrs
 import pytest
@@ -165,6 +165,51 @@ class Fixed(Mapping):
         return len(self.given)
 
 
+class Wrapped(MutableMapping):
+    """Whose copy, by copy.copy, has the same dict."""
+
+    def __init__(self, given):
+        self.given = given
+
+    def __getitem__(self, key):
+        return self.given[key]
+
+    def __setitem__(self, key, x):
+        self.given[key] = x
+
+    def __delitem__(self, key):
+        del self.given[key]
+
+    def __iter__(self):
+        return iter(self.given)
+
+    def __len__(self):
+        return len(self.given)
+
+
+class Deep(Wrapped):
+    """What is copied of it cannot be told from it, so it is no tree."""
+
+    def __init__(self, given):
+        self.box = (given,)
+
+    given = property(lambda self: self.box[0])
+
+
+class Attributes(dict):
+    """Whose items are its attributes."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Derived(dict):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.double = self["x"] * 2
+
+
 class Rows(list):
     pass
 
@@ -197,6 +242,8 @@ class Cached:
 
 ONE = torch.ones(2)
 OTHERS = [
+    Wrapped({"x": ONE, "n": 3}), Attributes(x=ONE), Derived(x=ONE),
+    ChainMap({"x": ONE}, {"y": ONE}),
     Encoding({"x": ONE, "n": 3}, "text"), Fixed({"x": ONE}), types.MappingProxyType({"x": [ONE]}), Rows([ONE, ONE]),
     Sizes([ONE]), Sample(ONE, "a"), Item(ONE), Cached(ONE), Pair(Item(ONE), Fixed({"x": Sample(ONE, "b")})),
 ]  # fmt: skip
@@ -222,6 +269,17 @@ def test_a_container_keeps_what_is_not_a_child():
     cached = Cached(ONE)
     assert torch.equal(cached.double, 2 * ONE)
     assert torch.equal(tree.map(lambda x: x + 1, cached).double, 4 * ONE)
+
+
+def test_attributes_of_a_mapping_are_those_of_its_new_items_or_missing():
+    assert torch.equal(tree.map(lambda x: x + 1, Attributes(x=ONE)).x, 2 * ONE)
+    assert not hasattr(tree.map(lambda x: x + 1, Derived(x=ONE)), "double")
+
+
+def test_a_mapping_that_cannot_be_copied_stays_as_it_is():
+    value = Deep({"x": ONE, "y": 3})
+    assert tree.leaves(value) == [value] and tree.opaque({"a": value}) == ["a"]
+    assert value.given == {"x": ONE, "y": 3}
 
 
 def test_mappings_of_other_keys_are_other_structures():
