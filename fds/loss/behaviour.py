@@ -47,6 +47,18 @@ def warn_of_eval_mode(module: nn.Module) -> None:
         )  # fmt: skip
 
 
+def warn_of_hooks(module: nn.Module) -> None:
+    """Warn of hooks on parameters, which hear of no gradient of a step: its parameters are tensors of its own."""
+    hooked = [name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        warnings.warn(
+            f"parameters of a {type(module).__name__} have hooks of their own (p.register_hook, wandb.watch), which no"
+            f" step calls: {len(hooked)}, first {hooked[0]!r}. What changes gradients is a transform, such as fds.clip_by_value, or one of your own"
+            " (docs/write-your-own.md); hooks on modules are called.",
+            LossWarning, stacklevel=3,
+        )  # fmt: skip
+
+
 def _depends_on_mode(part: nn.Module) -> bool:
     """Say whether a module's own methods look at its mode; a dropout of nothing does in vain."""
     return _reads_mode(type(part)) and not (isinstance(part, nn.modules.dropout._DropoutNd) and part.p == 0)

@@ -24,16 +24,20 @@ Place = tuple[Any, Any, str]  # a dict or what acts as a list, the key in it, th
 
 
 class Absent(nn.Parameter):
-    """The place of a parameter while nobody runs the copy: it has a shape, and no values to read."""
+    """The place of a parameter while nobody runs the copy: it has a shape, and no values to read.
+
+    So is what a copy has in place of a tensor that was computed of parameters, and kept.
+    """
 
     path: str  # the parameter's name
+    computed = False
 
     @classmethod
-    def of(cls, p: Tensor, name: str) -> Absent:
-        """Return what stands for a parameter."""
+    def of(cls, p: Tensor, name: str, *, computed: bool = False) -> Absent:
+        """Return what stands for a parameter, or for a tensor that was computed of some."""
         empty = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
         made = cls(empty, requires_grad=p.requires_grad)
-        made.path = name
+        made.path, made.computed = name, computed
         return made
 
     @classmethod
@@ -42,7 +46,14 @@ class Absent(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ in _ABOUT or (func.__name__ == "__get__" and func.__self__.__name__ in _ABOUT):
                 return func(*args, **(kwargs or {}))
-        name = next((x.path for x in _flat((args, kwargs or {})) if isinstance(x, Absent)), "")
+        found = next((x for x in _flat((args, kwargs or {})) if isinstance(x, Absent)), None)
+        name = "" if found is None else found.path
+        if found is not None and found.computed:
+            raise LossError(
+                "the module reads a tensor that was computed before, and would not be computed again", where=name,
+                got="an attribute with a graph, as it was at fds.functional(module)",
+                want=f"self.{name} set in forward, before it is read", hint="a constant: self.x = y.detach()",
+            )  # fmt: skip
         raise LossError(
             "the module reads a parameter from where nobody can put its values", where=name,
             got="a view made before (self.w.data); or a set, a weak reference or an object with slots that holds it",
@@ -54,10 +65,10 @@ class Absent(nn.Parameter):
         return f"Absent({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict) -> Absent:
-        return memo.setdefault(id(self), Absent.of(self, self.path))
+        return memo.setdefault(id(self), Absent.of(self, self.path, computed=self.computed))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _absent, (self.path, tuple(self.shape), self.stride(), self.dtype, self.requires_grad)
+        return _absent, (self.path, tuple(self.shape), self.stride(), self.dtype, self.requires_grad, self.computed)
 
 
 _ATOMS = {bool, int, float, str}
@@ -82,13 +93,18 @@ def structural(module: nn.Module) -> tuple[nn.Module, list[Place]]:
     memo: dict[int, Any] = {id(b): b.detach().clone() for b in module.buffers()}
     for name, p in module.named_parameters():
         memo[id(p)] = Absent.of(p, name)
+    for path, part in module.named_modules():  # what weight_norm and prune compute anew in every call, say
+        for name, held in vars(part).items():
+            for x in held.values() if type(held) is dict else held if type(held) in (list, tuple) else (held,):
+                if isinstance(x, Tensor) and x.grad_fn is not None and id(x) not in memo:
+                    memo[id(x)] = Absent.of(x, f"{path}.{name}" if path else name, computed=True)
     try:
         copied = copy.deepcopy(module, memo)
     except Exception as error:
         raise LossError(
             "the module cannot be copied", where=type(module).__name__, got=f"{type(error).__name__}: {error}"[:200],
             want="a module that copy.deepcopy takes",
-            hint="one that keeps activations must let them go; for weight_norm use torch.nn.utils.parametrizations",
+            hint="one that keeps activations in other objects must let them go",
         ) from error  # fmt: skip
     return copied, list(_rebound(copied, _Rebinding(memo, _memory(module))))
 
@@ -265,6 +281,8 @@ def _flat(x: Any) -> Iterator[Any]:
         yield x
 
 
-def _absent(name: str, shape: tuple, stride: tuple, dtype: torch.dtype, requires_grad: bool) -> Absent:
+def _absent(
+    name: str, shape: tuple, stride: tuple, dtype: torch.dtype, requires_grad: bool, computed: bool
+) -> Absent:  # fmt: skip
     like = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
-    return Absent.of(like, name)
+    return Absent.of(like, name, computed=computed)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fds import tree
 from fds.errors import LossError
 from fds.loss import originals
-from fds.loss.behaviour import warn_of_eval_mode
+from fds.loss.behaviour import warn_of_eval_mode, warn_of_hooks
 from fds.loss.carried import Carried
 from fds.loss.compiled import is_compiled, traceable, untraced, with_memory
 from fds.loss.copies import Place, references, structural
@@ -297,6 +297,7 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
         if any(isinstance(p, nn.UninitializedParameter) for p in part.parameters(recurse=False)):
             raise LossError("a lazy module has no shapes yet", where=path, got=f"{part}",
                             want="a module that was called once, or one that is not lazy")  # fmt: skip
+    warn_of_hooks(module)
     params = {name: p.detach() for name, p in module.named_parameters()}
     buffers = {name: b.detach() for name, b in module.named_buffers()}
     constants = {name: b.clone() for name, b in buffers.items()}

@@ -84,3 +84,17 @@ def test_nothing_is_said_of_what_is_not_trained():
     joint = lambda p, x: F.mse_loss(student(p["student"], x), teacher(p["teacher"], x))
     assert run(joint, both, fds.freeze("teacher.*")) == []
     assert len(run(joint, both)) == 1
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_told_of(register):
+    module = net()
+    getattr(module[2].weight, register)(lambda g: None)
+    with pytest.warns(LossWarning, match="first '2.weight'"):
+        fds.functional(module)
+
+
+def test_nothing_is_said_of_hooks_on_modules():
+    module = net()
+    module[2].register_full_backward_hook(lambda m, given, got: None)
+    assert of(module) == []

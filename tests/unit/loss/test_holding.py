@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import warnings
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import fds
 from fds.errors import LossError
@@ -276,6 +278,48 @@ def test_a_view_that_forward_makes_anew_is_no_matter():
     module = nn.utils.spectral_norm(nn.Linear(3, 3)).eval()  # its hook assigns `weight`, which began as a view
     apply, params, _ = fds.functional(module)
     assert_same_bits(apply(params, X), module(X))
+
+
+class Keeping(nn.Module):
+    """Keeps what it computed, as code that shows attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.last = y = self.linear(x)
+        self.all = [y, y]
+        return y
+
+
+def normed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    "make", [normed, lambda: prune.l1_unstructured(nn.Linear(3, 3), "weight", 0.5), Keeping],
+    ids=["weight_norm", "prune", "kept"],
+)  # fmt: skip
+def test_what_is_computed_anew_in_every_call_is_no_matter(make):
+    module = make()
+    module(X).sum().backward()
+    apply, params, _ = fds.functional(module)
+    _, grads = fds.autodiff.value_and_grad(lambda p: apply(p, X).sum())(params)
+    for name, p in module.named_parameters():
+        assert_same_bits(grads[name], p.grad)
+
+
+def test_what_was_computed_once_is_refused_where_it_is_read():
+    module = nn.Linear(3, 3)
+    module.double = module.weight * 2
+    module.forward = lambda x: x @ module.double
+    apply, params, _ = fds.functional(module)
+    with pytest.raises(LossError, match="was computed before") as caught:
+        apply(params, X)
+    assert caught.value.where == "double"
 
 
 def test_reading_about_a_parameter_is_not_reading_it():
