@@ -116,7 +116,7 @@ def _blank(x: Any, others: Mapping[str, Any]) -> Any:
 
 
 def _emptied(x: MutableMapping, children: Sequence) -> MutableMapping:
-    """Return a mapping of the same keys without values. Raises `TypeError` for one that cannot be told from its copy."""
+    """Return a mapping of the same keys without values. Raises `TypeError` where that would empty `x` too."""
     empty = _twin(x)
     for key, child in zip(tuple(x), children, strict=True):
         empty[key] = None

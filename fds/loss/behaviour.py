@@ -53,8 +53,8 @@ def warn_of_hooks(module: nn.Module) -> None:
     if hooked:
         warnings.warn(
             f"parameters of a {type(module).__name__} have hooks of their own (p.register_hook, wandb.watch), which no"
-            f" step calls: {len(hooked)}, first {hooked[0]!r}. What changes gradients is a transform, such as fds.clip_by_value, or one of your own"
-            " (docs/write-your-own.md); hooks on modules are called.",
+            f" step calls: {len(hooked)}, first {hooked[0]!r}. What changes gradients is a transform, such as"
+            " fds.clip_by_value, or one of your own (docs/write-your-own.md); hooks on modules are called.",
             LossWarning, stacklevel=3,
         )  # fmt: skip
 

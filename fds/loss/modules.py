@@ -285,7 +285,8 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
 
     `params` and `buffers` map names to detached tensors, the module's own memory (`step.init` copies them).
     Buffers that training changes (batch norm) go through `apply.with_buffers` and `fds.with_buffers`; others are
-    captured as constants. Training or eval mode of every submodule is what it was at this call;
+    captured as constants. What forward keeps in attributes (an auxiliary loss) stays in a copy: return it. Training or
+    eval mode of every submodule is what it was at this call;
     `step.evaluate` runs an eval-mode copy.
     """
     for path, part in module.named_modules():
