@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import attrs
 import torch
@@ -239,6 +239,7 @@ class Variant:
     empty: list[Tensor] = attrs.field(init=False)  # what is in the places while nobody runs it
     call: Callable = attrs.field(init=False)
     compiled: list[Place] = attrs.field(init=False)  # the places of parameters in compiled parts
+    unset: list[tuple[dict, str, str, bool]] = attrs.field(init=False)  # of a buffer that is None: place; if a cache
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "empty", [held[key] for held, key, _ in self.places()])
@@ -246,6 +247,9 @@ class Variant:
         parts = [part for one in self.module.modules() if is_compiled(one) for part in one.modules()]
         own = {id(part._parameters) for part in parts}
         object.__setattr__(self, "compiled", [place for place in self.params if id(place[0]) in own])
+        unset = [(part._buffers, n, f"{path}.{n}" if path else n, n in part._non_persistent_buffers_set)
+                 for path, part in self.module.named_modules() for n, x in part._buffers.items() if x is None]
+        object.__setattr__(self, "unset", unset)
 
     def places(self) -> Iterator[Place]:
         """Return all places in order."""
@@ -266,8 +270,13 @@ class Variant:
             held[key] = params[name] if name in params else buffers[name]
         out = self.call(*args, **kwargs)
         new, written = {}, set()
+        for held, key, path, cache in self.unset:
+            if held.get(key) is not None and not cache:
+                _refuse_state(path, "None before the call, and a tensor after it")
         for held, key, name in self.buffers:
-            now, put = held[key], buffers[name]
+            now, put = held.get(key), buffers[name]
+            if now is None:
+                _refuse_state(name, "a tensor before the call, and none after it")
             new[name] = now
             if (now is not put and _memory(now) != _memory(put)) or _version(put):
                 written.add(name)
@@ -277,6 +286,8 @@ class Variant:
         """Empty the places."""
         for (held, key, _), x in zip(self.places(), self.empty, strict=True):
             held[key] = x
+        for held, key, *_ in self.unset:  # a cache: the next call makes its own
+            held[key] = None
 
 
 @torch.inference_mode(False)
@@ -313,6 +324,14 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     apply = Apply(source, held[0], held[1], frozenset(params), constants, buffers, frozen=frozen, silent=silent,
                   number=originals.note(module))  # fmt: skip
     return apply, params, dict(buffers)
+
+
+def _refuse_state(name: str, got: str) -> NoReturn:
+    raise LossError(
+        "the module adds a buffer to its state, or removes one, and a call would lose that", where=name, got=got,
+        want="a tensor from the start", hint="call the module once before fds.functional(module); or "
+        "register_buffer(..., None, persistent=False) for what every call makes anew",
+    )  # fmt: skip
 
 
 def _key(now: Mode) -> tuple:

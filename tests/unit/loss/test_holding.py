@@ -322,6 +322,39 @@ def test_what_was_computed_once_is_refused_where_it_is_read():
     assert caught.value.where == "double"
 
 
+class Running(nn.Module):
+    """Subtracts a mean, which begins as None."""
+
+    def __init__(self, persistent, drop=False):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(3, 3), drop
+        self.register_buffer("mean", torch.zeros(3) if drop else None, persistent=persistent)
+
+    def forward(self, x):
+        if self.mean is None:
+            self.mean = x.detach().mean(0)
+        y = self.linear(x - self.mean)
+        if self.drop:
+            self.mean = None
+        return y
+
+
+def test_a_buffer_that_begins_as_none_is_made_anew_in_every_call():
+    apply, params, _ = fds.functional(Running(persistent=False))
+    first = apply(params, X)
+    apply(params, X + 1)
+    assert_same_bits(apply(params, X), first)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_buffer_that_is_added_to_the_state_or_removed_is_refused(drop):
+    apply, params, buffers = fds.functional(Running(persistent=True, drop=drop))
+    for call in (lambda: apply(params, X), lambda: apply.with_buffers(params, buffers, X)) * 2:
+        with pytest.raises(LossError, match="adds a buffer") as caught:
+            call()
+        assert caught.value.where == "mean"
+
+
 def test_reading_about_a_parameter_is_not_reading_it():
     def build(m):
         return lambda z: z.to(HIDDEN["about"].w.dtype) * torch.ones(HIDDEN["about"].w.shape)
