@@ -25,7 +25,7 @@ T = TypeVar("T")
 Tree = Any
 _map = map
 _ADOPTING = threading.Lock()
-_TENSORS, _WORDS = frozenset({Tensor, torch.nn.Parameter}), frozenset({str})
+_TENSORS, _WORDS = {Tensor, torch.nn.Parameter}, frozenset({str})
 _PLAIN = frozenset({*_TENSORS, int, float, bool, str, bytes, complex, type(None), torch.dtype})
 _DECLARED: set[type] = set()  # classes that `leaf` was told of
 _LEAVES: set[type] = set(_PLAIN)  # those and others whose instances are leaves, as far as they were met
@@ -94,6 +94,12 @@ def leaf(cls: type[T]) -> type[T]:
     _LEAVES.add(cls)
     _DECLARED.add(cls)
     return cls
+
+
+def tensor(cls: type[T]) -> type[T]:
+    """Declare a class of tensors, whose trees are then read as soon as those of plain ones."""
+    _TENSORS.add(cls)
+    return leaf(cls)
 
 
 def leaves(tree: Tree) -> list:

@@ -17,12 +17,13 @@ from fds.errors import FdsError, LossError, StateError
 from fds.loss import Layers
 from fds.loss.compiled import untraced
 from fds.state import State
+from fds.step.handles import Handle
 from fds.step.structure import Slot, Structure
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ORDINARY = {Tensor, torch.nn.Parameter}
+_ORDINARY = {Tensor, torch.nn.Parameter, Handle}
 _ANEW = "make the state with the init of this step, or carry it over: step.init(other_step.params(state))"
 
 

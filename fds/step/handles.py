@@ -8,8 +8,6 @@ what reads it in backward gathers by itself. There is neither a mode nor a saved
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -17,6 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.errors import LossError
 from fds.loss.compiled import untraced
 
@@ -36,15 +35,32 @@ class Source(Protocol):
 
 
 @attrs.frozen(eq=False)
-class Place:
-    """Where a parameter lies."""
+class Window:
+    """What of a bucket a handle shows: a parameter, or a view of one. It is the same in every step."""
 
-    path: str  # its key path
-    source: Source = attrs.field(repr=False)
+    path: str  # of the parameter
     bucket: int
-    offset: int  # in elements
+    offset: int  # where the parameter begins, in elements
+    meta: Tensor = attrs.field(repr=False)  # in the bucket's dtype; its offset is in elements of the parameter
+    views: dict[Any, Window] = attrs.field(factory=dict, repr=False)  # by operator and arguments, those met before
+    shape: torch.Size = attrs.field(init=False, default=attrs.Factory(lambda self: self.meta.shape, True))
+    stride: tuple[int, ...] = attrs.field(init=False, default=attrs.Factory(lambda self: self.meta.stride(), True))
+    start: int = attrs.field(
+        init=False, default=attrs.Factory(lambda self: self.offset + self.meta.storage_offset(), True)
+    )  # in elements of the bucket
+
+    @classmethod
+    def whole(cls, path: str, bucket: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Window:
+        """Return the window onto a whole parameter, contiguous, at `offset` of a bucket of this dtype."""
+        with torch.inference_mode(False):
+            return cls(path, bucket, offset, torch.empty(tuple(shape), dtype=dtype, device="meta"))
+
+    def onto(self, meta: Tensor) -> Window:
+        """Return a window onto the same parameter."""
+        return Window(self.path, self.bucket, self.offset, meta)
 
 
+@tree.tensor
 class Handle(Tensor):
     """A window onto a parameter whose bucket need not be in memory; made by `handle`."""
 
@@ -52,29 +68,22 @@ class Handle(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     gathered_on_use = True
-    place: Place
-    window: Tensor  # on meta, in the bucket's dtype: shape, strides and offset in elements of the parameter
-
-    def onto(self, window: Tensor, dtype: torch.dtype | None = None) -> Handle:
-        """Return the handle of another window onto the same parameter; with `dtype`, of its values cast to it."""
-        return _made(self.place, window, dtype or self.dtype, self.device)
+    source: Source
+    window: Window
 
     def read(self) -> Tensor:
         """Return the values as a view of the gathered bucket; a copy where the dtype is another."""
-        place, at = self.place, self.window
-        values = place.source.bucket(place.bucket).as_strided(at.shape, at.stride(), place.offset + at.storage_offset())
-        return values if at.dtype == self.dtype else values.to(self.dtype)
+        at = self.window
+        values = self.source.bucket(at.bucket).as_strided(at.shape, at.stride, at.start)
+        return values if values.dtype == self.dtype else values.to(self.dtype)
 
     @classmethod
     @untraced("a parameter that is gathered on use has no memory for compiled code; pass it fds.materialize(p)")
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence = (), kwargs: dict | None = None) -> Any:
         """Run an operator that met a handle."""
-        kwargs, facts = kwargs or {}, _facts(func)
-        for index, name in facts.written:
-            written = args[index] if index < len(args) else kwargs.get(name)
-            for x in written if isinstance(written, list | tuple) else [written]:
-                if isinstance(x, Handle):
-                    _refuse_write(x, func)
+        kwargs, facts = kwargs or {}, _FACTS.get(id(func)) or _facts(func)
+        if facts.written:
+            _demand_unwritten(facts, func, args, kwargs)
         first = args[0] if args else None
         if facts.is_view:
             if facts.is_composite:  # only inference mode shows these: their parts say which outputs are views
@@ -84,11 +93,11 @@ class Handle(Tensor):
             return _call(func, args, kwargs, lambda x: x.read().clone()) if views is None else views
         if func is aten._to_copy.default and isinstance(first, Handle) and _is_autocast(first, kwargs):
             # Autocast keeps each parameter's cast to its end, and backward saves it: as a handle, neither holds memory.
-            return first.onto(first.window, kwargs["dtype"])
+            return handle(first.source, first.window, kwargs["dtype"], first.device)
         return _call(func, args, kwargs, Handle.read)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Handle({self.place.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"Handle({self.window.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __format__(self, spec: str) -> str:
         return format(self.item() if spec and self.dim() == 0 else repr(self), spec)
@@ -121,12 +130,19 @@ class Handle(Tensor):
 
 
 def handle(
-    source: Source, bucket: int, offset: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, *,
-    name: str, requires_grad: bool,
-) -> Tensor:  # fmt: skip
-    """Return a leaf that reads as the parameter at `offset` of a bucket, contiguous, of the bucket's dtype."""
-    window = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    return _made(Place(name, source, bucket, offset), window, dtype, torch.device(device), requires_grad)
+    source: Source, window: Window, dtype: torch.dtype, device: torch.device, requires_grad: bool = False
+) -> Handle:
+    """Return a leaf that reads as a window onto a bucket of `source`, in a dtype."""
+    if torch.is_inference_mode_enabled():  # an ordinary tensor there too, since views of it have to be
+        with torch.inference_mode(False):
+            return handle(source, window, dtype, device, requires_grad)
+    made: Any = Tensor._make_wrapper_subclass(
+        Handle, window.shape, strides=window.stride, storage_offset=window.start - window.offset, dtype=dtype,
+        device=device, requires_grad=requires_grad,
+    )  # fmt: skip
+    torch._C._set_throw_on_mutable_data_ptr(made)  # C++ that asks for an address would otherwise be given 0
+    made.source, made.window = source, window
+    return made
 
 
 def materialize(p: Tensor) -> Tensor:
@@ -138,67 +154,80 @@ def materialize(p: Tensor) -> Tensor:
     return p.clone() if isinstance(p, Handle) else p
 
 
-def _made(
-    place: Place, window: Tensor, dtype: torch.dtype, device: torch.device, requires_grad: bool = False
-) -> Handle:
-    # An ordinary tensor in inference mode too, since views of it have to be.
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-        made: Any = Tensor._make_wrapper_subclass(
-            Handle, window.shape, strides=window.stride(), storage_offset=window.storage_offset(), dtype=dtype,
-            device=device, requires_grad=requires_grad,
-        )  # fmt: skip
-    torch._C._set_throw_on_mutable_data_ptr(made)  # C++ that asks for an address would otherwise be given 0
-    made.place, made.window = place, window
-    return made
-
-
 @attrs.frozen
 class Facts:
     """What a schema says of an operator."""
 
+    func: Any = attrs.field(repr=False)  # held, so that its id stays its own
     written: tuple[tuple[int, str], ...]  # position and name of the arguments that it writes
     is_view: bool  # its outputs may share memory with its inputs
     is_composite: bool  # autograd sees its parts instead of it
 
 
-@functools.cache
+_FACTS: dict[int, Facts] = {}  # by id of the operator: its hash is a function of Python
+
+
 def _facts(func: Any) -> Facts:
     arguments, returns = func._schema.arguments, func._schema.returns
     is_written = lambda x: x.alias_info is not None and x.alias_info.is_write
-    return Facts(
+    _FACTS[id(func)] = facts = Facts(
+        func,
         tuple((i, x.name) for i, x in enumerate(arguments) if is_written(x)),
         any(x.alias_info is not None and not is_written(x) for x in returns) or func in _UNSAFE,
         torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
     )
+    return facts
 
 
 def _call(func: Any, args: Sequence, kwargs: dict, read: Callable[[Handle], Tensor]) -> Any:
     """Call an operator with the handles among its arguments, and in lists of them, read."""
 
     def plain(x: Any) -> Any:
-        if isinstance(x, Handle):
+        if type(x) is Handle:
             return read(x)
         return [plain(y) for y in x] if isinstance(x, list | tuple) else x
 
-    return func(*map(plain, args), **{name: plain(x) for name, x in kwargs.items()})
+    given = [read(x) if type(x) is Handle else x if type(x) in _SINGLE else plain(x) for x in args]
+    return func(*given, **{name: plain(x) for name, x in kwargs.items()}) if kwargs else func(*given)
 
 
+def _demand_unwritten(facts: Facts, func: Any, args: Sequence, kwargs: dict) -> None:
+    """Raise `LossError` where an operator would write over a handle."""
+    for index, name in facts.written:
+        written = args[index] if index < len(args) else kwargs.get(name)
+        for x in written if isinstance(written, list | tuple) else [written]:
+            if isinstance(x, Handle):
+                _refuse_write(x, func)
+
+
+_SINGLE = {Tensor, torch.nn.Parameter, int, float, bool, type(None)}  # the arguments that most operators have
 _UNSAFE = {aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten._unsafe_view.default}  # secret views
 
 
 def _views(p: Handle, func: Any, args: Sequence, kwargs: dict) -> Any:
     """Return views of a handle, from those of its window, nothing gathered; None where a window cannot say it."""
+    window = p.window
+    key = (id(func), *[tuple(x) if type(x) is list else x for x in args[1:]])
+    if not kwargs and (known := window.views.get(key)) is not None:
+        return handle(p.source, known, p.dtype, p.device)
     if func is aten.view.dtype:
         return None
-    outs = func(p.window, *args[1:], **kwargs)
-    windows = [outs] if isinstance(outs, Tensor) else outs
+    outs = func(window.meta, *args[1:], **kwargs)
+    metas = [outs] if isinstance(outs, Tensor) else outs
     if func is aten.as_strided.default:  # unchecked on meta, and beyond this parameter lies another
         last = outs.storage_offset() + sum((n - 1) * step for n, step in zip(outs.shape, outs.stride(), strict=True))
-        if (last + 1) * outs.element_size() > p.window.untyped_storage().nbytes():
+        if (last + 1) * outs.element_size() > window.meta.untyped_storage().nbytes():
             return None
-    if any(x.dtype != p.window.dtype or x.is_conj() or x.is_neg() for x in windows):
+    if any(x.dtype != window.meta.dtype or x.is_conj() or x.is_neg() for x in metas):
         return None
-    return p.onto(outs) if isinstance(outs, Tensor) else [p.onto(x) for x in windows]
+    windows = [window.onto(x) for x in metas]
+    if isinstance(outs, Tensor) and not kwargs and not outs.is_inference() and len(window.views) < _MOST_VIEWS:
+        window.views[key] = windows[0]
+    views = [handle(p.source, x, p.dtype, p.device) for x in windows]
+    return views[0] if isinstance(outs, Tensor) else views
+
+
+_MOST_VIEWS = 16  # that a window remembers
 
 
 def _is_autocast(p: Handle, kwargs: dict) -> bool:
@@ -212,20 +241,20 @@ def _is_autocast(p: Handle, kwargs: dict) -> bool:
     return (
         nesting > 0 and not torch.is_autocast_enabled(kind)
         and kwargs == {"dtype": torch.get_autocast_dtype(kind)}
-        and aten._to_copy.default(p.window).stride() == p.stride()  # a cast packs what is not dense
+        and aten._to_copy.default(p.window.meta).stride() == p.stride()  # a cast packs what is not dense
     )  # fmt: skip
 
 
 def _refuse_write(p: Handle, by: Any) -> NoReturn:
     raise LossError(
-        "the loss writes over what it is given", where=p.place.path, got=f"an in-place operation ({by})",
+        "the loss writes over what it is given", where=p.window.path, got=f"an in-place operation ({by})",
         want="a loss that leaves its arguments as they are", hint="p.clone() gives memory that may be written",
     )  # fmt: skip
 
 
 def _refuse_address(p: Handle, by: str) -> NoReturn:
     raise LossError(
-        "the memory of a parameter that is gathered on use was asked for", where=p.place.path, got=f"p.{by}",
+        "the memory of a parameter that is gathered on use was asked for", where=p.window.path, got=f"p.{by}",
         want="an operator of torch", hint="fds.materialize(p) gives a plain tensor, through which gradients flow",
     )  # fmt: skip
 

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from fds.collectives import Work
 from fds.errors import LossError
+from fds.layout import Layout
 from fds.step.gather import Gather
-from fds.step.handles import handle
+from fds.step.handles import Window, handle
 from fds.step.order import Order
 from fds.step.pool import Pool
 from fds.step.ranges import profiled
@@ -36,18 +37,17 @@ class Live:
         started = {i: gather.start(layout.buckets[i], parts[i], pool) for i in staying}
         self.staying = {i: flat for i, (flat, work) in started.items() if work.wait() is None}
         order.joins["gather"] = self.join
+        if not structure.windows:
+            structure.windows.extend(_windows(gather, layout))
+        self.windows = structure.windows
 
     def handles(self, train: bool) -> list[Tensor]:
         """Return a handle for every parameter, in the order of the layout's names; with `train` autograd leaves."""
-        views = []
-        for i, bucket in enumerate(self.layout.buckets):
+        found = []
+        for i, windows in enumerate(self.windows):
             device = self.parts[i].device
-            views.append([
-                handle(self, i, offset, leaf.shape, self.gather.dtype_of(leaf.name, leaf.dtype), device,
-                       name=leaf.name, requires_grad=train and leaf.name in self.trained)
-                for leaf, offset in zip(bucket.leaves, bucket.offsets, strict=True)
-            ])  # fmt: skip
-        return self.layout.collect(views)
+            found.append([handle(self, x, x.meta.dtype, device, train and x.path in self.trained) for x in windows])
+        return self.layout.collect(found)
 
     def bucket(self, index: int) -> Tensor:
         """Return the whole bucket (numel,), gathered if it is not whole now."""
@@ -101,3 +101,13 @@ class Live:
     def _drop(self, index: int) -> None:
         self.coming.pop(index)[1].wait()
         self.order.wasted = True
+
+
+def _windows(gather: Gather, layout: Layout) -> list[list[Window]]:
+    """Return the windows onto all parameters, by bucket."""
+    dtype_of = gather.dtype_of
+    return [
+        [Window.whole(leaf.name, i, offset, leaf.shape, dtype_of(leaf.name, leaf.dtype))
+         for leaf, offset in zip(bucket.leaves, bucket.offsets, strict=True)]
+        for i, bucket in enumerate(layout.buckets)
+    ]  # fmt: skip

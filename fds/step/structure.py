@@ -15,6 +15,7 @@ from fds import tree
 from fds.errors import StateError
 from fds.layout import Layout, Leaf, Segment, Sharded
 from fds.optim import Optimizer
+from fds.step.handles import Window
 from fds.step.shard import Shard
 
 
@@ -47,6 +48,7 @@ class Structure:
     sharded: bool
     casts: tuple[torch.dtype, ...] | None  # in which the loss sees the leaves, None where a state holds them so
     opt: dict[str, Slot]  # by slot of the optimizer
+    windows: list[list[Window]] = attrs.field(factory=list, init=False, repr=False)  # of stage 3's handles, by bucket
 
     @classmethod
     def of(cls, params: Any, step: Any) -> Structure:
