@@ -27,6 +27,7 @@ _map = map
 _ADOPTING = threading.Lock()
 _TENSORS, _WORDS = {Tensor, torch.nn.Parameter}, frozenset({str})
 _PLAIN = frozenset({*_TENSORS, int, float, bool, str, bytes, complex, type(None), torch.dtype})
+_LEAF = pytree.tree_structure(0)
 _DECLARED: set[type] = set()  # classes that `leaf` was told of
 _LEAVES: set[type] = set(_PLAIN)  # those and others whose instances are leaves, as far as they were met
 
@@ -148,6 +149,8 @@ def parts(tree: Tree) -> tuple[list, Any]:
     """Return the leaves and the structure of a tree, in one pass."""
     if _is_flat(tree):
         return list(tree.values()), _flat_structure(tuple(tree))
+    if type(tree) in _TENSORS:
+        return [tree], _LEAF
     found, spec = pytree.tree_flatten(tree)
     while not _LEAVES.issuperset(_map(type, found)) and _adopt(found):
         found, spec = pytree.tree_flatten(tree)
@@ -190,6 +193,8 @@ def paths(tree: Tree) -> dict[str, Any]:
     """
     if _is_flat(tree):
         return dict(tree)
+    if type(tree) in _TENSORS:
+        return {"": tree}
     parts(tree)  # so that all its containers are known
     named: dict[str, Any] = {}
     for keys, x in pytree.tree_flatten_with_path(tree)[0]:

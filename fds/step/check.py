@@ -96,7 +96,7 @@ def same_composition(state: State, slots: Iterable[str], opt: Mapping[str, Slot]
 def without_graph(state: State, held: Held) -> State:
     """Return a state of which no tensor requires grad or was made in inference mode."""
     opt = [x for slot in held.opt.values() for x in slot if x is not None]
-    leaves = [*held.parts, *opt, *tree.leaves((state.buffers, state.slots)), state.key]
+    leaves = [*held.parts, *opt, *tree.leaves(state.buffers), *tree.leaves(state.slots), state.key]
     if not any(map(tree.requires_grad_of, leaves)) and not any(map(Tensor.is_inference, leaves)):
         return state
     names = ("params", "opt", "buffers", "slots", "key")
