@@ -78,7 +78,7 @@ class Split:
         raise BatchError(
             f"the batch is cut already, and not into {n}", got=f"{len(batch.parts)} microbatches",
             want=f"{n} microbatch{'es' * (n > 1)}",
-            hint="evaluate each by itself" if n == 1 else f"accumulate({max(len(batch.parts), 1)})",
+            hint=f"accumulate({max(len(batch.parts), 1)})" if n > 1 else "fds.evaluate(step, state, list(batch.parts))",
         )  # fmt: skip
 
     def __call__(self, batch: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fds import loss as losses
 from fds.collectives import Axis
-from fds.errors import BatchError, LossError
+from fds.errors import BatchError, LossError, StateError
 from fds.state import State
 from fds.step.agreement import same_composition
 from fds.step.check import graphless, usable
@@ -66,6 +66,9 @@ def evaluate(step: Any, state: State, batches: Iterable[Any]) -> dict[str, Tenso
     Raises `BatchError` for one batch in the place of many, no batches at all, in a pipeline different numbers of them,
     and on the other ranks where reading them failed on one; `LossError` for metrics that change.
     """
+    if isinstance(step, State):
+        raise StateError("state and step have changed places", got="a State first",
+                         want="fds.evaluate(step, state, batches)")  # fmt: skip
     if isinstance(batches, Tensor | Mapping | tuple) or not isinstance(batches, Iterable):
         raise BatchError(
             "evaluate takes many batches", where="batches", got=type(batches).__name__,
@@ -100,7 +103,8 @@ class Sums:
         wide = {name: x.double() if x.is_floating_point() else x for name, x in named.items()}
         weight = totals.weight
         if self.totals is not None:
-            wide = {name: x + y for (name, x), y in zip(wide.items(), self._named().values(), strict=True)}
+            before = self._named()
+            wide = {name: x + before[name] for name, x in wide.items()}
             weight = weight + self.totals.weight
         self.totals = attrs.evolve(totals, loss=wide.pop("loss"), metrics=wide, weight=weight)
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import fds
 from fds import plans
-from fds.errors import BatchError, LossError
+from fds.errors import BatchError, LossError, StateError
 from tests.bits import assert_same_bits
 
 ROWS = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double(), torch.arange(12.0).double()
@@ -33,6 +33,16 @@ def test_many_batches_are_one():
     assert many["rows"] == one["rows"] == many["weight"] == 12
     assert many["loss"].dtype == one["loss"].dtype and many["weight"].dtype == torch.float64
     assert set(many) == {*one, "weight"}
+
+
+def test_metrics_are_added_by_name_whatever_their_order():
+    def loss(p, x):
+        found = {"sum": x.sum(), "most": x.max()}
+        return (p * x).sum(), found if len(x) == 2 else dict(reversed(found.items()))
+
+    step = fds.compose(fds.sgd(0.1))(loss)
+    metrics = fds.evaluate(step, step.init(torch.ones(1)), [torch.tensor([1.0, 2.0]), torch.tensor([1.0, 7.0, 0.0])])
+    assert (metrics["sum"], metrics["most"]) == (5.5, 4.5)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -95,6 +105,8 @@ def test_no_batches_and_one_in_the_place_of_many_are_refused():
     for wrong in ([], ROWS, ROWS[0], {"x": ROWS[0]}, None):
         with pytest.raises(BatchError, match="batches"):
             fds.evaluate(step, state, wrong)
+    with pytest.raises(StateError, match="changed places"):
+        fds.evaluate(state, step, batches())
     changing = fds.compose(fds.sgd(0.1))(lambda p, b: (p.sum(), {"even": 1.0} if len(b) % 2 == 0 else {}))
     with pytest.raises(LossError, match="different metrics"):
         fds.evaluate(changing, changing.init(torch.ones(2)), [torch.ones(2), torch.ones(3)])
