@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -92,14 +93,19 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         **rest: Any,
     ) -> tuple[list[Tensor], dict]:  # fmt: skip
         known = [m.values(step) for m in members] if values is None else list(values.members.values())
+        new, after = list(params), {slot: list(tensors) for slot, tensors in opt.items()}
         for member, slices, now in zip(members, slices_of(segments), known, strict=True):
             part = {slot: _pick(tensors, slices) for slot, tensors in opt.items()}
             part = {slot: tensors for slot, tensors in part.items() if any(x is not None for x in tensors)}
-            member.update(
+            moved, slots = member.update(
                 _pick(grads, slices), part, _pick(params, slices), step=step, segments=_pick(segments, slices),
                 out=None if out is None else _pick(out, slices), **member.given(now), **rest,
             )  # fmt: skip
-        return params, opt
+            _put(new, slices, moved)
+            for slot, tensors in slots.items():
+                _put(after.setdefault(slot, [None] * len(params)), slices, tensors)
+        written = after.keys() == opt.keys() and all(_same(after[slot], opt[slot]) for slot in opt)
+        return (params, opt) if written and _same(new, params) else (new, after)
 
     def runs(device: torch.device) -> str:
         words = [word for member in members for word in member.runs(device).split(", ")]
@@ -127,3 +133,12 @@ def _entries(optimizers: Mapping[str, Optimizer], most: int = 8) -> list[str]:
 
 def _pick(values: Sequence, indices: list[int]) -> list:
     return [values[i] for i in indices]
+
+
+def _same(a: Sequence, b: Sequence) -> bool:
+    return all(map(operator.is_, a, b))
+
+
+def _put(values: list, indices: list[int], part: Sequence) -> None:
+    for index, one in zip(indices, part, strict=True):
+        values[index] = one

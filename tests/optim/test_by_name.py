@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fds
 from fds.errors import OptimizerError
-from fds.optim import Segment, adamw, by_name, muon, sgd
+from fds.optim import Optimizer, Segment, adamw, by_name, muon, sgd
 from fds.schedules import warmup_decay
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -92,3 +93,24 @@ def test_a_parameter_without_a_pattern_and_a_pattern_without_a_parameter_are_ref
 def test_what_is_not_an_optimizer_is_refused(optimizers):
     with pytest.raises(OptimizerError, match="by_name"):
         by_name(optimizers)
+
+
+def test_what_its_optimizers_return_is_taken():
+    def init(segments, *, params):
+        return {"count": [torch.zeros_like(p) for p in params]}
+
+    def update(grads, opt, params, **rest):
+        return [p - 0.5 * g for p, g in zip(params, grads, strict=True)], {"count": [x + 1 for x in opt["count"]]}
+
+    def stepped(optimizer):
+        step = fds.compose(optimizer)(lambda params, batch: sum((x * batch).sum() for x in params.values()))
+        state = step.init({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)})
+        return step(state, torch.ones(2))[0]
+
+    fresh = Optimizer(init, update, lr=0.5, draws=False)
+    for pair in ({"b": fresh, "*": sgd(0.25)}, {"b": by_name({"*": fresh}), "*": sgd(0.25)}):
+        state = stepped(by_name(pair))
+        assert [x.tolist() for x in state.params.values()] == [[0.75, 0.75], [0.5, 0.5], [0.75, 0.75]]
+        assert state.opt["count"]["b"].tolist() == [1, 1]
+    alone = stepped(fresh)
+    assert [x.tolist() for x in alone.params.values()] == [[0.5, 0.5]] * 3
