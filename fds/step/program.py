@@ -78,7 +78,7 @@ class Step:
     everyone: Axis | None = attrs.field(default=None, repr=False)  # the ranks that share this step
     pool: Pool = attrs.field(factory=Pool, init=False, repr=False)
     structures: dict = attrs.field(factory=dict, init=False, repr=False)
-    recent: list = attrs.field(factory=list, init=False, repr=False)  # key and structure of the last call
+    recent: list = attrs.field(factory=lambda: [(None, None)], init=False, repr=False)  # the last call's key, structure
     fresh: dict[Structure, dict] = attrs.field(factory=dict, init=False, repr=False)  # slots and buffers, on meta
     memories: dict[tuple, Memory] = attrs.field(factory=dict, init=False, repr=False)
     asked: dict[str, list[str]] = attrs.field(factory=dict, init=False, repr=False)  # what ranks have agreed on
@@ -275,12 +275,14 @@ class Step:
         """Return the structure of these parameters, read once for each kind of tree, and their leaves."""
         leaves, spec = tree.parts(params)
         key = (spec, *check.kinds(leaves))
-        if not (self.recent and self.recent[0] == key):
+        known, structure = self.recent[0]  # read once: other threads may read other trees
+        if known != key:
             if key not in self.structures:
                 assert self.optimizer is not None
                 self.structures[key] = Structure.of(params, self)
-            self.recent[:] = key, self.structures[key]
-        return self.recent[1], leaves
+            structure = self.structures[key]
+            self.recent[0] = key, structure
+        return structure, leaves
 
     def check(self, state: Any) -> check.Held:
         """Return the tensors of a state that this step can take. Raises `StateError` for any other."""

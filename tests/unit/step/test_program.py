@@ -318,3 +318,21 @@ def test_what_a_loss_must_not_return_eval_must_not_either(value):
     step = fds.compose(fds.sgd(0.1))(loss_fn, value)
     with pytest.raises(LossError):
         step.evaluate(step.init(make_params()), BATCH)
+
+
+def test_threads_with_different_trees_get_their_own_structure():
+    step = fds.compose(fds.sgd())(lambda params, batch: sum((x * batch).sum() for x in tree.leaves(params)))
+    one, two = {"a": torch.ones(2)}, {"a": torch.ones(2), "b": [torch.ones(2)]}
+    (first, _), (second, _) = step.structure_of(one), step.structure_of(two)
+
+    class Interrupted(list):  # another thread reads its tree as soon as this one has looked at what was read last
+        def __getitem__(self, at):
+            found = super().__getitem__(at)
+            if not busy:
+                busy.append(True)
+                step.structure_of(one)
+            return found
+
+    busy: list = []
+    object.__setattr__(step, "recent", Interrupted(step.recent))
+    assert step.structure_of(two)[0] is second is not first
