@@ -238,7 +238,7 @@ def match(patterns: Iterable[str], names: Iterable[str], *, what: str) -> set[st
 
 
 def nodes(tree: Tree) -> list:
-    """Return the dicts, lists, tuples and records of a tree that is not empty.
+    """Return the dicts, lists, tuples and attrs records of a tree that is not empty, None for any other container.
 
     >>> nodes({"a": [1, {"b": 2}]})
     [{'a': [1, {'b': 2}]}, [1, {'b': 2}], {'b': 2}]
@@ -249,10 +249,10 @@ def nodes(tree: Tree) -> list:
         inside = list(tree.values())
     elif isinstance(tree, list | tuple):
         inside = list(tree)
-    elif attrs.has(type(tree)):
+    elif attrs.has(type(tree)) and not hasattr(tree, "__dict__"):  # which could be held instead of the record
         inside = [getattr(tree, field.name) for field in attrs.fields(type(tree)) if "role" not in field.metadata]
     else:
-        return []
+        return [None] if type(tree) in pytree.SUPPORTED_NODES and leaves(tree) else []
     return [tree, *(found for one in inside for found in nodes(one))] if inside else []
 
 

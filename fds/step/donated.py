@@ -39,7 +39,8 @@ def writable(
     """Return tensors of a state that may be written over, and what is known of their memory.
 
     A tensor is copied if it is not contiguous, or if anything but this state and those that were given up before it
-    holds it, a dict that it is in, or its storage: another state that was made by a map, a view, an array.
+    holds it, a dict that it is in, or its storage: another state that was made by a map, a view, an array. So is one
+    in a container whose holders cannot be counted: a dataclass, a `Mapping`, a class registered with torch's pytree.
 
     Args:
         state: whose tensors they are.
@@ -67,10 +68,15 @@ def writable(
 def _held(state: State, parts: Sequence[tuple[Any, list[Tensor]]], tensors: list[Tensor], lists: int) -> list[bool]:
     """Say of every tensor whether Python holds it, or a container that it is in, in more places than are known."""
     held: list[bool] = []
+    in_slots = next(map(sys.getrefcount, [state.slots])) != _ONCE + 1
     for one, leaves in parts:
-        counts = list(map(sys.getrefcount, tree.nodes(one)))
+        nodes = tree.nodes(one)
+        counts = list(map(sys.getrefcount, nodes))
         known = [_ONCE + 3, *[_ONCE + 1] * len(counts[1:])]  # what each is in; and `one` and `parts` hold the first
-        held += [counts != known[: len(counts)]] * len(leaves)
+        unknown = any(node is None for node in nodes)  # by whom its containers are held
+        outside = in_slots and one is not state.params and one is not state.opt
+        held += [unknown or outside or counts != known[: len(counts)]] * len(leaves)
+        del nodes
     counts, known = list(map(sys.getrefcount, tensors)), _ONCE + lists + 1
     if counts.count(known) == len(counts):
         return held

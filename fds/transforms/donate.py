@@ -14,8 +14,9 @@ def donate():
     """Let `step(state, batch)` write over the state it is given; use what it returns.
 
     A tensor that something else holds too (a state that was made of this one by `fds.tree.map`, a view, an array) is
-    copied instead of written over. An error before the first write leaves the state usable. Any function of fds that is
-    given a state which was donated before raises a `DonatedStateError`.
+    copied instead of written over, and so is one in a dataclass, a `Mapping` or another class that is no dict, list,
+    tuple or slotted attrs record, whose holders cannot be counted. An error before the first write leaves the state
+    usable. Any function of fds that is given a state which was donated before raises a `DonatedStateError`.
     """
 
     def apply(step: Step) -> Step:

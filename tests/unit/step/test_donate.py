@@ -1,8 +1,12 @@
 """A donated state: written over, and refused from then on."""
 
+import dataclasses
+from collections import UserDict, namedtuple
+
 import attrs
 import pytest
 import torch
+from torch.utils import _pytree
 
 import fds
 from fds import tree
@@ -158,6 +162,7 @@ HOLDERS = {
     ),
     "one that shares the moments": lambda state: attrs.evolve(other_state(), opt=dict(state.opt)),
     "an average": lambda state: state.slots["ema"],
+    "the slots": lambda state: state.slots,
     "a tensor": lambda state: state.params["net"]["w"],
     "an array": lambda state: state.params["net"]["w"].numpy(),
     "a storage": lambda state: state.opt["exp_avg"]["net.w"].untyped_storage(),
@@ -184,6 +189,54 @@ def test_what_somebody_else_holds_is_copied_instead(how, steps):
         (state, _), (want, _) = donated(state, BATCH), pure(want, BATCH)
         assert_same_bits(state, want)
     assert_same_bits(read(), before)
+
+
+@dataclasses.dataclass
+class Data:
+    w: torch.Tensor
+
+
+@attrs.define
+class Slotted:
+    w: torch.Tensor
+
+
+@attrs.define(slots=False)
+class Open:
+    w: torch.Tensor
+
+
+class Registered:
+    def __init__(self, w):
+        self.w = w
+
+
+_pytree.register_pytree_node(
+    Registered, lambda x: ([x.w], None), lambda parts, _: Registered(*parts),
+    flatten_with_keys_fn=lambda x: ([(_pytree.GetAttrKey("w"), x.w)], None),
+)  # fmt: skip
+CONTAINERS = {
+    "dataclass": Data, "attrs": Slotted, "attrs with a dict": Open, "registered": Registered,
+    "named tuple": namedtuple("Named", "w"), "mapping": lambda w: UserDict(w=w), "dict": lambda w: {"w": w},
+    "list": lambda w: [w],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outermost", "inside"])
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_that_is_held_keeps_its_values_whatever_its_class(name, inside):
+    loss = lambda params, batch: sum((x * batch).sum() for x in tree.leaves(params))
+    step, pure = (fds.compose(*more, fds.ema(0.5), fds.sgd(0.1))(loss) for more in ((fds.donate,), ()))
+    made = lambda: CONTAINERS[name](torch.ones(2))
+    state = step.init({"a": made()} if inside else made())
+    for one in (lambda state: state.params, lambda state: state.slots["ema"]):
+        tops = one(state)
+        held = tops["a"] if inside else tops
+        held, tops = vars(held) if name == "attrs with a dict" else held, None
+        want, before = snapshot(pure(state, torch.ones(2))[0]), snapshot(tree.leaves(held))
+        state, _ = step(state, torch.ones(2))
+        assert_same_bits(state, want)
+        assert_same_bits(tree.leaves(held), before)
 
 
 def test_an_identity_map_is_a_state_of_its_own():
