@@ -65,9 +65,14 @@ class Axis:
         link = None if self.link is None else self.world.link(self.ranks, None, name)
         return attrs.evolve(self, link=link)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the ranks that run now are those that ran when the mesh was made."""
+        return self.world is worlds.current()
+
     def demand_current(self) -> None:
         """Raise `MeshError` if other ranks are running now than when the mesh was made."""
-        if self.world is not worlds.current():
+        if not self.is_current:
             raise MeshError(
                 "this axis is of other ranks than those that run now", got=f"axis {self.name!r} of {self.size} ranks",
                 want="a mesh made here", hint="make it after fds.init_distributed(), or inside the function that "

@@ -59,17 +59,24 @@ class Saving:
         Raises, on every rank, the `StorageError` of whatever went wrong, and `RankError` if a rank is lost.
         """
         with self.ranks.together():
-            self._join()
-            _unheard.discard(self)
-            if getattr(_begun, "saving", None) is self:
-                _begun.saving = None
-            if self.error is not None:
-                raise self.error
+            self.wait_alone()
         if self.forget is not None:
             forget, self.forget = self.forget, None
             with self.ranks.together():
                 forget()
         return self.folder
+
+    def wait_alone(self) -> None:
+        """Wait until this rank has written its part. Raises what went wrong with it."""
+        self._join()
+        self._is_heard()
+        if self.error is not None:
+            raise self.error
+
+    def _is_heard(self) -> None:
+        _unheard.discard(self)
+        if getattr(_begun, "saving", None) is self:
+            _begun.saving = None
 
     def __enter__(self) -> Saving:
         return self
@@ -135,10 +142,15 @@ def save_async(
 
 
 def await_previous() -> None:
-    """Wait for the save that this thread has begun and not waited for. Raises what it failed with."""
-    saving = getattr(_begun, "saving", None)
-    if saving is not None:
-        saving.wait()
+    """Wait for the save that this thread has begun and not waited for. Raises what it failed with.
+
+    Of a process group that has ended this rank waits for its own part alone: the others cannot be asked any more.
+    """
+    saving: Saving | None = getattr(_begun, "saving", None)
+    if saving is None:
+        return
+    everyone = saving.ranks.everyone
+    saving.wait() if everyone is None or everyone.is_current else saving.wait_alone()
 
 
 @atexit.register

@@ -66,3 +66,20 @@ def test_ranks_that_see_a_directory_differently_are_told_at_once(tmp_path):
     fds.save(tmp_path, step.init(PARAMS), step)
     for text in ranks.run(restart_as_documented, str(tmp_path)):
         assert "the ranks do different things" in text and "rank 0: exchange (load)" in text
+
+
+def leave_a_save(dir: str) -> None:
+    step = made()
+    fds.save_async(dir, step.init(PARAMS), step, "left")
+
+
+def save_on_one_rank_and_load_on_the_other(dir: str) -> str:
+    step = made()
+    state = step.init(PARAMS)
+    return told(CALLS[("load", "save")[step.everyone.index]], dir, step, state)
+
+
+def test_a_save_that_an_earlier_process_group_left_is_not_waited_for_by_its_ranks(tmp_path):
+    ranks.run(leave_a_save, str(tmp_path))
+    for text in ranks.run(save_on_one_rank_and_load_on_the_other, str(tmp_path)):
+        assert text.startswith("the ranks do different things"), text
