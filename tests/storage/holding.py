@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import os
 import signal
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -52,6 +55,14 @@ def stopped_helper(dir: Path) -> int:
     (pid,) = helpers()
     os.kill(pid, signal.SIGSTOP)
     return pid
+
+
+def has_a_job(pid: int) -> bool:
+    """Return whether a stopped process that writes files was given one: it lies in its standard input, unread."""
+    with open(f"/proc/{pid}/fd/0", "rb", buffering=0) as pipe:
+        waiting = array.array("i", [0])
+        fcntl.ioctl(pipe, termios.FIONREAD, waiting)
+    return waiting[0] > 0
 
 
 def until(true) -> None:

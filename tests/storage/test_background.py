@@ -19,7 +19,7 @@ from fds.storage import background, folders
 from tests import programs
 from tests.bits import assert_same_bits, snapshot
 from tests.memory import peak_bytes
-from tests.storage.holding import held, helpers, stopped_helper, until
+from tests.storage.holding import has_a_job, held, helpers, stopped_helper, until
 from tests.storage.states import Template, num_calls, small_state
 
 ROOT = Path(__file__).parents[2]
@@ -284,6 +284,7 @@ def test_the_helper_process_is_killed_and_the_save_before_stays(tmp_path):
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     pid = stopped_helper(tmp_path)
     saving = fds.save_async(tmp_path, state, step)
+    until(lambda: has_a_job(pid))  # one that is killed before is replaced
     os.kill(pid, signal.SIGKILL)
     assert "died" in refused(saving).got
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
