@@ -59,24 +59,17 @@ class Saving:
         Raises, on every rank, the `StorageError` of whatever went wrong, and `RankError` if a rank is lost.
         """
         with self.ranks.together():
-            self.wait_alone()
+            self._join()
+            _unheard.discard(self)
+            if getattr(_begun, "saving", None) is self:
+                _begun.saving = None
+            if self.error is not None:
+                raise self.error
         if self.forget is not None:
             forget, self.forget = self.forget, None
             with self.ranks.together():
                 forget()
         return self.folder
-
-    def wait_alone(self) -> None:
-        """Wait until this rank has written its part. Raises what went wrong with it."""
-        self._join()
-        self._is_heard()
-        if self.error is not None:
-            raise self.error
-
-    def _is_heard(self) -> None:
-        _unheard.discard(self)
-        if getattr(_begun, "saving", None) is self:
-            _begun.saving = None
 
     def __enter__(self) -> Saving:
         return self
@@ -144,13 +137,18 @@ def save_async(
 def await_previous() -> None:
     """Wait for the save that this thread has begun and not waited for. Raises what it failed with.
 
-    Of a process group that has ended this rank waits for its own part alone: the others cannot be asked any more.
+    Of a process group that has ended this rank waits for its own part alone, since the others cannot be asked any
+    more; what went wrong with it is told at the end of the program.
     """
     saving: Saving | None = getattr(_begun, "saving", None)
     if saving is None:
         return
     everyone = saving.ranks.everyone
-    saving.wait() if everyone is None or everyone.is_current else saving.wait_alone()
+    if everyone is None or everyone.is_current:
+        saving.wait()
+    else:
+        saving._join()
+        _begun.saving = None
 
 
 @atexit.register
