@@ -51,8 +51,8 @@ def stopped_helper(dir: Path) -> int:
     """Start a process that writes files and stop it, so that the next save waits for it; return its id."""
     with aside.process() as process:
         process.write(str(dir / "warm"), b"", [])
+        pid = process._process.pid
     (dir / "warm").unlink()
-    (pid,) = helpers()
     os.kill(pid, signal.SIGSTOP)
     return pid
 
