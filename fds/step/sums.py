@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import attrs
@@ -27,14 +28,16 @@ class InPlace:
     leaves: list[Tensor]
     wide: list[Tensor | None]
     dtype: torch.dtype | None = None  # of the sums, None for the leaves' own
-    begun: bool = False
+    left: list[Tensor | None] | None = None  # `.grad` and `wide` as an `add` left them; None once the last began
+    versions: list[int] = attrs.field(factory=list)  # and their versions
     waiting: list[Tensor] = attrs.field(factory=list)  # leaves whose `.grad` is not ours yet
     predivide: float = 1.0  # what sums were divided by before they were sent: they are not
 
     @classmethod
     def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> InPlace:
         """Prepare to sum gradients by `leaves` in `dtype`."""
-        sums = cls(leaves, [None] * len(leaves), dtype)
+        nothing: list[Tensor | None] = [None] * 2 * len(leaves)
+        sums = cls(leaves, nothing[: len(leaves)], dtype, nothing)
         for i, leaf in enumerate(leaves):
             if dtype is not None and dtype != leaf.dtype:
                 leaf.register_post_accumulate_grad_hook(_widen(sums.wide, i, dtype))
@@ -45,14 +48,23 @@ class InPlace:
     def add(self, backward: Callable[[list[Tensor]], None], *, last: bool, in_parts: bool = False) -> None:
         """Add the gradients that `backward(leaves)` puts into `.grad`: to one that is ours autograd adds in place.
 
-        Raises `LossError` where some are there before the first.
+        Raises `LossError` where others were added since the last, or before the first.
         """
-        if not self.begun and list(map(tree.grad_of, self.leaves)).count(None) < len(self.leaves):
-            raise backward_inside()
-        self.begun = True
+        if self.left is not None:
+            held, versions = self._held()
+            if versions != self.versions or not all(map(operator.is_, held, self.left)):
+                raise backward_inside()
+            del held
+        self.left = None  # a backward that fails leaves whatever had come
         backward(self.leaves)
         if self.waiting:
             self.waiting = autodiff.own(self.waiting)
+        if not last:
+            self.left, self.versions = self._held()
+
+    def _held(self) -> tuple[list[Tensor | None], list[int]]:
+        held = [*map(tree.grad_of, self.leaves), *self.wide]
+        return held, list(map(tree.version_of, [x for x in held if x is not None]))
 
     def used(self) -> list[bool]:
         """Say of every leaf whether a gradient has come for it."""
@@ -73,7 +85,7 @@ class InPlace:
 
     def close(self) -> None:
         """Let go of the leaves."""
-        self.leaves, self.wide, self.waiting = [], [], []
+        self.leaves, self.wide, self.waiting, self.left = [], [], [], None
 
 
 def detached(where: str, got: str) -> LossError:

@@ -144,3 +144,18 @@ def test_torch_func_cannot_transform_a_step():
     ):
         with pytest.raises(FdsError, match=r"torch\.func cannot transform a step"):
             transformed()
+
+
+@pytest.mark.parametrize("more", [(), (fds.precision(torch.bfloat16),)], ids=["in place", "wide"])
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("leaf", ["a", "b"])
+def test_a_backward_inside_any_microbatch_is_refused(which, leaf, more):
+    def loss(params, x):
+        if x[0, 0] == which:
+            params[leaf].square().sum().backward()
+        return (params["a"] * x).sum()
+
+    step = fds.compose(fds.accumulate(3), *more, fds.sgd())(loss)
+    state = step.init({"a": torch.ones(1), "b": torch.ones(1)})
+    with pytest.raises(LossError, match="a backward pass of its own"):
+        step(state, torch.arange(3.0)[:, None])
