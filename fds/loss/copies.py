@@ -54,11 +54,9 @@ class Absent(nn.Parameter):
                 got="an attribute with a graph, as it was at fds.functional(module)",
                 want=f"self.{name} set in forward, before it is read", hint="a constant: self.x = y.detach()",
             )  # fmt: skip
-        raise LossError(
-            "the module reads a parameter from where nobody can put its values", where=name,
-            got="a view made before (self.w.data); or a set, a weak reference or an object with slots that holds it",
-            want=f"self.{name} in forward",
-            hint="attributes, lists, tuples, dicts and functions made in __init__ may hold it",
+        raise out_of_reach(
+            name, "a parameter from where nobody can put its values",
+            "a view made before (self.w.data); or a set, a weak reference or an object with slots that holds it",
         )  # fmt: skip
 
     def __repr__(self, **kwargs: Any) -> str:
@@ -78,6 +76,14 @@ _ABOUT = {
     "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested", "is_floating_point", "is_complex",
     "is_inference", "is_contiguous", "_backward_hooks", "__hash__", "__len__",
 }  # fmt: skip
+
+
+def out_of_reach(name: str, what: str, got: str) -> LossError:
+    """Return the error of a module that reads a parameter through `got`, which none of its copies can follow."""
+    return LossError(
+        f"the module reads {what}", where=name, got=got, want=f"self.{name} in forward",
+        hint="attributes, lists, tuples, dicts and functions made in __init__ may hold it",
+    )  # fmt: skip
 
 
 def references(module: nn.Module) -> list[int]:

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fds import tree
 from fds.errors import LossError
+from fds.loss.copies import out_of_reach
 
 _ORIGINALS = WeakTensorKeyDictionary()  # parameter of a module -> (numbers of the calls of functional, its name)
 _numbers = itertools.count()
@@ -85,11 +86,9 @@ def _check(leaf: Tensor, number: int | None) -> None:
 
 def _refuse(name: str, *, inside: bool) -> NoReturn:
     if inside:
-        raise LossError(
-            "the module reads a parameter of the module that it is a copy of, which nobody trains", where=name,
-            got="a global variable, or an object that copy.deepcopy does not copy, through which forward reaches it",
-            want=f"self.{name} in forward",
-            hint="attributes, lists, tuples, dicts and functions made in __init__ may hold it",
+        raise out_of_reach(
+            name, "a parameter of the module that it is a copy of, which nobody trains",
+            "a global variable, or an object that copy.deepcopy does not copy, through which forward reaches it",
         )  # fmt: skip
     raise LossError(
         "the loss reads a parameter of a module itself, which nobody trains", where=name,
