@@ -10,12 +10,12 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fds
 from fds.config import TrainingConfig
 from tests.fuzzing.cases import Case
+from tests.peers.training import loss_of, updated
 
 INPUTS, WIDTH, CLASSES = 5, 7, 3  # odd: no parameter divides between two ranks
 
@@ -54,11 +54,6 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.first(x)) * self.scale)
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy, taken in float32."""
-    return F.cross_entropy(logits.float(), targets)
 
 
 def batches(case: Case, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -120,16 +115,11 @@ def by_deepspeed(case: Case, saves: Path | None, start: Callable) -> Run:
     dtype, seen = next(model.parameters()).dtype, []
     scaled = "fp16" in case.json
     for number, (x, targets) in enumerate(batches(case, dist.get_rank()), 1):
-        losses, before = [], engine.skipped_steps
-        scale = _scale(engine) if scaled else None
-        for rows, labels in zip(x.split(case.rows), targets.split(case.rows), strict=True):
-            loss = loss_of(engine(rows.to(dtype)), labels)
-            engine.backward(loss)
-            losses.append(loss.detach())
-            (lr,) = engine.get_lr()
-            engine.step()
+        before, scale = engine.skipped_steps, _scale(engine) if scaled else None
+        forward = lambda rows: engine(rows.to(dtype))
+        losses, lr = updated(engine, forward, x.split(case.rows), targets.split(case.rows))
         norm = engine.get_global_grad_norm()
-        seen.append((_mean(torch.stack(losses)), float(lr), None if norm is None else float(norm), scale,
+        seen.append((_mean(torch.stack(losses)), lr, None if norm is None else float(norm), scale,
                      engine.skipped_steps > before))  # fmt: skip
         if saves is not None and number == case.saved:
             engine.save_checkpoint(str(saves / "deepspeed"))
@@ -152,4 +142,3 @@ def _mean(losses: Tensor) -> float:
     total = losses.double().mean()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
-

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +24,9 @@ from torch import Tensor
 
 import fds
 from fds.config import TrainingConfig
+from tests.peers.launch import torchrun
 from tests.peers.training import CLASSES, INPUTS, Model, loss_of
 
-ROOT = Path(__file__).parents[2]
 STEPS = 12
 Run = list[tuple[float, bool]]
 
@@ -106,14 +104,7 @@ def train(cases: list[dict[str, Any]], ranks: int, folder: Path) -> list[Run]:
     """Return DeepSpeed's runs on new processes. Raises with what they printed."""
     given, out = folder / "cases.json", folder / "runs.json"
     given.write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-               "-m", "tests.peers.float16", str(given), str(out)]  # fmt: skip
-    ended = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    if ended.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{ended.stdout[-6000:]}")
+    torchrun("tests.peers.float16", given, out, ranks=ranks)
     return [[(scale, skipped) for scale, skipped in run] for run in json.loads(out.read_text())]
 
 

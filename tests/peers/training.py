@@ -7,7 +7,7 @@ of the update, and the norm of the gradient before it is clipped, where it is kn
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -101,17 +101,23 @@ def by_deepspeed(json: dict[str, Any], *, empty_update: bool = True) -> Run:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=json)
     dtype, seen = next(model.parameters()).dtype, []
     for x, targets in batches(dist.get_rank(), json["gradient_accumulation_steps"]):
-        losses = []
-        for rows, labels in zip(x.split(ROWS), targets.split(ROWS), strict=True):
-            loss = loss_of(engine(rows.to(dtype)), labels)
-            engine.backward(loss)
-            losses.append(loss.detach())
-            (lr,) = engine.get_lr()
-            engine.step()
+        losses, lr = updated(engine, lambda rows: engine(rows.to(dtype)), x.split(ROWS), targets.split(ROWS))
         norm = engine.get_global_grad_norm()
-        seen.append((_mean(torch.stack(losses)), float(lr), None if norm is None else float(norm)))
+        seen.append((_mean(torch.stack(losses)), lr, None if norm is None else float(norm)))
     engine.destroy()
     return Run(*map(list, zip(*seen, strict=True)))
+
+
+def updated(engine: Any, forward: Callable, inputs: Iterable, targets: Iterable) -> tuple[list[Tensor], float]:
+    """Train DeepSpeed's engine on the microbatches of one update; return their losses, and the update's rate."""
+    losses, lr = [], 0.0
+    for rows, labels in zip(inputs, targets, strict=True):
+        loss = loss_of(forward(rows), labels)
+        engine.backward(loss)
+        losses.append(loss.detach())
+        (lr,) = engine.get_lr()
+        engine.step()
+    return losses, float(lr)
 
 
 def _mean(losses: Tensor) -> float:

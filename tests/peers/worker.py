@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,21 +17,13 @@ import torch
 import torch.distributed as dist
 
 from tests.peers.cases import CASES, REPAIRED
+from tests.peers.launch import torchrun
 from tests.peers.training import RANKS, Run, by_deepspeed, by_fds
-
-ROOT = Path(__file__).parents[2]
 
 
 def train(side: str, out: Path, names: Iterable[str] = ()) -> dict[str, Run]:
     """Return name -> run of one side, "fds" or "deepspeed", on two new processes. Raises with what they printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
-               "-m", "tests.peers.worker", side, str(out), *names]  # fmt: skip
-    ended = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    if ended.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{ended.stdout[-6000:]}")
+    torchrun("tests.peers.worker", side, out, *names, ranks=RANKS)
     return {name: Run(**run) for name, run in json.loads(out.read_text()).items()}
 
 

@@ -1,0 +1,22 @@
+"""Start a module on the ranks of torchrun, DeepSpeed on the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(module: str, *arguments: str | Path, ranks: int) -> None:
+    """Run `python -m module arguments` on new processes until they end. Raises with what they printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+               "-m", module, *map(str, arguments)]  # fmt: skip
+    ended = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{ended.stdout[-6000:]}")
