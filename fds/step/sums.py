@@ -36,8 +36,8 @@ class InPlace:
     @classmethod
     def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> InPlace:
         """Prepare to sum gradients by `leaves` in `dtype`."""
-        nothing: list[Tensor | None] = [None] * 2 * len(leaves)
-        sums = cls(leaves, nothing[: len(leaves)], dtype, nothing)
+        nothing: list[Tensor | None] = [None]
+        sums = cls(leaves, nothing * len(leaves), dtype, nothing * 2 * len(leaves))
         for i, leaf in enumerate(leaves):
             if dtype is not None and dtype != leaf.dtype:
                 leaf.register_post_accumulate_grad_hook(_widen(sums.wide, i, dtype))

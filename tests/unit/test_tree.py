@@ -165,26 +165,17 @@ class Fixed(Mapping):
         return len(self.given)
 
 
-class Wrapped(MutableMapping):
+class Wrapped(Fixed, MutableMapping):
     """Whose copy, by copy.copy, has the same dict."""
 
     def __init__(self, given):
         self.given = given
-
-    def __getitem__(self, key):
-        return self.given[key]
 
     def __setitem__(self, key, x):
         self.given[key] = x
 
     def __delitem__(self, key):
         del self.given[key]
-
-    def __iter__(self):
-        return iter(self.given)
-
-    def __len__(self):
-        return len(self.given)
 
 
 class Deep(Wrapped):
