@@ -34,6 +34,7 @@ from fds.step.order import Memory, Order
 from fds.step.pool import Pool
 from fds.step.ranges import in_range, profiled
 from fds.step.reduce import Reduce
+from fds.step.seeds import guesses
 from fds.step.stations import After, Commit, Kernels, Place, Scale, unless, with_chosen_kernels
 from fds.step.structure import Structure
 from fds.step.sums import Sum
@@ -151,7 +152,8 @@ class Step:
         divisor = found.predivide if totals.divisor is None else totals.divisor * found.predivide
         total = combined_scale(totals.weight, scale, divisor, state.step.device)
         norm = norm if norm is None or total is None else (norm / total).to(norm.dtype)
-        overflow = None if self.commit is None or norm is None else ~norm.isfinite()
+        decides = self.commit is not None or guesses(found.totals)
+        overflow = None if norm is None or not decides else ~norm.isfinite()
         skip = overflow if empty is None else empty if overflow is None else overflow | empty
         norm_of = None
         if self.grads.axis is not None and self.everyone is not None:
@@ -383,7 +385,8 @@ class Step:
 
     def _agree(self, found: Found, calls: int) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""
-        norm = found.norm() if self.commit is not None or any(m.norm for m in self.measure) else None
+        measured = self.commit is not None or any(m.norm for m in self.measure) or guesses(found.totals)
+        norm = found.norm() if measured else None
         if self.everyone is None:
             return found.totals, norm, found.buffers
         data = None if self.reduce.shard is None else self.reduce.shard.data

@@ -183,3 +183,68 @@ def test_a_rank_whose_criterion_fails_in_the_first_call_leaves_no_other_waiting(
         return float(step(state, batch)[1]["loss"])
 
     assert len(set(fds.simulate(run, 4))) == 1
+
+
+def of_weights(weights, dtype, *transforms, stages=None):
+    """Step once on microbatches of these weights, by mean gradients of 1; the total is summed in `dtype`."""
+    loss = lambda p, b: fds.Mean(p["w"].sum().to(dtype) * (w := weights[int(b[0])]), w)
+    if stages is not None:
+        first, inner = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+        loss = fds.Layers([first, inner], lambda x, at: fds.Mean(x.sum().to(dtype) * (w := weights[int(at[0])]), w))
+    cut = fds.accumulate(len(weights)) if stages is None else stages
+    step = fds.compose(fds.precision(torch.float16), cut, *transforms, fds.sgd(1.0))(loss)
+    rows = torch.arange(len(weights))
+    params = {"w": torch.zeros(1)} if stages is None else {f"{i}.weight": torch.ones(1, 1) for i in range(2)}
+    state = step.init(params)
+    new, metrics = step(state, rows if stages is None else (torch.ones(len(weights), 1), rows))
+    moves = {name: float((params[name] - x).sum()) for name, x in step.params(new).items()}
+    return moves, bool(metrics["skipped"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["none", "loss_scale"])
+@pytest.mark.parametrize(
+    "weights", [[2.0**25], [2.0**15, 2.0**15], [1e-6], [1e-6, 1.0], [1.0, 1e-6], [1e-9, 2.0**-4, 1.0]], ids=str
+)
+def test_weights_of_any_size_give_the_mean(weights, name, dtype):
+    moves, skipped = of_weights(weights, dtype, *([fds.loss_scale(initial=2.0**8)] if name == "loss_scale" else []))
+    assert not skipped and moves["w"] == pytest.approx(1.0, rel=2**-9 if dtype is torch.float32 else 0.07)
+
+
+@pytest.mark.parametrize("ranks", [None, 1, 2])
+def test_weights_that_grow_out_of_float16_skip_a_step_that_has_no_loss_scale(ranks):
+    """One whose first microbatch weighs a millionth of a millionth of the next: parameters never become infinite."""
+
+    def run():
+        cut = None if ranks is None else fds.pipeline(
+            fds.plans.one_f_one_b, fds.mesh(pp=2)["pp"] if ranks == 2 else 2, num_microbatches=2)  # fmt: skip
+        return of_weights([1e-3, 1e9], torch.float32, stages=cut)
+
+    for moves, skipped in fds.simulate(run, ranks or 1):
+        assert skipped and set(moves.values()) == {0.0}
+
+
+class Casting(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype))
+
+
+@pytest.mark.parametrize("stages", ["one process", "first in float16", "last in float16"])
+def test_float16_parameters_of_any_stage_of_a_pipeline_are_divided_as_without_one(stages):
+    """Eight microbatches of two ranks with a gradient of 20,000 each, of which float16 holds three."""
+    dtypes = [torch.float16, torch.float32][:: -1 if stages == "last in float16" else 1]
+
+    def run(pipelined):
+        mesh = fds.mesh(pp=1 if stages == "one process" or not pipelined else 2, dp=-1)
+        layers = fds.Layers([fds.LayerSpec(Casting, 1, 1, bias=False, dtype=d) for d in dtypes],
+                            lambda x, y: (x.float() * 20000).mean())  # fmt: skip
+        axis = mesh["pp"] if mesh["pp"].size > 1 else 2
+        cut = fds.pipeline(fds.plans.one_f_one_b, axis, num_microbatches=8) if pipelined else fds.accumulate(8)
+        step = fds.compose(cut, fds.shard_optimizer(mesh["dp"], stage=2), fds.skip_nonfinite(), fds.sgd(0.0))(layers)
+        params = {f"{i}.weight": torch.ones(1, 1, dtype=d) for i, d in enumerate(dtypes)}
+        _, metrics = step(step.init(params), (torch.ones(8, 1, dtype=dtypes[0]), torch.ones(8)))
+        return bool(metrics["skipped"]), float(metrics["grad_norm"])
+
+    plain = fds.simulate(lambda: run(False), 2)[0]
+    assert plain == (False, pytest.approx(20000 * 2**0.5, rel=1e-3))
+    assert set(fds.simulate(lambda: run(True), 2 if stages == "one process" else 4)) == {plain}
