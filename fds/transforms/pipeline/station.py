@@ -113,7 +113,7 @@ class Pipeline:
         """Run the plan; return totals, sums of gradients, buffers, what failed here, and layers that B ran whole."""
         order = step.order("step", structure)
         params = open_parameters(step.gather, structure, parts, step.pool, train=True, order=order)
-        kinds = [step.gather.dtype]  # ranks hold other parameters, and all divide alike
+        kinds = self._dtypes(step, params.trained)
         sums = step.reduce.sums(structure, params.trained, step.sum.dtype, step.pool, order, kinds)
         seeds = Seeds.of(step, scale, self.num_microbatches, kinds, None)  # every action settles
         named = dict(zip(structure.trained_names, params.trained, strict=True))
@@ -127,6 +127,19 @@ class Pipeline:
         if seeds.share is not None:
             work.totals.divisor = 0 if seeds.divisor is None else seeds.divisor
         return work.totals, sums, buffers, failure, whole
+
+    def _dtypes(self, step: Any, trained: Sequence[Tensor]) -> list[torch.dtype | None]:
+        """Return the dtypes in which the loss sees parameters: those of all ranks, which are to divide alike.
+
+        They hold other parameters, so they ask each other, in the first call.
+        """
+        if step.gather.dtype is not None:
+            return [step.gather.dtype]
+        if "kinds" not in step.asked:
+            mine = sorted({str(x.dtype).removeprefix("torch.") for x in trained})
+            heard = [mine] if step.everyone is None else step.everyone.exchange(mine, "step")
+            step.asked["kinds"] = sorted({name for one in heard for name in one})
+        return [getattr(torch, name) for name in step.asked["kinds"]]
 
     def forward(
         self, step: Any, state: Any, params: Parameters, batch: Any, order: Order | None, *, outputs: bool
