@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import attrs
@@ -102,6 +103,12 @@ class Split:
             )  # fmt: skip
         if n > 1:
             _demand_slices(batch)
+            for path, got in _uncut(batch, length):
+                raise BatchError(
+                    f"a part of the batch has an entry for each of the {length} rows, and is not cut",
+                    where=place(path), got=got, want=f"a tensor, or fds.Microbatches of {n} parts",
+                    hint="only tensors are cut into microbatches; fds.whole(x) gives the whole of it to each of them",
+                )  # fmt: skip
         leaves, build = tree.flatten(tree.map(_trainable, batch))
         size = 0 if length is None else length // n
         return [
@@ -135,6 +142,28 @@ def _demand_slices(batch: Any) -> None:
                 want="a dense tensor, or a sparse one in the COO layout",
                 hint="fds.whole(x) gives it whole to every microbatch; fds.Microbatches takes parts",
             )  # fmt: skip
+
+
+def _uncut(part: Any, rows: int | None, at: str = "") -> Iterator[tuple[str, str]]:
+    """Yield path and kind of what no microbatch would get a slice of, though it has as many entries as there are rows.
+
+    That are lists and tuples without tensors (texts, paths of files), and arrays. A tuple of numbers is a size.
+    """
+    if isinstance(part, Mapping):
+        inside = list(part.items())
+    elif isinstance(part, list | tuple):
+        inside = list(enumerate(part))
+        is_size = isinstance(part, tuple) and {type(x) for x in part} <= {int, float, bool}
+        if len(part) == rows and not is_size and not any(isinstance(x, Tensor | Whole) for x in tree.leaves(part)):
+            yield at, f"a {type(part).__name__} of {rows}, the first {part[0]!r:.40}"
+            return
+    else:
+        shape = None if isinstance(part, Tensor | Whole) else getattr(part, "shape", None)
+        if isinstance(shape, tuple) and shape[:1] == (rows,):
+            yield at, f"{type(part).__name__} of shape {shape}"
+        return
+    for key, x in inside:
+        yield from _uncut(x, rows, f"{at}.{key}" if at else str(key))
 
 
 def _trainable(x: Any) -> Any:

@@ -15,10 +15,11 @@ def accumulate(num_microbatches: int):
     """Split the batch along dim 0 into `num_microbatches` views and sum their gradients before the update.
 
     Microbatch means combine as `Mean`s do: sum(total) / sum(weight). Tensors of one or more dims are sliced; 0-d
-    tensors, other leaves and `fds.whole(x)` go whole to each microbatch.
+    tensors, other leaves and `fds.whole(x)` go whole to each microbatch. A list of texts, or anything but a tensor
+    that has an entry for each row, is refused: the loss would pair it with other rows.
 
     Raises `ComposeError` for a count below 1 or a second accumulation; the step raises `BatchError` for leaves that
-    disagree in length or do not divide.
+    disagree in length, do not divide or cannot be cut.
     """
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ComposeError("accumulate takes a number of microbatches", got=repr(num_microbatches), want="an int >= 1")

@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +53,35 @@ def test_what_is_no_row_goes_whole_to_each_microbatch():
         assert part["table"] is table
         assert part["o"] is marker
         assert (part["scalar"].item(), part["none"], part["name"], len(part["x"])) == (2.0, None, "n", 2)
+
+
+ROWS = torch.ones(4)
+UNCUT = {
+    "text": (ROWS, ["a", "b", "c", "d"]),
+    "1.text": [ROWS, {"text": ("a", "b", "c", "d")}],
+    "ids": {"x": ROWS, "ids": [1, 2, 3, 4]},
+    "lengths": {"x": ROWS, "lengths": np.arange(4)},
+    "1.0": (ROWS, ([object()] * 4, None)),
+    "tokens": {"x": ROWS, "tokens": [[1, 2], [3], [4, 5], []]},
+}
+
+
+@pytest.mark.parametrize("path", UNCUT)
+def test_what_has_an_entry_for_each_row_and_cannot_be_cut_is_refused(path):
+    where = "batch.1" if path == "text" else f"batch.{path}"
+    with pytest.raises(BatchError, match="each of the 4 rows, and is not cut") as error:
+        seen_by_the_loss(UNCUT[path], 2)
+    assert error.value.where == where
+    assert len(seen_by_the_loss(UNCUT[path], 1)) == 1, "nothing is to be cut"
+    marked = {"x": ROWS, "marked": fds.whole(UNCUT[path])}
+    assert len(seen_by_the_loss(marked, 2)) == 2
+
+
+def test_what_has_another_length_or_is_a_size_is_not_taken_for_rows():
+    batch = {"x": ROWS, "names": ["a", "b"], "size": (3, 224, 224, 1.0), "table": np.ones((3, 4)), "none": [],
+             "word": "four", "tensors": [ROWS] * 4}  # fmt: skip
+    for part in seen_by_the_loss(batch, 2):
+        assert all(part[name] is batch[name] or part[name] == batch[name] for name in batch.keys() - {"x", "tensors"})
 
 
 @pytest.mark.parametrize("n", [1, 2])
