@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fnmatch
 import itertools
-import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
@@ -15,13 +13,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fds import tree
 from fds.errors import LossError
 from fds.loss import originals
+from fds.loss.attributes import Watch
 from fds.loss.behaviour import warn_of_eval_mode, warn_of_hooks
 from fds.loss.carried import Carried
 from fds.loss.compiled import is_compiled, traceable, untraced, with_memory
 from fds.loss.copies import Place, references, structural
+from fds.loss.mixed import in_float32, refuse_mixed
 
 _UNTRACED = "fds.functional runs a copy of the module; compile that: fds.functional(torch.compile(module))"
 
@@ -79,6 +78,7 @@ class Apply:
     probed: set[tuple] = attrs.field(factory=set, repr=False)  # modes in which it was seen to change no buffers
     number: int = -1  # under which the parameters of the module itself were noted
     looked: set[tuple] = attrs.field(factory=set, repr=False)  # modes in which it was seen to use none of those
+    watches: dict[tuple, Watch] = attrs.field(factory=dict, repr=False)  # what it keeps in attributes, by mode
     threaded: list[bool] = attrs.field(factory=list, repr=False)  # holds True once its buffers were passed and returned
 
     @untraced(_UNTRACED)
@@ -98,7 +98,7 @@ class Apply:
     def __deepcopy__(self, memo: dict) -> Apply:
         copied = attrs.evolve(
             self, source=structural(self.source)[0], constants=copy.deepcopy(self.constants, memo),
-            initial=copy.deepcopy(self.initial, memo), variants={}, probed=set(), looked=set(),
+            initial=copy.deepcopy(self.initial, memo), variants={}, probed=set(), looked=set(), watches={},
         )  # fmt: skip
         return memo.setdefault(id(self), copied)
 
@@ -131,29 +131,36 @@ class Apply:
             device = next((x.device for x in params.values()), None)
             buffers = {name: b.detach().to(device, copy=True) for name, b in buffers.items()}
         variant, release = self._take(now, params)
+        given, kind = (params, args, kwargs), self._kind(now, params)
+        first = kind not in self.looked and not torch.compiler.is_compiling()
+        watch = self.watches.get(kind) or self.watches.setdefault(kind, Watch())
+        call = None if watch.over else watch.begin(variant.module)
         held = references(variant.module) if now.busy is None and torch.is_grad_enabled() else None
-        given, first = (params, args, kwargs), self._first(now, params)
         try:
-            with originals.Watch(self.number, given) if first and not first[-1] else contextlib.nullcontext():
+            with (
+                originals.Watch(self.number, given) if first and not kind[-1] else contextlib.nullcontext(),
+                contextlib.nullcontext() if call is None else call.followed(),
+            ):
                 run = variant.run(params, buffers, args, kwargs)
+            if call is not None:
+                watch.end(call, run.out, trains=kind[-1])
         except BaseException as error:
             release()
             if now.low and isinstance(error, RuntimeError):
-                _refuse_mixed(error, params, buffers)
+                refuse_mixed(error, params, buffers)
             raise
         if held is None or held == references(variant.module):
             release()  # else a graph holds parts of this copy, to run them again in backward: it is left to that
         if first:
-            self._look(now, run.out, given, trains=first[-1])
-            self.looked.add(first)
+            self._look(now, run.out, given, trains=kind[-1])
+            self.looked.add(kind)
         if now.seen is not None:
             now.seen[:] = [run.out]
         return run
 
-    def _first(self, now: Mode, params: dict) -> tuple | None:
-        """Return which kind of call this is, where it is the first one: by mode, and whether there will be a graph."""
-        kind = (*_key(now), torch.is_grad_enabled() and any(x.requires_grad for x in params.values()))
-        return None if kind in self.looked or torch.compiler.is_compiling() else kind
+    def _kind(self, now: Mode, params: dict) -> tuple:
+        """Return which kind of call this is: by mode, and last whether there will be a graph."""
+        return (*_key(now), torch.is_grad_enabled() and any(x.requires_grad for x in params.values()))
 
     def _look(self, now: Mode, out: Any, given: tuple, *, trains: bool) -> None:
         """Look at the output of a first call, for what a user should know."""
@@ -212,7 +219,7 @@ class Apply:
         module, aliases = structural(self.source)  # the source is never run, so that it stays what it was
         if now.evaluating:
             module.eval()
-        _in_float32(module, now, self.prefix)
+        in_float32(module, now.float32, low=now.low, prefix=self.prefix)
         parts = dict(module.named_modules())
         split = lambda places: [(*place.rpartition(".")[::2], name) for place, name in places.items()]
         params = [(parts[path]._parameters, key, name) for path, key, name in split(self.params)]
@@ -296,9 +303,9 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
 
     `params` and `buffers` map names to detached tensors, the module's own memory (`step.init` copies them).
     Buffers that training changes (batch norm) go through `apply.with_buffers` and `fds.with_buffers`; others are
-    captured as constants. What forward keeps in attributes (an auxiliary loss) stays in a copy: return it. Training or
-    eval mode of every submodule is what it was at this call;
-    `step.evaluate` runs an eval-mode copy.
+    captured as constants. What forward keeps in attributes (an auxiliary loss) stays in a copy: return it. A state that
+    it keeps there (a running mean) is a `LossError` in the first calls: make it a buffer. Training or eval mode of
+    every submodule is what it was at this call; `step.evaluate` runs an eval-mode copy.
     """
     for path, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
@@ -359,20 +366,6 @@ def _may_change_silently(module: nn.Module, path: str) -> bool:
     return not counts and buffer is not None and buffer.is_floating_point() and buffer.dim() == 1
 
 
-def _refuse_mixed(error: RuntimeError, params: dict, buffers: dict) -> None:
-    """Raise `LossError` where float32 buffers may be why an operator of a 16-bit module was given two dtypes."""
-    wide = [name for name, b in buffers.items() if b.dtype is torch.float32]
-    if not wide or not re.search("dtype|scalar type|should be the same", str(error)):
-        return
-    low = next((str(p.dtype).removeprefix("torch.") for p in params.values() if tree.is_low(p)), "bfloat16")
-    raise LossError(
-        "an operator was given numbers of 16 and of 32 bits, and the module has float32 buffers",
-        where=", ".join(wide), got=str(error).partition("\n")[0], want=f"self.{wide[0]}.to(x.dtype) in forward",
-        hint=f"or module.{wide[0]} = module.{wide[0]}.{low}() before fds.functional(module): precision casts no "
-        "buffers, for some (rotary frequencies, counts) are wrong in 16 bits",
-    ) from error  # fmt: skip
-
-
 def _same_names(got: dict, want: Any, what: str) -> None:
     if got.keys() != want:
         missing, extra = sorted(want - got.keys()), sorted(got.keys() - want)
@@ -380,31 +373,3 @@ def _same_names(got: dict, want: Any, what: str) -> None:
             f"the {what} are not the module's", got=f"missing {missing}, unknown {extra}",
             want="the dict that fds.functional returned, with other values",
         )  # fmt: skip
-
-
-def _in_float32(module: nn.Module, now: Mode, prefix: str) -> None:
-    """Make the submodules whose own parameters match a pattern, and batch norms, compute in float32."""
-    for path, part in module.named_modules():
-        own = [f"{prefix}{path}.{n}" if path else prefix + n for n, _ in part.named_parameters(recurse=False)]
-        kept = own and all(any(fnmatch.fnmatchcase(n, p) for p in now.float32) for n in own)
-        if kept or (now.low and isinstance(part, nn.modules.batchnorm._NormBase)):
-            part.forward = _float32(part, part.forward)
-
-
-def _float32(part: nn.Module, forward: Callable) -> Callable:
-    """Return `forward` of a module with inputs and parameters cast up, and its outputs cast down again."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        low = next((x.dtype for x in tree.leaves((args, kwargs)) if tree.is_low(x)), None)
-        if low is None:
-            return forward(*args, **kwargs)
-        args, kwargs = tree.map(lambda x: x.float() if tree.is_low(x) else x, (args, kwargs))
-        held = dict(part._parameters)
-        part._parameters.update({n: p.float() for n, p in held.items() if tree.is_low(p)})  # type: ignore[arg-type]
-        try:
-            out = forward(*args, **kwargs)
-        finally:
-            part._parameters.update(held)
-        return tree.map(lambda x: x.to(low) if tree.is_float(x) else x, out)
-
-    return run
