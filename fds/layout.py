@@ -114,13 +114,18 @@ class Bucket:
     @functools.cached_property
     def _cuts(self) -> tuple[list[int], list[tuple[int, tuple[int, ...] | None]], list[int]]:
         """Return the sizes of a bucket's pieces; which are parameters, with their shapes if not 1-D; which are gaps."""
-        sizes, places, end = [], {}, 0
+        sizes, places, gaps, end = [], {}, [], 0
         for offset, i in sorted(zip(self.offsets, range(len(self.leaves)), strict=True)):
-            sizes += [offset - end, self.leaves[i].numel]
-            places[i], end = len(sizes) - 1, offset + self.leaves[i].numel
-        sizes.append(self.numel - end)
+            if offset > end:
+                gaps.append(len(sizes))
+                sizes.append(offset - end)
+            places[i], end = len(sizes), offset + self.leaves[i].numel
+            sizes.append(self.leaves[i].numel)
+        if self.numel > end:
+            gaps.append(len(sizes))
+            sizes.append(self.numel - end)
         shapes = [None if len(leaf.shape) == 1 else leaf.shape for leaf in self.leaves]
-        return sizes, [(places[i], x) for i, x in enumerate(shapes)], [i for i in range(0, len(sizes), 2) if sizes[i]]
+        return sizes, [(places[i], x) for i, x in enumerate(shapes)], gaps
 
     def slice(self, rank: int, flat: Tensor) -> Tensor:
         """Return the view (length,) of the whole bucket that `rank` owns."""

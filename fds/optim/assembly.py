@@ -185,8 +185,10 @@ def _cuts(
         kept: list[tuple[Segment, int]] = []
         end = 0
         for segment in sorted((s for s in inside if s.length), key=lambda s: s.offset):
-            sizes += [segment.offset - end, segment.length]
-            kept.append((segment, len(sizes) - 1))
+            if segment.offset > end:
+                sizes.append(segment.offset - end)
+            kept.append((segment, len(sizes)))
+            sizes.append(segment.length)
             end = segment.offset + segment.length
         sizes += [length - end, 0]
         places = dict(kept) | {s: len(sizes) - 1 for s in inside if not s.length and keep_empty}
