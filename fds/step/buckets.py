@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 
 import attrs
 import torch
@@ -27,15 +28,15 @@ class Filling:
     views: list[Tensor]
     filled: set[int] = attrs.field(factory=set)
 
-    def add(self, grads: dict[int, Tensor]) -> None:
+    def add(self, which: Sequence[int], grads: list[Tensor]) -> None:
         """Write the gradients of these parameters, or add them to what is there."""
-        dense = {j: x if x.layout is torch.strided else x.to_dense() for j, x in grads.items()}
-        first, more = [j for j in dense if j not in self.filled], [j for j in dense if j in self.filled]
-        if first:
-            torch._foreach_copy_([self.views[j] for j in first], [dense[j] for j in first])
-        if more:
-            torch._foreach_add_([self.views[j] for j in more], [dense[j] for j in more])
-        self.filled.update(first)
+        if set(map(tree.layout_of, grads)) != {torch.strided}:
+            grads = [x if x.layout is torch.strided else x.to_dense() for x in grads]
+        views, more = [self.views[j] for j in which], [j in self.filled for j in which]
+        for write, some in ((torch._foreach_copy_, [not one for one in more]), (torch._foreach_add_, more)):
+            if any(some):
+                write(list(compress(views, some)), list(compress(grads, some)))
+        self.filled.update(which)
 
 
 @attrs.frozen(eq=False)
@@ -65,12 +66,11 @@ class Bucketed:
         dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, predivide: float, order: Order | None,
     ):  # fmt: skip
         assert structure.layout is not None
-        self.places = [structure.layout.places[name] for name in structure.trained_names]
+        self.places = structure.places
         self.shard, self.pool, self.order = shard, pool, order
         self.buckets = {i: b for i, b in enumerate(structure.layout.buckets) if b.trained}
         self.given = list(leaves)  # in the order of the structure's trained names
-        named = dict(zip(structure.trained_names, leaves, strict=True))
-        self.leaves = {i: [named[leaf.name] for leaf in b.leaves] for i, b in self.buckets.items()}
+        self.leaves = {i: [leaves[k] for k in members] for i, members in structure.members.items()}
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self.dtypes = {i: dtype or held[0].dtype for i, held in self.leaves.items()}  # of the sums
         self.reduce_dtype = reduce_dtype
@@ -206,22 +206,23 @@ class Bucketed:
         """Move the gradients that have come for a bucket, or for some of its leaves, into it."""
         leaves = self.leaves[i]
         which = range(len(leaves)) if some is None else some
-        grads = {j: grad for j in which if (grad := leaves[j].grad) is not None}
-        if not grads:
+        found = list(map(tree.grad_of, leaves if some is None else [leaves[j] for j in some]))
+        come = [j for j, grad in zip(which, found, strict=True) if grad is not None]
+        if not come:
             return
         if not self.adding:
             raise backward_inside()
-        for j in grads:
+        for j in come:
             leaves[j].grad = None
         if self.reducing and self.order is None and i not in self.turn:
             raise LossError(
                 "a gradient came twice in one backward, the second time after its bucket was reduced",
-                where=self.buckets[i].leaves[min(grads)].name, got="a backward inside a backward",
+                where=self.buckets[i].leaves[min(come)].name, got="a backward inside a backward",
                 want="one gradient per microbatch", hint="torch.utils.checkpoint(..., use_reentrant=False)",
             )  # fmt: skip
-        self._open(i).add(grads)
-        self.seen[i].update(grads)
-        self.arrived[i].update(grads)
+        self._open(i).add(come, [grad for grad in found if grad is not None])
+        self.seen[i].update(come)
+        self.arrived[i].update(come)
 
     def _open(self, i: int) -> Filling:
         """Return the bucket that is being filled: new memory, its gaps zero, where there is none."""

@@ -112,6 +112,19 @@ class Structure:
         """Of every name, whether it is trained."""
         return tuple(map(set(self.trained_names).__contains__, self.names))
 
+    @functools.cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """Of every trained leaf, its bucket and which of the bucket's leaves it is; empty without buckets."""
+        return [] if self.layout is None else [self.layout.places[name] for name in self.trained_names]
+
+    @functools.cached_property
+    def members(self) -> dict[int, list[int]]:
+        """By bucket of trained leaves, which of them are in it, in its order."""
+        found: dict[int, list[int]] = {}
+        for k, (i, _) in sorted(enumerate(self.places), key=lambda one: one[1]):
+            found.setdefault(i, []).append(k)
+        return found
+
     def hold(self, leaves: Iterable[tuple[str, Tensor]], index: int) -> Any:
         """Return what a state holds, from (name, whole leaf) one after another: all, or slice `index` of each bucket.
 
