@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 
@@ -68,20 +69,20 @@ class InPlace:
 
     def used(self) -> list[bool]:
         """Say of every leaf whether a gradient has come for it."""
-        return [x.grad is not None or w is not None for x, w in zip(self.leaves, self.wide, strict=True)]
+        grads = map(tree.grad_of, self.leaves)
+        return [grad is not None or wide is not None for grad, wide in zip(grads, self.wide, strict=True)]
 
     @in_range("reduce")
     def finish(self) -> list[Tensor]:
         """Return the sums, contiguous and owned, zeros for a leaf that was not used, and let the leaves go."""
-        found = []
-        for leaf, wide in zip(self.leaves, self.wide, strict=True):
-            grad = wide if wide is not None else leaf.grad
-            if grad is None:
-                grad = torch.zeros_like(leaf, dtype=self.dtype, memory_format=torch.contiguous_format)
-            found.append(grad)
+        grads = map(tree.grad_of, self.leaves)
+        found = [grad if wide is None else wide for grad, wide in zip(grads, self.wide, strict=True)]
+        zeros = functools.partial(torch.zeros_like, dtype=self.dtype, memory_format=torch.contiguous_format)
+        for leaf in self.leaves:
             leaf.grad = None
+        sums = [zeros(x) if grad is None else grad for x, grad in zip(self.leaves, found, strict=True)]
         self.close()
-        return found
+        return sums
 
     def close(self) -> None:
         """Let go of the leaves."""
