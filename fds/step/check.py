@@ -17,13 +17,11 @@ from fds.errors import FdsError, LossError, StateError
 from fds.loss import Layers
 from fds.loss.compiled import untraced
 from fds.state import State
-from fds.step.handles import Handle
 from fds.step.structure import Slot, Structure
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ORDINARY = {Tensor, torch.nn.Parameter, Handle}
 _ANEW = "make the state with the init of this step, or carry it over: step.init(other_step.params(state))"
 
 
@@ -33,7 +31,9 @@ class Held:
 
     structure: Structure
     parts: list[Tensor]
-    opt: dict[str, list[Tensor | None]]  # by slot, one for each trained part
+    devices: list[torch.device]  # of the trained parts
+    opt: list[Tensor]  # of all slots, one after another
+
 
 def graphless(method: Callable[P, R]) -> Callable[P, R]:
     """Make a method of a step run without gradients and outside inference mode, whatever surrounds it.
@@ -86,7 +86,7 @@ def same_composition(state: State, slots: Iterable[str], opt: Mapping[str, Slot]
     parts = [("slots", state.slots, slots), ("opt", state.opt, opt)]
     parts += [(f"opt.{slot}", state.opt.get(slot, {}), want.names) for slot, want in opt.items()]
     for where, got, want in parts:
-        if got.keys() != set(want):
+        if tuple(got) != tuple(want) and got.keys() != set(want):
             raise StateError(
                 "the state is another composition's", where=where, got=", ".join(got) or "nothing",
                 want=", ".join(want) or "nothing", hint=_ANEW,
@@ -95,20 +95,19 @@ def same_composition(state: State, slots: Iterable[str], opt: Mapping[str, Slot]
 
 def without_graph(state: State, held: Held) -> State:
     """Return a state of which no tensor requires grad or was made in inference mode."""
-    opt = [x for slot in held.opt.values() for x in slot if x is not None]
-    leaves = [*held.parts, *opt, *tree.leaves(state.buffers), *tree.leaves(state.slots), state.key]
+    leaves = [*held.parts, *held.opt, *tree.leaves(state.buffers), *tree.leaves(state.slots), state.key]
     if not any(map(tree.requires_grad_of, leaves)) and not any(map(Tensor.is_inference, leaves)):
         return state
     names = ("params", "opt", "buffers", "slots", "key")
     return attrs.evolve(state, **{name: tree.map(_plain, getattr(state, name)) for name in names})
 
 
-def same_slots(state: State, opt: Mapping[str, Slot], devices: Sequence[torch.device]) -> dict[str, list]:
-    """Return the optimizer's slots, one tensor or None per trained part, `devices` being those of the parts.
+def same_slots(state: State, opt: Mapping[str, Slot], devices: Sequence[torch.device]) -> list[Tensor]:
+    """Return the tensors of the optimizer's slots, one slot after another; `devices` are those of the trained parts.
 
     Raises `StateError` where one has not the shape, the dtype or the device of its part.
     """
-    found: dict[str, list] = {}
+    found: list[Tensor] = []
     for slot, want in opt.items():
         named = state.opt[slot]
         values = list(named.values()) if tuple(named) == want.names else [named[name] for name in want.names]
@@ -117,8 +116,7 @@ def same_slots(state: State, opt: Mapping[str, Slot], devices: Sequence[torch.de
             wanted = zip(want.names, values, want.shapes, want.dtypes, at, strict=True)
             for name, x, shape, dtype, device in wanted:
                 _demand(f"opt.{slot}.{name}", x, shape, dtype, device)
-        rest = iter(values)
-        found[slot] = values if all(want.has) else [next(rest) if has else None for has in want.has]
+        found += values
     return found
 
 
@@ -170,9 +168,11 @@ def _demand(
 def intact(**held: Any) -> Iterator[None]:
     """Raise `LossError` where what runs inside writes into the tensors of these trees."""
     given = [x for one in held.values() for x in tree.leaves(one)]
-    if not set(map(type, given)) <= _ORDINARY or any(map(Tensor.is_inference, given)):
+    try:
+        versions = list(map(tree.version_of, given))
+    except (TypeError, RuntimeError):  # no tensor, or one of inference mode, which counts no versions
         given = [x for x in given if isinstance(x, Tensor) and not x.is_inference()]
-    versions = list(map(tree.version_of, given))
+        versions = list(map(tree.version_of, given))
     yield
     if list(map(tree.version_of, given)) != versions:
         changed = {id(x) for x, version in zip(given, versions, strict=True) if x._version != version}

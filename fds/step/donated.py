@@ -58,8 +58,9 @@ def writable(
         copied = [one or not is_dense for one, is_dense in zip(copied, dense, strict=True)]
         tensors = [x if is_dense else contiguous_copy(x) for x, is_dense in zip(tensors, dense, strict=True)]
         known = Memory.of(tensors, kind)
-    copied = [a or b for a, b in zip(copied, known.buffers.shared(others=known.pooled), strict=True)]
-    if any(copied):
+    shared = known.buffers.shared(others=known.pooled)
+    if any(copied) or any(shared):
+        copied = [a or b for a, b in zip(copied, shared, strict=True)]
         tensors = [contiguous_copy(x) if one else x for x, one in zip(tensors, copied, strict=True)]
         known = Memory.of(tensors, kind)
     return tensors, known

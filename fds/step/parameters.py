@@ -45,6 +45,6 @@ def open_parameters(
         live = Live(gather, structure, parts, pool, order)
         whole = live.handles(train)
     if train and live is None:
-        pairs = zip(whole, structure.is_trained, strict=True)
-        whole = [x.detach().requires_grad_() if is_trained else x for x, is_trained in pairs]
+        leaves = map(Tensor.requires_grad_, map(Tensor.detach, compress(whole, structure.is_trained)))
+        whole = [next(leaves) if is_trained else x for x, is_trained in zip(whole, structure.is_trained, strict=True)]
     return Parameters(list(compress(whole, structure.is_trained)), structure.build_whole(whole), live)

@@ -48,21 +48,21 @@ class Buffers:
         storages = list(map(Tensor.untyped_storage, flat))
         return cls(flat, storages, [s._cdata for s in storages])
 
-    def counts(self) -> list[tuple[int, int, int]]:
+    def counts(self) -> tuple[list[int], list[int], list[int]]:
         """Return how often every storage is held, by C++ and by Python, and every flat tensor."""
         by_cpp = map(torch._C._storage_Use_Count, self.handles)
-        return list(zip(by_cpp, map(sys.getrefcount, self.storages), map(sys.getrefcount, self.flat), strict=True))
+        return list(by_cpp), list(map(sys.getrefcount, self.storages)), list(map(sys.getrefcount, self.flat))
 
     def shared(self, others: int = 0) -> list[bool]:
         """Say of every tensor whether more hold its memory than the tensor, these buffers and `others` tensors."""
         counts, alone = self.counts(), (_ALONE[0] + others, *_ALONE[1:])
-        if counts.count(alone) == len(counts):
-            return [False] * len(counts)
-        return [count != alone for count in counts]
+        if all(some.count(one) == len(some) for some, one in zip(counts, alone, strict=True)):
+            return [False] * len(self.flat)
+        return [count != alone for count in zip(*counts, strict=True)]
 
 
 _SAMPLE = torch.empty(1)
-_ALONE = Buffers.of([_SAMPLE]).counts()[0]  # (3, 3, 2) in torch 2.13
+_ALONE = tuple(count for (count,) in Buffers.of([_SAMPLE]).counts())  # (3, 3, 2) in torch 2.13
 
 
 @attrs.frozen(eq=False)
@@ -70,7 +70,6 @@ class Set:
     """The buffers of one state."""
 
     kind: Hashable  # of the state
-    devices: list[torch.device]
     tensors: list[Tensor]
     buffers: Buffers
 
@@ -100,34 +99,33 @@ class Pool:
 
         Args:
             tensors: what to copy.
-            kind: equal for tensors of equal shapes and dtypes in this order.
+            kind: equal for tensors of equal shapes, dtypes and devices in this order.
         """
-        devices = [x.device for x in tensors]
         with self.lock:  # two threads that step at once get two sets
-            chosen = self._take(tensors, kind, devices)
+            chosen = self._take(tensors, kind)
             outs = list(map(Tensor.detach, chosen.tensors))
         if outs:
             torch._foreach_copy_(outs, tensors)
         return outs, chosen.buffers
 
-    def _take(self, tensors: list[Tensor], kind: Hashable, devices: list[torch.device]) -> Set:
+    def _take(self, tensors: list[Tensor], kind: Hashable) -> Set:
         """Return a set of which every buffer is free, new ones in the place of those that are not."""
         best: tuple[Set, list[bool]] | None = None
         held: list[Set] = []
         for one in self.sets:
             shared = one.buffers.shared()
-            if one.kind == kind and one.devices == devices and (best is None or sum(shared) < sum(best[1])):
+            if one.kind == kind and (best is None or sum(shared) < sum(best[1])):
                 best = one, shared
             if shared and all(shared):
                 held.append(one)
         if best is None or (tensors and all(best[1])):
             made = [_like(x) for x in tensors]
-            chosen = Set(kind, devices, made, Buffers.of(made))
+            chosen = Set(kind, made, Buffers.of(made))
         else:
             chosen, shared = best
             if any(shared):
                 made = [_like(x) if is_shared else x for x, is_shared in zip(chosen.tensors, shared, strict=True)]
-                chosen = Set(kind, devices, made, Buffers.of(made))
+                chosen = Set(kind, made, Buffers.of(made))
         self.sets = [*held, chosen]
         return chosen
 

@@ -31,7 +31,7 @@ from fds.step.handles import materialize
 from fds.step.initial import at_first, initial, traced
 from fds.step.into import into, whole_parameters
 from fds.step.order import Memory, Order
-from fds.step.pool import Pool
+from fds.step.pool import Buffers, Pool
 from fds.step.ranges import in_range, profiled
 from fds.step.reduce import Reduce
 from fds.step.seeds import guesses
@@ -169,16 +169,14 @@ class Step:
         with seeded(state, self.optimizer.schedules(), "schedule"):
             values = self.optimizer.values(state.step)
         over = self.place.donate and not state.token.readers
-        trained, opt, after, memory = self._writable(state, held, over)
-        written = memory if self.place.donate else None
-        flat = memory.buffers.flat[: len(trained)]
-        flat_opt = structure.align(memory.buffers.flat[len(trained) :])
+        trained, opt, after, memory, written = self._writable(state, held, over)
+        flat, flat_opt = memory.flat[: len(trained)], structure.align(memory.flat[len(trained) :])
         if self.place.donate:
             state.token.spent_at = int(state.calls)
             state.token.memory = None
         if over:
             # fused kernels do not: a graph that saved these must fail
-            torch.autograd.graph.increment_version(memory.buffers.flat)
+            torch.autograd.graph.increment_version(memory.flat)
         with profiled("optimizer"), seeded(state, [self.optimizer], "optimizer", *self.coordinates):
             new, new_opt = contracts.updated(self.optimizer.update(
                 [g if g.dim() == 1 else g.view(-1) for g in grads.leaves], flat_opt, flat, step=state.step,
@@ -296,8 +294,8 @@ class Step:
             self.fresh[structure] = at_first(self, state)
         for name, want in self.fresh[structure].items():
             check.same_kinds(name, getattr(state, name), want)
-        devices = [leaves[i].device for i in structure.trained]
-        return check.Held(structure, leaves, check.same_slots(state, structure.opt, devices))
+        devices = list(map(tree.device_of, structure.pick(leaves)))
+        return check.Held(structure, leaves, devices, check.same_slots(state, structure.opt, devices))
 
     def microbatches(
         self, state: State, batch: Any, n: int | None = None, *, evaluating: bool = False, part: int = 0
@@ -395,26 +393,29 @@ class Step:
 
     def _writable(
         self, state: State, held: check.Held, over: bool
-    ) -> tuple[list[Tensor], dict, dict, Given]:
+    ) -> tuple[list[Tensor], dict, dict, Buffers, Given | None]:
         """Return the memory of the new state, holding the old values: the old state's to write over, or the pool's.
 
-        That is the trained parts, `opt`, what follows an update, and the memory of all of them in this order.
+        That is the trained parts, `opt`, what follows an update, all of them in this order as flat buffers, and what is
+        known of these where the new state may be given up.
         """
         structure = held.structure
         averages = {one.slot: tree.flatten(state.slots[one.slot]) for one in self.after}
-        parts = [(state.params, structure.pick(held.parts))]
-        parts += [(state.opt, [x for slot in held.opt.values() for x in slot if x is not None])]
+        parts = [(state.params, structure.pick(held.parts)), (state.opt, list(held.opt))]  # each in two lists
         parts += [(state.slots[name], list(leaves)) for name, (leaves, _) in averages.items()]
         if over:
-            tensors, memory = writable(state, parts, structure, lists=2)
+            tensors, known = writable(state, parts, structure, lists=2)
+            buffers = known.buffers
         else:
-            tensors, buffers = self.pool.copies([x for _, some in parts for x in some], structure)
-            memory = Given.of(tensors, structure, buffers)
+            copied = [x for _, some in parts for x in some]
+            others = map(tree.device_of, copied[len(held.devices) + len(held.opt) :])
+            tensors, buffers = self.pool.copies(copied, (structure, *held.devices, *others))
+            known = Given.of(tensors, structure, buffers) if self.place.donate else None
         out = iter(tensors)
         trained = list(islice(out, len(structure.trained)))
         opt = {slot: dict(zip(want.names, out, strict=False)) for slot, want in structure.opt.items()}
         after = {name: build(islice(out, len(leaves))) for name, (leaves, build) in averages.items()}
-        return trained, opt, after, memory
+        return trained, opt, after, buffers, known
 
     def _metrics(
         self, totals: Totals, state: State, step: Tensor, rates: dict[str, Tensor], norm: Tensor | None,
