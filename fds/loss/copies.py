@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import attrs
@@ -99,6 +99,8 @@ def structural(module: nn.Module) -> tuple[nn.Module, list[Place]]:
     memo: dict[int, Any] = {id(b): b.detach().clone() for b in module.buffers()}
     for name, p in module.named_parameters():
         memo[id(p)] = Absent.of(p, name)
+    live = _strangers(module)
+    memo |= {id(x): x for x in live}
     for path, part in module.named_modules():  # what weight_norm and prune compute anew in every call, say
         for name, held in vars(part).items():
             for x in held.values() if type(held) is dict else held if type(held) in (list, tuple) else (held,):
@@ -112,7 +114,33 @@ def structural(module: nn.Module) -> tuple[nn.Module, list[Place]]:
             want="a module that copy.deepcopy takes",
             hint="one that keeps activations in other objects must let them go",
         ) from error  # fmt: skip
-    return copied, list(_rebound(copied, _Rebinding(memo, _memory(module))))
+    return copied, list(_rebound(copied, _Rebinding(memo, _memory(module)), live))
+
+
+def _strangers(module: nn.Module) -> list[nn.Module]:
+    """Return modules that a module holds in lists, tuples and dicts, as a teacher is hidden from `parameters()`.
+
+    They are no part of it, so it goes on with them as they are, and sees what others write there. One that has parts,
+    parameters or buffers in common with it is none of these.
+    """
+    own = {id(x) for x in [*module.modules(), *module.parameters(), *module.buffers()]}
+    registered = {id(x) for part in module.modules() for x in (part._modules, part._parameters, part._buffers)}
+    todo = [x for part in module.modules() for x in vars(part).values() if id(x) not in registered]
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+    while todo:
+        x = todo.pop()
+        if id(x) in seen or id(x) in own:
+            continue
+        seen.add(id(x))
+        if isinstance(x, nn.Module):
+            inside = [*x.modules(), *x.parameters(), *x.buffers()]
+            held = [y for part in x.modules() for z in vars(part).values() for y in _flat(z)]
+            if own.isdisjoint(map(id, [*inside, *held])):
+                found.append(x)
+        elif type(x) in (list, tuple, dict):
+            todo.extend(x.values() if isinstance(x, dict) else x)
+    return found
 
 
 def _memory(module: nn.Module) -> dict[int, str]:
@@ -122,12 +150,13 @@ def _memory(module: nn.Module) -> dict[int, str]:
     return {x.untyped_storage()._cdata: name for name, x in named if real(x)}
 
 
-def _rebound(module: nn.Module, rebind: _Rebinding) -> Iterator[Place]:
+def _rebound(module: nn.Module, rebind: _Rebinding, live: Sequence[nn.Module]) -> Iterator[Place]:
     """Rebind what a copy holds of its original, in place; yield where it holds parameters and buffers."""
     names: dict[int, str] = {id(x): n for n, x in [*module.named_parameters(), *module.named_buffers()]}
     parts = list(module.modules())
     registered = {id(held) for part in parts for held in (part._parameters, part._buffers, part._modules)}
     copies = {id(x) for x in rebind.memo.values()}  # nothing else may be written to, but for what is made here
+    copies -= {id(x) for x in live}
     todo: list[Any] = [vars(part) for part in parts]
     seen = {id(x) for x in parts}
     windows = rebind.windows()

@@ -306,6 +306,10 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     captured as constants. What forward keeps in attributes (an auxiliary loss) stays in a copy: return it. A state that
     it keeps there (a running mean) is a `LossError` in the first calls: make it a buffer. Training or eval mode of
     every submodule is what it was at this call; `step.evaluate` runs an eval-mode copy.
+
+    Of a module that is written to later (a teacher that is loaded anew) `params` and `buffers` have the new values, and
+    the captured constants the old ones: call `apply(params, x, buffers=buffers)`. Modules that it only holds in a list,
+    tuple or dict, and that have nothing in common with it, are used as they are, not copied.
     """
     for path, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:

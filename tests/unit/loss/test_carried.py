@@ -194,3 +194,46 @@ def test_part_of_the_buffers_in_the_state_is_enough():
     step, state, _ = trained(fds.with_buffers(loss, some), params, shows(apply))
     want = by_torch(module, state.params, {**buffers, **state.buffers}).sum()
     assert_same_bits(step.evaluate(state, X)["out"], want)
+
+
+class Student(nn.Module):
+    """Holds teachers where `parameters()` does not find them."""
+
+    def __init__(self, holder):
+        super().__init__()
+        self.inner, self.held = nn.Linear(3, 2), holder
+
+    def forward(self, x):
+        held = self.held["teacher"][0] if isinstance(self.held, dict) else self.held[0]
+        return self.inner(x) - held(x)
+
+
+@pytest.mark.parametrize(
+    "holder", [lambda t: [t], lambda t: (t,), lambda t: {"teacher": [t]}], ids=["list", "tuple", "dict"]
+)
+def test_a_module_hidden_in_a_list_is_as_its_owner_left_it(holder):
+    hidden = teacher().eval().requires_grad_(False)
+    module = Student(holder(hidden))
+    apply, params, _ = fds.functional(module)
+    step = fds.compose(fds.sgd(0.0))(lambda p, x: apply(p, x).pow(2).mean())
+    state = step.init(params)
+    for factor in (1.0, 3.0):
+        hidden.load_state_dict({name: x * factor for name, x in hidden.state_dict().items()})
+        want = module(X).pow(2).mean()
+        for got in (step(state, X)[1], step.evaluate(state, X)):
+            assert_same_bits(got["loss"], want)
+
+
+def test_a_hidden_module_that_shares_a_part_follows_the_parameters():
+    module = Student([])
+    module.held.append(nn.Sequential(module.inner, nn.Linear(2, 2)))
+    apply, params, _ = fds.functional(module)
+    zeros = {name: torch.zeros_like(p) for name, p in params.items()}
+    assert_same_bits(apply(zeros, X), -module.held[0][1].bias.expand(len(X), 2))
+
+
+def test_a_teacher_that_is_loaded_anew_is_called_with_its_buffers():
+    module = teacher().eval()
+    apply, params, buffers = fds.functional(module)
+    module.load_state_dict({name: x * 3 for name, x in module.state_dict().items()})
+    assert_same_bits(apply(params, X, buffers=buffers), module(X))
