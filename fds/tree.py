@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, dataclass_transform
@@ -30,6 +31,15 @@ _PLAIN = frozenset({*_TENSORS, int, float, bool, str, bytes, complex, type(None)
 _LEAF = pytree.tree_structure(0)
 _DECLARED: set[type] = set()  # classes that `leaf` was told of
 _LEAVES: set[type] = set(_PLAIN)  # those and others whose instances are leaves, as far as they were met
+
+
+def _renew() -> None:
+    """Let the child of a fork have the lock: the thread that held it is not in it."""
+    global _ADOPTING
+    _ADOPTING = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 def _getter(name: str) -> Callable[[Any], Any]:

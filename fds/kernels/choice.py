@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -27,6 +28,15 @@ class _Asked:
 
 _asked = _Asked()
 _changing = threading.Lock()
+
+
+def _renew() -> None:
+    """Let the child of a fork have the lock: the thread that held it is not in it."""
+    global _changing
+    _changing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 @contextlib.contextmanager

@@ -94,6 +94,8 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
     check_scalar(total, where)
     if isinstance(weight, Tensor) and weight.dim() == 0 and not weight.is_complex():
         weight = _wide(weight.detach())
+        if weight.device.type == "cpu" and total.device.type != "cpu":
+            weight = float(weight)  # to send it there would wait for what is queued there
     elif isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= _LARGEST:
         raise LossError("the weight of a Mean is not a number of rows, tokens, ...", where=where, got=_kind(weight),
                         want="a 0-d tensor, a float or an int, finite and not negative")  # fmt: skip

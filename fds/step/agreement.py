@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import itertools
@@ -20,6 +21,7 @@ from fds.errors import ComposeError
 
 _DEEPEST = 32  # levels of values inside values that are compared
 _FEW = 256  # elements of a tensor whose values are compared
+_FILLING = frozenset({"setdefault", "update", "append", "extend", "insert", "add", "pop", "clear"})
 _SHOWN = 120  # characters of a difference that are shown
 
 
@@ -120,8 +122,10 @@ def _function_parts(function: types.FunctionType) -> tuple:
             captured[name] = cell.cell_contents
         except ValueError:
             pass  # it has no value yet
-    # Dicts and lists that a function captures may be its caches, which each rank fills by itself.
-    captured = {name: x for name, x in captured.items() if not isinstance(x, dict | list | set) or _all_plain(x)}
+    # What a function writes to (a cache, a counter) each rank has filled by itself, and so may what holds other things.
+    filled, assigned = _writes(code)
+    kept = lambda x: not isinstance(x, dict | list | set) or (not filled and _all_plain(x))
+    captured = {name: x for name, x in captured.items() if name not in assigned and kept(x)}
     return _constants(code), function.__defaults__, function.__kwdefaults__, captured
 
 
@@ -129,6 +133,17 @@ def _constants(code: types.CodeType) -> tuple:
     """Return the numbers in a function and in those that are written inside it."""
     inner = (x for const in code.co_consts if isinstance(const, types.CodeType) for x in _constants(const))
     return (*(const for const in code.co_consts if isinstance(const, numbers.Number)), *inner)
+
+
+def _writes(code: types.CodeType) -> tuple[bool, set[str]]:
+    """Return whether a function writes into containers, and which captured names it assigns; inner functions too."""
+    steps = list(dis.get_instructions(code))
+    filled = any(step.opname == "STORE_SUBSCR" for step in steps) or not _FILLING.isdisjoint(code.co_names)
+    assigned = {step.argval for step in steps if step.opname == "STORE_DEREF"}
+    for inner in (const for const in code.co_consts if isinstance(const, types.CodeType)):
+        more, names = _writes(inner)
+        filled, assigned = filled or more, assigned | names
+    return filled, assigned
 
 
 def _all_plain(held: Any) -> bool:

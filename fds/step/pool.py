@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 import threading
+import weakref
 from collections.abc import Hashable, Sequence
 
 import attrs
@@ -93,6 +95,7 @@ class Pool:
 
     def __attrs_post_init__(self) -> None:
         keep_heap()
+        _POOLS.add(self)
 
     def copies(self, tensors: list[Tensor], kind: Hashable = None) -> tuple[list[Tensor], Buffers]:
         """Return contiguous copies of `tensors`, and the buffers that they are in; sets that are free are let go.
@@ -153,6 +156,18 @@ class Pool:
 
     def __reduce__(self) -> tuple:
         return (Pool, ())
+
+
+_POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def _renew() -> None:
+    """Let the child of a fork have the locks: the threads that held them are not in it."""
+    for pool in _POOLS:
+        pool.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 def _like(x: Tensor) -> Tensor:

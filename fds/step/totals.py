@@ -35,8 +35,10 @@ class Totals:
                 want=str(sorted(self.metrics)),
             )  # fmt: skip
         for name, value in outcome.metrics.items():
-            held = isinstance(value, Tensor)
-            part = value.to(loss.device, non_blocking=True) if held else torch.full((), value, device=loss.device)
+            if isinstance(value, Tensor):  # a copy to the CPU that nobody waits for would be read too early
+                part = value.to(loss.device, non_blocking=loss.device.type != "cpu")
+            else:
+                part = torch.full((), value, device=loss.device)
             part = _times(part, weight) if part.is_floating_point() else part.to(torch.int64, copy=True)
             self.metrics[name] = self.metrics[name] + part if name in self.metrics else part
         self.weight, self.count, self.weighted = self.weight + weight, self.count + 1, self.weighted or outcome.weighted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 import threading
@@ -17,6 +18,15 @@ from torch import Tensor
 from fds.errors import StorageError
 
 _admitting = threading.Lock()  # the classes that torch.load admits are the whole process's
+
+
+def _renew() -> None:
+    """Let the child of a fork have the lock: the thread that held it is not in it."""
+    global _admitting
+    _admitting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 class Inert:

@@ -8,6 +8,7 @@ import torch
 
 import fds
 from fds.errors import LossError
+from fds.loss import read
 from tests.bits import assert_same_bits, snapshot
 
 PARAMS = {"w": torch.tensor([1.0, 2.0])}
@@ -288,3 +289,10 @@ def test_the_integers_of_int64_are_metrics(number):
 def test_a_weight_that_is_no_finite_number_is_refused(weight):
     with pytest.raises(LossError, match="weight of a Mean"):
         run(lambda p, b: fds.Mean(value(p, b), weight))
+
+
+def test_a_weight_on_the_cpu_is_a_number_to_a_loss_on_another_device():
+    """As a tensor it would be sent there for every use, which waits for what is queued on a GPU."""
+    total = torch.zeros((), device="meta", requires_grad=True)
+    outcome = read(fds.Mean(total, torch.tensor(3)), where="loss", buffers={})
+    assert (outcome.weight, type(outcome.weight)) == (3.0, float)

@@ -31,6 +31,10 @@ def captured(start):
     return lambda t: start / (t + 2)
 
 
+def looked_up(table):
+    return lambda t: table.get(0)
+
+
 @fds.step.transform
 def noisy(how):
     return lambda step: fds.step.fill(step)
@@ -41,6 +45,7 @@ OTHER = {  # i -> a composition; those of 0 and 1 differ in one thing
     "rate": lambda i: fds.adamw(0.1 + i),
     "schedule": lambda i: fds.sgd(schedules.warmup_cosine(0.1, warmup_steps=1 + i, total_steps=9)),
     "captured number": lambda i: fds.sgd(captured(0.1 + i)),
+    "captured table": lambda i: fds.sgd(looked_up({0: 0.1 + i})),
     "constant": lambda i: fds.sgd((lambda t: 0.1 * t, lambda t: 0.2 * t)[i]),
     "default": lambda i: fds.sgd(lambda t, rate=0.1 + i: rate),
     "argument of a partial": lambda i: fds.sgd(functools.partial(falling, start=0.1 + i)),
@@ -108,9 +113,19 @@ def test_ranks_that_composed_the_same_are_not_refused():
         def cached(t):
             return cache.get(int(t), 0.1) and len(axis.ranks) * 0.1
 
-        for schedule in (cached, Local(0.1), functools.partial(falling, start=0.2), captured(0.3), Local(0.1).__call__):
+        memo, calls = {axis.index: 0.1}, axis.index
+
+        def memoized(t):
+            nonlocal calls
+            calls += 1
+            if int(t) not in memo:
+                memo[int(t)] = 0.1 / (1 + int(t))
+            return memo[int(t)]
+
+        for schedule in (cached, memoized, Local(0.1), functools.partial(falling, start=0.2), captured(0.3),
+                         Local(0.1).__call__):  # fmt: skip
             make(lambda i, schedule=schedule: fds.adamw(schedule)).init(PARAMS)
-        return [spelled(x) for x in (object(), torch.device("cuda", axis.index), axis, {1, 2, 3}, cached)]
+        return [spelled(x) for x in (object(), torch.device("cuda", axis.index), axis, {1, 2, 3}, cached, memoized)]
 
     first, second = fds.simulate(body, 2)
     assert first == second
