@@ -22,6 +22,9 @@ from fds.step.structure import Slot, Structure
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {torch.bool, torch.uint8, *_BITS.values()}
+_PLAIN = (Tensor, torch.nn.Parameter)
 _ANEW = "make the state with the init of this step, or carry it over: step.init(other_step.params(state))"
 
 
@@ -165,23 +168,44 @@ def _demand(
 
 
 @contextlib.contextmanager
-def intact(**held: Any) -> Iterator[None]:
-    """Raise `LossError` where what runs inside writes into the tensors of these trees."""
+def intact(looked: dict[str, list[str]], at: str, **held: Any) -> Iterator[None]:
+    """Raise `LossError` where what runs inside writes into the tensors of these trees.
+
+    What is written through `.data` leaves no version: the first time that this runs `at` a place, which `looked`
+    remembers, values are compared.
+    """
     given = [x for one in held.values() for x in tree.leaves(one)]
     try:
         versions = list(map(tree.version_of, given))
     except (TypeError, RuntimeError):  # no tensor, or one of inference mode, which counts no versions
         given = [x for x in given if isinstance(x, Tensor) and not x.is_inference()]
         versions = list(map(tree.version_of, given))
+    plain = [] if at in looked else [x for x in given if type(x) in _PLAIN and _has_values(x)]
+    values = _values(plain)
     yield
-    if list(map(tree.version_of, given)) != versions:
-        changed = {id(x) for x, version in zip(given, versions, strict=True) if x._version != version}
+    changed = {id(x) for x, old, new in zip(plain, values, _values(plain), strict=True) if old != new}
+    looked.setdefault(at, [])
+    if changed or list(map(tree.version_of, given)) != versions:
+        changed |= {id(x) for x, version in zip(given, versions, strict=True) if x._version != version}
         where = ", ".join(path for path, x in tree.paths(held).items() if id(x) in changed)
         raise LossError(
             "the loss writes over what it is given", where=where, got="an in-place operation",
             want="a loss that leaves its arguments as they are",
-            hint="look for inplace=True in the first layer and methods that end in _; what was written stays",
+            hint="look for inplace=True in the first layer, methods that end in _ and .data; what was written stays",
         )  # fmt: skip
+
+
+def _values(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return where tensors lie, and the sums of their bits."""
+    bits = [x.detach().contiguous().view(_BITS[x.itemsize]) if x.is_floating_point() else x for x in tensors]
+    sums = [x.sum(dtype=torch.int64) for x in bits]
+    on = dict.fromkeys(x.device for x in sums)
+    read = {device: iter(torch.stack([x for x in sums if x.device == device]).tolist()) for device in on}
+    return [(x.data_ptr(), next(read[x.device])) for x in tensors]
+
+
+def _has_values(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_meta and (x.is_floating_point() or x.dtype in _INTEGERS)
 
 
 def parameters(params: Any) -> None:

@@ -355,7 +355,8 @@ class Step:
 
         Raises `LossError` where the loss writes into parameters or batch.
         """
-        with check.intact(params=params, batch=batch), contextlib.ExitStack() as stack:
+        at = f"values given to {'eval_fn' if setting.mode.evaluating else 'the loss'}"
+        with check.intact(self.asked, at, params=params, batch=batch), contextlib.ExitStack() as stack:
             params = tree.map(materialize, params) if losses.is_compiled(loss) else tree.copied(params)
             params = self.seen(params, setting, stack)
             return losses.run(loss, params, batch, buffers, setting)

@@ -82,7 +82,8 @@ class Stage:
         trains = torch.is_grad_enabled() and bool(self.leaves or any(packet.wants))
         with contextlib.ExitStack() as stack:
             rows = targets if self.layers.start else (packet.leaves, targets)
-            stack.enter_context(intact(params=self.params, batch=rows))
+            at = f"values given to stage {self.layers}, {setting.mode.evaluating}"
+            stack.enter_context(intact(self.step.asked, at, params=self.params, batch=rows))
             params = tree.copied(self.params) if self.step.view else self.params
             params = self.step.seen(params, setting, stack, self.layers.start)
             calls = losses.layer_calls(self.loss, self.layers, params, current, setting)
