@@ -196,8 +196,8 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
 
 
 def _memory(x: Tensor) -> int | None:
-    """Return which storage a tensor lies in, None where it has none."""
+    """Return which storage a plain tensor lies in, None where it has none."""
     try:
-        return None if x.is_meta else x.untyped_storage()._cdata
+        return x.untyped_storage()._cdata if type(x) in (Tensor, nn.Parameter) and not x.is_meta else None
     except (NotImplementedError, RuntimeError):  # sparse, or of a transform of torch.func
         return None

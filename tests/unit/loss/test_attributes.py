@@ -1,5 +1,6 @@
 """What forward leaves in plain attributes: a state is refused, and what nobody would find is warned of."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -113,6 +114,20 @@ HARMLESS = {
 @pytest.mark.parametrize("name", HARMLESS)
 def test_caches_and_what_is_looked_at_are_as_they_were(name, evaluates):
     train(HARMLESS[name], evaluates=evaluates)  # any warning is an error here
+
+
+@pytest.mark.parametrize("harmless", [True, False])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_it_is_the_same_of_parameters_that_are_sharded(stage, harmless):
+    def run():
+        net = Net(looked_at, slopes=torch.ones(3)) if harmless else Net(ema, ema=torch.zeros(3))
+        apply, params, _ = fds.functional(net)
+        sharding = fds.shard_optimizer(fds.mesh(dp=2)["dp"], stage=stage)
+        step = fds.compose(sharding, fds.sgd(0.1))(lambda p, x: apply(p, x).pow(2).mean())
+        step(step.init(params), X)
+
+    with contextlib.nullcontext() if harmless else pytest.raises(LossError, match="keeps a state"):
+        fds.simulate(run, 2)
 
 
 def auxiliary(m, y):
