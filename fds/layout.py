@@ -25,7 +25,7 @@ SHARE, LEAST_BYTES, MOST_BYTES = 16, 2**20, 32 * 2**20
 ALIGN = 32  # elements: 64 bytes in 16 bit; at other addresses matrix products round differently on a CPU
 
 
-@attrs.frozen(cache_hash=True)
+@attrs.frozen(eq=False)  # what is known of a slice is looked up by its segments in every step: 0.5 us each if compared
 class Segment:
     """Say where one parameter lies inside a flat slice.
 

@@ -82,10 +82,9 @@ def test_calls_are_linear_in_the_number_of_parameters(name):
         assert large[event] <= small[event] + 0.1, event
 
 
-INPUTS = 2  # Python calls that torch.autograd.backward makes for each of its `inputs`
-BOUNDS = {  # beside those and what the module's own forward and backward call: calls of Python and of C a parameter
-    "pure": (0.1, 10), "donated": (0.1, 10), "stage 0": (0.1, 10), "stage 1": (2.1, 10), "stage 2": (2.1, 10),
-    "stage 3": (22.1, 26),
+BOUNDS = {  # beside what the module's own forward and backward call: calls of Python and of C a parameter
+    "pure": (0.1, 4.6), "donated": (0.1, 4.6), "stage 0": (0.1, 4.1), "stage 1": (0.1, 2.1), "stage 2": (0.1, 2.1),
+    "stage 3": (20.1, 23.6),
 }  # fmt: skip
 
 
@@ -93,14 +92,14 @@ BOUNDS = {  # beside those and what the module's own forward and backward call: 
 def test_a_parameter_costs_few_calls(name):
     got, module = per_leaf(lambda n: of_a_step(n, CASES[name]())), per_leaf(of_the_module)
     python, c = BOUNDS[name]
-    assert got["call"] <= module["call"] + INPUTS + python
+    assert got["call"] <= module["call"] + python
     assert got["c_call"] <= module["c_call"] + c
 
 
 def test_a_further_microbatch_costs_what_autograd_costs():
     marginal = lambda n: of_a_step(n, (fds.accumulate(8),)) - of_a_step(n, (fds.accumulate(4),))
     got, module = per_leaf(marginal), per_leaf(of_the_module)
-    assert got["call"] / 4 <= module["call"] + INPUTS + 0.1
+    assert got["call"] / 4 <= module["call"] + 0.1
     assert got["c_call"] / 4 <= module["c_call"] + 0.1
 
 
