@@ -85,7 +85,7 @@ class Followed(TorchDispatchMode):
 class Watch:
     """The first two calls of a module in one mode: what one leaves is what the next one finds."""
 
-    counted: set[str] | None = None  # numbers that the first call changed; None before it
+    counted: dict[str, float] | None = None  # numbers that the first call changed, and by how much; None before it
     over: bool = False
 
     def begin(self, module: nn.Module) -> Call | None:
@@ -100,7 +100,7 @@ class Watch:
             call.warn_of_losses(out)
         counted = call.counted()
         if self.counted is not None:
-            _warn_of_counts(sorted(counted & self.counted))
+            _warn_of_counts(sorted(name for name, by in counted.items() if self.counted.get(name) == by))
         self.over = self.counted is not None or not (counted or call.grown())
         self.counted = counted
 
@@ -153,9 +153,10 @@ class Call:
                 LossWarning, stacklevel=2,
             )  # fmt: skip
 
-    def counted(self) -> set[str]:
-        """Return the names of numbers that are others now."""
-        return {name for name, x in _numbers(self.module).items() if self.numbers.get(name, x) != x}
+    def counted(self) -> dict[str, float]:
+        """Return the numbers that are others now, and by how much; of floats 0, since that varies."""
+        new = {name: (self.numbers[name], x) for name, x in _numbers(self.module).items() if name in self.numbers}
+        return {name: x - old if type(x) is int else 0.0 for name, (old, x) in new.items() if x != old}
 
     def grown(self) -> bool:
         """Say whether there are tensors where none was."""

@@ -26,7 +26,8 @@ class Mean:
     sum(total) / sum(weight) over all microbatches and data ranks. A plain scalar is `Mean(loss, 1)`.
 
     In float16 the loss scale multiplies the mean, so the weight does not make gradients overflow. The total itself
-    must not overflow: sum it in float32, `token_losses.float().sum()`, or `metrics["loss"]` is infinite. Where all
+    must not overflow: sum it in float32, `token_losses.float().sum()`, or `metrics["loss"]` is infinite. Where one
+    microbatch weighs so much more than the first that float16 cannot bear it, the step is skipped. Where all
     weights together are 0, the step is skipped: everything but `state.calls` stays, `metrics["skipped"]` is true, and
     `metrics["loss"]` is the total.
     """

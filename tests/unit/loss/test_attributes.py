@@ -147,7 +147,16 @@ def test_an_auxiliary_loss_that_is_only_kept_is_warned_of(at):
 
 def test_a_number_that_every_call_changes_is_warned_of():
     def count(m, y):
-        m.calls += 1
+        m.calls, m.mean = m.calls + 1, 0.9 * m.mean + 1.0
 
-    with pytest.warns(LossWarning, match="changes numbers in every call: calls"):
-        train(Net(count, calls=0))
+    with pytest.warns(LossWarning, match="changes numbers in every call: calls, mean"):
+        train(Net(count, calls=0, mean=0.0))
+
+
+def test_sizes_of_inputs_are_no_counts():
+    def sizes(m, x):
+        m.rows = len(x)
+
+    apply, params, _ = fds.functional(Net(sizes, rows=0))
+    for rows in (2, 3, 4):
+        apply(params, X[:rows])
