@@ -134,9 +134,7 @@ def _strangers(module: nn.Module) -> list[nn.Module]:
             continue
         seen.add(id(x))
         if isinstance(x, nn.Module):
-            inside = [*x.modules(), *x.parameters(), *x.buffers()]
-            held = [y for part in x.modules() for z in vars(part).values() for y in _flat(z)]
-            if own.isdisjoint(map(id, [*inside, *held])):
+            if not _leads_to(x, own):
                 found.append(x)
         elif type(x) in (list, tuple, dict):
             todo.extend(x.values() if isinstance(x, dict) else x)
@@ -148,6 +146,20 @@ def _memory(module: nn.Module) -> dict[int, str]:
     named = [*module.named_parameters(), *module.named_buffers()]
     real = lambda x: x.layout is torch.strided and not x.is_meta and type(x) in (Tensor, nn.Parameter) and x.numel()
     return {x.untyped_storage()._cdata: name for name, x in named if real(x)}
+
+
+def _leads_to(module: nn.Module, own: set[int]) -> bool:
+    """Say whether any of these objects can be reached from a module; its functions may hold some."""
+    todo: list[Any] = [module]
+    seen: set[int] = set()
+    while todo:
+        x = todo.pop()
+        if id(x) in own:
+            return True
+        if id(x) not in seen:
+            seen.add(id(x))
+            todo.extend(vars(x).values() if isinstance(x, nn.Module) else _held_by(x))
+    return False
 
 
 def _rebound(module: nn.Module, rebind: _Rebinding, live: Sequence[nn.Module]) -> Iterator[Place]:

@@ -224,9 +224,21 @@ def test_a_module_hidden_in_a_list_is_as_its_owner_left_it(holder):
             assert_same_bits(got["loss"], want)
 
 
-def test_a_hidden_module_that_shares_a_part_follows_the_parameters():
+class Calling(nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, x):
+        return self.f(x)
+
+
+@pytest.mark.parametrize("how", ["a part", "a function", "a list"])
+def test_a_hidden_module_that_leads_to_a_part_follows_the_parameters(how):
     module = Student([])
-    module.held.append(nn.Sequential(module.inner, nn.Linear(2, 2)))
+    shared = {"a part": lambda: module.inner, "a function": lambda: Calling(lambda x: module.inner(x)),
+              "a list": lambda: Calling([module.inner].__getitem__(0).forward)}[how]()  # fmt: skip
+    module.held.append(nn.Sequential(shared, nn.Linear(2, 2)))
     apply, params, _ = fds.functional(module)
     zeros = {name: torch.zeros_like(p) for name, p in params.items()}
     assert_same_bits(apply(zeros, X), -module.held[0][1].bias.expand(len(X), 2))
