@@ -67,7 +67,7 @@ class Outcome:
     weighted: bool  # a `Mean`, not a plain scalar
     metrics: dict[str, Tensor | float | int]
     buffers: dict[str, Tensor]
-    low: bool = False  # the loss returned a total of 16 bits
+    half: bool = False  # the loss returned a total of float16
 
 
 def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool = False) -> Outcome:
@@ -102,9 +102,10 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
                         want="a 0-d tensor, a float or an int, finite and not negative")  # fmt: skip
     elif weighted:
         weight = float(weight)
-    if low := tree.is_low(total):
+    half = total.dtype is torch.float16
+    if tree.is_low(total):
         total = total.float()  # a scale of 2**16 has no float16
-    return Outcome(total, weight, weighted, {k: _metric(k, v, where) for k, v in metrics.items()}, buffers, low)
+    return Outcome(total, weight, weighted, {k: _metric(k, v, where) for k, v in metrics.items()}, buffers, half)
 
 
 def _metric(name: str, value: Any, where: str) -> Tensor | float | int:

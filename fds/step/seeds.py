@@ -13,8 +13,8 @@ microbatches are exact all the same; one that weighs 100 times the first has gra
 loss scale learns. Without a scale nothing learns it, so a step whose gradients are not finite then is skipped
 (`guesses`), as it is with one.
 
-That power of two is kept between bounds: what follows may weigh more than a first weight that is next to nothing, and
-float16 has neither a seed above 2**15 nor one below 2**-24, where the total is of float16 itself.
+Where the total itself is of float16, that power of two is at least 1 and at most 2**24: beyond, the seed would be 0 or
+infinite as its gradient. Of other totals every unit of weights gives the same bits.
 
 With a loss scale and float16 these are the seeds of other trainers, and what overflows is what does there. Where one of
 the two is missing, the number of microbatches is rounded down to a power of two, by which float32 is divided exactly;
@@ -37,8 +37,7 @@ from fds.loss import Outcome
 from fds.step.order import Order
 from fds.step.totals import Totals
 
-_LEAST, _MOST = 1.0, 2.0**24  # to divide by
-_LEAST_UNSCALED, _MOST_UNSCALED = 2.0**-10, 2.0**14  # where no scale will find what float16 can bear
+_LARGEST = 2.0**24  # by which 1 can be divided in float16
 _EXPONENT = 0x7FF0000000000000  # the bits of a float64 that say its power of two
 
 
@@ -87,9 +86,7 @@ class Seeds:
         self.divisor = self.share
         if self._has_weights(outcome):
             if outcome is not None:
-                least, most = (_LEAST_UNSCALED, _MOST_UNSCALED) if self.scale is None else (_LEAST, _MOST)
-                first = _power_near(outcome, _LEAST if outcome.low else least, most)
-                near = torch.stack([first, _number(min(_most(batch), most), outcome.total.device)])
+                near = torch.stack([_power_near(outcome), _number(_most(batch), outcome.total.device)])
             else:
                 assert self.data is not None
                 near = torch.zeros(2, dtype=torch.float64, device=self.data.device)
@@ -134,13 +131,13 @@ def guesses(totals: Totals) -> bool:
     return isinstance(totals.divisor, Tensor) or (totals.weighted and totals.divisor is not None)
 
 
-def _power_near(outcome: Outcome, least: float, most: float) -> Tensor:
-    """Return the power of two, () float64, next below the weight and within bounds; 0 for 0 and what is not finite."""
+def _power_near(outcome: Outcome) -> Tensor:
+    """Return the largest power of two, () float64, that is not above the weight; 0 for 0 and what is not finite."""
     weight, device = outcome.weight, outcome.total.device
     weight = weight if isinstance(weight, Tensor) else _number(weight, device)
     bits = weight.to(device, torch.float64).view(torch.int64) & _EXPONENT
     power = torch.where(bits == _EXPONENT, 0, bits).view(torch.float64)
-    return torch.where(power == 0, power, power.clamp(least, most))
+    return torch.where(power == 0, power, power.clamp(1.0, _LARGEST)) if outcome.half else power
 
 
 def _most(batch: Any) -> int:

@@ -204,7 +204,7 @@ def of_weights(weights, dtype, *transforms, stages=None):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["none", "loss_scale"])
 @pytest.mark.parametrize(
-    "weights", [[2.0**25], [2.0**15, 2.0**15], [1e-6], [1e-6, 1.0], [1.0, 1e-6], [1e-9, 2.0**-4, 1.0]], ids=str
+    "weights", [[2.0**25], [2.0**15, 2.0**15], [1e-6], [2.0**-4, 1.0], [1.0, 1e-6], [2.0**-9, 2.0**-4, 1.0]], ids=str
 )
 def test_weights_of_any_size_give_the_mean(weights, name, dtype):
     moves, skipped = of_weights(weights, dtype, *([fds.loss_scale(initial=2.0**8)] if name == "loss_scale" else []))
