@@ -140,6 +140,11 @@ INTENDED = (
         f"{_INTENDED}test_float16_updates_alike_at_every_stage",
     ),
     Difference(
+        "float16 at stage 0: an overflow halves the dynamic scale at once, whatever `hysteresis` says",
+        "`hysteresis` and `consecutive_hysteresis` are followed at every stage",
+        f"{_INTENDED}test_hysteresis_is_followed_at_every_stage",
+    ),
+    Difference(
         "activations are computed again by a reentrant function, which `torch.autograd.grad` refuses",
         "`fds.checkpoint_activations` works under it, and changes no bit",
         f"{_INTENDED}test_computing_activations_again_changes_no_bit_under_torch_autograd_grad",
@@ -211,8 +216,8 @@ INTENDED = (
         f"{_PEERS}test_float_messages_are_added_unrounded_to_sums_in_bfloat16",
     ),
     Difference(
-        "`contiguous_gradients` false at stages 1 and 2 on several ranks: the first update's gradients and their norm "
-        "are wrong; at stage 1 with another `grad_accum_dtype` the norm is",
+        "`contiguous_gradients` false at stages 1 and 2 on several ranks without a GPU: gradients are not added among "
+        "the ranks (they are looked for by the type `torch.cpu.FloatTensor`, which no tensor has)",
         "the key changes no number",
         f"{_INTENDED}test_gradients_that_are_not_contiguous_are_the_same_gradients",
     ),
@@ -242,7 +247,7 @@ INTENDED = (
         f"{_INTENDED}test_autocast_in_float16_clips_the_gradient_itself_at_every_stage",
     ),
     Difference(
-        "`torch_autocast` in float16: at stage 0 an update that is skipped is not counted, and the schedule goes on",
+        "`torch_autocast` in float16: an update that is skipped is not counted as one, and the schedule goes on",
         "it is counted in `state.calls`, and schedules follow `state.step`",
         f"{_INTENDED}test_autocast_in_float16_clips_the_gradient_itself_at_every_stage",
     ),
@@ -258,8 +263,7 @@ INTENDED = (
     ),
     Difference(
         "saves that cannot be made or loaded again: with `elastic_checkpoint`, of some groups at stage 3, of "
-        "parameters of no dimension where gradients are clipped, of Adagrad in bfloat16 at stage 0 or with float32 "
-        "sums",
+        "parameters of no dimension where gradients are clipped, of Adagrad in 16 bit at stage 0 or with float32 sums",
         "every save is loaded, and goes on bit for bit",
         f"{_INTENDED}test_what_deepspeed_cannot_resume_goes_on_bit_for_bit",
     ),

@@ -45,6 +45,15 @@ def test_float16_updates_alike_at_every_stage(stage):
     assert fds.simulate(moves, 2) == [[-0.125], [-0.125]]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hysteresis_is_followed_at_every_stage(stage):
+    """At stage 0 DeepSpeed halves the scale at the first overflow."""
+    data = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 3}, "optimizer": SGD,
+            "zero_optimization": {"stage": stage}}  # fmt: skip
+    told = updates(composed(data), {"w": torch.zeros(2)}, [torch.full((2, 2), torch.inf)] * 4)
+    assert [float(metrics["loss_scale"]) for _, metrics in told] == [256, 256, 256, 128]
+
+
 def layered() -> fds.Layers:
     spec = fds.LayerSpec
     return fds.Layers([spec(nn.Linear, 3, 4), nn.Tanh(), nn.Dropout(0.5), spec(nn.Linear, 4, 1)], nn.MSELoss())

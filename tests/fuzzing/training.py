@@ -125,17 +125,17 @@ def by_deepspeed(case: Case, saves: Path | None, start: Callable) -> Run:
             engine.save_checkpoint(str(saves / "deepspeed"))
     losses, lrs, norms, scales, skipped = map(list, zip(*seen, strict=True))
     scales.append(_scale(engine) if scaled else None)
-    params = {}
+    params, in_turn = {}, case.json["zero_optimization"].get("round_robin_gradients")
     for name, p in model.named_parameters():
         if p.requires_grad:
-            whole = safe_get_full_fp32_param(p)
+            whole = None if in_turn and not hasattr(p, "ds_id") else safe_get_full_fp32_param(p)  # parts of others
             params[name] = (p.detach() if whole is None else whole).double().flatten().tolist()
     engine.destroy()
     return Run(losses, lrs, norms, scales, skipped, params)
 
 
 def _scale(engine: Any) -> float | None:
-    return float(engine.optimizer.cur_scale) if hasattr(engine.optimizer, "cur_scale") else None
+    return float(engine.optimizer.loss_scale)
 
 
 def _mean(losses: Tensor) -> float:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fds
+from tests.fuzzing import repaired
 from tests.fuzzing.cases import drawn
 from tests.fuzzing.training import Run, by_deepspeed, by_fds
 
@@ -45,7 +46,7 @@ def main(out: str, *numbers: str) -> None:
             told = [tempfile.mkdtemp(prefix="fds_fuzz_")] if case.saved else [None]
         dist.broadcast_object_list(told)
         saves = None if told[0] is None else Path(told[0])
-        there = _run(lambda case=case, saves=saves: by_deepspeed(case, saves, _engine))
+        there = _run(lambda case=case, saves=saves: by_deepspeed(case, saves, repaired.engine))
         if first:
             saved = saves if not there.error else None
             here = _run(lambda case=case, saved=saved: fds.simulate(lambda: by_fds(case, saved), case.ranks)[0])
@@ -57,27 +58,12 @@ def main(out: str, *numbers: str) -> None:
         dist.barrier()
 
 
-def _engine(model: torch.nn.Module, trained: list, data: dict[str, Any]) -> Any:
-    """Return the engine of a model, without the empty update that 16 bit at stage 0 begins with."""
-    import deepspeed  # pyright: ignore[reportMissingImports]
-    from deepspeed.runtime import torch_autocast  # pyright: ignore[reportMissingImports]
-    from deepspeed.runtime.fp16.unfused_optimizer import (  # pyright: ignore[reportMissingImports]
-        FP16_UnfusedOptimizer as Unfused,
-    )
-
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # or an engine of another JSON before it would decide
-    with mock.patch.object(Unfused, "initialize_optimizer_states"):
-        return deepspeed.initialize(model=model, model_parameters=trained, config=json.loads(json.dumps(data)))[0]
-
-
 def _run(train: Any) -> Run:
     """Return what a training gave, or what it ended with."""
     try:
         return train()
     except Exception as error:
         return Run([], [], [], [], [], {}, error=f"{type(error).__name__}: {error}"[:400])
-
-
 
 
 if __name__ == "__main__":
