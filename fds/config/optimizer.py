@@ -224,7 +224,8 @@ class OptimizerConfig(Config):
         None, "its name: one of DeepSpeed's own in any case, or a class of torch.optim",
         argument("adamw", "adam", "lamb", "lion", "adagrad", "sgd", note="which of them"),
     )
-    params: dict[str, Any] = key(dict, "what it is made with; below, per type", argument("adamw", note="below"))
+    params: dict[str, Any] = key(dict, "what it is made with; below, per type", argument("adamw", note="below"),
+                                 null=True)
     legacy_fusion: bool = key(False, "an older way to flatten float16 parameters", NotApplicable(
         "parameters are flat buckets whenever they are sharded"))
 

@@ -12,6 +12,7 @@ import attrs
 from fds.config.contradiction import contradiction, refuse_disorder
 from fds.config.meaning import Elsewhere, NotApplicable, NotYet, Part
 from fds.config.record import AUTO, Config, key, within
+from fds.errors import ConfigError
 
 _TP = Part("autotp_size")
 _OBJECT = NotApplicable("ranks are those of a mesh, whose axes are passed to transforms")
@@ -91,7 +92,7 @@ class TensorParallelConfig(Config):
         TensorParallelRanksConfig, "the ranks that share a layer", old=("tensor_parallel",))
     preset_model: str | None = key(None, "architecture whose rules are built in", _TP)
     partition_config: TensorPartitionConfig | None = key(None, "rules of one's own", _TP)
-    dtype: str = key("torch.float16", "type of the sliced parameters", _INFERENCE)
+    dtype: Literal["torch.float16"] = key("torch.float16", "type of the sliced parameters", _INFERENCE)
     injection_policy_tuple: tuple[Any, ...] | None = key(None, "modules whose output is summed", _INFERENCE)
     keep_module_on_host: bool = key(False, "slice in the host's memory", _INFERENCE)
     kernel_inject: bool = key(False, "use inference kernels", _INFERENCE, old=("replace_with_kernel_inject",))
@@ -139,5 +140,8 @@ class ExpertParallelConfig(Config):
     shared_experts_gate_pattern: str | None = key(None, "attribute that weighs them", Part())
 
     def check(self) -> None:
-        """Raise `ConfigError` for more groups than there are."""
+        """Raise `ConfigError` for more groups than there are, and for a loss that 0.19.6 does not have."""
         refuse_disorder(self, "num_limited_groups", "num_expert_groups")
+        if self.load_balance_coeff not in (None, AUTO):
+            raise ConfigError("0.19.6 has no auxiliary loss", where="load_balance_coeff",
+                              got=repr(self.load_balance_coeff), want="null")

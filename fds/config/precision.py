@@ -93,10 +93,10 @@ class TorchAutocastConfig(Config):
 
     enabled: bool = key(False, "run the loss under torch.autocast", argument("autocast"))
     dtype: Literal["bfloat16", "float16", "bf16", "fp16", "half", "torch.bfloat16", "torch.float16"] | None = key(
-        None, "what operators compute in; null: bfloat16", argument("autocast", name="dtype"))
+        None, "what operators compute in; absent: bfloat16", argument("autocast", name="dtype"), null=False)
     lower_precision_safe_modules: tuple[str, ...] | None = key(
-        None, "modules whose gradients are sent in `dtype`; null: none, in 0.19.6 linear layers and convolutions",
-        NotYet("a dtype of messages per module"))
+        None, "modules whose gradients are sent in `dtype`; absent: none, in 0.19.6 linear layers and convolutions",
+        NotYet("a dtype of messages per module"), null=False)
 
 
 @attrs.frozen

@@ -42,6 +42,8 @@ class Key:
         low, high: bounds of its number; `over`: what it must exceed; `under`: what must exceed it.
         old: spelling -> what turns its value into that of this key.
         flat: the keys of this group stand beside it in the JSON, not below it.
+        null: of a key that the JSON gives as null: True, it is as if it were absent; False, null is refused although
+            an absent key is null; None, its type says whether it is taken.
     """
 
     doc: str
@@ -55,6 +57,7 @@ class Key:
     under: float | None
     old: Mapping[str, Callable[[Any], Any]]
     flat: bool
+    null: bool | None
 
     def of(self, edition: Edition) -> Any:
         """Return the default of an edition."""
@@ -74,11 +77,11 @@ def same(value: Any) -> Any:
 def key(
     default: Any, doc: str, meaning: Meaning | None = None, *, unit: str = "", documented: Any = _ABSENT,
     low: float | None = None, high: float | None = None, over: float | None = None, under: float | None = None,
-    old: Mapping[str, Callable[[Any], Any]] | tuple[str, ...] = (), flat: bool = False,
+    old: Mapping[str, Callable[[Any], Any]] | tuple[str, ...] = (), flat: bool = False, null: bool | None = None,
 ) -> Any:  # fmt: skip
     """Return the field of a key; see `Key`."""
     spellings = old if isinstance(old, Mapping) else dict.fromkeys(old, same)
-    known = Key(doc, meaning, unit, default, documented, low, high, over, under, spellings, flat)
+    known = Key(doc, meaning, unit, default, documented, low, high, over, under, spellings, flat, null)
     return attrs.field(default=_ABSENT, kw_only=True, metadata={"key": known})
 
 
@@ -142,7 +145,7 @@ class Config:
             value = getattr(self, name)
             if known.flat:
                 out.update(value.to_dict(full=full))
-            elif full or name in self.given:
+            elif name in self.given or (full and not (value is None and known.null is False)):
                 out[name] = _unstructured(value, full)
         return out
 
@@ -239,6 +242,11 @@ def _spelled(cls: type[Config], data: Mapping[str, Any]) -> dict[str, Any]:
         if name not in places:
             raise _unknown(name, [*places, *old])
         group, known = places[name]
+        if value is None and known.null is not None:
+            if not known.null:
+                raise ConfigError("a value of a wrong type", where=spelling, got="None",
+                                  want=words(keys(cls)[group][0], null=False), hint="or leave the key out")  # fmt: skip
+            continue
         if known.flat:
             out.setdefault(group, {})[name] = value
         else:

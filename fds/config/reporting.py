@@ -68,7 +68,7 @@ class TensorBoardConfig(Config):
 
     enabled: bool = key(False, "write metrics as TensorBoard events, on rank 0", NotYet("a TensorBoard monitor"))
     output_path: str | None = key(
-        "", "directory of all jobs; empty or null: one below the working directory", Part(), documented=None)
+        "", "directory of all jobs; empty: one below the working directory", Part(), documented=None, null=False)
     job_name: str = key("DeepSpeedJobName", "directory of this job, below output_path", Part())
 
 
@@ -78,7 +78,7 @@ class CsvMonitorConfig(Config):
 
     enabled: bool = key(False, "append metrics to CSV files, one a metric, on rank 0", NotYet("a CSV monitor"))
     output_path: str | None = key(
-        "", "directory of all jobs; empty or null: one below the working directory", Part(), documented=None)
+        "", "directory of all jobs; empty: one below the working directory", Part(), documented=None, null=False)
     job_name: str = key("DeepSpeedJobName", "directory of this job, below output_path", Part())
 
 

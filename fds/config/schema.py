@@ -55,6 +55,14 @@ def options(type_: Any) -> Iterator[dict[str, Any]]:
         yield {"type": _TYPES[type_]}
 
 
+def alternatives(type_: Any, about: Key) -> list[dict[str, Any]]:
+    """Return the schemas of the alternatives of a key, null among them where the JSON may give it."""
+    found = list(options(type_))
+    if about.null is None:
+        return found
+    return [one for one in found if one != {"type": "null"}] + [{"type": "null"}] * about.null
+
+
 def _record(cls: type[Config], records: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the schema of a record's JSON object, and add those of the records below it."""
     known = flat_keys(cls)
@@ -85,7 +93,7 @@ def _add(type_: Any, records: dict[str, dict[str, Any]]) -> None:
 
 
 def _key(type_: Any, about: Key) -> dict[str, Any]:
-    found = [_bounded(one, about) for one in options(type_)]
+    found = [_bounded(one, about) for one in alternatives(type_, about)]
     default = about.default() if callable(about.default) else about.default
     out = {"description": description(about), **_one_of(found if _is_group(found) else _or_auto(found))}
     return out if isinstance(default, Config) else out | {"default": plain(default)}
@@ -153,7 +161,8 @@ def _add_types(
         records.setdefault(parameters.__name__, _record(parameters, records))
         any_case = of_optimizer and kind == kind.lower()  # a class of torch.optim has its name in one case only
         pattern = "".join(f"[{c.upper()}{c.lower()}]" if any_case and c.isalpha() else c for c in kind)
-        then: dict[str, Any] = {"properties": {"params": {"$ref": f"#/$defs/{parameters.__name__}"}}}
+        of_kind: dict[str, Any] = {"$ref": f"#/$defs/{parameters.__name__}"}
+        then: dict[str, Any] = {"properties": {"params": _one_of([of_kind, *[{"type": "null"}] * of_optimizer])}}
         if kind in required:
             then["required"] = ["params"]
             then["properties"]["params"] |= {"required": list(required[kind])}

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 from fds.config import optimizer, scheduler
 from fds.config.decisions import CONTRADICTIONS, INTENDED
 from fds.config.record import Config, Key, keys, record_of, same
-from fds.config.schema import options, plain
+from fds.config.schema import alternatives, plain
 from fds.config.training import TrainingConfig
 
 _INTRODUCTION = """\
@@ -133,7 +133,7 @@ def _row(path: str, type_: Any, known: Key) -> tuple[str, ...]:
 def _type(type_: Any, known: Key) -> str:
     bounds = ((known.low, "≥"), (known.over, ">"), (known.high, "≤"), (known.under, "<"))
     told = [f"{sign} {bound:g}" for bound, sign in bounds if bound is not None]
-    return ", ".join([_words(list(options(type_))), *told])
+    return ", ".join([_words(alternatives(type_, known)), *told])
 
 
 def _words(found: list[dict[str, Any]]) -> str:

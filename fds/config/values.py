@@ -25,10 +25,10 @@ def is_union(type_: Any) -> bool:
     return typing.get_origin(type_) in (types.UnionType, typing.Union)
 
 
-def words(type_: Any) -> str:
-    """Return a type as people say it."""
+def words(type_: Any, *, null: bool = True) -> str:
+    """Return a type as people say it, without null where that is not taken."""
     if is_union(type_):
-        return " or ".join(words(one) for one in typing.get_args(type_))
+        return " or ".join(words(one) for one in typing.get_args(type_) if null or one is not types.NoneType)
     if typing.get_origin(type_) is Literal:
         return " or ".join(map(repr, typing.get_args(type_)))
     if typing.get_origin(type_) is tuple:

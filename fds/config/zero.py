@@ -33,22 +33,23 @@ def _to_cpu(on: Any) -> dict[str, str] | None:
 class LeafModuleConfig(Config):
     """Modules of which stage 3 gathers all parameters at once."""
 
-    classes: tuple[str, ...] = key(
+    classes: tuple[str, ...] | str = key(
         ("transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
          "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
          "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"), "their classes", _NO_HOOKS)
-    names: tuple[str, ...] = key((), "their names", _NO_HOOKS)
-    name_suffixes: tuple[str, ...] = key((), "ends of their names", _NO_HOOKS)
+    names: tuple[str, ...] | str = key((), "their names", _NO_HOOKS)
+    name_suffixes: tuple[str, ...] | str = key((), "ends of their names", _NO_HOOKS)
 
 
 @attrs.frozen
 class ZenFlowConfig(Config):
     """Updates of offloaded parameters by importance."""
 
-    topk_ratio: float = key(0.1, "share of gradients that are important", _ZENFLOW, over=0, high=1)
+    topk_ratio: float = key(0.1, "share of gradients that are important", _ZENFLOW, over=0, under=1)
     select_strategy: Literal["auto", "step", "epoch"] = key("auto", "what counts time", _ZENFLOW)
-    select_interval: int | str = key("auto", "time between choices", _ZENFLOW)
-    update_interval: int | str = key("auto", "updates between those of the unimportant", _ZENFLOW)
+    select_interval: int | Literal["auto"] = key("auto", "time between choices", _ZENFLOW)
+    update_interval: int | Literal["auto"] = key(
+        "auto", "updates between those of the unimportant", _ZENFLOW, low=1)
     overlap_step: bool = key(False, "update while the GPU goes on", _ZENFLOW)
     offload: bool = key(False, "keep the important ones' state elsewhere too", _ZENFLOW)
     auto_ratio: float = key(0.99, "share of the gradient's norm that chooses for auto", _ZENFLOW, low=0, high=1)
@@ -169,7 +170,7 @@ class ZeroConfig(Config):
     enable_sanity_checks: bool = key(False, "check the engine's own state", NotApplicable("a step has no hidden state"))
     save_muon_momentum_buffer_in_memory: bool = key(False, "keep Muon's momentum under nvme", NotApplicable(
         "nothing is on a disk"))
-    leaf_module: LeafModuleConfig = key(LeafModuleConfig, "modules gathered as one", None)
+    leaf_module: LeafModuleConfig = key(LeafModuleConfig, "modules gathered as one", None, null=True)
 
     def check(self) -> None:
         """Raise `ConfigError` for offloading at a stage that has nothing to offload."""

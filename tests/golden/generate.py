@@ -21,6 +21,7 @@ deepspeed_checkpoints.tar.xz: whole checkpoints; deepspeed_checkpoints.py says w
 bert_layer.json: what Hugging Face's BertLayer computes; bert_layer.py says of what.
 config_defaults.json, config_batches.json: what is taken where a key of the JSON is absent, and what the batch numbers
 become; config_defaults.py says how they are read.
+config_values.json: which values of keys are taken; config_values.py says of which.
 config_losses.json: the losses of small trainings by a JSON; config_losses.py says of which.
 float16_scales.json: the loss scale of every step of small trainings in float16; float16_scales.py says of which.
 partitions.json, per case: `spread` is what 0.19.6 returns; `bottleneck` what the versions before 0.12.5 did, which
@@ -59,9 +60,10 @@ LETTERS = {
 
 def main(before: str | None = None) -> None:
     """Write every file; `before` is runtime/utils.py of a version before 0.12.5, if there is one."""
-    import bert_layer  # beside this file, as the next four
+    import bert_layer  # beside this file, as the next five
     import config_defaults
     import config_losses
+    import config_values
     import deepspeed_checkpoints
     import float16_scales
 
@@ -78,6 +80,7 @@ def main(before: str | None = None) -> None:
     deepspeed_checkpoints.main()
     bert_layer.main()
     config_defaults.main()
+    config_values.main()
     config_losses.main()
     float16_scales.main()
 
