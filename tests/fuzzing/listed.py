@@ -48,6 +48,14 @@ def ruined(case: Case, run: Run) -> list[int]:
     return [step for step in case.loud if not finite[step]]
 
 
+def unchecked(case: Case, run: Run) -> bool:
+    return case.json.get("bf16", {}).get("check_grad_overflow") is False
+
+
+def norms_of_1(case: Case, run: Run) -> list[int]:
+    return [step for step in case.loud if abs(run.norms[step] or 0.0) == 1]
+
+
 def where(holds: Callable[[Case, Run], bool], steps: Callable[[Case, Run], Iterable[int]] = every) -> Callable:
     """Return the steps of a case for which this holds, and none of others."""
     return lambda case, run: steps(case, run) if holds(case, run) else ()
@@ -68,7 +76,8 @@ def failed(holds: Callable[[Case, Run], bool]) -> Callable:
 
 UPDATES = frozenset(("losses", "norms", "params", "import"))
 SKIPS = frozenset(("skipped", "lrs"))
-NORMS, SCALES, ERROR = frozenset(("norms",)), frozenset(("scales",)), frozenset(("error",))
+NORMS, SCALES = frozenset(("norms",)), frozenset(("scales",))
+PARAMS, ERROR = frozenset(("params",)), frozenset(("error",))
 
 LISTED: tuple[Listed, ...] = (
     Listed("float16 at stage 0: an overflow halves the dynamic scale",
@@ -89,9 +98,9 @@ LISTED: tuple[Listed, ...] = (
                   and (stage(case) == 0 or of_a_microbatch(case)) and bool(case.saved)
                   and run.error.startswith("KeyError")), ERROR),
     Listed("`bf16.check_grad_overflow` false",
-           where(lambda case, run: case.json.get("bf16", {}).get("check_grad_overflow") is False,
-                 lambda case, run: [step for step in case.loud if abs(run.norms[step] or 0.0) == 1]), NORMS,
-           lasting=False),
+           where(unchecked, norms_of_1), NORMS, lasting=False),
+    Listed("`bf16.check_grad_overflow` false",  # a gradient of zero, clipped by NaN, is none
+           where(lambda case, run: unchecked(case, run) and clips(case) and case.unused, norms_of_1), PARAMS),
     Listed("`torch_autocast` in float16: at stages 1 to 3",
            where(lambda case, run: in_autocast_float16(case) and stage(case) > 0), NORMS),
     Listed("`torch_autocast` in float16: at stages 1 to 3",
