@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+import attrs
+
 from tests.fuzzing.cases import drawn
 from tests.fuzzing.comparing import differences
 from tests.fuzzing.listed import LISTED
@@ -28,19 +30,38 @@ MANY = 25  # cases of one start of the ranks
 def main() -> int:
     options = _parse()
     numbers = [options.case] if options.case is not None else range(options.first, options.first + options.cases)
-    found, met = 0, collections.Counter()
+    found, unsteady, met = 0, 0, collections.Counter()
     for number, here, there in runs(numbers):
         case = drawn(number)
         apart = list(differences(case, here, there, LISTED))
-        met.update(one.name for one in LISTED if one.when(case, there))
+        met.update({one.name for one in LISTED if any(True for _ in one.strikes(case, there))})
+        if apart and _deepspeed_alone_moves(number, here, there):
+            unsteady += 1
+            print(f"case {number}: DeepSpeed's numbers are others when it runs again, and those are fds's", flush=True)
+            continue
         found += bool(apart)
         if apart:
             print(f"case {number}, {case.ranks} ranks: {json.dumps(case.json)}", *apart, sep="\n    ", flush=True)
         if options.case is not None:
             print(case, here, there, sep="\n")
     print(*(f"{count:5d} met: {name}" for name, count in met.most_common()), sep="\n")
-    print(f"{len(numbers)} cases, {found} with a difference that is not listed")
+    print(f"{len(numbers)} cases, {found} with an unlisted difference, {unsteady} that DeepSpeed did not repeat")
     return bool(found)
+
+
+def _deepspeed_alone_moves(number: int, here: Run, there: Run) -> bool:
+    """Say whether a case, run again, has the same bits in fds, others in DeepSpeed, and no difference between them.
+
+    On a busy machine DeepSpeed's stage 3 now and then has another loss in a single step: in 2 of 500 cases.
+    """
+    for _, ours, others in runs([number]):
+        return (_text(ours) == _text(here) and _text(others) != _text(there)
+                and not any(differences(drawn(number), ours, others, LISTED)))  # fmt: skip
+    return False
+
+
+def _text(run: Run) -> str:
+    return json.dumps(attrs.asdict(run))  # in which NaN is NaN
 
 
 def runs(numbers: Iterable[int]) -> Iterable[tuple[int, Run, Run]]:

@@ -84,7 +84,7 @@ LISTED: tuple[Listed, ...] = (
            where(lambda case, run: kind(case) == "fp16" and stage(case) == 0 and not case.json["fp16"].get("loss_scale")
                  and case.json["fp16"].get("hysteresis", 2) > 1, skips), UPDATES | SKIPS | SCALES),
     Listed("float16: on the update where the dynamic scale doubles",
-           where(lambda case, run: kind(case) == "fp16", doublings), UPDATES),
+           where(lambda case, run: kind(case) == "fp16", doublings), UPDATES | SKIPS | SCALES),
     Listed("`gradient_predivide_factor` at stage 3",
            where(lambda case, run: stage(case) == 3 and case.json.get("gradient_predivide_factor") == case.ranks > 1),
            UPDATES),
