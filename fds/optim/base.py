@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.errors import ScheduleError
+from fds.errors import OptimizerError, ScheduleError
 from fds.layout import Segment
 
 __all__ = ["Optimizer", "Schedule", "Segment", "Values", "at", "single_group"]
@@ -51,6 +52,28 @@ def _refused(name: str, schedule: Callable, got: str, t: Tensor) -> ScheduleErro
         hint=f"t is a () float64 tensor on {t.device.type!r}, the number of updates before this one: choose between "
         "values with torch.where(t < 10, ...); int(t) makes a list's index of it, and on a GPU waits for it",
     )  # fmt: skip
+
+
+_PASSED = ("step", "lr", "grad_scale", "skip", "segments", "axes")  # to `update`, as keywords
+
+
+def _demand_takes(name: str, function: Any, first: Sequence[str], keywords: Sequence[str]) -> None:
+    """Raise `OptimizerError` for a function that cannot be called with these arguments."""
+    want = f"{name}({', '.join([*first, '*', *keywords])})"
+    if not callable(function):
+        raise OptimizerError(f"the {name} of an optimizer is not a function", where=name, got=repr(function)[:80],
+                             want=want)  # fmt: skip
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function that is not written in Python
+        return
+    try:
+        signature.bind(*first, **dict.fromkeys(keywords))
+    except TypeError as error:
+        raise OptimizerError(
+            f"the {name} of an optimizer does not take what a step passes", where=name, got=f"{name}{signature}"[:200],
+            want=want, hint=str(error),
+        ) from None  # fmt: skip
 
 
 @attrs.frozen(eq=False)
@@ -114,6 +137,8 @@ class Optimizer:
         runs: device -> what updates float32 parameters there, in words: "adamw: triton".
         draws: False where `update` draws no random numbers; else torch's default generators are seeded for it from
             the key of the state, alike where ranks update the same and differently where they have other slices.
+
+    Raises `OptimizerError` for an `init` or `update` that does not take what a step passes.
     """
 
     init: Callable[..., dict[str, list[Tensor | None]]]
@@ -127,6 +152,11 @@ class Optimizer:
     hyper: Mapping[str, Schedule] = attrs.field(factory=dict)
     members: Mapping[str, Optimizer] = attrs.field(factory=dict)
     draws: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        values = ("values",) if self.hyper or self.members else ()
+        _demand_takes("init", self.init, ("segments",), ("params",))
+        _demand_takes("update", self.update, ("grads", "opt", "params"), (*_PASSED, *values))
 
     def needs_whole(self, name: str) -> bool:
         """Say whether a slice must hold all or nothing of the parameter of this name."""

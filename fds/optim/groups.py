@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fds.errors import OptimizerError, did_you_mean
 from fds.optim.base import Optimizer, Segment, Values
+from fds.optim.returned import first_slots, updated
 from fds.tree import named
 
 
@@ -80,7 +81,7 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         for member, slices in zip(members, slices_of(segments), strict=True):
             if not slices:
                 continue
-            part = member.init(_pick(segments, slices), params=_pick(params, slices))
+            part = first_slots(member, _pick(segments, slices), _pick(params, slices))
             for slot, tensors in part.items():
                 merged = opt.setdefault(slot, [None] * len(params))
                 for index, tensor in zip(slices, tensors, strict=True):
@@ -97,10 +98,12 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         for member, slices, now in zip(members, slices_of(segments), known, strict=True):
             part = {slot: _pick(tensors, slices) for slot, tensors in opt.items()}
             part = {slot: tensors for slot, tensors in part.items() if any(x is not None for x in tensors)}
-            moved, slots = member.update(
-                _pick(grads, slices), part, _pick(params, slices), step=step, segments=_pick(segments, slices),
-                out=None if out is None else _pick(out, slices), **member.given(now), **rest,
+            given = {slot: list(tensors) for slot, tensors in part.items()}
+            found = member.update(
+                _pick(grads, slices), given, _pick(params, slices), step=step, segments=_pick(segments, slices),
+                **(rest if out is None else {"out": _pick(out, slices), **rest}), **member.given(now),
             )  # fmt: skip
+            moved, slots = updated(member, found, _pick(params, slices), part)
             _put(new, slices, moved)
             for slot, tensors in slots.items():
                 _put(after.setdefault(slot, [None] * len(params)), slices, tensors)

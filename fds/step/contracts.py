@@ -53,13 +53,6 @@ def gradients(found: Any, known: Gradients, one: Any) -> Gradients:
     return attrs.evolve(found, segments=known.segments, axes=known.axes, norm_of=known.norm_of)
 
 
-def updated(found: Any, params: list[Tensor], optimizer: Any) -> tuple[list[Tensor], dict[str, list]]:
-    """Return what an optimizer returned. Raises `ComposeError` for anything but parameters alike and a dict."""
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-        raise _broken("optimizer", optimizer, _kind(found), "(params, opt), lists as `update` was given them")
-    return (params if found[0] is params else _alike("optimizer", optimizer, found[0], params)), found[1]
-
-
 def remembered(found: Any, given: Any, one: Any) -> Any:
     """Return what a filler of `after` returned. Raises `ComposeError` for a slot of another structure."""
     if found is given:

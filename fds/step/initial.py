@@ -13,6 +13,7 @@ from torch import Tensor
 from fds import loss as losses, random, tree
 from fds.collectives import Axis
 from fds.errors import FdsError, StateError
+from fds.optim.returned import first_slots
 from fds.state import State
 from fds.step import check
 from fds.step.agreement import same_composition
@@ -72,7 +73,7 @@ def beginning(
     data = None if alone or shard is None else shard.data
     flat, key, slots = [x.view(-1) for x in structure.pick(parts)], random.key(key), {}
     with random.seeded(key, "optimizer", *step.coordinates):
-        opt = step.optimizer.init(structure.segments, params=flat)
+        opt = first_slots(step.optimizer, structure.segments, flat)
     for name, make in step.slots.items():
         with random.seeded(key, "slots", name, *step.coordinates):
             slots[name] = make(held, device)

@@ -15,6 +15,7 @@ from fds import tree
 from fds.errors import StateError
 from fds.layout import Layout, Leaf, Segment, Sharded
 from fds.optim import Optimizer
+from fds.optim.returned import first_slots
 from fds.step.handles import Window
 from fds.step.shard import Shard
 
@@ -101,7 +102,7 @@ class Structure:
         """Return the same, knowing which slots the optimizer keeps."""
         params = [torch.empty(n, dtype=dtype, device="meta") for n, dtype in flat]
         places = [(self.held[i], self.shapes[i]) for i in self.trained]
-        for slot, parts in optimizer.init(self.segments, params=params).items():
+        for slot, parts in first_slots(optimizer, self.segments, params).items():
             has = tuple(x is not None for x in parts)
             names, shapes = zip(*compress(places, has), strict=True) if any(has) else ((), ())
             self.opt[slot] = Slot(names, shapes, tuple(x.dtype for x in parts if x is not None), has)
