@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fds.step.program import Step
 
 P = ParamSpec("P")
+_REWRITING = "a function that returns the step it is given, filled: lambda step: fds.step.fill(step, station=filler)"
 _MANY = 8  # words of a transform are written out, more are counted
 
 
@@ -229,7 +230,12 @@ def compose(*transforms: Any) -> Composition:
 
 def _apply(part: Transform, step: Step) -> Step:
     """Apply a transform, which may stand only once unless each use remembers something under a name of its own."""
+    if not contracts.takes(1)(part.apply):
+        raise ComposeError("a transform is made of a function of a step", where=part.text, got=repr(part.apply)[:80],
+                           want=_REWRITING)  # fmt: skip
     new = part.apply(step)
+    if not isinstance(new, type(step)):
+        raise ComposeError("a transform did not return a step", where=part.text, got=repr(new)[:80], want=_REWRITING)
     earlier = [i for i, t in enumerate(step.composition[: step.position]) if t.name == part.name]
     if earlier and new.slots.keys() == step.slots.keys():
         raise _refuse(step, f"the name {part.name!r}", earlier[0], "write it once, with all its arguments",

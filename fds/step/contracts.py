@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,22 +16,40 @@ from fds.errors import ComposeError
 from fds.optim import Optimizer
 from fds.step.gradients import Gradients, Measure
 
+
+def takes(number: int) -> Callable[[Any], bool]:
+    """Return what says whether something can be called with so many arguments."""
+
+    def good(x: Any) -> bool:
+        if not callable(x):
+            return False
+        try:
+            inspect.signature(x).bind(*range(number))
+        except TypeError:
+            return False
+        except ValueError:  # a function that is not written in Python: nothing tells
+            return True
+        return True
+
+    return good
+
+
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "batch": (callable, "a function batch -> batch"),
-    "split": (callable, "a function batch -> list of microbatches"),
+    "batch": (takes(1), "a function batch -> batch"),
+    "split": (takes(1), "a function batch -> list of microbatches"),
     "frozen": (lambda x: isinstance(x, str), "a pattern of parameter names"),
-    "view": (callable, "a function params -> params"),
-    "context": (callable, "a function device -> context manager"),
-    "kernels": (callable, "a function () -> context manager"),
-    "layer": (callable, "a function: list of calls -> list of calls"),
+    "view": (takes(1), "a function params -> params"),
+    "context": (takes(1), "a function device -> context manager"),
+    "kernels": (takes(0), "a function () -> context manager"),
+    "layer": (takes(1), "a function: list of calls -> list of calls"),
     "scale": (lambda x: _has(x, "scale", "metrics"), "an object with scale(slots, device) and metrics(slots, device)"),
     "measure": (lambda x: isinstance(x, Measure), "fds.step.Measure(norm=True)"),
-    "condition": (callable, "a function Gradients -> Gradients"),
+    "condition": (takes(1), "a function Gradients -> Gradients"),
     "optimizer": (lambda x: isinstance(x, Optimizer), "an fds.Optimizer"),
-    "commit": (callable, "a function (slots, skip) -> slots"),
-    "after": (lambda x: callable(x) and isinstance(getattr(x, "slot", None), str),
+    "commit": (takes(2), "a function (slots, skip) -> slots"),
+    "after": (lambda x: takes(3)(x) and isinstance(getattr(x, "slot", None), str),
               "a function (slot, params, skip) -> slot whose attribute `slot` is the slot's name"),
-    "slots": (lambda x: isinstance(x, dict) and all(map(callable, x.values())),
+    "slots": (lambda x: isinstance(x, dict) and all(map(takes(2), x.values())),
               "a dict: name -> function (params, device) -> slot"),
 }  # fmt: skip
 
@@ -39,8 +58,41 @@ def form(station: str, value: Any) -> None:
     """Raise `ComposeError` for what cannot fill a station."""
     good, want = FORMS.get(station, (lambda x: True, ""))
     if not good(value):
-        raise ComposeError("this cannot fill the station", where=f"station {station!r}", got=repr(value)[:80],
+        raise ComposeError("this cannot fill the station", where=f"station {station!r}", got=_written(value)[:120],
                            want=want)  # fmt: skip
+
+
+def batch(found: Any, given: Any, one: Any) -> Any:
+    """Return what a batch map returned. Raises `ComposeError` for nothing, unless it was given nothing."""
+    if found is None and given is not None:
+        raise _broken("batch", one, "None", "the batch")
+    return found
+
+
+def viewed(found: Any, view: Any) -> Any:
+    """Return what a view returned. Raises `ComposeError` for anything but a tree of tensors."""
+    leaves = tree.leaves(found)
+    if not all(issubclass(kind, Tensor) for kind in set(map(type, leaves))):
+        other = next((name, x) for name, x in tree.paths(found).items() if not isinstance(x, Tensor))
+        raise _broken("view", view, ": ".join(filter(None, (other[0], _kind(other[1])))), "a tree of tensors")
+    return found
+
+
+def first_slot(found: Any, name: str, make: Any) -> Any:
+    """Return a slot as a filler made it. Raises `ComposeError` for anything but a tree of tensors."""
+    for path, x in tree.paths(found).items():
+        if not isinstance(x, Tensor):
+            at = ".".join(filter(None, (name, path)))
+            raise _broken("slots", make, f"{at}: {_kind(x)}", "a tree of tensors, which a state can hold")
+    return found
+
+
+def reported(scale: Any, slots: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """Return what a scale, where there is one, reports. Raises `ComposeError` for anything but a dict of tensors."""
+    found = {} if scale is None else scale.metrics(slots, device)
+    if not (isinstance(found, dict) and all(isinstance(x, Tensor) for x in found.values())):
+        raise _broken("scale", scale, _kind(found), "metrics(slots, device): a dict of 0-d tensors")
+    return found
 
 
 def gradients(found: Any, known: Gradients, one: Any) -> Gradients:
@@ -71,10 +123,10 @@ def microbatches(found: Any, split: Any) -> list[Any]:
     return list(found)
 
 
-def context(found: Any, make: Any) -> AbstractContextManager:
+def context(found: Any, make: Any, station: str = "context") -> AbstractContextManager:
     """Return the context that a filler made. Raises `ComposeError` where it is none."""
     if not _has(type(found), "__enter__", "__exit__"):
-        raise _broken("context", make, _kind(found), "a context manager")
+        raise _broken(station, make, _kind(found), "a context manager")
     return found
 
 
@@ -105,6 +157,13 @@ def _broken(station: str, one: Any, got: str, want: str) -> ComposeError:
     called = getattr(one, "__name__", None) or (type(one).__name__ if text.startswith("<") else text[:60])
     return ComposeError("what fills a station did not return what it must", where=f"station {station!r}, {called}",
                         got=got[:200], want=want[:200])  # fmt: skip
+
+
+def _written(x: Any) -> str:
+    """Return a filler as text; of a function its name and arguments, whatever its address is."""
+    if not inspect.isfunction(x):
+        return repr(x)
+    return f"{x.__name__}{inspect.signature(x)}"
 
 
 def _shapes(found: Any) -> str:

@@ -15,7 +15,7 @@ from fds.collectives import Axis
 from fds.errors import FdsError, StateError
 from fds.optim.returned import first_slots
 from fds.state import State
-from fds.step import check
+from fds.step import check, contracts
 from fds.step.agreement import same_composition
 from fds.step.structure import check_finite, check_own, contiguous_copy
 
@@ -76,7 +76,7 @@ def beginning(
         opt = first_slots(step.optimizer, structure.segments, flat)
     for name, make in step.slots.items():
         with random.seeded(key, "slots", name, *step.coordinates):
-            slots[name] = make(held, device)
+            slots[name] = contracts.first_slot(make(held, device), name, make)
     buffers = {
         name: _of_rank_0(contiguous_copy(b.to(device)), data)
         for name, b in losses.initial_buffers(step.loss).items() if step.grads.holds(name)
@@ -110,7 +110,8 @@ def at_first(step: Any, state: State) -> dict[str, dict[str, Any]]:
     buffers = losses.initial_buffers(step.loss)  # builds what is not built yet, so not on meta
     with torch.device("meta"), random.seeded(state.key, "slots"):
         shapes = tree.map(lambda x: x.to("meta"), state.params)
-        slots = {name: make(shapes, torch.device("meta")) for name, make in step.slots.items()}
+        slots = {name: contracts.first_slot(make(shapes, torch.device("meta")), name, make)
+                 for name, make in step.slots.items()}  # fmt: skip
         return {"slots": slots, "buffers": {n: b.to("meta") for n, b in buffers.items() if step.grads.holds(n)}}
 
 

@@ -315,7 +315,7 @@ class Step:
             batch = tree.copied(batch)  # whose containers a map may fill
         for i, one in enumerate(self.batch):
             with seeded(state, [one], "batch", i, rows, part, evaluating=evaluating):
-                batch = one(batch)
+                batch = contracts.batch(one(batch), batch, one)
         with seeded(state, [split], "split", rows, part, evaluating=evaluating):
             return contracts.microbatches(split(batch), split)
 
@@ -366,7 +366,7 @@ class Step:
         """Return parameters through the views, and enter the contexts on `stack`; `first` is the first layer."""
         for i, one in enumerate(self.view):
             setting.seed(one, "view", i, first)
-            params = one(params)
+            params = contracts.viewed(one(params), one)
         for i, make in enumerate(self.context):
             setting.seed(make, "context", i, first)
             stack.enter_context(contracts.context(make(setting.devices[0]), make))
@@ -428,4 +428,4 @@ class Step:
             metrics["grad_norm"] = norm
         if skip is not None:
             metrics["skipped"] = skip
-        return metrics if self.scale is None else {**metrics, **self.scale.metrics(state.slots, step.device)}
+        return metrics | contracts.reported(self.scale, state.slots, step.device)

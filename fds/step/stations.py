@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
+from fds.step import contracts
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -28,7 +29,9 @@ class Kernels(Protocol):
 
 def chosen_kernels(step: Any) -> contextlib.AbstractContextManager:
     """Return the scope of a step's kernels, which does nothing where no transform chooses."""
-    return contextlib.nullcontext() if step.kernels is None else step.kernels()
+    if step.kernels is None:
+        return contextlib.nullcontext()
+    return contracts.context(step.kernels(), step.kernels, "kernels")
 
 
 def with_chosen_kernels(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

@@ -6,7 +6,7 @@ import torch
 import fds
 from fds import tree
 from fds.errors import ComposeError
-from fds.step import Gradients, Measure, fill
+from fds.step import Gradients, Measure, fill, transform
 from tests.bits import assert_same_bits
 from tests.unit.step.problem import BATCH, loss_fn, make_params
 
@@ -30,11 +30,17 @@ class Noted:
 
 
 class Scale:
+    def __init__(self, scale, metrics):
+        self.returns = scale, metrics
+
     def scale(self, slots, device):
-        return 2.0
+        return self.returns[0]
 
     def metrics(self, slots, device):
-        return {}
+        return self.returns[1]
+
+
+ONE = torch.ones((), dtype=torch.float64)
 
 
 NOTED = {"noted": lambda params, device: torch.zeros(2)}
@@ -50,7 +56,12 @@ BROKEN = {
     "context: a dtype": ({"context": lambda device: torch.float16}, "context", "context manager"),
     "layer: nothing": ({"layer": lambda calls: None}, "layer", "list"),
     "layer: none": ({"layer": lambda calls: []}, "layer", "list"),
-    "scale: a float": ({"scale": Scale()}, "scale", "0-d"),
+    "scale: a float": ({"scale": Scale(2.0, {})}, "scale", "0-d"),
+    "scale: no metrics": ({"scale": Scale(ONE, None)}, "scale", "metrics"),
+    "scale: metrics that are none": ({"scale": Scale(ONE, {"loss_scale": 2.0})}, "scale", "metrics"),
+    "batch: nothing": ({"batch": lambda batch: None}, "batch", "batch"),
+    "view: nothing": ({"view": lambda params: None}, "view", "tensors"),
+    "view: a hole": ({"view": lambda params: {**params, "net": {**params["net"], "b": None}}}, "view", "tensors"),
     "commit: nothing": ({"commit": lambda slots, skip: None, **measured}, "commit", "dict"),
     "commit: fewer": ({"commit": lambda s, skip: {}, "slots": NOTED, **measured}, "commit", "noted"),
     "after: nothing": ({"after": Noted(None), "slots": NOTED}, "after", "(2,)"),
@@ -72,7 +83,28 @@ def test_a_filler_that_returns_something_else_is_named_and_the_state_stays(stati
     assert_same_bits(state, before)
 
 
+MAKING = {
+    "kernels: nothing": ({"kernels": lambda: None}, "kernels", "context manager"),
+    "slots: nothing": ({"slots": {"noted": lambda params, device: None}}, "slots", "tensors"),
+    "slots: a number": ({"slots": {"noted": lambda params, device: {"a": [0.5]}}}, "slots", "tensors"),
+}
+
+
+@pytest.mark.parametrize(("stations", "where", "want"), MAKING.values(), ids=MAKING)
+def test_what_the_first_state_is_made_with_is_named_too(stations, where, want):
+    for make in (filled(**stations).init, filled(**stations).structure):
+        with pytest.raises(ComposeError) as caught:
+            make(make_params())
+        assert f"'{where}'" in caught.value.where and want in caught.value.want and caught.value.got
+
+
 UNFIT = {
+    "batch: two arguments": ({"batch": lambda batch, call: batch}, "(batch, call)", "batch -> batch"),
+    "view: two arguments": ({"view": lambda params, call: params}, "(params, call)", "params -> params"),
+    "kernels: an argument": ({"kernels": lambda device: None}, "(device)", "() -> context"),
+    "condition: no argument": ({"condition": lambda: None}, "()", "Gradients"),
+    "commit: one argument": ({"commit": lambda slots: slots}, "(slots)", "skip"),
+    "slots: one argument": ({"slots": {"noted": lambda params: params}}, "noted", "device"),
     "a typo": ({"conditon": lambda grads: grads}, "conditon", "condition"),
     "a field of the step": ({"composition": ()}, "composition", "condition"),
     "a field of a station": ({"gather": {"dtyp": torch.bfloat16}}, "dtyp", "dtype"),
@@ -99,3 +131,24 @@ def test_a_map_may_return_new_leaves_in_any_memory_and_dtype():
     plain = fds.compose(fds.sgd(0.2))(loss_fn)
     state = step.init(make_params())
     assert_same_bits(step(state, BATCH)[0].params, plain(state, BATCH)[0].params)
+
+
+@transform
+def returning(value):
+    return lambda step: value
+
+
+@transform
+def misshapen(rewrite):
+    return rewrite
+
+
+@pytest.mark.parametrize("part", [
+    returning(None), returning(3), misshapen(None), misshapen(lambda: None), misshapen(lambda step, loss: step),
+], ids=str)  # fmt: skip
+def test_a_transform_that_returns_no_step_is_named(part):
+    step = fds.compose(fds.sgd(0.1))(loss_fn)
+    for use in (lambda: fds.compose(part, fds.sgd(0.1))(loss_fn), lambda: part(step)):
+        with pytest.raises(ComposeError) as caught:
+            use()
+        assert caught.value.where == str(part) and "fill(step" in caught.value.want and caught.value.got
