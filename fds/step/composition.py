@@ -200,19 +200,16 @@ def compose(*transforms: Any) -> Composition:
 
     `compose(accumulate(8), adamw(3e-4))(loss_fn)`; `compose(...)(loss_fn, eval_fn=None)`. Compositions nest. Where a
     transform acts is its station's business: order matters only inside the tuple stations (gradient maps, layer
-    maps, views, what follows an update), where it is the order of execution. A factory that needs no arguments may
-    stand uncalled.
+    maps, views, what follows an update), where it is the order of execution.
 
-    Raises `ComposeError` for anything that is not a transform, a station or slot filled twice, no optimizer.
+    Raises `ComposeError` for anything that is not a transform (`donate` is none, `donate()` is one), a station or slot
+    filled twice, no optimizer.
     """
     parts: list[Transform] = []
     for i, t in enumerate(transforms):
         if _factory(t):
-            try:
-                t = t()
-            except TypeError as error:
-                raise ComposeError("a transform needs its arguments", where=f"position {i}", got=t.__name__,
-                                   want=f"{t.__name__}(...)", hint=str(error)) from None  # fmt: skip
+            raise ComposeError("a transform or an optimizer is what calling this returns", where=f"position {i}",
+                               got=t.__name__, want=_call_of(t))  # fmt: skip
         if isinstance(t, Optimizer):
             t = optimize(t)
         if isinstance(t, Composition):
@@ -221,11 +218,35 @@ def compose(*transforms: Any) -> Composition:
         if not isinstance(t, Transform):
             raise ComposeError(
                 "this is no transform", where=f"position {i}", got=repr(t)[:80],
-                want="a transform, a composition or an optimizer", hint="the loss goes in the second call: "
-                "compose(accumulate(8), adamw(3e-4))(loss_fn)",
+                want="a transform, a composition or an optimizer", hint=_instead(t),
             )  # fmt: skip
         parts.append(t)
     return Composition(tuple(parts))
+
+
+def _call_of(factory: Any) -> str:
+    """Return how to call a factory of transforms or optimizers: `fds.donate()`, `fds.accumulate(...)`."""
+    own = factory.__module__.startswith("fds.")
+    bare = hasattr(factory, "is_transform_factory") and contracts.takes(0)(factory)
+    return f"{'fds.' if own else ''}{factory.__name__}({'' if bare else '...'})"
+
+
+def _instead(t: Any) -> str:
+    """Return what to write in the place of what is no transform."""
+    kind = t if isinstance(t, type) else type(t)
+    name = kind.__name__.lower()
+    if issubclass(kind, torch.optim.Optimizer):
+        if name in fds.optim.__all__:
+            return f"fds.{name}(...)"
+        return "fds.adamw(...), fds.sgd(...), or one of your own: docs/write-your-own.md"
+    if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+        return "a schedule is an argument of the optimizer: fds.adamw(lr=fds.schedules.warmup_cosine(...))"
+    if isinstance(t, list | tuple):
+        return "compose(*parts)"
+    return (
+        "the loss goes in the second call: compose(accumulate(8), adamw(3e-4))(loss_fn)" +
+        "; of a function Step -> Step @fds.step.transform makes a transform: docs/write-your-own.md" * callable(t)
+    )  # fmt: skip
 
 
 def _apply(part: Transform, step: Step) -> Step:

@@ -45,7 +45,7 @@ def test_states_and_views_that_are_held_never_change(problem, optimizer, names, 
 
 @given(problems(), optimizers(), compositions())
 def test_donating_gives_the_same_numbers(problem, optimizer, names):
-    pure, donating = make(names, optimizer, problem), make(names, optimizer, problem, fds.donate)
+    pure, donating = make(names, optimizer, problem), make(names, optimizer, problem, fds.donate())
     a, b = pure.init(problem.params), donating.init(problem.params)
     for _ in range(3):
         (a, metrics_a), (b, metrics_b) = pure(a, problem.batch), donating(b, problem.batch)

@@ -217,11 +217,11 @@ def test_a_donated_state_is_not_spent_by_a_step_that_fails(stage):
     for place in (0, "forward"), (5, "backward"), (2, "weight"):
         if stage is None:
             run = lambda armed: fds.simulate(
-                lambda: stumble(fds.mesh(pp=2)["pp"], plans.zb_h1, armed, good=1, transforms=(fds.donate,)), 2
+                lambda: stumble(fds.mesh(pp=2)["pp"], plans.zb_h1, armed, good=1, transforms=(fds.donate(),)), 2
             )  # fmt: skip
         else:
             run = lambda armed: fds.simulate(
-                lambda: two_by_two(plans.zb_h1, armed, 1, stage, more=(fds.donate,)), 4
+                lambda: two_by_two(plans.zb_h1, armed, 1, stage, more=(fds.donate(),)), 4
             )  # fmt: skip
         want = run(None)[0]
         for error, params, metrics in run((place, 1, boom())):

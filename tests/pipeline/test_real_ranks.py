@@ -121,7 +121,7 @@ def stumbling(name: str, place: tuple, microbatch: int, stage: int, good: int):
         loss = mined(mine)
         pipeline = fds.pipeline(SCHEDULES[name], mesh["pp"], num_microbatches=MICROBATCHES, partition="uniform")
         shard = fds.shard_optimizer(mesh["dp"], stage=stage, bucket_bytes=64)
-        step = fds.compose(pipeline, shard, fds.adamw(0.01), fds.donate)(loss)
+        step = fds.compose(pipeline, shard, fds.adamw(0.01), fds.donate())(loss)
         state = step.init(loss.init, key=1)
         for i in range(good):
             state, _ = step(state, batch(i))

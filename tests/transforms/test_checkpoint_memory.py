@@ -23,7 +23,7 @@ class Wide(nn.Module):
 
 def measure(*transforms) -> int:
     layers = fds.Layers([fds.LayerSpec(Wide) for _ in range(LAYERS)], nn.MSELoss())
-    step = fds.compose(*transforms, fds.sgd(0.1), fds.donate)(layers)
+    step = fds.compose(*transforms, fds.sgd(0.1), fds.donate())(layers)
     state = step.init(layers.init)
     batch = (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
     state, _ = step(state, batch)

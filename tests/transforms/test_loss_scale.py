@@ -33,7 +33,7 @@ def train(step, bits):
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda c: "-".join(str(c[k]) for k in ARGUMENTS))
 def test_the_scale_follows_deepspeed(case):
-    step = fds.compose(fds.loss_scale(**{k: case[k] for k in ARGUMENTS}), fds.sgd(1.0), fds.donate)(linear)
+    step = fds.compose(fds.loss_scale(**{k: case[k] for k in ARGUMENTS}), fds.sgd(1.0), fds.donate())(linear)
     state, told = train(step, case["overflow"])
     after = [float(m["loss_scale"]) for m in told[1:]] + [float(state.slots["loss_scale"].scale)]
     assert after == case["scale_after"]

@@ -22,17 +22,39 @@ def test_what_is_no_transform_is_refused_by_its_position(bad):
     assert caught.value.where == "position 1"
 
 
-def test_a_factory_without_required_arguments_may_stand_uncalled():
-    assert_same_bits(
-        result(fds.compose(fds.donate, fds.skip_nonfinite, fds.sgd(0.1))(loss_fn)),
-        result(fds.compose(fds.donate(), fds.skip_nonfinite(), fds.sgd(0.1))(loss_fn)),
-    )
+@fds.step.transform
+def mine(rate):
+    return lambda step: step
 
 
-def test_a_factory_with_required_arguments_may_not():
-    with pytest.raises(ComposeError, match="arguments") as caught:
-        fds.compose(fds.accumulate, fds.sgd(0.1))
-    assert "num_microbatches" in caught.value.hint
+@pytest.mark.parametrize(("factory", "want"), [
+    (fds.sgd, "fds.sgd(...)"), (fds.adamw, "fds.adamw(...)"), (fds.by_name, "fds.by_name(...)"),
+    (fds.donate, "fds.donate()"), (fds.skip_nonfinite, "fds.skip_nonfinite()"), (fds.accumulate, "fds.accumulate(...)"),
+    (mine, "mine(...)"),
+])  # fmt: skip
+def test_a_factory_that_was_not_called_is_refused_with_the_call(factory, want):
+    with pytest.raises(ComposeError) as caught:
+        fds.compose(factory, fds.sgd(0.1))
+    assert (caught.value.where, caught.value.want) == ("position 0", want)
+
+
+WEIGHT = torch.zeros(1, requires_grad=True)
+NONE = {
+    "a function": (lambda step: step, "@fds.step.transform"),
+    "an optimizer of torch": (torch.optim.SGD, "fds.sgd("),
+    "one that was made": (torch.optim.AdamW([WEIGHT], 0.1), "fds.adamw("),
+    "one that fds has not": (torch.optim.Rprop, "write-your-own"),
+    "a scheduler of torch": (torch.optim.lr_scheduler.StepLR, "fds.schedules"),
+    "a list": ([fds.donate(), fds.sgd(0.1)], "compose(*parts)"),
+    "a loss": (loss_fn, "second call"),
+}
+
+
+@pytest.mark.parametrize(("bad", "hint"), NONE.values(), ids=NONE)
+def test_what_is_no_transform_is_refused_with_what_to_write(bad, hint):
+    with pytest.raises(ComposeError) as caught:
+        fds.compose(bad, fds.sgd(0.1))
+    assert hint in caught.value.hint
 
 
 @pytest.mark.parametrize("parts", [(), (lambda: fds.accumulate(2),), (lambda: fds.ema(0.9), lambda: fds.donate())])

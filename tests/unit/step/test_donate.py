@@ -226,7 +226,7 @@ CONTAINERS = {
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_a_container_that_is_held_keeps_its_values_whatever_its_class(name, inside):
     loss = lambda params, batch: sum((x * batch).sum() for x in tree.leaves(params))
-    step, pure = (fds.compose(*more, fds.ema(0.5), fds.sgd(0.1))(loss) for more in ((fds.donate,), ()))
+    step, pure = (fds.compose(*more, fds.ema(0.5), fds.sgd(0.1))(loss) for more in ((fds.donate(),), ()))
     made = lambda: CONTAINERS[name](torch.ones(2))
     state = step.init({"a": made()} if inside else made())
     for one in (lambda state: state.params, lambda state: state.slots["ema"]):
