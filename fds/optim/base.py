@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.errors import OptimizerError, ScheduleError
+from fds.errors import FdsError, OptimizerError, ScheduleError
 from fds.layout import Segment
 
 __all__ = ["Optimizer", "Schedule", "Segment", "Values", "at", "single_group"]
@@ -25,7 +26,8 @@ def at(value: Schedule, step: Tensor, name: str = "lr") -> float | Tensor:
     A schedule gets t as a () float64 tensor on the device of the step, on every device: `0.98**t` of an int tensor
     would be float32, and reading a number from an accelerator would wait for it.
 
-    Raises `ScheduleError` where the schedule cannot take such a t, or returns anything but a number.
+    Raises `ScheduleError` where the schedule raises, or returns anything but a number, which is finite where that is
+    known without waiting for an accelerator.
 
     >>> at(lambda t: 0.5**t, torch.tensor(2))
     tensor(0.2500, dtype=torch.float64)
@@ -35,22 +37,30 @@ def at(value: Schedule, step: Tensor, name: str = "lr") -> float | Tensor:
     t = step.to(torch.float64, copy=True)
     try:
         found = value(t)
-    except (TypeError, AttributeError) as error:
-        raise _refused(name, value, f"{type(error).__name__}: {error}", t) from error
-    real = isinstance(found, numbers.Real) and not isinstance(found, bool)
-    if isinstance(found, Tensor) and found.dim() == 0 and found.dtype != torch.bool and not found.is_complex():
-        return found.detach()
-    if not real:
-        raise _refused(name, value, f"it returned {found!r}"[:200], t)
-    return float(found)
+    except FdsError:
+        raise
+    except Exception as error:
+        raise _refused(name, value, f"{type(error).__name__}: {error}", step) from error
+    if isinstance(found, Tensor):
+        found = found.detach()
+        good = found.dim() == 0 and found.dtype != torch.bool and not found.is_complex()
+        known = good and found.device.type == "cpu"
+    else:
+        good = known = isinstance(found, numbers.Real) and not isinstance(found, bool)
+    if not good or (known and not math.isfinite(found)):
+        raise _refused(name, value, f"it returned {found!r}"[:200], step)
+    return found if isinstance(found, Tensor) else float(found)
 
 
-def _refused(name: str, schedule: Callable, got: str, t: Tensor) -> ScheduleError:
+def _refused(name: str, schedule: Callable, got: str, step: Tensor) -> ScheduleError:
     called = getattr(schedule, "__qualname__", None) or repr(schedule)
+    t = "" if step.is_meta else f", t = {int(step)}"
     return ScheduleError(
-        "a schedule did not give a number", where=f"{name}, {called}", got=got, want="a number, or a () tensor of one",
-        hint=f"t is a () float64 tensor on {t.device.type!r}, the number of updates before this one: choose between "
-        "values with torch.where(t < 10, ...); int(t) makes a list's index of it, and on a GPU waits for it",
+        "a schedule did not give a number", where=f"{name}, {called}{t}", got=got,
+        want="a finite number, or a () tensor of one",
+        hint=f"t is a () float64 tensor on {step.device.type!r}, the number of updates before this one: choose between "
+        "values with torch.where(t < 10, ...); int(t) makes a list's index or a dict's key of it, and on a GPU waits "
+        "for it",
     )  # fmt: skip
 
 

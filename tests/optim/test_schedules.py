@@ -26,7 +26,9 @@ BAD = {
     "a vector": (lambda t: t * torch.ones(1), "tensor"), "a boolean": (lambda t: True, "True"),
     "a text": (lambda t: "fast", "fast"), "booleans": (lambda t: t > 2, "tensor"),
     "a method": (lambda t: t.bit_count(), "AttributeError"),
-    "complex": (lambda t: 1j, "1j"),
+    "complex": (lambda t: 1j, "1j"), "a dict": (lambda t: {0.0: 0.1}[t], "KeyError"),
+    "an error of its own": (lambda t: 1 / 0, "ZeroDivisionError"), "a NaN": (lambda t: math.nan, "nan"),
+    "a NaN of torch": (lambda t: t * math.nan, "nan"), "infinity": (lambda t: 1 / (t - t), "inf"),
 }  # fmt: skip
 
 
@@ -59,8 +61,15 @@ def test_a_schedule_that_gives_no_number_is_refused_before_anything_is_written(w
     with pytest.raises(ScheduleError) as error:
         step(state, torch.ones(2))
     assert word in error.value.got and where in error.value.where and "() float64" in error.value.hint
+    assert error.value.where.endswith("t = 0")
     assert state.token.spent_at is None
     assert all(torch.equal(a, b) for a, b in zip(fds.tree.leaves(before), fds.tree.leaves(state), strict=True))
+
+
+def test_what_a_schedule_raised_is_the_cause():
+    with pytest.raises(ScheduleError) as error:
+        at(lambda t: {}[int(t)], T)
+    assert isinstance(error.value.__cause__, KeyError) and error.value.where.endswith("<lambda>, t = 3")
 
 
 def test_a_number_may_be_a_0d_tensor_which_is_read_once(train, draw):

@@ -10,7 +10,7 @@ from torch.utils import _pytree
 
 import fds
 from fds import tree
-from fds.errors import ComposeError, DonatedStateError, LossError
+from fds.errors import ComposeError, DonatedStateError, LossError, ScheduleError
 from tests.bits import assert_same_bits, snapshot
 from tests.unit.step.problem import BATCH, loss_fn, make, make_params
 
@@ -98,7 +98,7 @@ def test_a_schedule_that_raises_leaves_the_state():
     step = make(fds.donate(), optimizer=fds.sgd(schedule))
     state = step.init(make_params())
     before = snapshot(state)
-    with pytest.raises(KeyError):
+    with pytest.raises(ScheduleError):
         step(state, BATCH)
     assert_same_bits(state, before)
     state.check("be used again")
