@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,9 +94,19 @@ def refuse_sampler(sampler: Any) -> None:
             "a DistributedSampler gives a rank its share, which the loader does itself", where="sampler",
             got="DistributedSampler", want="a sampler of all ranks' rows", hint="leave it out: axis= says which share",
         )  # fmt: skip
-    if sampler is not None and not isinstance(sampler, Sampler) and not callable(sampler):
-        raise DataError("not a sampler", where="sampler", got=repr(sampler)[:60],
-                        want="a torch Sampler, or a function of (epoch, key) that returns the numbers of rows")
+    if sampler is None or isinstance(sampler, Sampler):
+        return
+    hint = ""
+    try:
+        if callable(sampler) and not isinstance(sampler, type):
+            inspect.signature(sampler).bind("epoch", "key")
+            return
+    except TypeError as error:
+        hint = f"it is called with an epoch and a key: {error}"
+    except ValueError:  # a function that is not written in Python: nothing tells
+        return
+    raise DataError("not a sampler", where="sampler", got=repr(sampler)[:60], hint=hint,
+                    want="a torch Sampler, or a function of (epoch, key) that returns the numbers of rows")
 
 
 def _at_epoch(sampler: Any, epoch: int, key: Tensor) -> Any:

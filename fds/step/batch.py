@@ -79,7 +79,7 @@ class Split:
         raise BatchError(
             f"the batch is cut already, and not into {n}", got=f"{len(batch.parts)} microbatches",
             want=f"{n} microbatch{'es' * (n > 1)}",
-            hint=f"accumulate({max(len(batch.parts), 1)})" if n > 1 else "fds.evaluate(step, state, list(batch.parts))",
+            hint=f"accumulate({len(batch.parts)})" if n > 1 else "fds.evaluate(step, state, list(batch.parts))",
         )  # fmt: skip
 
     def __call__(self, batch: Any) -> list[Any]:

@@ -99,6 +99,14 @@ def test_as_many_as_the_step_cuts_and_one_at_a_time_to_evaluate():
     assert step.evaluate(state, fds.Microbatches((torch.ones(1),)))["loss"] == 1
 
 
+def test_microbatches_are_a_sequence_of_some():
+    assert fds.Microbatches(iter([1, 2])).parts == (1, 2)
+    for bad in ([], (), iter(()), 3, None, torch.ones(2, 3), {"x": torch.ones(2)}):
+        with pytest.raises(BatchError, match="no microbatches") as error:
+            fds.Microbatches(bad)  # pyright: ignore[reportArgumentType]
+        assert error.value.got and "one or more" in error.value.want
+
+
 @pytest.mark.parametrize(("collate", "n"), [(3, 2), (len, 0), (len, True)])
 def test_what_is_no_collation_is_refused(collate, n):
     with pytest.raises(DataError):

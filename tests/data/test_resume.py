@@ -121,6 +121,7 @@ def test_epochs_of_a_sampler_differ_and_rows_that_come_twice_draw_anew():
 
 @pytest.mark.parametrize(("sampler", "what"), [
     (DistributedSampler(range(7), 2, 0), "gives a rank its share"), (3, "not a sampler"), ([1, 2], "not a sampler"),
+    (lambda epoch: range(7), "too many positional arguments"), (torch.utils.data.RandomSampler, "not a sampler"),
     (BatchSampler(SequentialSampler(range(7)), 3, False), "one after the other"), (lambda epoch, key: [], "one after"),
     (lambda epoch, key: [0.5], "one after the other"), (lambda epoch, key: [0, 7], "does not have"),
     (lambda epoch, key: [0, -1], "does not have"),
