@@ -93,6 +93,8 @@ def vjp(f: Callable, *args: Any, create_graph: bool = False) -> tuple[Any, Calla
 
     That function takes a cotangent, a tree of the structure of `f(*args)`, and returns a tuple with one gradient for
     each argument. `create_graph` is that of `value_and_grad`.
+
+    Raises `StateError` for a cotangent of another structure and `LossError` for one of another shape, naming the leaf.
     """
     picked = tuple(range(len(args)))
     outs, pull = _linearize(f, picked, False, args, {}, "vjp", create_graph=create_graph, keep=True)
@@ -223,6 +225,9 @@ def _linearize(
 ) -> tuple[Any, Callable]:  # fmt: skip
     """Return what `f` returns, and the function from a cotangent (of the first part, with aux) to the gradients."""
     picked = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not all(-len(args) <= i < len(args) for i in picked):
+        raise LossError("there is no argument to differentiate by", where=f"{where}, argnums", got=str(argnums),
+                        want=f"numbers of the {len(args)} positional arguments, from 0")  # fmt: skip
     parts, build = tree.flatten([args[i] for i in picked])
     floats = [i for i, x in enumerate(parts) if tree.is_float(x)]
 
@@ -339,8 +344,23 @@ def _by_torch_func(
 
 
 def _in_order_of(outs: Any, cotangent: Any) -> list:
-    """Return the leaves of a cotangent in the order of what it is of: entries of dicts go by their keys."""
-    return tree.leaves(tree.map(lambda out, one: one, outs, cotangent))
+    """Return the leaves of a cotangent in the order of what it is of: entries of dicts go by their keys.
+
+    Raises `StateError` for one of another structure, `LossError` for a leaf of another shape.
+    """
+    found = tree.at_leaves(outs, cotangent, "cotangent")
+    for (path, out), one in zip(tree.paths(outs).items(), found, strict=True):
+        fits = one.shape == out.shape if isinstance(one, Tensor) and isinstance(out, Tensor) else not _is_tracked(out)
+        if not fits:
+            where = ".".join(filter(None, ("cotangent", path)))
+            got = f"a tensor {tuple(one.shape)}" if isinstance(one, Tensor) else repr(one)[:60]
+            raise LossError("a cotangent is not of the shape of what it is of", where=where, got=got,
+                            want=f"a tensor {tuple(out.shape)}")  # fmt: skip
+    return found
+
+
+def _is_tracked(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def in_torch_func() -> bool:

@@ -20,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fds import containers
-from fds.errors import StateError, did_you_mean
+from fds.errors import FdsError, StateError, did_you_mean
 
 T = TypeVar("T")
 Tree = Any
@@ -119,9 +119,23 @@ def leaves(tree: Tree) -> list:
 
 
 def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """Apply `f` to every leaf, and to the leaves at the same place of the trees in `rest`."""
+    """Apply `f` to every leaf, and to what is at the same place of the trees in `rest`.
+
+    Raises `StateError` for a tree in `rest` of another structure, naming the first place where it differs.
+    """
     first, spec = parts(tree)
-    return spec.unflatten(_map(f, first, *(spec.flatten_up_to(other) for other in rest)))
+    return spec.unflatten(_map(f, first, *(_up_to(spec, tree, other) for other in rest)))
+
+
+def at_leaves(like: Tree, tree: Tree, what: str) -> list:
+    """Return what a tree, called `what` in an error, has at the places of the leaves of another, in their order.
+
+    Raises `StateError` for a tree of another structure, naming the first place where it differs.
+
+    >>> at_leaves({"a": 1, "b": 2}, {"b": [3], "a": 4}, "the other")
+    [4, [3]]
+    """
+    return _up_to(parts(like)[1], like, tree, what)
 
 
 def copied(tree: Tree) -> Tree:
@@ -325,6 +339,44 @@ def _register(cls: type) -> None:
                 cls, containers.take_apart, lambda children, shell: containers.build(shell, children),
                 flatten_with_keys_fn=flatten_with_keys,
             )  # fmt: skip
+
+
+def _up_to(spec: Any, like: Tree, tree: Tree, what: str = "") -> list:
+    """Return what a tree has at the places of the leaves of `like`, whose structure is `spec`."""
+    try:
+        return spec.flatten_up_to(tree)
+    except FdsError:  # of a record that may not be taken apart
+        raise
+    except ValueError as error:
+        where, got, want = _difference(like, tree) or ("", str(error), "the same structure")
+    raise StateError("two trees differ in structure", where=".".join(filter(None, (what, where))), got=got, want=want)
+
+
+def _difference(like: Tree, tree: Tree, path: str = "") -> tuple[str, str, str] | None:
+    """Return the path of the first place where a tree is unlike another, what is there, and what should be."""
+    (here, spec), (there, other) = _children(like), _children(tree)
+    if spec.is_leaf():
+        return None
+    if other.is_leaf() or (type(like) is not type(tree) and not (isinstance(like, dict) and isinstance(tree, dict))):
+        return path, _called(tree), _called(like)
+    for name in [*here, *(name for name in there if name not in here)]:
+        at = ".".join(filter(None, (path, name)))
+        if name not in there or name not in here:
+            got, want = (_called(one[name]) if name in one else "nothing" for one in (there, here))
+            return at, got, want
+        if found := _difference(here[name], there[name], at):
+            return found
+    return None
+
+
+def _children(tree: Tree) -> tuple[dict[str, Any], Any]:
+    """Return the children of the outermost container by their names, and its structure without theirs."""
+    children, spec = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    return {_word(keys[-1]): x for keys, x in children if keys}, spec
+
+
+def _called(x: Any) -> str:
+    return f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"[:60]
 
 
 def _is_flat(tree: Tree) -> bool:

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fds import tree
 from fds.autodiff import exclusive, value_and_grad, vjp
-from fds.errors import LossError
+from fds.errors import FdsError, LossError
 from tests.bits import assert_same_bits, snapshot
 
 FORWARD_MODE = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"  # torch's forward mode uses it
@@ -289,3 +289,29 @@ def test_a_cotangent_goes_by_the_keys_of_what_it_is_of():
             return vjp(f, x)[1]({"b": torch.zeros_like(x), "a": torch.ones_like(x)})
 
         assert_same_bits(run(pulled)(torch.ones(2)), (torch.full((2,), 2.0),))
+
+
+COTANGENTS = {
+    "lacks a key": ({"a": torch.ones(2)}, "cotangent.b"),
+    "has another": (lambda good: {**good, "c": 1}, "cotangent.c"),
+    "lacks an item": (lambda good: {**good, "b": []}, "cotangent.b.0"), "is a list": ([torch.ones(2)] * 2, "cotangent"),
+    "has another shape": (lambda good: {**good, "a": torch.ones(3)}, "cotangent.a"),
+    "has a hole": (lambda good: {**good, "b": [None]}, "cotangent.b.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("bad", "where"), COTANGENTS.values(), ids=COTANGENTS)
+def test_a_cotangent_that_does_not_fit_is_named(bad, where):
+    _, pull = vjp(lambda p: {"a": p * 2, "b": [p * 3]}, torch.ones(2))
+    good = {"a": torch.ones(2), "b": [torch.ones(2)]}
+    with pytest.raises(FdsError) as error:
+        pull(bad(good) if callable(bad) else bad)
+    assert error.value.where == where and error.value.got and error.value.want
+    assert pull(good)[0].tolist() == [5.0, 5.0]
+
+
+def test_an_argument_that_is_not_there_is_named():
+    for argnums, args in ((3, (torch.ones(2),)), (0, ()), ((0, 1), (torch.ones(2),))):
+        with pytest.raises(LossError) as error:
+            value_and_grad(lambda *given: given[0].sum(), argnums=argnums)(*args)
+        assert error.value.where == "value_and_grad, argnums"

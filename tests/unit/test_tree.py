@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 import fds
 from fds import tree
-from fds.errors import StateError
+from fds.errors import DonatedStateError, StateError
 from fds.tree import fresh, record, static
 
 Pair = namedtuple("Pair", "left right")
@@ -297,3 +297,33 @@ def test_records_without_tensors_and_declared_leaves_are_leaves():
 @pytest.mark.parametrize("value", [{ONE}, torch.distributions.Normal(ONE, ONE), torch.nn.Linear(1, 1)])
 def test_a_leaf_that_hides_tensors_is_found(value):
     assert tree.opaque({"a": [1, value], "b": ONE}) == ["a.1"]
+
+
+UNLIKE = {
+    "lacks a key": ({"n": {"m": [1, 2]}}, "k", "nothing", "int 3"),
+    "has another": ({"n": {"m": [1, 2]}, "k": 3, "l": 4}, "l", "int 4", "nothing"),
+    "lacks an item": ({"n": {"m": [1]}, "k": 3}, "n.m.1", "nothing", "int 2"),
+    "is a leaf": ({"n": {"m": torch.ones(2)}, "k": 3}, "n.m", "a tensor (2,)", "list [1, 2]"),
+    "has a tuple": ({"n": {"m": (1, 2)}, "k": 3}, "n.m", "tuple (1, 2)", "list [1, 2]"),
+    "is nothing": (None, "", "NoneType None", "dict"),
+}
+
+
+@pytest.mark.parametrize(("other", "where", "got", "want"), UNLIKE.values(), ids=UNLIKE)
+def test_a_tree_of_another_structure_is_refused_at_the_first_difference(other, where, got, want):
+    with pytest.raises(StateError) as error:
+        tree.map(lambda *leaves: leaves, {"n": {"m": [1, 2]}, "k": 3}, other)
+    assert error.value.where == where and error.value.got == got and error.value.want.startswith(want)
+
+
+def test_trees_are_paired_by_name_and_the_second_may_go_deeper():
+    paired = tree.map(lambda a, b: (a, b), {"a": 1, "b": [2]}, {"b": [{"c": 3}], "a": None})
+    assert paired == {"a": (1, None), "b": [(2, {"c": 3})]}
+
+
+def test_a_second_tree_that_may_not_be_read_says_so():
+    step = fds.compose(fds.donate(), fds.sgd(0.1))(lambda p, batch: (p["w"] * batch).sum())
+    old = step.init({"w": torch.ones(2)})
+    new, _ = step(old, torch.ones(2))
+    with pytest.raises(DonatedStateError):
+        tree.map(lambda a, b: a, new, old)
