@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 
 class FdsError(ValueError):
@@ -131,6 +134,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known[:20])
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Run a command line and exit with what it returns; with 141, quietly, where nobody reads on (`... | head`)."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+        code = 128 + 13  # as of a process that SIGPIPE ends
+    sys.exit(code)
 
 
 def _indent(text: str) -> str:

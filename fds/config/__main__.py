@@ -16,7 +16,7 @@ from fds.config.schema import schema
 from fds.config.table import table
 from fds.config.training import TrainingConfig
 from fds.config.unknown import Unknown
-from fds.errors import FdsError, MeshError
+from fds.errors import FdsError, MeshError, run_command
 
 Options = argparse.Namespace
 
@@ -121,4 +121,4 @@ def _parse(arguments: Sequence[str] | None) -> Options:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

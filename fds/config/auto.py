@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fds.config.record import AUTO, COMMENT
+from fds.config.record import AUTO, is_comment
 from fds.errors import ConfigError
 
 MEANT = {"pipeline.stages"}  # paths where "auto" is a value of its own
@@ -117,7 +117,7 @@ def autos(data: Mapping[str, Any], path: str = "") -> list[str]:
     """Return the JSON paths of all `"auto"` that are to be filled in."""
     found = []
     for name, value in data.items():
-        if name.startswith(COMMENT):
+        if is_comment(name):
             continue
         if isinstance(value, Mapping):
             found += autos(value, f"{path}{name}.")

@@ -13,7 +13,7 @@ import attrs
 
 from fds.config.contradiction import contradiction
 from fds.config.meaning import NotApplicable, NotYet, Part
-from fds.config.record import COMMENT, Config, Edition, key, keys
+from fds.config.record import Config, Edition, is_comment, key, keys
 
 _DEEP = Part("deepcompile")
 _SYNC = NotApplicable("where ranks wait is for finding faults in the compiler")
@@ -46,7 +46,7 @@ class CompileConfig(Config):
     def from_dict(cls, data: Mapping[str, Any], *, defaults: Edition = "0.19.6") -> Self:
         """Return the record of a group of the JSON; keys of older releases, whose names are not known, are left out."""
         if isinstance(data, Mapping):
-            for name in [one for one in data if one not in keys(cls) and not str(one).startswith(COMMENT)]:
+            for name in [one for one in data if one not in keys(cls) and not is_comment(str(one))]:
                 warnings.warn(f"compile.{name} is a key of another release, and left out", UserWarning, stacklevel=6)
             data = {name: value for name, value in data.items() if name in keys(cls)}
         return super().from_dict(data, defaults=defaults)

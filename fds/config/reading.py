@@ -11,6 +11,7 @@ import binascii
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,9 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
         raise ConfigError("the configuration is empty", where=where, got=f"{len(text)} characters", want="{...}")
     try:
         data = _loaded(text)
-    except json.JSONDecodeError as error:
-        line = "".join(text.splitlines()[error.lineno - 1 : error.lineno]).strip() or "the end of the file"
-        raise ConfigError("this is no JSON", where=f"{where}, line {error.lineno}", got=line[:80], want=error.msg,
-                          hint=_hint(text[error.pos :])) from None
     except (RecursionError, ValueError) as error:
+        if hasattr(error, "lineno"):  # what JSON or HJSON cannot read
+            raise _unreadable(error, text, where) from None
         if not isinstance(error, ConfigError):
             raise ConfigError("this JSON is too deep, or has too large a number", where=where, got=str(error)[:80],
                               want="a configuration") from None
@@ -64,8 +63,21 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
     return data
 
 
+def _unreadable(error: Any, text: str, where: str) -> ConfigError:
+    """Return the error of a text that is no JSON, or HJSON with a mistake."""
+    line = "".join(text.splitlines()[error.lineno - 1 : error.lineno]).strip() or "the end of the file"
+    json_it_is = isinstance(error, json.JSONDecodeError)
+    return ConfigError(
+        "this is no JSON" if json_it_is else "this is no HJSON", where=f"{where}, line {error.lineno}", got=line[:80],
+        want=error.msg, hint=_hint(text[error.pos :]) if json_it_is else "",
+    )  # fmt: skip
+
+
 def _loaded(text: str) -> Any:
-    """Return what JSON or, where that fails and the package is there, HJSON says. Raises `JSONDecodeError` of JSON."""
+    """Return what JSON or, where that fails and the package is there, HJSON says.
+
+    Raises the error of JSON, or that of HJSON where the text is HJSON at the place that JSON refuses.
+    """
     try:
         return json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
@@ -75,8 +87,14 @@ def _loaded(text: str) -> Any:
             raise error from None
         try:
             return hjson.loads(text, object_pairs_hook=_once)
-        except hjson.HjsonDecodeError:
-            raise error from None
+        except hjson.HjsonDecodeError as other:
+            raise (other if _is_hjson(text[error.pos :], error) and other.pos > error.pos else error) from None
+
+
+def _is_hjson(rest: str, error: json.JSONDecodeError) -> bool:
+    """Say whether HJSON allows what is no JSON here: a comment, or another kind of key, or none after a comma."""
+    of_a_key = error.msg.startswith("Expecting property name") and re.match(r"[\w'}]", rest)
+    return bool(of_a_key) or rest.startswith(("#", "//", "/*"))
 
 
 def _hint(rest: str) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import functools
 import math
+import re
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,10 +24,19 @@ from fds.errors import ConfigError, did_you_mean
 
 Edition = Literal["0.19.6", "docs"]
 EDITIONS: tuple[Edition, ...] = typing.get_args(Edition)
-COMMENT = "_"  # what the name of a comment begins with: JSON has no other place for one
+COMMENT = r"^(_|\$schema$)"  # the names of comments, for which JSON has no other place, and of what editors read
 AUTO = "auto"  # a value that `resolve` fills in; any number, truth value or word may be this
 
 _ABSENT: Any = attrs.make_class("Absent", [], repr=False, frozen=True)()
+
+
+def is_comment(name: str) -> bool:
+    """Say whether this is the name of a comment, or of the schema that an editor reads the file by.
+
+    >>> [is_comment(name) for name in ("_note", "$schema", "fp16")]
+    [True, True, False]
+    """
+    return re.match(COMMENT, name) is not None
 
 
 @attrs.frozen
@@ -227,7 +237,7 @@ def _spelled(cls: type[Config], data: Mapping[str, Any]) -> dict[str, Any]:
     for spelling, value in data.items():
         if not isinstance(spelling, str):
             raise ConfigError("a key is a string", where=repr(spelling), got=repr(spelling), want="a string")
-        if spelling.startswith(COMMENT):
+        if is_comment(spelling):
             continue
         name = spelling
         if spelling in old and spelling not in places:

@@ -67,7 +67,7 @@ def _record(cls: type[Config], records: dict[str, dict[str, Any]]) -> dict[str, 
     """Return the schema of a record's JSON object, and add those of the records below it."""
     known = flat_keys(cls)
     out = {"type": "object", "description": _first_line(cls), "properties": {},
-           "patternProperties": {f"^{COMMENT}": True}, "additionalProperties": False}  # fmt: skip
+           "patternProperties": {COMMENT: True}, "additionalProperties": False}  # fmt: skip
     for name, (type_, about) in known.items():
         out["properties"][name] = _key(type_, about)
         _add(type_, records)

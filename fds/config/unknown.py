@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from fds.config import optimizer, scheduler
-from fds.config.record import COMMENT, Config, flat_keys, record_of
+from fds.config.record import Config, flat_keys, is_comment, record_of
 from fds.errors import ConfigError
 
 Unknown = Literal["error", "warn"]
@@ -37,7 +37,7 @@ def _known(cls: type[Config], data: Any, path: str) -> Any:
     for name, value in data.items():
         if name in places:
             out[name] = _value(places[name], value, f"{path}{name}", _parameters(cls, data))
-        elif not str(name).startswith(COMMENT):
+        elif not is_comment(str(name)):
             near = difflib.get_close_matches(str(name), places, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             warnings.warn(f"{path}{name} is not known and left out{hint}", UserWarning, stacklevel=_depth(path) + 4)

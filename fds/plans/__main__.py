@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 
-from fds.errors import FdsError, PlanError, did_you_mean
+from fds.errors import FdsError, PlanError, did_you_mean, run_command
 from fds.plans.buffers import assign_buffers
 from fds.plans.costs import Costs
 from fds.plans.lowering import communicate, overlap
@@ -139,4 +139,4 @@ def _parse(arguments: Sequence[str] | None) -> Options:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fds.errors import FdsError
+from fds.errors import FdsError, run_command
 from fds.storage import showing
 from fds.storage.differing import differences, locate
 from fds.storage.exporting import export_weights
@@ -104,4 +104,4 @@ def _parse(arguments: Sequence[str] | None) -> Options:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -4,11 +4,13 @@ import base64
 import json
 import warnings
 
+import jsonschema
 import pytest
 
 import fds
 from fds.config import TrainingConfig
 from fds.config.__main__ import main
+from fds.config.schema import schema
 from fds.errors import ConfigError
 
 HJSON = """\
@@ -49,6 +51,27 @@ def test_what_is_no_json_is_refused_with_what_to_write(tmp_path, text, what, hin
     with pytest.raises(ConfigError) as error:
         TrainingConfig.of(written(tmp_path / "a.json", text))
     assert (error.value.what, error.value.hint) == (what, hint)
+
+
+@pytest.mark.parametrize(("text", "line", "want"), [
+    ("# a comment\n{\n  fp16: {enabled: true\n}", 4, "Bad key name"),
+    ('{\n  // a comment\n  "fp16": {"enabled" true}\n}', 3, "':'"),
+    ("{\n  train_batch_size: 4\n  zero_optimization: [1\n}", 4, "punctuator"),
+])  # fmt: skip
+def test_a_mistake_in_hjson_is_not_told_as_one_of_json(tmp_path, text, line, want):
+    with pytest.raises(ConfigError) as error:
+        TrainingConfig.of(written(tmp_path / "a.hjson", text))
+    assert error.value.what == "this is no HJSON" and error.value.where.endswith(f"line {line}")
+    assert want in error.value.want and "double quotes" not in error.value.want
+
+
+@pytest.mark.parametrize("unknown", ["error", "warn"])
+def test_the_schema_that_an_editor_reads_is_no_key(unknown):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = TrainingConfig.of({"$schema": "schema.json", **MEANT}, unknown=unknown)
+    assert found.to_dict() == MEANT
+    jsonschema.Draft202012Validator(schema()).validate({"$schema": "schema.json", **MEANT})
 
 
 def test_without_the_package_the_hint_names_it(tmp_path, monkeypatch):

@@ -1,13 +1,15 @@
 """Errors: five fields, one picture."""
 
 import inspect
+import os
 import pickle
+import sys
 
 import pytest
 
 import fds
 from fds import errors
-from fds.errors import FdsError, did_you_mean
+from fds.errors import FdsError, did_you_mean, run_command
 
 FAMILY = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, FdsError)]
 
@@ -61,3 +63,20 @@ def test_without_a_near_word_the_known_ones_are_listed():
 
 def test_a_long_list_of_known_words_is_cut():
     assert did_you_mean("?", [f"name{i:03}" for i in range(1000)]).count(",") == 19
+
+
+def test_a_command_whose_output_nobody_reads_ends_quietly(monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as error:
+            run_command(lambda: print("many lines\n" * 10_000) or 0)
+        monkeypatch.undo()
+    assert error.value.code == 141
+
+
+def test_a_command_exits_with_its_code():
+    with pytest.raises(SystemExit) as error:
+        run_command(lambda: 2)
+    assert error.value.code == 2
