@@ -146,14 +146,10 @@ def copied(tree: Tree) -> Tree:
     >>> given
     {'a': [1, 2]}
     """
-    kind = type(tree)
-    if _is_flat(tree):
-        return dict(tree)
-    if kind is dict:
-        return {key: x if isinstance(x, Tensor) else copied(x) for key, x in tree.items()}
-    if kind is list or kind is tuple:
-        return kind([x if isinstance(x, Tensor) else copied(x) for x in tree])
-    return map(lambda x: x, tree)
+    try:
+        return _copied(tree)
+    except RecursionError:
+        raise _endless(tree) from None
 
 
 def flatten(tree: Tree) -> tuple[list, Callable[[Iterable], Tree]]:
@@ -175,9 +171,12 @@ def parts(tree: Tree) -> tuple[list, Any]:
         return list(tree.values()), _flat_structure(tuple(tree))
     if type(tree) in _TENSORS:
         return [tree], _LEAF
-    found, spec = pytree.tree_flatten(tree)
-    while not _LEAVES.issuperset(_map(type, found)) and _adopt(found):
+    try:
         found, spec = pytree.tree_flatten(tree)
+        while not _LEAVES.issuperset(_map(type, found)) and _adopt(found):
+            found, spec = pytree.tree_flatten(tree)
+    except RecursionError:
+        raise _endless(tree) from None
     return found, spec
 
 
@@ -341,6 +340,17 @@ def _register(cls: type) -> None:
             )  # fmt: skip
 
 
+def _copied(tree: Tree) -> Tree:
+    kind = type(tree)
+    if _is_flat(tree):
+        return dict(tree)
+    if kind is dict:
+        return {key: x if isinstance(x, Tensor) else _copied(x) for key, x in tree.items()}
+    if kind is list or kind is tuple:
+        return kind([x if isinstance(x, Tensor) else _copied(x) for x in tree])
+    return map(lambda x: x, tree)
+
+
 def _up_to(spec: Any, like: Tree, tree: Tree, what: str = "") -> list:
     """Return what a tree has at the places of the leaves of `like`, whose structure is `spec`."""
     try:
@@ -369,10 +379,39 @@ def _difference(like: Tree, tree: Tree, path: str = "") -> tuple[str, str, str] 
     return None
 
 
+def _endless(tree: Tree) -> StateError:
+    """Return the error of a tree of which some container holds itself, or that is deeper than Python's stack."""
+    try:
+        where = _loop(tree, (), "")
+    except RecursionError:
+        where = None
+    if where is None:
+        return StateError("a tree is too deep", got="more containers inside one another than Python can enter")
+    return StateError("a container holds itself", where=where, got="one of the containers that it is in",
+                      want="a tree: leaves in containers, each in one place")  # fmt: skip
+
+
+def _loop(tree: Tree, above: tuple, path: str) -> str | None:
+    """Return the path of a container that is inside itself."""
+    for name, x in _children(tree)[0].items():
+        at = ".".join(filter(None, (path, name)))
+        if any(x is one for one in (*above, tree)):
+            return at
+        if found := _loop(x, (*above, tree), at):
+            return found
+    return None
+
+
 def _children(tree: Tree) -> tuple[dict[str, Any], Any]:
     """Return the children of the outermost container by their names, and its structure without theirs."""
-    children, spec = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    spec = pytree.tree_structure(tree, is_leaf=_all_but_the_first())
+    children = pytree.tree_leaves_with_path(tree, is_leaf=_all_but_the_first())
     return {_word(keys[-1]): x for keys, x in children if keys}, spec
+
+
+def _all_but_the_first() -> Callable[[Any], bool]:
+    first = iter([False])
+    return lambda x: next(first, True)
 
 
 def _called(x: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +19,12 @@ from fds.config.composition import calls
 from fds.config.training import TrainingConfig
 from fds.config.unknown import Unknown
 from fds.data import DistributedLoader
-from fds.errors import ComposeError, ConfigError, DataError, MeshError
+from fds.errors import ComposeError, ConfigError, DataError, LossError, MeshError
 from fds.loss import Layers, functional, with_buffers
 from fds.optim import Optimizer
 from fds.state import State
 from fds.step import Step, Transform, compose
+from fds.step.contracts import takes
 from fds.transforms.freeze import freeze
 
 Schedule = Callable[[Any], Any]
@@ -158,13 +160,13 @@ def _loss(model: Any, loss: Callable | None, key: int) -> tuple[Any, Any]:
     if any(x.is_meta for x in model.parameters()):
         raise ComposeError("the module has no values", where="model", got="parameters on meta",
                            want="step.init(fds.recipe(Model)) of fds.compose(*config.transforms(mesh))(loss_fn)")
-    if loss is not None and not callable(loss):
+    if loss is not None and not takes(2)(loss):
         raise ComposeError("this is no loss", where="loss", got=repr(loss)[:60], want="loss(model, batch) -> scalar")
     apply, params, buffers = functional(model)
     name = type(model).__name__ if loss is None else getattr(loss, "__name__", type(loss).__name__)
     loss = _own_loss if loss is None else loss
     if not _changes_buffers(model):
-        plain = lambda params, batch: loss(lambda *args, **kwargs: apply(params, *args, **kwargs), batch)
+        plain = lambda params, batch: loss(_Model(functools.partial(apply, params)), batch)
         plain.__name__ = name
         return plain, params
 
@@ -174,12 +176,34 @@ def _loss(model: Any, loss: Callable | None, key: int) -> tuple[Any, Any]:
             out, buffers = apply.with_buffers(params, buffers, *args, **kwargs)
             return out
 
-        value = loss(call, batch)
+        value = loss(_Model(call), batch)
         value, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
         return value, metrics, buffers
 
     threaded.__name__ = name
     return with_buffers(threaded, buffers), params
+
+
+class _AttributeError(LossError, AttributeError):
+    """So that `hasattr` and `getattr` with a default go on."""
+
+
+@attrs.frozen(eq=False)
+class _Model:
+    """What a loss calls as it would the module, with the parameters of the step."""
+
+    call: Callable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _AttributeError(
+            "the model that a loss is given can be called, and has no attributes", where="loss(model, batch)",
+            got=f"model.{name}", want="model(...)",
+            hint="read settings from the module itself; parameters, which are those of the step, are an argument of "
+            "the loss in fds.compose(*config.transforms(mesh))(loss_fn): loss_fn(params, batch)",
+        )  # fmt: skip
 
 
 def _own_loss(model: Callable, batch: Any) -> Any:

@@ -131,7 +131,9 @@ def _check_buffers(new: Any, old: dict[str, Tensor], where: str) -> dict[str, Te
     for name, value in new.items():
         if not isinstance(value, Tensor) or (value.shape, value.dtype) != (old[name].shape, old[name].dtype):
             raise LossError("a loss returned another kind of buffer", where=f"{where}, buffers[{name!r}]",
-                            got=_kind(value), want=_kind(old[name]))  # fmt: skip
+                            got=_kind(value), want=_kind(old[name]),
+                            hint="a buffer keeps its shape and dtype: make what grows, as a cache does, of its largest "
+                            "size and write into it, or return it as an output and pass it in the batch")  # fmt: skip
     return {name: value.detach().clone() for name, value in new.items()}
 
 

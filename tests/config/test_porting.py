@@ -297,6 +297,7 @@ REFUSED = {
     "a class of torch": (ConfigError, "no optimizer of fds", {"config": BARE, "optimizer": torch.optim.SGD}),
     "a loss of layers": (ComposeError, "layers have their criterion", {"config": JSON, "model": layers()}),
     "a module without values": (ComposeError, "fds.recipe", {"config": JSON, "model": module().to("meta")}),
+    "a loss of one argument": (ComposeError, "this is no loss", {"config": JSON, "loss": lambda model: 0}),
     "a function as model": (ComposeError, "this is no model", {"config": JSON, "model": loss}),
     "a mesh without data ranks": (MeshError, "'dp'", {"config": JSON, "mesh": fds.mesh(x=1)}),
     "offloading": (NotSupportedError, "zero_optimization.offload_optimizer.device",
@@ -316,6 +317,18 @@ def test_it_refuses(what):
     error, words, arguments = REFUSED[what]
     with pytest.raises(error, match=words):
         fds.initialize(**{"model": module(), "loss": loss, **arguments})
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_loss_that_asks_the_model_for_an_attribute_is_told_what_to_do(norm):
+    def norms(model, batch):
+        assert not hasattr(model, "config") and getattr(model, "training", None) is None
+        return sum(x.square().sum() for x in model.parameters())
+
+    step, state, *_ = fds.initialize(module(norm=norm), norms, config=JSON)
+    with pytest.raises(LossError) as error:
+        step(state, BATCH)
+    assert error.value.got == "model.parameters" and "loss_fn(params, batch)" in error.value.hint
 
 
 # ------------------------------------------------------------------------------------------- where a configuration is

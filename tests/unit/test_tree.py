@@ -327,3 +327,31 @@ def test_a_second_tree_that_may_not_be_read_says_so():
     new, _ = step(old, torch.ones(2))
     with pytest.raises(DonatedStateError):
         tree.map(lambda a, b: a, new, old)
+
+
+@dataclasses.dataclass
+class Node:
+    value: object
+    next: object = None
+
+
+def test_a_container_that_holds_itself_is_named():
+    node, items, names = Node(torch.ones(2)), [torch.ones(2)], {"x": torch.ones(2)}
+    items.append(items)
+    node.next, names["inner"] = node, {"a": [names]}
+    for whole, where in (({"n": node}, "n.next"), ([items], "0.1"), (names, "inner.a.0")):
+        for read in (tree.leaves, tree.paths, tree.copied, lambda t: tree.map(lambda x: x, t)):
+            with pytest.raises(StateError, match="holds itself") as error:
+                read(whole)
+            assert where.endswith(error.value.where)
+
+
+def test_a_tree_that_is_too_deep_says_so():
+    deep = leaf = []
+    for _ in range(100_000):
+        leaf.append([])
+        leaf = leaf[0]
+    with pytest.raises(StateError, match="too deep"):
+        tree.leaves(deep)
+    while deep:  # Python's own way of freeing it is recursive
+        deep = deep.pop()

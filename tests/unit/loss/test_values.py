@@ -211,6 +211,13 @@ def test_other_buffers_than_were_given_are_refused(returns, word):
         run(fds.with_buffers(returns, START))
 
 
+def test_a_buffer_that_grows_is_refused_with_what_to_do():
+    grows = lambda p, batch, buffers: (value(p, batch), {}, {"cache": torch.cat([buffers["cache"], batch])})
+    with pytest.raises(LossError, match="cache") as error:
+        run(fds.with_buffers(grows, {"cache": BATCH}))
+    assert "largest size" in error.value.hint
+
+
 def test_a_loss_that_writes_into_its_buffers_does_not_write_into_the_state():
     def careless(p, batch, buffers):
         buffers["n"].add_(1)
