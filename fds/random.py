@@ -7,7 +7,9 @@ torch's default generators, Python's and NumPy's are those of the process, so sc
 threads step, evaluate, initialize or load data, one waits until the other has left its scope. Threads of one
 simulation take turns, so the simulation as a whole is one scope. A thread that draws from a default generator outside
 of fds while a step runs still disturbs it: give it a `torch.Generator` of its own. What a loss waits for must not enter
-a scope on a thread of its own, unless that thread runs in a copy of the loss's context (`contextvars.copy_context`).
+a scope on a thread of its own, unless that thread runs in a copy of the loss's context (`contextvars.copy_context`);
+so it is with a rank of `fds.simulate`. There both would wait for ever: who waits raises an `FdsError` once the whole
+process has done next to nothing for `PATIENCE_S` seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import random as python_random
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -27,6 +30,8 @@ import torch
 from torch import Tensor
 
 from fds.errors import FdsError
+
+PATIENCE_S = 120.0  # how long a scope waits for another one while nothing runs
 
 _lock = threading.Lock()  # held by whoever uses the generators of the process
 _holds: ContextVar[bool] = ContextVar("fds_generators", default=False)  # whether that is who asks
@@ -70,17 +75,39 @@ def generator(key: Tensor, device: torch.device | str = "cpu") -> torch.Generato
 
 @contextlib.contextmanager
 def exclusive() -> Iterator[None]:
-    """Use the generators of the process alone: other threads wait here, unless they run in a copy of this context."""
+    """Use the generators of the process alone: other threads wait here, unless they run in a copy of this context.
+
+    Raises `FdsError` where the wait has no end.
+    """
     # In a thread of autograd the holder is the thread that waits for this backward.
     if _holds.get() or torch._C._current_graph_task_id() != -1:
         yield
         return
-    with _lock:
+    lock = _lock
+    if lock.locked():
+        _wait_for(lock)
+    with lock:
         token = _holds.set(True)
         try:
             yield
         finally:
             _holds.reset(token)
+
+
+def _wait_for(lock: threading.Lock) -> None:
+    """Wait until a lock is free. Raises `FdsError` where its holder seems to wait for this thread: nothing runs."""
+    worked = time.process_time()
+    while not lock.acquire(timeout=PATIENCE_S):
+        before, worked = worked, time.process_time()
+        if worked - before < PATIENCE_S / 100:
+            raise FdsError(
+                "a step, an evaluation, init or a loader waits for another thread that does nothing",
+                got=f"torch's default generators in use by that thread, and {PATIENCE_S:g} s in which nothing ran",
+                want="steps of threads that do not wait for one another",
+                hint="a loss, or a rank of fds.simulate, that waits for a thread of its own which steps: start that "
+                "thread in a copy of the context, Thread(target=contextvars.copy_context().run, args=(f,))",
+            )  # fmt: skip
+    lock.release()
 
 
 @contextlib.contextmanager

@@ -44,7 +44,12 @@ def simulate(fn: Callable[[], T], world_size: int) -> list[T]:
     The ranks are threads that take turns: one runs until it waits in a collective or ends, then the next rank that can.
     Each draws from global generators of its own, torch's of the CPU, Python's and NumPy's, which start as the caller's
     are; the caller's stay as they were.
-    What runs, and in what order sums are taken, is the same every time. Steps of other threads wait for its end.
+    What runs, and in what order sums are taken, is the same every time. Steps of other threads wait for its end, so a
+    rank must not wait for a thread of its own that steps, unless that runs in a copy of the rank's context
+    (`contextvars.copy_context().run`): there the step raises `FdsError` after two minutes in which nothing runs.
+
+    A `torch.profiler` may run in one rank at a time, where it sees this rank alone; around `simulate` it sees none. Two
+    that run at once, in two ranks that take turns, end the process: torch has one for all threads.
 
     Raises what the first rank raised, with a note that names it; `RankError` when no rank can run, when ranks call
     different collectives, or when one was started that others never came to; `FdsError` inside another simulation.

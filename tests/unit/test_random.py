@@ -4,6 +4,7 @@ import contextvars
 import os
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -208,6 +209,66 @@ def test_a_loss_may_evaluate_another_step_also_on_a_thread_of_its_context():
 
     outer = fds.compose(fds.sgd(0.1))(loss)
     outer(outer.init(torch.ones(4)), torch.ones(4))
+
+
+def on_a_thread(work):
+    """Return what `work` returns, or the error that it raises, on a thread of its own."""
+    found = []
+
+    def run():
+        try:
+            found.append(work())
+        except FdsError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(timeout=30)
+    return found[0]
+
+
+@pytest.mark.parametrize("within", ["a rank", "a loss"])
+def test_a_thread_that_waits_for_who_waits_for_it_says_so(within, monkeypatch):
+    monkeypatch.setattr(random, "PATIENCE_S", 0.3)
+    inner = fds.compose(fds.sgd(0.1))(lambda p, batch: (p["w"] * batch).sum())
+    state = inner.init({"w": torch.ones(2)})
+    evaluate = lambda: inner.evaluate(state, torch.ones(2))
+    found = []
+
+    def loss(params, batch):
+        found.append(on_a_thread(evaluate))
+        return (params["w"] * batch).sum()
+
+    if within == "a rank":
+        found += fds.simulate(lambda: on_a_thread(evaluate), 2)
+    else:
+        outer = fds.compose(fds.sgd(0.1))(loss)
+        outer(outer.init({"w": torch.ones(2)}), torch.ones(2))
+    assert all(isinstance(error, FdsError) and "copy_context" in error.hint for error in found) and found
+    assert evaluate()["loss"] == 2.0
+
+
+def test_who_waits_for_work_goes_on_waiting(monkeypatch):
+    monkeypatch.setattr(random, "PATIENCE_S", 0.05)
+    came, found = threading.Event(), []
+
+    def work():
+        came.set()
+        until = time.process_time() + 0.3
+        while time.process_time() < until:
+            pass
+
+    def held():
+        with random.scope(CPU):
+            work()
+
+    thread = threading.Thread(target=held)
+    thread.start()
+    came.wait(timeout=5)
+    with random.scope(CPU):
+        found.append(thread.is_alive())
+    thread.join()
+    assert found
 
 
 def test_a_child_of_a_fork_has_the_generators_though_a_thread_of_its_parent_held_them():
