@@ -311,6 +311,9 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     the captured constants the old ones: call `apply(params, x, buffers=buffers)`. Modules that it only holds in a list,
     tuple or dict, and that have nothing in common with it, are used as they are, not copied.
     """
+    if not isinstance(module, nn.Module):
+        raise LossError("fds.functional takes a module", got=repr(module)[:60], want="an nn.Module",
+                        hint="GPT(), not GPT" if isinstance(module, type) else "")  # fmt: skip
     for path, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise LossError(

@@ -55,8 +55,13 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
     are made on the way, and cost their operations once more. A tensor that every parameter is derived from is made
     again for every submodule.
 
-    `trace`, `pieces` and the call raise what the factory raises, and `LossError` where it returns no module.
+    `trace`, `pieces` and the call raise what the factory raises, and `LossError` where it returns no module; `recipe`
+    itself where it is given one.
     """
+    if isinstance(module_factory, nn.Module) or not callable(module_factory):
+        raise LossError("a recipe needs a function that builds a module", got=type(module_factory).__name__,
+                        want="fds.recipe(lambda: nn.Linear(3, 2))",
+                        hint="the parameters of a module that is built: fds.functional(module)")  # fmt: skip
 
     def pieces(key: Tensor, wanted: Callable[[str], bool] = every) -> Iterator[dict[str, Tensor]]:
         with random.python_seeded(key):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -54,7 +54,12 @@ def with_buffers(loss_fn: Callable, buffers: dict[str, Tensor]) -> Buffered:
 
     `buffers` (name -> tensor) are where `state.buffers` starts. Microbatches thread them in order, a
     recomputation discards its updates, a skipped step keeps the old ones. Gradients do not flow through them.
+
+    Raises `LossError` for buffers that are no such dict.
     """
+    if not (isinstance(buffers, Mapping) and all(isinstance(x, Tensor) for x in buffers.values())):
+        raise LossError("these are no buffers", where="with_buffers", got=repr(buffers)[:60],
+                        want="a dict: name -> tensor, such as fds.functional returns")  # fmt: skip
     return Buffered(loss_fn, dict(buffers))
 
 

@@ -34,6 +34,9 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
     >>> by_name({"*.bias": adamw(weight_decay=0.0), "*": adamw(weight_decay=0.1)})
     by_name({'*.bias': adamw(weight_decay=0.0), '*': adamw(weight_decay=0.1)})
     """
+    if not isinstance(optimizers, Mapping):
+        raise OptimizerError("by_name: optimizers go by patterns", where="optimizers", got=repr(optimizers)[:60],
+                             want="{pattern: optimizer, ...}")  # fmt: skip
     for pattern, optimizer in optimizers.items():
         if not isinstance(optimizer, Optimizer):
             raise OptimizerError(

@@ -17,6 +17,7 @@ from fds.errors import FdsError, LossError, StateError
 from fds.loss import Layers
 from fds.loss.compiled import untraced
 from fds.state import State
+from fds.step.contracts import takes
 from fds.step.structure import Slot, Structure
 
 P = ParamSpec("P")
@@ -217,6 +218,9 @@ def parameters(params: Any) -> None:
             "a module is no tree of parameters", got=type(params).__name__, want="a pytree of tensors, or a recipe",
             hint="apply, params, buffers = fds.functional(module)",
         )  # fmt: skip
+    if callable(params) and not takes(1)(params):
+        raise StateError("what makes parameters takes a key", got=repr(params)[:80], want="a function key -> params",
+                         hint="fds.recipe(factory) makes one of a function that builds a module")  # fmt: skip
 
 
 def _requires_grad(x: Any) -> bool:

@@ -72,7 +72,7 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
     for name, value in stations.items():
         held = _station(step, name)
         if not isinstance(value, dict) or name == "slots":
-            contracts.form(name, value)
+            contracts.form(name, value, held)
         if name == "slots":
             for slot in value:
                 if slot in held:
@@ -163,6 +163,7 @@ class Composition:
             if wrong or not (callable(f) or isinstance(f, Buffered)):
                 raise ComposeError("a composition is applied to a loss", where=role, got=repr(f)[:80],
                                    want=f"{self}(loss_fn)")  # fmt: skip
+            contracts.loss(role, f)
         step = self.rewrite(Step(loss=loss, eval_loss=loss if eval_fn is None else eval_fn))
         for one in step.after:
             if one.slot not in step.slots:

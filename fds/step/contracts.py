@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.errors import ComposeError
+from fds.loss import Buffered
 from fds.optim import Optimizer
 from fds.step.gradients import Gradients, Measure
 
@@ -45,6 +46,8 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "scale": (lambda x: _has(x, "scale", "metrics"), "an object with scale(slots, device) and metrics(slots, device)"),
     "measure": (lambda x: isinstance(x, Measure), "fds.step.Measure(norm=True)"),
     "condition": (takes(1), "a function Gradients -> Gradients"),
+    "grads": (lambda x: hasattr(x, "axis") and _has(x, "names", "holds", "forward"),
+              "what runs the loss, as `InTurn` does"),
     "optimizer": (lambda x: isinstance(x, Optimizer), "an fds.Optimizer"),
     "commit": (takes(2), "a function (slots, skip) -> slots"),
     "after": (lambda x: takes(3)(x) and isinstance(getattr(x, "slot", None), str),
@@ -54,12 +57,23 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }  # fmt: skip
 
 
-def form(station: str, value: Any) -> None:
-    """Raise `ComposeError` for what cannot fill a station."""
-    good, want = FORMS.get(station, (lambda x: True, ""))
+def form(station: str, value: Any, held: Any) -> None:
+    """Raise `ComposeError` for what cannot fill a station; a record, such as is held where nobody fills it, can."""
+    kind = type(held)
+    good, want = FORMS.get(station, (lambda x: isinstance(x, kind) or not attrs.has(kind), f"a {kind.__name__}"))
     if not good(value):
-        raise ComposeError("this cannot fill the station", where=f"station {station!r}", got=_written(value)[:120],
+        raise ComposeError("this cannot fill the station", where=f"station {station!r}", got=written(value)[:120],
                            want=want)  # fmt: skip
+
+
+def loss(role: str, function: Any) -> None:
+    """Raise `ComposeError` for a loss of other arguments than it is called with."""
+    words, inner = ["params", "batch"], function
+    if isinstance(function, Buffered):
+        words, inner = [*words, "buffers"], function.loss_fn
+    if not takes(len(words))(inner):
+        raise ComposeError("a loss takes other arguments", where=role, got=written(inner)[:120],
+                           want=f"a function of ({', '.join(words)})")  # fmt: skip
 
 
 def batch(found: Any, given: Any, one: Any) -> Any:
@@ -159,7 +173,7 @@ def _broken(station: str, one: Any, got: str, want: str) -> ComposeError:
                         got=got[:200], want=want[:200])  # fmt: skip
 
 
-def _written(x: Any) -> str:
+def written(x: Any) -> str:
     """Return a filler as text; of a function its name and arguments, whatever its address is."""
     if not inspect.isfunction(x):
         return repr(x)

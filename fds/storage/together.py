@@ -40,7 +40,10 @@ class Ranks:
 
     @classmethod
     def of(cls, step: Step, doing: str) -> Ranks:
-        """Return the ranks of a step, which come together to do this."""
+        """Return the ranks of a step, which come together to do this. Raises `StorageError` for what is no step."""
+        if not hasattr(step, "everyone"):
+            raise StorageError(f"{doing}: this is no step", where="step", got=type(step).__name__, want="a Step",
+                               hint="fds.save(dir, state, step), fds.load(dir, step, params)")  # fmt: skip
         everyone, pipeline, shard = step.everyone, step.grads.axis, step.reduce.shard
         if everyone is None:
             return cls()

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 import fds
 from fds import tree
-from fds.errors import ComposeError
+from fds.errors import ComposeError, FdsError
 from fds.step import Gradients, Measure, fill, transform
 from tests.bits import assert_same_bits
 from tests.unit.step.problem import BATCH, loss_fn, make_params
@@ -115,6 +116,10 @@ UNFIT = {
     "optimizer: a factory": ({"optimizer": fds.sgd}, "sgd", "Optimizer"),
     "after: no slot": ({"after": lambda slot, params, skip: slot}, "lambda", "slot"),
     "after: a slot that nobody makes": ({"after": Noted(None)}, "noted", "slots"),
+    "gather: nothing": ({"gather": None}, "None", "Gather"),
+    "sum: a dtype": ({"sum": torch.float64}, "float64", "Sum"),
+    "place: a flag": ({"place": True}, "True", "Place"),
+    "grads: nothing": ({"grads": None}, "None", "InTurn"),
     "slots: tensors": ({"slots": {"noted": torch.zeros(2)}}, "noted", "function"),
 }  # fmt: skip
 
@@ -152,3 +157,27 @@ def test_a_transform_that_returns_no_step_is_named(part):
         with pytest.raises(ComposeError) as caught:
             use()
         assert caught.value.where == str(part) and "fill(step" in caught.value.want and caught.value.got
+
+
+sgd = fds.compose(fds.sgd(0.1))
+MISTAKEN = {
+    "a loss of one argument": (lambda: sgd(lambda params: 0), "(params, batch)"),
+    "an eval_fn of three": (lambda: sgd(loss_fn, lambda p, b, c: 0), "(params, batch)"),
+    "a loss without buffers": (
+        lambda: sgd(fds.with_buffers(loss_fn, {"n": torch.zeros(1)})), "(params, batch, buffers)"),
+    "buffers of none": (lambda: fds.with_buffers(loss_fn, None), "name -> tensor"),
+    "a class of modules": (lambda: fds.functional(nn.Linear), "an nn.Module"),
+    "a recipe of a module": (lambda: fds.recipe(nn.Linear(3, 2)), "fds.recipe(lambda"),
+    "a factory without a key": (lambda: sgd(loss_fn).init(lambda: make_params()), "key -> params"),
+    "a list of optimizers": (lambda: fds.by_name([fds.sgd(0.1)]), "{pattern: optimizer"),
+    "a load without its step": (lambda: fds.load("run", make_params(), make_params()), "a Step"),
+    "a save without its step": (lambda: fds.save("run", sgd(loss_fn).init(make_params()), None),
+                                "a Step"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mistaken", "want"), MISTAKEN.values(), ids=MISTAKEN)
+def test_what_cannot_be_called_or_read_is_refused_where_it_is_given(mistaken, want):
+    with pytest.raises(FdsError) as caught:
+        mistaken()
+    assert want in caught.value.want and caught.value.got
