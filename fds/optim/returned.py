@@ -22,12 +22,12 @@ def first_slots(
     """
     found = optimizer.init(segments, params=params)
     if not isinstance(found, dict) or not all(isinstance(slot, str) for slot in found):
-        raise _broken(optimizer, "init", "", _kind(found), "{slot: [one tensor or None per slice]}")
+        raise _broken(optimizer, "init", "", in_words(found), "{slot: [one tensor or None per slice]}")
     kind = lambda x: (x.shape, x.device) if isinstance(x, Tensor) else x
     for slot, parts in found.items():
         listed = isinstance(parts, list | tuple) and len(parts) == len(params)
         if not listed or any(x is not None and kind(x) != kind(p) for x, p in zip(parts, params, strict=True)):
-            raise _broken(optimizer, "init", f", slot {slot!r}", _kinds(parts), f"{_kinds(params)}, or None")
+            raise _broken(optimizer, "init", f", slot {slot!r}", in_words(parts), f"{in_words(params)}, or None")
     return {slot: list(parts) for slot, parts in found.items()}
 
 
@@ -41,7 +41,7 @@ def updated(
     Raises `ComposeError` for anything but parameters and slots of the same shapes, dtypes and devices.
     """
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-        raise _broken(optimizer, "update", "", _kind(found), "(params, opt), lists as `update` was given them")
+        raise _broken(optimizer, "update", "", in_words(found), "(params, opt), lists as `update` was given them")
     new, slots = found
     if slots.keys() != opt.keys():
         raise _broken(optimizer, "update", ", opt", ", ".join(map(str, slots)) or "no slots",
@@ -60,7 +60,7 @@ def _alike(optimizer: Optimizer, place: str, found: Any, known: Sequence[Tensor 
         return True
     kind = lambda x: (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x
     if not listed or any(kind(x) != kind(y) for x, y in zip(found, known, strict=True)):
-        raise _broken(optimizer, "update", place, _kinds(found), _kinds(known))
+        raise _broken(optimizer, "update", place, in_words(found), in_words(known))
     return False
 
 
@@ -71,11 +71,10 @@ def _broken(optimizer: Optimizer, name: str, place: str, got: str, want: str) ->
     )  # fmt: skip
 
 
-def _kinds(found: Any) -> str:
-    if not isinstance(found, list | tuple):
-        return _kind(found)
-    return f"{len(found)} leaves: " + ", ".join(_kind(x) for x in found[:6])
-
-
-def _kind(x: Any) -> str:
-    return f"{tuple(x.shape)} {x.dtype} on {x.device}" if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"[:60]
+def in_words(found: Any) -> str:
+    """Return what something is, for an error: of a tensor the shape, the dtype and the device, of lists the number."""
+    if isinstance(found, list | tuple):
+        return f"{len(found)} leaves: " + ", ".join(map(in_words, found[:6]))
+    if isinstance(found, Tensor):
+        return f"{tuple(found.shape)} {found.dtype} on {found.device}"
+    return f"{type(found).__name__} {found!r}"[:60]

@@ -15,6 +15,7 @@ from fds import tree
 from fds.errors import ComposeError
 from fds.loss import Buffered
 from fds.optim import Optimizer
+from fds.optim.returned import in_words
 from fds.step.gradients import Gradients, Measure
 
 
@@ -88,7 +89,7 @@ def viewed(found: Any, view: Any) -> Any:
     leaves = tree.leaves(found)
     if not all(issubclass(kind, Tensor) for kind in set(map(type, leaves))):
         other = next((name, x) for name, x in tree.paths(found).items() if not isinstance(x, Tensor))
-        raise _broken("view", view, ": ".join(filter(None, (other[0], _kind(other[1])))), "a tree of tensors")
+        raise _broken("view", view, ": ".join(filter(None, (other[0], in_words(other[1])))), "a tree of tensors")
     return found
 
 
@@ -97,7 +98,7 @@ def first_slot(found: Any, name: str, make: Any) -> Any:
     for path, x in tree.paths(found).items():
         if not isinstance(x, Tensor):
             at = ".".join(filter(None, (name, path)))
-            raise _broken("slots", make, f"{at}: {_kind(x)}", "a tree of tensors, which a state can hold")
+            raise _broken("slots", make, f"{at}: {in_words(x)}", "a tree of tensors, which a state can hold")
     return found
 
 
@@ -105,14 +106,14 @@ def reported(scale: Any, slots: dict[str, Any], device: torch.device) -> dict[st
     """Return what a scale, where there is one, reports. Raises `ComposeError` for anything but a dict of tensors."""
     found = {} if scale is None else scale.metrics(slots, device)
     if not (isinstance(found, dict) and all(isinstance(x, Tensor) for x in found.values())):
-        raise _broken("scale", scale, _kind(found), "metrics(slots, device): a dict of 0-d tensors")
+        raise _broken("scale", scale, in_words(found), "metrics(slots, device): a dict of 0-d tensors")
     return found
 
 
 def gradients(found: Any, known: Gradients, one: Any) -> Gradients:
     """Return what a gradient map returned, knowing where it lies. Raises `ComposeError` for other leaves."""
     if not isinstance(found, Gradients):
-        raise _broken("condition", one, _kind(found), "Gradients(leaves, scale), of as many leaves as it was given")
+        raise _broken("condition", one, in_words(found), "Gradients(leaves, scale), of as many leaves as it was given")
     if found.leaves is not known.leaves:
         leaves = _alike("condition", one, found.leaves, known.leaves)
         found = attrs.evolve(found, leaves=[x.contiguous() for x in leaves])
@@ -125,44 +126,44 @@ def remembered(found: Any, given: Any, one: Any) -> Any:
         return found
     (new, spec), (old, known) = tree.parts(found), tree.parts(given)
     if spec != known:
-        raise _broken("after", one, _kind(found), f"the slot {one.slot!r}, of the structure that it has")
-    _alike("after", one, new, old)
+        raise _broken("after", one, in_words(found), f"the slot {one.slot!r}, of the structure that it has")
+    _alike("after", one, new, old, dtypes=True)
     return found
 
 
 def microbatches(found: Any, split: Any) -> list[Any]:
     """Return what a split returned. Raises `ComposeError` for anything but a list of some."""
     if not (isinstance(found, list | tuple) and found):
-        raise _broken("split", split, _kind(found), "a list of microbatches, one or more")
+        raise _broken("split", split, in_words(found), "a list of microbatches, one or more")
     return list(found)
 
 
 def context(found: Any, make: Any, station: str = "context") -> AbstractContextManager:
     """Return the context that a filler made. Raises `ComposeError` where it is none."""
     if not _has(type(found), "__enter__", "__exit__"):
-        raise _broken(station, make, _kind(found), "a context manager")
+        raise _broken(station, make, in_words(found), "a context manager")
     return found
 
 
 def kept(found: Any, given: dict[str, Any], commit: Any) -> dict[str, Any]:
     """Return the slots that a commit returned. Raises `ComposeError` where some are missing, or there are others."""
     if not (isinstance(found, dict) and found.keys() == given.keys()):
-        raise _broken("commit", commit, _kind(found), f"a dict of the slots {', '.join(given) or '(none)'}")
+        raise _broken("commit", commit, in_words(found), f"a dict of the slots {', '.join(given) or '(none)'}")
     return found
 
 
 def scalar(found: Any, scale: Any) -> Tensor:
     """Return the scale that a filler returned. Raises `ComposeError` for anything but a floating 0-d tensor."""
     if not (isinstance(found, Tensor) and found.dim() == 0 and found.is_floating_point()):
-        raise _broken("scale", scale, _kind(found), "a 0-d float64 tensor on the device")
+        raise _broken("scale", scale, in_words(found), "a 0-d float64 tensor on the device")
     return found
 
 
-def _alike(station: str, one: Any, found: Any, given: Sequence[Tensor]) -> list[Tensor]:
-    what = lambda x: (x.shape, x.device) if isinstance(x, Tensor) else type(x)
+def _alike(station: str, one: Any, found: Any, given: Sequence[Tensor], *, dtypes: bool = False) -> list[Tensor]:
+    what = lambda x: (x.shape, x.device, x.dtype if dtypes else None) if isinstance(x, Tensor) else type(x)
     same = isinstance(found, list | tuple) and list(map(what, found)) == list(map(what, given))
     if not same:
-        raise _broken(station, one, _shapes(found), _shapes(given))
+        raise _broken(station, one, in_words(found), in_words(given))
     return list(found)
 
 
@@ -178,18 +179,6 @@ def written(x: Any) -> str:
     if not inspect.isfunction(x):
         return repr(x)
     return f"{x.__name__}{inspect.signature(x)}"
-
-
-def _shapes(found: Any) -> str:
-    if not isinstance(found, list | tuple):
-        return _kind(found)
-    return f"{len(found)} leaves: " + ", ".join(_kind(x) for x in found[:6])
-
-
-def _kind(x: Any) -> str:
-    if isinstance(x, Tensor):
-        return f"{tuple(x.shape)} on {torch.device(x.device)}"
-    return f"{type(x).__name__} {x!r}"[:60]
 
 
 def _has(x: Any, *names: str) -> bool:

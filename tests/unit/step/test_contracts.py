@@ -66,6 +66,7 @@ BROKEN = {
     "commit: nothing": ({"commit": lambda slots, skip: None, **measured}, "commit", "dict"),
     "commit: fewer": ({"commit": lambda s, skip: {}, "slots": NOTED, **measured}, "commit", "noted"),
     "after: nothing": ({"after": Noted(None), "slots": NOTED}, "after", "(2,)"),
+    "after: wider": ({"after": Noted(torch.zeros(2).double()), "slots": NOTED}, "after", "float32"),
     "after: larger": ({"after": Noted(torch.zeros(3)), "slots": NOTED}, "after", "(2,)"),
     "optimizer: nothing": ({"optimizer": fds.Optimizer(empty, lambda *a, **k: None)}, "optimizer", "(params, opt)"),
     "optimizer: fewer": ({"optimizer": fds.Optimizer(empty, lambda *a, **k: ([], {}))}, "optimizer", "2 leaves"),
