@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fds.errors import OptimizerError, did_you_mean
+from fds.optim import returned
 from fds.optim.base import Optimizer, Segment, Values
-from fds.optim.returned import first_slots, updated
 from fds.tree import named
 
 
@@ -84,7 +84,7 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         for member, slices in zip(members, slices_of(segments), strict=True):
             if not slices:
                 continue
-            part = first_slots(member, _pick(segments, slices), _pick(params, slices))
+            part = returned.first_slots(member, _pick(segments, slices), _pick(params, slices))
             for slot, tensors in part.items():
                 merged = opt.setdefault(slot, [None] * len(params))
                 for index, tensor in zip(slices, tensors, strict=True):
@@ -101,12 +101,10 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         for member, slices, now in zip(members, slices_of(segments), known, strict=True):
             part = {slot: _pick(tensors, slices) for slot, tensors in opt.items()}
             part = {slot: tensors for slot, tensors in part.items() if any(x is not None for x in tensors)}
-            given = {slot: list(tensors) for slot, tensors in part.items()}
-            found = member.update(
-                _pick(grads, slices), given, _pick(params, slices), step=step, segments=_pick(segments, slices),
+            moved, slots = returned.update(
+                member, _pick(grads, slices), part, _pick(params, slices), step=step, segments=_pick(segments, slices),
                 **(rest if out is None else {"out": _pick(out, slices), **rest}), **member.given(now),
             )  # fmt: skip
-            moved, slots = updated(member, found, _pick(params, slices), part)
             _put(new, slices, moved)
             for slot, tensors in slots.items():
                 _put(after.setdefault(slot, [None] * len(params)), slices, tensors)

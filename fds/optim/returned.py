@@ -31,15 +31,16 @@ def first_slots(
     return {slot: list(parts) for slot, parts in found.items()}
 
 
-def updated(
-    optimizer: Optimizer, found: Any, params: list[Tensor], opt: dict[str, list[Tensor | None]]
-) -> tuple[list[Tensor], dict[str, list[Tensor | None]]]:
-    """Return what `optimizer.update` returned: `params` and `opt` themselves where it wrote into all their tensors.
+def update(
+    optimizer: Optimizer, grads: list[Tensor], opt: dict[str, list], params: list[Tensor], **rest: Any
+) -> tuple[list[Tensor], dict[str, list]]:
+    """Return what `optimizer.update` returns: `params` and `opt` themselves where it wrote into all their tensors.
 
-    `update` is to be given other lists than these, since it may put new tensors into them.
+    It is given lists of its own, since it may put new tensors into them.
 
     Raises `ComposeError` for anything but parameters and slots of the same shapes, dtypes and devices.
     """
+    found: Any = optimizer.update(grads, {slot: list(parts) for slot, parts in opt.items()}, list(params), **rest)
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
         raise _broken(optimizer, "update", "", in_words(found), "(params, opt), lists as `update` was given them")
     new, slots = found

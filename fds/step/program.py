@@ -178,12 +178,11 @@ class Step:
             # fused kernels do not: a graph that saved these must fail
             torch.autograd.graph.increment_version(memory.flat)
         with profiled("optimizer"), seeded(state, [self.optimizer], "optimizer", *self.coordinates):
-            new, new_opt = returned.updated(self.optimizer, self.optimizer.update(
-                [g if g.dim() == 1 else g.view(-1) for g in grads.leaves],
-                {slot: list(tensors) for slot, tensors in flat_opt.items()}, list(flat), step=state.step,
-                grad_scale=grads.scale, skip=skip, segments=structure.segments, axes=self.reduce.axes,
+            new, new_opt = returned.update(
+                self.optimizer, [g if g.dim() == 1 else g.view(-1) for g in grads.leaves], flat_opt, flat,
+                step=state.step, grad_scale=grads.scale, skip=skip, segments=structure.segments, axes=self.reduce.axes,
                 **self.optimizer.given(values),
-            ), flat, flat_opt)  # fmt: skip
+            )  # fmt: skip
         for leaves in (new, *new_opt.values()):
             tie(self.grads.share, self.optimizer, leaves, structure.segments)
         if new is not flat or new_opt is not flat_opt:  # ours write in place and return what they were given
