@@ -61,7 +61,8 @@ class DynamicBatchingConfig(Config):
     enabled: bool = key(False, "fill batches by tokens", NotYet("batches of a number of tokens"))
     max_tokens: int | None = key(None, "tokens that a microbatch may have at most", Part(), unit="tokens", over=0)
     min_batch_size: int = key(1, "rows that a microbatch must have at least", Part(), unit="rows", low=0)
-    max_batch_size: int | None = key(None, "rows that a microbatch may have at most", Part(), unit="rows", over=0)
+    max_batch_size: int | None = key(None, "rows that a microbatch may have at most", Part(), unit="rows", over=0,
+                                      null=False)
     lr_scaling_method: Literal["linear", "sqrt", "none"] = key(
         "linear", "how the learning rate follows the rows of a batch", Part())
     sequence_picking_order: Literal["dataloader", "random", "seqlen"] = key(

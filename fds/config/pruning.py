@@ -47,7 +47,8 @@ class SparsePruningSharedConfig(Config):
     block_pattern: str = key("4x1", "blocks that go as one (4x1), or how many of how many stay (2:4)", _BLOCKS)
     dense_ratio: float = key(0.1, "share of all weights that is kept at the end", _BLOCKS, over=0, high=1)
     schedule_offset_end: int | None = key(
-        None, "calls of the step after which no more is pruned; null: schedule_offset", _BLOCKS, unit="steps", low=0)
+        None, "calls of the step after which no more is pruned; absent: schedule_offset", _BLOCKS, unit="steps", low=0,
+        null=False)
     schedule_offset_stride: int = key(1, "steps from one pruning to the next", _BLOCKS, unit="steps", over=0)
     excluded_modules: tuple[str, ...] = key((), "modules that keep all weights, by name", _BLOCKS)
 

@@ -31,7 +31,6 @@ WIDER = {  # it refuses true without another key, and an old spelling by its new
 }  # fmt: skip
 ELSEWHERE = (  # null for what is needed only where its group is switched on, and for one side of the batch
     "curriculum_learning.", "data_efficiency.", "train_batch_size", "train_micro_batch_size_per_gpu", "bfloat16",
-    "compression_training.sparse_pruning.shared_parameters.schedule_offset_end",
 )  # fmt: skip
 
 
