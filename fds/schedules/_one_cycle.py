@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fds.errors import ScheduleError
 from fds.schedules.curve import schedule
-from fds.schedules.warm_up import between
+from fds.schedules._warmup import between
 
 
 @schedule

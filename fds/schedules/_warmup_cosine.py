@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fds.schedules.curve import schedule
-from fds.schedules.warm_up import Kind, between, length, rise
+from fds.schedules._warmup import Kind, between, length, rise
 
 
 @schedule
