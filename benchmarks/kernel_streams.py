@@ -13,14 +13,14 @@ from torch import Tensor
 
 from benchmarks.kernel_peers import EPS, peers
 from benchmarks.kernel_works import Goals, Setting, Way, Work, ways_beside
-from fds.kernels import lion_update, sgd_update
-from fds.kernels.adam_update import adamw
-from fds.kernels.dropout_add import bias_dropout_add
-from fds.kernels.gated import swiglu
-from fds.kernels.gelu import bias_gelu
-from fds.kernels.layer_normalization import add_layer_norm, layer_norm
-from fds.kernels.rms_normalization import rms_norm
-from fds.kernels.rotation import rotary
+from fds.kernels.activations._swiglu import swiglu
+from fds.kernels.activations.dropout_add import bias_dropout_add
+from fds.kernels.activations.gelu import bias_gelu
+from fds.kernels.attentions._rotary import rotary
+from fds.kernels.norms.layer_normalization import add_layer_norm, layer_norm
+from fds.kernels.norms.rms_normalization import rms_norm
+from fds.kernels.optimizers import lion_update, sgd_update
+from fds.kernels.optimizers.adam_update import adamw
 
 BF16, F32 = torch.bfloat16, torch.float32
 COPY_FORWARD, COPY_BACKWARD = 0.90, 0.70

@@ -4,8 +4,8 @@
     python -m tests.digests compare /tmp/before.json    # of the code as it is: names every case that differs, and where
 
 A case is a problem of tests/laws/problems, an optimizer, transforms, and a place: one process, ranks that share the
-optimizer, or a pipeline. Of every rank it keeps the state and the metrics of each call (the third of them on a batch that
-is not finite where the step can skip it), an evaluation, the whole parameters, and the bytes that `describe` says.
+optimizer, or a pipeline. Of every rank it keeps the state and the metrics of each call (the third of them on a batch
+that is not finite where the step can skip it), an evaluation, the whole parameters, and the bytes of `describe`.
 """
 
 from __future__ import annotations

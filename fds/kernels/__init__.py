@@ -4,23 +4,23 @@ Each takes float32, float16 and bfloat16 tensors of any strides, refuses what it
 names the argument, and works under `torch.func`, `torch.utils.checkpoint`, `torch.compile` and stage-3 parameters.
 """
 
-from fds.kernels.adam_update import adamw
+from fds.kernels.activations._swiglu import swiglu
+from fds.kernels.activations.dropout_add import bias_dropout_add, dropout
+from fds.kernels.activations.gelu import bias_gelu
+from fds.kernels.activations.gelu_linear import bias_gelu_linear
+from fds.kernels.attentions._attention import attention
+from fds.kernels.attentions._rotary import rotary
+from fds.kernels.attentions.flash import flash_attention
+from fds.kernels.attentions.softmax import masked_softmax
 from fds.kernels.choice import chosen, only
-from fds.kernels.dense import attention
-from fds.kernels.dropout_add import bias_dropout_add, dropout
-from fds.kernels.flash import flash_attention
-from fds.kernels.gated import swiglu
-from fds.kernels.gelu import bias_gelu
-from fds.kernels.gelu_linear import bias_gelu_linear
-from fds.kernels.head_loss import linear_cross_entropy
-from fds.kernels.lamb_update import lamb
-from fds.kernels.layer_normalization import add_layer_norm, layer_norm
-from fds.kernels.lion_update import lion
-from fds.kernels.rms_normalization import add_rms_norm, rms_norm
-from fds.kernels.rotation import rotary
-from fds.kernels.sgd_update import sgd
-from fds.kernels.softmax import masked_softmax
-from fds.kernels.token_loss import cross_entropy
+from fds.kernels.losses._cross_entropy import cross_entropy
+from fds.kernels.losses._linear_cross_entropy import linear_cross_entropy
+from fds.kernels.norms.layer_normalization import add_layer_norm, layer_norm
+from fds.kernels.norms.rms_normalization import add_rms_norm, rms_norm
+from fds.kernels.optimizers.adam_update import adamw
+from fds.kernels.optimizers.lamb_update import lamb
+from fds.kernels.optimizers.lion_update import lion
+from fds.kernels.optimizers.sgd_update import sgd
 
 __all__ = [
     "add_layer_norm", "add_rms_norm", "adamw", "attention", "bias_dropout_add", "bias_gelu", "bias_gelu_linear",

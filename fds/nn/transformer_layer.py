@@ -28,15 +28,15 @@ from torch import Tensor, nn
 
 from fds.errors import KernelError
 from fds.kernels import arguments
+from fds.kernels.activations.dropout_add import bias_dropout_add
+from fds.kernels.activations.gelu import bias_gelu
+from fds.kernels.activations.gelu_linear import bias_gelu_linear
+from fds.kernels.attentions._attention import attention
+from fds.kernels.attentions.flash import MOST_BYTES, flash_attention
+from fds.kernels.attentions.flash_blocks import LEAST_BIAS
+from fds.kernels.attentions.softmax import masked_softmax
 from fds.kernels.choice import runs_triton
-from fds.kernels.dense import attention
-from fds.kernels.dropout_add import bias_dropout_add
-from fds.kernels.flash import MOST_BYTES, flash_attention
-from fds.kernels.flash_blocks import LEAST_BIAS
-from fds.kernels.gelu import bias_gelu
-from fds.kernels.gelu_linear import bias_gelu_linear
-from fds.kernels.layer_normalization import layer_norm
-from fds.kernels.softmax import masked_softmax
+from fds.kernels.norms.layer_normalization import layer_norm
 from fds.loss import LayerSpec
 from fds.nn.transformer_config import TransformerConfig
 

@@ -1,13 +1,13 @@
 """Optimizers: pairs of functions over flat slices. Arguments are torch.optim's, any of them a schedule f(t)."""
 
-from fds.optim._adam import adam, adamw
-from fds.optim.base import Optimizer, Schedule, Segment, Values
-from fds.optim._by_name import by_name
-from fds.optim._sgd import sgd
-from fds.optim._lamb import lamb
-from fds.optim._muon import muon
-from fds.optim._lion import lion
 from fds.optim._adagrad import adagrad
+from fds.optim._adam import adam, adamw
+from fds.optim._by_name import by_name
+from fds.optim._lamb import lamb
+from fds.optim._lion import lion
+from fds.optim._muon import muon
+from fds.optim._sgd import sgd
+from fds.optim.base import Optimizer, Schedule, Segment, Values
 
 __all__ = [
     "Optimizer", "Schedule", "Segment", "Values", "adagrad", "adam", "adamw", "by_name", "lamb", "lion", "muon", "sgd",

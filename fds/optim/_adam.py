@@ -8,7 +8,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from fds.kernels import adam_update
+from fds.kernels.optimizers import adam_update
 from fds.optim.arguments import demand, demand_betas, spell
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import Optimizer, Schedule

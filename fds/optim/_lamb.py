@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import OptimizerError
-from fds.kernels import lamb_update
+from fds.kernels.optimizers import lamb_update
 from fds.optim.arguments import demand, demand_betas, spell
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import Optimizer, Schedule

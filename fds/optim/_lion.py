@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fds.kernels import lion_update
+from fds.kernels.optimizers import lion_update
 from fds.optim.arguments import demand, demand_betas, spell
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import Optimizer, Schedule

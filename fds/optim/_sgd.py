@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import OptimizerError
-from fds.kernels import sgd_update
+from fds.kernels.optimizers import sgd_update
 from fds.optim.arguments import demand, spell
 from fds.optim.assembly import Now, assemble
 from fds.optim.base import Optimizer, Schedule

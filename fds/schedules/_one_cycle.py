@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fds.errors import ScheduleError
-from fds.schedules.curve import schedule
 from fds.schedules._warmup import between
+from fds.schedules.curve import schedule
 
 
 @schedule

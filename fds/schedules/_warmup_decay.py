@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fds.schedules.curve import schedule
 from fds.schedules._warmup import Kind, between, length, rise
+from fds.schedules.curve import schedule
 
 
 @schedule

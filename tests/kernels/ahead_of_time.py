@@ -100,7 +100,7 @@ def table(rows: list[dict]) -> str:
 def rows_of(names: list[str]) -> list[dict]:
     """Compile what the cases of some kernels launch, and return a row for each variant."""
     return [
-        {"kernel": f"{fn.__module__.removeprefix('fds.kernels.')}.{fn.__name__}",
+        {"kernel": f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}",
          "dtype": str(dtype).removeprefix("torch."), **resources(made), "case": case}
         for case, fn, dtype, made in launches(names, list(choice.DTYPES))
     ]

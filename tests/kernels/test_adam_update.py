@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fds.kernels import only
-from fds.kernels.adam_update import adamw
+from fds.kernels.optimizers.adam_update import adamw
 from tests.kernels.accuracy import assert_near, random
 
 NUM_STEPS, SIZE = 6, 1100

@@ -160,6 +160,6 @@ def test_without_a_gpu_it_says_so_and_shows_what_was_compiled(monkeypatch, capsy
     monkeypatch.setattr(subprocess, "run", run)
     assert kernels.main() == 0
     assert capsys.readouterr().out.startswith("No GPU here")
-    assert "gated" in {command[-1] for command, _ in ran}
+    assert "swiglu" in {command[-1] for command, _ in ran}
     assert all(command[-2] == "tests.kernels.ahead_of_time" for command, _ in ran)
     assert not any("TRITON_INTERPRET" in environment for _, environment in ran)

@@ -9,8 +9,8 @@ import torch
 
 from fds.errors import KernelError
 from fds.kernels import choice
+from fds.kernels.activations._swiglu import swiglu
 from fds.kernels.choice import chosen, only, runs_triton
-from fds.kernels.gated import swiglu
 from tests.kernels.ways import traced
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

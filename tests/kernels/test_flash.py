@@ -7,9 +7,10 @@ from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fds.errors import KernelError
-from fds.kernels import flash, flash_backward, philox
+from fds.kernels import philox
+from fds.kernels.attentions import flash, flash_backward
+from fds.kernels.attentions.flash import flash_attention, reference
 from fds.kernels.choice import only
-from fds.kernels.flash import flash_attention, reference
 from tests.kernels.accuracy import DTYPES, TOLERANCE, assert_near, in_float64, random, strided
 from tests.kernels.ways import (
     WAYS,

@@ -14,12 +14,13 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from fds.errors import KernelError
-from fds.kernels import flat, only
-from fds.kernels.adam_update import adamw, reference as adam_reference
-from fds.kernels.lamb_update import lamb, reference as lamb_reference
+from fds.kernels import only
 from fds.kernels.language import jit, tl
-from fds.kernels.lion_update import lion, reference as lion_reference
-from fds.kernels.sgd_update import reference as sgd_reference, sgd
+from fds.kernels.optimizers import flat
+from fds.kernels.optimizers.adam_update import adamw, reference as adam_reference
+from fds.kernels.optimizers.lamb_update import lamb, reference as lamb_reference
+from fds.kernels.optimizers.lion_update import lion, reference as lion_reference
+from fds.kernels.optimizers.sgd_update import reference as sgd_reference, sgd
 from tests.kernels.accuracy import AWKWARD, DTYPES, assert_near, random
 
 

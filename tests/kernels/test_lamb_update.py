@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from fds.errors import KernelError
 from fds.kernels import only
-from fds.kernels.lamb_update import _sum_kernel, _tiles, lamb, lamb_moments, lamb_params, reference
+from fds.kernels.optimizers.lamb_update import _sum_kernel, _tiles, lamb, lamb_moments, lamb_params, reference
 from tests.kernels.accuracy import assert_near, random
 
 BETAS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}

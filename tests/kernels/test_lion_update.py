@@ -3,7 +3,7 @@
 import torch
 
 from fds.kernels import only
-from fds.kernels.lion_update import lion
+from fds.kernels.optimizers.lion_update import lion
 from tests.kernels.accuracy import random
 
 

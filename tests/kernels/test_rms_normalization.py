@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fds.kernels import only
-from fds.kernels.rms_normalization import add_rms_norm, reference, rms_norm
+from fds.kernels.norms.rms_normalization import add_rms_norm, reference, rms_norm
 from tests.kernels.accuracy import assert_near, random
 
 KINDS = ["triton", "reference"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fds.kernels import only
-from fds.kernels.sgd_update import sgd
+from fds.kernels.optimizers.sgd_update import sgd
 from tests.kernels.accuracy import assert_near, random
 
 NUM_STEPS, SIZE = 6, 431

@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fds
 from fds.errors import KernelError
+from fds.kernels.attentions._attention import attention
+from fds.kernels.attentions.flash import flash_attention
+from fds.kernels.attentions.softmax import masked_softmax
 from fds.kernels.choice import only
-from fds.kernels.dense import attention
-from fds.kernels.flash import flash_attention
-from fds.kernels.softmax import masked_softmax
 from fds.nn import TransformerConfig, TransformerLayer
 from fds.nn.transformer_layer import _attention_by
 from tests.bits import assert_same_bits

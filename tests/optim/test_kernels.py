@@ -8,7 +8,8 @@ from torch import nn
 
 import fds
 from fds import tree
-from fds.kernels import adam_update, lamb_update, lion_update, only, sgd_update
+from fds.kernels import only
+from fds.kernels.optimizers import adam_update, lamb_update, lion_update, sgd_update
 from fds.optim import Optimizer, adagrad, adam, adamw, assembly, by_name, lamb, lion, muon, sgd
 from tests.bits import assert_same_bits
 

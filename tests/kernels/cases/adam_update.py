@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fds.kernels.adam_update import adamw
+from fds.kernels.optimizers.adam_update import adamw
 
 SIZE = 2**20 + 32
 

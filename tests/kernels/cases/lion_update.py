@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fds.kernels.lion_update import lion
+from fds.kernels.optimizers.lion_update import lion
 
 SIZE = 2**20 + 32
 

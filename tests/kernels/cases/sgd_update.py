@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fds.kernels.sgd_update import sgd
+from fds.kernels.optimizers.sgd_update import sgd
 
 SIZE = 2**20 + 32
 

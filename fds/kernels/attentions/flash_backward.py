@@ -1,6 +1,6 @@
 """The gradients of `flash_attention`, block by block: the scores are made again, from lse, and never held.
 
-With dout the gradient of out, p and keep as in fds.kernels.flash, and c = 1 / (1 - ratio)::
+With dout the gradient of out, p and keep as in fds.kernels.attentions.flash, and c = 1 / (1 - ratio)::
 
     delta_i = sum_d dout_id out_id              dv = (p * keep * c)^T dout
     ds = p * (keep * c * dout v^T - delta)      dq = scale * ds k        dk = scale * ds^T q
@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fds.kernels.flash_blocks import (
+from fds.kernels.attentions.flash_blocks import (
     COUNTS,
     LOG2E,
     blocks,
@@ -36,7 +36,7 @@ from fds.kernels.flash_blocks import (
 from fds.kernels.language import cdiv, jit, on, tl
 from fds.kernels.philox import keep
 
-# As fds.kernels.flash.LAUNCH, derived, not measured: of the kernel over queries ...
+# As fds.kernels.attentions.flash.LAUNCH, derived, not measured: of the kernel over queries ...
 OVER_QUERIES = {
     (64, 2, False): blocks(128, 64, 8, 2),
     (64, 2, True): blocks(128, 32, 8, 2),

@@ -1,8 +1,8 @@
 """Normalise rows, backward: programs that stay, walk over rows, and keep their part of the weight's gradient.
 
-The equations are in fds.kernels.normalization. dweight and dbias are summed in two steps and in a fixed order, without
-atomics: each program keeps float32 sums of the rows that it walks, for its columns, and writes them once to partials
-(2, P, N); a small kernel sums over P.
+The equations are in fds.kernels.norms.normalization. dweight and dbias are summed in two steps and in a fixed order,
+without atomics: each program keeps float32 sums of the rows that it walks, for its columns, and writes them once to
+partials (2, P, N); a small kernel sums over P.
 Moves: up to 8192 columns dy, x and (where the sum has a gradient) ds once, and writes dx; a program holds whole rows.
 The sums of longer rows exceed a multiprocessor's registers, so a first kernel reads dy and x for the row means, and
 programs of 1024 columns then read them again: 5 tensors moved in place of 3.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fds.kernels.language import cdiv, jit, next_power_of_2, num_processors, on, tl
-from fds.kernels.normalization_forward import readable, unit_of
+from fds.kernels.norms.normalization_forward import readable, unit_of
 
 # Derived, not measured. 16 elements a thread: 32 registers of sums, 16 each of dy, x and the weight: about 128. While
 # one step is computed the next one's rows are on their way through shared memory (STAGES): 32 KB per multiprocessor in

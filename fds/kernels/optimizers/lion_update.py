@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fds.kernels import flat, many
 from fds.kernels.language import jit, on, tl
-from fds.kernels.many import MaybeSlices, Slices
+from fds.kernels.optimizers import _multi_tensor, flat
+from fds.kernels.optimizers._multi_tensor import MaybeSlices, Slices
 
 
 def reference(
@@ -59,11 +59,11 @@ def _lion_kernel(
 ):  # fmt: skip
     block = tl.program_id(0)
     if tiles_ptr is not None:
-        line, size, block = many.tile(tiles_ptr, table_ptr, 4)
-        param_ptr = many.tensor(line, 0, param_ptr, ALIGNED)
-        grad_ptr = many.tensor(line, 1, grad_ptr, ALIGNED)
-        m_ptr = many.tensor(line, 2, m_ptr, ALIGNED)
-        out_ptr = many.tensor(line, 3, out_ptr, ALIGNED)
+        line, size, block = _multi_tensor.tile(tiles_ptr, table_ptr, 4)
+        param_ptr = _multi_tensor.tensor(line, 0, param_ptr, ALIGNED)
+        grad_ptr = _multi_tensor.tensor(line, 1, grad_ptr, ALIGNED)
+        m_ptr = _multi_tensor.tensor(line, 2, m_ptr, ALIGNED)
+        out_ptr = _multi_tensor.tensor(line, 3, out_ptr, ALIGNED)
     first = block.to(tl.int64) * BLOCK
     at = tl.max_contiguous(first + tl.arange(0, BLOCK), VECTOR)
     if first + BLOCK <= size:  # all but the last: without a mask, vectors whatever the size
@@ -98,11 +98,11 @@ def lion(
     """
     flat.numbers(weight_decay=weight_decay)
     flat.numbers(beta1=beta1, beta2=beta2, high=1.0)
-    rows = many.rows({"out": out}, param=param, grad=grad, exp_avg=exp_avg)
+    rows = _multi_tensor.rows({"out": out}, param=param, grad=grad, exp_avg=exp_avg)
     if not rows:
         return
     flat.scalars(rows[0][0], lr=lr, grad_scale=grad_scale, skip=skip)
-    if not many.run_triton(rows):
+    if not _multi_tensor.run_triton(rows):
         for *slices, low in rows:
             reference(
                 *slices, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale, skip=skip,
@@ -110,7 +110,7 @@ def lion(
             )  # fmt: skip
         return
     with on(rows[0][0]):
-        for at in many.launches(rows):
+        for at in _multi_tensor.launches(rows):
             _lion_kernel[at.grid](
                 *at.row, at.tiles, at.table, lr, grad_scale, skip, at.size, 1 - beta1, 1 - beta2, weight_decay,
                 ALIGNED=at.aligned, **at.meta,

@@ -10,7 +10,8 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from fds.errors import KernelError
-from fds.kernels import many, only
+from fds.kernels import only
+from fds.kernels.optimizers import _multi_tensor
 from tests.kernels.accuracy import DTYPES
 from tests.kernels.test_flat import UPDATES
 
@@ -24,8 +25,8 @@ Columns = list[list[Any]]
 @pytest.fixture
 def launched(monkeypatch):
     """What was launched, one after another."""
-    found, launches = [], many.launches
-    monkeypatch.setattr(many, "launches", lambda rows: (found.append(at) or at for at in launches(rows)))
+    found, launches = [], _multi_tensor.launches
+    monkeypatch.setattr(_multi_tensor, "launches", lambda rows: (found.append(at) or at for at in launches(rows)))
     return found
 
 
@@ -136,13 +137,13 @@ def test_large_slices_and_those_of_a_captured_graph_are_launched_one_by_one(name
     theirs = copies(mine)
     with only("triton"):
         LISTS[name].run(*mine, **keywords)
-        monkeypatch.setattr(many, "LARGE", 201)
+        monkeypatch.setattr(_multi_tensor, "LARGE", 201)
         LISTS[name].run(*mine, **keywords)
         assert [at.table is None for at in launched] == [False, False]
-        monkeypatch.setattr(many, "LARGE", 200)
+        monkeypatch.setattr(_multi_tensor, "LARGE", 200)
         LISTS[name].run(*mine, **keywords)
         monkeypatch.undo()
-        monkeypatch.setattr(many, "is_capturing", lambda device: True)
+        monkeypatch.setattr(_multi_tensor, "is_capturing", lambda device: True)
         LISTS[name].run(*mine, **keywords)
         for _ in range(4):
             one_by_one(name, theirs, **keywords)
@@ -171,7 +172,7 @@ def test_gradients_with_gaps_in_memory_are_read_as_they_are(name):
 def test_tables_are_made_once_for_the_same_memory_and_tiles_once_for_the_same_lengths():
     rows = [(torch.zeros(n), torch.zeros(n), None) for n in (5, 2000, 3)]
     others = [(torch.zeros(n), torch.zeros(n), None) for n in (5, 2000, 3)]
-    (first,), (again,), (other,) = (list(many.launches(x)) for x in (rows, rows, others))
+    (first,), (again,), (other,) = (list(_multi_tensor.launches(x)) for x in (rows, rows, others))
     assert again.table is first.table and again.tiles is first.tiles
     assert first.table is not None and first.tiles is not None
     assert other.table is not first.table and other.tiles is first.tiles

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from fds.errors import KernelError
-from fds.kernels import arguments, flat
+from fds.kernels import arguments
 from fds.kernels.choice import all_run_triton
 from fds.kernels.language import cdiv, current_stream, is_capturing, jit, tl, to_device
+from fds.kernels.optimizers import flat
 
 Slices = Tensor | Sequence[Tensor]
 MaybeSlices = Tensor | Sequence[Tensor | None] | None

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from fds.errors import KernelError
-from fds.kernels import flat
 from fds.kernels.choice import runs_triton
-from fds.kernels.flat import LAUNCH
 from fds.kernels.language import current_stream, is_capturing, jit, on, tl, to_device
+from fds.kernels.optimizers import flat
+from fds.kernels.optimizers.flat import LAUNCH
 
 Spans = Sequence[tuple[int, int]]
 

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fds.kernels import arguments, gelu
+from fds.kernels import arguments
+from fds.kernels.activations import gelu
 from fds.kernels.choice import runs_triton
 from fds.kernels.first_order import first_order
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fds.kernels import flat, many
 from fds.kernels.language import jit, on, tl
-from fds.kernels.many import MaybeSlices, Slices
+from fds.kernels.optimizers import _multi_tensor, flat
+from fds.kernels.optimizers._multi_tensor import MaybeSlices, Slices
 
 
 def reference(
@@ -71,11 +71,11 @@ def _sgd_kernel(
 ):  # fmt: skip
     block = tl.program_id(0)
     if tiles_ptr is not None:
-        line, size, block = many.tile(tiles_ptr, table_ptr, 4)
-        param_ptr = many.tensor(line, 0, param_ptr, ALIGNED)
-        grad_ptr = many.tensor(line, 1, grad_ptr, ALIGNED)
-        b_ptr = many.tensor(line, 2, b_ptr, ALIGNED)
-        out_ptr = many.tensor(line, 3, out_ptr, ALIGNED)
+        line, size, block = _multi_tensor.tile(tiles_ptr, table_ptr, 4)
+        param_ptr = _multi_tensor.tensor(line, 0, param_ptr, ALIGNED)
+        grad_ptr = _multi_tensor.tensor(line, 1, grad_ptr, ALIGNED)
+        b_ptr = _multi_tensor.tensor(line, 2, b_ptr, ALIGNED)
+        out_ptr = _multi_tensor.tensor(line, 3, out_ptr, ALIGNED)
     first = block.to(tl.int64) * BLOCK
     at = tl.max_contiguous(first + tl.arange(0, BLOCK), VECTOR)
     if first + BLOCK <= size:  # all but the last: without a mask, vectors whatever the size
@@ -112,11 +112,11 @@ def sgd(
     Raises `KernelError` for another shape, dtype, device or range, by name.
     """
     flat.numbers(momentum=momentum, weight_decay=weight_decay, dampening=dampening)
-    rows = many.rows({"momentum_buffer": momentum_buffer, "out": out}, param=param, grad=grad)
+    rows = _multi_tensor.rows({"momentum_buffer": momentum_buffer, "out": out}, param=param, grad=grad)
     if not rows:
         return
     flat.scalars(rows[0][0], step=step, lr=lr, grad_scale=grad_scale, skip=skip)
-    if not many.run_triton(rows):
+    if not _multi_tensor.run_triton(rows):
         for *slices, low in rows:
             reference(
                 *slices, step=step, lr=lr, momentum=momentum, weight_decay=weight_decay, dampening=dampening,
@@ -124,7 +124,7 @@ def sgd(
             )  # fmt: skip
         return
     with on(rows[0][0]):
-        for at in many.launches(rows):
+        for at in _multi_tensor.launches(rows):
             _sgd_kernel[at.grid](
                 *at.row, at.tiles, at.table, step, lr, grad_scale, skip, at.size,
                 momentum, 1 - momentum, 1 - dampening, weight_decay, NESTEROV=nesterov, ALIGNED=at.aligned, **at.meta,

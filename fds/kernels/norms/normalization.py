@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from fds.errors import KernelError
-from fds.kernels import arguments, normalization_backward, normalization_forward
+from fds.kernels import arguments
 from fds.kernels.first_order import first_order
+from fds.kernels.norms import normalization_backward, normalization_forward
 
 
 def check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:

@@ -1,6 +1,6 @@
 """Normalise rows, forward: short rows in registers, long ones in chunks that are read twice.
 
-The equations are in fds.kernels.normalization. Statistics never come from E[x^2] - E[x]^2: a row in registers is
+The equations are in fds.kernels.norms.normalization. Statistics never come from E[x^2] - E[x]^2: a row in registers is
 centered before it is squared; a long row keeps a running mean and sum of squared distances in each lane, merged at its
 end.
 Moves: each tensor once. Of a long row x comes a second time, from the L2 cache.

@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fds.kernels import flat, many
 from fds.kernels.language import jit, on, tl
-from fds.kernels.many import MaybeSlices, Slices
+from fds.kernels.optimizers import _multi_tensor, flat
+from fds.kernels.optimizers._multi_tensor import MaybeSlices, Slices
 
 
 def reference(
@@ -78,12 +78,12 @@ def _adam_kernel(
 ):  # fmt: skip
     block = tl.program_id(0)
     if tiles_ptr is not None:
-        line, size, block = many.tile(tiles_ptr, table_ptr, 5)
-        param_ptr = many.tensor(line, 0, param_ptr, ALIGNED)
-        grad_ptr = many.tensor(line, 1, grad_ptr, ALIGNED)
-        m_ptr = many.tensor(line, 2, m_ptr, ALIGNED)
-        v_ptr = many.tensor(line, 3, v_ptr, ALIGNED)
-        out_ptr = many.tensor(line, 4, out_ptr, ALIGNED)
+        line, size, block = _multi_tensor.tile(tiles_ptr, table_ptr, 5)
+        param_ptr = _multi_tensor.tensor(line, 0, param_ptr, ALIGNED)
+        grad_ptr = _multi_tensor.tensor(line, 1, grad_ptr, ALIGNED)
+        m_ptr = _multi_tensor.tensor(line, 2, m_ptr, ALIGNED)
+        v_ptr = _multi_tensor.tensor(line, 3, v_ptr, ALIGNED)
+        out_ptr = _multi_tensor.tensor(line, 4, out_ptr, ALIGNED)
     first = block.to(tl.int64) * BLOCK
     at = tl.max_contiguous(first + tl.arange(0, BLOCK), VECTOR)
     if first + BLOCK <= size:  # all but the last: without a mask, vectors whatever the size
@@ -124,11 +124,11 @@ def adamw(
     """
     flat.numbers(eps=eps, weight_decay=weight_decay)
     flat.numbers(beta1=beta1, beta2=beta2, high=1.0)
-    rows = many.rows({"out": out}, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    rows = _multi_tensor.rows({"out": out}, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     if not rows:
         return
     flat.scalars(rows[0][0], step=step, lr=lr, grad_scale=grad_scale, skip=skip)
-    if not many.run_triton(rows):
+    if not _multi_tensor.run_triton(rows):
         for *slices, low in rows:
             reference(
                 *slices, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
@@ -136,7 +136,7 @@ def adamw(
             )  # fmt: skip
         return
     with on(rows[0][0]):
-        for at in many.launches(rows):
+        for at in _multi_tensor.launches(rows):
             _adam_kernel[at.grid](
                 *at.row, at.tiles, at.table, step, lr, grad_scale, skip, at.size,
                 1 - beta1, 1 - beta2, flat.log_of(beta1, corrected=bias_correction),

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fds.errors import KernelError
-from fds.kernels import dense
-from fds.kernels.dense import attention
-from fds.kernels.flash import flash_attention
+from fds.kernels.attentions import _attention as dense
+from fds.kernels.attentions._attention import attention
+from fds.kernels.attentions.flash import flash_attention
 from tests.kernels.accuracy import DTYPES, assert_near, in_float64, random
 from tests.kernels.ways import WAYS, plain, traced
 

@@ -21,11 +21,9 @@ from torch import Tensor
 
 from fds.errors import KernelError
 from fds.kernels import arguments, philox
-from fds.kernels.choice import runs_triton
-from fds.kernels.first_order import first_order
-from fds.kernels.flash_arguments import check
-from fds.kernels.flash_backward import backward
-from fds.kernels.flash_blocks import (
+from fds.kernels.attentions.flash_arguments import check
+from fds.kernels.attentions.flash_backward import backward
+from fds.kernels.attentions.flash_blocks import (
     COUNTS,
     LEAST_BIAS,
     LOG2E,
@@ -41,6 +39,8 @@ from fds.kernels.flash_blocks import (
     strides,
     width,
 )
+from fds.kernels.choice import runs_triton
+from fds.kernels.first_order import first_order
 from fds.kernels.language import cdiv, jit, on, tl
 from fds.kernels.philox import keep
 

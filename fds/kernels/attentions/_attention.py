@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fds.kernels import arguments
-from fds.kernels.flash import flash_attention
-from fds.kernels.flash_arguments import check
-from fds.kernels.flash_blocks import LEAST_BIAS
+from fds.kernels.attentions.flash import flash_attention
+from fds.kernels.attentions.flash_arguments import check
+from fds.kernels.attentions.flash_blocks import LEAST_BIAS
 
 
 def attention(

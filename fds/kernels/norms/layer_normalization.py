@@ -3,7 +3,7 @@
     y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias        x, y (..., N), weight, bias (N,)
 
 With a residual, x + residual takes the place of x; the sum is rounded to the dtype of x, as an addition of its own
-would round it. Gradients and kernels: fds.kernels.normalization.
+would round it. Gradients and kernels: fds.kernels.norms.normalization.
 
 Moves: forward reads 1 tensor (2 with a residual) and writes 1 (2 where the sum is kept: it is returned, or saved);
 backward reads 2 (3 with a gradient of the sum) and writes 1. Rows beyond 8192 columns: see normalization_backward.
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fds.kernels.choice import runs_triton
-from fds.kernels.normalization import Formulas, Kernels, check, scaled, unit
+from fds.kernels.norms.normalization import Formulas, Kernels, check, scaled, unit
 
 
 def reference(

@@ -1,6 +1,6 @@
 """Cross-entropy of a linear head that never holds all logits: chunks of tokens, each turned into its gradient at once.
 
-    total = sum_i(loss(hidden_i @ weight.T + bias, target_i))        the loss of a token as in fds.kernels.token_loss
+    total = sum_i(loss(hidden_i @ weight.T + bias, target_i))        the loss as in fds.kernels.losses._cross_entropy
 
 Hidden (N, H), weight (V, H), targets (N,). For a chunk of C tokens the forward pass makes the logits (C, V), writes
 their gradient over them, and multiplies it on at once::
@@ -25,11 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fds.errors import KernelError
-from fds.kernels import arguments, token_loss
+from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
 from fds.kernels.first_order import first_order
 from fds.kernels.language import cdiv
-from fds.kernels.token_loss import check_options, check_targets, launch_backward, launch_forward, num_tokens
+from fds.kernels.losses import _cross_entropy as token_loss
+from fds.kernels.losses._cross_entropy import check_options, check_targets, launch_backward, launch_forward, num_tokens
 
 # A row of a chunk starts at a multiple of 64 elements, 128 bytes of 16-bit numbers: the fast kernels of torch.mm want
 # rows on 16 bytes, where rows of 50257 numbers do not start, and loads of 16 bytes want the same.

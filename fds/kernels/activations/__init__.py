@@ -1,0 +1,1 @@
+"""Activations with what stands beside them: biases, gates, dropout and the residual addition."""
