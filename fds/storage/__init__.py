@@ -3,7 +3,7 @@
     dir/
       latest                   the tag saved last, a line of text
       step00000012/            one folder a tag
-        manifest.json          what is where: `fds.storage.manifest`
+        manifest.json          what is where: `fds.storage.format.manifest`
         rank0.safetensors      tensors under their key paths: what the first rank wrote
         rank1.safetensors      what the second one wrote, and so on
       .saving/                 what a running or a killed save left; the next save clears it
@@ -17,9 +17,9 @@ format.
 from fds.storage.background import Saving, save_async
 from fds.storage.differing import Difference, differences
 from fds.storage.exporting import export_weights
+from fds.storage.format.manifest import Chunk, File, Leaf, Manifest
 from fds.storage.importing import import_deepspeed, import_weights
 from fds.storage.loading import load
-from fds.storage.manifest import Chunk, File, Leaf, Manifest
 from fds.storage.opening import open_source
 from fds.storage.saving import save
 from fds.storage.source import Source

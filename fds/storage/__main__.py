@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from fds.errors import FdsError, run_command
 from fds.storage import showing
 from fds.storage.differing import differences, locate
+from fds.storage.disk.folders import tags
+from fds.storage.disk.paths import reading
 from fds.storage.exporting import export_weights
-from fds.storage.folders import tags
+from fds.storage.format.tensors import DTYPES
 from fds.storage.opening import open_source
-from fds.storage.paths import reading
-from fds.storage.tensors import DTYPES
 from fds.storage.verifying import verify
 
 Options = argparse.Namespace

@@ -25,11 +25,11 @@ import attrs
 from fds.errors import RankError, StorageError
 from fds.state import State
 from fds.step import Step
-from fds.storage import aside, writer
-from fds.storage.draft import Draft, Record, TagValidation
-from fds.storage.folders import refusing, told
-from fds.storage.locks import lock_file
-from fds.storage.together import Ranks
+from fds.storage.disk import aside, writer
+from fds.storage.disk.folders import refusing, told
+from fds.storage.disk.locks import lock_file
+from fds.storage.ranks.draft import Draft, Record, TagValidation
+from fds.storage.ranks.together import Ranks
 
 POLL = 0.005  # seconds between looks at what other ranks have told
 

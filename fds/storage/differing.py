@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fds.errors import StorageError
-from fds.storage.blocks import blocks
-from fds.storage.manifest import NAME
+from fds.storage.format.blocks import blocks
+from fds.storage.format.manifest import NAME
+from fds.storage.format.tensors import as_bytes
 from fds.storage.opening import open_source
 from fds.storage.source import Source
-from fds.storage.tensors import as_bytes
 
 STEP = 2**18  # elements that are compared at a time: in float64 they take 2 MiB
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

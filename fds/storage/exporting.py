@@ -23,17 +23,17 @@ from fds.errors import StorageError, did_you_mean
 from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step
-from fds.storage.blocks import blocks
-from fds.storage.manifest import MAX_INT, Leaf
+from fds.storage.disk.paths import checked_path
+from fds.storage.disk.placing import INDEX, placed, refusing
+from fds.storage.disk.writer import BLOCK
+from fds.storage.format.blocks import blocks
+from fds.storage.format.manifest import MAX_INT, Leaf
+from fds.storage.format.tensors import CODES, DTYPES, as_bytes, header, refuse_unwritable
 from fds.storage.opening import open_source
-from fds.storage.parts import parts_of
-from fds.storage.paths import checked_path
-from fds.storage.placing import INDEX, placed, refusing
-from fds.storage.sharing import own
-from fds.storage.tensors import CODES, DTYPES, as_bytes, header, refuse_unwritable
-from fds.storage.together import Ranks
-from fds.storage.union import Union, agreement
-from fds.storage.writer import BLOCK
+from fds.storage.ranks.parts import parts_of
+from fds.storage.ranks.sharing import own
+from fds.storage.ranks.together import Ranks
+from fds.storage.ranks.union import Union, agreement
 
 Pieces = Iterable[tuple[str, int, Tensor]]  # key path, first element, elements (length,)
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from fds.state import State
 from fds.step import Step
 from fds.storage import foreign
+from fds.storage.disk.paths import checked_path
 from fds.storage.loading import fill
 from fds.storage.matching import Options
-from fds.storage.paths import checked_path
+from fds.storage.ranks.together import Ranks
 from fds.storage.source import Source
-from fds.storage.together import Ranks
 
 Rename = Callable[[str], str] | Mapping[str, str]
 

@@ -18,18 +18,18 @@ from fds.errors import StorageError
 from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step, beginning, same_composition
-from fds.storage import local as by_rank
-from fds.storage.blocks import spans
-from fds.storage.folders import SAVING, find
-from fds.storage.held import Held
-from fds.storage.manifest import Leaf, Manifest, read_manifest
+from fds.storage.disk.folders import SAVING, find
+from fds.storage.disk.held import Held
+from fds.storage.disk.paths import checked_path
+from fds.storage.disk.reader import touch_fresh
+from fds.storage.format.blocks import spans
+from fds.storage.format.manifest import Leaf, Manifest, read_manifest
 from fds.storage.matching import Options, checked_slots, match
-from fds.storage.parts import Part, blank, parts_of
-from fds.storage.paths import checked_path
-from fds.storage.reader import touch_fresh
+from fds.storage.ranks import local as by_rank
+from fds.storage.ranks.parts import Part, blank, parts_of
+from fds.storage.ranks.together import Ranks
+from fds.storage.ranks.union import Union, agreement
 from fds.storage.source import Source, blank_like, saved
-from fds.storage.together import Ranks
-from fds.storage.union import Union, agreement
 
 Slots = Literal["init", "drop"]
 

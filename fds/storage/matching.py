@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from fds.errors import StorageError, StorageWarning, did_you_mean
-from fds.storage.manifest import Leaf
+from fds.storage.format.manifest import Leaf
 from fds.storage.source import Source
 
 REMEMBERED = ("opt", "slots")  # what optimizers and transforms remember, beside parameters and counters

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 from fds.storage import foreign
-from fds.storage.folders import find, tags
+from fds.storage.disk.folders import find, tags
+from fds.storage.disk.held import Held
+from fds.storage.disk.paths import checked_path, reading
 from fds.storage.foreign.weight_files import INDEX, SAFETENSORS, TORCH
-from fds.storage.held import Held
-from fds.storage.manifest import read_manifest
-from fds.storage.paths import checked_path, reading
+from fds.storage.format.manifest import read_manifest
 from fds.storage.source import Source, saved
 
 DEEPSPEED = "*model_states.pt"

@@ -9,9 +9,10 @@ from typing import Any
 
 from fds.state import State
 from fds.step import Step
-from fds.storage import background, writer
-from fds.storage.draft import Draft, TagValidation
-from fds.storage.folders import refusing
+from fds.storage import background
+from fds.storage.disk import writer
+from fds.storage.disk.folders import refusing
+from fds.storage.ranks.draft import Draft, TagValidation
 
 
 def save(

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from fds.errors import StorageError
 from fds.storage.differing import Difference
-from fds.storage.folders import find, tags
-from fds.storage.manifest import Leaf, read_manifest
+from fds.storage.disk.folders import find, tags
+from fds.storage.format.manifest import Leaf, read_manifest
+from fds.storage.format.tensors import DTYPES
 from fds.storage.source import Source
-from fds.storage.tensors import DTYPES
 from fds.storage.verifying import line
 
 WIDEST = 10_000  # columns, where nobody says how many there are: lines of a file are not wrapped

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fds.errors import StorageError
-from fds.storage.held import Held
-from fds.storage.manifest import Chunk, Leaf, Manifest
-from fds.storage.reader import Files
-from fds.storage.tensors import DTYPES, as_bytes
+from fds.storage.disk.held import Held
+from fds.storage.disk.reader import Files
+from fds.storage.format.manifest import Chunk, Leaf, Manifest
+from fds.storage.format.tensors import DTYPES, as_bytes
 
 
 @attrs.frozen(eq=False)

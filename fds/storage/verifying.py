@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 from fds.errors import StorageError
-from fds.storage.blocks import spans
-from fds.storage.folders import find, tags
+from fds.storage.disk.folders import find, tags
+from fds.storage.disk.paths import checked_path, reading
+from fds.storage.format.blocks import spans
 from fds.storage.opening import open_source
-from fds.storage.paths import checked_path, reading
 from fds.storage.source import piece
 
 

@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import fds
 from fds import tree
 from fds.errors import StorageError
-from fds.storage.folders import tags
+from fds.storage.disk.folders import tags
 from fds.storage.opening import open_source
 from fds.storage.source import blank_like
 from tests.bits import assert_same_bits

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 import fds
-from fds.storage.folders import tags
+from fds.storage.disk.folders import tags
 from tests.storage.faults import at_request
 from tests.storage.states import Template, num_calls, small_state
 

@@ -22,7 +22,7 @@ import torch
 import fds
 from fds import tree
 from fds.errors import RankError
-from fds.storage.folders import tags
+from fds.storage.disk.folders import tags
 from tests.storage.faults import at_request
 from tests.storage.killing import die, in_a_child
 

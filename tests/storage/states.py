@@ -14,8 +14,8 @@ from torch import Tensor
 from fds import tree
 from fds.state import State
 from fds.step import Grads, InTurn, Reduce
-from fds.storage import manifest
-from fds.storage.tensors import DTYPES
+from fds.storage.format import manifest
+from fds.storage.format.tensors import DTYPES
 
 
 @attrs.frozen

@@ -14,9 +14,9 @@ from unittest import mock
 
 import pytest
 
-from fds.storage import aside, writer
-from fds.storage.aside import process
-from fds.storage.writer import ALIGN, write
+from fds.storage.disk import aside, writer
+from fds.storage.disk.aside import process
+from fds.storage.disk.writer import ALIGN, write
 from tests.storage.test_writer import HEADER, ROOT, laid_out, nothing_is_left, small_blocks  # noqa: F401  (a fixture)
 
 
@@ -155,7 +155,7 @@ def wait_until_gone(pid: int) -> bool:
 PARENT = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from fds.storage import aside
+from fds.storage.disk import aside
 other = aside.process()
 other.write(sys.argv[1] + "/1", b"", [])
 child = os.fork()

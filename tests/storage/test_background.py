@@ -15,7 +15,8 @@ import torch
 import fds
 from fds import tree
 from fds.errors import DonatedStateError, StorageError
-from fds.storage import background, folders
+from fds.storage import background
+from fds.storage.disk import folders
 from tests import programs
 from tests.bits import assert_same_bits, snapshot
 from tests.memory import peak_bytes

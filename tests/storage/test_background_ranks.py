@@ -14,8 +14,10 @@ import pytest
 import fds
 from fds import plans
 from fds.errors import RankError, StorageError
-from fds.storage import background, folders, manifest
-from fds.storage.together import Ranks
+from fds.storage import background
+from fds.storage.disk import folders
+from fds.storage.format import manifest
+from fds.storage.ranks.together import Ranks
 from tests import ranks
 from tests.bits import assert_same_bits, snapshot
 from tests.storage import test_pipelines as pipelines

@@ -17,7 +17,7 @@ import fds
 from fds.errors import StorageError
 from fds.storage.__main__ import main
 from fds.storage.differing import Difference, differences, locate
-from fds.storage.manifest import Chunk, Leaf
+from fds.storage.format.manifest import Chunk, Leaf
 from fds.storage.opening import open_source
 from fds.storage.source import Source
 from fds.storage.verifying import verify

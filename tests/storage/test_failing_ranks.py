@@ -10,7 +10,8 @@ import torch
 import fds
 from fds import tree
 from fds.errors import RankError, StorageError
-from fds.storage import folders, manifest, writer
+from fds.storage.disk import folders, writer
+from fds.storage.format import manifest
 from tests.storage.faults import at_request
 from tests.storage.topologies import Topology
 

@@ -11,8 +11,8 @@ import pytest
 
 import fds
 from fds.errors import StorageError
-from fds.storage import folders, locks
-from fds.storage.small import read_small
+from fds.storage.disk import folders, locks
+from fds.storage.disk.small import read_small
 from tests.storage.states import Template, num_calls, small_state
 
 STEP = Template(small_state())

@@ -16,8 +16,8 @@ from torch import nn
 
 import fds
 from fds import plans, tree
-from fds.storage import manifest
-from fds.storage.tensors import CODES, DTYPES
+from fds.storage.format import manifest
+from fds.storage.format.tensors import CODES, DTYPES
 from tests.bits import assert_same_bits
 from tests.laws.problems import language, token_mean
 from tests.storage.states import Template, small_state, state_of

@@ -11,7 +11,7 @@ import pytest
 
 import fds
 from fds.errors import StorageError
-from fds.storage import folders
+from fds.storage.disk import folders
 from tests.storage.faults import at_request
 from tests.storage.states import Template, num_calls, small_state
 

@@ -10,7 +10,7 @@ import torch
 
 import fds
 from fds.errors import StorageError
-from fds.storage import folders
+from fds.storage.disk import folders
 from tests.storage.faults import at_request
 from tests.storage.holding import held
 from tests.storage.states import Template, num_calls, rewrite, small_state

@@ -314,7 +314,7 @@ def test_a_flipped_byte_passes_unverified_and_a_cut_file_does_not(saves, topolog
 
 
 def _last(folder: Path) -> str:
-    leaves = fds.storage.manifest.read_manifest(folder).leaves
+    leaves = fds.storage.format.manifest.read_manifest(folder).leaves
     return max((leaf.chunks[-1].offset, name) for name, leaf in leaves.items() if leaf.chunks)[1]
 
 

@@ -11,7 +11,7 @@ import pytest
 import fds
 from fds import plans
 from fds.errors import StorageError
-from fds.storage import folders, writer
+from fds.storage.disk import folders, writer
 from tests.bits import assert_same_bits
 from tests.storage import test_pipelines as pipelines
 from tests.storage.holding import until

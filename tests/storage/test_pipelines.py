@@ -13,7 +13,8 @@ from torch import nn
 import fds
 from fds import plans, tree
 from fds.errors import StorageError
-from fds.storage import manifest, reader, writer
+from fds.storage.disk import reader, writer
+from fds.storage.format import manifest
 from tests import ranks
 from tests.bits import assert_rounding, assert_same_bits, bits
 from tests.laws.problems import Block, language, token_mean

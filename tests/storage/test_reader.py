@@ -13,12 +13,13 @@ import torch
 
 import fds
 from fds.errors import StorageError
-from fds.storage import loading, open_source, reader, verify, writer
-from fds.storage.held import Held
-from fds.storage.manifest import File
-from fds.storage.reader import Files, touch_fresh
+from fds.storage import loading, open_source, verify
+from fds.storage.disk import reader, writer
+from fds.storage.disk.held import Held
+from fds.storage.disk.reader import Files, touch_fresh
+from fds.storage.disk.writer import ALIGN, checksum
+from fds.storage.format.manifest import File
 from fds.storage.source import blank_like, piece
-from fds.storage.writer import ALIGN, checksum
 from tests.storage.states import Template, num_calls, rewrite, small_state
 
 HEADER = (ALIGN - 8).to_bytes(8, "little") + b"{}".ljust(ALIGN - 8)

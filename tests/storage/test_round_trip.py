@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 import fds
 from fds import tree
 from fds.errors import StateError
-from fds.storage import manifest, writer
-from fds.storage.tensors import DTYPES, as_bytes, header
+from fds.storage.disk import writer
+from fds.storage.format import manifest
+from fds.storage.format.tensors import DTYPES, as_bytes, header
 from tests.bits import assert_same_bits
 from tests.storage.states import Template, json_values, small_state, state_of, states
 

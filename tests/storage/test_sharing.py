@@ -3,12 +3,12 @@
 import torch
 from hypothesis import given, strategies as st
 
-from fds.storage.manifest import Leaf
-from fds.storage.parts import Part
-from fds.storage.sharing import CUT, held, own
-from fds.storage.tensors import dtype_name
-from fds.storage.together import Ranks
-from fds.storage.union import Union
+from fds.storage.format.manifest import Leaf
+from fds.storage.format.tensors import dtype_name
+from fds.storage.ranks.parts import Part
+from fds.storage.ranks.sharing import CUT, held, own
+from fds.storage.ranks.together import Ranks
+from fds.storage.ranks.union import Union
 
 sizes = st.lists(st.tuples(st.sampled_from([0, 1, 7, 1000, 5000, 40_000]), st.sampled_from([1, 2, 4, 8])), max_size=8)
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}

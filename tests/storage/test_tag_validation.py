@@ -9,7 +9,7 @@ import torch
 
 import fds
 from fds.errors import StorageError
-from fds.storage import folders
+from fds.storage.disk import folders
 from tests.storage.test_pipelines import make
 from tests.storage.topologies import Stages, Topology
 

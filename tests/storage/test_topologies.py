@@ -14,10 +14,11 @@ from torch import nn
 import fds
 from fds import tree
 from fds.layout import Sharded
-from fds.storage import manifest, reader
-from fds.storage.sharing import CUT
-from fds.storage.tensors import DTYPES
-from fds.storage.writer import ALIGN
+from fds.storage.disk import reader
+from fds.storage.disk.writer import ALIGN
+from fds.storage.format import manifest
+from fds.storage.format.tensors import DTYPES
+from fds.storage.ranks.sharing import CUT
 from tests.bits import assert_same_bits
 from tests.laws.problems import OPTIMIZERS, compositions, problems
 from tests.storage.topologies import Topology, compose, plain, saved, topologies, train

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from fds.storage import aside, writer
-from fds.storage.writer import ALIGN, checksum, memory_of, write
+from fds.storage.disk import aside, writer
+from fds.storage.disk.writer import ALIGN, checksum, memory_of, write
 
 ROOT = Path(__file__).parents[2]
 HEADER = b"header  " * (ALIGN // 8)

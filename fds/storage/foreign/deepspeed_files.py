@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 
 from fds.errors import StorageError
+from fds.storage.disk.small import read_small
 from fds.storage.foreign.torch_files import Inert, open_torch
-from fds.storage.small import read_small
 
 # What DeepSpeed pickles besides tensors, numbers and text. They stand for what they hold, and do nothing.
 CLASSES = (

@@ -17,7 +17,7 @@ from fds.errors import StorageError
 from fds.storage.foreign.deepspeed_files import UNIVERSAL, Checkpoint, Stage, attributes, find, open_checkpoint
 from fds.storage.foreign.deepspeed_state import Trained, by_name, by_number, by_zero
 from fds.storage.foreign.kept import Kept, equal, joined, number, source_of, whole
-from fds.storage.manifest import checked_extra
+from fds.storage.format.manifest import checked_extra
 from fds.storage.source import Source
 
 TIED = "tied_modules."

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fds.errors import StorageError
-from fds.storage.manifest import Leaf
+from fds.storage.format.manifest import Leaf
+from fds.storage.format.tensors import DTYPES, dtype_name
 from fds.storage.source import Source
-from fds.storage.tensors import DTYPES, dtype_name
 
 PIECE = 2**20  # elements that are held in memory at a time
 

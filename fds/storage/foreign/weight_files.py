@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from fds.errors import StorageError
+from fds.storage.disk.small import parsed, read_small
 from fds.storage.foreign.kept import Kept, source_of, whole
 from fds.storage.foreign.torch_files import open_torch
-from fds.storage.manifest import MAX_INT, Leaf
-from fds.storage.small import parsed, read_small
+from fds.storage.format.manifest import MAX_INT, Leaf
+from fds.storage.format.tensors import CODES, as_bytes, dtype_name
 from fds.storage.source import Source
-from fds.storage.tensors import CODES, as_bytes, dtype_name
 
 INDEX = ".index.json"
 SAFETENSORS, TORCH = ".safetensors", (".bin", ".pt", ".pth")

@@ -17,8 +17,8 @@ import torch
 import fds
 from fds import tree
 from fds.errors import StorageError
-from fds.storage import aside
-from fds.storage.folders import tags
+from fds.storage.disk import aside
+from fds.storage.disk.folders import tags
 from tests.storage.campaign.outcomes import Row, Violation
 from tests.storage.campaign.requests import fail_at, in_hand
 from tests.storage.topologies import Topology

@@ -32,7 +32,9 @@ from hypothesis import HealthCheck, Phase, given, strategies as st
 import fds
 from fds import tree
 from fds.errors import StorageError
-from fds.storage import __main__ as program, manifest, open_source, verify, writer
+from fds.storage import __main__ as program, open_source, verify
+from fds.storage.disk import writer
+from fds.storage.format import manifest
 from fds.storage.source import blank_like
 from tests.bits import bits
 from tests.storage.campaign.mutations import byte_mutations, headers, json_mutations, text_of

@@ -18,7 +18,7 @@ import torch
 import fds
 from fds import tree
 from fds.errors import StorageError
-from fds.storage.folders import tags
+from fds.storage.disk.folders import tags
 from tests.storage.campaign.outcomes import Row, Violation
 from tests.storage.killing import in_a_child
 from tests.storage.killing_ranks import check, ends, make_step, state_at, two_ranks

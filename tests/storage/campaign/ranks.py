@@ -15,7 +15,7 @@ import torch
 
 import fds
 from fds.errors import FdsError
-from fds.storage import aside
+from fds.storage.disk import aside
 from tests import ranks
 from tests.storage.campaign.outcomes import Row, Violation
 

@@ -13,7 +13,7 @@ from torch import nn
 import fds
 from fds.errors import StorageError
 from fds.storage.foreign import weights
-from fds.storage.tensors import CODES
+from fds.storage.format.tensors import CODES
 from tests.bits import bits
 from tests.storage.foreign.reading import read, read_all
 

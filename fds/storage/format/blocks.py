@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from fds.storage.manifest import Leaf
+from fds.storage.disk.writer import BLOCK
+from fds.storage.format.manifest import Leaf
+from fds.storage.format.tensors import DTYPES
 from fds.storage.source import Source, piece
-from fds.storage.tensors import DTYPES
-from fds.storage.writer import BLOCK
 
 
 def spans(leaf: Leaf) -> Iterator[tuple[int, int]]:

@@ -17,8 +17,8 @@ from fds import tree
 from fds.layout import Layout, Sharded
 from fds.state import State
 from fds.step import Step
-from fds.storage.manifest import Chunk, Leaf
-from fds.storage.tensors import dtype_name
+from fds.storage.format.manifest import Chunk, Leaf
+from fds.storage.format.tensors import dtype_name
 
 ON_HOST = ("calls", "key")  # what the host reads without asking the device
 

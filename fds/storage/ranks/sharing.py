@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 import attrs
 from torch import Tensor
 
-from fds.storage.parts import Part
-from fds.storage.together import Ranks
-from fds.storage.union import Union
+from fds.storage.ranks.parts import Part
+from fds.storage.ranks.together import Ranks
+from fds.storage.ranks.union import Union
 
 CUT = 4096  # bytes: a leaf is cut between ranks at multiples of this many bytes from its beginning
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import attrs
 
 from fds.errors import StorageError
-from fds.storage.draft import directory
-from fds.storage.folders import latest, tags, versions
-from fds.storage.held import Held
-from fds.storage.manifest import Chunk, Manifest, read_manifest
+from fds.storage.disk.folders import latest, tags, versions
+from fds.storage.disk.held import Held
+from fds.storage.format.manifest import Chunk, Manifest, read_manifest
+from fds.storage.ranks.draft import directory
+from fds.storage.ranks.together import Ranks
 from fds.storage.source import Source, saved
-from fds.storage.together import Ranks
 
 Save = tuple[str, str]  # its tag, and when it was made
 Found = list[tuple[Path, Manifest]]  # the folders of one save, and their manifests

@@ -18,20 +18,20 @@ from torch import Tensor
 from fds.errors import StorageError
 from fds.state import State
 from fds.step import Step
-from fds.storage import manifest as manifests
-from fds.storage.folders import checked_tag, forget, latest_known, publish, unpublished
-from fds.storage.hosting import on_host, reached
-from fds.storage.manifest import Chunk, File, Manifest, checked_extra
-from fds.storage.parts import Part, parts_of
-from fds.storage.paths import checked_path
-from fds.storage.sharing import held, own
-from fds.storage.tensors import DTYPES, header, refuse_unwritable
-from fds.storage.together import Ranks
-from fds.storage.union import Union, agreement
-from fds.storage.writer import checksum
+from fds.storage.disk.folders import checked_tag, forget, latest_known, publish, unpublished
+from fds.storage.disk.hosting import on_host, reached
+from fds.storage.disk.paths import checked_path
+from fds.storage.disk.writer import checksum
+from fds.storage.format import manifest as manifests
+from fds.storage.format.manifest import Chunk, File, Manifest, checked_extra
+from fds.storage.format.tensors import DTYPES, header, refuse_unwritable
+from fds.storage.ranks.parts import Part, parts_of
+from fds.storage.ranks.sharing import held, own
+from fds.storage.ranks.together import Ranks
+from fds.storage.ranks.union import Union, agreement
 
 TagValidation = Literal["fail", "warn", "ignore"]
-Write = Callable[[str, bytes, list[tuple[int, int]]], list[list[tuple[int, int, str]]]]  # fds.storage.writer.write
+Write = Callable[[str, bytes, list[tuple[int, int]]], list[list[tuple[int, int, str]]]]  # fds.storage.disk.writer.write
 Record = dict[str, Any]  # JSON: what a rank wrote
 
 

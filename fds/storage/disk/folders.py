@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fds.errors import StorageError, did_you_mean
-from fds.storage import manifest
-from fds.storage.locks import lock_file
-from fds.storage.small import read_small
+from fds.storage.disk.locks import lock_file
+from fds.storage.disk.small import read_small
+from fds.storage.format import manifest
 
 LATEST, SAVING, LOCK = "latest", ".saving", ".lock"
 

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fds.errors import StorageError
-from fds.storage import folders
-from fds.storage.folders import sync
-from fds.storage.locks import locked
-from fds.storage.manifest import NAME
+from fds.storage.disk import folders
+from fds.storage.disk.folders import sync
+from fds.storage.disk.locks import locked
+from fds.storage.format.manifest import NAME
 
 INDEX = "model.safetensors.index.json"
 refusing = functools.partial(folders.refusing, work="export")

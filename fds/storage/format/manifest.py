@@ -13,10 +13,10 @@ import attrs
 import cattrs
 
 from fds.errors import StorageError
-from fds.storage.held import Held, hint
-from fds.storage.small import open_ordinary, parsed, read_small
-from fds.storage.tensors import DTYPES
-from fds.storage.writer import checksum
+from fds.storage.disk.held import Held, hint
+from fds.storage.disk.small import open_ordinary, parsed, read_small
+from fds.storage.disk.writer import checksum
+from fds.storage.format.tensors import DTYPES
 
 FORMAT = 2  # raised when a reader of the format before could misread a file
 NAME = "manifest.json"
@@ -35,7 +35,7 @@ class Chunk:
     offset: int  # bytes from the beginning of the file
     start: int  # elements
     length: int  # elements
-    checksum: str  # `fds.storage.writer.checksum` of the bytes
+    checksum: str  # `fds.storage.disk.writer.checksum` of the bytes
 
 
 @attrs.frozen

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fds.errors import StorageError
-from fds.storage.writer import ALIGN
+from fds.storage.disk.writer import ALIGN
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

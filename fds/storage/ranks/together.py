@@ -12,7 +12,7 @@ import attrs
 from fds.collectives import Axis
 from fds.errors import FdsError, RankError, StorageError
 from fds.step import Step
-from fds.storage.paths import reading
+from fds.storage.disk.paths import reading
 
 
 @attrs.define

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fds.storage.small import open_ordinary
+from fds.storage.disk.small import open_ordinary
 
 _held: set[int] = set()  # descriptors: a lock is free when the last process with a copy of its own has closed it
 

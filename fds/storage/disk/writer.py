@@ -1,7 +1,7 @@
 """Write memory to a file, durably and as fast as the disk takes it.
 
 A file is a header and spans of memory one after another, in blocks of `BLOCK` bytes; a chunk is the part of one span
-in one block, and has its own checksum. The processes of `fds.storage.aside` run this file by its path. So only the
+in one block, and has its own checksum. The processes of `fds.storage.disk.aside` run this file by its path. So only the
 standard library and xxhash are imported, and of the library little: one starts in 40 ms and holds 14 MB and two blocks.
 """
 

@@ -17,9 +17,9 @@ import xxhash
 from torch import Tensor
 
 from fds.errors import StorageError
-from fds.storage import writer
-from fds.storage.held import Held, hint
-from fds.storage.manifest import File
+from fds.storage.disk import writer
+from fds.storage.disk.held import Held, hint
+from fds.storage.format.manifest import File
 
 MOST = 64  # files that are open at a time
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import attrs
 
-from fds.storage.manifest import Leaf
-from fds.storage.parts import Part
-from fds.storage.together import Ranks
+from fds.storage.format.manifest import Leaf
+from fds.storage.ranks.parts import Part
+from fds.storage.ranks.together import Ranks
 
 
 @attrs.frozen

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from fds.storage import writer
+from fds.storage.disk import writer
 
 _LIBC = ctypes.CDLL(None)
 _SET_PTRACER = 0x59616D61  # of prctl; the kernel's Yama
@@ -35,7 +35,7 @@ class Aside:
         _all.add(self)
 
     def write(self, path: str | os.PathLike, header: bytes, spans: Sequence[writer.Span]) -> list[list[writer.Chunk]]:
-        """Write a file as `fds.storage.writer.write` does, with the same chunks and the same errors.
+        """Write a file as `fds.storage.disk.writer.write` does, with the same chunks and the same errors.
 
         Where it cannot start or cannot read the memory (the system lets no process read another's, or a device's driver
         mapped it), this process writes after all. Raises `ChildProcessError` if the process dies: then a part of the

@@ -1,0 +1,1 @@
+"""Files and folders: what is read and written, locked, published whole, and kept open."""
