@@ -27,16 +27,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fds.errors import KernelError
-from fds.kernels import arguments
-from fds.kernels.activations.dropout_add import bias_dropout_add
-from fds.kernels.activations.gelu import bias_gelu
-from fds.kernels.activations.gelu_linear import bias_gelu_linear
-from fds.kernels.attentions._attention import attention
-from fds.kernels.attentions.flash import MOST_BYTES, flash_attention
+from fds.kernels import (
+    arguments,
+    attention,
+    bias_dropout_add,
+    bias_gelu,
+    bias_gelu_linear,
+    flash_attention,
+    layer_norm,
+    masked_softmax,
+)
+from fds.kernels.attentions.flash import MOST_BYTES
 from fds.kernels.attentions.flash_blocks import LEAST_BIAS
-from fds.kernels.attentions.softmax import masked_softmax
 from fds.kernels.choice import runs_triton
-from fds.kernels.norms.layer_normalization import layer_norm
 from fds.loss import LayerSpec
 from fds.nn.transformer_config import TransformerConfig
 

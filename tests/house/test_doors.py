@@ -81,6 +81,9 @@ def wrong_use(module: str, name: str, modules: dict[str, str]) -> Iterator[str]:
         yield f"{name} is for nobody"
     if not inside(name, "fds") or module == "fds":
         return
+    home, _, file = target.rpartition(".")
+    if file.startswith("_") and not file.endswith("__") and not inside(module, home) and not inside(home, module):
+        yield f"{name} is private; import it from {home}"
     if there == "":
         yield f"{name} comes from the roof; import it from its room"
     elif there != here and there not in ROOMS.get(here, "").split():
@@ -253,6 +256,14 @@ BROKEN = {
         {"fds/__init__.py": "from fds.data.load import data\n__all__ = ['data']", "fds/data/load.py": ""},
         "binds 'data', the name of",
     ),
+    "a private module of another room": (
+        {"fds/config/a.py": "from fds.optim._sgd import sgd", "fds/optim/_sgd.py": ""},
+        "fds.optim._sgd.sgd is private; import it from fds.optim",
+    ),
+    "a private module of the alcove beside": (
+        {"fds/kernels/a/x.py": "from fds.kernels.b import _y", "fds/kernels/b/_y.py": ""},
+        "fds.kernels.b._y is private; import it from fds.kernels.b",
+    ),
     "a name for no idea": ({"fds/optim/utils.py": ""}, "'utils' is a name for no idea"),
     "two ideas in a file": ({"fds/tree.py": "x = 1\n" * 301}, "301 lines of code"),
     "pickle": ({"fds/storage/save.py": "import pickle"}, "pickle is for nobody"),
@@ -306,6 +317,9 @@ def test_what_is_allowed_is_not_reported():
         "fds/transforms/pipeline/run.py": "from .send import send\nfrom fds.step import compose",
         "fds/transforms/pipeline/send.py": "",
         "fds/kernels/adam.py": "import triton.language as tl",
+        "fds/kernels/__init__.py": "from fds.kernels.norms._rms import rms_norm",
+        "fds/kernels/norms/_rms.py": "",
+        "fds/kernels/norms/_layer.py": "from fds.kernels.norms import _rms",
         "fds/storage/foreign/files.py": "import torch\nwith torch.serialization.safe_globals([]):\n"
         "    torch.load('x', weights_only=True)",
     })
