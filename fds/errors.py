@@ -6,7 +6,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 
 class FdsError(ValueError):
@@ -123,6 +123,20 @@ def _grouped(names: list[str]) -> str:
         groups.setdefault(".".join(name.split(".")[: 2 if name.startswith(("opt.", "slots.")) else 1]), []).append(name)
     parts = (f"{group}.* ({len(held)})" if len(held) > 8 else ", ".join(held) for group, held in groups.items())
     return ", ".join(parts)
+
+
+def is_int(value: object, least: int | None = None) -> TypeGuard[int]:
+    """Say whether an argument is an integer, booleans left out, and not below `least`.
+
+    >>> is_int(1), is_int(True), is_int(0, 1)
+    (True, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Say whether an argument is an integer or a float, booleans left out."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fds.errors import FdsError
+from fds.errors import FdsError, is_int
 
 PATIENCE_S = 120.0  # how long a scope waits for another one while nothing runs
 
@@ -46,7 +46,7 @@ def key(seed: int | Tensor) -> Tensor:
         if seed.shape != (2,) or seed.dtype != torch.int64:
             raise FdsError("not a random key", got=f"{tuple(seed.shape)} {seed.dtype}", want="(2,) torch.int64")
         return seed.to("cpu", copy=True)
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if not is_int(seed):
         raise FdsError("not a random seed", got=repr(seed), want="an int or a key")
     return fold_in(torch.zeros(2, dtype=torch.int64, device="cpu"), seed)
 

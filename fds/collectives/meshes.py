@@ -15,7 +15,7 @@ from fds.collectives.axis import Axis
 from fds.collectives.launch import launched
 from fds.collectives.topology import Topology
 from fds.collectives.worlds import World
-from fds.errors import MeshError
+from fds.errors import MeshError, is_int
 
 
 @attrs.frozen
@@ -101,7 +101,7 @@ def mesh(**axes: int) -> Mesh:
                         want="fds.init_distributed() before it",
                         hint=f"the environment names rank {launch.rank} of {launch.world_size}")  # fmt: skip
     for name, size in axes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+        if not is_int(size) or (size < 1 and size != -1):
             raise MeshError("not the size of an axis", where=name, got=repr(size), want="1 or more, or -1 for the rest")
     free = [name for name, size in axes.items() if size == -1]
     if len(free) > 1:

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import torch
 
-from fds.errors import FdsError, RankError
+from fds.errors import FdsError, RankError, is_int
 
 
 class Stopped(BaseException):
@@ -154,5 +154,5 @@ class Turns:
 
 def refuse_size(world_size: int) -> None:
     """Raise `FdsError` for what is no number of ranks."""
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+    if not is_int(world_size, 1):
         raise FdsError("not a number of ranks", where="world_size", got=repr(world_size), want="an int, 1 or more")

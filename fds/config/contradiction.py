@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fds.errors import ConfigError
+from fds.errors import ConfigError, is_number
 
 if TYPE_CHECKING:
     from fds.config.record import Config
@@ -19,14 +19,14 @@ def contradiction(config: Config, what: str, *paths: str, want: str) -> ConfigEr
 def refuse_disorder(config: Config, low: str, high: str) -> None:
     """Raise `ConfigError` where both keys are numbers and the first is the larger."""
     least, most = config[low], config[high]
-    if _number(least) and _number(most) and least > most:
+    if is_number(least) and is_number(most) and least > most:
         raise contradiction(config, "the lower bound is above the upper", low, high, want=f"{low} <= {high}")
 
 
 def refuse_miscount(config: Config, count: str, listed: str) -> None:
     """Raise `ConfigError` where the number is not that of what is listed."""
     number, items = config[count], config[listed]
-    if _number(number) and isinstance(items, tuple) and number != len(items):
+    if is_number(number) and isinstance(items, tuple) and number != len(items):
         raise contradiction(config, "the list has another length", count, listed, want=f"{count} = len({listed})")
 
 
@@ -38,8 +38,6 @@ def refuse_absence(config: Config, switch: str, *needed: str) -> None:
                             want=f"{' and '.join(absent)} where {switch} is true")
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _at(config: Config, path: str) -> Any:

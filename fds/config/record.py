@@ -20,7 +20,7 @@ import attrs
 
 from fds.config.meaning import Meaning
 from fds.config.values import converted, is_union, words
-from fds.errors import ConfigError, did_you_mean
+from fds.errors import ConfigError, did_you_mean, is_number
 
 Edition = Literal["0.19.6", "docs"]
 EDITIONS: tuple[Edition, ...] = typing.get_args(Edition)
@@ -320,7 +320,7 @@ def _named(prefix: str, value: Any, record: type[Config], edition: Edition) -> C
 
 
 def _refuse_bounds(value: Any, known: Key, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         return
     if not math.isfinite(value) and known.high != math.inf:
         raise ConfigError("a number is finite", where=name, got=repr(value), want="a number")

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import attrs
 import cattrs
 
+from fds.errors import is_number
+
 
 def converted(value: Any, type_: Any) -> Any:
     """Return a value of the JSON as its type: a list as a tuple, 5e8 as an int. Raises `TypeError`."""
@@ -46,10 +48,6 @@ def _demand(good: bool, value: Any) -> Any:
     return value
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _literal(value: Any, type_: Any) -> Any:
     good = [one for one in typing.get_args(type_) if one == value and isinstance(one, bool) == isinstance(value, bool)]
     return _demand(bool(good), good)[0]
@@ -59,8 +57,8 @@ _REFUSED = (ValueError, TypeError, OverflowError, cattrs.BaseValidationError)
 _converter = cattrs.Converter()
 _converter.register_structure_hook(bool, lambda v, _: _demand(isinstance(v, bool), v))
 _converter.register_structure_hook(str, lambda v, _: _demand(isinstance(v, str), v))
-_converter.register_structure_hook(float, lambda v, _: _demand(_is_number(v) and abs(float(v)) >= 0, v))
-_converter.register_structure_hook(int, lambda v, _: int(_demand(_is_number(v) and int(v) == v, v)))
+_converter.register_structure_hook(float, lambda v, _: _demand(is_number(v) and abs(float(v)) >= 0, v))
+_converter.register_structure_hook(int, lambda v, _: int(_demand(is_number(v) and int(v) == v, v)))
 
 
 def _union(value: Any, type_: Any) -> Any:

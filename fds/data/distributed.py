@@ -17,7 +17,7 @@ from fds.data.places import Place, place_of
 from fds.data.shares import Shares
 from fds.data.stream import Stream
 from fds.data.workers import Workers
-from fds.errors import DataError
+from fds.errors import DataError, is_int
 
 
 @attrs.frozen(eq=False)
@@ -191,7 +191,7 @@ def _refuse_dataset(dataset: Any) -> None:
 
 
 def _refuse_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_int(value, least):
         raise DataError("not a count", where=name, got=repr(value), want=f"an int, {least} or more")
 
 
@@ -201,6 +201,6 @@ def _position(at: Any) -> int:
             raise DataError("not a position", where="starting", got=f"{tuple(at.shape)} {at.dtype} on {at.device}",
                             want="an int, or state.calls")  # fmt: skip
         return int(at)
-    if isinstance(at, bool) or not isinstance(at, int):
+    if not is_int(at):
         raise DataError("not a position", where="starting", got=repr(at), want="an int, or state.calls")
     return at

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from fds.errors import DataError
+from fds.errors import DataError, is_int
 from fds.microbatches import Microbatches
 
 
@@ -49,7 +49,7 @@ def per_microbatch(collate: Callable[[list], Any], num_microbatches: int) -> Per
     >>> per_microbatch(longest, 2)(["a", "abc", "ab", "a"]).parts
     (3, 2)
     """
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+    if not is_int(num_microbatches, 1):
         raise DataError("not a count", where="num_microbatches", got=repr(num_microbatches), want="an int, 1 or more")
     if not callable(collate):
         raise DataError("this is no function of rows", where="collate", got=repr(collate)[:60], want="rows -> batch")

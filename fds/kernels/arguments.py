@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fds.errors import KernelError
+from fds.errors import KernelError, is_number
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -68,7 +68,7 @@ def alike(**tensors: Tensor | None) -> None:
 
 def ratio(name: str, value: float) -> None:
     """Raise `KernelError` unless a dropout ratio lies in [0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+    if not is_number(value) or not 0 <= value < 1:
         raise KernelError(f"{name} is not a ratio", where=name, got=repr(value), want="a number in [0, 1)")
 
 

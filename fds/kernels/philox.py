@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fds.errors import KernelError
+from fds.errors import KernelError, is_int
 from fds.kernels.language import jit, tl
 
 _WORD = 0xFFFFFFFF
@@ -79,7 +79,7 @@ def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
         if seed.dtype == torch.int64 and seed.dim() == 0 and seed.device == device:
             return seed
         got = f"{tuple(seed.shape)} {seed.dtype} on {seed.device}"
-    elif isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**63:
+    elif is_int(seed) and -(2**63) <= seed < 2**63:
         return torch.full((), seed, dtype=torch.int64, device=device)
     else:
         got = repr(seed)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.autodiff import check_scalar
-from fds.errors import LossError
+from fds.errors import LossError, is_number
 
 _LARGEST = sys.float_info.max
 RESERVED = ("loss", "step", "lr", "grad_norm", "loss_scale", "skipped", "at_minimum_scale", "outputs", "weight")
@@ -102,7 +102,7 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
         weight = _wide(weight.detach())
         if weight.device.type == "cpu" and total.device.type != "cpu":
             weight = float(weight)  # to send it there would wait for what is queued there
-    elif isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= _LARGEST:
+    elif not is_number(weight) or not 0 <= weight <= _LARGEST:
         raise LossError("the weight of a Mean is not a number of rows, tokens, ...", where=where, got=_kind(weight),
                         want="a 0-d tensor, a float or an int, finite and not negative")  # fmt: skip
     elif weighted:

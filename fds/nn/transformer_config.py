@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from fds.errors import KernelError, did_you_mean
+from fds.errors import KernelError, did_you_mean, is_int, is_number
 from fds.kernels import arguments
 
 # Settings of DeepSpeed's that something else decides here; the docstring says what.
@@ -17,7 +17,7 @@ GELU = {"gelu_tanh": "tanh", "gelu_erf": "none"}  # as torch's `approximate` say
 
 
 def _count(config: Any, field: attrs.Attribute, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_int(value, 1):
         raise KernelError(f"{field.name} is not a count", where=field.name, got=repr(value), want="an int >= 1")
 
 
@@ -31,8 +31,7 @@ def _flag(config: Any, field: attrs.Attribute, value: Any) -> None:
 
 
 def _not_negative(config: Any, field: attrs.Attribute, value: Any) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and value >= 0):
+    if not (is_number(value) and math.isfinite(value) and value >= 0):
         raise KernelError(f"{field.name} is negative or no number", where=field.name, got=repr(value),
                           want="a finite number >= 0")  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fds.errors import OptimizerError
+from fds.errors import OptimizerError, is_number
 
 
 def demand(factory: str, *, low: float = 0.0, high: float = inf, schedule: bool = True, **values: Any) -> None:
@@ -26,7 +26,7 @@ def demand(factory: str, *, low: float = 0.0, high: float = inf, schedule: bool 
             continue
         if isinstance(value, Tensor) and value.dim() == 0 and value.dtype != torch.bool and schedule:
             value = float(value)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value < high:
+        if is_number(value) and low <= value < high:
             continue
         raise OptimizerError(
             f"{factory}: {name} is out of range", where=name, got=repr(value),

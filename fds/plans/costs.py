@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from fds.errors import PlanError
+from fds.errors import PlanError, is_number
 
 PerStage = float | Sequence[float]
 
@@ -44,7 +44,7 @@ class Costs:
 
     @bytes_per_second.validator  # type: ignore[attr-defined]
     def _carries(self, _field: object, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if not is_number(value) or not value > 0:
             raise PlanError("messages travel", where="bytes_per_second", got=repr(value), want="a number above 0")
 
     def at(self, name: str, stage: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
-from fds.errors import PlanError
+from fds.errors import PlanError, is_int
 from fds.plans.actions import COMPUTE, RECVS, Action, Op
 from fds.plans.order import in_ticks
 from fds.plans.plan import Plan, Rows
@@ -58,7 +58,7 @@ def overlap(plan: Plan | Rows, *, ahead: int = 1) -> Plan:
     >>> overlap(plan).rows[1][:8]
     (1RECV_ACT0, 1LOAD0, 1RECV_ACT1, 1F0, 1BW0, 1SEND_GRAD0, 1LOAD1, 1F1)
     """
-    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+    if not is_int(ahead, 0):
         raise PlanError("receives are posted a whole number of computations ahead", where="overlap",
                         got=f"ahead={ahead!r}", want="ahead >= 0")  # fmt: skip
     return Plan(tuple(_posted_early(row, ahead) for row in Plan.of(plan).rows))

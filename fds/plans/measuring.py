@@ -17,13 +17,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.errors import PlanError
+from fds.errors import PlanError, is_number
 from fds.plans.costs import Costs
 
 
 def _per_layer(_self: Any, field: attrs.Attribute, values: tuple) -> None:
     for i, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if not is_number(value) or not 0 <= value < math.inf:
             raise PlanError("a cost is not negative, and finite", where=f"{field.name}[{i}]", got=repr(value))
 
 

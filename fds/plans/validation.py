@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fds.errors import PlanError
+from fds.errors import PlanError, is_int
 from fds.plans.actions import COMPUTE, RECVS, SENDS, Action, Op
 from fds.plans.buffers import last_uses
 from fds.plans.dependencies import B, F, Item, W, needs, rendezvous
@@ -141,7 +141,7 @@ def _check_buffers(plan: Plan) -> None:
 
 def _bounds(plan: Plan, memory_bound: int | Sequence[int]) -> list[int]:
     bounds = list(memory_bound) if isinstance(memory_bound, Sequence) else [memory_bound] * plan.num_ranks
-    if len(bounds) != plan.num_ranks or not all(isinstance(b, int) and not isinstance(b, bool) for b in bounds):
+    if len(bounds) != plan.num_ranks or not all(map(is_int, bounds)):
         raise PlanError("a memory bound is a number of microbatches", where="validate(memory_bound=...)",
                         got=repr(memory_bound), want=f"one, or one for each of {plan.num_ranks} ranks")  # fmt: skip
     return bounds

@@ -6,7 +6,7 @@ Cost:   time x1; activations / n; one gradient buffer, summed into in place
 Source: Huang et al. 2019, arXiv:1811.06965, section 2.2
 """
 
-from fds.errors import ComposeError
+from fds.errors import ComposeError, is_int
 from fds.step import Split, Step, fill, transform
 
 
@@ -21,7 +21,7 @@ def accumulate(num_microbatches: int):
     Raises `ComposeError` for a count below 1 or a second accumulation; the step raises `BatchError` for leaves that
     disagree in length, do not divide or cannot be cut.
     """
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+    if not is_int(num_microbatches, 1):
         raise ComposeError("accumulate takes a number of microbatches", got=repr(num_microbatches), want="an int >= 1")
 
     def apply(step: Step) -> Step:

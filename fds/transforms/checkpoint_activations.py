@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fds import tree
-from fds.errors import ComposeError, LossError, did_you_mean
+from fds.errors import ComposeError, LossError, did_you_mean, is_int
 from fds.step import Step, fill, transform
 
 MATMULS = (
@@ -106,7 +106,7 @@ def checkpoint_activations(
     if store not in ("device", "host"):
         raise ComposeError("checkpoint_activations: unknown store", got=repr(store), want="'device' or 'host'",
                            hint=did_you_mean(str(store), ["device", "host"]))  # fmt: skip
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if not is_int(every, 1):
         raise ComposeError("checkpoint_activations: every counts layers", got=repr(every), want="an int >= 1")
     operators = not isinstance(policy, str) and isinstance(policy, Sequence)
     if policy is not None and not (policy == "matmuls" or callable(policy) or (operators and all(map(_is_op, policy)))):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.errors import ComposeError
+from fds.errors import ComposeError, is_int
 from fds.step import Measure, Step, fill, transform
 
 SLOT = "loss_scale"
@@ -93,7 +93,7 @@ def loss_scale(
     Raises `ComposeError` for values below 1 (`minimum`, `initial`: not positive, or initial < minimum).
     """
     for name, value, low in (("window", window, 1), ("hysteresis", hysteresis, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        if not is_int(value, low):
             raise ComposeError(f"loss_scale: {name} counts steps", got=repr(value), want=f"an int >= {low}")
     numbers = all(isinstance(x, int | float) for x in (initial, minimum))
     if not (numbers and 0 < minimum <= initial < float("inf")):

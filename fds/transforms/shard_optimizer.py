@@ -9,7 +9,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.
 import math
 
 from fds.collectives import Axis
-from fds.errors import ComposeError
+from fds.errors import ComposeError, is_int, is_number
 from fds.step import Shard, Step, fill, transform
 
 
@@ -63,10 +63,9 @@ def shard_optimizer(
     for name, (value, low) in counts.items():
         if value is None and name in ("bucket_bytes", "max_live_bytes"):
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        if not is_int(value, low):
             raise ComposeError(f"shard_optimizer: {name} is a count", got=repr(value), want=f"an int >= {low}")
-    number = isinstance(predivide, int | float) and not isinstance(predivide, bool)
-    if predivide is not None and not (number and math.isfinite(predivide) and predivide > 0):
+    if predivide is not None and not (is_number(predivide) and math.isfinite(predivide) and predivide > 0):
         raise ComposeError("shard_optimizer: predivide is no divisor", got=repr(predivide),
                            want="a positive number, or None")  # fmt: skip
     data = axis

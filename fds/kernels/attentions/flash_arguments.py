@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fds.errors import KernelError
+from fds.errors import KernelError, is_number
 from fds.kernels import arguments
 
 
@@ -68,6 +68,5 @@ def _check_bias(bias: Tensor, scores: tuple[int, ...]) -> None:
 
 
 def _check_scale(scale: float) -> None:
-    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not is_number or not -math.inf < scale < math.inf:
+    if not is_number(scale) or not -math.inf < scale < math.inf:
         raise KernelError("scale is not a number", where="scale", got=repr(scale), want="a finite float, or None")

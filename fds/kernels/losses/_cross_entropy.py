@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fds.errors import KernelError
+from fds.errors import KernelError, is_int, is_number
 from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
 from fds.kernels.first_order import first_order
@@ -327,13 +327,12 @@ def check_options(
     label_smoothing: float, z_loss: float, ignore_index: int, reduction: str, reductions: tuple[str, ...]
 ) -> None:
     """Raise `KernelError` for options of a cross-entropy that mean nothing."""
-    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
     if not is_number(label_smoothing) or not 0 <= label_smoothing <= 1:
         raise KernelError("label_smoothing is not a share", where="label_smoothing", got=repr(label_smoothing),
                           want="a number in [0, 1]")  # fmt: skip
     if not is_number(z_loss) or not 0 <= z_loss < float("inf"):
         raise KernelError("z_loss is not a factor", where="z_loss", got=repr(z_loss), want="a number from 0 on")
-    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+    if not is_int(ignore_index):
         raise KernelError("ignore_index is not a class", where="ignore_index", got=repr(ignore_index), want="an int")
     if reduction not in reductions:
         raise KernelError("there is no such reduction", where="reduction", got=repr(reduction),

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fds.errors import KernelError
+from fds.errors import KernelError, is_int
 from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
 from fds.kernels.first_order import first_order
@@ -268,7 +268,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
         raise KernelError("weight has no classes", where="weight", got=str(tuple(weight.shape)), want="(V, H)")
     arguments.shape((weight.shape[0],), bias=bias)
     check_targets(targets, hidden, "hidden")
-    is_count = isinstance(chunk_tokens, int) and not isinstance(chunk_tokens, bool) and chunk_tokens > 0
+    is_count = is_int(chunk_tokens, 1)
     if chunk_tokens is not None and not is_count:
         raise KernelError("chunk_tokens is not a number of tokens", where="chunk_tokens", got=repr(chunk_tokens),
                           want="an int from 1 on")  # fmt: skip

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fds.errors import KernelError
+from fds.errors import KernelError, is_number
 from fds.kernels import arguments
 from fds.kernels.first_order import first_order
 from fds.kernels.norms import normalization_backward, normalization_forward
@@ -36,7 +36,7 @@ def check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tenso
     if x.dim() == 0:
         raise KernelError("a number has no dimension to normalise over", where="x", got="()", want="(..., N)")
     arguments.shape((x.shape[-1],), weight=weight, bias=bias)
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+    if not is_number(eps) or not 0 <= eps < math.inf:
         raise KernelError("eps is not a small number", where="eps", got=repr(eps), want="a finite number from 0 on")
 
 

@@ -12,7 +12,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from fds.errors import KernelError
+from fds.errors import KernelError, is_number
 from fds.kernels import arguments
 from fds.kernels.language import jit, tl
 
@@ -67,7 +67,7 @@ def scalars(param: Tensor, **given: Tensor | None) -> None:
 def numbers(*, low: float = 0.0, high: float = inf, **given: float) -> None:
     """Raise `KernelError` unless all are Python numbers in [low, high)."""
     for name, x in given.items():
-        if isinstance(x, bool) or not isinstance(x, (int, float)) or not low <= x < high:
+        if not is_number(x) or not low <= x < high:
             raise KernelError(f"{name} is out of range", where=name, got=repr(x),
                               want=f"a Python number in [{low:g}, {high:g})")  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fds.errors import PlanError
+from fds.errors import PlanError, is_int
 
 
 def check_sizes(schedule: str, num_ranks: object, num_microbatches: object, *, least: int = 1) -> None:
@@ -17,6 +17,6 @@ def check_sizes(schedule: str, num_ranks: object, num_microbatches: object, *, l
 
 def check_count(schedule: str, name: str, value: object) -> None:
     """Refuse what is no whole number of at least one. Raises `PlanError`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_int(value, 1):
         raise PlanError("a schedule counts in whole numbers", where=schedule, got=f"{name}={value!r}",
                         want=f"{name} >= 1")  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 from fds import loss as losses
 from fds.collectives import Axis
-from fds.errors import ComposeError, PlanError
+from fds.errors import ComposeError, PlanError, is_int
 from fds.loss import Layers, LayerSpec
 from fds.plans import LayerCosts, Op, Plan, Schedule, boundaries_of, validate
 from fds.plans.actions import COMPUTE
@@ -58,12 +58,12 @@ def pipeline(
     that cannot be, `LossError` for a layer with buffers that is tied across stages.
     """
     ranks = axis.size if isinstance(axis, Axis) else axis
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+    if not is_int(ranks, 1):
         raise ComposeError("pipeline: axis is no axis", got=repr(axis)[:80],
                            want='fds.mesh(pp=2, dp=-1)["pp"], or a number of ranks to play')  # fmt: skip
     if isinstance(axis, Axis):
         axis.demand_current()
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+    if not is_int(num_microbatches, 1):
         raise ComposeError("pipeline takes a number of microbatches", got=repr(num_microbatches), want="an int >= 1")
     if not callable(schedule):
         raise ComposeError("pipeline: schedule is no schedule", got=repr(schedule)[:80],
