@@ -45,7 +45,7 @@ from fds.data import DistributedLoader, RepeatingLoader
 
 # for those who come from DeepSpeed
 from fds.config.arguments import add_config_arguments
-from fds.config.porting import initialize
+from fds.config.initialize import initialize
 
 # rooms that are used by name
 from fds import autodiff, collectives, config, data, errors, kernels, nn, optim, plans, random, schedules, tree

@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from fds.config.composition import data_ranks
 from fds.config.record import EDITIONS
 from fds.config.schema import schema
 from fds.config.table import table
 from fds.config.training import TrainingConfig
+from fds.config.translate.composition import data_ranks
 from fds.config.unknown import Unknown
 from fds.errors import FdsError, MeshError, run_command
 

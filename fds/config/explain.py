@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from fds.config.asked import not_there
 from fds.config.auto import autos
-from fds.config.call import Call
-from fds.config.composition import composed, data_ranks
-from fds.config.groups import Groups
+from fds.config.keys.groups import Groups
 from fds.config.meaning import Argument, Elsewhere, NotApplicable, NotYet, Part
-from fds.config.memory import held
 from fds.config.record import AUTO, Config, Key
-from fds.config.update import optimizer, schedule
+from fds.config.translate.composition import composed, data_ranks
+from fds.config.translate.function_call import Call
+from fds.config.translate.memory import held
+from fds.config.translate.optimizer import optimizer, schedule
+from fds.config.translate.unsupported import not_there
 from fds.errors import ConfigError
 
 

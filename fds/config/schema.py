@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from fds.config import optimizer, scheduler
+from fds.config.keys import optimizer, scheduler
 from fds.config.meaning import NotYet
 from fds.config.record import AUTO, COMMENT, Config, Key, flat_keys, record_of, same
 from fds.config.training import TrainingConfig

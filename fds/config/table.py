@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, get_args, get_origin
 
-from fds.config import optimizer, scheduler
 from fds.config.decisions import CONTRADICTIONS, INTENDED
+from fds.config.keys import optimizer, scheduler
 from fds.config.record import Config, Key, keys, record_of, same
 from fds.config.schema import alternatives, plain
 from fds.config.training import TrainingConfig

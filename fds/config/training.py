@@ -9,12 +9,13 @@ from typing import Any, Self
 import attrs
 
 from fds.collectives import Mesh
-from fds.config import composition, explain as explanation, update
-from fds.config.asked import refuse_what_is_not_there
-from fds.config.groups import Groups
-from fds.config.made import refuse_what_cannot_be_made
+from fds.config import explain as explanation
+from fds.config.keys.groups import Groups
 from fds.config.reading import read
 from fds.config.record import Edition
+from fds.config.translate import composition, optimizer as update
+from fds.config.translate.buildable import refuse_what_cannot_be_made
+from fds.config.translate.unsupported import refuse_what_is_not_there
 from fds.config.unknown import Unknown, with_known_keys
 from fds.errors import ConfigError, MeshError
 from fds.schedules.curve import Curve

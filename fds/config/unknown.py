@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from fds.config import optimizer, scheduler
+from fds.config.keys import optimizer, scheduler
 from fds.config.record import Config, flat_keys, is_comment, record_of
 from fds.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fds.config.background_saves import LoadingConfig, NebulaConfig
+from fds.config.keys.background_saves import LoadingConfig, NebulaConfig
 from fds.config.meaning import Elsewhere
 from fds.config.record import keys
 from fds.errors import ConfigError

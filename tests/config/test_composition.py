@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import fds
-from fds.config import TrainingConfig, optimizer, scheduler
-from fds.config.call import FOUND, Call
-from fds.config.composition import calls
+from fds.config import TrainingConfig
+from fds.config.keys import optimizer, scheduler
 from fds.config.meaning import Argument
 from fds.config.record import Config, keys, record_of
+from fds.config.translate.composition import calls
+from fds.config.translate.function_call import FOUND, Call
 from fds.errors import ConfigError, MeshError, NotSupportedError
 
 DP2, PP2 = {"dp": 2}, {"pp": 2, "dp": 2}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fds.config.compression import CompressionConfig, LayerReductionConfig
+from fds.config.keys.compression import CompressionConfig, LayerReductionConfig
 from fds.config.meaning import NotYet
 from fds.config.record import walk
 from fds.errors import ConfigError

@@ -2,7 +2,12 @@
 
 import pytest
 
-from fds.config.data_efficiency import DataEfficiencyConfig, DynamicBatchingConfig, KeptTokensConfig, RandomLtdConfig
+from fds.config.keys.data_efficiency import (
+    DataEfficiencyConfig,
+    DynamicBatchingConfig,
+    KeptTokensConfig,
+    RandomLtdConfig,
+)
 from fds.config.meaning import NotYet
 from fds.config.record import walk
 from fds.errors import ConfigError

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fds.config import TrainingConfig, optimizer, scheduler
+from fds.config import TrainingConfig
+from fds.config.keys import optimizer, scheduler
 from fds.config.meaning import Argument, NotYet
 from fds.config.record import Config, keys, record_of, walk
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import fds
 from fds.config import TrainingConfig
-from fds.config.composition import composed
-from fds.config.memory import held
+from fds.config.translate.composition import composed
+from fds.config.translate.memory import held
 from fds.layout import ALIGN
 
 WIDTH, LAYERS = 256, 8

@@ -2,8 +2,8 @@
 
 import pytest
 
+from fds.config.keys.parallelism import ExpertParallelConfig, ParallelSizesConfig, TensorParallelConfig
 from fds.config.meaning import NotYet
-from fds.config.parallelism import ExpertParallelConfig, ParallelSizesConfig, TensorParallelConfig
 from fds.config.record import keys
 from fds.errors import ConfigError
 

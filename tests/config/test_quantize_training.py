@@ -2,8 +2,8 @@
 
 import pytest
 
+from fds.config.keys.quantize_training import QuantizeTrainingConfig, WeightQuantizationPlacedConfig
 from fds.config.meaning import NotYet
-from fds.config.quantize_training import QuantizeTrainingConfig, WeightQuantizationPlacedConfig
 from fds.config.record import keys, walk
 from fds.errors import ConfigError
 

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from fds.config.record import Config
-from fds.config.reporting import (
+from fds.config.keys.reporting import (
     CometConfig,
     CommsLoggerConfig,
     CsvMonitorConfig,
@@ -14,6 +13,7 @@ from fds.config.reporting import (
     TensorBoardConfig,
     WandbConfig,
 )
+from fds.config.record import Config
 from fds.errors import ConfigError
 
 MONITOR = {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"}

@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 from hypothesis import given, strategies as st
 
-from fds.config import TrainingConfig, optimizer, scheduler
+from fds.config import TrainingConfig
+from fds.config.keys import optimizer, scheduler
 from fds.config.record import EDITIONS, Config, flat_keys, keys, record_of, same
 from fds.config.schema import options, schema
 from fds.errors import ConfigError

@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-from fds.config import TrainingConfig, optimizer, scheduler
+from fds.config import TrainingConfig
 from fds.config.decisions import CONTRADICTIONS, INTENDED
+from fds.config.keys import optimizer, scheduler
 from fds.config.meaning import Argument
 from fds.config.record import keys
 from fds.config.table import _cell, every_key, parameters, table

@@ -12,10 +12,12 @@ from typing import Any, Literal
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from fds.config import FP16Config, TrainingConfig, optimizer, scheduler, update
+from fds.config import FP16Config, TrainingConfig
 from fds.config.auto import autos
-from fds.config.composition import scale
+from fds.config.keys import optimizer, scheduler
 from fds.config.record import AUTO, EDITIONS, Config, Key, flat_keys, record_of
+from fds.config.translate import optimizer as update
+from fds.config.translate.composition import scale
 from fds.errors import ConfigError
 
 WORDS = st.text("abcxyz_.*", min_size=1, max_size=8)

@@ -10,26 +10,34 @@ from typing import Any, Self
 
 import attrs
 
-from fds.config import auto as autos, optimizer, scheduler
-from fds.config.activation_checkpointing import ActivationCheckpointingConfig
-from fds.config.autotuning import AutotuningConfig
-from fds.config.background_saves import LoadingConfig, NebulaConfig
-from fds.config.batch import BatchConfig
-from fds.config.communication import ClippingConfig, CommunicationConfig
-from fds.config.compiling import CapturingConfig, CompileConfig
-from fds.config.compression import CompressionConfig
-from fds.config.curriculum import CurriculumConfig
-from fds.config.data_efficiency import DataEfficiencyConfig
-from fds.config.elasticity import ElasticityConfig
-from fds.config.generation import HybridEngineConfig
-from fds.config.layer_dropping import ProgressiveLayerDropConfig
-from fds.config.offload import AioConfig
-from fds.config.optimizer import OptimizerConfig
-from fds.config.parallelism import ExpertParallelConfig, ParallelSizesConfig, TensorParallelConfig
-from fds.config.precision import AmpConfig, BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, refuse_two
-from fds.config.quantize_training import EigenvalueConfig, QuantizeTrainingConfig, WeightQuantizationPlacedConfig
-from fds.config.record import Config, Edition, Key, key, keys, walk
-from fds.config.reporting import (
+from fds.config import auto as autos
+from fds.config.keys import optimizer, scheduler
+from fds.config.keys.activation_checkpointing import ActivationCheckpointingConfig
+from fds.config.keys.autotuning import AutotuningConfig
+from fds.config.keys.background_saves import LoadingConfig, NebulaConfig
+from fds.config.keys.batch import BatchConfig
+from fds.config.keys.communication import ClippingConfig, CommunicationConfig
+from fds.config.keys.compile import CapturingConfig, CompileConfig
+from fds.config.keys.compression import CompressionConfig
+from fds.config.keys.curriculum import CurriculumConfig
+from fds.config.keys.data_efficiency import DataEfficiencyConfig
+from fds.config.keys.elasticity import ElasticityConfig
+from fds.config.keys.hybrid_engine import HybridEngineConfig
+from fds.config.keys.offload import AioConfig
+from fds.config.keys.optimizer import OptimizerConfig
+from fds.config.keys.parallelism import ExpertParallelConfig, ParallelSizesConfig, TensorParallelConfig
+from fds.config.keys.pipeline import PipelineConfig
+from fds.config.keys.precision import (
+    AmpConfig,
+    BF16Config,
+    DataTypesConfig,
+    FP16Config,
+    TorchAutocastConfig,
+    refuse_two,
+)
+from fds.config.keys.progressive_layer_drop import ProgressiveLayerDropConfig
+from fds.config.keys.quantize_training import EigenvalueConfig, QuantizeTrainingConfig, WeightQuantizationPlacedConfig
+from fds.config.keys.reporting import (
     CometConfig,
     CommsLoggerConfig,
     CsvMonitorConfig,
@@ -38,11 +46,11 @@ from fds.config.reporting import (
     TensorBoardConfig,
     WandbConfig,
 )
-from fds.config.saving import CheckpointConfig
-from fds.config.scheduler import SchedulerConfig
-from fds.config.sparse_attention import SparseAttentionConfig
-from fds.config.stages import PipelineConfig
-from fds.config.zero import OptimizersUnderZeroConfig, ZeroConfig
+from fds.config.keys.saving import CheckpointConfig
+from fds.config.keys.scheduler import SchedulerConfig
+from fds.config.keys.sparse_attention import SparseAttentionConfig
+from fds.config.keys.zero import OptimizersUnderZeroConfig, ZeroConfig
+from fds.config.record import Config, Edition, Key, key, keys, walk
 from fds.errors import ConfigError, did_you_mean
 
 

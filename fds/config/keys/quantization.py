@@ -10,8 +10,8 @@ from typing import Any, Literal
 import attrs
 
 from fds.config.contradiction import refuse_disorder
+from fds.config.keys.module_groups import SHARED, ModuleGroupConfig, refuse_bare_groups, start
 from fds.config.meaning import NotApplicable, NotYet, Part
-from fds.config.module_groups import SHARED, ModuleGroupConfig, refuse_bare_groups, start
 from fds.config.record import Config, key
 
 _KERNEL = NotApplicable("which kernel computes a formula is fds's choice")

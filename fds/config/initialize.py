@@ -15,8 +15,8 @@ from fds.collectives import Mesh, init_distributed, mesh as make_mesh, worlds
 from fds.collectives.launch import launched
 from fds.config.agreement import agreed
 from fds.config.arguments import config_of
-from fds.config.composition import calls
 from fds.config.training import TrainingConfig
+from fds.config.translate.composition import calls
 from fds.config.unknown import Unknown
 from fds.data import DistributedLoader
 from fds.errors import ComposeError, ConfigError, DataError, LossError, MeshError

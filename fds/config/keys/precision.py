@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import attrs
 
-from fds.config.communication import DTYPES, Dtype
 from fds.config.contradiction import contradiction
+from fds.config.keys.communication import DTYPES, Dtype
 from fds.config.meaning import NotApplicable, NotYet, argument
 from fds.config.record import AUTO, Config, key
 from fds.errors import ConfigError

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import attrs
 
-from fds.config.call import Call
-from fds.config.groups import Groups
+from fds.config.keys.groups import Groups
+from fds.config.translate.function_call import Call
 from fds.layout import MOST_BYTES
 
 _SLOTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "adagrad": 1}  # of the size of the parameters, float32

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fds.config.call import Call
-from fds.config.groups import Groups
-from fds.config.optimizer import NOT_YET, PARAMETERS
+from fds.config.keys.groups import Groups
+from fds.config.keys.optimizer import NOT_YET, PARAMETERS
+from fds.config.translate.function_call import Call
 from fds.errors import ConfigError
 
 _TAKEN = {  # function -> the parameters that it takes under their own names

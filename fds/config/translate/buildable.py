@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from fds.config.auto import autos
-from fds.config.call import Call
-from fds.config.composition import clip, scale
-from fds.config.groups import Groups
+from fds.config.keys.groups import Groups
 from fds.config.meaning import Argument
 from fds.config.record import Config
-from fds.config.update import optimizer, schedule
+from fds.config.translate.composition import clip, scale
+from fds.config.translate.function_call import Call
+from fds.config.translate.optimizer import optimizer, schedule
 from fds.errors import ConfigError, FdsError
 
 _MADE = (  # what makes a call, and the groups that it reads

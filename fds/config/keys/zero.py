@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import attrs
 
+from fds.config.keys.offload import OffloadOptimizerConfig, OffloadParamConfig
 from fds.config.meaning import Elsewhere, NotApplicable, NotYet, Part, argument
-from fds.config.offload import OffloadOptimizerConfig, OffloadParamConfig
 from fds.config.record import AUTO, Config, key, keys
 from fds.errors import ConfigError
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import attrs
 
 from fds.config.contradiction import refuse_miscount
+from fds.config.keys.pruning import HeadPruningConfig, RowPruningConfig, SparsePruningConfig
+from fds.config.keys.quantization import ActivationQuantizationConfig, WeightQuantizationConfig
 from fds.config.meaning import NotYet, Part
-from fds.config.pruning import HeadPruningConfig, RowPruningConfig, SparsePruningConfig
-from fds.config.quantization import ActivationQuantizationConfig, WeightQuantizationConfig
 from fds.config.record import Config, key
 
 

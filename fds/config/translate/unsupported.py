@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fds.config import optimizer, scheduler
-from fds.config.groups import Groups
+from fds.config.keys import optimizer, scheduler
+from fds.config.keys.groups import Groups
+from fds.config.keys.zero import STAGE_3
 from fds.config.meaning import NotYet
 from fds.config.record import AUTO, Config
-from fds.config.zero import STAGE_3
 from fds.errors import NotSupportedError, did_you_mean
 
 

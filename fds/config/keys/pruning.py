@@ -10,8 +10,8 @@ from typing import Any, Literal
 import attrs
 
 from fds.config.contradiction import refuse_absence, refuse_disorder
+from fds.config.keys.module_groups import SHARED, ModuleGroupConfig, refuse_bare_groups, start
 from fds.config.meaning import NotYet, Part
-from fds.config.module_groups import SHARED, ModuleGroupConfig, refuse_bare_groups, start
 from fds.config.record import Config, key
 
 _BLOCKS = Part("method")

@@ -13,7 +13,7 @@ from typing import Literal
 import attrs
 
 from fds.config.contradiction import refuse_absence, refuse_disorder, refuse_miscount
-from fds.config.curriculum import ENABLED, CurriculumScheduleConfig, Schedule, refuse_incomplete_schedule
+from fds.config.keys.curriculum import ENABLED, CurriculumScheduleConfig, Schedule, refuse_incomplete_schedule
 from fds.config.meaning import Elsewhere, NotApplicable, NotYet, Part
 from fds.config.record import Config, key
 

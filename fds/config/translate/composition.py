@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from fds.config.asked import refuse_what_is_not_there
-from fds.config.call import AxisOf, Call, Name
-from fds.config.communication import DTYPES
-from fds.config.groups import Groups
-from fds.config.update import optimizer
+from fds.config.keys.communication import DTYPES
+from fds.config.keys.groups import Groups
+from fds.config.translate.function_call import AxisOf, Call, Name
+from fds.config.translate.optimizer import optimizer
+from fds.config.translate.unsupported import refuse_what_is_not_there
 from fds.errors import ConfigError, MeshError
 from fds.layout import MOST_BYTES
 

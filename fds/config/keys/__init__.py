@@ -1,0 +1,1 @@
+"""The keys of DeepSpeed's JSON: a record per group."""
