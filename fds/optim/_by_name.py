@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -34,6 +35,19 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
     >>> by_name({"*.bias": adamw(weight_decay=0.0), "*": adamw(weight_decay=0.1)})
     by_name({'*.bias': adamw(weight_decay=0.0), '*': adamw(weight_decay=0.1)})
     """
+    _check_optimizers(optimizers)
+    groups = _Groups(dict(optimizers))
+    members = groups.members
+    same = all(m.lr == members[0].lr for m in members)
+    return Optimizer(
+        groups.init, groups.update, whole=groups.needs_whole if any(m.whole for m in members) else False,
+        lr=members[0].lr if same else None, text=f"by_name({{{', '.join(_entries(optimizers))}}})", group=groups.index,
+        check=groups.check, runs=groups.runs, members=groups.optimizers, draws=any(m.draws for m in members),
+    )  # fmt: skip
+
+
+def _check_optimizers(optimizers: object) -> None:
+    """Raise `OptimizerError` unless this maps at least one pattern to an optimizer."""
     if not isinstance(optimizers, Mapping):
         raise OptimizerError("by_name: optimizers go by patterns", where="optimizers", got=repr(optimizers)[:60],
                              want="{pattern: optimizer, ...}")  # fmt: skip
@@ -48,57 +62,77 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
             "by_name: no optimizer", where="optimizers", got="{}", want="{pattern: optimizer, ...}",
             hint='a last entry "*" takes every parameter that is left',
         )  # fmt: skip
-    patterns, members = list(optimizers), list(optimizers.values())
 
-    def group(name: str) -> int:
-        for index, pattern in enumerate(patterns):
+
+@attrs.frozen(eq=False)
+class _Groups:
+    """The optimizers by pattern, and the functions of the optimizer that they make together."""
+
+    optimizers: dict[str, Optimizer]
+
+    @property
+    def members(self) -> list[Optimizer]:
+        """The optimizer of every group."""
+        return list(self.optimizers.values())
+
+    def index(self, name: str) -> int:
+        """Return the group of a parameter: the index of the first pattern that its name matches."""
+        for index, pattern in enumerate(self.optimizers):
             if fnmatch.fnmatchcase(name, pattern):
                 return index
         raise OptimizerError(
-            "by_name: a parameter matches no pattern", where=name, got=", ".join(map(repr, patterns)),
+            "by_name: a parameter matches no pattern", where=name, got=", ".join(map(repr, self.optimizers)),
             want="a pattern for every parameter", hint='end with "*": adamw(...)',
         )  # fmt: skip
 
-    def slices_of(segments: Sequence[Sequence[Segment]]) -> list[list[int]]:
-        """Return, for every group, the indices of its slices; one without parameters goes to the last."""
-        slices: list[list[int]] = [[] for _ in members]
-        for index, inside in enumerate(segments):
-            found = {group(segment.name) for segment in inside} or {len(members) - 1}
-            assert len(found) == 1, f"slice {index} mixes the groups {sorted(found)}"
-            slices[found.pop()].append(index)
-        return slices
+    def needs_whole(self, name: str) -> bool:
+        """Return whether the optimizer of this parameter needs it whole."""
+        return self.members[self.index(name)].needs_whole(name)
 
-    def check(names: Sequence[str]) -> None:
-        for pattern in patterns:
+    def check(self, names: Sequence[str]) -> None:
+        """Raise `OptimizerError` for a pattern that matches no parameter, and let each optimizer check its own."""
+        for pattern in self.optimizers:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 raise OptimizerError(
                     "by_name: a pattern matches no parameter", where=repr(pattern), got=f"{len(names)} parameters",
                     want="the name of a parameter, with * for any part of it",
                     hint=did_you_mean(pattern, names) if names else "there is no trainable parameter",
                 )  # fmt: skip
-        for index, member in enumerate(members):
-            member.check([name for name in names if group(name) == index])
+        for index, member in enumerate(self.members):
+            member.check([name for name in names if self.index(name) == index])
 
-    def init(segments: Sequence[Sequence[Segment]], *, params: Sequence[Tensor]) -> dict[str, list[Tensor | None]]:
+    def slices(self, segments: Sequence[Sequence[Segment]]) -> list[list[int]]:
+        """Return, for every group, the indices of its slices; a slice without parameters goes to the last group."""
+        slices: list[list[int]] = [[] for _ in self.optimizers]
+        for index, inside in enumerate(segments):
+            groups = {self.index(segment.name) for segment in inside} or {len(self.optimizers) - 1}
+            assert len(groups) == 1, f"slice {index} mixes the groups {sorted(groups)}"
+            slices[groups.pop()].append(index)
+        return slices
+
+    def init(
+        self, segments: Sequence[Sequence[Segment]], *, params: Sequence[Tensor]
+    ) -> dict[str, list[Tensor | None]]:
+        """Return the slots of all groups, None for the slices of groups without a slot."""
         opt: dict[str, list[Tensor | None]] = {}
-        for member, slices in zip(members, slices_of(segments), strict=True):
+        for member, slices in zip(self.members, self.slices(segments), strict=True):
             if not slices:
                 continue
             part = returned.first_slots(member, _pick(segments, slices), _pick(params, slices))
             for slot, tensors in part.items():
-                merged = opt.setdefault(slot, [None] * len(params))
-                for index, tensor in zip(slices, tensors, strict=True):
-                    merged[index] = tensor
+                _put(opt.setdefault(slot, [None] * len(params)), slices, tensors)
         return opt
 
     def update(
-        grads: list[Tensor], opt: dict, params: list[Tensor], *, step: Tensor, lr: Tensor | None,
+        self, grads: list[Tensor], opt: dict, params: list[Tensor], *, step: Tensor, lr: Tensor | None,
         segments: Sequence[Sequence[Segment]], out: list[Tensor] | None = None, values: Values | None = None,
         **rest: Any,
     ) -> tuple[list[Tensor], dict]:  # fmt: skip
+        """Update the slices of every group with its optimizer, at its own learning rate."""
+        members = self.members
         known = [m.values(step) for m in members] if values is None else list(values.members.values())
         new, after = list(params), {slot: list(tensors) for slot, tensors in opt.items()}
-        for member, slices, now in zip(members, slices_of(segments), known, strict=True):
+        for member, slices, now in zip(members, self.slices(segments), known, strict=True):
             part = {slot: _pick(tensors, slices) for slot, tensors in opt.items()}
             part = {slot: tensors for slot, tensors in part.items() if any(x is not None for x in tensors)}
             moved, slots = returned.update(
@@ -111,18 +145,10 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         written = after.keys() == opt.keys() and all(_same(after[slot], opt[slot]) for slot in opt)
         return (params, opt) if written and _same(new, params) else (new, after)
 
-    def runs(device: torch.device) -> str:
-        words = [word for member in members for word in member.runs(device).split(", ")]
+    def runs(self, device: torch.device) -> str:
+        """Return what the optimizers run on a device, each once."""
+        words = [word for member in self.members for word in member.runs(device).split(", ")]
         return ", ".join(dict.fromkeys(words))
-
-    text = f"by_name({{{', '.join(_entries(optimizers))}}})"
-    some_whole = any(m.whole for m in members)
-    whole = (lambda name: members[group(name)].needs_whole(name)) if some_whole else False
-    same = all(m.lr == members[0].lr for m in members)
-    return Optimizer(
-        init, update, whole, lr=members[0].lr if same else None, text=text, group=group, check=check, runs=runs,
-        members=dict(optimizers), draws=any(m.draws for m in members),
-    )  # fmt: skip
 
 
 def _entries(optimizers: Mapping[str, Optimizer], most: int = 8) -> list[str]:

@@ -110,50 +110,75 @@ def assemble(
         fused: device -> whether the rule runs torch's fused functions there, where it has floats.
     """
     hyper = {name: float(value) if isinstance(value, Tensor) else value for name, value in hyper.items()}
-    floats = [name for name in hyper if name != "lr"]
+    lr = hyper.pop("lr")
+    ours = _RuleOptimizer(rule, text.partition("(")[0], lr, hyper, slots, check, keep_empty, kernel, fused)
+    return Optimizer(ours.init, ours.update, whole, lr=lr, text=text, runs=ours.runs, hyper=hyper, draws=False)
 
-    def init(segments: Sequence[Sequence[Segment]], *, params: Sequence[Tensor]) -> dict[str, list[Tensor | None]]:
-        if check is not None:
-            check(segments)
-        return {name: [torch.full_like(p, fill, requires_grad=False) for p in params] for name, fill in slots.items()}
+
+@attrs.frozen(eq=False)
+class _RuleOptimizer:
+    """The functions of the optimizer that a rule makes; the attributes are the arguments of `assemble`."""
+
+    rule: Rule
+    name: str
+    lr: Schedule
+    hyper: Mapping[str, Schedule]  # without "lr"
+    slots: Mapping[str, float]
+    check: Check | None
+    keep_empty: bool
+    kernel: Kernel | None
+    fused: Callable[[torch.device], bool]
+
+    def init(
+        self, segments: Sequence[Sequence[Segment]], *, params: Sequence[Tensor]
+    ) -> dict[str, list[Tensor | None]]:
+        """Return the slots before the first update."""
+        if self.check is not None:
+            self.check(segments)
+        return {name: [torch.full_like(p, x, requires_grad=False) for p in params] for name, x in self.slots.items()}
 
     @torch.no_grad()
     def update(
-        grads: Sequence[Tensor], opt: dict, params: list[Tensor], *, step: Tensor, lr: Tensor | None,
+        self, grads: Sequence[Tensor], opt: dict, params: list[Tensor], *, step: Tensor, lr: Tensor | None,
         grad_scale: Tensor | None, skip: Tensor | None, segments: Sequence[Sequence[Segment]], axes: Sequence[Any],
         out: list[Tensor] | None = None, values: Values | None = None,
     ) -> tuple[list[Tensor], dict]:  # fmt: skip
+        """Write into params, slots and gradients by the kernel where it can run, else by the rule."""
         if not params:
             return params, opt
-        others = {name: at(hyper[name], step, name) for name in floats} if values is None else values.hyper
-        rate = at(hyper["lr"], step) if lr is None else lr
-        known = {name: _cheap(value) for name, value in {**others, "lr": rate}.items()}
-        now = Now(step, known, grad_scale, skip, segments, axes)
-        if kernel is not None and all_run_triton(params) and now.static(*floats):
-            kernel(params, list(grads), opt, now, [None] * len(params) if out is None else list(out))
-            return params, opt
-        slices, given = params, opt
-        params, grads, opt, alone = _by_segment(params, grads, opt, segments, keep_empty)
-        if not params:  # all that is in these slices is padding
-            return slices, given
-        now = attrs.evolve(now, segments=alone)
+        now = Now(step, self.hyper_at(step, lr, values), grad_scale, skip, segments, axes)
+        if self.kernel is not None and all_run_triton(params) and now.static(*self.hyper):
+            self.kernel(params, list(grads), opt, now, [None] * len(params) if out is None else list(out))
+        else:
+            self.run_rule(params, grads, opt, now, out)
+        return params, opt
+
+    def hyper_at(self, step: Tensor, lr: Tensor | None, values: Values | None) -> dict[str, float | Tensor]:
+        """Return every hyper-parameter at t = `step` (): those that were passed, else evaluated here."""
+        others = {name: at(x, step, name) for name, x in self.hyper.items()} if values is None else values.hyper
+        rate = at(self.lr, step) if lr is None else lr
+        return {name: _cheap(value) for name, value in {**others, "lr": rate}.items()}
+
+    def run_rule(
+        self, slices: list[Tensor], grads: Sequence[Tensor], opt: dict, now: Now, out: list[Tensor] | None
+    ) -> None:
+        """Run the rule on every parameter in the slices, and copy the slices to `out`."""
+        params, grads, opt, alone = _by_segment(slices, grads, opt, now.segments, self.keep_empty)
+        if not params:  # the slices are padding only
+            return
         if list(map(tree.dtype_of, grads)) != list(map(tree.dtype_of, params)):
             grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
-        rule(params, list(grads), opt, now)
+        self.rule(params, list(grads), opt, attrs.evolve(now, segments=alone))
         if out is not None:
             torch.ops.aten._foreach_copy_(out, slices)
-        return slices, given
 
-    name = text.partition("(")[0]
-
-    def runs(device: torch.device) -> str:
-        static = device.type == "cpu" or not any(callable(hyper[name]) for name in floats)
-        if kernel is not None and static and chosen(device) == "triton":
-            return f"{name}: triton"
-        return f"{name}: torch's fused functions" if static and fused(device) else f"{name}: torch's formula"
-
-    others = {name: hyper[name] for name in floats}
-    return Optimizer(init, update, whole, lr=hyper["lr"], text=text, runs=runs, hyper=others, draws=False)
+    def runs(self, device: torch.device) -> str:
+        """Return what updates float32 parameters on a device, in words."""
+        static = device.type == "cpu" or not any(map(callable, self.hyper.values()))
+        if self.kernel is not None and static and chosen(device) == "triton":
+            return f"{self.name}: triton"
+        fused = static and self.fused(device)
+        return f"{self.name}: torch's fused functions" if fused else f"{self.name}: torch's formula"
 
 
 def _by_segment(
