@@ -144,7 +144,7 @@ def deepspeed_engine(case: Case) -> Call:
     return lambda: engine.train_batch(_microbatches(case, next(turn)))
 
 
-def ours(schedule: fds.plans.Schedule, *, donated: bool = True) -> Callable[[Case], Call]:
+def ours(schedule: fds.plans.PipelineSchedule, *, donated: bool = True) -> Callable[[Case], Call]:
     """Return fds's, by this schedule."""
 
     def make(case: Case) -> Call:

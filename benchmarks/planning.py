@@ -28,7 +28,7 @@ from rich.console import Console
 from benchmarks import report
 from fds.plans.buffers import assign_buffers
 from fds.plans.lowering import communicate, finish, overlap
-from fds.plans.plan import Plan, Schedule
+from fds.plans.plan import PipelineSchedule, Plan
 from fds.plans.schedules.dualpipe_v import dualpipe_v
 from fds.plans.schedules.gpipe import gpipe
 from fds.plans.schedules.interleaved import interleaved
@@ -40,7 +40,7 @@ from fds.plans.simulator import simulate
 from fds.plans.validation import validate
 
 AT_MOST = 10.0  # seconds
-SCHEDULES: dict[str, tuple[Schedule, int]] = {  # and how many stages a rank has
+SCHEDULES: dict[str, tuple[PipelineSchedule, int]] = {  # and how many stages a rank has
     "gpipe": (gpipe, 1), "one_f_one_b": (one_f_one_b, 1), "interleaved(2)": (interleaved(2), 2), "zb_h1": (zb_h1, 1),
     "zb_h2": (zb_h2, 1), "zb_v": (zb_v, 2), "dualpipe_v": (dualpipe_v, 2),
 }  # fmt: skip
@@ -74,7 +74,7 @@ def main() -> int:
     return 0 if met else 1
 
 
-def once(schedule: Schedule, num_ranks: int, num_microbatches: int) -> tuple[int, dict[str, float]]:
+def once(schedule: PipelineSchedule, num_ranks: int, num_microbatches: int) -> tuple[int, dict[str, float]]:
     """Return the number of actions, and the seconds of each phase."""
     seconds: dict[str, float] = {}
     plan = timed(seconds, "plan", lambda: Plan.of(schedule(num_ranks, num_microbatches)))

@@ -7,10 +7,10 @@ import math
 
 import fds
 from fds.errors import FdsError
-from fds.plans import Schedule
+from fds.plans import PipelineSchedule
 
 NONE = "none"
-SCHEDULES: dict[str, tuple[Schedule, int]] = {  # and how many stages a rank has
+SCHEDULES: dict[str, tuple[PipelineSchedule, int]] = {  # and how many stages a rank has
     "one_f_one_b": (fds.plans.one_f_one_b, 1),
     "gpipe": (fds.plans.gpipe, 1),
     "zb_h1": (fds.plans.zb_h1, 1),

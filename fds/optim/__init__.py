@@ -7,8 +7,9 @@ from fds.optim._lamb import lamb
 from fds.optim._lion import lion
 from fds.optim._muon import muon
 from fds.optim._sgd import sgd
-from fds.optim.base import Optimizer, Schedule, Segment, Values
+from fds.optim.base import LRSchedule, Optimizer, Segment, Values
 
 __all__ = [
-    "Optimizer", "Schedule", "Segment", "Values", "adagrad", "adam", "adamw", "by_name", "lamb", "lion", "muon", "sgd",
+    "LRSchedule", "Optimizer", "Segment", "Values",
+    "adagrad", "adam", "adamw", "by_name", "lamb", "lion", "muon", "sgd",
 ]  # fmt: skip

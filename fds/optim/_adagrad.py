@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fds.optim.arguments import demand, spell
 from fds.optim.assembly import Now, assemble
-from fds.optim.base import Optimizer, Schedule
+from fds.optim.base import LRSchedule, Optimizer
 
 
 def adagrad(
-    lr: Schedule = 1e-2, lr_decay: float = 0.0, weight_decay: Schedule = 0.0,
+    lr: LRSchedule = 1e-2, lr_decay: float = 0.0, weight_decay: LRSchedule = 0.0,
     initial_accumulator_value: float = 0.0, eps: float = 1e-10,
 ) -> Optimizer:  # fmt: skip
     """Scale each gradient by the root of the sum of all its squares.

@@ -11,12 +11,12 @@ from torch import Tensor
 from fds.kernels.optimizers import adam_update
 from fds.optim.arguments import demand, demand_betas, spell
 from fds.optim.assembly import Now, assemble, lerp
-from fds.optim.base import Optimizer, Schedule
+from fds.optim.base import LRSchedule, Optimizer
 
 
 def adam(
-    lr: Schedule = 1e-3, betas: tuple[Schedule, Schedule] = (0.9, 0.999), eps: float = 1e-8,
-    weight_decay: Schedule = 0.0, *, bias_correction: bool = True,
+    lr: LRSchedule = 1e-3, betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999), eps: float = 1e-8,
+    weight_decay: LRSchedule = 0.0, *, bias_correction: bool = True,
 ) -> Optimizer:  # fmt: skip
     """Scale each gradient's running mean by the root of its running square.
 
@@ -49,8 +49,8 @@ def adam(
 
 
 def adamw(
-    lr: Schedule = 1e-3, betas: tuple[Schedule, Schedule] = (0.9, 0.999), eps: float = 1e-8,
-    weight_decay: Schedule = 0.01, *, bias_correction: bool = True,
+    lr: LRSchedule = 1e-3, betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999), eps: float = 1e-8,
+    weight_decay: LRSchedule = 0.01, *, bias_correction: bool = True,
 ) -> Optimizer:  # fmt: skip
     """Update as `adam` does, and shrink each parameter by lr * weight_decay instead of decaying its gradient.
 
@@ -66,7 +66,7 @@ def adamw(
 
 
 def _family(
-    text: str, lr: Schedule, betas: tuple[Schedule, Schedule], eps: float, weight_decay: Schedule,
+    text: str, lr: LRSchedule, betas: tuple[LRSchedule, LRSchedule], eps: float, weight_decay: LRSchedule,
     bias_correction: bool, decoupled: bool,
 ) -> Optimizer:  # fmt: skip
     name = text.partition("(")[0]

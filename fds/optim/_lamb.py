@@ -11,12 +11,12 @@ from fds.errors import OptimizerError
 from fds.kernels.optimizers import lamb_update
 from fds.optim.arguments import demand, demand_betas, spell
 from fds.optim.assembly import Now, assemble, lerp
-from fds.optim.base import Optimizer, Schedule
+from fds.optim.base import LRSchedule, Optimizer
 
 
 def lamb(
-    lr: Schedule = 1e-3, betas: tuple[Schedule, Schedule] = (0.9, 0.999), eps: float = 1e-8,
-    weight_decay: Schedule = 0.0, *, min_coeff: float = 0.01, max_coeff: float = 10.0,
+    lr: LRSchedule = 1e-3, betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999), eps: float = 1e-8,
+    weight_decay: LRSchedule = 0.0, *, min_coeff: float = 0.01, max_coeff: float = 10.0,
     bias_correction: bool = True, eps_inside_sqrt: bool = False,
 ) -> Optimizer:  # fmt: skip
     """Make each parameter's update proportional to the parameter's own norm.

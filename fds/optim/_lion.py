@@ -7,11 +7,11 @@ from torch import Tensor
 from fds.kernels.optimizers import lion_update
 from fds.optim.arguments import demand, demand_betas, spell
 from fds.optim.assembly import Now, assemble, lerp
-from fds.optim.base import Optimizer, Schedule
+from fds.optim.base import LRSchedule, Optimizer
 
 
 def lion(
-    lr: Schedule = 1e-4, betas: tuple[Schedule, Schedule] = (0.9, 0.99), weight_decay: Schedule = 0.0
+    lr: LRSchedule = 1e-4, betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.99), weight_decay: LRSchedule = 0.0
 ) -> Optimizer:
     """Move every element by lr, in the direction of its momentum's sign.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fds.errors import OptimizerError, did_you_mean
 from fds.optim.arguments import demand, spell
 from fds.optim.assembly import Now, assemble, lerp
-from fds.optim.base import Optimizer, Schedule, Segment
+from fds.optim.base import LRSchedule, Optimizer, Segment
 
 # How the rate grows with the (rows, columns) of a parameter.
 RATIOS = {
@@ -22,7 +22,7 @@ RATIOS = {
 
 
 def muon(
-    lr: Schedule = 1e-3, weight_decay: Schedule = 0.1, momentum: Schedule = 0.95, *, nesterov: bool = True,
+    lr: LRSchedule = 1e-3, weight_decay: LRSchedule = 0.1, momentum: LRSchedule = 0.95, *, nesterov: bool = True,
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315), eps: float = 1e-7, ns_steps: int = 5,
     adjust_lr: str = "original",
 ) -> Optimizer:  # fmt: skip

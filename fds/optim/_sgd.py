@@ -11,12 +11,12 @@ from fds.errors import OptimizerError
 from fds.kernels.optimizers import sgd_update
 from fds.optim.arguments import demand, spell
 from fds.optim.assembly import Now, assemble
-from fds.optim.base import Optimizer, Schedule
+from fds.optim.base import LRSchedule, Optimizer
 from fds.tree import is_low
 
 
 def sgd(
-    lr: Schedule = 1e-3, momentum: Schedule = 0.0, weight_decay: Schedule = 0.0, *,
+    lr: LRSchedule = 1e-3, momentum: LRSchedule = 0.0, weight_decay: LRSchedule = 0.0, *,
     dampening: float = 0.0, nesterov: bool = False,
 ) -> Optimizer:  # fmt: skip
     """Step against the gradient, or against a running sum of gradients.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.kernels.choice import all_run_triton, chosen
-from fds.optim.base import Optimizer, Schedule, Segment, Values, at
+from fds.optim.base import LRSchedule, Optimizer, Segment, Values, at
 
 Rule = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now"], None]
 Kernel = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now", list[Tensor | None]], None]
@@ -88,7 +88,7 @@ class Now:
 
 
 def assemble(
-    rule: Rule, *, text: str, hyper: Mapping[str, Schedule], slots: Mapping[str, float],
+    rule: Rule, *, text: str, hyper: Mapping[str, LRSchedule], slots: Mapping[str, float],
     whole: bool = False, check: Check | None = None, keep_empty: bool = False, kernel: Kernel | None = None,
     fused: Callable[[torch.device], bool] = lambda device: False,
 ) -> Optimizer:  # fmt: skip
@@ -121,8 +121,8 @@ class _RuleOptimizer:
 
     rule: Rule
     name: str
-    lr: Schedule
-    hyper: Mapping[str, Schedule]  # without "lr"
+    lr: LRSchedule
+    hyper: Mapping[str, LRSchedule]  # without "lr"
     slots: Mapping[str, float]
     check: Check | None
     keep_empty: bool

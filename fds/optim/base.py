@@ -15,12 +15,12 @@ from torch import Tensor
 from fds.errors import FdsError, OptimizerError, ScheduleError
 from fds.layout import Segment
 
-__all__ = ["Optimizer", "Schedule", "Segment", "Values", "at", "single_group"]
+__all__ = ["LRSchedule", "Optimizer", "Segment", "Values", "at", "single_group"]
 
-Schedule = float | Tensor | Callable[[Tensor], float | Tensor]
+LRSchedule = float | Tensor | Callable[[Tensor], float | Tensor]
 
 
-def at(value: Schedule, step: Tensor, name: str = "lr") -> float | Tensor:
+def at(value: LRSchedule, step: Tensor, name: str = "lr") -> float | Tensor:
     """Return a value, or its schedule at t = `step` () int64. `name` is what an error calls it.
 
     A schedule gets t as a () float64 tensor on the device of the step, on every device: `0.98**t` of an int tensor
@@ -154,12 +154,12 @@ class Optimizer:
     init: Callable[..., dict[str, list[Tensor | None]]]
     update: Callable[..., tuple[list[Tensor], dict[str, list[Tensor | None]]]]
     whole: bool | Callable[[str], bool] = False
-    lr: Schedule | None = 0.0
+    lr: LRSchedule | None = 0.0
     text: str = "optimizer"
     group: Callable[[str], Hashable] = single_group
     check: Callable[[Sequence[str]], None] = lambda names: None
     runs: Callable[[torch.device], str] = lambda device: "the optimizer's own"
-    hyper: Mapping[str, Schedule] = attrs.field(factory=dict)
+    hyper: Mapping[str, LRSchedule] = attrs.field(factory=dict)
     members: Mapping[str, Optimizer] = attrs.field(factory=dict)
     draws: bool = True
 

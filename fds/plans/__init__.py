@@ -23,7 +23,7 @@ from fds.plans.measuring import LayerCosts, measure
 from fds.plans.order import linear
 from fds.plans.partition import boundaries_of, partition_balanced, partition_uniform
 from fds.plans.pictures import draw_png, draw_text, to_chrome
-from fds.plans.plan import Plan, Schedule
+from fds.plans.plan import PipelineSchedule, Plan
 from fds.plans.recording import Recording, joined, record, recorder
 from fds.plans.schedules.data_parallel import data_parallel
 from fds.plans.schedules.dualpipe_v import dualpipe_v
@@ -41,7 +41,7 @@ from fds.plans.validation import validate
 
 __all__ = [
     # what a plan is
-    "Action", "Op", "Plan", "Schedule",
+    "Action", "Op", "Plan", "PipelineSchedule",
     # schedules
     "data_parallel", "dualpipe_v", "forwards_of", "gpipe", "inference", "interleaved", "one_f_one_b", "searched",
     "zb_h1", "zb_h2", "zb_v",

@@ -12,7 +12,7 @@ from fds.plans.buffers import assign_buffers
 from fds.plans.costs import Costs
 from fds.plans.lowering import communicate, overlap
 from fds.plans.pictures import draw_png, draw_text, to_chrome
-from fds.plans.plan import Plan, Schedule
+from fds.plans.plan import PipelineSchedule, Plan
 from fds.plans.schedules.data_parallel import data_parallel
 from fds.plans.schedules.dualpipe_v import dualpipe_v
 from fds.plans.schedules.gpipe import gpipe
@@ -28,7 +28,7 @@ from fds.plans.timeline import Timeline
 
 Options = argparse.Namespace
 
-SCHEDULES: dict[str, Callable[[Options, Costs], tuple[Schedule, int]]] = {  # and how many stages a rank has
+SCHEDULES: dict[str, Callable[[Options, Costs], tuple[PipelineSchedule, int]]] = {  # and how many stages a rank has
     "gpipe": lambda options, costs: (gpipe, 1),
     "one_f_one_b": lambda options, costs: (one_f_one_b, 1),
     "interleaved": lambda options, costs: (interleaved(options.chunks), options.chunks),

@@ -12,7 +12,7 @@ from fds.errors import PlanError
 from fds.plans.actions import COMPUTE, Action, Op
 
 Rows = Iterable[Iterable["Action | str | None"]]
-Schedule = Callable[[int, int], "Plan | Rows"]  # (number of ranks, number of microbatches) -> the plan
+PipelineSchedule = Callable[[int, int], "Plan | Rows"]  # (number of ranks, number of microbatches) -> the plan
 
 
 def _read(rows: Any) -> tuple[tuple[Action, ...], ...]:

@@ -14,7 +14,7 @@ from fds import loss as losses
 from fds.collectives import Axis
 from fds.errors import ComposeError, PlanError, is_int
 from fds.loss import Layers, LayerSpec
-from fds.plans import LayerCosts, Op, Plan, Schedule, boundaries_of, validate
+from fds.plans import LayerCosts, Op, PipelineSchedule, Plan, boundaries_of, validate
 from fds.plans.actions import COMPUTE
 from fds.step import Split, Step, fill, transform
 from fds.transforms.pipeline.lowered import Lowered
@@ -25,7 +25,7 @@ from fds.transforms.pipeline.station import Pipeline
 
 @transform
 def pipeline(
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     axis: Axis | int,
     *,
     num_microbatches: int,
@@ -94,7 +94,7 @@ def pipeline(
     return apply
 
 
-def _planned(schedule: Schedule, name: str, ranks: int, num_microbatches: int) -> Plan:
+def _planned(schedule: PipelineSchedule, name: str, ranks: int, num_microbatches: int) -> Plan:
     """Return a schedule's plan. Raises `PlanError` for what is no plan, or has more than computations."""
     want = '(ranks, microbatches) -> a Plan, or rows such as [["0F0", "0BW0"], ["1F0", "1BW0"]]'
     try:
