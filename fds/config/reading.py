@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fds.errors import ConfigError
+from fds.storage.disk.small import RepeatedKeys, unique_keys
 
 
 def read(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]:
@@ -51,13 +52,14 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
         raise ConfigError("the configuration is empty", where=where, got=f"{len(text)} characters", want="{...}")
     try:
         data = _loaded(text)
+    except RepeatedKeys as error:
+        raise ConfigError("a key is given twice", where=f"{where}: {', '.join(error.keys)}",
+                          got=f"{error.count} keys", want="once") from None  # fmt: skip
     except (RecursionError, ValueError) as error:
         if hasattr(error, "lineno"):  # what JSON or HJSON cannot read
             raise _unreadable(error, text, where) from None
-        if not isinstance(error, ConfigError):
-            raise ConfigError("this JSON is too deep, or has too large a number", where=where, got=str(error)[:80],
-                              want="a configuration") from None
-        raise ConfigError(error.what, where=f"{where}: {error.where}", got=error.got, want=error.want) from None
+        raise ConfigError("this JSON is too deep, or has too large a number", where=where, got=str(error)[:80],
+                          want="a configuration") from None  # fmt: skip
     if not isinstance(data, dict):
         raise ConfigError("a configuration is a JSON object", where=where, got=text.strip()[:40], want="{...}")
     return data
@@ -79,14 +81,14 @@ def _loaded(text: str) -> Any:
     Raises the error of JSON, or that of HJSON where the text is HJSON at the place that JSON refuses.
     """
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         try:
             hjson = importlib.import_module("hjson")
         except ImportError:
             raise error from None
         try:
-            return hjson.loads(text, object_pairs_hook=_once)
+            return hjson.loads(text, object_pairs_hook=unique_keys)
         except hjson.HjsonDecodeError as other:
             raise (other if _is_hjson(text[error.pos :], error) and other.pos > error.pos else error) from None
 
@@ -105,12 +107,3 @@ def _hint(rest: str) -> str:
     if importlib.util.find_spec("hjson") is not None:
         return ""
     return "comments, a comma after the last value and keys without quotes are HJSON: pip install hjson, and it is read"
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs. Raises `ConfigError` for a key that is there twice."""
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError("a key is given twice", where=", ".join(twice), got=str(len(names)) + " keys", want="once")
-    return dict(pairs)

@@ -53,6 +53,15 @@ def test_what_is_no_json_is_refused_with_what_to_write(tmp_path, text, what, hin
     assert (error.value.what, error.value.hint) == (what, hint)
 
 
+@pytest.mark.parametrize("text", [
+    '{"x": {"b": 1, "a": 1, "b": 2, "a": 2, "c": 3}}', "{x: {b: 1, a: 1, b: 2, a: 2, c: 3}}",
+])  # fmt: skip
+def test_keys_that_stand_twice_in_one_object_are_named(tmp_path, text):
+    with pytest.raises(ConfigError, match="a key is given twice") as error:
+        TrainingConfig.of(written(tmp_path / "a.json", text))
+    assert error.value.where.endswith("a.json: a, b") and (error.value.got, error.value.want) == ("5 keys", "once")
+
+
 @pytest.mark.parametrize(("text", "line", "want"), [
     ("# a comment\n{\n  fp16: {enabled: true\n}", 4, "Bad key name"),
     ('{\n  // a comment\n  "fp16": {"enabled" true}\n}', 3, "':'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import json
 import os
@@ -34,11 +35,21 @@ def read_small(path: str | Path, most: int, *, folder: int | None = None) -> byt
 
 def parsed(text: str | bytes) -> Any:
     """Return what a JSON text says. Raises `ValueError`, also for a key that stands twice in one object."""
-    return json.loads(text, object_pairs_hook=_once)
+    return json.loads(text, object_pairs_hook=unique_keys)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+class RepeatedKeys(ValueError):
+    """An object in a JSON text has `keys` (sorted) more than once, among its `count` pairs."""
+
+    def __init__(self, keys: list[str], count: int):
+        super().__init__("a key stands twice in one object")
+        self.keys, self.count = keys, count
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs, for `object_pairs_hook`. Raises `RepeatedKeys` where a key stands twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key stands twice in one object")
+        counts = collections.Counter(name for name, _ in pairs)
+        raise RepeatedKeys(sorted(name for name, count in counts.items() if count > 1), len(pairs))
     return found
