@@ -32,12 +32,13 @@ from fds.kernels.attentions.flash_blocks import (
     empty_rows,
     head,
     in_vectors,
+    key_ranges,
     kind,
     load_rows,
     masked,
-    masks,
-    strides,
-    width,
+    options,
+    query_block,
+    store_rows,
 )
 from fds.kernels.choice import runs_triton
 from fds.kernels.first_order import first_order
@@ -116,13 +117,7 @@ def _forward_kernel(
     CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    num_blocks = tl.cdiv(num_queries, QUERIES)
-    bh = (tl.program_id(0) // num_blocks).to(tl.int64)
-    b = bh // num_heads
-    h = bh % num_heads
-    first = tl.program_id(0) % num_blocks * QUERIES
-    if CAUSAL:  # the longest first, so that none is left for the end
-        first = (num_blocks - 1) * QUERIES - first
+    bh, b, h, first = query_block(num_heads, num_queries, CAUSAL, QUERIES)
     i = first + tl.arange(0, QUERIES)
 
     k_base = head(k_ptr, b, h // GROUP, k_strides)
@@ -133,20 +128,15 @@ def _forward_kernel(
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, BLOCK_D], tl.float32)
-    last = num_keys
-    whole = num_keys // KEYS * KEYS
-    if CAUSAL:
-        last = tl.minimum(num_keys, first + QUERIES)
-        whole = tl.minimum(num_keys, first) // KEYS * KEYS
+    whole, last = key_ranges(first, num_keys, CAUSAL, QUERIES, KEYS)
     for EDGE in tl.static_range(2):  # blocks that every query sees whole, then those that it may not
         for start in range(whole if EDGE else 0, last if EDGE else whole, KEYS):
             j = start + tl.arange(0, KEYS)
             k = load_rows(k_base, start, k_strides[2], num_keys, D, KEYS, BLOCK_D)
             scores = masked(
-                dot(q, tl.trans(k), None) * (scale * LOG2E), i[:, None], j[None, :],
-                num_queries, num_keys, key_padding_ptr + b * key_padding_strides[0] if HAS_PADDING else None,
-                key_padding_strides[1], bias_ptr + b * bias_strides[0] + h * bias_strides[1] if HAS_BIAS else None,
-                bias_strides, CAUSAL and EDGE, EDGE, HAS_PADDING, HAS_BIAS,
+                dot(q, tl.trans(k), None) * (scale * LOG2E), b, h, i[:, None], j[None, :], num_queries, num_keys,
+                key_padding_ptr, key_padding_strides, bias_ptr, bias_strides, CAUSAL and EDGE, EDGE,
+                HAS_PADDING, HAS_BIAS,
             )  # fmt: skip
             now = tl.maximum(highest, tl.max(scores, 1))
             base = now
@@ -167,10 +157,7 @@ def _forward_kernel(
     lse = tl.where(seen, highest + tl.log2(total), float("inf"))  # of no key: backward's weights are then 0
     tl.store(lse_ptr + bh * num_queries + i, lse, mask=i < num_queries)
     out = sums * (kept_scale / total)[:, None]
-    d = tl.arange(0, BLOCK_D)
-    at = ((b * num_queries + i) * num_heads + h)[:, None] * D + d[None, :]
-    inside = (i < num_queries)[:, None] & (d < D)[None, :]
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    store_rows(out_ptr, out, b, h, i, num_heads, num_queries, D, BLOCK_D)
 
 
 @torch.library.custom_op("fds::flash_attention", mutates_args=())
@@ -184,11 +171,8 @@ def _forward(
     if out.numel():
         with on(q):
             _forward_kernel[(q.shape[0] * q.shape[1] * cdiv(q.shape[2], meta["QUERIES"]),)](
-                q, k, v, out, lse, **masks(q, k, key_padding, bias, seed, causal, p, offset),
-                q_strides=strides(q), k_strides=strides(k), v_strides=strides(v), num_heads=q.shape[1],
-                GROUP=q.shape[1] // k.shape[1], num_queries=q.shape[2], num_keys=k.shape[2], scale=scale,
-                D=d, BLOCK_D=width(d), **meta,
-            )  # fmt: skip
+                q, k, v, out, lse, **options(q, k, v, d, key_padding, bias, seed, causal, scale, p, offset), **meta
+            )
     return out, lse
 
 
@@ -284,5 +268,5 @@ def flash_attention(
     seed = philox.as_seed(seed, q.device) if p else None
     k = k.view_as(k) if k is q else k  # torch.compile takes no tensor twice
     v = v.view_as(v) if v is q or v is k else v
-    options = key_padding, bias, seed, bool(causal), float(_scale(q, scale)), float(p), offset
-    return _Flash.apply(q, k, v, *options)[0] if is_triton else _Recomputed.apply(q, k, v, *options)
+    others = key_padding, bias, seed, bool(causal), float(_scale(q, scale)), float(p), offset
+    return _Flash.apply(q, k, v, *others)[0] if is_triton else _Recomputed.apply(q, k, v, *others)

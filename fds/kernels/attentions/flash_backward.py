@@ -26,12 +26,14 @@ from fds.kernels.attentions.flash_blocks import (
     empty_rows,
     head,
     in_vectors,
+    key_ranges,
     kind,
     load_rows,
     masked,
-    masks,
+    options,
+    query_block,
+    store_rows,
     strides,
-    width,
 )
 from fds.kernels.language import cdiv, jit, on, tl
 from fds.kernels.philox import keep
@@ -72,13 +74,7 @@ def _queries_kernel(
     CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    num_blocks = tl.cdiv(num_queries, QUERIES)
-    bh = (tl.program_id(0) // num_blocks).to(tl.int64)
-    b = bh // num_heads
-    h = bh % num_heads
-    first = tl.program_id(0) % num_blocks * QUERIES
-    if CAUSAL:  # the longest first, so that none is left for the end
-        first = (num_blocks - 1) * QUERIES - first
+    bh, b, h, first = query_block(num_heads, num_queries, CAUSAL, QUERIES)
     i = first + tl.arange(0, QUERIES)
 
     k_base = head(k_ptr, b, h // GROUP, k_strides)
@@ -93,20 +89,15 @@ def _queries_kernel(
     lse = tl.load(lse_ptr + bh * num_queries + i, mask=i < num_queries, other=float("inf"))
 
     dq = tl.zeros([QUERIES, BLOCK_D], tl.float32)
-    last = num_keys
-    whole = num_keys // KEYS * KEYS
-    if CAUSAL:
-        last = tl.minimum(num_keys, first + QUERIES)
-        whole = tl.minimum(num_keys, first) // KEYS * KEYS
+    whole, last = key_ranges(first, num_keys, CAUSAL, QUERIES, KEYS)
     for EDGE in tl.static_range(2):  # blocks that every query sees whole, then those that it may not
         for start in range(whole if EDGE else 0, last if EDGE else whole, KEYS):
             j = start + tl.arange(0, KEYS)
             k = load_rows(k_base, start, k_strides[2], num_keys, D, KEYS, BLOCK_D)
             scores = masked(
-                dot(q, tl.trans(k), None) * (scale * LOG2E), i[:, None], j[None, :],
-                num_queries, num_keys, key_padding_ptr + b * key_padding_strides[0] if HAS_PADDING else None,
-                key_padding_strides[1], bias_ptr + b * bias_strides[0] + h * bias_strides[1] if HAS_BIAS else None,
-                bias_strides, CAUSAL and EDGE, EDGE, HAS_PADDING, HAS_BIAS,
+                dot(q, tl.trans(k), None) * (scale * LOG2E), b, h, i[:, None], j[None, :], num_queries, num_keys,
+                key_padding_ptr, key_padding_strides, bias_ptr, bias_strides, CAUSAL and EDGE, EDGE,
+                HAS_PADDING, HAS_BIAS,
             )  # fmt: skip
             weights = tl.exp2(scores - lse[:, None])
             v = load_rows(v_base, start, v_strides[2], num_keys, D, KEYS, BLOCK_D)
@@ -117,10 +108,7 @@ def _queries_kernel(
             dscores = weights * (dweights - delta[:, None])
             dq = dot(dscores.to(k.dtype), k, dq)
 
-    d = tl.arange(0, BLOCK_D)
-    at = ((b * num_queries + i) * num_heads + h)[:, None] * D + d[None, :]
-    inside = (i < num_queries)[:, None] & (d < D)[None, :]
-    tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    store_rows(dq_ptr, dq * scale, b, h, i, num_heads, num_queries, D, BLOCK_D)
 
 
 @jit(do_not_specialize=COUNTS)
@@ -155,10 +143,8 @@ def _keys_kernel(
             i = start + tl.arange(0, QUERIES)
             q = load_rows(q_base, start, q_strides[2], num_queries, D, QUERIES, BLOCK_D)
             scores = masked(
-                dot(k, tl.trans(q), None) * (scale * LOG2E), i[None, :], j[:, None],
-                num_queries, num_keys, key_padding_ptr + b * key_padding_strides[0] if HAS_PADDING else None,
-                key_padding_strides[1], bias_ptr + b * bias_strides[0] + h * bias_strides[1] if HAS_BIAS else None,
-                bias_strides, CAUSAL, False, HAS_PADDING, HAS_BIAS,
+                dot(k, tl.trans(q), None) * (scale * LOG2E), b, h, i[None, :], j[:, None], num_queries, num_keys,
+                key_padding_ptr, key_padding_strides, bias_ptr, bias_strides, CAUSAL, False, HAS_PADDING, HAS_BIAS,
             )  # fmt: skip
             lse = tl.load(lse_ptr + rows + i, mask=i < num_queries, other=float("inf"))  # so their weights are 0
             weights = tl.exp2(scores - lse[None, :])
@@ -174,11 +160,8 @@ def _keys_kernel(
             dscores = weights * (dweights - delta[None, :])
             dk = dot(dscores.to(q.dtype), q, dk)
 
-    d = tl.arange(0, BLOCK_D)
-    at = ((b * num_keys + j) * key_heads + bg % key_heads)[:, None] * D + d[None, :]
-    inside = (j < num_keys)[:, None] & (d < D)[None, :]
-    tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
-    tl.store(dv_ptr + at, (dv * kept_scale).to(dv_ptr.dtype.element_ty), mask=inside)
+    store_rows(dk_ptr, dk * scale, b, bg % key_heads, j, key_heads, num_keys, D, BLOCK_D)
+    store_rows(dv_ptr, dv * kept_scale, b, bg % key_heads, j, key_heads, num_keys, D, BLOCK_D)
 
 
 @torch.library.custom_op("fds::flash_attention_backward", mutates_args=())
@@ -189,22 +172,18 @@ def backward(
     """Return dq, dk and dv."""
     dq, dk, dv, delta, d = empty_rows(q), empty_rows(k), empty_rows(v), torch.empty_like(lse), q.shape[3]
     dout, q, k, v, out = in_vectors(dout), in_vectors(q), in_vectors(k), in_vectors(v), in_vectors(out)
-    options = masks(q, k, key_padding, bias, seed, causal, p, offset) | {
-        "dout_strides": strides(dout), "q_strides": strides(q), "k_strides": strides(k),
-        "v_strides": strides(v), "num_heads": q.shape[1], "GROUP": q.shape[1] // max(k.shape[1], 1),
-        "num_queries": q.shape[2], "num_keys": k.shape[2], "scale": scale, "D": d, "BLOCK_D": width(d),
-    }  # fmt: skip
+    both = options(q, k, v, d, key_padding, bias, seed, causal, scale, p, offset) | {"dout_strides": strides(dout)}
     row = kind(q, bias, p)
     with on(q):
         if q.numel():
             meta = OVER_QUERIES[row]
             _queries_kernel[(q.shape[0] * q.shape[1] * cdiv(q.shape[2], meta["QUERIES"]),)](
-                dout, q, k, v, out, lse, delta, dq, out_strides=strides(out), **options, **meta
+                dout, q, k, v, out, lse, delta, dq, out_strides=strides(out), **both, **meta
             )
         if k.numel():
             meta = OVER_KEYS[row]
             _keys_kernel[(k.shape[0] * k.shape[1] * cdiv(k.shape[2], meta["KEYS"]),)](
-                dout, q, k, v, lse, delta, dk, dv, **options, **meta
+                dout, q, k, v, lse, delta, dk, dv, **both, **meta
             )
     return dq, dk, dv
 

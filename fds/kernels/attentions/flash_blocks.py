@@ -42,6 +42,37 @@ def head(x, b, h, strides):
 
 
 @jit
+def store_rows(base, x, b, h, rows, num_heads, count, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store x (ROWS, BLOCK_D) in these rows of a head, of a tensor of `count` rows laid out by `empty_rows`."""
+    columns = tl.arange(0, BLOCK_D)
+    at = ((b * count + rows) * num_heads + h)[:, None] * D + columns[None, :]
+    inside = (rows < count)[:, None] & (columns < D)[None, :]
+    tl.store(base + at, x.to(base.dtype.element_ty), mask=inside)
+
+
+@jit
+def query_block(num_heads, num_queries, CAUSAL: tl.constexpr, QUERIES: tl.constexpr):
+    """Return which queries are this program's: (b * H + h, b, h, the first query)."""
+    num_blocks = tl.cdiv(num_queries, QUERIES)
+    bh = (tl.program_id(0) // num_blocks).to(tl.int64)
+    first = tl.program_id(0) % num_blocks * QUERIES
+    if CAUSAL:  # the longest first, so that none is left for the end
+        first = (num_blocks - 1) * QUERIES - first
+    return bh, bh // num_heads, bh % num_heads, first
+
+
+@jit
+def key_ranges(first, num_keys, CAUSAL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Return the ends of the keys that a block of queries sees whole, in whole blocks, and of those that it sees."""
+    last = num_keys
+    whole = num_keys // KEYS * KEYS
+    if CAUSAL:
+        last = tl.minimum(num_keys, first + QUERIES)
+        whole = tl.minimum(num_keys, first) // KEYS * KEYS
+    return whole, last
+
+
+@jit
 def dot(a, b, c):
     """Return a b + c in float32; of 16-bit numbers by tensor cores, of float32 by them too, in three products."""
     if INTERPRETED:  # whose products take the bits of bfloat16 for integers
@@ -52,7 +83,7 @@ def dot(a, b, c):
 
 @jit
 def masked(
-    scores, i, j, num_queries, num_keys, key_padding, key_padding_stride, bias, bias_strides,
+    scores, b, h, i, j, num_queries, num_keys, key_padding_ptr, key_padding_strides, bias_ptr, bias_strides,
     CAUSAL: tl.constexpr, END: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Return scores in base 2 with their bias, -inf where a query does not see a key.
@@ -60,11 +91,13 @@ def masked(
     i and j number queries and keys, in shapes that broadcast to the scores: either may lead.
     """
     if HAS_BIAS:
+        bias = bias_ptr + b * bias_strides[0] + h * bias_strides[1]
         at = bias + i.to(tl.int64) * bias_strides[2] + j.to(tl.int64) * bias_strides[3]
         added = tl.load(at, mask=(i < num_queries) & (j < num_keys), other=float("-inf")).to(tl.float32)
         scores += tl.where(added < UNSEEN, float("-inf"), added) * LOG2E
     if HAS_PADDING:
-        real = tl.load(key_padding + j.to(tl.int64) * key_padding_stride, mask=j < num_keys, other=0)
+        key_padding = key_padding_ptr + b * key_padding_strides[0]
+        real = tl.load(key_padding + j.to(tl.int64) * key_padding_strides[1], mask=j < num_keys, other=0)
         scores = tl.where(real != 0, scores, float("-inf"))
     if CAUSAL:
         scores = tl.where(i >= j, scores, float("-inf"))
@@ -97,14 +130,20 @@ def empty_rows(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 
-def masks(
-    q: Tensor, k: Tensor, key_padding: Tensor | None, bias: Tensor | None, seed: Tensor | None, causal: bool, p: float,
-    offset: int,
+def options(
+    q: Tensor, k: Tensor, v: Tensor, d: int, key_padding: Tensor | None, bias: Tensor | None, seed: Tensor | None,
+    causal: bool, scale: float, p: float, offset: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments of a kernel that say what is masked, biased and dropped."""
+    """Return what every kernel of attention takes beside pointers to q, k and v, made so by `in_vectors`, and outputs.
+
+    `d` counts the columns without the padding of `in_vectors`.
+    """
     if bias is not None:
         bias = bias.expand(*q.shape[:3], k.shape[2])
     return {
+        "q_strides": strides(q), "k_strides": strides(k), "v_strides": strides(v),
+        "num_heads": q.shape[1], "num_queries": q.shape[2], "num_keys": k.shape[2], "scale": scale,
+        "GROUP": q.shape[1] // max(k.shape[1], 1), "D": d, "BLOCK_D": width(d),
         "key_padding_ptr": key_padding, "bias_ptr": bias, "seed_ptr": seed,
         "key_padding_strides": (0, 0) if key_padding is None else key_padding.stride(),
         "bias_strides": (0, 0, 0, 0) if bias is None else bias.stride(),
