@@ -170,18 +170,33 @@ def _table(lines: tuple[tuple[int, ...], ...], device: torch.device, stream: int
 
 
 @jit
-def tile(tiles_ptr, table_ptr, NUM_KINDS: tl.constexpr):
-    """Return the slice's line in the table of addresses, its length, and which of its blocks this program's is."""
-    mine = tiles_ptr + tl.program_id(0).to(tl.int64) * 2
-    line = table_ptr + tl.load(mine).to(tl.int64) * (1 + NUM_KINDS)
-    return line, tl.load(line), tl.load(mine + 1)
+def own_line(tiles_ptr, table_ptr, NUM_KINDS: tl.constexpr):
+    """Return the line of this program's slice in the table of addresses; None where there is no table."""
+    line = table_ptr
+    if tiles_ptr is not None:
+        tile = tiles_ptr + tl.program_id(0).to(tl.int64) * 2
+        line = table_ptr + tl.load(tile).to(tl.int64) * (1 + NUM_KINDS)
+    return line
+
+
+@jit
+def own_block(line, tiles_ptr, size, BLOCK: tl.constexpr):
+    """Return the length of this program's slice, and its first element there; `size` is that of the only slice."""
+    block = tl.program_id(0)
+    if line is not None:
+        size = tl.load(line)
+        block = tl.load(tiles_ptr + tl.program_id(0).to(tl.int64) * 2 + 1)
+    return size, block.to(tl.int64) * BLOCK
 
 
 @jit
 def tensor(line, kind: tl.constexpr, like, ALIGNED: tl.constexpr):
-    """Return the pointer to a slice's tensor of the kind'th kind, of the dtype of another's; None like None."""
+    """Return the pointer to a slice's tensor of the kind'th kind, of the dtype of another's; None like None.
+
+    Without a line in a table it is the pointer that is given.
+    """
     pointer = like
-    if like is not None:
+    if line is not None and like is not None:
         pointer = tl.load(line + 1 + kind).to(like.dtype)
         if ALIGNED:
             pointer = tl.multiple_of(pointer, 16)  # WIDEST

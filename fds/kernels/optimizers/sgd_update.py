@@ -69,14 +69,12 @@ def _sgd_kernel(
     momentum, forget, fresh, weight_decay,
     NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
-    if tiles_ptr is not None:
-        line, size, block = _multi_tensor.tile(tiles_ptr, table_ptr, 4)
-        param_ptr = _multi_tensor.tensor(line, 0, param_ptr, ALIGNED)
-        grad_ptr = _multi_tensor.tensor(line, 1, grad_ptr, ALIGNED)
-        b_ptr = _multi_tensor.tensor(line, 2, b_ptr, ALIGNED)
-        out_ptr = _multi_tensor.tensor(line, 3, out_ptr, ALIGNED)
-    first = block.to(tl.int64) * BLOCK
+    line = _multi_tensor.own_line(tiles_ptr, table_ptr, 4)
+    size, first = _multi_tensor.own_block(line, tiles_ptr, size, BLOCK)
+    param_ptr = _multi_tensor.tensor(line, 0, param_ptr, ALIGNED)
+    grad_ptr = _multi_tensor.tensor(line, 1, grad_ptr, ALIGNED)
+    b_ptr = _multi_tensor.tensor(line, 2, b_ptr, ALIGNED)
+    out_ptr = _multi_tensor.tensor(line, 3, out_ptr, ALIGNED)
     at = tl.max_contiguous(first + tl.arange(0, BLOCK), VECTOR)
     if first + BLOCK <= size:  # all but the last: without a mask, vectors whatever the size
         _update(param_ptr, grad_ptr, b_ptr, out_ptr, step_ptr, lr_ptr, scale_ptr, skip_ptr, at, None,
