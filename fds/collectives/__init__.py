@@ -3,6 +3,7 @@
 `start_*` of an `Axis` is the raw core, in place and asynchronous; the functions here are its pure, differentiable face.
 """
 
+from fds.collectives._fingerprint import fingerprint
 from fds.collectives.axis import Axis
 from fds.collectives.calls import Work
 from fds.collectives.functional import (
@@ -24,5 +25,5 @@ from fds.collectives.traffic import counted
 __all__ = [
     "init_distributed", "mesh", "from_torch", "simulate", "Mesh", "Topology", "Axis", "Work",
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "recv", "barrier",
-    "counted",
+    "counted", "fingerprint",
 ]  # fmt: skip

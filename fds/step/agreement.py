@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import hashlib
 import itertools
 import numbers
 import re
@@ -16,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.collectives import Axis
+from fds.collectives import Axis, fingerprint
 from fds.errors import ComposeError
 
 _DEEPEST = 32  # levels of values inside values that are compared
@@ -38,8 +37,7 @@ def same_composition(step: Any) -> None:
     pipeline = step.owners.get("grads")
     if pipeline is not None:  # its arguments may be measured on each rank: what has come of them is compared
         named[pipeline] = (step.grads.agreement(),) * 2
-    digest = hashlib.blake2b(repr(named).encode(), digest_size=8).hexdigest()
-    heard = axis.exchange(digest, "composition")
+    heard = axis.exchange(fingerprint(named), "composition")
     if len(set(heard)) > 1:
         raise _refused(axis, axis.exchange(named, "composition"), pipeline)
     step.asked["composition"] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fds import loss as losses, random, tree
-from fds.collectives import Axis
+from fds.collectives import Axis, fingerprint
 from fds.errors import FdsError, StateError
 from fds.optim.returned import first_slots
 from fds.state import State
@@ -229,8 +228,7 @@ def _read(step: Any, params: Any, key: Tensor, *, own: bool) -> tuple[Any, Any]:
 def _agree(shapes: Any, error: FdsError | None, data: Axis) -> None:
     """Raise `StateError` on every rank where one refused its parameters, or has others than rank 0."""
     lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tree.paths(shapes).items()]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-    heard = data.exchange([digest, None if error is None else str(error)], "init")
+    heard = data.exchange([fingerprint("\n".join(lines)), None if error is None else str(error)], "init")
     if error is not None:
         return
     for rank, (_, refused) in enumerate(heard):

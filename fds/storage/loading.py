@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
+from fds.collectives import fingerprint
 from fds.errors import StorageError
 from fds.layout import Sharded
 from fds.state import State
@@ -102,7 +102,7 @@ def fill(source: Source, step: Step, params: Any, options: Options, ranks: Ranks
     want = union.leaves | {name: part.leaf() for name, part in own.items()}
     with ranks.together() as said:
         names, device = match(source, want, options), _device(params)
-        digest = hashlib.blake2b(repr((sorted(names.items()), options)).encode(), digest_size=8).hexdigest()
+        digest = fingerprint((sorted(names.items()), options))
         said.mine = {"leaves that they read": f"{len(names)} leaves, {digest}", **agreement(own, ranks)}
     ranks.refuse_different(said.all)
     afresh = {name.partition(".")[0] for name in want if name not in names}
@@ -138,8 +138,7 @@ def _opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
     folder = dir / said.all[0]["place"]
     with ranks.together() as said:
         held, manifest = _read_in(folder) if found is None else found
-        digest = hashlib.blake2b(repr(manifest).encode(), digest_size=8).hexdigest()
-        said.mine = {"save that they read": digest}
+        said.mine = {"save that they read": fingerprint(manifest)}
     ranks.refuse_different(said.all)
     return saved(manifest, [held], verify=verify)
 

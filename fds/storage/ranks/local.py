@@ -7,13 +7,13 @@ A tag that was not replaced on all ranks is there twice on some: a save is known
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import attrs
 
+from fds.collectives import fingerprint
 from fds.errors import StorageError
 from fds.storage.disk.folders import latest, tags, versions
 from fds.storage.disk.held import Held
@@ -91,8 +91,7 @@ def _may_be_last(run: Path, tag: str) -> bool:
 def _in_common(manifest: Manifest) -> dict[str, str]:
     """Return what the parts of one save all say, as texts."""
     leaves = {f"leaf {name} of the save": str(leaf) for name, leaf in manifest.leaves.items()}
-    names = hashlib.blake2b(repr(sorted(leaves)).encode(), digest_size=8).hexdigest()
-    count = f"{len(leaves)}, {names}"
+    count = f"{len(leaves)}, {fingerprint(sorted(leaves))}"
     ranks = str((manifest.part or (0, 1))[1])
     return {"calls of the save": str(manifest.calls), "ranks of the save": ranks, "leaves of the save": count, **leaves}
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 import attrs
 
+from fds.collectives import fingerprint
 from fds.storage.format.manifest import Leaf
 from fds.storage.ranks.parts import Part
 from fds.storage.ranks.together import Ranks
@@ -48,6 +48,5 @@ def agreement(parts: Mapping[str, Part], ranks: Ranks) -> dict[str, str]:
     if ranks.everyone is None:
         return {}
     lines = "\n".join(sorted(f"{name} {part.leaf()}" for name, part in parts.items()))
-    digest = hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
     what = f"leaves of pipeline rank {ranks.place}" if ranks.pipelined else "leaves"
-    return {what: f"{len(parts)} leaves, {digest}"}
+    return {what: f"{len(parts)} leaves, {fingerprint(lines)}"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fds import random, tree
-from fds.collectives import Axis
+from fds.collectives import Axis, fingerprint
 from fds.errors import LossError
 from fds.step import (
     Found,
@@ -71,8 +70,7 @@ class Pipeline:
 
     def agreement(self) -> str:
         """Return in what all ranks must agree."""
-        digest = hashlib.blake2b(str(self.plan.plan).encode(), digest_size=8).hexdigest()
-        return f"{self}, dynamic_shapes={self.dynamic}, plan {digest}"
+        return f"{self}, dynamic_shapes={self.dynamic}, plan {fingerprint(self.plan.plan)}"
 
     def share(self, name: str, x: Tensor) -> None:
         """Give a tied parameter the values that it has on the first of its ranks."""
