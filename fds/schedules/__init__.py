@@ -1,8 +1,8 @@
-"""Curves for the arguments of optimizers: functions f(t) of the number of updates applied before this one, t >= -1.
+"""Schedules for the arguments of optimizers: functions f(t) of the number of updates applied before this one, t >= -1.
 
-Any callable of t may stand where one of these does, such as the closed form of a torch LRScheduler. A step gives it t
-as a () float64 tensor on the device of the state, the CPU too, and takes a number or a () tensor: choose between values
-with `torch.where`. `int(t)` is an index, and waits for a GPU; a dict finds nothing under a tensor.
+Any function of t can be used instead, such as the closed form of a torch LRScheduler. A step passes t as a () float64
+tensor on the device of the state, also on the CPU, and accepts a number or a () tensor: choose between values with
+`torch.where`. To index a list or a dict write `int(t)`, which synchronizes with a GPU.
 
 >>> exponential = lambda t: 0.1 * 0.9**t
 >>> exponential(1) == 0.1 * 0.9

@@ -1,4 +1,4 @@
-"""A curve that does not move."""
+"""`constant`: the same value at every t."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schedule that begins later."""
+"""`delayed`: a schedule that begins some updates later."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fds.schedules.curve import schedule
 
 @schedule
 def delayed(curve: Callable, updates: int = 1, *, before: float | None = None) -> Callable[[Tensor], Tensor]:
-    """Give the value that a schedule had `updates` updates ago, and until it begins its value at t = -1.
+    """Return the value that a schedule had `updates` updates ago, and before it begins its value at t = -1.
 
-        f(t) = curve(max(t - updates, -1));  `before` instead, where that is given, while t - updates <= -1
+        f(t) = curve(max(t - updates, -1));  `before`, if given, while t - updates <= -1
 
-    A scheduler that is stepped after each update, as DeepSpeed's engine does it, is one update late: its first two
-    updates run at t = -1 and t = 0 of its formula.
+    A scheduler that is stepped after each update, as in DeepSpeed's engine, is one update late: its first two updates
+    run at t = -1 and t = 0 of its formula.
 
     Args:
         curve: a schedule, or any function of t, a () float64 tensor.
-        updates: how many updates later.
+        updates: number of updates to delay by.
         before: value until then; None for `curve(-1)`.
 
     Raises:
-        ScheduleError: it is no schedule, or the number of updates is no count.
+        ScheduleError: `curve` cannot be called, or `updates` is not a count.
 
     >>> from fds.schedules import warmup
     >>> linear = warmup(1.0, warmup_steps=4, kind="linear")

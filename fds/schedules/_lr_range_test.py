@@ -1,4 +1,4 @@
-"""The learning-rate range test: raise the rate until training diverges, and read off where."""
+"""`lr_range_test`: raise the learning rate until training diverges, to find the largest usable one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fds.schedules.curve import schedule
 def lr_range_test(
     start: float = 1e-3, *, steps: int = 2000, rate: float = 1.0, staircase: bool = False
 ) -> Callable[[Tensor], Tensor]:
-    """Raise the learning rate by `rate * start` every `steps` updates, evenly or, in a staircase, at once.
+    """Raise the learning rate by `rate * start` every `steps` updates, linearly or in a staircase.
 
-        f(t) = start * (1 + rate * x)        x = (t + 1) / steps, rounded down in a staircase
+        f(t) = start * (1 + rate * x)        x = (t + 1) / steps, rounded down if `staircase`
 
     Values are in the unit of `start`.
 
     Raises:
-        ScheduleError: an argument is not a number of its kind, or `steps` is 0.
+        ScheduleError: an argument is not a number of its type, or `steps` is 0.
 
     Source: the values of DeepSpeed 0.19.6's LRRangeTest at the same t; Smith 2017, arXiv:1506.01186, section 3.3.
 
@@ -31,10 +31,10 @@ def lr_range_test(
     [0.5, 0.5, 1.0, 1.0, 1.5]
     """
     if steps < 1:
-        raise ScheduleError("the range test never takes a step", got=f"steps={steps}", want="1 or more")
+        raise ScheduleError("the rate must rise every `steps` updates", got=f"steps={steps}", want="1 or more")
 
     def value(t: Tensor) -> Tensor:
-        risen = (t + 1) / steps
-        return start * (1 + rate * (risen.floor() if staircase else risen))
+        x = (t + 1) / steps
+        return start * (1 + rate * (x.floor() if staircase else x))
 
     return value

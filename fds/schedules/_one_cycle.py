@@ -1,4 +1,4 @@
-"""One cycle: the learning rate up and down once while the momentum goes down and up, then a slow decay."""
+"""`one_cycle`: the learning rate rises and falls once, then decays; `one_cycle_momentum` does the opposite."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def one_cycle(
         h(t) = b / F for b <= F;  (F + S - b) / S for F < b <= F + S;  0 later        with b = t + 1
         d(t) = max(0, b - F - S) / decay_steps;  0 if decay_steps is 0
 
-    F is `first_steps`, S `second_steps` (None: as the first; 0: back at once, so that h is 0 for b = F already). A
-    climb or descent in n stairs (0: none; None: as the first) replaces h by floor(h * n) / n, exact on a stair's edge.
+    F is `first_steps`, S `second_steps` (None: the same as F; 0: no descent, h is 0 from b = F on). A climb or descent
+    in n stairs (0: none; None: as many as the climb) replaces h by floor(h * n) / n, exact on the edge of a stair.
     Values are in the unit of `min_lr`.
 
     Raises:
-        ScheduleError: an argument is missing or not a number of its kind, or the climb has no steps.
+        ScheduleError: an argument is missing or not a number of its type, or the climb has no steps.
 
     Source: the values of DeepSpeed 0.19.6's OneCycle at the same t; Smith 2018, arXiv:1803.09820.
 
@@ -60,18 +60,18 @@ def one_cycle_momentum(
     decay_steps: int = 0,
     decay_rate: float = 0.0,
 ) -> Callable[[Tensor], Tensor]:
-    """Move the momentum against the learning rate of `one_cycle`: `betas=(one_cycle_momentum(...), 0.99)`.
+    """Move the momentum opposite to the learning rate of `one_cycle`: `betas=(one_cycle_momentum(...), 0.99)`.
 
         f(t) = (max_momentum - (max_momentum - min_momentum) * h(t)) * (1 + decay_rate * d(t))
 
     with h and d of `one_cycle`; pass both the same steps and stairs. A positive `decay_rate` makes the momentum grow
-    after the cycle, without bound: keep it below 1 for as long as training lasts.
+    after the cycle, without bound: choose it so that the momentum stays below 1 until training ends.
 
     Raises:
-        ScheduleError: an argument is not a number of its kind, or the climb has no steps.
+        ScheduleError: an argument is not a number of its type, or the climb has no steps.
 
     Source: the values of DeepSpeed 0.19.6's OneCycle at the same t >= 0. Before its first step DeepSpeed's
-    constructor writes `min_momentum`, against its own formula; here f(-1) is the formula's `max_momentum`.
+    constructor writes `min_momentum`, unlike its own formula; here f(-1) is `max_momentum`, as in the formula.
 
     >>> f = one_cycle_momentum(0.5, 1.0, first_steps=2)
     >>> [f(t) for t in range(-1, 5)]
@@ -83,7 +83,7 @@ def one_cycle_momentum(
 
 
 def triangle(first: int, second: int | None, first_stairs: int, second_stairs: int | None) -> Callable:
-    """Return t -> height in the cycle, 0 to 1; `one_cycle` has the formula."""
+    """Return h as a function of t, from 0 to 1; `one_cycle` has the formula."""
     second = first if second is None else second
     second_stairs = first_stairs if second_stairs is None else second_stairs
     if first < 1:
@@ -101,11 +101,11 @@ def triangle(first: int, second: int | None, first_stairs: int, second_stairs: i
 
 
 def in_stairs(part: Tensor, whole: int, stairs: int) -> Tensor:
-    """Return part / whole, rounded down to a multiple of 1 / stairs; the product first, for it is exact."""
+    """Return part / whole, rounded down to a multiple of 1 / stairs; multiplies first, since the product is exact."""
     return (part * stairs / whole).floor() / stairs if stairs else part / whole
 
 
 def time_after(first: int, second: int | None, decay_steps: int) -> Callable[[Tensor], Tensor]:
-    """Return t -> time since the end of the cycle, in units of `decay_steps`; 0 where those are 0."""
+    """Return d as a function of t: the time since the end of the cycle over `decay_steps`, or 0."""
     end = first + (first if second is None else second) - 1
     return lambda t: (t - end).clamp(min=0) / decay_steps if decay_steps else torch.zeros_like(t)

@@ -1,4 +1,4 @@
-"""Rise from a start to a peak, and stay: the beginning of most learning-rate curves."""
+"""`warmup`: rise from a start value to a peak and stay there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def warmup(
     t = 0 on.
 
     Raises:
-        ScheduleError: an argument is not a number of its kind, or `kind` is unknown.
+        ScheduleError: an argument is not a number of its type, or `kind` is unknown.
 
     Source: the values of DeepSpeed 0.19.6's WarmupLR, which uses t = -1 for the first update and t = k - 2 for update
     k, so that two updates run at `start`; here update k uses t = k - 1.
@@ -43,12 +43,12 @@ def warmup(
     >>> f
     warmup(0.001, warmup_steps=4)
     """
-    share = rise(warmup_steps, kind)
-    return lambda t: between(start, peak, share(t))
+    fraction = rise(warmup_steps, kind)
+    return lambda t: between(start, peak, fraction(t))
 
 
 def rise(warmup_steps: int, kind: Kind) -> Callable[[Tensor], Tensor]:
-    """Return t -> the share of a warm-up that is done, 0 to 1; `warmup` has the formula."""
+    """Return a function of t: the fraction of a warm-up that is done, 0 to 1; `warmup` has the formula."""
     if kind not in RISES:
         hint = did_you_mean(str(kind), RISES)
         raise ScheduleError("unknown kind of warm-up", got=f"kind={kind!r}", want=" or ".join(RISES), hint=hint)
@@ -59,10 +59,10 @@ def rise(warmup_steps: int, kind: Kind) -> Callable[[Tensor], Tensor]:
 
 
 def length(warmup_steps: int) -> int:
-    """Return the number of updates that a warm-up takes: none or at least two, for ln(1) = 0 divides nothing."""
+    """Return the number of updates of a warm-up: 0, or at least 2, since the formula divides by its logarithm."""
     return max(2, warmup_steps) if warmup_steps else 0
 
 
-def between(low: float, high: float, share: Tensor) -> Tensor:
-    """Return the value at `share` of the way, exactly `low` at 0 and exactly `high` at 1."""
-    return low * (1 - share) + high * share
+def between(low: float, high: float, fraction: Tensor) -> Tensor:
+    """Interpolate linearly: exactly `low` where `fraction` is 0, exactly `high` where it is 1."""
+    return low * (1 - fraction) + high * fraction

@@ -1,4 +1,4 @@
-"""Rise to a peak, then fall along half a cosine."""
+"""`warmup_cosine`: rise to a peak, then fall along half a cosine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def warmup_cosine(
     `total_steps` updates.
 
     Raises:
-        ScheduleError: an argument is missing or not a number of its kind, or `kind` is unknown.
+        ScheduleError: an argument is missing or not a number of its type, or `kind` is unknown.
 
     Source: the values of DeepSpeed 0.19.6's WarmupCosineLR at the same t; the cosine is Loshchilov and Hutter 2017,
     arXiv:1608.03983, equation 5, without restarts.
@@ -46,8 +46,8 @@ def warmup_cosine(
 
     def value(t: Tensor) -> Tensor:
         up = between(start_ratio, 1.0, rising(t)) * (t >= 0)
-        fallen = ((t - steps + 1) / max(1, total_steps - steps)).clamp(0, 1)
-        down = between(end_ratio, 1.0, (1 + (math.pi * fallen).cos()) / 2).clamp(min=0)
+        progress = ((t - steps + 1) / max(1, total_steps - steps)).clamp(0, 1)
+        down = between(end_ratio, 1.0, (1 + (math.pi * progress).cos()) / 2).clamp(min=0)
         return peak * torch.where(t < steps, up, down)
 
     return value

@@ -1,4 +1,4 @@
-"""Rise to a peak, then fall along a line."""
+"""`warmup_decay`: rise to a peak, then fall linearly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fds.schedules.curve import schedule
 def warmup_decay(
     peak: float, *, total_steps: int, warmup_steps: int = 1000, start: float = 0.0, kind: Kind = "log"
 ) -> Callable[[Tensor], Tensor]:
-    """Rise to `peak` as `warmup` does, then fall linearly to `start` at t = `total_steps`. In the unit of `peak`.
+    """Rise to `peak` as `warmup` does, then fall linearly to `start` at t = `total_steps`, in the unit of `peak`.
 
         f(t) = start + (peak - start) * rise(t)                                       for t < W
         f(t) = start + (peak - start) * max(0, total_steps - t) / max(1, total_steps - W)   for t >= W
@@ -23,7 +23,7 @@ def warmup_decay(
     with W and rise(t) of `warmup`. If total_steps < W, the curve drops to `start` when the warm-up ends.
 
     Raises:
-        ScheduleError: an argument is missing or not a number of its kind, or `kind` is unknown.
+        ScheduleError: an argument is missing or not a number of its type, or `kind` is unknown.
 
     Source: the values of DeepSpeed 0.19.6's WarmupDecayLR at the same t.
 

@@ -1,6 +1,6 @@
-"""A curve: a pure function of t that prints as the call that made it.
+"""`Curve`: a schedule, a pure function of t that prints as the call that made it.
 
-t counts the updates applied before this one, so update k (1, 2, ...) uses t = k - 1; t = -1 is "before training".
+t counts the updates applied before this one, so update k (1, 2, ...) uses t = k - 1; t = -1 is before training.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ P = ParamSpec("P")
 
 @attrs.frozen(repr=False)
 class Curve:
-    """Give a value to each t >= -1. Two curves are equal when the calls that made them say the same.
+    """A schedule: a value for each t >= -1. Two curves are equal if they were made by the same call.
 
-    `curve(5)` is a float. `curve(t)` of an integer tensor is a float64 tensor of its shape on its device, computed
-    there without waiting for it.
+    `curve(5)` is a float. `curve(t)` of a tensor is a float64 tensor of its shape on its device, computed there without
+    synchronizing.
     """
 
     factory: Callable[..., Curve]
@@ -35,9 +35,9 @@ class Curve:
 
     @property
     def draws(self) -> bool:
-        """Whether it may draw random numbers: a curve of the user's that is inside may."""
+        """Whether it may draw random numbers: a user's function among the arguments may."""
         inner = filter(callable, (*self.positional, *(value for _, value in self.named)))
-        return any(getattr(one, "draws", True) for one in inner)
+        return any(getattr(function, "draws", True) for function in inner)
 
     @overload
     def __call__(self, t: int) -> float: ...
@@ -46,18 +46,18 @@ class Curve:
     def __call__(self, t):
         if isinstance(t, Tensor):
             return self.formula(t.to(torch.float64))
-        return self.formula(torch.tensor(t, dtype=torch.float64, device="cpu")).item()  # one formula, so no drift
+        return self.formula(torch.tensor(t, dtype=torch.float64, device="cpu")).item()  # the same formula for both
 
     def __repr__(self) -> str:
-        shown = [repr(value) for value in self.positional] + [f"{name}={value!r}" for name, value in self.named]
-        return f"{self.factory.__name__}({', '.join(shown)})"
+        arguments = [repr(value) for value in self.positional] + [f"{name}={value!r}" for name, value in self.named]
+        return f"{self.factory.__name__}({', '.join(arguments)})"
 
     def __reduce__(self) -> tuple:
         return functools.partial(self.factory, *self.positional, **dict(self.named)), ()
 
 
 def schedule(factory: Callable[P, Callable[[Tensor], Tensor]]) -> Callable[P, Curve]:
-    """Turn a factory of formulas into a factory of curves that refuses bad arguments.
+    """Turn a factory of formulas into a factory of curves that checks its arguments.
 
     An argument annotated `int` must be a count, 0 or more; one annotated `float` a finite number.
 
@@ -72,8 +72,8 @@ def schedule(factory: Callable[P, Callable[[Tensor], Tensor]]) -> Callable[P, Cu
         for name, value in bound.arguments.items():
             _check(factory.__name__, signature.parameters[name], value)
         bound.apply_defaults()
-        told = tuple((n, v) for n, v in bound.kwargs.items() if v != signature.parameters[n].default)
-        return Curve(make, bound.args, told, factory(*args, **kwargs))
+        named = tuple((n, v) for n, v in bound.kwargs.items() if v != signature.parameters[n].default)
+        return Curve(make, bound.args, named, factory(*args, **kwargs))
 
     return make
 
