@@ -1,4 +1,4 @@
-"""Adagrad: rates that fall with the sum of the squared gradients."""
+"""Adagrad: learning rates that fall with the sum of squared gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fds.optim.arguments import demand, spell
+from fds.optim.arguments import call_text, check_numbers
 from fds.optim.assembly import Now, assemble
 from fds.optim.base import LRSchedule, Optimizer
 
@@ -16,7 +16,7 @@ def adagrad(
     lr: LRSchedule = 1e-2, lr_decay: float = 0.0, weight_decay: LRSchedule = 0.0,
     initial_accumulator_value: float = 0.0, eps: float = 1e-10,
 ) -> Optimizer:  # fmt: skip
-    """Scale each gradient by the root of the sum of all its squares.
+    """Divide each gradient by the root of the sum of its squares so far.
 
     Element by element::
 
@@ -28,10 +28,10 @@ def adagrad(
 
     Args:
         lr: learning rate; it and weight_decay may be schedules f(t).
-        lr_decay: fall of the learning rate.
+        lr_decay: decay of the learning rate.
         weight_decay: L2 penalty.
         initial_accumulator_value: s before the first update.
-        eps: added to the root.
+        eps: added to the square root.
 
     Raises `OptimizerError` for a value out of range.
     Source: Duchi, Hazan and Singer 2011, JMLR 12, section 1.1; the form is torch.optim.Adagrad's.
@@ -39,11 +39,11 @@ def adagrad(
     >>> adagrad(lr=0.1)
     adagrad(lr=0.1)
     """
-    text = spell(adagrad, locals())
-    demand("adagrad", lr=lr, weight_decay=weight_decay)
-    demand("adagrad", schedule=False, lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value, eps=eps)
-    hyper = {"lr": lr, "weight_decay": weight_decay}
+    text = call_text(adagrad, locals())
     slots = {"sum": initial_accumulator_value}
+    check_numbers("adagrad", lr=lr, weight_decay=weight_decay)
+    check_numbers("adagrad", schedule=False, lr_decay=lr_decay, initial_accumulator_value=slots["sum"], eps=eps)
+    hyper = {"lr": lr, "weight_decay": weight_decay}
     rule = partial(_rule, lr_decay=lr_decay, eps=eps)
     return assemble(rule, text=text, hyper=hyper, slots=slots, fused=lambda device: True)
 

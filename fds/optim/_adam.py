@@ -1,4 +1,4 @@
-"""Adam, with weight decay in the gradient (adam) or beside it (adamw)."""
+"""Adam, with weight decay in the gradient (`adam`) or decoupled (`adamw`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fds.kernels.optimizers import adam_update
-from fds.optim.arguments import demand, demand_betas, spell
+from fds.optim.arguments import call_text, check_betas, check_numbers
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import LRSchedule, Optimizer
 
@@ -18,7 +18,7 @@ def adam(
     lr: LRSchedule = 1e-3, betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999), eps: float = 1e-8,
     weight_decay: LRSchedule = 0.0, *, bias_correction: bool = True,
 ) -> Optimizer:  # fmt: skip
-    """Scale each gradient's running mean by the root of its running square.
+    """Divide the running mean of each gradient by the root of the running mean of its square.
 
     With n = t + 1, element by element::
 
@@ -32,12 +32,12 @@ def adam(
     Args:
         lr: learning rate; it, the betas and weight_decay may be schedules f(t).
         betas: decay of the two running means, in [0, 1).
-        eps: added to the root.
+        eps: added to the square root.
         weight_decay: L2 penalty.
         bias_correction: False takes c1 = c2 = 1.
 
-    On a GPU one kernel updates all float32 and 16-bit parameters; where a beta or weight_decay follows a
-    schedule, the formula in torch.
+    On a GPU one kernel updates all float32 and 16-bit parameters; if a beta or weight_decay follows a schedule, torch
+    operators do.
 
     Raises `OptimizerError` for a value out of range.
     Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
@@ -45,24 +45,24 @@ def adam(
     >>> adam(3e-4)
     adam(lr=0.0003)
     """
-    return _family(spell(adam, locals()), lr, betas, eps, weight_decay, bias_correction, decoupled=False)
+    return _family(call_text(adam, locals()), lr, betas, eps, weight_decay, bias_correction, decoupled=False)
 
 
 def adamw(
     lr: LRSchedule = 1e-3, betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999), eps: float = 1e-8,
     weight_decay: LRSchedule = 0.01, *, bias_correction: bool = True,
 ) -> Optimizer:  # fmt: skip
-    """Update as `adam` does, and shrink each parameter by lr * weight_decay instead of decaying its gradient.
+    """Update as `adam` does, with weight decay applied to the parameters instead of the gradients.
 
-    The first line of `adam` is replaced by p = p - lr * weight_decay * p; arguments, slots and errors are
-    the same, but weight_decay is 0.01 by default.
+    The first line of `adam` is replaced by p = p - lr * weight_decay * p; arguments, slots and errors are the same,
+    but weight_decay is 0.01 by default.
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2 (with lr in place of its two factors).
 
     >>> adamw(lr=3e-4, weight_decay=0.1)
     adamw(lr=0.0003, weight_decay=0.1)
     """
-    return _family(spell(adamw, locals()), lr, betas, eps, weight_decay, bias_correction, decoupled=True)
+    return _family(call_text(adamw, locals()), lr, betas, eps, weight_decay, bias_correction, decoupled=True)
 
 
 def _family(
@@ -70,9 +70,9 @@ def _family(
     bias_correction: bool, decoupled: bool,
 ) -> Optimizer:  # fmt: skip
     name = text.partition("(")[0]
-    demand(name, lr=lr, weight_decay=weight_decay)
-    demand(name, eps=eps, schedule=False)
-    demand_betas(name, betas)
+    check_numbers(name, lr=lr, weight_decay=weight_decay)
+    check_numbers(name, eps=eps, schedule=False)
+    check_betas(name, betas)
     fixed = {"eps": eps, "bias_correction": bias_correction, "decoupled": decoupled}
     hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
     return assemble(partial(_rule, **fixed), text=text, hyper=hyper, slots={"exp_avg": 0.0, "exp_avg_sq": 0.0},
@@ -114,11 +114,11 @@ def _formula(
     lr, beta1, beta2, weight_decay = now.read("lr", "beta1", "beta2", "weight_decay")
     n = now.updates()
     correction1, correction2 = (1 - beta1**n, 1 - beta2**n) if bias_correction else (1.0, 1.0)
-    kept = 1 - lr * weight_decay if decoupled else 1.0
+    shrink = 1 - lr * weight_decay if decoupled else 1.0
     for p, g, m, v in zip(params, now.unscale(grads), opt["exp_avg"], opt["exp_avg_sq"], strict=True):
         if not decoupled:
             g.add_(p * weight_decay)
         now.write(m, lerp(m, g, 1 - beta1))
         now.write(v, lerp(v, g.square_(), 1 - beta2))
         denominator = (v / correction2).sqrt_().add_(eps)
-        now.write(p, (p * kept).sub_((m / denominator).mul_(lr / correction1)))
+        now.write(p, (p * shrink).sub_((m / denominator).mul_(lr / correction1)))

@@ -1,4 +1,4 @@
-"""One optimizer per group of parameters."""
+"""`by_name`: one optimizer per group of parameters."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         optimizers: shell-style pattern (`*` crosses dots) -> optimizer, tried in order. A parameter's group
             is the index of its pattern; every slice holds parameters of one group.
 
-    Every group follows its own learning rate: `update` ignores a `lr` that it is passed. A step reports the rate of
-    each as `lr/PATTERN`, and `lr` where all groups have the same number or schedule. Slots of one name share an entry
-    of `opt`, None for the slices of groups without it. A parameter is kept whole if its optimizer asks for it.
+    Every group has its own learning rate: `update` ignores its argument `lr`. A step reports the learning rate of each
+    group as `lr/PATTERN`, and `lr` if all groups have the same number or schedule. Slots of one name share an entry of
+    `opt`, None for the slices of groups without it. A parameter is kept whole if its optimizer asks for it.
 
-    Raises `OptimizerError` for values that are not optimizers, and where a step is given its parameters for one
-    that matches no pattern, or a pattern that none matches.
+    Raises `OptimizerError` for values that are not optimizers, and when a step gets its parameters, for a parameter
+    that matches no pattern and for a pattern that matches no parameter.
 
     >>> from fds.optim import adamw
     >>> by_name({"*.bias": adamw(weight_decay=0.0), "*": adamw(weight_decay=0.1)})
@@ -49,7 +49,7 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
 def _check_optimizers(optimizers: object) -> None:
     """Raise `OptimizerError` unless this maps at least one pattern to an optimizer."""
     if not isinstance(optimizers, Mapping):
-        raise OptimizerError("by_name: optimizers go by patterns", where="optimizers", got=repr(optimizers)[:60],
+        raise OptimizerError("by_name: not a mapping", where="optimizers", got=repr(optimizers)[:60],
                              want="{pattern: optimizer, ...}")  # fmt: skip
     for pattern, optimizer in optimizers.items():
         if not isinstance(optimizer, Optimizer):
@@ -60,7 +60,7 @@ def _check_optimizers(optimizers: object) -> None:
     if not optimizers:
         raise OptimizerError(
             "by_name: no optimizer", where="optimizers", got="{}", want="{pattern: optimizer, ...}",
-            hint='a last entry "*" takes every parameter that is left',
+            hint='a last entry "*" takes all other parameters',
         )  # fmt: skip
 
 
@@ -152,13 +152,13 @@ class _Groups:
 
 
 def _entries(optimizers: Mapping[str, Optimizer], most: int = 8) -> list[str]:
-    """Return the entries of a dict of optimizers as text; of more than `most` those that are alike together."""
+    """Return the entries of a dict of optimizers as text; if there are more than `most`, equal ones are one entry."""
     if len(optimizers) <= most:
         return [f"{pattern!r}: {member}" for pattern, member in optimizers.items()]
-    alike: dict[str, list[str]] = {}
+    patterns_of: dict[str, list[str]] = {}
     for pattern, member in optimizers.items():
-        alike.setdefault(member.text, []).append(pattern)
-    return [f"{repr(names[0]) if len(names) == 1 else named(names)}: {text}" for text, names in alike.items()]
+        patterns_of.setdefault(member.text, []).append(pattern)
+    return [f"{repr(names[0]) if len(names) == 1 else named(names)}: {text}" for text, names in patterns_of.items()]
 
 
 def _pick(values: Sequence, indices: list[int]) -> list:

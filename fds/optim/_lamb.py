@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction, as long as the parameter that it moves."""
+"""LAMB: Adam's direction, scaled to the norm of each parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fds.errors import OptimizerError
 from fds.kernels.optimizers import lamb_update
-from fds.optim.arguments import demand, demand_betas, spell
+from fds.optim.arguments import call_text, check_betas, check_numbers
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import LRSchedule, Optimizer
 
@@ -19,9 +19,9 @@ def lamb(
     weight_decay: LRSchedule = 0.0, *, min_coeff: float = 0.01, max_coeff: float = 10.0,
     bias_correction: bool = True, eps_inside_sqrt: bool = False,
 ) -> Optimizer:  # fmt: skip
-    """Make each parameter's update proportional to the parameter's own norm.
+    """Make the update of each parameter proportional to the norm of the parameter.
 
-    With n = t + 1, and norms taken over one whole parameter::
+    With n = t + 1, and norms over one whole parameter::
 
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g^2
@@ -34,15 +34,15 @@ def lamb(
     Args:
         lr: learning rate; it, the betas and weight_decay may be schedules f(t).
         betas: decay of the two running means, in [0, 1).
-        eps: added to the root, or under it.
-        weight_decay: weight of the parameter in its own update.
+        eps: added to the square root, or inside it.
+        weight_decay: weight of the parameter in u.
         min_coeff: least trust ratio c.
         max_coeff: greatest trust ratio c.
         bias_correction: False takes rate = lr.
-        eps_inside_sqrt: where eps goes.
+        eps_inside_sqrt: True adds eps inside the square root.
 
-    On a GPU two passes of kernels per slice update float32 and 16-bit parameters; where a beta or weight_decay follows
-    a schedule, the formula in torch.
+    On a GPU two kernels per slice update float32 and 16-bit parameters; if a beta or weight_decay follows a schedule,
+    torch operators do.
 
     Raises `OptimizerError` for a value out of range.
     Source: You et al. 2020, arXiv:1904.00962, algorithm 2; clamping and the correction of the rate rather
@@ -51,13 +51,13 @@ def lamb(
     >>> lamb(max_coeff=5.0)
     lamb(max_coeff=5.0)
     """
-    text = spell(lamb, locals())
-    demand("lamb", lr=lr, weight_decay=weight_decay)
-    demand("lamb", schedule=False, eps=eps, min_coeff=min_coeff, max_coeff=max_coeff)
-    demand_betas("lamb", betas)
+    text = call_text(lamb, locals())
+    check_numbers("lamb", lr=lr, weight_decay=weight_decay)
+    check_numbers("lamb", schedule=False, eps=eps, min_coeff=min_coeff, max_coeff=max_coeff)
+    check_betas("lamb", betas)
     if min_coeff > max_coeff:
         raise OptimizerError(
-            "lamb: no coefficient lies between min_coeff and max_coeff", where="min_coeff",
+            "lamb: min_coeff is larger than max_coeff", where="min_coeff",
             got=f"min_coeff={min_coeff}, max_coeff={max_coeff}", want="min_coeff <= max_coeff", hint="swap them",
         )  # fmt: skip
     fixed = {
@@ -90,7 +90,8 @@ def _kernel(
         for axis in now.axes:
             both = axis.all_reduce(both)
     parts = both.split([len(inside) for inside in spans], dim=1)
-    for (p, m, v, inside), part, low in list(zip(slices, parts, out, strict=True))[::-1]:  # what was written last first
+    # in reverse, since the slices written last are still in the cache
+    for (p, m, v, inside), part, low in list(zip(slices, parts, out, strict=True))[::-1]:
         lamb_update.lamb_params(
             p, m, v, part, segments=inside, step=now.step, lr=lr, min_coeff=bounds[0], max_coeff=bounds[1],
             bias_correction=bias_correction, skip=skip, out=low, **fixed,

@@ -1,11 +1,11 @@
-"""Lion: the sign of a momentum."""
+"""Lion: updates by the sign of a momentum."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from fds.kernels.optimizers import lion_update
-from fds.optim.arguments import demand, demand_betas, spell
+from fds.optim.arguments import call_text, check_betas, check_numbers
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import LRSchedule, Optimizer
 
@@ -13,7 +13,7 @@ from fds.optim.base import LRSchedule, Optimizer
 def lion(
     lr: LRSchedule = 1e-4, betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.99), weight_decay: LRSchedule = 0.0
 ) -> Optimizer:
-    """Move every element by lr, in the direction of its momentum's sign.
+    """Move every element by lr against the sign of its momentum.
 
     Element by element::
 
@@ -25,11 +25,11 @@ def lion(
 
     Args:
         lr: learning rate, a third to a tenth of AdamW's; it, the betas and weight_decay may be schedules f(t).
-        betas: weight of the past in the direction, and in what is remembered, in [0, 1).
+        betas: weight of the momentum in the direction, and in its own update, in [0, 1).
         weight_decay: decoupled, three to ten times AdamW's.
 
-    On a GPU one kernel updates all float32 and 16-bit parameters; where a beta or weight_decay follows a
-    schedule, the formula in torch.
+    On a GPU one kernel updates all float32 and 16-bit parameters; if a beta or weight_decay follows a schedule, torch
+    operators do.
 
     Raises `OptimizerError` for a value out of range.
     Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
@@ -37,9 +37,9 @@ def lion(
     >>> lion(betas=(0.95, 0.98))
     lion(betas=(0.95, 0.98))
     """
-    text = spell(lion, locals())
-    demand("lion", lr=lr, weight_decay=weight_decay)
-    demand_betas("lion", betas)
+    text = call_text(lion, locals())
+    check_numbers("lion", lr=lr, weight_decay=weight_decay)
+    check_betas("lion", betas)
     hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
     return assemble(_rule, text=text, hyper=hyper, slots={"exp_avg": 0.0}, kernel=_kernel)
 

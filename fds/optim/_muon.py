@@ -1,4 +1,4 @@
-"""Muon: momentum, made orthogonal."""
+"""Muon: orthogonalized momentum for matrices."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fds.errors import OptimizerError, did_you_mean
-from fds.optim.arguments import demand, spell
+from fds.optim.arguments import call_text, check_numbers
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import LRSchedule, Optimizer, Segment
 
-# How the rate grows with the (rows, columns) of a parameter.
+# Factor of the learning rate for a parameter of shape (rows, columns).
 RATIOS = {
     "original": lambda rows, columns: sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * sqrt(max(rows, columns)),
@@ -34,21 +34,20 @@ def muon(
         u = orthogonalize(b)                        nesterov: of momentum * b + (1 - momentum) * g
         p = p - lr * weight_decay * p - lr * ratio * u
 
-    where `orthogonalize` runs `ns_steps` Newton-Schulz iterations in bfloat16, and ratio is
-    sqrt(max(1, A / B)) ("original") or 0.2 * sqrt(max(A, B)) ("match_rms_adamw", whose updates are as long
-    as AdamW's).
+    where `orthogonalize` runs `ns_steps` Newton-Schulz iterations in bfloat16, and ratio is sqrt(max(1, A / B))
+    ("original") or 0.2 * sqrt(max(A, B)) ("match_rms_adamw", whose updates have the root mean square of AdamW's).
 
     Slot: momentum_buffer (b). Needs whole parameters (`whole=True`).
 
     Args:
         lr: learning rate; it, weight_decay and momentum may be schedules f(t).
         weight_decay: decoupled.
-        momentum: weight of the past.
-        nesterov: look ahead along the momentum.
+        momentum: decay of the running mean b.
+        nesterov: use Nesterov momentum.
         ns_coefficients: (a, b, c) of the iteration x = a x + b (x x') x + c (x x')^2 x.
-        eps: least norm that a matrix is divided by.
+        eps: lower bound of the norm that a matrix is divided by.
         ns_steps: number of iterations.
-        adjust_lr: the ratio.
+        adjust_lr: name of the ratio.
 
     Raises `OptimizerError` for a value out of range, and in `init` for a parameter that is not 2-D.
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982,
@@ -57,9 +56,9 @@ def muon(
     >>> muon(0.02, adjust_lr="match_rms_adamw")
     muon(lr=0.02, adjust_lr='match_rms_adamw')
     """
-    text = spell(muon, locals())
-    demand("muon", lr=lr, weight_decay=weight_decay, momentum=momentum)
-    demand("muon", schedule=False, eps=eps, ns_steps=ns_steps)
+    text = call_text(muon, locals())
+    check_numbers("muon", lr=lr, weight_decay=weight_decay, momentum=momentum)
+    check_numbers("muon", schedule=False, eps=eps, ns_steps=ns_steps)
     if adjust_lr not in RATIOS:
         raise OptimizerError(
             "muon: unknown way to adjust the learning rate", where="adjust_lr", got=repr(adjust_lr),
@@ -73,14 +72,14 @@ def muon(
     orthogonal = partial(orthogonalize, coefficients=ns_coefficients, num_steps=ns_steps, eps=eps)
     rule = partial(_rule, orthogonal=orthogonal, nesterov=nesterov, ratio=RATIOS[adjust_lr])
     hyper = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-    return assemble(rule, text=text, hyper=hyper, slots={"momentum_buffer": 0.0}, whole=True, check=_matrices)
+    return assemble(rule, text=text, hyper=hyper, slots={"momentum_buffer": 0.0}, whole=True, check=_check_matrices)
 
 
 def orthogonalize(x: Tensor, *, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
-    """Return, roughly, U V' of the singular value decomposition x = U S V'; x (A, B), the result bfloat16."""
+    """Return approximately U V' of the singular value decomposition x = U S V'; x (A, B), the result bfloat16."""
     a, b, c = coefficients
     tall = x.shape[0] > x.shape[1]
-    y = x.bfloat16().T if tall else x.bfloat16()  # the Gram matrix is taken on the shorter side
+    y = x.bfloat16().T if tall else x.bfloat16()  # so that the Gram matrix has the shorter side
     y = y / y.norm().clamp(min=eps)
     for _ in range(num_steps):
         gram = y @ y.T
@@ -101,7 +100,7 @@ def _rule(params: list, grads: list, opt: dict, now: Now, *, orthogonal, nestero
         now.write(p, p_new)
 
 
-def _matrices(segments: Sequence[Sequence[Segment]]) -> None:
+def _check_matrices(segments: Sequence[Sequence[Segment]]) -> None:
     for segment in (s for inside in segments for s in inside):
         if len(segment.shape) != 2:
             raise OptimizerError(

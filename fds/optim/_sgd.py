@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fds.errors import OptimizerError
 from fds.kernels.optimizers import sgd_update
-from fds.optim.arguments import demand, spell
+from fds.optim.arguments import call_text, check_numbers
 from fds.optim.assembly import Now, assemble
 from fds.optim.base import LRSchedule, Optimizer
 from fds.tree import is_low
@@ -19,7 +19,7 @@ def sgd(
     lr: LRSchedule = 1e-3, momentum: LRSchedule = 0.0, weight_decay: LRSchedule = 0.0, *,
     dampening: float = 0.0, nesterov: bool = False,
 ) -> Optimizer:  # fmt: skip
-    """Step against the gradient, or against a running sum of gradients.
+    """Subtract the gradient, or a decaying sum of gradients, times the learning rate.
 
     Element by element, with b = g at t = 0::
 
@@ -31,23 +31,23 @@ def sgd(
 
     Args:
         lr: learning rate; it, momentum and weight_decay may be schedules f(t).
-        momentum: weight of the past.
+        momentum: decay of the sum b.
         weight_decay: L2 penalty.
-        dampening: taken from the weight of the present, after the first update.
-        nesterov: look ahead along the momentum.
+        dampening: reduces the weight of the gradient in b, after the first update.
+        nesterov: use Nesterov momentum.
 
-    On a GPU one kernel updates all float32 and 16-bit parameters; where momentum or weight_decay follows a
-    schedule, the formula in torch. On a CPU torch's fused function updates float32 and float64 ones.
+    On a GPU one kernel updates all float32 and 16-bit parameters; if momentum or weight_decay follows a schedule, torch
+    operators do. On a CPU torch's fused function updates float32 and float64 parameters.
 
-    Raises `OptimizerError` for a value out of range, or nesterov without momentum or with dampening.
+    Raises `OptimizerError` for a value out of range, and for nesterov without momentum or with dampening.
     Source: Polyak 1964; Sutskever et al. 2013, ICML, section 2; the form is torch.optim.SGD's.
 
     >>> sgd(0.1, momentum=0.9)
     sgd(lr=0.1, momentum=0.9)
     """
-    text = spell(sgd, locals())
-    demand("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
-    demand("sgd", dampening=dampening, schedule=False)
+    text = call_text(sgd, locals())
+    check_numbers("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
+    check_numbers("sgd", dampening=dampening, schedule=False)
     if nesterov and (momentum == 0 or dampening != 0):
         raise OptimizerError(
             "sgd: nesterov needs momentum and no dampening", where="nesterov", got=text,
@@ -78,14 +78,14 @@ def _rule(
 ) -> None:  # fmt: skip
     momentum, weight_decay = now.read("momentum", "weight_decay")
     buffers = opt.get("momentum_buffer", [])
-    # The kernel wants to be told of the first update: a host may read a CPU tensor for nothing, and on an
-    # accelerator a buffer of zeros gives the same unless dampened. It leaves the buffer alone at momentum 0.
+    # torch's fused function needs to know whether this is the first update. A CPU tensor can be read at no cost; on an
+    # accelerator a buffer of zeros gives the same result without dampening. At momentum 0 it does not write the buffer.
     on_host = now.step.device.type == "cpu"
     dampened = bool(buffers) and dampening != 0
-    low = [on_host and is_low(p) for p in params]  # where torch 2.13's kernel is wrong from 16 elements on
+    low = [on_host and is_low(p) for p in params]  # torch 2.13's fused function is wrong for 16 elements and more
     if any(low) and not all(low):
         for kind in (True, False):
-            some = lambda xs, kind=kind: [x for x, one in zip(xs, low, strict=True) if one is kind]
+            some = lambda xs, kind=kind: [x for x, is_kind in zip(xs, low, strict=True) if is_kind is kind]
             slots = {slot: some(xs) for slot, xs in opt.items()}
             _rule(some(params), some(grads), slots, now, dampening=dampening, nesterov=nesterov)
         return None
@@ -104,11 +104,11 @@ def _formula(
     dampening: float, nesterov: bool,
 ) -> None:  # fmt: skip
     lr, momentum, weight_decay = now.read("lr", "momentum", "weight_decay")
-    fresh = 1 - dampening * (now.step != 0).double()
+    weight = 1 - dampening * (now.step != 0).double()
     buffers = opt.get("momentum_buffer", [None] * len(params))
     for p, g, b in zip(params, now.unscale(grads), buffers, strict=True):
         g.add_(p * weight_decay)
         if b is not None:
-            now.write(b, (b * momentum).add_(g * fresh))
+            now.write(b, (b * momentum).add_(g * weight))
             g = g.add_(b * momentum) if nesterov else b
         now.write(p, p - g * lr)

@@ -1,4 +1,4 @@
-"""The arguments of a factory: refuse bad ones, spell good ones."""
+"""Check the arguments of an optimizer, and show them in its repr."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from fds.errors import OptimizerError, is_number
 
 
-def demand(factory: str, *, low: float = 0.0, high: float = inf, schedule: bool = True, **values: Any) -> None:
-    """Raise `OptimizerError` for a value outside [low, high), or a schedule where there may be none.
+def check_numbers(factory: str, *, low: float = 0.0, high: float = inf, schedule: bool = True, **values: Any) -> None:
+    """Raise `OptimizerError` for a value outside [low, high), and for a schedule unless `schedule`.
 
-    Where there may be a schedule there may be a 0-d tensor, too, which is read once.
+    Where a schedule is allowed a 0-d tensor is too; it is read once.
 
-    >>> demand("adam", eps=1e-8, schedule=False)
+    >>> check_numbers("adam", eps=1e-8, schedule=False)
     """
     bounds = f"a number of at least {low:g}" if high == inf else f"a number in [{low:g}, {high:g})"
     for name, value in values.items():
@@ -35,30 +35,30 @@ def demand(factory: str, *, low: float = 0.0, high: float = inf, schedule: bool 
         )  # fmt: skip
 
 
-def demand_betas(factory: str, betas: Any) -> None:
+def check_betas(factory: str, betas: Any) -> None:
     """Raise `OptimizerError` unless `betas` is a pair of values in [0, 1) or schedules."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise OptimizerError(
             f"{factory}: betas is not a pair", where="betas", got=repr(betas), want="(beta1, beta2)",
-            hint="one beta that changes with t goes inside the pair: (beta1, lambda t: ...)",
+            hint="to schedule a beta, write (beta1, lambda t: ...)",
         )  # fmt: skip
-    demand(factory, high=1.0, **{"betas[0]": betas[0], "betas[1]": betas[1]})
+    check_numbers(factory, high=1.0, **{"betas[0]": betas[0], "betas[1]": betas[1]})
 
 
-def spell(factory: Callable, arguments: Mapping[str, Any]) -> str:
-    """Return the call of `factory` that gives these arguments, defaults left out.
+def call_text(factory: Callable, arguments: Mapping[str, Any]) -> str:
+    """Return the call of `factory` with these arguments as text, without those at their defaults.
 
-    >>> spell(demand_betas, {"factory": "lion", "betas": (0.9, 0.99)})
-    "demand_betas(factory='lion', betas=(0.9, 0.99))"
+    >>> call_text(check_betas, {"factory": "lion", "betas": (0.9, 0.99)})
+    "check_betas(factory='lion', betas=(0.9, 0.99))"
     """
     parameters = inspect.signature(factory).parameters.values()
-    given = (p.name for p in parameters if arguments[p.name] != p.default)
-    return f"{factory.__name__}({', '.join(f'{name}={_word(arguments[name])}' for name in given)})"
+    names = (p.name for p in parameters if arguments[p.name] != p.default)
+    return f"{factory.__name__}({', '.join(f'{name}={_shown(arguments[name])}' for name in names)})"
 
 
-def _word(value: Any) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(map(_word, value)) + ")"
+        return "(" + ", ".join(map(_shown, value)) + ")"
     if isinstance(value, Tensor):
         return repr(float(value))
     return value.__qualname__ if inspect.isfunction(value) else repr(value)

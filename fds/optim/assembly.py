@@ -1,4 +1,4 @@
-"""What every rule shares: values at t, unscaling, skipping, fused kernels; and the optimizer made of a rule."""
+"""`assemble` makes an optimizer from an update rule; `Now` is what a rule reads, and how it writes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Check = Callable[[Sequence[Sequence[Segment]]], None]
 
 @attrs.frozen
 class Now:
-    """Hold what a rule reads at one update.
+    """What a rule reads at one update.
 
     Attributes:
         step: () int64, t.
-        values: every hyper-parameter at t: a float, or a () tensor where reading it would synchronise.
+        values: every hyper-parameter at t: a float, or a () tensor if reading it would synchronize.
         grad_scale: () float32, or None.
         skip: () bool, or None.
         segments: one list per slice.
-        axes: over which parameters are split.
+        axes: mesh axes over which parameters are split.
     """
 
     step: Tensor
@@ -44,11 +44,11 @@ class Now:
         return [self.values[name] for name in names]
 
     def static(self, *names: str) -> bool:
-        """Tell whether fused kernels, which take floats only, can have these values."""
+        """Return whether all of these values are floats, which fused kernels require."""
         return not any(isinstance(self.values[name], Tensor) for name in names)
 
     def read_on_device(self) -> dict[str, Any]:
-        """Return what every kernel reads in the memory of the device: the learning rate, the scale, the flag."""
+        """Return what kernels read from device memory: the learning rate, the gradient scale and the skip flag."""
         lr = self.values["lr"]
         if isinstance(lr, Tensor):
             lr = lr.double()
@@ -57,11 +57,11 @@ class Now:
         return {"lr": lr, "grad_scale": self.grad_scale, "skip": self.skip}
 
     def updates(self) -> Tensor:
-        """Return t + 1, the number of updates with this one, as () float64."""
+        """Return t + 1, the number of updates including this one, as () float64."""
         return (self.step + 1).double()
 
     def unscale(self, grads: list[Tensor]) -> list[Tensor]:
-        """Divide the gradients, in place, by the scale that they arrive with."""
+        """Divide the gradients by their scale, in place."""
         if self.grad_scale is not None:
             torch.ops.aten._foreach_div_(grads, self.grad_scale)
         return grads
@@ -74,7 +74,7 @@ class Now:
             torch.where(self.skip, old, new, out=old)
 
     def fused(self, kernel: Callable, lists: Sequence[list[Tensor]], **options: Any) -> None:
-        """Run a fused kernel of torch, which unscales and skips by itself, once per dtype; `lists[0]`: params."""
+        """Run a fused kernel of torch, which unscales and skips by itself, once per dtype; lists[0] is params."""
         lr = self.values["lr"]
         options["lr"] = lr.float() if isinstance(lr, Tensor) else lr
         options["grad_scale"] = None if self.grad_scale is None else self.grad_scale.float()
@@ -92,22 +92,22 @@ def assemble(
     whole: bool = False, check: Check | None = None, keep_empty: bool = False, kernel: Kernel | None = None,
     fused: Callable[[torch.device], bool] = lambda device: False,
 ) -> Optimizer:  # fmt: skip
-    """Make an optimizer of an in-place rule, and of a kernel that does the same where kernels run.
+    """Make an optimizer from an in-place rule, and from a kernel that computes the same on accelerators.
 
-    A kernel updates whole slices: it computes an element alike wherever it lies, and gaps of zeros stay zero. It takes
-    floats; where another hyper-parameter than lr follows a schedule on an accelerator, the rule runs there too.
+    A kernel updates whole slices: an element's result does not depend on its position, and zero padding stays zero. It
+    takes floats: if a hyper-parameter other than lr follows a schedule, the rule runs on accelerators too.
 
     Args:
-        rule: `rule(params, grads, opt, now)`; gradients come in the dtype of their params, still scaled.
-        text: how the optimizer was written.
+        rule: `rule(params, grads, opt, now)`; gradients have the dtype of their params and are still scaled.
+        text: the call that makes the optimizer, its repr.
         hyper: hyper-parameters that may be schedules, "lr" among them.
-        slots: slot name -> what its tensors are filled with at first.
+        slots: slot name -> initial value of its tensors.
         whole: as in `Optimizer`.
-        check: refuses segments that the rule cannot update.
-        keep_empty: the rule sees parameters of which this rank has nothing too, since ranks do something together.
-        kernel: `kernel(params, grads, opt, now, out)` on whole slices; gradients come as they are, still scaled, and
+        check: raises for segments that the rule cannot update.
+        keep_empty: the rule also sees parameters of which this rank has no elements, since it communicates.
+        kernel: `kernel(params, grads, opt, now, out)` on whole slices; gradients have their own dtype, still scaled;
             `out` has one tensor or None per slice.
-        fused: device -> whether the rule runs torch's fused functions there, where it has floats.
+        fused: device -> whether the rule runs torch's fused functions there, given floats.
     """
     hyper = {name: float(value) if isinstance(value, Tensor) else value for name, value in hyper.items()}
     lr = hyper.pop("lr")
@@ -157,7 +157,7 @@ class _RuleOptimizer:
         """Return every hyper-parameter at t = `step` (): those that were passed, else evaluated here."""
         others = {name: at(x, step, name) for name, x in self.hyper.items()} if values is None else values.hyper
         rate = at(self.lr, step) if lr is None else lr
-        return {name: _cheap(value) for name, value in {**others, "lr": rate}.items()}
+        return {name: _read_on_cpu(value) for name, value in {**others, "lr": rate}.items()}
 
     def run_rule(
         self, slices: list[Tensor], grads: Sequence[Tensor], opt: dict, now: Now, out: list[Tensor] | None
@@ -184,10 +184,11 @@ class _RuleOptimizer:
 def _by_segment(
     params: list, grads: Sequence, opt: dict, segments: Sequence[Sequence[Segment]], keep_empty: bool
 ) -> tuple:
-    """Return views of every parameter in slices of many.
+    """Return the same lists with one view per parameter instead of slices that hold several.
 
     The last elements of a tensor, too few for a vector register, are computed one by one, and round differently in some
-    kernels: in slices they are the same ones as in the parameter by itself, so every stage gives the same bits.
+    kernels. In views of single parameters these are the same elements at every ZeRO stage, so all stages agree bit for
+    bit.
     """
     lengths = tuple(map(Tensor.numel, params))
     if list(lengths) == [inside[0].length if len(inside) == 1 else None for inside in segments]:
@@ -203,7 +204,7 @@ def _by_segment(
 def _cuts(
     segments: tuple[tuple[Segment, ...], ...], lengths: tuple[int, ...], keep_empty: bool
 ) -> tuple[list[tuple[list[int], list[int]]], list[list[Segment]]]:
-    """Return for every slice how to split it and which parts are parameters; and those parts as slices of their own."""
+    """Return for every slice how to split it and which parts are parameters, and the segments of these parts."""
     cuts, alone = [], []
     for inside, length in zip(segments, lengths, strict=True):
         sizes: list[int] = []
@@ -227,6 +228,6 @@ def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
     return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, Tensor) else weight)
 
 
-def _cheap(value: float | Tensor) -> float | Tensor:
-    # On the CPU reading a tensor is free, and with floats the fused kernels equal torch.optim's bit for bit.
+def _read_on_cpu(value: float | Tensor) -> float | Tensor:
+    # Reading a CPU tensor costs nothing, and with floats the fused kernels equal torch.optim's bit for bit.
     return value if isinstance(value, Tensor) and value.device.type != "cpu" else float(value)

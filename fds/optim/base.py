@@ -1,4 +1,4 @@
-"""What an optimizer is: two functions over flat slices, and what the step must know about them."""
+"""`Optimizer`: two functions over flat slices, and what a step must know about them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LRSchedule = float | Tensor | Callable[[Tensor], float | Tensor]
 
 
 def at(value: LRSchedule, step: Tensor, name: str = "lr") -> float | Tensor:
-    """Return a value, or its schedule at t = `step` () int64. `name` is what an error calls it.
+    """Return a value, or its schedule at t = `step` () int64; `name` is its name in errors.
 
-    A schedule gets t as a () float64 tensor on the device of the step, on every device: `0.98**t` of an int tensor
-    would be float32, and reading a number from an accelerator would wait for it.
+    A schedule gets t as a () float64 tensor on the device of the step: `0.98**t` of an int tensor would be float32, and
+    reading a number from an accelerator would synchronize.
 
-    Raises `ScheduleError` where the schedule raises, or returns anything but a number, which is finite where that is
-    known without waiting for an accelerator.
+    Raises `ScheduleError` if the schedule raises or does not return a finite number; a tensor on an accelerator is not
+    checked for being finite, since that would synchronize.
 
     >>> at(lambda t: 0.5**t, torch.tensor(2))
     tensor(0.2500, dtype=torch.float64)
@@ -36,38 +36,37 @@ def at(value: LRSchedule, step: Tensor, name: str = "lr") -> float | Tensor:
         return value
     t = step.to(torch.float64, copy=True)
     try:
-        found = value(t)
+        result = value(t)
     except FdsError:
         raise
     except Exception as error:
-        raise _refused(name, value, f"{type(error).__name__}: {error}", step) from error
-    if isinstance(found, Tensor):
-        found = found.detach()
-        good = found.dim() == 0 and found.dtype != torch.bool and not found.is_complex()
-        known = good and found.device.type == "cpu"
+        raise _schedule_error(name, value, f"{type(error).__name__}: {error}", step) from error
+    if isinstance(result, Tensor):
+        result = result.detach()
+        good = result.dim() == 0 and result.dtype != torch.bool and not result.is_complex()
+        readable = good and result.device.type == "cpu"
     else:
-        good = known = isinstance(found, numbers.Real) and not isinstance(found, bool)
-    if not good or (known and not math.isfinite(found)):
-        raise _refused(name, value, f"it returned {found!r}"[:200], step)
-    return found if isinstance(found, Tensor) else float(found)
+        good = readable = isinstance(result, numbers.Real) and not isinstance(result, bool)
+    if not good or (readable and not math.isfinite(result)):
+        raise _schedule_error(name, value, f"it returned {result!r}"[:200], step)
+    return result if isinstance(result, Tensor) else float(result)
 
 
-def _refused(name: str, schedule: Callable, got: str, step: Tensor) -> ScheduleError:
-    called = getattr(schedule, "__qualname__", None) or repr(schedule)
+def _schedule_error(name: str, schedule: Callable, got: str, step: Tensor) -> ScheduleError:
+    label = getattr(schedule, "__qualname__", None) or repr(schedule)
     t = "" if step.is_meta else f", t = {int(step)}"
     return ScheduleError(
-        "a schedule did not give a number", where=f"{name}, {called}{t}", got=got,
+        "a schedule did not return a number", where=f"{name}, {label}{t}", got=got,
         want="a finite number, or a () tensor of one",
         hint=f"t is a () float64 tensor on {step.device.type!r}, the number of updates before this one: choose between "
-        "values with torch.where(t < 10, ...); int(t) makes a list's index or a dict's key of it, and on a GPU waits "
-        "for it",
+        "values with torch.where(t < 10, ...); int(t) can index a list or a dict, but synchronizes with a GPU",
     )  # fmt: skip
 
 
-_PASSED = ("step", "lr", "grad_scale", "skip", "segments", "axes")  # to `update`, as keywords
+_KEYWORDS = ("step", "lr", "grad_scale", "skip", "segments", "axes")  # that a step passes to `update`
 
 
-def _demand_takes(name: str, function: Any, first: Sequence[str], keywords: Sequence[str]) -> None:
+def _check_signature(name: str, function: Any, first: Sequence[str], keywords: Sequence[str]) -> None:
     """Raise `OptimizerError` for a function that cannot be called with these arguments."""
     want = f"{name}({', '.join([*first, '*', *keywords])})"
     if not callable(function):
@@ -75,7 +74,7 @@ def _demand_takes(name: str, function: Any, first: Sequence[str], keywords: Sequ
                              want=want)  # fmt: skip
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of a function that is not written in Python
+    except ValueError:  # functions not written in Python may have no signature
         return
     try:
         signature.bind(*first, **dict.fromkeys(keywords))
@@ -88,7 +87,7 @@ def _demand_takes(name: str, function: Any, first: Sequence[str], keywords: Sequ
 
 @attrs.frozen(eq=False)
 class Values:
-    """What all schedules of an optimizer are at one t; a step has them before it writes anything.
+    """The values of all schedules of an optimizer at one t, which a step evaluates before it writes anything.
 
     Attributes:
         lr: () float64 on the step's device; None where groups differ in it.
@@ -101,11 +100,11 @@ class Values:
     members: Mapping[str, Values]
 
     def rates(self) -> dict[str, Tensor]:
-        """Return the learning rates as a step reports them: `lr` if there is one, `lr/PATTERN` of every group."""
-        found = {} if self.lr is None else {"lr": self.lr}
+        """Return the learning rates under their names in the metrics: `lr` if all are equal, `lr/PATTERN` per group."""
+        rates = {} if self.lr is None else {"lr": self.lr}
         for pattern, values in self.members.items():
-            found |= {f"lr/{pattern}{name.removeprefix('lr')}": rate for name, rate in values.rates().items()}
-        return found
+            rates |= {f"lr/{pattern}{name.removeprefix('lr')}": rate for name, rate in values.rates().items()}
+        return rates
 
 
 def single_group(name: str) -> Hashable:
@@ -115,7 +114,7 @@ def single_group(name: str) -> Hashable:
 
 @attrs.frozen(eq=False, repr=False)
 class Optimizer:
-    """Hold the two functions of an optimizer and what the step must know about them.
+    """The two functions of an optimizer, and what a step must know about them.
 
     Lists hold one 1-D contiguous tensor per slice, in the same order everywhere; `segments` holds one
     list of `Segment` per slice.
@@ -125,28 +124,28 @@ class Optimizer:
             shape, dtype and device (`meta` stays `meta`), or None where that slice has no such slot.
         update: `update(grads, opt, params, *, step, lr, grad_scale, skip, segments, axes, out=None) ->
             (params, opt)`, and `values=` where the optimizer has `hyper` or `members`. Writes into `params`, `opt` and
-            `grads` (of any floating dtype), returns the first two, and never synchronises with an accelerator.
+            `grads` (of any floating dtype), returns the first two, and never synchronizes with an accelerator.
 
             - step: () int64, updates applied before this one (t).
             - lr: () float64, or None for the optimizer's own schedule at t.
             - values: the `Values` at t, or None for the optimizer to evaluate them.
-            - grad_scale: () float32 that the gradients arrive multiplied by, or None.
-            - skip: () bool, or None; where true, params and opt keep every bit, whatever the gradients hold.
+            - grad_scale: () float32 by which the gradients are multiplied, or None.
+            - skip: () bool, or None; if true, params and opt stay bit-equal, whatever the gradients are.
             - axes: mesh axes over which parameters are split: objects with `all_reduce(tensor) -> tensor`
               (sum). Their ranks hold the same segments in the same order, of length 0 where a rank has none.
-            - out: one tensor per slice that receives the new params in its own dtype, or None; where `skip` is
-              true it may keep what it held.
-        lr: learning rate or its schedule `f(t)`: what the step evaluates, passes as `lr` and reports. None where
+            - out: one tensor per slice to which the new params are also written, in its dtype, or None; if `skip` is
+              true it may stay as it is.
+        lr: learning rate or its schedule `f(t)`, which the step evaluates, passes as `lr` and reports. None if
             `members` differ in it.
-        hyper: name -> other number that may be a schedule. The step evaluates them before it writes anything.
-        members: pattern -> optimizer of that group; the step reports the rate of each as `lr/PATTERN`.
-        text: how the optimizer was written; also its repr.
-        whole: True where `update` needs whole parameters in each slice; or parameter name -> that.
+        hyper: name -> other hyper-parameter that may be a schedule. The step evaluates them before it writes anything.
+        members: pattern -> optimizer of that group; the step reports the learning rate of each as `lr/PATTERN`.
+        text: the call that makes the optimizer, its repr.
+        whole: True if `update` needs whole parameters in each slice; or a function parameter name -> bool.
         group: parameter name -> group; a slice never mixes groups.
-        check: called with the names of all trained parameters, of all ranks, before `init`; raises `OptimizerError`.
-        runs: device -> what updates float32 parameters there, in words: "adamw: triton".
-        draws: False where `update` draws no random numbers; else torch's default generators are seeded for it from
-            the key of the state, alike where ranks update the same and differently where they have other slices.
+        check: called with the names of all trained parameters of all ranks before `init`; raises `OptimizerError`.
+        runs: device -> text that says what updates float32 parameters there: "adamw: triton".
+        draws: False if `update` draws no random numbers; else torch's default generators are seeded for it from the
+            key of the state, equally on ranks that update the same slices, differently on ranks with other slices.
 
     Raises `OptimizerError` for an `init` or `update` that does not take what a step passes.
     """
@@ -165,17 +164,17 @@ class Optimizer:
 
     def __attrs_post_init__(self) -> None:
         values = ("values",) if self.hyper or self.members else ()
-        _demand_takes("init", self.init, ("segments",), ("params",))
-        _demand_takes("update", self.update, ("grads", "opt", "params"), (*_PASSED, *values))
+        _check_signature("init", self.init, ("segments",), ("params",))
+        _check_signature("update", self.update, ("grads", "opt", "params"), (*_KEYWORDS, *values))
 
     def needs_whole(self, name: str) -> bool:
-        """Say whether a slice must hold all or nothing of the parameter of this name."""
+        """Return whether a slice must hold all of this parameter or nothing of it."""
         return self.whole(name) if callable(self.whole) else self.whole
 
     def learning_rate(self, step: Tensor) -> Tensor | None:
-        """Return the learning rate at t = `step` () as a () float64 tensor on its device, None where groups differ.
+        """Return the learning rate at t = `step` () as a () float64 tensor on its device, None if groups differ.
 
-        Raises `ScheduleError` for a schedule that gives no number.
+        Raises `ScheduleError` for a schedule that does not return a number.
         """
         if self.lr is None:
             return None
@@ -185,18 +184,18 @@ class Optimizer:
         return torch.full((), value, dtype=torch.float64, device=step.device)
 
     def values(self, step: Tensor) -> Values:
-        """Return what all schedules are at t = `step` (). Raises `ScheduleError` for one that gives no number."""
+        """Return the values of all schedules at t = `step` (). Raises `ScheduleError` if one is not a number."""
         members = {pattern: member.values(step) for pattern, member in self.members.items()}
         shared = next(iter(members.values())).lr if members and self.lr is not None else None
         lr = self.learning_rate(step) if shared is None else shared.clone()
         return Values(lr, {name: at(value, step, name) for name, value in self.hyper.items()}, members)
 
     def given(self, values: Values) -> dict[str, Any]:
-        """Return what `update` takes of these values, as keywords."""
+        """Return the keyword arguments of `update` that depend on t."""
         return {"lr": values.lr, "values": values} if self.hyper or self.members else {"lr": values.lr}
 
     def schedules(self) -> Iterator[Callable]:
-        """Yield every schedule, those of members too."""
+        """Yield every schedule, including those of members."""
         yield from filter(callable, (self.lr, *self.hyper.values()))
         for member in self.members.values():
             yield from member.schedules()

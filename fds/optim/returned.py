@@ -1,4 +1,4 @@
-"""What the two functions of an optimizer return: errors that name the optimizer where it is not what it must be."""
+"""Call the two functions of an optimizer and check what they return; errors name the optimizer."""
 
 from __future__ import annotations
 
@@ -15,67 +15,68 @@ from fds.optim.base import Optimizer, Segment
 def first_slots(
     optimizer: Optimizer, segments: Sequence[Sequence[Segment]], params: list[Tensor]
 ) -> dict[str, list[Tensor | None]]:
-    """Return what `optimizer.init` makes for these slices.
+    """Return the slots that `optimizer.init` makes for these slices.
 
     Raises `ComposeError` for anything but `{slot: [one tensor or None per slice]}`, each of the shape and device of its
     slice.
     """
-    found = optimizer.init(segments, params=params)
-    if not isinstance(found, dict) or not all(isinstance(slot, str) for slot in found):
-        raise _broken(optimizer, "init", "", in_words(found), "{slot: [one tensor or None per slice]}")
+    opt = optimizer.init(segments, params=params)
+    if not isinstance(opt, dict) or not all(isinstance(slot, str) for slot in opt):
+        raise _contract_error(optimizer, "init", "", in_words(opt), "{slot: [one tensor or None per slice]}")
     kind = lambda x: (x.shape, x.device) if isinstance(x, Tensor) else x
-    for slot, parts in found.items():
+    for slot, parts in opt.items():
         listed = isinstance(parts, list | tuple) and len(parts) == len(params)
         if not listed or any(x is not None and kind(x) != kind(p) for x, p in zip(parts, params, strict=True)):
-            raise _broken(optimizer, "init", f", slot {slot!r}", in_words(parts), f"{in_words(params)}, or None")
-    return {slot: list(parts) for slot, parts in found.items()}
+            want = f"{in_words(params)}, or None"
+            raise _contract_error(optimizer, "init", f", slot {slot!r}", in_words(parts), want)
+    return {slot: list(parts) for slot, parts in opt.items()}
 
 
 def update(
     optimizer: Optimizer, grads: list[Tensor], opt: dict[str, list], params: list[Tensor], **rest: Any
 ) -> tuple[list[Tensor], dict[str, list]]:
-    """Return what `optimizer.update` returns: `params` and `opt` themselves where it wrote into all their tensors.
+    """Return what `optimizer.update` returns: `params` and `opt` themselves if it wrote into all their tensors.
 
-    It is given lists of its own, since it may put new tensors into them.
+    It gets copies of the lists, since it may put new tensors into them.
 
     Raises `ComposeError` for anything but parameters and slots of the same shapes, dtypes and devices.
     """
-    found: Any = optimizer.update(grads, {slot: list(parts) for slot, parts in opt.items()}, list(params), **rest)
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-        raise _broken(optimizer, "update", "", in_words(found), "(params, opt), lists as `update` was given them")
-    new, slots = found
+    result: Any = optimizer.update(grads, {slot: list(parts) for slot, parts in opt.items()}, list(params), **rest)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        raise _contract_error(optimizer, "update", "", in_words(result), "(params, opt), lists as `update` gets them")
+    new, slots = result
     if slots.keys() != opt.keys():
-        raise _broken(optimizer, "update", ", opt", ", ".join(map(str, slots)) or "no slots",
-                      ", ".join(opt) or "no slots")  # fmt: skip
-    written = [_alike(optimizer, place, given, known)
-               for place, given, known in [("", new, params), *((f", slot {s!r}", slots[s], opt[s]) for s in opt)]]
-    if all(written):
+        raise _contract_error(optimizer, "update", ", opt", ", ".join(map(str, slots)) or "no slots",
+                              ", ".join(opt) or "no slots")  # fmt: skip
+    lists = [("", new, params), *((f", slot {slot!r}", slots[slot], opt[slot]) for slot in opt)]
+    in_place = [_same_tensors(optimizer, where, tensors, old) for where, tensors, old in lists]
+    if all(in_place):
         return params, opt
     return list(new), {slot: list(parts) for slot, parts in slots.items()}
 
 
-def _alike(optimizer: Optimizer, place: str, found: Any, known: Sequence[Tensor | None]) -> bool:
-    """Return whether the tensors are the very ones that are known. Raises `ComposeError` unless they are like them."""
-    listed = isinstance(found, list | tuple) and len(found) == len(known)
-    if listed and all(map(operator.is_, found, known)):
+def _same_tensors(optimizer: Optimizer, where: str, tensors: Any, old: Sequence[Tensor | None]) -> bool:
+    """Return whether the tensors are the old ones. Raises `ComposeError` if shape, dtype or device differ from them."""
+    listed = isinstance(tensors, list | tuple) and len(tensors) == len(old)
+    if listed and all(map(operator.is_, tensors, old)):
         return True
     kind = lambda x: (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x
-    if not listed or any(kind(x) != kind(y) for x, y in zip(found, known, strict=True)):
-        raise _broken(optimizer, "update", place, in_words(found), in_words(known))
+    if not listed or any(kind(x) != kind(y) for x, y in zip(tensors, old, strict=True)):
+        raise _contract_error(optimizer, "update", where, in_words(tensors), in_words(old))
     return False
 
 
-def _broken(optimizer: Optimizer, name: str, place: str, got: str, want: str) -> ComposeError:
+def _contract_error(optimizer: Optimizer, name: str, where: str, got: str, want: str) -> ComposeError:
     return ComposeError(
-        "what fills a station did not return what it must", where=f"station 'optimizer', {name} of {optimizer}{place}",
+        "what fills a station did not return what it must", where=f"station 'optimizer', {name} of {optimizer}{where}",
         got=got[:200], want=want[:200],
     )  # fmt: skip
 
 
-def in_words(found: Any) -> str:
-    """Return what something is, for an error: of a tensor the shape, the dtype and the device, of lists the number."""
-    if isinstance(found, list | tuple):
-        return f"{len(found)} leaves: " + ", ".join(map(in_words, found[:6]))
-    if isinstance(found, Tensor):
-        return f"{tuple(found.shape)} {found.dtype} on {found.device}"
-    return f"{type(found).__name__} {found!r}"[:60]
+def in_words(value: Any) -> str:
+    """Describe a value in an error: a tensor by its shape, dtype and device, a list by its length."""
+    if isinstance(value, list | tuple):
+        return f"{len(value)} leaves: " + ", ".join(map(in_words, value[:6]))
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype} on {value.device}"
+    return f"{type(value).__name__} {value!r}"[:60]

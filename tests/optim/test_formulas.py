@@ -129,7 +129,7 @@ def test_tensor_hyper_parameters_give_what_the_fused_kernel_gives(name, only_lr,
     params, batches = draw(SHAPES, dtype=dtype)
     expected, _ = train(factory(2**-6, **arguments), params, batches)  # a rate that float32 holds
     # As on an accelerator: what a schedule returns stays a tensor.
-    monkeypatch.setattr(assembly, "_cheap", lambda value: torch.as_tensor(value, dtype=torch.float64))
+    monkeypatch.setattr(assembly, "_read_on_cpu", lambda value: torch.as_tensor(value, dtype=torch.float64))
     curves = {
         key: tuple(map(CONSTANT, value)) if key == "betas" else CONSTANT(value) if key in ("momentum", "weight_decay")
         else value for key, value in arguments.items()

@@ -103,7 +103,7 @@ def test_a_rate_may_be_of_any_dtype_or_a_number(rate, given_lr, train, draw, mon
     with only("triton"):
         want, _ = train(adamw(lambda t: float(assembly.at(rate, t))), params, batches)
         # As on an accelerator: what a schedule returns stays a tensor.
-        monkeypatch.setattr(assembly, "_cheap", lambda value: value)
+        monkeypatch.setattr(assembly, "_read_on_cpu", lambda value: value)
         got, _ = train(adamw(rate), params, batches, edit=lambda t, _: {} if given_lr else {"lr": None})
     assert launches == ["adamw"] * 4
     assert_near(got, want, num_roundings=4)
@@ -111,7 +111,7 @@ def test_a_rate_may_be_of_any_dtype_or_a_number(rate, given_lr, train, draw, mon
 
 def test_a_schedule_of_another_number_on_an_accelerator_takes_the_formula(train, draw, monkeypatch, launches):
     params, batches = draw([(5,)], num_steps=2)
-    monkeypatch.setattr(assembly, "_cheap", lambda value: torch.as_tensor(value, dtype=torch.float64))
+    monkeypatch.setattr(assembly, "_read_on_cpu", lambda value: torch.as_tensor(value, dtype=torch.float64))
     want, _ = train(adamw(betas=(0.9, lambda t: 0.99)), params, batches)
     with only("triton"):
         got, _ = train(adamw(betas=(0.9, lambda t: 0.99)), params, batches)
