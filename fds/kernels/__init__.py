@@ -1,7 +1,7 @@
 """Kernels: Triton where the time goes, each beside a reference in plain torch. One kernel, one file.
 
-Each takes float32, float16 and bfloat16 tensors of any strides, refuses what it cannot take with a `KernelError` that
-names the argument, and works under `torch.func`, `torch.utils.checkpoint`, `torch.compile` and stage-3 parameters.
+Each takes float32, float16 and bfloat16 tensors of any strides, raises a `KernelError` that names the argument for
+anything else, and works under `torch.func`, `torch.utils.checkpoint`, `torch.compile` and stage-3 parameters.
 """
 
 from fds.kernels.activations._swiglu import swiglu

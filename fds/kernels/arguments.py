@@ -1,4 +1,4 @@
-"""The arguments of a kernel: refuse bad ones by name, before anything is launched."""
+"""Checks of the arguments of a kernel, before anything is launched, and casts under autocast."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def floating(**tensors: Tensor | None) -> None:
-    """Raise `KernelError` unless all that is given is floating tensors on one device."""
+    """Raise `KernelError` unless all arguments but None are floating-point tensors on one device."""
     first = None
     for name, x in tensors.items():
         if x is None:
             continue
         if not isinstance(x, Tensor) or x.dtype not in FLOATING:
             raise KernelError(
-                f"{name} is not a tensor of floating numbers", where=name, got=_kind(x),
+                f"{name} is not a floating-point tensor", where=name, got=_kind(x),
                 want="float32, float16, bfloat16 or float64",
             )  # fmt: skip
         first = first or (name, x)
@@ -31,15 +31,15 @@ def floating(**tensors: Tensor | None) -> None:
             )  # fmt: skip
 
 
-def given(**tensors: Tensor | None) -> None:
-    """Raise `KernelError` for None."""
+def required(**tensors: Tensor | None) -> None:
+    """Raise `KernelError` for an argument that is None."""
     for name, x in tensors.items():
         if x is None:
             raise KernelError(f"{name} is missing", where=name, got="None", want="a tensor")
 
 
 def same_dtype(**tensors: Tensor | None) -> None:
-    """Raise `KernelError` unless all that is given has the dtype of the first."""
+    """Raise `KernelError` unless all arguments but None have the dtype of the first."""
     (first, like), *rest = ((name, x) for name, x in tensors.items() if x is not None)
     for name, x in rest:
         if x.dtype != like.dtype:
@@ -50,7 +50,7 @@ def same_dtype(**tensors: Tensor | None) -> None:
 
 
 def shape(want: tuple[int | None, ...], **tensors: Tensor | None) -> None:
-    """Raise `KernelError` unless all that is given has this shape; None takes any size."""
+    """Raise `KernelError` unless all arguments but None have this shape, in which None stands for any size."""
     for name, x in tensors.items():
         if x is None:
             continue
@@ -60,38 +60,38 @@ def shape(want: tuple[int | None, ...], **tensors: Tensor | None) -> None:
 
 
 def alike(**tensors: Tensor | None) -> None:
-    """Raise `KernelError` unless all that is given has the shape and dtype of the first."""
+    """Raise `KernelError` unless all arguments but None have the shape and dtype of the first."""
     same_dtype(**tensors)
     first = next(x for x in tensors.values() if x is not None)
     shape(tuple(first.shape), **{name: x for name, x in tensors.items() if x is not first})
 
 
 def ratio(name: str, value: float) -> None:
-    """Raise `KernelError` unless a dropout ratio lies in [0, 1)."""
+    """Raise `KernelError` unless a dropout probability lies in [0, 1)."""
     if not is_number(value) or not 0 <= value < 1:
-        raise KernelError(f"{name} is not a ratio", where=name, got=repr(value), want="a number in [0, 1)")
+        raise KernelError(f"{name} is not a probability", where=name, got=repr(value), want="a number in [0, 1)")
 
 
 def has_rows(**tensors: Tensor | None) -> None:
-    """Raise `KernelError` unless all that is given has a last dimension."""
+    """Raise `KernelError` unless all arguments but None have at least one dimension."""
     for name, x in tensors.items():
         if x is not None and x.dim() == 0:
             raise KernelError(f"{name} has no last dimension", where=name, got="()", want="(..., N)")
 
 
 def under_autocast(dtype: torch.dtype, x: Any) -> Any:
-    """Return `x`, a tensor or None, in another dtype where autocast is on; else as it is.
+    """Return `x`, a tensor or None, cast to `dtype` where autocast is enabled; otherwise unchanged.
 
-    What autocast does for operators of torch, a kernel does for itself.
+    Autocast casts for torch's own operators only.
     """
     if x is None or x.dtype == dtype or not _is_autocast_on(x):
         return x
-    with torch.autocast(x.device.type, enabled=False):  # as autocast itself casts: a sharded parameter stays sharded
+    with torch.autocast(x.device.type, enabled=False):  # as autocast does, so that a sharded parameter stays sharded
         return x.to(dtype)
 
 
 def as_products_cast(first: Tensor, *others: Tensor | None) -> list[Any]:
-    """Return tensors and Nones as autocast hands them to a matrix product, where it is on: not float64."""
+    """Return tensors and Nones as autocast, where it is enabled, casts them for a matrix product: all but float64."""
     tensors = [first, *others]
     if not isinstance(first, Tensor) or not _is_autocast_on(first):
         return tensors
@@ -101,7 +101,7 @@ def as_products_cast(first: Tensor, *others: Tensor | None) -> list[Any]:
 
 
 def width(x: Tensor) -> torch.dtype:
-    """Return the dtype in which formulas compute on tensors like this: float32, or float64 of float64."""
+    """Return the dtype in which references compute on such a tensor: float64 for float64, otherwise float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -1,7 +1,7 @@
-"""Gradients without a gradient: what a kernel's backward calls, so that a second derivative is refused, not wrong.
+"""Backward operators of first order only: differentiating one again raises an error instead of giving wrong numbers.
 
-It is refused through the arguments of the operator: one of them must depend on the input for autograd. What a forward
-pass made and keeps is therefore not marked as non-differentiable, where it is kept instead of the input.
+The error is raised only where autograd sees an argument of the operator depend on the input. So an intermediate result
+that forward saves in place of the input is not marked as non-differentiable.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def first_order(op: Callable, *args: Any) -> Any:
-    """Return `op(*args)`, for a custom operator of a backward pass; its own gradient raises `KernelError`."""
+    """Return `op(*args)` for the custom operator of a backward pass; differentiating it raises `KernelError`."""
     # torch.func and create_graph=True run backward in grad mode, where a raw operator takes no gradients
     return _FirstOrder.apply(op, *args) if torch.is_grad_enabled() else op(*args)

@@ -1,4 +1,4 @@
-"""Triton as the kernels see it, and what a launch must know about the device."""
+"""Triton, or what stands in where it is not installed, and what a launch asks about the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # not on Linux: references run, and a kernel that is asked for is refused (fds.kernels.choice)
+except ImportError:  # not on Linux: references run, and requesting a kernel raises an error (fds.kernels.choice)
     triton: Any = None
     tl: Any = None
 
@@ -23,14 +23,14 @@ __all__ = [
 ]  # fmt: skip
 
 is_there = triton is not None
-# Kernels run in Triton's interpreter, which takes CPU tensors; settled where they are defined, when fds is imported.
+# Whether kernels run in Triton's interpreter, on CPU tensors; decided where they are defined, on import of fds.
 is_interpreted = is_there and bool(triton.knobs.runtime.interpret)
 
 
 def jit(kernel: Any = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
-    """Compile a function with Triton when it is first launched; interpret it where TRITON_INTERPRET=1.
+    """Compile a function with Triton on its first launch, or interpret it with TRITON_INTERPRET=1.
 
-    Triton compiles anew for integers that are 1 or multiples of 16, except in arguments that are not specialized.
+    Triton recompiles for integer arguments that are 1 or multiples of 16, except those in `do_not_specialize`.
     """
     if kernel is None:
         return functools.partial(jit, do_not_specialize=do_not_specialize)
@@ -38,38 +38,38 @@ def jit(kernel: Any = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Return the number of pieces of b that cover a."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of two that is at least n, itself at least 1."""
+    """Return the least power of two that is at least n, and 1 for n below 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def num_processors(device: torch.device) -> int:
-    """Return how many programs a device runs at the same time: its multiprocessors."""
+    """Return the number of multiprocessors of a device; 2 for the CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def current_stream(device: torch.device) -> int:
-    """Return what tells the streams of a device apart: tables that are copied in the order of one are for it alone."""
+    """Return the handle of the current stream: a table that was copied on one stream may only be used on it."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Say whether launches are recorded in a CUDA graph: it would copy tables from memory that is no longer theirs."""
+    """Return whether a CUDA graph is being captured: its replays would copy tables from memory that was freed since."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def to_device(table: Tensor, device: torch.device) -> Tensor:
-    """Return a table of the host's on a device, in the order of its stream, without waiting.
+    """Copy a table from the host to a device asynchronously, on the current stream.
 
-    Torch lends the pinned memory to nobody else before the copy from it is done.
+    Torch does not reuse the pinned memory before the copy is done.
     """
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def on(x: Tensor) -> contextlib.AbstractContextManager:
-    """Make the device of a tensor current: Triton launches on that one."""
+    """Make the device of a tensor the current one, on which Triton launches."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -1,10 +1,10 @@
-"""Dropout's masks, never stored: the element (row, column) of a mask is a function of (seed, offset, row, column).
+"""Dropout masks that are never stored: element (row, column) is a function of (seed, offset, row, column).
 
 The mask of a tensor (..., C), seen as rows (R, C), keeps an element with probability 1 - p::
 
     keep[r, c] = word[c mod 4] >= p * 2^32        word = philox4x32_10(key=seed, counter=(c div 4, r, offset))
 
-So it does not depend on blocks, on the device, or on which kernel asks, and backward makes it again.
+So it does not depend on block sizes, the device or the kernel, and backward computes it again.
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", SC '11 (Philox4x32, ten rounds).
 """
 
@@ -22,7 +22,7 @@ _WORD = 0xFFFFFFFF
 def reference(seed: Tensor, offset: int, rows: int, columns: int, p: float) -> Tensor:
     """Return which elements are kept, (rows, columns) bool on the seed's device.
 
-    `seed` is () int64. Exact integers: the kernels' masks are these bit for bit.
+    `seed` is () int64. Integers are exact: the kernels compute the same masks bit for bit.
     """
     c0 = torch.arange((columns + 3) // 4, device=seed.device).expand(rows, -1)
     c1 = torch.arange(rows, device=seed.device)[:, None].expand(c0.shape)
@@ -32,9 +32,9 @@ def reference(seed: Tensor, offset: int, rows: int, columns: int, p: float) -> T
 
 
 def philox4x32(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, ...]:
-    """Return four words of a key and a counter, ten rounds; all are 32 bits in int64."""
+    """Return the four words of a key and a counter after ten rounds; all are 32-bit numbers in int64."""
     for _ in range(10):
-        b, a = c2 * 0xCD9E8D57, c0 * 0xD2511F53  # 64 bits, of which wrapping keeps every one
+        b, a = c2 * 0xCD9E8D57, c0 * 0xD2511F53  # wrapping keeps all 64 bits
         c0, c1 = b >> 32 & _WORD ^ c1 ^ k0, b & _WORD
         c2, c3 = a >> 32 & _WORD ^ c3 ^ k1, a & _WORD
         k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
@@ -45,7 +45,7 @@ def philox4x32(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: T
 def keep(seed, offset, rows, first_column, threshold, COLUMNS: tl.constexpr):
     """Return which of the elements (rows (R,), first_column + arange(COLUMNS)) are kept, (R, COLUMNS) int1.
 
-    `first_column` is a multiple of 4, COLUMNS a power of two from 4 on, `threshold` what `threshold(p)` says.
+    `first_column` is a multiple of 4, COLUMNS a power of two from 4 on, and `threshold` the result of `threshold(p)`.
     """
     column = first_column // 4 + tl.arange(0, COLUMNS // 4)
     c0 = column[None, :].to(tl.uint32) + tl.zeros_like(rows)[:, None].to(tl.uint32)
@@ -58,12 +58,12 @@ def keep(seed, offset, rows, first_column, threshold, COLUMNS: tl.constexpr):
 
 
 def threshold(p: float) -> int:
-    """Return the least 32-bit word that is kept."""
+    """Return the least 32-bit word whose element is kept."""
     return min(round(p * 2**32), _WORD)
 
 
-def dropped(x: Tensor, seed: Tensor | None, offset: int, p: float) -> Tensor:
-    """Return dropout of x in plain torch; without a seed x itself."""
+def dropout(x: Tensor, seed: Tensor | None, offset: int, p: float) -> Tensor:
+    """Return dropout of x in plain torch; x itself without a seed."""
     if seed is None:
         return x
     keep = reference(seed, offset, x.shape[:-1].numel(), x.shape[-1], p).view(x.shape)
@@ -71,7 +71,7 @@ def dropped(x: Tensor, seed: Tensor | None, offset: int, p: float) -> Tensor:
 
 
 def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
-    """Return a seed as kernels load it: () int64 on the device. An integer costs no synchronisation.
+    """Return a seed as kernels load it: () int64 on the device, without synchronisation.
 
     Raises `KernelError` for anything but an integer or a () int64 tensor on this device.
     """

@@ -177,7 +177,7 @@ class TransformerLayer(nn.Module):
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
         config = self.config
         arguments.floating(attn_qkvw=self.attn_qkvw, hidden_states=x)
-        arguments.given(hidden_states=x)
+        arguments.required(hidden_states=x)
         if not torch.is_autocast_enabled(x.device.type):
             arguments.same_dtype(attn_qkvw=self.attn_qkvw, hidden_states=x)
         arguments.shape((None, None, config.hidden_size), hidden_states=x)

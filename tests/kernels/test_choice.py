@@ -59,8 +59,8 @@ def test_scopes_may_close_in_any_order():
         while left:
             _, scope = left.pop()
             scope.__exit__(None, None, None)
-            assert sorted(choice._asked.kinds) == sorted(kind for kind, _ in left)
-        assert choice._asked.kinds == ()
+            assert sorted(choice._scopes.kinds) == sorted(kind for kind, _ in left)
+        assert choice._scopes.kinds == ()
 
 
 def test_a_scope_holds_in_every_thread():
@@ -79,14 +79,14 @@ def test_a_scope_holds_in_every_thread():
         done.set()
         thread.join(10)
         seen.append(chosen(CUDA))
-    assert seen == ["reference", "reference"] and choice._asked.kinds == ()
+    assert seen == ["reference", "reference"] and choice._scopes.kinds == ()
 
 
 def test_another_word_is_refused():
     with pytest.raises(KernelError) as caught, only("cuda"):
         pass
     assert caught.value.where == "kind" and caught.value.got == "'cuda'"
-    assert choice._asked.kinds == ()
+    assert choice._scopes.kinds == ()
 
 
 def test_kernels_on_the_cpu_want_the_interpreter(monkeypatch):
@@ -138,4 +138,4 @@ def test_scopes_of_many_threads_leave_nothing_open():
             thread.join()
     finally:
         sys.setswitchinterval(before)
-    assert choice._asked.kinds == ()
+    assert choice._scopes.kinds == ()

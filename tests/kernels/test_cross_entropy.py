@@ -250,13 +250,13 @@ def test_autocast_changes_nothing():
 
 X, T = random(3, 4), torch.tensor([0, 1, 2])
 BAD = {
-    "logits": (lambda: cross_entropy(X.long(), T), "not a tensor of floating numbers"),
+    "logits": (lambda: cross_entropy(X.long(), T), "not a floating-point tensor"),
     "logits, of no class": (lambda: cross_entropy(X[:, :0], T), "no classes"),
     "targets": (lambda: cross_entropy(X, T.int()), "class indices"),
     "targets, as probabilities": (lambda: cross_entropy(X, X), "class indices"),
     "targets, too few": (lambda: cross_entropy(X, T[:2]), "one for each row of logits"),
     "targets, elsewhere": (lambda: cross_entropy(X, T.to("meta")), "another device"),
-    "label_smoothing": (lambda: cross_entropy(X, T, label_smoothing=1.5), "not a share"),
+    "label_smoothing": (lambda: cross_entropy(X, T, label_smoothing=1.5), "out of range"),
     "z_loss": (lambda: cross_entropy(X, T, z_loss=-1), "not a factor"),
     "ignore_index": (lambda: cross_entropy(X, T, ignore_index=0.5), "not a class"),
     "reduction": (lambda: cross_entropy(X, T, reduction="max"), "no such reduction"),

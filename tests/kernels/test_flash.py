@@ -423,7 +423,7 @@ def test_a_refusal_says_what_to_write_instead():
 def test_a_head_beyond_a_block_is_refused_where_the_kernel_runs():
     for dtype, most in ((torch.bfloat16, 256), (torch.float32, 128)):
         compare(*qkv(1, 1, 3, 3, most, dtype))
-        with only("triton"), pytest.raises(KernelError, match="beyond a block") as error:
+        with only("triton"), pytest.raises(KernelError, match="exceeds a block") as error:
             flash_attention(*qkv(1, 1, 3, 3, most + 1, dtype))
         assert error.value.where == "q" and "attn_dropout_checkpoint=False" in error.value.hint
         compare(*qkv(1, 1, 3, 3, most + 1, dtype), kinds=["reference"])

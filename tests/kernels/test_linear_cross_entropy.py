@@ -307,7 +307,7 @@ def test_a_second_derivative_is_refused(kind):
 
 H, W, T = random(3, 4), random(5, 4), torch.tensor([0, 1, 2])
 BAD = {
-    "hidden": (lambda: linear_cross_entropy(H.long(), W, T), "not a tensor of floating numbers"),
+    "hidden": (lambda: linear_cross_entropy(H.long(), W, T), "not a floating-point tensor"),
     "hidden, of no dims": (lambda: linear_cross_entropy(H.sum(), W, T), "no dims"),
     "weight": (lambda: linear_cross_entropy(H, W.half(), T), "another dtype than hidden"),
     "weight, turned": (lambda: linear_cross_entropy(H, W.mT, T), "another shape"),
@@ -316,10 +316,10 @@ BAD = {
     "bias": (lambda: linear_cross_entropy(H, W, T, H[0]), "another shape"),
     "targets": (lambda: linear_cross_entropy(H, W, T.int()), "class indices"),
     "targets, too few": (lambda: linear_cross_entropy(H, W, T[:2]), "one for each row of hidden"),
-    "label_smoothing": (lambda: linear_cross_entropy(H, W, T, label_smoothing=-0.1), "not a share"),
+    "label_smoothing": (lambda: linear_cross_entropy(H, W, T, label_smoothing=-0.1), "out of range"),
     "z_loss": (lambda: linear_cross_entropy(H, W, T, z_loss="1"), "not a factor"),
     "reduction": (lambda: linear_cross_entropy(H, W, T, reduction="max"), "no such reduction"),
-    "reduction, none": (lambda: linear_cross_entropy(H, W, T, reduction="none"), "a gradient each"),
+    "reduction, none": (lambda: linear_cross_entropy(H, W, T, reduction="none"), "no reduction 'none'"),
     "chunk_tokens": (lambda: linear_cross_entropy(H, W, T, chunk_tokens=0), "not a number of tokens"),
 }
 

@@ -248,14 +248,14 @@ def test_nothing_of_nothing_is_nothing():
 
 
 BAD = {
-    "scores": (lambda x: masked_softmax(x.long()), "not a tensor of floating numbers"),
+    "scores": (lambda x: masked_softmax(x.long()), "not a floating-point tensor"),
     "scores, flat": (lambda x: masked_softmax(x[0]), "too few dims"),
-    "mask": (lambda x: masked_softmax(x, x.long()), "not a tensor of floating numbers"),
+    "mask": (lambda x: masked_softmax(x, x.long()), "not a floating-point tensor"),
     "mask, of another shape": (lambda x: masked_softmax(x, x[:2]), "does not broadcast"),
     "mask, of more dims": (lambda x: masked_softmax(x, x[None]), "does not broadcast"),
     "mask, elsewhere": (lambda x: masked_softmax(x, (x > 0).to("meta")), "another device"),
-    "mask, trained": (lambda x: masked_softmax(x, x.clone().requires_grad_()), "has no gradient"),
-    "p": (lambda x: masked_softmax(x, p=1.0, seed=1), "not a ratio"),
+    "mask, trained": (lambda x: masked_softmax(x, x.clone().requires_grad_()), "gets no gradient"),
+    "p": (lambda x: masked_softmax(x, p=1.0, seed=1), "not a probability"),
     "seed": (lambda x: masked_softmax(x, p=0.5), "needs a seed"),
 }
 

@@ -92,7 +92,7 @@ def test_heads_may_be_larger_than_a_block(ratio):
     compare(layer, x)
     with only("triton"):
         compare(layer, x)
-    with only("triton"), pytest.raises(KernelError, match="head dimension beyond a block"):
+    with only("triton"), pytest.raises(KernelError, match="the head dimension of q exceeds a block"):
         build(hidden_size=514, heads=2, attn_dropout_checkpoint=True, attn_dropout_ratio=0.1)(x)
 
 

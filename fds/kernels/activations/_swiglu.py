@@ -6,7 +6,7 @@ With s = sigmoid(gate) and dy the gradient of y::
 
     dgate = dy * up * s * (1 + gate * (1 - s))        dup = dy * gate * s
 
-Moves: forward reads 2 and writes 1 tensor; backward reads 3 and writes 2. Saves: gate and up, nothing of its own.
+Moves: forward reads 2 and writes 1 tensor; backward reads 3 and writes 2. Saves: its inputs gate and up.
 Source: Shazeer 2020, arXiv:2002.05202, equation 6.
 """
 
@@ -27,13 +27,13 @@ def reference(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-# Elements per program and warps, by bytes per element: sixteen bytes per thread and tensor, twice in flight.
+# By bytes per element: each thread has two loads of 16 bytes per tensor in flight.
 LAUNCH = {2: {"BLOCK": 2048, "num_warps": 4}, 4: {"BLOCK": 1024, "num_warps": 4}}
 
 
 @jit
 def _sigmoid(z):
-    """Return 1 / (1 + exp(-z)), of float32, without overflow."""
+    """Return 1 / (1 + exp(-z)) for float32, without overflow."""
     e = tl.exp(-tl.abs(z))
     return tl.where(z >= 0, 1.0, e) / (1 + e)
 

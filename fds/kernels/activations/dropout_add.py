@@ -26,13 +26,13 @@ from fds.kernels.language import cdiv, jit, on, tl
 def reference(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float, offset: int
 ) -> Tensor:
-    """Return the same in plain torch, which keeps the mask for backward: a byte an element."""
-    y = philox.dropped(x if bias is None else x + bias, seed, offset, p)
+    """Return the same in plain torch, which saves the mask for backward: a byte per element."""
+    y = philox.dropout(x if bias is None else x + bias, seed, offset, p)
     return y if residual is None else residual + y
 
 
-# By bytes per element: a tile is two vectors of 16 bytes per thread and tensor, in lines of one vector per thread.
-# Fewer than in a kernel without a mask: its words are 32 bits an element, in registers. Derived, not measured.
+# By bytes per element: a tile holds two vectors of 16 bytes per thread and tensor, one per line. Fewer than in a kernel
+# without a mask, whose words take 32 bits per element in registers. Derived, not measured.
 LAUNCH = {
     2: {"ELEMENTS": 2048, "COLUMNS": 1024, "num_warps": 4},
     4: {"ELEMENTS": 2048, "COLUMNS": 512, "num_warps": 4},
@@ -128,7 +128,7 @@ def _(dy: Tensor, seed: Tensor, p: float, offset: int, has_bias: bool) -> tuple[
 
 
 class _DropoutAdd(torch.autograd.Function):
-    """Keeps the seed."""
+    """The kernels; saves the seed."""
 
     @staticmethod
     def forward(
@@ -156,24 +156,24 @@ class _DropoutAdd(torch.autograd.Function):
 
 
 class _DropoutAddReference(_DropoutAdd):
-    """Keeps the seed, and runs in plain torch."""
+    """The same in plain torch; saves the seed."""
 
     @staticmethod
     def forward(
         x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float, offset: int
     ) -> Tensor:
-        # a tensor of its own: an input that is returned as it is would be taken for a view
-        return reference(x, bias, residual, seed, p, offset) if _does(bias, residual, seed) else x.clone()
+        # autograd would take an input that is returned unchanged for a view
+        return reference(x, bias, residual, seed, p, offset) if _any(bias, residual, seed) else x.clone()
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
         (seed,) = ctx.saved_tensors
-        dx = philox.dropped(dy, seed, ctx.offset, ctx.p)
+        dx = philox.dropout(dy, seed, ctx.offset, ctx.p)
         dbias = None if ctx.bias_dtype is None else dx.sum_to_size(dx.shape[-1:])
         return dx, dbias, dy if ctx.has_residual else None, None, None, None
 
 
-def _does(*parts: object) -> bool:
+def _any(*parts: object) -> bool:
     return any(part is not None for part in parts)
 
 
@@ -187,13 +187,13 @@ def bias_dropout_add(
         x: (..., N) float32, float16 or bfloat16 (float64 by the reference).
         bias: (N,) of x's dtype.
         residual: as x.
-        p: the ratio of elements that are dropped, in [0, 1).
-        seed: int, or () int64 tensor on x's device. The same (seed, offset) drops the same elements of the same shape,
-            whatever runs. Not needed where p is 0.
-        offset: tells apart the masks of one seed.
+        p: the probability of dropping an element, in [0, 1).
+        seed: int, or () int64 tensor on x's device. The same (seed, offset) drops the same elements of a shape in
+            the kernel and in the reference. Not needed where p is 0.
+        offset: index of the mask among those of one seed.
 
-    Under autocast x and residual are promoted to one dtype, and bias is cast to it. Raises `KernelError` for another
-    dtype, shape, ratio or seed, and where dtypes or devices differ.
+    Under autocast x and residual are promoted to one dtype, and bias is cast to it. Raises `KernelError` for any
+    other dtype, shape, probability or seed, and where dtypes or devices differ.
     """
     arguments.floating(x=x, bias=bias, residual=residual)
     arguments.has_rows(x=x)
@@ -208,8 +208,8 @@ def bias_dropout_add(
 
 
 def dropout(x: Tensor, *, p: float, seed: int | Tensor | None = None, offset: int = 0) -> Tensor:
-    """Return x with a ratio p of its elements dropped and the others divided by 1 - p.
+    """Return x, each element dropped with probability p and the others divided by 1 - p.
 
-    As `bias_dropout_add` without bias and residual: it takes and raises the same.
+    `bias_dropout_add` without bias and residual, with the same arguments and errors.
     """
     return bias_dropout_add(x, None, None, p=p, seed=seed, offset=offset)

@@ -4,14 +4,14 @@
     "tanh":  gelu(z) = z * sigmoid(2 * u)        u = sqrt(2 / pi) * (z + 0.044715 * z^3)
     "none":  gelu(z) = z * (1 + erf(z / sqrt(2))) / 2
 
-With s = sigmoid(2 * u), P the normal distribution's integral, dy the gradient of y::
+With s = sigmoid(2 * u), P the standard normal distribution function, dy the gradient of y::
 
     dx = dy * gelu'(z)        dbias = sum of dx over all but the last dimension, in float32, in a fixed order
     "tanh":  gelu'(z) = s + z * s * (1 - s) * 2 * sqrt(2 / pi) * (1 + 3 * 0.044715 * z^2)
     "none":  gelu'(z) = P(z) + z * exp(-z^2 / 2) / sqrt(2 * pi)
 
 Moves: forward reads 1 tensor and writes 2 (y and the derivative), or 1 with `recompute`; backward reads 2, writes 1.
-Saves: the derivative, as large as x, which is then free to go; with `recompute` nothing but the inputs x and bias.
+Saves: the derivative, as large as x, in place of x; with `recompute` the inputs x and bias.
 Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
 """
 
@@ -27,17 +27,17 @@ from fds.kernels.choice import runs_triton
 from fds.kernels.first_order import first_order
 from fds.kernels.language import cdiv, jit, on, tl
 
-APPROXIMATE = ("tanh", "none")  # torch's words: the approximation by tanh, and none
+APPROXIMATE = ("tanh", "none")  # as in torch.nn.functional.gelu
 
 
 def reference(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") -> Tensor:
-    """Return the same in plain torch, which keeps one tensor for backward: x + bias."""
+    """Return the same in plain torch, which saves one tensor for backward: x + bias."""
     return F.gelu(x if bias is None else x + bias, approximate=approximate)
 
 
-# By bytes per element: two to four vectors of 16 bytes per thread and tensor in flight, in lines of one vector per
-# thread, so that a thread holds whole columns of its tile and sums them in registers. Backward's tiles are smaller: it
-# loops, and holds the sums beside (16-bit: at most 80 registers instead of 168). Compiled, but not measured.
+# By bytes per element: each thread has two to four vectors of 16 bytes per tensor in flight, one per line, so that it
+# holds whole columns of its tile and sums them in registers. Backward has smaller tiles, because it loops and holds the
+# sums too (16-bit: at most 80 registers instead of 168). Derived from the compiled kernels, not measured.
 FORWARD = {
     2: {"ELEMENTS": 4096, "COLUMNS": 1024, "num_warps": 4},
     4: {"ELEMENTS": 2048, "COLUMNS": 512, "num_warps": 4},
@@ -50,19 +50,19 @@ BACKWARD = {
 
 @jit
 def _clamped(z):
-    """Return z within [-9, 9]: beyond, sigmoid(2u) is 0 or 1 in float32, and exp(-2u) might overflow."""
+    """Clamp z to [-9, 9], beyond which sigmoid(2u) is 0 or 1 in float32 and exp(-2u) might overflow."""
     return tl.clamp(z, -9.0, 9.0, tl.PropagateNan.ALL)
 
 
 @jit
 def _exp(z):
-    """Return exp(-2u)."""
+    """Return exp(-2u) for u of z."""
     return tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z))
 
 
 @jit
 def _gelu(z, TANH: tl.constexpr):
-    """Return gelu(z), of float32."""
+    """Return gelu(z) for float32."""
     if TANH:
         return z * tl.where(z > -9, 1 / (1 + _exp(_clamped(z))), 0.0)
     return 0.5 * z * (1 + tl.erf(0.7071067811865476 * z))
@@ -70,12 +70,12 @@ def _gelu(z, TANH: tl.constexpr):
 
 @jit
 def _derivative(z, TANH: tl.constexpr):
-    """Return gelu'(z), of float32."""
+    """Return gelu'(z) for float32."""
     if TANH:
         z = _clamped(z)
         e = _exp(z)
         s = 1 / (1 + e)
-        return s + z * s * (e * s) * 1.5957691216057308 * (1 + 0.134145 * z * z)  # e * s is 1 - s, and does not cancel
+        return s + z * s * (e * s) * 1.5957691216057308 * (1 + 0.134145 * z * z)  # e * s is 1 - s without cancellation
     return 0.5 * (1 + tl.erf(0.7071067811865476 * z)) + z * tl.exp(-0.5 * z * z) * 0.3989422804014327
 
 
@@ -101,7 +101,7 @@ def _backward_kernel(
     dy_ptr, x_ptr, bias_ptr, derivative_ptr, dx_ptr, y_ptr, sums_ptr, rows, columns, rows_each,
     TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Take `rows_each` rows and COLUMNS columns; one of (x, derivative) is given; y and sums only where wanted."""
+    """Take `rows_each` rows and COLUMNS columns. Either x or the derivative is given; y and sums are optional."""
     across = tl.cdiv(columns, COLUMNS)
     group = tl.program_id(0) // across
     column = (tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -143,7 +143,7 @@ def _launch_backward(
     dy: Tensor, x: Tensor | None, bias: Tensor | None, derivative: Tensor | None, approximate: str, *,
     sums: bool, y: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return dx and, in float32, its sums over rows, (N,); (0,) where not wanted."""
+    """Return dx and its sums over rows in float32, (N,), or (0,) without `sums`."""
     dy = dy.contiguous()
     dx, (meta, rows, columns) = torch.empty_like(dy), _cut(BACKWARD, dy, sums)
     each = tiles.rows_each(meta, dy, rows, columns) if sums else meta["ROWS"]
@@ -157,7 +157,7 @@ def _launch_backward(
 
 
 def _cut(launch: dict, x: Tensor, has_bias: bool) -> tuple[dict[str, int], int, int]:
-    """Return a tile, and the rows and columns to cut into such; without a bias all is one long row."""
+    """Return a tile, and the number of rows and columns; without a bias x is one long row."""
     row = launch[x.element_size()]
     if has_bias:
         rows, columns = tiles.extent(x)
@@ -167,7 +167,7 @@ def _cut(launch: dict, x: Tensor, has_bias: bool) -> tuple[dict[str, int], int, 
 
 @torch.library.custom_op("fds::bias_gelu", mutates_args=())
 def forward(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """Return gelu(x + bias), and keep nothing."""
+    """Return gelu(x + bias) alone."""
     return _launch_forward(x, bias, approximate, None)
 
 
@@ -186,7 +186,7 @@ def _multiply(dy: Tensor, derivative: Tensor, has_bias: bool) -> tuple[Tensor, T
 def backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, with_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx, dbias in float32, and y once more; (0,) for what is not there."""
+    """Return dx, dbias in float32 and y, the last two (0,) without a bias and without `with_y`."""
     y = tiles.like(x) if with_y else None
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     dx, dbias = _launch_backward(dy, x, bias, None, approximate, sums=bias is not None, y=y)
@@ -216,7 +216,7 @@ def _(dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, with_y: bool
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps the derivative."""
+    """Saves the derivative."""
 
     @staticmethod
     def forward(x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
@@ -224,8 +224,8 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(output[1])  # differentiable for autograd, so that first_order refuses its gradient
-        ctx.set_materialize_grads(False)  # no zeros as large as the derivative
+        ctx.save_for_backward(output[1])  # not marked non-differentiable: see first_order
+        ctx.set_materialize_grads(False)  # or zeros as large as the derivative would be made
         ctx.bias_dtype = None if inputs[1] is None else inputs[1].dtype
 
     @staticmethod
@@ -237,7 +237,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Recompute(torch.autograd.Function):
-    """Keeps its inputs."""
+    """Saves its inputs."""
 
     @staticmethod
     def forward(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
@@ -245,8 +245,8 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        *kept, ctx.approximate = inputs
-        ctx.save_for_backward(*kept)
+        x, bias, ctx.approximate = inputs
+        ctx.save_for_backward(x, bias)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -256,7 +256,7 @@ class _Recompute(torch.autograd.Function):
 
 
 class _RecomputeReference(_Recompute):
-    """Keeps its inputs, and runs in plain torch."""
+    """Saves its inputs, and runs in plain torch."""
 
     @staticmethod
     def forward(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
@@ -274,11 +274,11 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
 
     Args:
         x: (..., N) float32, float16 or bfloat16 (float64 by the reference).
-        bias: (N,) of x's dtype; under autocast of any, and cast to it.
+        bias: (N,) of x's dtype; under autocast it is cast to that.
         approximate: "tanh", or "none" for the exact function.
-        recompute: keep nothing for backward but x and bias; otherwise one tensor as large as x, without x.
+        recompute: save x and bias for backward, and not a further tensor as large as x in their place.
 
-    Raises `KernelError` for another dtype, shape or word, and where x and bias differ in dtype or device.
+    Raises `KernelError` for any other dtype, shape or `approximate`, and where x and bias differ in dtype or device.
     """
     bias = check(x, bias, approximate)
     if not runs_triton(x):
@@ -289,7 +289,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
 
 
 def check(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor | None:
-    """Return the bias in the dtype of x where autocast is on; raise `KernelError` for what does not fit."""
+    """Return the bias, under autocast in the dtype of x. Raises `KernelError` for arguments that do not fit."""
     arguments.floating(x=x, bias=bias)
     arguments.has_rows(x=x)
     bias = arguments.under_autocast(x.dtype, bias)

@@ -1,15 +1,15 @@
-"""The second half of a feed-forward layer, which keeps no activation between GELU and product.
+"""The second half of a feed-forward layer, which does not save the activation between GELU and product.
 
     y = a @ weight^T + linear_bias        a = gelu(x + bias)        x (..., N), weight (M, N), y (..., M)
 
 With dy the gradient of y, z = x + bias, and sums over all but the last dimension::
 
     da = dy @ weight        dx = da * gelu'(z)        dbias = sum of dx
-    dweight = dy^T @ a, with a computed again        dlinear_bias = sum of dy
+    dweight = dy^T @ a, with a recomputed        dlinear_bias = sum of dy
 
 Moves, beside the products: forward reads x and writes a; backward reads x and da, and writes dx and a.
-Saves: the inputs x, bias and weight. Keeping a as well would take as many bytes again as x.
-Source: Chen et al. 2016, arXiv:1604.06174, section 4 (computing again what is cheap); Hendrycks and Gimpel 2016,
+Saves: the inputs x, bias and weight. Saving a as well would take as many bytes again as x.
+Source: Chen et al. 2016, arXiv:1604.06174, section 4 (recomputing what is cheap); Hendrycks and Gimpel 2016,
 arXiv:1606.08415, section 2.
 """
 
@@ -28,12 +28,12 @@ from fds.kernels.first_order import first_order
 def reference(
     x: Tensor, bias: Tensor | None, weight: Tensor, linear_bias: Tensor | None, approximate: str = "tanh"
 ) -> Tensor:
-    """Return the same in plain torch, which keeps x + bias and the activation."""
+    """Return the same in plain torch, which saves x + bias and the activation."""
     return F.linear(gelu.reference(x, bias, approximate), weight, linear_bias)
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps its inputs; the products stay torch's."""
+    """Saves its inputs; the products are torch's."""
 
     @staticmethod
     def forward(
@@ -57,7 +57,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _LinearReference(_Linear):
-    """Keeps its inputs, and runs in plain torch."""
+    """Saves its inputs, and runs in plain torch."""
 
     @staticmethod
     def forward(
@@ -87,7 +87,7 @@ def _sum(x: Tensor) -> Tensor:
 def bias_gelu_linear(
     x: Tensor, bias: Tensor | None, weight: Tensor, linear_bias: Tensor | None = None, *, approximate: str = "tanh"
 ) -> Tensor:
-    """Return linear(gelu(x + bias), weight, linear_bias), and keep only the inputs for backward.
+    """Return linear(gelu(x + bias), weight, linear_bias), and save only the inputs for backward.
 
     Args:
         x: (..., N) float32, float16 or bfloat16 (float64 by the reference).
@@ -97,7 +97,7 @@ def bias_gelu_linear(
         approximate: GELU's, "tanh" or "none".
 
     All of one dtype; under autocast all are cast to autocast's, as torch.nn.functional.linear casts them. Raises
-    `KernelError` where dtypes or devices differ, and for another shape or word.
+    `KernelError` where dtypes or devices differ, and for any other shape or `approximate`.
     """
     arguments.floating(x=x, bias=bias, weight=weight, linear_bias=linear_bias)
     x, bias, weight, linear_bias = arguments.as_products_cast(x, bias, weight, linear_bias)

@@ -1,11 +1,11 @@
-"""Attention by whoever is best at it: torch's own kernels, or `flash_attention` where torch lacks something.
+"""Attention by the faster implementation: torch's kernels, or `flash_attention` where torch lacks something.
 
     out = softmax(scale * q k^T + bias) v        with the arguments of `flash_attention`
 
-Torch runs where there is no dropout, and no key padding or bias either if the device is a GPU. There a mask is left to
-`flash_attention`: torch wants it of size Sq x Sk with `causal`, its cuDNN kernel may give NaN gradients of q with any
-(torch 2.11 on an H100 or H200: github.com/pytorch/pytorch/issues/196678), and the others are slow. On the CPU torch's
-kernel takes masks well. Queries that see no key give zeros in torch too, since 2.5.
+Torch's kernels run without dropout and, on a GPU, without key padding and bias. On a GPU masks go to `flash_attention`:
+torch needs a mask of size Sq x Sk with `causal`, its cuDNN kernel may give NaN gradients of q with any mask (torch 2.11
+on an H100 or H200: github.com/pytorch/pytorch/issues/196678), and its other kernels are slow. On the CPU torch's kernel
+is fast with masks. Queries that see no key give zeros in torch too, since 2.5.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ def attention(
     bias: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: int | Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Return softmax(scale * q k^T + bias) v, (B, H, Sq, D), by torch's `scaled_dot_product_attention` where it can.
+    """Return softmax(scale * q k^T + bias) v, (B, H, Sq, D), by torch's `scaled_dot_product_attention` where possible.
 
-    It is `flash_attention` with dropout (p > 0), and with `key_padding` or `bias` on a GPU; torch's otherwise. Torch's
-    own choice of kernels has no second derivative: within `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` it has.
+    `flash_attention` runs with dropout (p > 0) and, on a GPU, with `key_padding` or `bias`; torch's kernels otherwise.
+    These have a second derivative only within `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
 
     Args:
         q: (B, H, Sq, D) float32, float16, bfloat16 or float64.
         k: (B, G, Sk, D) of q's dtype, where G divides H: query head h reads key head h // (H / G).
         v: as k.
         causal: query i sees keys 0 to i, also where Sq and Sk differ.
-        key_padding: (B, Sk) bool, True where a key is real.
-        bias: floating, broadcastable to (B, H, Sq, Sk); a constant. Below -1e30 it masks.
+        key_padding: (B, Sk) bool, False where a key is padding.
+        bias: floating, broadcastable to (B, H, Sq, Sk); without a gradient. Values below -1e30 mask.
         scale: of the products; 1 / sqrt(D) if None.
-        p: ratio of the probabilities that dropout zeroes; the others are divided by 1 - p.
+        p: probability with which dropout zeroes an attention weight; the others are divided by 1 - p.
         seed: int or () int64 tensor on q's device; dropout needs one.
-        offset: which of the seed's masks.
+        offset: index of the mask among those of one seed.
 
     Raises `KernelError` as `flash_attention` does.
     """
@@ -59,15 +59,15 @@ def attention(
 
 
 def _merged(q: Tensor, k: Tensor, causal: bool, key_padding: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Return one mask of all, no wider than they are together; None where torch needs none."""
+    """Return all masks as one, of the smallest shape that they broadcast to; None where torch needs no mask."""
     if key_padding is None and bias is None:
         return None
-    seen = None if key_padding is None else key_padding[:, None, None, :]
+    visible = None if key_padding is None else key_padding[:, None, None, :]
     if causal:
-        ahead = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        seen = ahead if seen is None else seen & ahead
+        lower = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        visible = lower if visible is None else visible & lower
     if bias is None:
-        return seen
-    bias = bias.to(arguments.width(q))[(None,) * (4 - bias.dim())]  # 3 dimensions are slow
+        return visible
+    bias = bias.to(arguments.width(q))[(None,) * (4 - bias.dim())]  # torch is slow with 3 dimensions
     above = bias >= LEAST_BIAS
-    return torch.where(above if seen is None else above & seen, bias, -math.inf)
+    return torch.where(above if visible is None else above & visible, bias, -math.inf)

@@ -1,15 +1,15 @@
-"""Rotary position embedding: pairs of a head's numbers turned by the angles of their position.
+"""Rotary position embedding: pairs of elements of a head, rotated by angles of their position.
 
     (y_a, y_b) = (x_a * cos - x_b * sin, x_b * cos + x_a * sin)        x, y (..., T, D), cos, sin (T, R / 2)
 
-The first R <= D numbers of a head are R / 2 pairs: (a, b) = (i, i + R / 2), or (2i, 2i + 1) where `interleaved`; the
-others pass through. The gradient is turned back::
+The first R <= D elements of a head are R / 2 pairs: (a, b) = (i, i + R / 2), or (2i, 2i + 1) if `interleaved`; the
+others are copied. The gradient is the rotation in the opposite direction::
 
-    dx = the same of dy, with -sin
+    dx = rotary(dy) with -sin
 
-Moves: forward and backward each read 1 and write 1 tensor, and the tables once for four heads. Saves: the tables, which
-are inputs.
-Sources: 1. Su et al. 2021, arXiv:2104.09864, section 3.4.2: pairs side by side. 2. Black et al. 2022,
+Moves: forward and backward each read 1 and write 1 tensor, and the tables once for four heads. Saves: its inputs cos
+and sin.
+Sources: 1. Su et al. 2021, arXiv:2104.09864, section 3.4.2: adjacent pairs. 2. Black et al. 2022,
 arXiv:2204.06745, section 2.1.1: halves of a head, and a part of it.
 """
 
@@ -33,7 +33,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) ->
     return torch.cat([pairs.flatten(-2).to(x.dtype), x[..., 2 * half :]], dim=-1)
 
 
-# By bytes per element: pairs of a tile are one vector of 16 bytes per thread and half; heads that share one reading of
+# By bytes per element: each thread loads 16 bytes from either half of a tile's pairs. The HEADS that share one load of
 # the tables are in flight together. Derived, not measured.
 LAUNCH = {
     2: {"PAIRS": 1024, "COLUMNS": 256, "HEADS": 4, "num_warps": 4},
@@ -48,7 +48,7 @@ def _kernel(
     BACK: tl.constexpr, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr, PART: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Turn ROWS positions by COLUMNS pairs of HEADS heads; where PART, copy as many numbers that pass through."""
+    """Rotate ROWS positions by COLUMNS pairs of HEADS heads; with PART, copy as many of the other elements."""
     across = tl.cdiv(tl.maximum(2 * half, rest), 2 * COLUMNS)
     first = (tl.program_id(0) % across) * COLUMNS
     left = tl.program_id(0) // across
@@ -89,7 +89,7 @@ def _kernel(
 
 
 def _out(x: Tensor) -> Tensor:
-    """Return memory laid out as x, of at most four dimensions, the last in one piece."""
+    """Return uninitialised memory for the result: with x's strides if the kernel can address them, else contiguous."""
     y = torch.empty_like(x)
     return y if x.dim() <= 4 and y.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -101,7 +101,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) 
         return y
     half, rest = cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
     x_, y_, cos_, sin_ = (_four(each, x.shape[:-1]) for each in (x, y, cos, sin))
-    if cos_.stride(1) and not cos_.stride(2):  # (..., T, heads, D): the tables differ along the one before the last
+    if cos_.stride(1) and not cos_.stride(2):  # (..., T, heads, D): the tables vary along dimension -3, not -2
         x_, y_, cos_, sin_ = (each.transpose(1, 2) for each in (x_, y_, cos_, sin_))
     batch, heads, rows, _ = x_.shape
     row = LAUNCH[x.element_size()]
@@ -119,7 +119,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) 
 
 
 def _four(x: Tensor, leading: torch.Size) -> Tensor:
-    """Return a tensor, spread over the leading dimensions, as one of four dimensions, the last in one piece."""
+    """Return a tensor, expanded over the leading dimensions, with four dimensions, of which the last is contiguous."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     x = x.expand(*leading, x.shape[-1])
     return x.reshape(-1, *x.shape[-3:]) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
@@ -146,19 +146,19 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Return x with the first numbers of each head turned by the angles of its position.
+    """Return x with the first elements of each head rotated by the angles of its position.
 
     Args:
         x: (..., T, D) float32, float16 or bfloat16 (float64 by the reference), of any strides.
-        cos: (T, R / 2), or what broadcasts to x's leading dimensions and R / 2; R <= D. Of any floating dtype, since
-            all is computed in float32 and rounded once.
+        cos: (T, R / 2), or what broadcasts to x's leading dimensions and R / 2; R <= D. Of any floating-point dtype:
+            the rotation is computed in float32 and rounded once.
         sin: as cos.
-        interleaved: pairs are neighbours, (0, 1), (2, 3), ...; otherwise (0, R / 2), (1, R / 2 + 1), ...
+        interleaved: pairs are adjacent, (0, 1), (2, 3), ...; otherwise (0, R / 2), (1, R / 2 + 1), ...
 
-    Tables (B, T, R) whose two halves are equal, as Hugging Face makes them, are given as
-    `cos[:, None, :, : R // 2]` to x (B, heads, T, D). The tables have no gradient.
+    For x (B, heads, T, D) and Hugging Face's tables (B, T, R), whose two halves are equal, pass
+    `cos[:, None, :, : R // 2]`. The tables have no gradient.
 
-    Raises `KernelError` for another dtype or shape, where devices differ, and for tables that require a gradient.
+    Raises `KernelError` for any other dtype or shape, where devices differ, and for tables that require a gradient.
     """
     arguments.floating(x=x, cos=cos, sin=sin)
     _check_tables(x, cos, sin)
@@ -180,6 +180,6 @@ def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         if table.requires_grad:
             raise KernelError(
-                f"{name} has no gradient", where=name, got="a table that requires one", want="a constant",
+                f"{name} gets no gradient", where=name, got="requires_grad=True", want="a constant",
                 hint=f"{name}.detach()",
             )  # fmt: skip

@@ -1,12 +1,12 @@
-"""Attention that never holds the scores: softmax(q k^T) v, block by block, with masks, bias and dropout at once.
+"""Attention without the matrix of scores in memory: softmax(q k^T) v by blocks, with masks, bias and dropout.
 
 q (B, H, Sq, D), k and v (B, G, Sk, D), where G divides H and head h reads keys and values h // (H / G)::
 
     s = scale * q k^T + bias, -inf where masked       lse = log(sum_j exp(s_ij))      p = exp(s - lse)
-    out = (p * keep / (1 - ratio)) v                  keep = philox's mask of (B * H * Sq, Sk)
+    out = (p * keep / (1 - ratio)) v                  keep = the Philox mask of (B * H * Sq, Sk)
 
 Moves: forward reads q once, k and v once for each block of queries (mostly from the L2 cache), writes out and lse;
-nothing of Sq x Sk. Saves: q, k, v, out, lse (B, H, Sq) float32 in base 2, and masks and seed as they were given.
+nothing of Sq x Sk. Saves: q, k, v, masks and seed as given, out, and lse (B, H, Sq) float32 in base 2.
 
 Sources: Milakov and Gimelshein 2018, arXiv:1805.02867 (softmax in one pass); Dao et al. 2022, arXiv:2205.14135,
 algorithms 1 and 2; Dao 2023, arXiv:2307.08691 (queries in parallel, scaling once at the end).
@@ -45,20 +45,20 @@ from fds.kernels.first_order import first_order
 from fds.kernels.language import cdiv, jit, on, tl
 from fds.kernels.philox import keep
 
-MOST_BYTES = 512  # of a row of q that a block takes
+MOST_BYTES = 512  # of a row of q that fits into a block
 
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_padding: Tensor | None = None,
     bias: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: Tensor | None = None, offset: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Return the same in plain torch, in float32 or wider, with all of the scores in memory. `seed` as `as_seed`."""
+    """Return the same in plain torch, in float32 or wider, with all scores in memory; `seed` is () int64."""
     probabilities, kept = _probabilities(q, k, key_padding, bias, seed, causal, _scale(q, scale), p, offset)
     return (probabilities * kept @ _heads(v, q)).to(q.dtype)
 
 
 def _probabilities(q, k, key_padding, bias, seed, causal, scale, p, offset) -> tuple[Tensor, Tensor | float]:
-    """Return softmax(q k^T), rows without any key zero, and what dropout multiplies it with."""
+    """Return softmax(q k^T), zero in rows without any key, and the factor of dropout."""
     b, h, m, n = *q.shape[:3], k.shape[2]
     s = _wide(q) @ _heads(k, q).mT * scale
     if bias is not None:
@@ -71,7 +71,7 @@ def _probabilities(q, k, key_padding, bias, seed, causal, scale, p, offset) -> t
         unseen = (s == -math.inf).all(-1, keepdim=True)
         probabilities = s.masked_fill(unseen, 0.0).softmax(-1).masked_fill(unseen, 0.0)
     else:
-        probabilities = s.softmax(-1)  # a causal row sees key 0 at least
+        probabilities = s.softmax(-1)  # a causal row sees at least key 0
     if p == 0:
         return probabilities, 1.0
     kept = philox.reference(seed, offset, b * h * m, n, p).view(b, h, m, n)
@@ -83,7 +83,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _heads(x: Tensor, q: Tensor) -> Tensor:
-    """Return keys or values once for each head of queries, (B, H, Sk, D)."""
+    """Return keys or values repeated for each head of queries, (B, H, Sk, D)."""
     x = _wide(x)
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
@@ -93,9 +93,9 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 
 # Blocks of queries and keys, warps and stages, by (columns, bytes per element, whether there is a bias or dropout).
-# Derived, not measured: one warp group multiplies 64 rows, two share what is read, and blocks are the largest found
-# that spill no registers on sm_90 (at most 16 bytes with a few combinations of masks). Products of float32 are three of
-# their parts each, and take many registers.
+# Derived, not measured: a warp group multiplies 64 rows, two groups share the loads, and blocks are the largest found
+# that spill no registers on sm_90 (at most 16 bytes with a few combinations of masks). A product of float32 is computed
+# as three of TF32, and takes many registers.
 LAUNCH = {
     (64, 2, False): blocks(128, 128, 8, 3),
     (64, 2, True): blocks(128, 64, 8, 3),
@@ -129,7 +129,7 @@ def _forward_kernel(
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     whole, last = key_ranges(first, num_keys, CAUSAL, QUERIES, KEYS)
-    for EDGE in tl.static_range(2):  # blocks that every query sees whole, then those that it may not
+    for EDGE in tl.static_range(2):  # blocks of keys that all queries see, then those at the edge
         for start in range(whole if EDGE else 0, last if EDGE else whole, KEYS):
             j = start + tl.arange(0, KEYS)
             k = load_rows(k_base, start, k_strides[2], num_keys, D, KEYS, BLOCK_D)
@@ -152,9 +152,9 @@ def _forward_kernel(
             sums = dot(weights.to(v.dtype), v, sums * shrink[:, None])
             highest = now
 
-    seen = total != 0
-    total = tl.where(seen, total, 1.0)
-    lse = tl.where(seen, highest + tl.log2(total), float("inf"))  # of no key: backward's weights are then 0
+    has_keys = total != 0
+    total = tl.where(has_keys, total, 1.0)
+    lse = tl.where(has_keys, highest + tl.log2(total), float("inf"))  # without keys inf: backward's weights are 0
     tl.store(lse_ptr + bh * num_queries + i, lse, mask=i < num_queries)
     out = sums * (kept_scale / total)[:, None]
     store_rows(out_ptr, out, b, h, i, num_heads, num_queries, D, BLOCK_D)
@@ -190,7 +190,7 @@ class _Flash(torch.autograd.Function):
     def setup_context(ctx, inputs, output) -> None:
         ctx.save_for_backward(*inputs[:6], *output)
         ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # no zeros for lse
+        ctx.set_materialize_grads(False)  # or zeros would be made for lse
         ctx.options = inputs[6:]
 
     @staticmethod
@@ -201,16 +201,16 @@ class _Flash(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """The reference that saves what the kernel saves, but lse: backward makes the scores again."""
+    """The reference, which saves as little as the kernel (without lse): backward computes the scores again."""
 
     @staticmethod
     def forward(q, k, v, key_padding, bias, seed, causal, scale, p, offset) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):  # its casts are made already
+        with torch.autocast(q.device.type, enabled=False):  # q, k and v are already cast
             out = reference(
                 q, k, v, causal=causal, key_padding=key_padding, bias=bias, scale=scale, p=p, seed=seed, offset=offset
             )
-        # As the kernel lays it out, so that heads merge without a copy to be kept. Not written in place: torch.compile
-        # of torch 2.11 then gives gradients of zero (github.com/pytorch/pytorch/issues/180642).
+        # Laid out as by the kernel, so that merging the heads makes no copy. Not written in place: torch.compile of
+        # torch 2.11 then gives gradients of zero (github.com/pytorch/pytorch/issues/180642).
         return out.transpose(1, 2).contiguous().transpose(1, 2)
 
     @staticmethod
@@ -236,37 +236,38 @@ def flash_attention(
     bias: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: int | Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Return softmax(scale * q k^T + bias) v, (B, H, Sq, D), without holding the scores, in backward either.
+    """Return softmax(scale * q k^T + bias) v, (B, H, Sq, D), without the scores in memory, in backward too.
 
-    A query that sees no key at all gives zeros, and zero gradients.
+    A query that sees no key gives zeros, and zero gradients.
 
     Args:
         q: (B, H, Sq, D) float32, float16 or bfloat16 (float64 by the reference). The kernel takes D up to 256,
-            in float32 up to 128. Any strides; nothing is copied where the last dimension is contiguous.
+            in float32 up to 128. Any strides; no copy is made where the last dimension is contiguous.
         k: (B, G, Sk, D) of q's dtype, where G divides H: query head h reads key head h // (H / G).
         v: as k.
         causal: query i sees keys 0 to i, also where Sq and Sk differ (as torch's `is_causal`).
-        key_padding: (B, Sk) bool, True where a key is real.
-        bias: floating, broadcastable to (B, H, Sq, Sk) and never expanded in memory; a constant. Below -1e30 it masks.
+        key_padding: (B, Sk) bool, False where a key is padding.
+        bias: floating, broadcastable to (B, H, Sq, Sk) and never expanded in memory; without a gradient.
+            Values below -1e30 mask.
         scale: of the products, finite; 1 / sqrt(D) if None.
-        p: ratio of the probabilities that dropout zeroes; the others are divided by 1 - p.
+        p: probability with which dropout zeroes an attention weight; the others are divided by 1 - p.
         seed: int or () int64 tensor on q's device; dropout needs one.
-        offset: which of the seed's masks. They are those of `masked_softmax` on scores (B, H, Sq, Sk).
+        offset: index of the mask among those of one seed. Masks are those of `masked_softmax` on scores (B, H, Sq, Sk).
 
-    Under autocast q, k and v are cast as by torch's attention. Raises `KernelError` for another dtype, shape or device,
-    D beyond a block, a bias that requires a gradient, a ratio outside [0, 1), and dropout without a seed.
+    Under autocast q, k and v are cast as by torch's attention. Raises `KernelError` for any other dtype, shape or
+    device, D beyond a block, a bias that requires a gradient, p outside [0, 1), and dropout without a seed.
     """
     q, k, v = arguments.as_products_cast(q, k, v)
     check(q, k, v, key_padding, bias, scale, p)
     is_triton = runs_triton(q)
     if is_triton and q.shape[3] * q.element_size() > MOST_BYTES:
         raise KernelError(
-            "q has a head dimension beyond a block", where="q", got=f"{q.shape[3]} of {q.dtype}",
+            "the head dimension of q exceeds a block", where="q", got=f"{q.shape[3]} of {q.dtype}",
             want=f"at most {MOST_BYTES // q.element_size()}",
             hint="fds.kernels.attention without dropout and masks; attn_dropout_checkpoint=False in a TransformerLayer",
         )  # fmt: skip
     seed = philox.as_seed(seed, q.device) if p else None
-    k = k.view_as(k) if k is q else k  # torch.compile takes no tensor twice
+    k = k.view_as(k) if k is q else k  # torch.compile does not accept one tensor as two arguments
     v = v.view_as(v) if v is q or v is k else v
     others = key_padding, bias, seed, bool(causal), float(_scale(q, scale)), float(p), offset
     return _Flash.apply(q, k, v, *others)[0] if is_triton else _Recomputed.apply(q, k, v, *others)

@@ -1,4 +1,4 @@
-"""What attention takes: bad arguments are refused by name, before anything is launched."""
+"""Checks of the arguments of attention, before anything is launched."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fds.kernels import arguments
 
 
 def check(q, k, v, key_padding, bias, scale, p) -> None:
-    """Raise `KernelError` unless these are arguments of attention."""
+    """Raise `KernelError` for arguments that attention does not take."""
     if isinstance(bias, Tensor) and bias.dtype == torch.bool:
         raise KernelError(
-            "bias is boolean, and would be added", where="bias", got="torch.bool",
-            want="floating numbers that are added to the scores",
-            hint="key_padding takes (B, Sk) bool; others are torch.zeros(mask.shape).masked_fill(~mask, -math.inf)",
+            "bias is boolean", where="bias", got="torch.bool",
+            want="floating-point numbers, which are added to the scores",
+            hint="key_padding takes (B, Sk) bool; for others torch.zeros(mask.shape).masked_fill(~mask, -math.inf)",
         )  # fmt: skip
     arguments.floating(q=q, k=k, v=v, bias=bias)
     arguments.same_dtype(q=q, k=k, v=v)
@@ -43,7 +43,7 @@ def _check_key_padding(key_padding: Tensor, q: Tensor, n: int) -> None:
     if not isinstance(key_padding, Tensor) or key_padding.dtype != torch.bool:
         raise KernelError(
             "key_padding is not boolean", where="key_padding",
-            got=str(getattr(key_padding, "dtype", type(key_padding))), want="torch.bool, True where a key is real",
+            got=str(getattr(key_padding, "dtype", type(key_padding))), want="torch.bool, False where a key is padding",
             hint="key_padding.bool() of a mask of ones and zeros",
         )  # fmt: skip
     arguments.shape((q.shape[0], n), key_padding=key_padding)
@@ -62,8 +62,8 @@ def _check_bias(bias: Tensor, scores: tuple[int, ...]) -> None:
         )  # fmt: skip
     if bias.requires_grad:
         raise KernelError(
-            "bias requires a gradient, and gets none here", where="bias", got="requires_grad=True",
-            want="a constant", hint="bias.detach(); a bias that learns needs torch's scaled_dot_product_attention",
+            "bias requires a gradient, and gets none", where="bias", got="requires_grad=True",
+            want="a constant", hint="bias.detach(); for a learned bias torch's scaled_dot_product_attention",
         )  # fmt: skip
 
 

@@ -1,12 +1,12 @@
-"""The gradients of `flash_attention`, block by block: the scores are made again, from lse, and never held.
+"""The gradients of `flash_attention` by blocks: the scores are computed again, with lse, and never stored.
 
 With dout the gradient of out, p and keep as in fds.kernels.attentions.flash, and c = 1 / (1 - ratio)::
 
     delta_i = sum_d dout_id out_id              dv = (p * keep * c)^T dout
     ds = p * (keep * c * dout v^T - delta)      dq = scale * ds k        dk = scale * ds^T q
 
-Two kernels: one over blocks of queries makes delta and dq, the next, over blocks of keys, dk and dv. No sum is
-shared between programs, so the result is the same every time.
+Two kernels: one over blocks of queries computes delta and dq, the next, over blocks of keys, dk and dv. No sum is
+shared between programs, so results are deterministic.
 Moves: q, k, v, out, dout, dq, dk, dv and again k and v for each block of queries, q and dout for each block of keys
 (mostly from the L2 cache); delta (B, H, Sq) float32 between the two.
 
@@ -38,7 +38,7 @@ from fds.kernels.attentions.flash_blocks import (
 from fds.kernels.language import cdiv, jit, on, tl
 from fds.kernels.philox import keep
 
-# As fds.kernels.attentions.flash.LAUNCH, derived, not measured: of the kernel over queries ...
+# As fds.kernels.attentions.flash.LAUNCH, derived, not measured. Of the kernel over queries ...
 OVER_QUERIES = {
     (64, 2, False): blocks(128, 64, 8, 2),
     (64, 2, True): blocks(128, 32, 8, 2),
@@ -51,7 +51,7 @@ OVER_QUERIES = {
     (128, 4, False): blocks(16, 32, 8, 2),
     (128, 4, True): blocks(16, 32, 8, 1),
 }
-# ... and of the one over keys, which sums into two blocks of registers instead of one.
+# ... and of the kernel over keys, which holds two blocks of sums in registers instead of one.
 OVER_KEYS = {
     (64, 2, False): blocks(64, 128, 8, 2),
     (64, 2, True): blocks(32, 128, 8, 2),
@@ -123,7 +123,7 @@ def _keys_kernel(
     bg = (tl.program_id(0) // num_blocks).to(tl.int64)
     key_heads = num_heads // GROUP
     b = bg // key_heads
-    first = tl.program_id(0) % num_blocks * KEYS  # under causal the longest come first
+    first = tl.program_id(0) % num_blocks * KEYS  # with CAUSAL the longest come first
     j = first + tl.arange(0, KEYS)
 
     k_base = head(k_ptr, b, bg % key_heads, k_strides)
@@ -132,7 +132,7 @@ def _keys_kernel(
     v = load_rows(v_base, first, v_strides[2], num_keys, D, KEYS, BLOCK_D)
     dk = tl.zeros([KEYS, BLOCK_D], tl.float32)
     dv = tl.zeros([KEYS, BLOCK_D], tl.float32)
-    # Every block is masked under causal: loops for the diagonal and the rest, as above, take too many registers.
+    # With CAUSAL every block is masked: separate loops for the diagonal and the rest need too many registers.
     start_at = first // QUERIES * QUERIES if CAUSAL else 0
     for member in range(GROUP):
         h = bg % key_heads * GROUP + member
@@ -146,16 +146,16 @@ def _keys_kernel(
                 dot(k, tl.trans(q), None) * (scale * LOG2E), b, h, i[None, :], j[:, None], num_queries, num_keys,
                 key_padding_ptr, key_padding_strides, bias_ptr, bias_strides, CAUSAL, False, HAS_PADDING, HAS_BIAS,
             )  # fmt: skip
-            lse = tl.load(lse_ptr + rows + i, mask=i < num_queries, other=float("inf"))  # so their weights are 0
+            lse = tl.load(lse_ptr + rows + i, mask=i < num_queries, other=float("inf"))  # so that weights are 0
             weights = tl.exp2(scores - lse[None, :])
             dout = load_rows(dout_base, start, dout_strides[2], num_queries, D, QUERIES, BLOCK_D)
             dweights = dot(v, tl.trans(dout), None)
-            given = weights
+            dropped = weights
             if DROPOUT:
                 kept = tl.trans(keep(tl.load(seed_ptr), offset, rows + i, first, threshold, KEYS))
-                given = tl.where(kept, weights, 0.0)
+                dropped = tl.where(kept, weights, 0.0)
                 dweights = tl.where(kept, dweights * kept_scale, 0.0)
-            dv = dot(given.to(dout.dtype), dout, dv)
+            dv = dot(dropped.to(dout.dtype), dout, dv)
             delta = tl.load(delta_ptr + rows + i, mask=i < num_queries, other=0.0)
             dscores = weights * (dweights - delta[None, :])
             dk = dot(dscores.to(q.dtype), q, dk)

@@ -1,4 +1,4 @@
-"""What the kernels of attention share: how a block is read, how its scores are masked, and what a launch is told."""
+"""What the kernels of attention share: loading, masking and storing blocks, and the arguments of a launch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from fds.kernels.language import cdiv, is_interpreted, jit, next_power_of_2, tl
 from fds.kernels.philox import threshold
 
 INTERPRETED = tl.constexpr(is_interpreted) if tl else None
-# A bias below this masks: the sum of what it would leave of a row is lost beside it in lse.
+# A bias below this masks: bias_block to it in float32, a row's other terms would be lost to rounding in lse.
 LEAST_BIAS = -1e30
 UNSEEN = tl.constexpr(LEAST_BIAS) if tl else None
 LOG2E = tl.constexpr(1.4426950408889634) if tl else None
-FAR = 2**22  # elements between rows that 32 bits still count over a block of 256
+FAR = 2**22  # stride of rows up to which 32-bit offsets suffice within a block of 256
 
 
 @jit
 def load_rows(base, start, stride, count, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return rows start + arange(ROWS) of a matrix of `count` rows, (ROWS, BLOCK_D), zero outside.
 
-    `stride` is in vectors of 16 bytes, and a row a whole number of them, made so by `in_vectors`.
+    `stride` is in vectors of 16 bytes, of which a row is a multiple (see `in_vectors`).
     """
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
     stride = stride * VECTOR
@@ -74,8 +74,8 @@ def key_ranges(first, num_keys, CAUSAL: tl.constexpr, QUERIES: tl.constexpr, KEY
 
 @jit
 def dot(a, b, c):
-    """Return a b + c in float32; of 16-bit numbers by tensor cores, of float32 by them too, in three products."""
-    if INTERPRETED:  # whose products take the bits of bfloat16 for integers
+    """Return a b + c in float32 by tensor cores; a product of float32 is three of TF32."""
+    if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16 as integers
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, c, input_precision="tf32x3")
@@ -88,13 +88,13 @@ def masked(
 ):  # fmt: skip
     """Return scores in base 2 with their bias, -inf where a query does not see a key.
 
-    i and j number queries and keys, in shapes that broadcast to the scores: either may lead.
+    i and j are the indices of queries and keys, in shapes that broadcast to those of the scores, in either order.
     """
     if HAS_BIAS:
         bias = bias_ptr + b * bias_strides[0] + h * bias_strides[1]
         at = bias + i.to(tl.int64) * bias_strides[2] + j.to(tl.int64) * bias_strides[3]
-        added = tl.load(at, mask=(i < num_queries) & (j < num_keys), other=float("-inf")).to(tl.float32)
-        scores += tl.where(added < UNSEEN, float("-inf"), added) * LOG2E
+        bias_block = tl.load(at, mask=(i < num_queries) & (j < num_keys), other=float("-inf")).to(tl.float32)
+        scores += tl.where(bias_block < UNSEEN, float("-inf"), bias_block) * LOG2E
     if HAS_PADDING:
         key_padding = key_padding_ptr + b * key_padding_strides[0]
         real = tl.load(key_padding + j.to(tl.int64) * key_padding_strides[1], mask=j < num_keys, other=0)
@@ -107,26 +107,26 @@ def masked(
 
 
 def in_vectors(x: Tensor) -> Tensor:
-    """Return x (B, H, S, D) as the kernels read it: rows of whole vectors of 16 bytes, zero beyond D, near each other.
+    """Return x (B, H, S, D) as the kernels read it: rows padded with zeros to vectors of 16 bytes, at most `FAR` apart.
 
-    It is x itself where it is so already, and a copy otherwise: scalar loads would take more registers than there are.
+    That is x itself where possible, else a copy: scalar loads would need too many registers.
     """
     n = 16 // x.element_size()
     is_whole = x.stride(3) == 1 and all(y % n == 0 for y in (x.shape[3], *x.stride()[:3])) and x.data_ptr() % 16 == 0
     if is_whole and x.stride(2) < FAR:
         return x
-    made = x.new_zeros(*x.shape[:3], cdiv(x.shape[3], n) * n)
-    made[..., : x.shape[3]] = x
-    return made
+    padded = x.new_zeros(*x.shape[:3], cdiv(x.shape[3], n) * n)
+    padded[..., : x.shape[3]] = x
+    return padded
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
-    """Return strides over batch, heads and rows in vectors of 16 bytes, so that the compiler sees their alignment."""
+    """Return strides over batch, heads and rows in vectors of 16 bytes, which tells the compiler their alignment."""
     return tuple(y * x.element_size() // 16 for y in x.stride()[:3])  # pyright: ignore[reportReturnType]  (three)
 
 
 def empty_rows(x: Tensor) -> Tensor:
-    """Return memory for a tensor like x (B, H, S, D), laid out (B, S, H, D), as what follows attention wants it."""
+    """Return uninitialised memory for a tensor like x (B, H, S, D), laid out as (B, S, H, D), so that heads merge."""
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 
@@ -134,9 +134,9 @@ def options(
     q: Tensor, k: Tensor, v: Tensor, d: int, key_padding: Tensor | None, bias: Tensor | None, seed: Tensor | None,
     causal: bool, scale: float, p: float, offset: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what every kernel of attention takes beside pointers to q, k and v, made so by `in_vectors`, and outputs.
+    """Return the arguments that all kernels of attention share, beside pointers; q, k and v come from `in_vectors`.
 
-    `d` counts the columns without the padding of `in_vectors`.
+    `d` is the head dimension without padding.
     """
     if bias is not None:
         bias = bias.expand(*q.shape[:3], k.shape[2])
@@ -153,7 +153,7 @@ def options(
 
 
 def width(d: int) -> int:
-    """Return the columns of a block that holds rows of d: a power of two, at least the 16 that tensor cores take."""
+    """Return the columns of a block for rows of d: a power of two, at least 16, the minimum of tensor cores."""
     return max(16, next_power_of_2(d))
 
 
@@ -163,9 +163,9 @@ def blocks(queries: int, keys: int, num_warps: int, num_stages: int) -> dict[str
 
 
 def kind(q: Tensor, bias: Tensor | None, p: float) -> tuple[int, int, bool]:
-    """Return which row of a launch table is q's."""
+    """Return the key of q's row in a launch table."""
     return max(width(q.shape[3]), 64), q.element_size(), bias is not None or p > 0
 
 
-# Arguments whose value is of no use to the compiler.
+# Arguments whose values the compiler does not specialise on.
 COUNTS = ["num_heads", "num_queries", "num_keys", "offset", "threshold"]

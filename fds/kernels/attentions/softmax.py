@@ -1,15 +1,15 @@
-"""Masked softmax with dropout over the last dimension: attention's probabilities, in one pass.
+"""Masked softmax over the last dimension with dropout, in one pass: the probabilities of attention.
 
     probs = softmax(scale * scores + mask)        out = keep * probs / (1 - p)
 
 `scores`, `probs` and `out` are (..., Sq, Sk); rows are the product of all but the last dimension. A column takes part
-where a boolean mask is true, where a floating one is not -inf, and where j <= i under causality. A row of which no
-column takes part is zeros, and its gradient too. With g = keep * dout / (1 - p)::
+where a boolean mask is true, where a floating-point one is not -inf, and with `causal` where j <= i. A row of which no
+column takes part is zero, and so is its gradient. With g = keep * dout / (1 - p)::
 
     dscores = scale * probs * (g - sum_j(g * probs))
 
-Moves: forward reads scores (and the mask, often from a cache) and writes probs, and out too where p > 0; backward reads
-probs and dout and writes dscores. Saves: probs, which without dropout is the output itself; the seed, no dropout mask.
+Moves: forward reads scores (and the mask, often from cache) and writes probs, and out too where p > 0; backward reads
+probs and dout and writes dscores. Saves: probs, which without dropout is the output itself, and the seed.
 Sources:
 1. Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3: the maximum and the sum of a row in one pass.
 2. Srivastava et al. 2014, JMLR 15:1929: dropout, here scaled in training.
@@ -33,8 +33,8 @@ def reference(
     scores: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal: bool = False, p: float = 0.0,
     seed: Tensor | None = None, offset: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Return the same in plain torch, with gradients of any order; it saves more."""
-    return philox.dropped(_probabilities(scores, mask, scale, causal), seed, offset, p).to(scores.dtype)
+    """Return the same in plain torch, with gradients of any order; backward needs more memory."""
+    return philox.dropout(_probabilities(scores, mask, scale, causal), seed, offset, p).to(scores.dtype)
 
 
 def _probabilities(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
@@ -50,7 +50,7 @@ def _probabilities(scores: Tensor, mask: Tensor | None, scale: float, causal: bo
 
 
 class _Saved(torch.autograd.Function):
-    """The reference with the memory of the kernel; its backward is differentiable, since `probs` is an output."""
+    """The reference, which saves as little as the kernel; backward is differentiable, because `probs` is an output."""
 
     @staticmethod
     def forward(
@@ -59,7 +59,7 @@ class _Saved(torch.autograd.Function):
         probs = _probabilities(scores, mask, scale, causal)
         if probs.dtype != scores.dtype:  # see fds.kernels.norms.normalization.scaled
             probs = probs.to(scores.dtype)
-        return (philox.dropped(probs, seed, offset, p), probs) if p else (probs, None)
+        return (philox.dropout(probs, seed, offset, p), probs) if p else (probs, None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -70,16 +70,16 @@ class _Saved(torch.autograd.Function):
         probs, seed = ctx.saved_tensors
         wide = arguments.width(probs)
         y = probs.to(wide)
-        g = 0.0 if dout is None else philox.dropped(dout.to(wide), seed, ctx.offset, ctx.p)
+        g = 0.0 if dout is None else philox.dropout(dout.to(wide), seed, ctx.offset, ctx.p)
         g = g if dprobs is None else g + dprobs
         dscores = ctx.scale * y * (g - (g * y).sum(-1, keepdim=True))
         return dscores.to(probs.dtype), *[None] * 6
 
 
-# Sixteen elements per thread: two 16-byte loads in flight of each 16-bit tensor, four of float32, and 16 registers for
-# a tile in float32. Rows of up to WHOLE columns stay in registers (sixteen warps); longer ones are read twice, in
-# chunks, the second time from L2 mostly: of 65536 columns in 16 bits, 132 processors with two programs each hold 35 MB
-# of 50. Short rows share a program. Not measured.
+# Sixteen elements per thread: two 16-byte loads in flight per 16-bit tensor, four per float32 tensor, and 16 registers
+# for a tile in float32. Rows of up to WHOLE columns stay in registers (sixteen warps); longer ones are read twice, in
+# chunks, the second time mostly from L2: with 65536 columns in 16 bits, two programs on each of 132 multiprocessors use
+# 35 MB of its 50. Short rows share a program. Derived, not measured.
 LAUNCH = {"TILE": 2048, "WHOLE": 8192, "CHUNK": 4096, "per_thread": 16}
 
 
@@ -101,7 +101,7 @@ def _load(
     takes_part = inside
     if CAUSAL:
         takes_part = inside & (column[None, :] <= query[:, None])
-        # what no query of the tile sees is not read; a bound by whole vectors, which stay vectors
+        # columns that no query of the tile sees are not read; the bound is a multiple of 16, which keeps vector loads
         inside = inside & (column < (tl.max(query, 0) // 16 + 1) * 16)[None, :]
     at = start + query[:, None].to(tl.int64) * num_columns + column[None, :]
     s = tl.load(scores_ptr + at, mask=inside, other=0.0).to(tl.float32) * scale
@@ -180,7 +180,7 @@ def _load_gradient(
     dout_ptr, probs_ptr, row, first, num_rows, num_columns, seed_ptr, offset, threshold, kept_scale,
     DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradient of the probabilities and the probabilities of a tile, in float32."""
+    """Return the gradient with respect to the probabilities of a tile and the probabilities, in float32."""
     column = first + tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     at = row[:, None] * num_columns + column[None, :]
@@ -217,17 +217,17 @@ def _backward_kernel(
 
 
 def _dropout(p: float, seed: Tensor | None, like: Tensor, offset: int) -> tuple:
-    """Return seed, offset, threshold and the scale of what is kept, as the kernels take them."""
+    """Return the arguments of the kernels for dropout: seed, offset, threshold, and the factor of kept elements."""
     return like if seed is None else seed, offset, philox.threshold(p), 1 / (1 - p)
 
 
 def _four_dims(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, str]:
-    """Return the mask as (A, inner, Sq, Sk), strides 0 where it is broadcast, and its kind."""
+    """Return the mask as (A, inner, Sq, Sk), with strides of 0 where it is broadcast, and its kind."""
     if mask is None:
         return scores.new_empty(()).expand(1, 1, 1, 1), "none"
     kind, (*lead, queries, columns) = "boolean" if mask.dtype == torch.bool else "additive", scores.shape
     mask = mask.view(torch.uint8) if kind == "boolean" else mask.float() if mask.dtype == torch.float64 else mask
-    outer = torch.Size(lead[:-1]).numel()  # a copy only where more than two leading dims differ
+    outer = torch.Size(lead[:-1]).numel()  # a copy only where the mask varies in more than two leading dims
     return mask.expand(scores.shape).reshape(outer, lead[-1] if lead else 1, queries, columns), kind
 
 
@@ -280,12 +280,12 @@ def _(dout: Tensor, probs: Tensor, scale: float, p: float, seed: Tensor | None, 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     """Save the probabilities (the output itself without dropout) and the seed.
 
-    Both outputs are differentiable for autograd: a second derivative comes back through what is saved.
+    Neither output is marked as non-differentiable: second derivatives go through the saved tensors.
     """
     _, _, ctx.scale, _, ctx.p, seed, ctx.offset = inputs
     out, probs = output
     ctx.save_for_backward(out if probs is None else probs, seed)
-    ctx.set_materialize_grads(False)  # no zeros as large as probs, which has a gradient only then
+    ctx.set_materialize_grads(False)  # or zeros as large as probs would be made
 
 
 class _Softmax(torch.autograd.Function):
@@ -314,28 +314,28 @@ def masked_softmax(
 ) -> Tensor:  # fmt: skip
     """Return dropout(softmax(scale * scores + mask)) over the last dimension, (..., Sq, Sk) as scores.
 
-    A row of which no column takes part is zeros, with a gradient of zeros (torch.softmax gives NaN).
+    A row of which no column takes part is zero, and so is its gradient (torch.softmax gives NaN).
 
     Args:
         scores: (..., Sq, Sk) float32, float16 or bfloat16 (float64 by the reference).
-        mask: added to the scaled scores where floating; where boolean, true takes part. It broadcasts to the shape of
-            scores, such as (B, 1, 1, Sk) or (B, 1, Sq, Sk), and is read through its strides. It has no gradient.
+        mask: a floating-point mask is added to the scaled scores; in a boolean one, columns that are true take part.
+            Any shape that broadcasts to that of scores, such as (B, 1, 1, Sk) or (B, 1, Sq, Sk). No gradient.
         scale: multiplies the scores.
         causal: query i sees the columns j <= i, also where Sq and Sk differ (as in torch's attention).
-        p: the probability with which a result is dropped; others are divided by 1 - p.
+        p: the probability of dropping an element; the others are divided by 1 - p.
         seed: an integer, or () int64 on the device of scores; needed where p > 0.
-        offset: tells the masks of one seed apart; see fds.kernels.philox.
+        offset: index of the mask among those of one seed; see fds.kernels.philox.
 
-    Raises `KernelError` for another dtype or device, a mask that does not broadcast or wants a gradient, p outside
-    [0, 1), or a missing seed.
+    Raises `KernelError` for any other dtype or device, a mask that does not broadcast or requires a gradient, p
+    outside [0, 1), or a missing seed.
     """
     arguments.floating(scores=scores)
     _check_scores(scores)
     _check_mask(mask, scores)
     arguments.ratio("p", p)
     seed = philox.as_seed(seed, scores.device) if p else None
-    given = (scores, mask, float(scale), bool(causal), float(p), seed, offset)
-    return (_Softmax if runs_triton(scores) else _Saved).apply(*given)[0]
+    args = (scores, mask, float(scale), bool(causal), float(p), seed, offset)
+    return (_Softmax if runs_triton(scores) else _Saved).apply(*args)[0]
 
 
 def _check_scores(scores: Tensor) -> None:
@@ -356,5 +356,5 @@ def _check_mask(mask: Tensor | None, scores: Tensor) -> None:
         raise KernelError("mask does not broadcast to scores", where="mask", got=str(tuple(mask.shape)),
                           want=f"dims of {tuple(scores.shape)}, or 1")  # fmt: skip
     if mask.requires_grad and torch.is_grad_enabled():
-        raise KernelError("mask has no gradient, and requires one", where="mask", got="mask.requires_grad",
+        raise KernelError("mask gets no gradient, and requires one", where="mask", got="requires_grad=True",
                           want="a constant", hint="mask.detach(), or add a learned bias to scores")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Cross-entropy of tokens over a vocabulary, with label smoothing and z-loss: logits are read once, and once again.
+"""Cross-entropy of tokens over a vocabulary, with label smoothing and z-loss; logits are read once in each pass.
 
 For the row x (V,) of one token with target t, smoothing e, and z::
 
@@ -7,12 +7,13 @@ For the row x (V,) of one token with target t, smoothing e, and z::
     dx_j = dloss * (exp(x_j - m - l) * (1 + 2 * z * lse) - (1 - e) * [j = t] - e / V)
 
 An ignored token has loss 0 and gradient 0, whatever its logits. A target outside [0, V) that is not ignored makes its
-loss and its gradient NaN: only the device knows it, and raising would mean waiting for the device.
-m and l are kept apart, since their sum is rounded by its own size: at logits of 1000 every probability would be wrong
-in its fifth digit. Logits (N, V); targets (N,) int64; loss (N,) and (m, l) (N, 2) float32. Moves: forward reads logits,
-backward reads logits and writes their gradient. Saves: logits, targets, m and l.
-A row of an odd vocabulary (50257 of 2 bytes) starts anywhere, and a load of 16 bytes must not: both kernels cut a row
-into the part that lies on multiples of 16 bytes of memory, moved by vectors, and less than 16 bytes at either end.
+loss and its gradient NaN, because raising an error would mean waiting for the device.
+m and l are stored separately: their sum is rounded relative to its size, so that with logits of 1000 every probability
+would be wrong in its fifth digit. Logits (N, V); targets (N,) int64; loss (N,) and (m, l) (N, 2) float32.
+Loads of 16 bytes must be aligned, and the rows of an odd vocabulary (50257 of 2 bytes) are not: both kernels split a
+row into an aligned part, moved in vectors, and less than 16 bytes at either end.
+
+Moves: forward reads logits, backward reads logits and writes their gradient. Saves: logits, targets, m and l.
 Sources:
 1. Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3: maximum and sum in one pass.
 2. Szegedy et al. 2015, arXiv:1512.00567, section 7: label smoothing, as torch.nn.functional.cross_entropy has it.
@@ -38,7 +39,7 @@ REDUCTIONS = ("mean", "sum", "none")
 def reference(
     logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100
 ) -> Tensor:
-    """Return the loss of each token in plain torch, (N,) float32 (float64 of float64)."""
+    """Return the loss of each token in plain torch, (N,) float32 (float64 for float64)."""
     num_classes = logits.shape[-1]
     x = logits.to(arguments.width(logits))
     log_probs = x.log_softmax(-1)
@@ -48,14 +49,14 @@ def reference(
         loss = loss - label_smoothing / num_classes * log_probs.sum(-1)
     if z_loss:
         loss = loss + z_loss * x.logsumexp(-1).square()
-    # it multiplies, so that the gradient is NaN too
+    # a factor, so that the gradient is NaN too
     poison = torch.ones_like(loss).masked_fill(~is_inside & ~is_ignored, float("nan"))
     return (loss * poison).masked_fill(is_ignored, 0.0)
 
 
-# Sixteen elements per thread, eight warps: in 16 bits two loads of 16 bytes in flight, in float32 four, and in forward
-# 48 registers for a tile, the maxima and the sums of each lane; so four programs of a processor have 32 KB in flight,
-# about what latency times bandwidth asks of one. Smaller vocabularies take fewer warps. Not measured.
+# Sixteen elements per thread, eight warps: two loads of 16 bytes in flight in 16 bits, four in float32, and in forward
+# 48 registers for a tile and the maximum and sum of each lane. Four programs of a multiprocessor then have 32 KB in
+# flight, about latency times bandwidth. Smaller vocabularies take fewer warps. Derived, not measured.
 LAUNCH = {"BLOCK": 4096, "per_thread": 16}
 
 
@@ -66,7 +67,7 @@ def _launch(num_classes: int) -> dict[str, int]:
 
 @jit
 def _middle(base, num_classes, VECTOR: tl.constexpr):
-    """Return where whole vectors of a row start, a multiple of VECTOR, and how many elements they hold."""
+    """Return the first element of the aligned part of a row, a multiple of VECTOR, and the part's length."""
     first = (base + VECTOR - 1) // VECTOR * VECTOR
     last = (base + num_classes) // VECTOR * VECTOR
     return first, (tl.maximum(last, first) - first).to(tl.int32)
@@ -74,9 +75,9 @@ def _middle(base, num_classes, VECTOR: tl.constexpr):
 
 @jit
 def _ends(base, first, length, num_classes, VECTOR: tl.constexpr):
-    """Return the columns (2 * VECTOR,) before and after the whole vectors of a row, and which of them there are."""
+    """Return the columns (2 * VECTOR,) before and after the aligned part of a row, and a mask of those in the row."""
     lane = tl.arange(0, 2 * VECTOR)
-    before = (first - base).to(tl.int32)  # may exceed the row where it holds no whole vector
+    before = (first - base).to(tl.int32)  # may exceed a row without an aligned part
     column = tl.where(lane < VECTOR, lane, before + length + lane - VECTOR)
     return column, (column < num_classes) & ((lane >= VECTOR) | (lane < before))
 
@@ -91,7 +92,7 @@ def _forward_kernel(
     is_taken = target != ignore_index
     base = row * row_stride
     first, length = _middle(base, num_classes, VECTOR)
-    # Each lane has its own maximum, so that lanes wait for each other once a row, not once a tile; one exp per element.
+    # Each lane has its own maximum, so that lanes synchronise once per row, not once per tile. One exp per element.
     maximum = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     plain = tl.zeros((BLOCK,), tl.float32)
@@ -155,10 +156,10 @@ def _backward_kernel(
     at = tile * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
     x = tl.load(logits_ptr + first + at, mask=tl.where(is_taken, inside, False), other=-float("inf"))
-    # the column of the target counted from the first whole vector, as `at` is
+    # the target's column relative to the aligned part, as `at` is
     dx = _gradient(x, at, target - (first - base), top, log_sum, of_probability, of_target, of_every)
     tl.store(dlogits_ptr + first + at, dx.to(dlogits_ptr.dtype.element_ty), mask=inside)
-    if ENDS:  # noqa: SIM102  (this is settled when compiling)
+    if ENDS:  # noqa: SIM102  (a compile-time condition)
         if tile == 0:
             column, is_end = _ends(base, first, length, num_classes, VECTOR)
             x_end = tl.load(logits_ptr + base + column, mask=tl.where(is_taken, is_end, False), other=-float("inf"))
@@ -175,7 +176,7 @@ def launch_forward(
     logits: Tensor, targets: Tensor, loss: Tensor, norms: Tensor, label_smoothing: float, z_loss: float,
     ignore_index: int,
 ) -> None:  # fmt: skip
-    """Write loss (N,) and norms (N, 2), m and l, in float32, of logits (N, V), whose contiguous rows may lie apart."""
+    """Write loss (N,) and norms (N, 2), m and l, in float32, of logits (N, V) with contiguous rows of any stride."""
     if not targets.numel():
         return
     with on(logits):
@@ -189,7 +190,7 @@ def launch_backward(
     dloss: Tensor, logits: Tensor, targets: Tensor, norms: Tensor, dlogits: Tensor, label_smoothing: float,
     z_loss: float, ignore_index: int,
 ) -> None:  # fmt: skip
-    """Write the gradient of logits, laid out as logits and possibly in their place; dloss is (N,) float32."""
+    """Write the gradient with respect to logits, in their layout or over them; dloss is (N,) float32."""
     if not targets.numel():
         return
     meta = _launch(logits.shape[1])
@@ -202,7 +203,7 @@ def launch_backward(
 
 
 def _rows(logits: Tensor) -> Tensor:
-    """Return logits with contiguous rows, which may lie apart by no more than their own length."""
+    """Return logits with contiguous rows, at most their own length apart."""
     n, v = logits.shape
     return logits if logits.stride(1) == 1 and n > 1 and v <= logits.stride(0) <= 2 * v else logits.contiguous()
 
@@ -257,7 +258,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        logits, targets, *ctx.given = inputs
+        logits, targets, *ctx.options = inputs
         ctx.save_for_backward(logits, targets, output[1])
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
@@ -266,28 +267,28 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor | None, _: Any) -> tuple:
         if dloss is None:
             return (None,) * 5
-        return first_order(_backward, dloss, *ctx.saved_tensors, *ctx.given), *[None] * 4
+        return first_order(_backward, dloss, *ctx.saved_tensors, *ctx.options), *[None] * 4
 
 
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
-    """Return the cross-entropy of targets under softmax(logits), in float32 (float64 of float64).
+    """Return the cross-entropy of targets under softmax(logits), in float32 (float64 for float64).
 
-    It is torch.nn.functional.cross_entropy where z_loss is 0, with two differences: it is not rounded to 16 bits, and
-    the mean over no token at all is 0, not NaN: a microbatch of nothing but padding is ordinary.
-    A target outside [0, V) that is not ignored gives NaN, as loss and as gradient of its row.
+    With z_loss 0 it is torch.nn.functional.cross_entropy, but the result is not rounded to 16 bits, and the mean over
+    no tokens is 0 instead of NaN, as a microbatch may hold padding alone.
+    A target outside [0, V) that is not ignored makes its loss and the gradient of its row NaN.
 
     Args:
         logits: (..., V) float32, float16 or bfloat16 (float64 by the reference).
         targets: (...) int64.
-        label_smoothing: in [0, 1], the share of the target that is spread over all classes.
+        label_smoothing: in [0, 1], the probability that is spread over all classes.
         z_loss: adds z_loss * logsumexp(logits)^2 to the loss of each token.
         ignore_index: tokens with this target have loss 0 and are not counted by the mean.
         reduction: "mean" over tokens that are not ignored, "sum" (what `fds.Mean` takes as total), or "none": (...).
 
-    Raises `KernelError` for another dtype, shape or device, or a bad option.
+    Raises `KernelError` for any other dtype, shape or device, or a bad option.
     """
     arguments.floating(logits=logits)
     if logits.dim() < 1 or not logits.shape[-1]:
@@ -295,23 +296,23 @@ def cross_entropy(
     check_targets(targets, logits, "logits")
     check_options(label_smoothing, z_loss, ignore_index, reduction, REDUCTIONS)
     x, t = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    given = (float(label_smoothing), float(z_loss), ignore_index)
+    options = (float(label_smoothing), float(z_loss), ignore_index)
     if runs_triton(logits):
-        loss, _ = _CrossEntropy.apply(x, t, *given)
+        loss, _ = _CrossEntropy.apply(x, t, *options)
     else:
-        loss = reference(x, t, label_smoothing=given[0], z_loss=given[1], ignore_index=ignore_index)
+        loss = reference(x, t, label_smoothing=options[0], z_loss=options[1], ignore_index=ignore_index)
     if reduction == "none":
         return loss.reshape(targets.shape)
     return loss.sum() if reduction == "sum" else loss.sum() / num_tokens(targets, ignore_index)
 
 
 def num_tokens(targets: Tensor, ignore_index: int) -> Tensor:
-    """Return by what a mean divides: the number of targets that are not ignored, 1 where there are none; () int64."""
+    """Return the divisor of a mean, () int64: the number of targets that are not ignored, at least 1."""
     return (targets != ignore_index).sum().clamp(min=1)
 
 
 def check_targets(targets: Tensor, of: Tensor, name: str) -> None:
-    """Raise `KernelError` unless targets are int64, one for each last dimension of the tensor `name`, beside it."""
+    """Raise `KernelError` unless targets are int64, one for each row of the tensor `name`, on its device."""
     if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
         got = str(targets.dtype) if isinstance(targets, Tensor) else type(targets).__name__
         raise KernelError("targets are not a tensor of class indices", where="targets", got=got, want="int64")
@@ -326,9 +327,9 @@ def check_targets(targets: Tensor, of: Tensor, name: str) -> None:
 def check_options(
     label_smoothing: float, z_loss: float, ignore_index: int, reduction: str, reductions: tuple[str, ...]
 ) -> None:
-    """Raise `KernelError` for options of a cross-entropy that mean nothing."""
+    """Raise `KernelError` for options out of range."""
     if not is_number(label_smoothing) or not 0 <= label_smoothing <= 1:
-        raise KernelError("label_smoothing is not a share", where="label_smoothing", got=repr(label_smoothing),
+        raise KernelError("label_smoothing is out of range", where="label_smoothing", got=repr(label_smoothing),
                           want="a number in [0, 1]")  # fmt: skip
     if not is_number(z_loss) or not 0 <= z_loss < float("inf"):
         raise KernelError("z_loss is not a factor", where="z_loss", got=repr(z_loss), want="a number from 0 on")

@@ -1,19 +1,19 @@
-"""Cross-entropy of a linear head that never holds all logits: chunks of tokens, each turned into its gradient at once.
+"""Cross-entropy of a linear head without all logits in memory: each chunk of them becomes its gradient at once.
 
     total = sum_i(loss(hidden_i @ weight.T + bias, target_i))        the loss as in fds.kernels.losses._cross_entropy
 
-Hidden (N, H), weight (V, H), targets (N,). For a chunk of C tokens the forward pass makes the logits (C, V), writes
-their gradient over them, and multiplies it on at once::
+Hidden (N, H), weight (V, H), targets (N,). For a chunk of C tokens the forward pass computes the logits (C, V),
+overwrites them with their gradient, and multiplies that with hidden and weight::
 
     dhidden_c = dlogits_c @ weight        dweight += dlogits_c.T @ hidden_c        dbias += sum_i(dlogits_ci)
 
-so backward only scales by the gradient of the total, a number that it reads on the device.
-Holds: C * V logits, dhidden in its dtype, dweight in float32 (4 * V * H bytes), what is asked for only; backward
-writes both in their dtypes. Plain torch holds N * V two or three times. Moves, beyond the three products: 3 * N * V
-elements of logits, and dweight twice per chunk. Saves: dhidden and dweight; neither hidden nor weight.
+so backward only scales by the gradient of the total, which it reads on the device.
+Holds: C * V logits and, if required, dhidden in its dtype and dweight in float32 (4 * V * H bytes); backward writes
+both in their dtypes. Plain torch holds N * V two or three times. Moves, beside the three products: 3 * N * V elements
+of logits, and dweight twice per chunk. Saves: dhidden and dweight; neither hidden nor weight.
 Sources:
 1. Hsu et al. 2024, arXiv:2410.10989, section 3.2: the chunks, with gradients computed in the forward pass.
-2. Wijmans et al. 2024, arXiv:2411.09009: the same loss, for the memory that is at stake.
+2. Wijmans et al. 2024, arXiv:2411.09009: the same loss, and the memory that it takes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from fds.kernels.language import cdiv
 from fds.kernels.losses import _cross_entropy as token_loss
 from fds.kernels.losses._cross_entropy import check_options, check_targets, launch_backward, launch_forward, num_tokens
 
-# A row of a chunk starts at a multiple of 64 elements, 128 bytes of 16-bit numbers: the fast kernels of torch.mm want
-# rows on 16 bytes, where rows of 50257 numbers do not start, and loads of 16 bytes want the same.
+# Rows of a chunk start at multiples of 64 elements, 128 bytes in 16 bits: the fast kernels of torch.mm, and loads of 16
+# bytes, need rows aligned to 16 bytes, which rows of 50257 elements are not.
 ROW = 64
-# A slice of dweight in float32, before it is added: it stays in the 50 MB of L2, and the peak grows by this much only.
+# Of a product that is added to dweight, in float32: it stays in the 50 MB of L2, and adds this much to peak memory.
 SLICE_BYTES = 2**25
 
 _LEVELS: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  (what torch.func wraps tensors with)
@@ -53,12 +53,12 @@ def reference(
 
 
 def chunk_size(num_tokens: int) -> int:
-    """Return how many tokens a chunk has: a quarter of them, but 1024 to 4096 and at most half, all about alike.
+    """Return the tokens per chunk: a quarter of all, but 1024 to 4096 and at most half, in chunks of about equal size.
 
     A chunk reads and writes dweight (8 * V * H bytes) beside 6 * C * V * H operations: on an H200 (4.3 TB/s, 700 of its
-    989 Tflop/s) 21% of the time of its products with 1024 tokens, 11% with 2048, 5% with 4096. More buys nothing but
-    memory, less is slow; between, a quarter of the logits is small beside the two or three times all of them that plain
-    torch holds. Derived, not measured.
+    989 Tflop/s) that is 21% of the time of its products with 1024 tokens, 11% with 2048, 5% with 4096. Larger chunks
+    gain little and cost memory, smaller ones are slow; a quarter of the logits is small beside the two or three times
+    all of them that plain torch holds. Derived, not measured.
     """
     most = max(min(max(cdiv(num_tokens, 4), 1024), 4096, cdiv(num_tokens, 2)), 1)
     even = cdiv(num_tokens, max(cdiv(num_tokens, most), 1))
@@ -69,11 +69,11 @@ def total_and_gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, label_smoothing: float, z_loss: float,
     ignore_index: int, chunk_tokens: int, wants: list[bool], by_kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the summed loss, and its gradients of hidden, weight and bias, empty where it is not wanted.
+    """Return the summed loss and its gradients with respect to hidden, weight and bias, each empty unless in `wants`.
 
-    The gradient of hidden has hidden's dtype; the loss and the other two are float32 (float64 of float64).
+    The gradient of hidden has hidden's dtype; the loss and the other gradients are float32 (float64 for float64).
     """
-    given = (label_smoothing, z_loss, ignore_index)
+    options = (label_smoothing, z_loss, ignore_index)
     n, v = hidden.shape[0], weight.shape[0]
     total, dhidden, dweight, dbias = _outputs(hidden, weight, wants)
     dweight.zero_()
@@ -88,7 +88,7 @@ def total_and_gradients(
             torch.mm(h, weight.T, out=logits)
         else:
             torch.addmm(bias, h, weight.T, out=logits)
-        (_kernels if by_kernels else _torch)(logits, t, losses[rows], any(wants), *given)
+        (_kernels if by_kernels else _torch)(logits, t, losses[rows], any(wants), *options)
         if wants[0]:
             torch.mm(logits, weight, out=dhidden[rows])
         if wants[1]:
@@ -98,19 +98,19 @@ def total_and_gradients(
     return losses.sum(), dhidden, dweight, dbias
 
 
-def _kernels(logits: Tensor, targets: Tensor, losses: Tensor, wants: bool, *given: Any) -> None:
-    """Write the losses, and over logits their gradient."""
+def _kernels(logits: Tensor, targets: Tensor, losses: Tensor, wants: bool, *options: Any) -> None:
+    """Write the losses, and overwrite logits with their gradient if `wants`."""
     norms = losses.new_empty(*losses.shape, 2)
-    launch_forward(logits, targets, losses, norms, *given)
+    launch_forward(logits, targets, losses, norms, *options)
     if wants:
-        launch_backward(losses.new_ones(1).expand(losses.shape), logits, targets, norms, logits, *given)
+        launch_backward(losses.new_ones(1).expand(losses.shape), logits, targets, norms, logits, *options)
 
 
 def _torch(
     logits: Tensor, targets: Tensor, losses: Tensor, wants: bool, label_smoothing: float, z_loss: float,
     ignore_index: int,
 ) -> None:  # fmt: skip
-    """Write the same in plain torch."""
+    """Do what `_kernels` does in plain torch."""
     x, v = logits.to(losses.dtype), logits.shape[1]
     losses.copy_(
         token_loss.reference(x, targets, label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index)
@@ -126,7 +126,7 @@ def _torch(
 
 
 def _add_product(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
-    """Add dlogits.T @ hidden to total; of 16-bit numbers in float32, since a rounded sum of chunks loses digits."""
+    """Add dlogits.T @ hidden to total, in float32 for 16-bit numbers, since rounding sums of chunks loses digits."""
     if total.dtype == hidden.dtype:
         total.addmm_(dlogits.T, hidden)
         return
@@ -142,10 +142,10 @@ def _add_product(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
 
 def _outputs(hidden: Tensor, weight: Tensor, wants: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = arguments.width(hidden)
-    made = lambda wanted, shape, dtype: hidden.new_empty(shape if wanted else (0,), dtype=dtype)
+    new = lambda wanted, shape, dtype: hidden.new_empty(shape if wanted else (0,), dtype=dtype)
     return (
-        hidden.new_empty((), dtype=wide), made(wants[0], hidden.shape, hidden.dtype),
-        made(wants[1], weight.shape, wide), made(wants[2], weight.shape[:1], wide),
+        hidden.new_empty((), dtype=wide), new(wants[0], hidden.shape, hidden.dtype),
+        new(wants[1], weight.shape, wide), new(wants[2], weight.shape[:1], wide),
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, label_smoothing: float, z_loss: float,
     ignore_index: int, chunk_tokens: int, wants: list[bool], by_kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    with torch.autocast(hidden.device.type, enabled=False):  # its casts are made already; those of sums are unwelcome
+    with torch.autocast(hidden.device.type, enabled=False):  # the arguments are cast already, and sums must not be
         return total_and_gradients(
             hidden, weight, targets.contiguous(), bias, label_smoothing, z_loss, ignore_index, chunk_tokens, wants,
             by_kernels,
@@ -163,12 +163,12 @@ def _forward(
 
 @torch.library.custom_op("fds::linear_cross_entropy_backward", mutates_args=())
 def _backward(dtotal: Tensor, dhidden: Tensor, dweight: Tensor, dbias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = dhidden.dtype  # of all that was given; an empty one has it too
+    dtype = dhidden.dtype  # of hidden, weight and bias; an empty gradient has it too
     return _scaled(dhidden, dtotal, dtype), _scaled(dweight, dtotal, dtype), _scaled(dbias, dtotal, dtype)
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x * factor, rounded once: a factor of no dims would be rounded to the dtype of x first."""
+    """Return x * factor, rounded once: torch would round a factor () to the dtype of x first."""
     return torch.mul(x, factor.reshape(1), out=torch.empty_like(x, dtype=dtype))
 
 
@@ -188,14 +188,14 @@ def _(dtotal: Tensor, dhidden: Tensor, dweight: Tensor, dbias: Tensor) -> tuple[
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(*given: Any) -> tuple[Tensor, ...]:
-        return _forward(*given)
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return _forward(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.wants = inputs[-2]
-        ctx.save_for_backward(*output[1:])  # differentiable for autograd, so that first_order refuses their gradients
-        ctx.set_materialize_grads(False)  # no zeros as large as they are
+        ctx.save_for_backward(*output[1:])  # not marked non-differentiable: see first_order
+        ctx.set_materialize_grads(False)  # or zeros of their sizes would be made
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor | None, *_: Any) -> tuple:
@@ -210,31 +210,31 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, label_smoothing: float = 0.0,
     z_loss: float = 0.0, ignore_index: int = -100, reduction: str = "mean", chunk_tokens: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return cross_entropy(linear(hidden, weight, bias), targets) without ever holding the logits of all tokens.
+    """Return cross_entropy(linear(hidden, weight, bias), targets) without the logits of all tokens in memory.
 
-    Gradients of what requires them are computed in the forward pass: evaluate under torch.no_grad, and do not wrap the
-    head in an activation checkpoint, which would compute them twice. Under autocast hidden, weight and bias are cast as
-    by torch.nn.functional.linear. The loss is float32, float64 of float64.
+    Gradients are computed in the forward pass, for arguments that require them: evaluate under torch.no_grad, and do
+    not wrap the head in an activation checkpoint, which would compute them twice. Under autocast hidden, weight and
+    bias are cast as by torch.nn.functional.linear. The loss is float32, or float64 for float64.
 
     Args:
         hidden: (..., H) float32, float16, bfloat16 or float64.
-        weight: (V, H) in the dtype of hidden; its gradient adds up where it is used elsewhere too.
+        weight: (V, H) in the dtype of hidden; it may be used elsewhere too.
         targets: (...) int64.
         bias: (V,) in the dtype of hidden.
         label_smoothing: as in `cross_entropy`, like z_loss and ignore_index.
         z_loss: the factor of logsumexp(logits)^2.
         ignore_index: the target of tokens that are not counted.
-        reduction: "mean" over the tokens that are not ignored, or "sum", what `fds.Mean` takes as total.
-        chunk_tokens: how many tokens a chunk has; `chunk_size` says how many by default.
+        reduction: "mean" over the tokens that are not ignored, or "sum" (what `fds.Mean` takes as total).
+        chunk_tokens: tokens per chunk; by default chosen from the number of tokens.
 
-    Raises `KernelError` for another dtype, shape or device, or a bad option.
+    Raises `KernelError` for any other dtype, shape or device, or a bad option.
     """
     _check(hidden, weight, targets, bias, chunk_tokens)
     if reduction == "none":
         raise KernelError(
-            "the losses of single tokens would need a gradient each", where="reduction", got="'none'",
-            want="'mean' or 'sum', since gradients are computed in the forward pass, before anyone weighs tokens",
-            hint="cross_entropy(F.linear(hidden, weight), targets, reduction='none') does it, and holds all logits",
+            "there is no reduction 'none' here", where="reduction", got="'none'",
+            want="'mean' or 'sum', since gradients are computed in the forward pass, before the tokens are weighted",
+            hint="cross_entropy(F.linear(hidden, weight), targets, reduction='none') does, and holds all logits",
         )  # fmt: skip
     check_options(label_smoothing, z_loss, ignore_index, reduction, ("mean", "sum"))
     tensors = arguments.as_products_cast(hidden, weight, bias)
@@ -250,10 +250,10 @@ def linear_cross_entropy(
 
 
 def _requires_grad(x: Tensor | None) -> bool:
-    """Say whether anyone wants a gradient of x: each level of torch.func wraps it anew, and knows of its own only."""
+    """Return whether x requires a gradient at any level of torch.func: each level wraps it, and only knows its own."""
     if x is None or x.requires_grad:
         return x is not None
-    if torch.compiler.is_compiling():  # which cannot unwrap: at any level it may be wanted
+    if torch.compiler.is_compiling():  # cannot unwrap: any level may require it
         return _LEVELS.peek_interpreter_stack() is not None
     wrapped = _LEVELS.is_functorch_wrapped_tensor(x)
     return wrapped and _requires_grad(_LEVELS.get_unwrapped(x))

@@ -1,17 +1,17 @@
-"""Rows brought to a common scale: what layer_norm and rms_norm share, by formulas and by kernels.
+"""What layer_norm and rms_norm share: the equations, their implementation in plain torch, and that by kernels.
 
 With x (R, N) the input (the sum, where there is a residual), mu = mean(x) (0 for RMS) and
 r = 1 / sqrt(mean((x - mu)^2) + eps)::
 
     x_hat = (x - mu) * r        y = x_hat * weight + bias
 
-With dy the gradient of y, g = dy * weight, and ds that of the sum where it is an output::
+With dy the gradient of y, g = dy * weight, and ds the gradient of the sum if that is an output::
 
     dx = r * (g - mean(g) - x_hat * mean(g * x_hat)) + ds        (RMS: without mean(g))
     dweight = sum over rows of dy * x_hat        dbias = sum over rows of dy
 
-`invertible` saves y in place of x: backward finds x_hat = (y - bias) / weight, clipped to [-sqrt(N), sqrt(N)], which
-no x_hat exceeds, and 0 where weight is 0.
+`invertible` saves y in place of x. Backward recovers x_hat = (y - bias) / weight, clipped to its range, which is
+[-sqrt(N), sqrt(N)], and 0 where weight is 0.
 Source: Ba et al. 2016, arXiv:1607.06450, section 3; Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
 """
 
@@ -34,10 +34,10 @@ def check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tenso
     arguments.floating(x=x, residual=residual, weight=weight, bias=bias)
     arguments.alike(x=x, residual=residual)
     if x.dim() == 0:
-        raise KernelError("a number has no dimension to normalise over", where="x", got="()", want="(..., N)")
+        raise KernelError("x has no dimension to normalise over", where="x", got="()", want="(..., N)")
     arguments.shape((x.shape[-1],), weight=weight, bias=bias)
     if not is_number(eps) or not 0 <= eps < math.inf:
-        raise KernelError("eps is not a small number", where="eps", got=repr(eps), want="a finite number from 0 on")
+        raise KernelError("eps is out of range", where="eps", got=repr(eps), want="a finite number from 0 on")
 
 
 def unit(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
@@ -52,13 +52,13 @@ def scaled(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: tor
     """Return x_hat * weight + bias as `dtype`."""
     y = x_hat if weight is None else x_hat * weight.to(x_hat.dtype)
     y = y if bias is None else y + bias.to(x_hat.dtype)
-    # Of what forward returns after `.to` its own dtype, torch.compile of torch 2.11 takes a gradient of zero
+    # Without `.to` the same dtype, of whose result torch.compile of torch 2.11 computes a gradient of zero
     # (github.com/pytorch/pytorch/issues/180642).
     return y if y.dtype == dtype else y.to(dtype)
 
 
 def inverted(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return x_hat as `y` tells it, in the width of `y`."""
+    """Return x_hat recovered from `y`, in the width of `y`."""
     x_hat = y.to(arguments.width(y))
     x_hat = x_hat if bias is None else x_hat - bias.to(x_hat.dtype)
     if weight is None:
@@ -73,7 +73,7 @@ def _over_rows(x: Tensor) -> Tensor:
 
 
 class Formulas(torch.autograd.Function):
-    """Save what the kernels save, in plain torch; a second derivative is that of these formulas."""
+    """The same in plain torch, saving as little as the kernels; backward is differentiable."""
 
     @staticmethod
     def forward(
@@ -104,7 +104,7 @@ class Formulas(torch.autograd.Function):
         g = dy_wide if weight is None else dy_wide * weight.to(x_hat.dtype)
         dx = g - x_hat * (g * x_hat).mean(-1, keepdim=True)
         dx = r * (dx - g.mean(-1, keepdim=True) if ctx.centered else dx)
-        if ctx.invertible:  # a second derivative comes back through r, which then is an output like another
+        if ctx.invertible:  # second derivatives go through r, then a differentiable output
             dx = dx - dr * r * r * x_hat / max(x_hat.shape[-1], 1)
         dweight = _over_rows(dy_wide * x_hat).to(weight.dtype) if weight is not None else None
         dbias = _over_rows(dy_wide).to(ctx.bias_dtype) if ctx.bias_dtype is not None else None
@@ -112,7 +112,7 @@ class Formulas(torch.autograd.Function):
 
 
 class Kernels(torch.autograd.Function):
-    """Normalise by the kernels of normalization_forward and normalization_backward."""
+    """The kernels of normalization_forward and normalization_backward."""
 
     @staticmethod
     def forward(
@@ -136,8 +136,8 @@ class Kernels(torch.autograd.Function):
             ctx.save_for_backward(x if residual is None else total, r, weight, mean)
         else:
             ctx.save_for_backward(x if residual is None else total, r, weight)
-        # What is saved and is no input is not marked as non-differentiable: a second derivative comes back through it,
-        # and is refused by `first_order` instead of being 0.
+        # Saved outputs are not marked as non-differentiable, so that `first_order` raises an error for a second
+        # derivative that goes through them; it would be 0 otherwise.
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -145,7 +145,7 @@ class Kernels(torch.autograd.Function):
         x, r, weight, *rest = ctx.saved_tensors
         bias, mean = (rest[0], None) if ctx.invertible else (None, rest[0] if rest else None)
         dy = torch.zeros_like(x) if dy is None else dy
-        dtotal = dtotal if ctx.returns_sum else None  # torch.compile hands zeros for what has no gradient
+        dtotal = dtotal if ctx.returns_sum else None  # torch.compile passes zeros where there is no gradient
         wanted = zip(ctx.dtypes, ctx.needs_input_grad[2:4], strict=True)
         dtypes = [dtype if needed else None for dtype, needed in wanted]
         dx, *dparams = first_order(

@@ -1,11 +1,11 @@
-"""Normalise rows, backward: programs that stay, walk over rows, and keep their part of the weight's gradient.
+"""Backward of normalisation: persistent programs loop over rows and sum their part of the weight's gradient.
 
 The equations are in fds.kernels.norms.normalization. dweight and dbias are summed in two steps and in a fixed order,
-without atomics: each program keeps float32 sums of the rows that it walks, for its columns, and writes them once to
-partials (2, P, N); a small kernel sums over P.
-Moves: up to 8192 columns dy, x and (where the sum has a gradient) ds once, and writes dx; a program holds whole rows.
-The sums of longer rows exceed a multiprocessor's registers, so a first kernel reads dy and x for the row means, and
-programs of 1024 columns then read them again: 5 tensors moved in place of 3.
+without atomics: each program sums its rows in float32, for its columns, and writes the sums once to partials (2, P, N);
+a small kernel sums over P.
+Moves: up to 8192 columns, reads dy, x and (if the sum has a gradient) ds once, and writes dx; a program holds whole
+rows. The sums of longer rows exceed the registers of a multiprocessor, so a first kernel reads dy and x for the row
+means, and programs of 1024 columns then read them again: 5 tensors moved instead of 3.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 from fds.kernels.language import cdiv, jit, next_power_of_2, num_processors, on, tl
 from fds.kernels.norms.normalization_forward import readable, unit_of
 
-# Derived, not measured. 16 elements a thread: 32 registers of sums, 16 each of dy, x and the weight: about 128. While
-# one step is computed the next one's rows are on their way through shared memory (STAGES): 32 KB per multiprocessor in
-# 16 bits. By columns: elements per program, warps, programs per multiprocessor (as many as registers let be resident),
-# and whether the weight is held in registers; where it would spill, it comes from the cache at each step.
+# Derived, not measured. 16 elements per thread take about 128 registers: 32 for sums, 16 each for dy, x and the weight.
+# While a step is computed, the rows of the next are loaded to shared memory (STAGES): 32 KB per multiprocessor in 16
+# bits. By columns: elements per program, warps, programs per multiprocessor (as many as registers allow), and whether
+# the weight is held in registers; where it would spill, it is loaded from cache at each step.
 WHOLE = {2048: (2048, 4, 4, True), 4096: (4096, 8, 2, True), 8192: (8192, 16, 1, False)}
-UNALIGNED = 4096  # columns held whole where rows do not start at a multiple of 16 bytes, which takes more registers
+UNALIGNED = 4096  # greatest length of whole rows that are not aligned to 16 bytes, which takes more registers
 STAGES = 2
-# Of longer rows: ROWS x COLUMNS per step, and programs per multiprocessor, enough to even out the last wave.
+# Longer rows: ROWS x COLUMNS per step, and programs per multiprocessor, enough to balance the last wave.
 TILED = {"ROWS": 2, "COLUMNS": 1024, "HOLD": True, "STAGES": STAGES, "num_warps": 4}
-TILED_PROGRAMS, TILED_STEPS = 16, 8  # a program makes at least so many steps, lest partials outweigh what they sum
+TILED_PROGRAMS, TILED_STEPS = 16, 8  # the least number of steps of a program, so that partials are few
 MOMENTS = {"CHUNK": 4096, "STAGES": 3, "num_warps": 16}  # as LONG of the forward pass
-# Of the partials, by columns: what one program sums. Short rows have many partials and would fill few programs.
+# The sum over partials, by columns: what one program sums. Short rows have many partials, but few columns to divide.
 SUM = {
     4096: {"PROGRAMS": 256, "COLUMNS": 16, "num_warps": 8}, 16384: {"PROGRAMS": 64, "COLUMNS": 64, "num_warps": 8},
     1 << 62: {"PROGRAMS": 16, "COLUMNS": 256, "num_warps": 8},
@@ -36,16 +36,16 @@ SUM = {
 
 @jit
 def _parameter(ptr, column, n, absent):
-    """Return some columns of a weight or a bias in float32, or what stands for one that is not there."""
+    """Return columns of a weight or bias in float32, or `absent` where there is none."""
     if ptr is None:
         return absent
-    else:  # noqa: RET505  (Triton would compile what follows an if)
+    else:  # noqa: RET505  (Triton would compile code after the if)
         return tl.load(ptr + column, mask=column < n, other=0, eviction_policy="evict_last").to(tl.float32)
 
 
 @jit
 def _unscaled(y, weight, bias, n, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
-    """Return x_hat of y: 0 where the weight is, NaN where y is."""
+    """Recover x_hat from y: 0 where the weight is 0, NaN where y is NaN."""
     x_hat = y - bias if BIAS else y
     if WEIGHT:
         bound = tl.sqrt(n.to(tl.float32))
@@ -153,7 +153,7 @@ def _sum_kernel(partial_ptr, out_ptr, second_out_ptr, programs, columns, PROGRAM
         at = program[:, None].to(tl.int64) * columns + column[None, :]
         total += tl.load(mine + at, mask=(program < programs)[:, None] & (column < columns)[None, :], other=0)
     out = tl.sum(total, axis=0)
-    if second_out_ptr is None:  # noqa: SIM114  (known when compiled; the next only when run)
+    if second_out_ptr is None:  # noqa: SIM114  (a compile-time condition, unlike the next)
         tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=column < columns)
     elif which == 0:
         tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=column < columns)
@@ -209,8 +209,8 @@ def _tiled_grid(rows: int, columns: int, device: torch.device) -> tuple[int, int
 
 
 def _gradients(x: Tensor, dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    made = (x.new_empty(0 if t is None else x.shape[-1], dtype=t or x.dtype) for t in (dweight_dtype, dbias_dtype))
-    return torch.empty_like(x, memory_format=torch.contiguous_format), *made
+    params = (x.new_empty(0 if t is None else x.shape[-1], dtype=t or x.dtype) for t in (dweight_dtype, dbias_dtype))
+    return torch.empty_like(x, memory_format=torch.contiguous_format), *params
 
 
 @backward.register_fake

@@ -1,9 +1,9 @@
-"""Normalise rows, forward: short rows in registers, long ones in chunks that are read twice.
+"""Forward of normalisation: short rows in registers, long ones in chunks that are read twice.
 
-The equations are in fds.kernels.norms.normalization. Statistics never come from E[x^2] - E[x]^2: a row in registers is
-centered before it is squared; a long row keeps a running mean and sum of squared distances in each lane, merged at its
-end.
-Moves: each tensor once. Of a long row x comes a second time, from the L2 cache.
+The equations are in fds.kernels.norms.normalization. The variance is not computed as E[x^2] - E[x]^2: a row in
+registers is centered before it is squared; for a long row each lane keeps a running mean and sum of squared distances,
+merged at the end.
+Moves: each tensor once; x of a long row is read a second time from the L2 cache.
 Source: Welford 1962, Technometrics 4(3); Chan, Golub and LeVeque 1983, The American Statistician 37(3), equation 2.1.
 """
 
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from fds.kernels.language import cdiv, jit, next_power_of_2, num_processors, on, tl
 
-# Derived, not measured. Rows that fit are held in registers, 32 elements a thread, all loads of a program in flight at
-# once; 61 to 95 registers a thread leave room for 16 to 32 warps per multiprocessor, some of which load while others
+# Derived, not measured. Rows that fit are held in registers, 32 elements per thread, with all loads of a program in
+# flight at once; 61 to 95 registers per thread allow 16 to 32 warps per multiprocessor, of which some load while others
 # store. By columns: elements per program, warps.
 SHORT = {4096: (4096, 4), 8192: (8192, 8)}
-# Longer rows are read twice. Programs that walk over rows bound how many are on their way, so that the second read
-# finds its row in the cache: 264 of 128 KB, or 132 of 256 KB, are 35 MB of the 50 MB L2. (Beyond 256 KB some come from
-# memory again: at worst 3 tensors move in place of 2.) By bytes of a row: programs per multiprocessor, warps.
+# Longer rows are read twice. Persistent programs bound how many rows are in use, so that the second read finds its row
+# in cache: 264 of 128 KB, or 132 of 256 KB, are 35 MB of the 50 MB L2. (Beyond 256 KB some are read from memory again:
+# at worst 3 tensors are moved instead of 2.) By bytes of a row: programs per multiprocessor, warps.
 LONG = {2**17: (2, 16), 2**63: (1, 32)}
-PER_WARP = 256  # elements of a chunk: 8 a thread, a load of 16 bytes in 16 bits; 16 a thread spill
-# By bytes per element: chunks on their way through shared memory, 32 KB per multiprocessor in flight. A third chunk of
-# float32 would ask for 256 KB where a sum is made twice.
+PER_WARP = 256  # elements of a chunk: 8 per thread, a load of 16 bytes in 16 bits; 16 per thread spill
+# By bytes per element: chunks in flight to shared memory, 32 KB per multiprocessor. A third chunk of float32 would need
+# 256 KB where a residual is added twice.
 STAGES = {2: 3, 4: 2}
 
 
@@ -105,7 +105,7 @@ def _long_kernel(
             of_row = 0.0
         r = 1 / tl.sqrt(tl.sum(squares) / n + eps)
         tl.store(r_ptr + row, r)
-        tl.debug_barrier()  # the sum is read again, perhaps by other threads than wrote it
+        tl.debug_barrier()  # the sum is read again, possibly by other threads than wrote it
         for first in tl.range(0, n, CHUNK, num_stages=STAGES):
             column = first + lane
             inside = column < n
@@ -125,12 +125,12 @@ def _long_kernel(
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return a tensor as kernels read it: contiguous, and at most 4 bytes an element."""
+    """Return a tensor as kernels read it: contiguous, and at most 4 bytes per element."""
     return (x.float() if x.dtype == torch.float64 else x).contiguous()
 
 
 def unit_of(columns: int) -> int:
-    """Return the greatest power of two up to 16 that divides the columns: how far the start of a row is aligned."""
+    """Return the greatest power of two up to 16 that divides the number of columns: the alignment of rows."""
     return math.gcd(columns, 16)
 
 
@@ -139,7 +139,7 @@ def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool,
     keeps_sum: bool, keeps_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return y, the sum, the mean and r (rows,) in float32; (0,) stands for a sum or a mean that is not kept."""
+    """Return y, the sum, the mean and r (rows,) in float32; (0,) where the sum or the mean is not kept."""
     x, columns = x.contiguous(), x.shape[-1]
     y, total, mean, r = _outputs(x, keeps_sum, keeps_mean)
     if x.numel() == 0:

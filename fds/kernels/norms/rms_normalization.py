@@ -2,10 +2,10 @@
 
     y = x / sqrt(mean(x^2) + eps) * weight        x, y (..., N), weight (N,)
 
-With a residual, x + residual takes the place of x; the sum is rounded to the dtype of x, as an addition of its own
-would round it. Gradients and kernels: fds.kernels.norms.normalization.
+With a residual, x + residual takes the place of x, rounded to the dtype of x as by a separate addition. Gradients and
+kernels: fds.kernels.norms.normalization.
 
-Moves: forward reads 1 tensor (2 with a residual) and writes 1 (2 where the sum is kept: it is returned, or saved);
+Moves: forward reads 1 tensor (2 with a residual) and writes 1 (2 if the sum is returned or saved);
 backward reads 2 (3 with a gradient of the sum) and writes 1. Rows beyond 8192 columns: see normalization_backward.
 Saves: x or the sum, 1 / sqrt(mean(x^2) + eps) in float32, and the weight. `invertible`: y in place of x or the sum.
 Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
@@ -36,12 +36,12 @@ def rms_norm(
         weight: (N,) of any floating dtype; its gradient has that dtype and is summed in float32.
         residual: as x; the sum is not returned (`add_rms_norm` does).
         eps: added to the mean square.
-        invertible: save the output in place of the input, from which backward recovers the input. It saves memory
-            where the next operation saves the output anyway. It costs accuracy: x_hat comes back with the rounding of
-            y. Where a weight is 0 its x_hat is lost and taken as 0: that weight then has the gradient 0, and its
-            column of x's gradient lacks one term; other columns are not touched.
+        invertible: save the output in place of the input, from which backward recovers the input. This saves
+            memory where the next operation saves the output anyway, at a cost in accuracy: x_hat has the rounding of
+            y. Where a weight is 0 its x_hat is lost and taken as 0: that weight then has gradient 0, and its column
+            of x's gradient lacks one term; other columns are exact.
 
-    Raises `KernelError` for another dtype, and where shapes or devices do not fit.
+    Raises `KernelError` for any other dtype, and where shapes or devices do not fit.
     """
     check(x, residual, weight, None, eps)
     if runs_triton(x):
@@ -55,7 +55,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return `rms_norm(x, weight, residual=residual)` and the sum x + residual.
 
-    Arguments and errors are those of `rms_norm`. The gradient that the sum receives is added in the same backward.
+    Arguments and errors are those of `rms_norm`. The gradient with respect to the sum is added in the same backward
+    pass.
     """
     check(x, residual, weight, None, eps)
     if runs_triton(x):

@@ -1,1 +1,1 @@
-"""Updates of flat slices: AdamW, LAMB, Lion and SGD, each in one pass over memory."""
+"""Updates of flat slices by AdamW, LAMB, Lion and SGD, in one pass over memory (LAMB in two)."""

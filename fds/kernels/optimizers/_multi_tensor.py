@@ -1,12 +1,12 @@
-"""Many slices in one launch: what the updates of flat slices do with lists of them.
+"""Updates of many flat slices in one launch.
 
-A step that nothing shards has one slice per parameter: hundreds, most of which the device updates faster than the host
-launches a kernel. In one launch for all of them a program finds its slice in a table of tiles (T, 2) int32, slice and
-block inside it, and the slice's tensors in a table of addresses (S, 1 + K) int64, length and K addresses.
+Without sharding there is one slice per parameter: hundreds, most of which the device updates faster than the host
+launches a kernel. In one launch for all of them a program finds its slice and block in a table of tiles (T, 2) int32,
+and the slice's length and the addresses of its K tensors in a table (S, 1 + K) int64.
 
-Moves, beside what the update moves, 8 bytes a tile of 1024 elements or more, and 8 (1 + K) a slice; neighbours find
-both in the second cache. A program waits twice for that cache before it asks for its elements, while the six or more
-others on its multiprocessor have theirs on the way.
+Moves, beside the update, 8 bytes per tile of 1024 elements or more, and 8 (1 + K) per slice; neighbours find both in
+the L2 cache. A program waits twice for that cache before it loads its elements, while six or more others on its
+multiprocessor load theirs.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from fds.kernels.optimizers import flat
 
 Slices = Tensor | Sequence[Tensor]
 MaybeSlices = Tensor | Sequence[Tensor | None] | None
-Row = tuple[Any, ...]  # the tensors of one slice; None for a kind that it does without
+Row = tuple[Any, ...]  # the tensors of one slice; None for an optional one that is absent
 
-# Slices of so many elements or more, on average, are launched one by one. Their bytes take the device 12 us (12 an
-# element, SGD) to 27 us (28, Adam) at 4.3 TB/s, and a launch takes the host some 15 us: the device need not wait for
-# it, and programs have no tables to read. Derived, not measured.
+# From this average number of elements on, slices are launched one by one. Moving their bytes takes the device 12 us (12
+# per element, SGD) to 27 us (28, Adam) at 4.3 TB/s, and a launch takes the host some 15 us: the device need not wait,
+# and programs read no tables. Derived, not measured.
 LARGE = 2**22
 WIDEST = 16  # bytes of an access
 
 
 @attrs.frozen
 class Launch:
-    """Hold what one launch takes.
+    """The arguments of one launch.
 
     Attributes:
-        row: the tensors of the only slice, or of the first of many, which share its dtypes.
-        tiles: (T, 2) int32 on the device, or None where there is only one slice.
+        row: the tensors of the only slice, or of the first of many with the same dtypes.
+        tiles: (T, 2) int32 on the device, or None for a single slice.
         table: (S, 1 + K) int64 on the device, or None.
         size: elements of the only slice.
         grid: number of programs.
@@ -60,24 +60,24 @@ class Launch:
     meta: dict[str, int]
 
 
-def rows(optional: Mapping[str, MaybeSlices], **given: Slices) -> list[Row]:
-    """Return the tensors of every slice: `param`, `grad`, and what else is written, what is optional last.
+def rows(optional: Mapping[str, MaybeSlices], **required: Slices) -> list[Row]:
+    """Return the tensors of every slice: `param`, `grad` and the state, then the optional ones.
 
-    A gradient with gaps in memory is copied; None takes the place of an optional tensor that is not given.
+    A gradient that is not contiguous is copied; None stands for an optional tensor that is absent.
 
-    Raises `KernelError` unless there are as many of each as of `param`, each slice as `flat.slices` wants it, and all
-    on one device: by name, and by place in a list.
+    Raises `KernelError`, with name and index, unless there are as many of each as of `param`, all on one device and
+    accepted by `flat.slices`.
     """
-    param, names = given["param"], (*given, *optional)
+    param, names = required["param"], (*required, *optional)
     count = len(param) if isinstance(param, Sequence) else 1
-    columns = [_column(name, x, count, needed=True) for name, x in given.items()]
+    columns = [_column(name, x, count, needed=True) for name, x in required.items()]
     columns += [_column(name, x, count, needed=False) for name, x in optional.items()]
-    found = list(zip(*columns, strict=True))
-    for i, row in enumerate(found):
-        if not _is_plain(row, found[0][0]):
+    result = list(zip(*columns, strict=True))
+    for i, row in enumerate(result):
+        if not _is_plain(row, result[0][0]):
             place = f"[{i}]" if isinstance(param, Sequence) else ""
-            found[i] = _checked(dict(zip(names, row, strict=True)), found[0][0], place)
-    return found
+            result[i] = _checked(dict(zip(names, row, strict=True)), result[0][0], place)
+    return result
 
 
 def _column(name: str, x: MaybeSlices, count: int, *, needed: bool) -> list[Any]:
@@ -92,7 +92,7 @@ def _column(name: str, x: MaybeSlices, count: int, *, needed: bool) -> list[Any]
 
 
 def _is_plain(row: Row, first: Any) -> bool:
-    """Say whether nothing of a slice is to be refused or copied: 1.7 us on a slow host, where `_checked` takes 7."""
+    """Return whether a slice needs neither an error nor a copy: 1.7 us on a slow host, where `_checked` takes 7."""
     param = row[0]
     if not isinstance(param, Tensor) or param.dim() != 1:
         return False
@@ -113,21 +113,20 @@ def _checked(named: dict[str, Any], first: Any, place: str) -> Row:
     return (param, grad.contiguous(), *others)
 
 
-def run_triton(found: list[Row]) -> bool:
-    """Say whether the Triton kernel runs on all of these slices."""
-    return all_run_triton([row[0] for row in found])
+def run_triton(slices: list[Row]) -> bool:
+    """Return whether the Triton kernel runs on all of these slices."""
+    return all_run_triton([row[0] for row in slices])
 
 
-def launches(found: list[Row]) -> Iterator[Launch]:
-    """Return the launches that update slices on one device: one for all that share dtypes and alignment.
+def launches(slices: list[Row]) -> Iterator[Launch]:
+    """Yield the launches that update slices on one device: one for all with the same dtypes and alignment.
 
-    Large slices, and one that is alone, have a launch each. So has every slice where a CUDA graph is captured: the
-    graph would copy tables whenever it runs, from memory that is no longer theirs, and its launches cost the host
-    nothing.
+    Large slices, and a single one, have a launch each. So has every slice where a CUDA graph is captured: its replays
+    would copy tables from memory that was freed since, and their launches cost the host nothing.
     """
     groups: dict[tuple, list[tuple[Row, tuple[int, ...]]]] = {}
-    captured = is_capturing(found[0][0].device)
-    for row in found:
+    captured = is_capturing(slices[0][0].device)
+    for row in slices:
         if size := row[0].numel():
             addresses = [0 if x is None else x.data_ptr() for x in row]
             aligned = math.gcd(WIDEST, *addresses) == WIDEST
@@ -152,9 +151,9 @@ def _together(row: Row, lines: tuple[tuple[int, ...], ...], aligned: bool) -> La
     return Launch(row, tiles, _table(lines, device, stream), 0, (len(tiles),), aligned, meta)
 
 
-# A table says nothing but its key, so one found in the cache is right, whatever lies at its addresses by now. They
-# repeat: the caching allocator gives a step the memory that the step before gave back, and state stays where it is.
-# The stream is part of the key, since tables are copied, read and given back in its order.
+# A table is a function of its key alone, so a cached one is always valid. Keys repeat: the caching allocator gives a
+# step the memory that the step before freed, and the state stays in place. The stream is part of the key, because
+# tables are copied, read and freed in its order.
 @functools.lru_cache(maxsize=64)
 def _tiles(sizes: tuple[int, ...], block: int, device: torch.device, stream: int) -> Tensor:
     counts = -(-torch.tensor(sizes, device="cpu") // block)
@@ -171,7 +170,7 @@ def _table(lines: tuple[tuple[int, ...], ...], device: torch.device, stream: int
 
 @jit
 def own_line(tiles_ptr, table_ptr, NUM_KINDS: tl.constexpr):
-    """Return the line of this program's slice in the table of addresses; None where there is no table."""
+    """Return the row of this program's slice in the table of addresses; None without a table."""
     line = table_ptr
     if tiles_ptr is not None:
         tile = tiles_ptr + tl.program_id(0).to(tl.int64) * 2
@@ -181,7 +180,7 @@ def own_line(tiles_ptr, table_ptr, NUM_KINDS: tl.constexpr):
 
 @jit
 def own_block(line, tiles_ptr, size, BLOCK: tl.constexpr):
-    """Return the length of this program's slice, and its first element there; `size` is that of the only slice."""
+    """Return the length of this program's slice and the first element of its block; a single slice has `size`."""
     block = tl.program_id(0)
     if line is not None:
         size = tl.load(line)
@@ -191,9 +190,9 @@ def own_block(line, tiles_ptr, size, BLOCK: tl.constexpr):
 
 @jit
 def tensor(line, kind: tl.constexpr, like, ALIGNED: tl.constexpr):
-    """Return the pointer to a slice's tensor of the kind'th kind, of the dtype of another's; None like None.
+    """Return the pointer to tensor number `kind` of the slice, with the dtype of `like`.
 
-    Without a line in a table it is the pointer that is given.
+    It is `like` itself without a table, and where that is None.
     """
     pointer = like
     if line is not None and like is not None:

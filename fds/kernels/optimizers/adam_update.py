@@ -4,9 +4,9 @@
     m = m + (1 - beta1) * (g - m)                v = v + (1 - beta2) * (g^2 - v)
     p = p - lr * (weight_decay * p + (m / c1) / (sqrt(v / c2) + eps))            (Adam: without weight_decay * p)
 
-All (N,); c1 = 1 - beta1^n, c2 = 1 - beta2^n, n = step + 1; 0 / 0 is 0: what is no parameter's stays zero.
+All (N,); c1 = 1 - beta1^n, c2 = 1 - beta2^n, n = step + 1; 0 / 0 is 0, so that padding stays zero.
 
-Moves: float32 with 16-bit gradient and copy 28 bytes an element: reads p, g, m, v, writes p, m, v, out.
+Moves: 28 bytes per element in float32 with 16-bit gradient and copy: reads p, g, m, v, writes p, m, v, out.
 Source: [1] Kingma and Ba 2015, arXiv:1412.6980, algorithm 1. [2] Loshchilov and Hutter 2019, arXiv:1711.05101,
 algorithm 2 (with lr in place of its two factors).
 """
@@ -84,7 +84,7 @@ def _adam_kernel(
     v_ptr = _multi_tensor.tensor(line, 3, v_ptr, ALIGNED)
     out_ptr = _multi_tensor.tensor(line, 4, out_ptr, ALIGNED)
     at = tl.max_contiguous(first + tl.arange(0, BLOCK), VECTOR)
-    if first + BLOCK <= size:  # all but the last: without a mask, vectors whatever the size
+    if first + BLOCK <= size:  # all blocks but the last: no mask, and vectors for any size
         _update(param_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, step_ptr, lr_ptr, scale_ptr, skip_ptr, at, None,
                 fresh1, fresh2, log_beta1, log_beta2, eps, weight_decay, DECOUPLED)  # fmt: skip
     else:
@@ -98,7 +98,7 @@ def adamw(
     beta1: float, beta2: float, eps: float, weight_decay: float, bias_correction: bool = True,
     decoupled: bool = True, grad_scale: Tensor | None = None, skip: Tensor | None = None, out: MaybeSlices = None,
 ) -> None:  # fmt: skip
-    """Update flat slices of parameters and their moments in place, in one launch for all of the same dtypes.
+    """Update flat slices of parameters and their moments in place, with one launch for all slices of the same dtypes.
 
     Args:
         param: (N,) contiguous, float32 or 16 bit; arithmetic is in float32. Or a list of such slices, of any lengths;
@@ -110,15 +110,15 @@ def adamw(
         lr: () float64 or float32.
         beta1: decay of the first moment, in [0, 1).
         beta2: decay of the second moment, in [0, 1).
-        eps: added to the root.
-        weight_decay: weight of the parameter in its own update, or in its gradient.
+        eps: added to the square root.
+        weight_decay: factor of the parameter in its update, or in its gradient.
         bias_correction: False takes c1 = c2 = 1.
         decoupled: AdamW; False is Adam, with weight decay in the gradient.
-        grad_scale: () float32, what gradients are divided by, or None.
-        skip: () bool, or None; where true nothing is written, whatever the gradients hold.
-        out: (N,) contiguous, receives the new parameters in its own dtype, or None.
+        grad_scale: () float32 divisor of the gradients, or None.
+        skip: () bool, or None; if true, nothing is written, whatever the gradients are.
+        out: (N,) contiguous, to which the new parameters are written in its dtype, or None.
 
-    Raises `KernelError` for another shape, dtype, device or range, by name.
+    Raises `KernelError`, naming the argument, for any other shape, dtype, device or range.
     """
     flat.numbers(eps=eps, weight_decay=weight_decay)
     flat.numbers(beta1=beta1, beta2=beta2, high=1.0)

@@ -1,7 +1,7 @@
-"""Flat slices: what the kernels of all optimizers check before a launch, and what they read on the device.
+"""Flat slices: checks before the launch of an optimizer's kernel, and device functions that the kernels share.
 
-An update writes 1-D tensors of one length in place. What changes from update to update lies in 0-d tensors on their
-device, which the kernel reads: nothing waits for the device, and a CUDA graph that holds the launch stays right.
+An update writes 1-D tensors of one length in place. Values that change between updates are 0-d tensors on their
+device, which the kernel reads: nothing waits for the device, and a CUDA graph of the launch remains valid.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fds.errors import KernelError, is_number
 from fds.kernels import arguments
 from fds.kernels.language import jit, tl
 
-# Elements per program, elements per thread and access, and warps, by bytes per element of param. Eight elements a
-# thread: up to 128 bytes on their way (param, gradient, two moments), so that two programs cover a multiprocessor's
-# share of latency times bandwidth (some 25 KB), and registers leave room for seven or more. VECTOR bounds the vectors
-# of narrower tensors beside param to as many elements: all accesses then have one layout. Without it, Adam with 16-bit
-# gradients takes 92 registers on sm_90, not 72, and values change threads by way of shared memory. Derived from that,
-# not measured in time.
+# Elements per program, elements per thread and access, and warps, by bytes per element of param. With eight elements
+# per thread up to 128 bytes are in flight (param, gradient, two moments), so that two programs cover a multiprocessor's
+# share of latency times bandwidth (some 25 KB), and registers allow seven or more. VECTOR bounds the vectors of
+# narrower tensors to as many elements, so that all accesses have one layout. Without it, Adam with 16-bit gradients
+# takes 92 registers on sm_90 instead of 72, and values are exchanged through shared memory. Derived from that, not
+# measured.
 LAUNCH = {4: {"BLOCK": 1024, "VECTOR": 4, "num_warps": 4}, 2: {"BLOCK": 2048, "VECTOR": 8, "num_warps": 8}}
 
 _SCALARS = {
@@ -33,17 +33,17 @@ _SCALARS = {
 def slices(
     param: Tensor, *, read: dict[str, Tensor], written: dict[str, Tensor | None], place: str = ""
 ) -> None:  # fmt: skip
-    """Raise `KernelError` unless all are floating (N,) on one device, those that are written contiguous.
+    """Raise `KernelError` unless all are floating-point (N,) on one device, and those that are written contiguous.
 
-    `place` follows every name in an error: which of many slices it is.
+    `place` is appended to names in errors: the index of the slice among many, as "[3]".
     """
-    given = {f"{name}{place}": x for name, x in {"param": param, **read, **written}.items()}
-    arguments.floating(**given)
+    named = {f"{name}{place}": x for name, x in {"param": param, **read, **written}.items()}
+    arguments.floating(**named)
     if param.dim() != 1:
         raise KernelError(f"param{place} is not flat", where=f"param{place}", got=str(tuple(param.shape)), want="(N,)",
                           hint="param.view(-1)")  # fmt: skip
-    arguments.shape((param.numel(),), **given)
-    for name, x in given.items():
+    arguments.shape((param.numel(),), **named)
+    for name, x in named.items():
         if name.removesuffix(place) in read:
             continue
         if x is not None and not x.is_contiguous():
@@ -51,29 +51,29 @@ def slices(
                               got=f"stride {x.stride()}", want="stride (1,)")  # fmt: skip
 
 
-def scalars(param: Tensor, **given: Tensor | None) -> None:
-    """Raise `KernelError` unless step, lr, grad_scale and skip are 0-d tensors of their dtypes, with `param`."""
-    for name, x in given.items():
+def scalars(param: Tensor, **named: Tensor | None) -> None:
+    """Raise `KernelError` unless step, lr, grad_scale and skip are 0-d tensors of their dtypes, on `param`'s device."""
+    for name, x in named.items():
         if x is None and name in ("grad_scale", "skip"):
             continue
         if not isinstance(x, Tensor) or x.dim() != 0 or x.dtype not in _SCALARS[name] or x.device != param.device:
             got = f"{tuple(x.shape)} {x.dtype} on {x.device}" if isinstance(x, Tensor) else repr(x)
             raise KernelError(
-                f"{name} is read on the device", where=name, got=got,
+                f"{name} is not a 0-d tensor of its dtype on the device", where=name, got=got,
                 want=f"a () {' or '.join(map(str, _SCALARS[name]))} tensor on {param.device}",
             )  # fmt: skip
 
 
-def numbers(*, low: float = 0.0, high: float = inf, **given: float) -> None:
+def numbers(*, low: float = 0.0, high: float = inf, **named: float) -> None:
     """Raise `KernelError` unless all are Python numbers in [low, high)."""
-    for name, x in given.items():
+    for name, x in named.items():
         if not is_number(x) or not low <= x < high:
             raise KernelError(f"{name} is out of range", where=name, got=repr(x),
                               want=f"a Python number in [{low:g}, {high:g})")  # fmt: skip
 
 
 def wide(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors in the dtype in which a reference computes: float64 for a first one in it, else float32."""
+    """Return tensors in the dtype in which a reference computes: float64 if the first is, else float32."""
     return [x.to(arguments.width(tensors[0])) for x in tensors]
 
 
@@ -83,15 +83,15 @@ def write(old: Tensor, new: Tensor, skip: Tensor | None) -> None:
 
 
 def log_of(beta: float, *, corrected: bool = True) -> float:
-    """Return log(beta), for `correction`; -inf, of which the correction is 1, where nothing is to be corrected."""
+    """Return log(beta) for `correction`, or -inf, for which the correction is 1, unless `corrected`."""
     return math.log(beta) if corrected and beta > 0 else -inf
 
 
 @jit
 def correction(updates, log_beta):
-    """Return 1 - beta^updates in float32, to some 2 units in the last place; `updates` at least 1."""
+    """Return 1 - beta^updates in float32, within some 2 units in the last place; `updates` is at least 1."""
     y = -updates.to(tl.float32) * log_beta
-    near = tl.minimum(y, 1.0)  # there 1 - exp(-y) would cancel: its series up to y^11
+    near = tl.minimum(y, 1.0)  # below 1, 1 - exp(-y) would cancel: its series up to y^11
     series = near * 0 + 1
     for k in tl.static_range(11, 1, -1):  # pyright: ignore[reportGeneralTypeIssues]
         series = 1 - near * series * (1.0 / k)
@@ -100,16 +100,16 @@ def correction(updates, log_beta):
 
 @jit
 def blend(old, new, fresh):
-    """Return old + fresh * (new - old): what is small beside the other is not lost, whether fresh is near 0 or 1.
+    """Return old + fresh * (new - old), accurately for `fresh` near 0 and near 1.
 
-    `fresh` is 1 - beta, which float32 holds to more digits than a beta near 1.
+    `fresh` is 1 - beta, which float32 represents more accurately than a beta near 1.
     """
     return (old - fresh * old) + fresh * new
 
 
 @jit
 def gradient(grad_ptr, at, inside, scale_ptr):
-    """Return gradients in float32, divided by the scale that they arrive with."""
+    """Return gradients in float32, divided by their scale."""
     g = tl.load(grad_ptr + at, mask=inside).to(tl.float32)
     if scale_ptr is not None:
         g = g / tl.load(scale_ptr).to(tl.float32)
@@ -118,10 +118,10 @@ def gradient(grad_ptr, at, inside, scale_ptr):
 
 @jit
 def written(inside, skip_ptr):
-    """Return the mask of what is written: what lies inside, or nothing where the update is skipped.
+    """Return the mask of a store: `inside`, or nothing if the update is skipped.
 
-    A scalar comparison enters a mask by `tl.where`: the interpreter spreads it as a tensor of the dtype compared, which
-    Triton 3.9 takes for no mask.
+    The scalar condition goes through `tl.where`: the interpreter broadcasts it in the dtype that was compared, which
+    Triton 3.9 does not accept as a mask.
     """
     if skip_ptr is None:
         mask = inside
@@ -134,7 +134,7 @@ def written(inside, skip_ptr):
 
 @jit
 def store(param_ptr, out_ptr, at, p, mask):
-    """Store new parameters, and their low-precision copy where one is asked for."""
+    """Store new parameters, and their low-precision copy if there is one."""
     p = p.to(param_ptr.dtype.element_ty)
     tl.store(param_ptr + at, p, mask=mask)
     if out_ptr is not None:

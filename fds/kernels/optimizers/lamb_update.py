@@ -1,4 +1,4 @@
-"""LAMB over a flat slice of many parameters, in place, in two passes between which norms may be summed over ranks.
+"""LAMB over a flat slice of many parameters, in place, in two passes; norms may be summed over ranks in between.
 
     g = grad / grad_scale
     m = m + (1 - beta1) * (g - m)                v = v + (1 - beta2) * (g^2 - v)
@@ -7,12 +7,12 @@
     p = p - rate * c * u                         rate = lr * sqrt(1 - beta2^n) / (1 - beta1^n), n = step + 1
 
 All (N,), cut into tiles that lie in one parameter each. The first pass (`lamb_moments`) updates m and v and returns
-|p|^2 and |u|^2, the second (`lamb_params`) makes u again and updates p. Squares are summed in float64, within a tile
-and then over the tiles in order: the same bits every time, and but for some 1e-16 wherever a parameter is cut.
-What belongs to no parameter is neither read nor written.
+|p|^2 and |u|^2, the second (`lamb_params`) computes u again and updates p. Squares are summed in float64, within a tile
+and then over tiles in order: deterministic, and equal to some 1e-16 for any slicing of a parameter.
+Padding is neither read nor written.
 
-Moves: float32 with 16-bit gradient and copy 40 bytes an element: reads p, g, m, v, writes m, v; then reads p, m, v,
-writes p, out. (Storing u between the passes would move as many, and need its memory.)
+Moves: 40 bytes per element in float32 with 16-bit gradient and copy: reads p, g, m, v, writes m, v; then reads p, m, v,
+writes p, out. (Storing u between the passes would move as many, and take memory.)
 Source: You et al. 2020, arXiv:1904.00962, algorithm 2; clamping and the correction of the rate rather than of the
 moments are DeepSpeed's FusedLamb.
 """
@@ -168,7 +168,7 @@ def _params_kernel(
     log_beta1, log_beta2, eps, weight_decay, min_coeff, max_coeff,
     EPS_INSIDE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    # from the last tile on, whose moments the first pass wrote last: they may still be in the cache
+    # begin with the last tile, whose moments the first pass wrote last: they may still be in cache
     tile = tiles_ptr + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
     block, low, high, segment = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     p_norm = tl.sqrt(tl.load(squares_ptr + segment))
@@ -191,22 +191,21 @@ def _params_kernel(
 def _tiles(
     segments: tuple[tuple[int, int], ...], block: int, device: torch.device, stream: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the table of tiles (T, 4) and where those of every segment begin (S + 1,), int32 on the device.
+    """Return the table of tiles (T, 4), and the first tile of every segment (S + 1,), int32 on the device.
 
     A tile is (block, low, high, segment): the elements [low, high) of a block, whose start is a multiple of its
-    size, so that the compiler knows how rows are aligned. Made and copied once per layout and stream, in whose order
-    it is read.
+    size, so that the compiler knows the alignment. Made and copied once per layout and stream, and read on that stream.
 
-    Raises `KernelError` where a CUDA graph is captured: it would copy from memory that is no longer the tables'.
+    Raises `KernelError` where a CUDA graph is captured, whose replays would copy from memory that was freed since.
     """
     if is_capturing(device):
-        raise KernelError("a CUDA graph cannot hold a layout that has never been updated", where="segments",
+        raise KernelError("a CUDA graph cannot capture the first update of a layout", where="segments",
                           got=f"{len(segments)} of them, now first seen", want="a step before the capture")  # fmt: skip
-    offset, length = torch.tensor(segments, dtype=torch.int64, device="cpu").view(-1, 2).T  # whatever the default
+    offset, length = torch.tensor(segments, dtype=torch.int64, device="cpu").view(-1, 2).T  # not on the default
     begin, end = offset // block, -(-(offset + length) // block)
     counts = torch.where(length > 0, end - begin, 0)
     firsts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    segment = torch.repeat_interleave(counts)  # 0 as often as the first count says, then 1, ...
+    segment = torch.repeat_interleave(counts)  # counts[0] times 0, then counts[1] times 1, ...
     blocks = begin[segment] + torch.arange(len(segment), device="cpu") - firsts[segment]
     low = (offset[segment] - blocks * block).clamp(min=0)
     high = (offset[segment] + length[segment] - blocks * block).clamp(max=block)
@@ -241,10 +240,10 @@ def lamb_moments(
 ) -> Tensor:  # fmt: skip
     """Update the moments of a flat slice in place, and return the squared norms that `lamb_params` needs.
 
-    Arguments are those of `lamb`. The result is (2, S) float64 for S segments: |p|^2 and |u|^2 of what lies in this
-    slice, 0 for segments of length 0. Ranks that hold parts of the same parameters add theirs.
+    Arguments are those of `lamb`. The result is (2, S) float64 for S segments: |p|^2 and |u|^2 over this slice, 0 for
+    segments of length 0. Ranks that hold parts of the same parameters sum theirs.
 
-    Raises `KernelError` for another shape, dtype, device or range, by name.
+    Raises `KernelError`, naming the argument, for any other shape, dtype, device or range.
     """
     flat.slices(param, read={"grad": grad}, written={"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq})
     flat.scalars(param, grad_scale=grad_scale, skip=skip)
@@ -283,7 +282,7 @@ def lamb_params(
 
     Arguments are those of `lamb`; `squares` (2, S) float64: |p|^2 and |u|^2 of whole parameters.
 
-    Raises `KernelError` for another shape, dtype, device or range, by name.
+    Raises `KernelError`, naming the argument, for any other shape, dtype, device or range.
     """
     flat.slices(param, read={}, written={"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out})
     flat.scalars(param, step=step, lr=lr, skip=skip)
@@ -327,23 +326,23 @@ def lamb(
         grad: (N,) of any floating dtype, multiplied by `grad_scale`.
         exp_avg: (N,) contiguous, the first moment.
         exp_avg_sq: (N,) contiguous, the second moment.
-        segments: (offset, length) of every parameter in the slice, apart from each other, some perhaps of length 0.
+        segments: (offset, length) of every parameter in the slice, without overlap; a length may be 0.
         step: () int64, updates applied before this one.
         lr: () float64 or float32.
         beta1: decay of the first moment, in [0, 1).
         beta2: decay of the second moment, in [0, 1).
-        eps: added to the root, or under it.
-        weight_decay: weight of the parameter in its own update.
+        eps: added to the square root, or under it.
+        weight_decay: factor of the parameter in its update.
         min_coeff: least trust ratio c.
         max_coeff: greatest trust ratio c.
         bias_correction: False takes rate = lr.
-        eps_inside_sqrt: where eps goes.
-        grad_scale: () float32, what gradients are divided by, or None.
-        skip: () bool, or None; where true nothing is written, whatever the gradients hold.
-        out: (N,) contiguous, receives the new parameters in its own dtype, or None.
+        eps_inside_sqrt: whether eps is added under the root.
+        grad_scale: () float32 divisor of the gradients, or None.
+        skip: () bool, or None; if true, nothing is written, whatever the gradients are.
+        out: (N,) contiguous, to which the new parameters are written in its dtype, or None.
         reduce: squared norms (2, S) float64 of this slice -> those of whole parameters.
 
-    Raises `KernelError` for another shape, dtype, device or range, by name.
+    Raises `KernelError`, naming the argument, for any other shape, dtype, device or range.
     """
     direction = {"segments": segments, "eps": eps, "weight_decay": weight_decay, "eps_inside_sqrt": eps_inside_sqrt}
     squares = reduce(lamb_moments(param, grad, exp_avg, exp_avg_sq, beta1=beta1, beta2=beta2, grad_scale=grad_scale,

@@ -7,7 +7,7 @@
 
 All (N,).
 
-Moves: float32 with 16-bit gradient and copy 20 bytes an element: reads p, g, m, writes p, m, out.
+Moves: 20 bytes per element in float32 with 16-bit gradient and copy: reads p, g, m, writes p, m, out.
 Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
 """
 
@@ -44,8 +44,8 @@ def _update(
     m = tl.load(m_ptr + at, mask=inside).to(tl.float32)
     g = flat.gradient(grad_ptr, at, inside, scale_ptr)
     lr = tl.load(lr_ptr).to(tl.float32)
-    looked = flat.blend(m, g, fresh1)
-    u = tl.where(looked > 0, 1.0, tl.where(looked < 0, -1.0, 0.0))
+    ahead = flat.blend(m, g, fresh1)
+    u = tl.where(ahead > 0, 1.0, tl.where(ahead < 0, -1.0, 0.0))
     m = flat.blend(m, g, fresh2)
     mask = flat.written(inside, skip_ptr)
     tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=mask)
@@ -64,7 +64,7 @@ def _lion_kernel(
     m_ptr = _multi_tensor.tensor(line, 2, m_ptr, ALIGNED)
     out_ptr = _multi_tensor.tensor(line, 3, out_ptr, ALIGNED)
     at = tl.max_contiguous(first + tl.arange(0, BLOCK), VECTOR)
-    if first + BLOCK <= size:  # all but the last: without a mask, vectors whatever the size
+    if first + BLOCK <= size:  # all blocks but the last: no mask, and vectors for any size
         _update(param_ptr, grad_ptr, m_ptr, out_ptr, lr_ptr, scale_ptr, skip_ptr, at, None,
                 fresh1, fresh2, weight_decay)  # fmt: skip
     else:
@@ -77,7 +77,7 @@ def lion(
     param: Slices, grad: Slices, exp_avg: Slices, *, lr: Tensor, beta1: float, beta2: float, weight_decay: float,
     grad_scale: Tensor | None = None, skip: Tensor | None = None, out: MaybeSlices = None,
 ) -> None:  # fmt: skip
-    """Update flat slices of parameters and their momentum in place, in one launch for all of the same dtypes.
+    """Update flat slices of parameters and their momentum in place, with one launch for all slices of the same dtypes.
 
     Args:
         param: (N,) contiguous, float32 or 16 bit; arithmetic is in float32. Or a list of such slices, of any lengths;
@@ -85,14 +85,14 @@ def lion(
         grad: (N,) of any floating dtype, multiplied by `grad_scale`.
         exp_avg: (N,) contiguous, the momentum.
         lr: () float64 or float32.
-        beta1: weight of the past in the direction, in [0, 1).
-        beta2: weight of the past in what is remembered, in [0, 1).
-        weight_decay: weight of the parameter in its own update.
-        grad_scale: () float32, what gradients are divided by, or None.
-        skip: () bool, or None; where true nothing is written, whatever the gradients hold.
-        out: (N,) contiguous, receives the new parameters in its own dtype, or None.
+        beta1: weight of the momentum in the direction, in [0, 1).
+        beta2: decay of the momentum, in [0, 1).
+        weight_decay: factor of the parameter in its update.
+        grad_scale: () float32 divisor of the gradients, or None.
+        skip: () bool, or None; if true, nothing is written, whatever the gradients are.
+        out: (N,) contiguous, to which the new parameters are written in its dtype, or None.
 
-    Raises `KernelError` for another shape, dtype, device or range, by name.
+    Raises `KernelError`, naming the argument, for any other shape, dtype, device or range.
     """
     flat.numbers(weight_decay=weight_decay)
     flat.numbers(beta1=beta1, beta2=beta2, high=1.0)

@@ -6,7 +6,7 @@
 
 All (N,).
 
-Moves: float32 with 16-bit gradient and copy 20 bytes an element: reads p, g, b, writes p, b, out; 12 without b.
+Moves: 20 bytes per element in float32 with 16-bit gradient and copy: reads p, g, b, writes p, b, out; 12 without b.
 Source: Polyak 1964; Sutskever et al. 2013, ICML, section 2; the form is torch.optim.SGD's.
 """
 
@@ -56,7 +56,7 @@ def _update(
     move = g
     if b_ptr is not None:
         weight = tl.where(tl.load(step_ptr) == 0, 1.0, fresh)
-        # forget = 1 - momentum, which float32 holds to more digits than a momentum near 1
+        # forget = 1 - momentum, which float32 represents more accurately than a momentum near 1
         b = (b - forget * b) + weight * g
         move = g + momentum * b if NESTEROV else b
         tl.store(b_ptr + at, b.to(b_ptr.dtype.element_ty), mask=mask)
@@ -76,7 +76,7 @@ def _sgd_kernel(
     b_ptr = _multi_tensor.tensor(line, 2, b_ptr, ALIGNED)
     out_ptr = _multi_tensor.tensor(line, 3, out_ptr, ALIGNED)
     at = tl.max_contiguous(first + tl.arange(0, BLOCK), VECTOR)
-    if first + BLOCK <= size:  # all but the last: without a mask, vectors whatever the size
+    if first + BLOCK <= size:  # all blocks but the last: no mask, and vectors for any size
         _update(param_ptr, grad_ptr, b_ptr, out_ptr, step_ptr, lr_ptr, scale_ptr, skip_ptr, at, None,
                 momentum, forget, fresh, weight_decay, NESTEROV)  # fmt: skip
     else:
@@ -90,7 +90,7 @@ def sgd(
     momentum: float = 0.0, weight_decay: float = 0.0, dampening: float = 0.0, nesterov: bool = False,
     grad_scale: Tensor | None = None, skip: Tensor | None = None, out: MaybeSlices = None,
 ) -> None:  # fmt: skip
-    """Update flat slices of parameters and their momentum, if any, in place, in one launch for all of the same dtypes.
+    """Update flat slices of parameters and any momentum in place, with one launch for all slices of the same dtypes.
 
     Args:
         param: (N,) contiguous, float32 or 16 bit; arithmetic is in float32. Or a list of such slices, of any lengths;
@@ -99,15 +99,15 @@ def sgd(
         momentum_buffer: (N,) contiguous, zeros before the first update; None: p = p - lr * g.
         step: () int64, updates applied before this one; dampening begins after the first.
         lr: () float64 or float32.
-        momentum: weight of the past.
+        momentum: decay of the buffer.
         weight_decay: L2 penalty.
-        dampening: taken from the weight of the present, after the first update.
-        nesterov: look ahead along the momentum.
-        grad_scale: () float32, what gradients are divided by, or None.
-        skip: () bool, or None; where true nothing is written, whatever the gradients hold.
-        out: (N,) contiguous, receives the new parameters in its own dtype, or None.
+        dampening: subtracted from the weight 1 of the gradient, after the first update.
+        nesterov: use Nesterov momentum.
+        grad_scale: () float32 divisor of the gradients, or None.
+        skip: () bool, or None; if true, nothing is written, whatever the gradients are.
+        out: (N,) contiguous, to which the new parameters are written in its dtype, or None.
 
-    Raises `KernelError` for another shape, dtype, device or range, by name.
+    Raises `KernelError`, naming the argument, for any other shape, dtype, device or range.
     """
     flat.numbers(momentum=momentum, weight_decay=weight_decay, dampening=dampening)
     rows = _multi_tensor.rows({"momentum_buffer": momentum_buffer, "out": out}, param=param, grad=grad)
