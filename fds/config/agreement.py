@@ -1,4 +1,4 @@
-"""Agreement: ranks that train together have one configuration."""
+"""Check that all ranks of a mesh have the same configuration."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from fds.config.training import TrainingConfig
 from fds.errors import ConfigError, FdsError
 
 
-def agreed(mesh: Mesh, resolved: Callable[[], TrainingConfig], key: int) -> TrainingConfig:
-    """Return the configuration that every rank of the mesh has; all of them call this.
+def resolve_on_all_ranks(mesh: Mesh, resolve: Callable[[], TrainingConfig], key: int) -> TrainingConfig:
+    """Return the result of `resolve`, once it and `key` are known to be equal on all ranks. Collective.
 
-    Raises `ConfigError` on every rank where one could not resolve its own, and, with the JSON paths, where they differ.
+    Raises `ConfigError` on every rank if one cannot resolve its configuration, and if they differ, with the JSON
+    paths.
     """
     config = error = None
     try:
-        config = resolved()
+        config = resolve()
     except FdsError as caught:
         error = caught
     mine = None if config is None else {**dict(_flat(config.to_dict(full=True))), "key": key}
-    heard = mesh[tuple(mesh.shape)].exchange([mine, error and error.what, error and error.where], "configuration")
+    replies = mesh[tuple(mesh.shape)].exchange([mine, error and error.what, error and error.where], "configuration")
     if error is not None:
         raise error
     assert config is not None and mine is not None
-    for rank, (theirs, what, where) in enumerate(heard):
-        if theirs is None:
+    for rank, (other, what, where) in enumerate(replies):
+        if other is None:
             raise ConfigError(f"rank {rank}: {what}", where=where)
-    for rank, (theirs, _, _) in enumerate(heard):
-        other = [path for path in sorted({*mine, *theirs}) if mine.get(path) != theirs.get(path)]
-        if other:
-            raise ConfigError("the ranks have different configurations", where=", ".join(other[:8]),
-                              got=f"{theirs.get(other[0])!r} on rank {rank}", want=f"{mine.get(other[0])!r}, as here")
+    for rank, (other, _, _) in enumerate(replies):
+        paths = [path for path in sorted({*mine, *other}) if mine.get(path) != other.get(path)]
+        if paths:
+            raise ConfigError("the ranks have different configurations", where=", ".join(paths[:8]),
+                              got=f"{other.get(paths[0])!r} on rank {rank}", want=f"{mine.get(paths[0])!r}, as here")
     return config
 
 

@@ -1,4 +1,4 @@
-"""Arguments of a program that name its configuration."""
+"""Command-line arguments that name a configuration."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fds.errors import ConfigError
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--fds` and `--fds_config PATH` to a parser, and `--deepspeed`, `--deepspeed_config` as other names of them.
+    """Add `--fds` and `--fds_config PATH` to a parser, and their aliases `--deepspeed` and `--deepspeed_config`.
 
-    `args.fds` says only that it was asked for; `args.fds_config` is what `fds.initialize(..., args=args)` reads.
+    `fds.initialize(..., args=args)` reads `args.fds_config`; `args.fds` is only a flag.
 
     >>> parser = add_config_arguments(argparse.ArgumentParser())
     >>> parser.parse_args(["--deepspeed", "--deepspeed_config", "ds_config.json"])
@@ -20,15 +20,15 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("fds", "training by fds")
     group.add_argument("--fds", "--deepspeed", dest="fds", action="store_true", help="train with fds")
     group.add_argument("--fds_config", "--fds-config", "--deepspeed_config", dest="fds_config", metavar="PATH",
-                       help="DeepSpeed's configuration, a file of JSON")
+                       help="DeepSpeed's configuration, a JSON file")
     return parser
 
 
 def config_of(args: Any, config: Any) -> Any:
-    """Return the one configuration that there is. Raises `ConfigError` for none, and for two."""
-    named = [value for name in ("fds_config", "deepspeed_config") if (value := getattr(args, name, None)) is not None]
-    given = [config] * (config is not None) + named[:1]
-    if len(given) != 1:
-        raise ConfigError("a training has one configuration", where="config, args.fds_config",
-                          got="both" if given else "neither", want="one of them: a TrainingConfig, a dict or a path")
-    return given[0]
+    """Return the configuration, from one of the two. Raises `ConfigError` if both or neither are given."""
+    paths = [value for name in ("fds_config", "deepspeed_config") if (value := getattr(args, name, None)) is not None]
+    configs = [config] * (config is not None) + paths[:1]
+    if len(configs) != 1:
+        raise ConfigError("exactly one configuration is needed", where="config, args.fds_config",
+                          got="both" if configs else "neither", want="one of them: a TrainingConfig, a dict or a path")
+    return configs[0]

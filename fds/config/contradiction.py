@@ -1,4 +1,4 @@
-"""Keys of one record that contradict each other, refused with the names and values of all of them."""
+"""Checks of several keys of one record, with errors that show all the keys involved."""
 
 from __future__ import annotations
 
@@ -11,37 +11,35 @@ if TYPE_CHECKING:
 
 
 def contradiction(config: Config, what: str, *paths: str, want: str) -> ConfigError:
-    """Return the error that names keys of a record, by their paths below it, with what they are."""
+    """Return an error that shows the paths, below a record, and the values of keys that contradict each other."""
     got = ", ".join(f"{path}={_at(config, path)!r}" for path in paths)
     return ConfigError(what, where=", ".join(paths), got=got, want=want)
 
 
-def refuse_disorder(config: Config, low: str, high: str) -> None:
-    """Raise `ConfigError` where both keys are numbers and the first is the larger."""
+def check_order(config: Config, low: str, high: str) -> None:
+    """Raise `ConfigError` if both keys are numbers and the first is larger."""
     least, most = config[low], config[high]
     if is_number(least) and is_number(most) and least > most:
         raise contradiction(config, "the lower bound is above the upper", low, high, want=f"{low} <= {high}")
 
 
-def refuse_miscount(config: Config, count: str, listed: str) -> None:
-    """Raise `ConfigError` where the number is not that of what is listed."""
+def check_length(config: Config, count: str, listed: str) -> None:
+    """Raise `ConfigError` if a key is not the length of the list in another."""
     number, items = config[count], config[listed]
     if is_number(number) and isinstance(items, tuple) and number != len(items):
-        raise contradiction(config, "the list has another length", count, listed, want=f"{count} = len({listed})")
+        raise contradiction(config, "the list has the wrong length", count, listed, want=f"{count} = len({listed})")
 
 
-def refuse_absence(config: Config, switch: str, *needed: str) -> None:
-    """Raise `ConfigError` where the switch is on and a key that it cannot do without is null, or empty."""
+def check_needed(config: Config, switch: str, *needed: str) -> None:
+    """Raise `ConfigError` if a switch is on and a key that it needs is null or empty."""
     absent = [path for path in needed if _at(config, path) in (None, (), {})]
     if config[switch] is True and absent:
-        raise contradiction(config, "a feature is asked for without what it needs", switch, *absent,
+        raise contradiction(config, "a feature is enabled without the keys that it needs", switch, *absent,
                             want=f"{' and '.join(absent)} where {switch} is true")
 
 
-
-
 def _at(config: Config, path: str) -> Any:
-    """Return the value of a path, which may go through groups by name: `different_groups.wq1.params.start_bits`."""
+    """Return the value at a path, which may contain names of groups: `different_groups.wq1.params.start_bits`."""
     value: Any = config
     for name in path.split("."):
         value = value[name]

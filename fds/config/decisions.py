@@ -1,7 +1,6 @@
-"""What was decided where DeepSpeed contradicts itself, and where fds means to differ from it.
+"""Decisions: what fds does where DeepSpeed's documentation and code differ, and where fds differs from both.
 
-Source: features.md 0.2 and 0.3; code as of 0.19.6, measured. Defaults that only the documentation gives otherwise are
-with their keys (`Key.documented`).
+Source: DeepSpeed 0.19.6, measured. Defaults that differ in the documentation are with their keys (`Key.documented`).
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import attrs
 
 @attrs.frozen
 class Contradiction:
-    """DeepSpeed's documentation says one thing and its code does another.
+    """A difference between DeepSpeed's documentation and its code.
 
     Attributes:
         topic: what it is about.
         documented: what the documentation, or an earlier source, says.
         code: what 0.19.6 does.
         here: what fds does.
-        test: the test that holds it, `path::name`.
+        test: the test that checks it, `path::name`.
     """
 
     topic: str
@@ -35,7 +34,7 @@ class Difference:
     Attributes:
         deepspeed: what it does.
         here: what fds does.
-        test: the test that holds it, `path::name`, which would fail if fds did as DeepSpeed.
+        test: the test that checks it, `path::name`; it would fail if fds did the same as DeepSpeed.
     """
 
     deepspeed: str

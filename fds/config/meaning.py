@@ -1,4 +1,4 @@
-"""What a key of DeepSpeed's JSON means here: an argument of fds, nothing and why, or a feature not there yet."""
+"""What a key of DeepSpeed's JSON means in fds: an argument, nothing (and why), or a feature not supported yet."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import attrs
 
 @attrs.frozen
 class Argument:
-    """It becomes an argument of a transform, an optimizer or a schedule.
+    """The key becomes an argument of a transform, an optimizer or a schedule.
 
     Attributes:
         of: the functions that may take it, below `fds`: `"shard_optimizer"`, `"schedules.warmup"`.
-        name: of the argument; empty where the key only decides that the function is called, or which.
-        note: how the value is changed on the way.
+        name: of the argument; empty if the key only decides whether, or which, function is called.
+        note: how the value is converted.
     """
 
     of: tuple[str, ...]
@@ -26,7 +26,7 @@ class Argument:
 
 @attrs.frozen
 class Elsewhere:
-    """It is no part of a step: another call of fds takes it."""
+    """The key is not part of a step: another function of fds takes it."""
 
     call: str
     note: str = ""
@@ -37,7 +37,7 @@ class Elsewhere:
 
 @attrs.frozen
 class NotApplicable:
-    """It has no meaning in this design."""
+    """The key has no meaning in fds."""
 
     because: str
 
@@ -47,7 +47,7 @@ class NotApplicable:
 
 @attrs.frozen
 class NotYet:
-    """It asks for a feature that fds does not have yet, unless its value is one of `nothing`, as its default is."""
+    """The key asks for a feature that fds does not support yet, unless its value is in `nothing`, as the default is."""
 
     feature: str
     nothing: tuple = (None, False)
@@ -57,8 +57,8 @@ class NotYet:
 
 
 @attrs.frozen
-class Part:
-    """It matters only where the key `of` of its section asks for the feature."""
+class PartOf:
+    """The key matters only if the key `of` of its section enables the feature."""
 
     of: str = "enabled"
 
@@ -66,9 +66,9 @@ class Part:
         return f"part of `{self.of}`"
 
 
-Meaning = Argument | Elsewhere | NotApplicable | NotYet | Part
+Meaning = Argument | Elsewhere | NotApplicable | NotYet | PartOf
 
 
 def argument(*of: str, name: str = "", note: str = "") -> Argument:
-    """Return the meaning of a key that becomes an argument."""
+    """Return an `Argument` of these functions."""
     return Argument(of, name, note)

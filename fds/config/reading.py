@@ -1,7 +1,7 @@
-"""Where a configuration comes from: a dict, a file of JSON, or its text in base64, as DeepSpeed's launcher sends it.
+"""Read a configuration from a dict, a JSON file, or JSON in base64, as DeepSpeed's launcher passes it.
 
-DeepSpeed reads files as HJSON, which has comments, commas after the last value and keys without quotes. So does this,
-where the package hjson is there (the extra `hjson`); JSON is read without it.
+DeepSpeed reads files as HJSON, which allows comments, commas after the last value and keys without quotes. So does this
+if the package hjson is installed (the extra `hjson`); JSON does not need it.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from fds.storage.disk.small import RepeatedKeys, unique_keys
 
 
 def read(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]:
-    """Return the JSON object of a source. Raises `ConfigError` for a file that is not there or is no JSON object."""
+    """Return the JSON object of a source. Raises `ConfigError` for a missing file or one that is not a JSON object."""
     if isinstance(source, Mapping):
         return dict(source)
     if not isinstance(source, str | os.PathLike):
-        raise ConfigError("this is no configuration", got=repr(source)[:80], want="a dict, or a path of a JSON file")
+        raise ConfigError("not a configuration", got=repr(source)[:80], want="a dict, or a path of a JSON file")
     where, text = str(source)[:80], None
     try:
-        text = Path(source).read_text(encoding="utf-8-sig")  # without the mark that some editors begin a file with
+        text = Path(source).read_text(encoding="utf-8-sig")  # without a byte order mark
     except (OSError, ValueError) as error:
         text = _decoded(source)
         if text is None:
-            reason = getattr(error, "strerror", None) or "no text in UTF-8"
+            reason = getattr(error, "strerror", None) or "not text in UTF-8"
             raise ConfigError("the configuration cannot be read", where=where, got=str(reason),
                               want="a file of JSON, or JSON in urlsafe base64") from None
     return _parsed(text, where)
 
 
 def _decoded(source: str | os.PathLike) -> str | None:
-    """Return what base64 hides, if it is JSON."""
+    """Return the text that base64 encodes, or None if that is not JSON."""
     try:
         text = base64.urlsafe_b64decode(str(source)).decode()
     except (binascii.Error, ValueError):
@@ -56,9 +56,9 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
         raise ConfigError("a key is given twice", where=f"{where}: {', '.join(error.keys)}",
                           got=f"{error.count} keys", want="once") from None  # fmt: skip
     except (RecursionError, ValueError) as error:
-        if hasattr(error, "lineno"):  # what JSON or HJSON cannot read
+        if hasattr(error, "lineno"):  # a syntax error
             raise _unreadable(error, text, where) from None
-        raise ConfigError("this JSON is too deep, or has too large a number", where=where, got=str(error)[:80],
+        raise ConfigError("the JSON is nested too deeply, or has too large a number", where=where, got=str(error)[:80],
                           want="a configuration") from None  # fmt: skip
     if not isinstance(data, dict):
         raise ConfigError("a configuration is a JSON object", where=where, got=text.strip()[:40], want="{...}")
@@ -66,19 +66,19 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
 
 
 def _unreadable(error: Any, text: str, where: str) -> ConfigError:
-    """Return the error of a text that is no JSON, or HJSON with a mistake."""
+    """Return the error for a text that is neither valid JSON nor valid HJSON."""
     line = "".join(text.splitlines()[error.lineno - 1 : error.lineno]).strip() or "the end of the file"
-    json_it_is = isinstance(error, json.JSONDecodeError)
+    of_json = isinstance(error, json.JSONDecodeError)
     return ConfigError(
-        "this is no JSON" if json_it_is else "this is no HJSON", where=f"{where}, line {error.lineno}", got=line[:80],
-        want=error.msg, hint=_hint(text[error.pos :]) if json_it_is else "",
+        "not valid JSON" if of_json else "not valid HJSON", where=f"{where}, line {error.lineno}", got=line[:80],
+        want=error.msg, hint=_hint(text[error.pos :]) if of_json else "",
     )  # fmt: skip
 
 
 def _loaded(text: str) -> Any:
-    """Return what JSON or, where that fails and the package is there, HJSON says.
+    """Parse JSON or, if that fails and the package is installed, HJSON.
 
-    Raises the error of JSON, or that of HJSON where the text is HJSON at the place that JSON refuses.
+    Raises the JSON error, or the HJSON error if the text is valid HJSON at the position of the JSON error.
     """
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
@@ -94,16 +94,16 @@ def _loaded(text: str) -> Any:
 
 
 def _is_hjson(rest: str, error: json.JSONDecodeError) -> bool:
-    """Say whether HJSON allows what is no JSON here: a comment, or another kind of key, or none after a comma."""
+    """Return whether HJSON allows what JSON refuses here: a comment, an unquoted key, or a trailing comma."""
     of_a_key = error.msg.startswith("Expecting property name") and re.match(r"[\w'}]", rest)
     return bool(of_a_key) or rest.startswith(("#", "//", "/*"))
 
 
 def _hint(rest: str) -> str:
-    """Return what to write in the place of this text, which is no JSON."""
+    """Return what to write instead of this text, which is not JSON."""
     for python, name in (("True", "true"), ("False", "false"), ("None", "null")):
         if rest.startswith(python):
             return f"JSON writes {name}"
     if importlib.util.find_spec("hjson") is not None:
         return ""
-    return "comments, a comma after the last value and keys without quotes are HJSON: pip install hjson, and it is read"
+    return "comments, a comma after the last value and keys without quotes are HJSON: pip install hjson to read it"

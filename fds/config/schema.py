@@ -1,7 +1,7 @@
-"""A JSON Schema of the whole JSON, for editors: made from the records, which are what is checked.
+"""A JSON Schema of the whole JSON, for editors, generated from the records.
 
-It says of a key what one value can be told of: type, range, words, spelling. What several keys say together (batch
-sizes that multiply, options of a stage) only the records know.
+It covers single keys: type, range, choices, spelling. Conditions on several keys (batch sizes that multiply, options of
+a ZeRO stage) are checked by the records only.
 
 Source: JSON Schema, draft 2020-12, json-schema.org/draft/2020-12.
 """
@@ -14,9 +14,10 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from fds.config.field import AUTO, COMMENT, Key, flat_keys, same
 from fds.config.keys import optimizer, scheduler
 from fds.config.meaning import NotYet
-from fds.config.record import AUTO, COMMENT, Config, Key, flat_keys, record_of, same
+from fds.config.record import Config, record_of
 from fds.config.training import TrainingConfig
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -24,7 +25,7 @@ _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", types
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema of what `TrainingConfig.of` takes; a record is one of its `$defs`."""
+    """Return the JSON Schema of what `TrainingConfig.of` accepts; records are in its `$defs`."""
     records: dict[str, dict[str, Any]] = {}
     whole = _record(TrainingConfig, records)
     zero = whole["properties"]["zero_optimization"]
@@ -36,7 +37,7 @@ def schema() -> dict[str, Any]:
 
 
 def options(type_: Any) -> Iterator[dict[str, Any]]:
-    """Yield the schemas of the alternatives of a type; none for anything at all."""
+    """Yield the schemas of the alternatives of a type; none for `Any`."""
     origin, of = typing.get_origin(type_), typing.get_args(type_)
     if origin in (types.UnionType, typing.Union):
         for one in of:
@@ -55,25 +56,25 @@ def options(type_: Any) -> Iterator[dict[str, Any]]:
         yield {"type": _TYPES[type_]}
 
 
-def alternatives(type_: Any, about: Key) -> list[dict[str, Any]]:
-    """Return the schemas of the alternatives of a key, null among them where the JSON may give it."""
-    found = list(options(type_))
-    if about.null is None:
-        return found
-    return [one for one in found if one != {"type": "null"}] + [{"type": "null"}] * about.null
+def alternatives(type_: Any, key: Key) -> list[dict[str, Any]]:
+    """Return the schemas of the alternatives of a key, including null if the JSON may contain it."""
+    schemas = list(options(type_))
+    if key.null is None:
+        return schemas
+    return [one for one in schemas if one != {"type": "null"}] + [{"type": "null"}] * key.null
 
 
 def _record(cls: type[Config], records: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the schema of a record's JSON object, and add those of the records below it."""
+    """Return the schema of a record's JSON object, and add the schemas of the records below it to `records`."""
     known = flat_keys(cls)
     out = {"type": "object", "description": _first_line(cls), "properties": {},
            "patternProperties": {COMMENT: True}, "additionalProperties": False}  # fmt: skip
-    for name, (type_, about) in known.items():
-        out["properties"][name] = _key(type_, about)
+    for name, (type_, key) in known.items():
+        out["properties"][name] = _key(type_, key)
         _add(type_, records)
-    old = {spelling: name for name, (_, about) in known.items() for spelling in about.old if spelling not in known}
+    old = {spelling: name for name, (_, key) in known.items() for spelling in key.old if spelling not in known}
     for spelling, name in old.items():
-        out["properties"][spelling] = _old(name, spelling, known[name])
+        out["properties"][spelling] = _old(name, spelling, *known[name])
     if old:
         out["dependentSchemas"] = {
             spelling: {"properties": {other: False for other in (name, *(o for o in old if old[o] == name)) if
@@ -83,83 +84,81 @@ def _record(cls: type[Config], records: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 def _add(type_: Any, records: dict[str, dict[str, Any]]) -> None:
-    """Add the record that values of a type are, or hold, if there is one."""
-    found = record_of(type_)
-    if found is not None and found.__name__ not in records:
-        records[found.__name__] = {}  # its place, before those of the records below it
-        records[found.__name__] |= _record(found, records)
-    for one in typing.get_args(type_) if found is None else ():
+    """Add the schemas of the records in a type to `records`."""
+    record = record_of(type_)
+    if record is not None and record.__name__ not in records:
+        records[record.__name__] = {}  # reserves its position before the records below it
+        records[record.__name__] |= _record(record, records)
+    for one in typing.get_args(type_) if record is None else ():
         _add(one, records)
 
 
-def _key(type_: Any, about: Key) -> dict[str, Any]:
-    found = [_bounded(one, about) for one in alternatives(type_, about)]
-    default = about.default() if callable(about.default) else about.default
-    out = {"description": description(about), **_one_of(found if _is_group(found) else _or_auto(found))}
+def _key(type_: Any, key: Key) -> dict[str, Any]:
+    schemas = [_bounded(one, key) for one in alternatives(type_, key)]
+    default = key.default() if callable(key.default) else key.default
+    out = {"description": description(key), **_one_of(schemas if _is_group(schemas) else _or_auto(schemas))}
     return out if isinstance(default, Config) else out | {"default": plain(default)}
 
 
-def _old(name: str, spelling: str, key: tuple[Any, Key]) -> dict[str, Any]:
-    """Return the schema of an old spelling; what is turned into another value is a switch."""
-    type_, about = key
-    found = _key(type_, about) if about.old[spelling] is same else {"enum": [True, False, None, AUTO]}
-    return {**found, "description": f"Old: write {name}.", "deprecated": True}
+def _old(name: str, spelling: str, type_: Any, key: Key) -> dict[str, Any]:
+    """Return the schema of an old spelling; one whose value is converted is a boolean."""
+    schema = _key(type_, key) if key.old[spelling] is same else {"enum": [True, False, None, AUTO]}
+    return {**schema, "description": f"Old: write {name}.", "deprecated": True}
 
 
-def description(about: Key) -> str:
-    """Return what a key does, its unit, and on a second line what it is here."""
-    lines = [about.doc[:1].upper() + about.doc[1:] + (f" [{about.unit}]" if about.unit else "") + "."]
-    if about.differs:
-        lines[0] += f" The documentation's default: {plain(about.documented)!r}."
-    if about.meaning is not None:
-        word = "Not there yet, and refused" if isinstance(about.meaning, NotYet) else "Here"
-        lines.append(f"{word}: {str(about.meaning).removeprefix('not yet: ')}.")
+def description(key: Key) -> str:
+    """Return what a key does, its unit, and on a second line what it means in fds."""
+    lines = [key.doc[:1].upper() + key.doc[1:] + (f" [{key.unit}]" if key.unit else "") + "."]
+    if key.differs:
+        lines[0] += f" The documentation's default: {plain(key.documented)!r}."
+    if key.meaning is not None:
+        word = "Not supported yet, and refused" if isinstance(key.meaning, NotYet) else "In fds"
+        lines.append(f"{word}: {str(key.meaning).removeprefix('not yet: ')}.")
     return "\n".join(lines)
 
 
 def plain(value: Any) -> Any:
-    """Return a default as JSON has it."""
+    """Return a default as JSON: tuples as lists."""
     return [plain(one) for one in value] if isinstance(value, tuple) else value
 
 
-def _bounded(one: dict[str, Any], about: Key) -> dict[str, Any]:
-    if one.get("type") not in ("integer", "number"):
-        return one
-    bounds = {"minimum": about.low, "maximum": about.high, "exclusiveMinimum": about.over,
-              "exclusiveMaximum": about.under}
-    return one | {word: bound for word, bound in bounds.items() if bound not in (None, math.inf)}
+def _bounded(schema: dict[str, Any], key: Key) -> dict[str, Any]:
+    if schema.get("type") not in ("integer", "number"):
+        return schema
+    bounds = {"minimum": key.low, "maximum": key.high, "exclusiveMinimum": key.over, "exclusiveMaximum": key.under}
+    return schema | {word: bound for word, bound in bounds.items() if bound not in (None, math.inf)}
 
 
-def _is_group(found: list[dict[str, Any]]) -> bool:
-    """Return whether a key is a record, or names records: then it is never `"auto"`."""
-    return any("$ref" in one or "$ref" in one.get("additionalProperties", {}) for one in found)
+def _is_group(schemas: list[dict[str, Any]]) -> bool:
+    """Return whether a key is a record or a dict of records, which cannot be `"auto"`."""
+    return any("$ref" in one or "$ref" in one.get("additionalProperties", {}) for one in schemas)
 
 
-def _or_auto(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the alternatives with `"auto"`; of words, with that one; none stays none."""
-    words = [one for one in found if AUTO in one.get("enum", ()) or one.get("type") == "string"]
-    return found if words or not found else [*found, {"const": AUTO}]
+def _or_auto(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add `"auto"` to the alternatives, unless they include it or allow anything."""
+    include = any(AUTO in one.get("enum", ()) or one.get("type") == "string" for one in schemas)
+    return schemas if include or not schemas else [*schemas, {"const": AUTO}]
 
 
-def _one_of(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the schema of any of these; of anything where there are none."""
-    if not found:
+def _one_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the schema of a value that matches any of these; of any value if there are none."""
+    if not schemas:
         return {}
-    return found[0] if len(found) == 1 else {"anyOf": found}
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def _add_types(
     records: dict[str, dict[str, Any]], cls: type[Config], kinds: Mapping[str, type[Config]],
     required: Mapping[str, tuple[str, ...]], *, of_optimizer: bool,
 ) -> None:  # fmt: skip
-    """Say of `params` that it follows `type`, and let editors offer the types that are known."""
+    """Make the schema of `params` depend on `type`, and let editors offer the known types."""
     names = [optimizer.SPELLED.get(kind, kind) for kind in kinds]
     record = records[cls.__name__]
     record["properties"]["type"]["anyOf"].insert(0, {"enum": names})
     record["allOf"] = []
     for kind, parameters in kinds.items():
         records.setdefault(parameters.__name__, _record(parameters, records))
-        any_case = of_optimizer and kind == kind.lower()  # a class of torch.optim has its name in one case only
+        any_case = of_optimizer and kind == kind.lower()  # the names of classes of torch.optim are case-sensitive
         pattern = "".join(f"[{c.upper()}{c.lower()}]" if any_case and c.isalpha() else c for c in kind)
         of_kind: dict[str, Any] = {"$ref": f"#/$defs/{parameters.__name__}"}
         then: dict[str, Any] = {"properties": {"params": _one_of([of_kind, *[{"type": "null"}] * of_optimizer])}}

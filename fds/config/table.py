@@ -1,4 +1,4 @@
-"""The page of all keys, docs/config-keys.md: made from the records and from what was decided."""
+"""The page of all keys, docs/config-keys.md, generated from the records and from `decisions`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, get_args, get_origin
 
 from fds.config.decisions import CONTRADICTIONS, INTENDED
+from fds.config.field import Key, keys, same
 from fds.config.keys import optimizer, scheduler
-from fds.config.record import Config, Key, keys, record_of, same
+from fds.config.record import Config, record_of
 from fds.config.schema import alternatives, plain
 from fds.config.training import TrainingConfig
 
@@ -40,48 +41,48 @@ def table() -> str:
 
 
 def every_key(cls: type[Config], path: str = "") -> Iterator[tuple[str, Any, Key]]:
-    """Yield (JSON path, type, what is known) of the keys of a record and of those below it; `*` is any name."""
-    for name, (type_, known) in keys(cls).items():
-        here = path if known.flat else f"{path}{name}"
-        if not known.flat:
-            yield here, type_, known
+    """Yield (JSON path, type, key) of all keys of a record and below it; `*` stands for any name."""
+    for name, (type_, key) in keys(cls).items():
+        here = path if key.flat else f"{path}{name}"
+        if not key.flat:
+            yield here, type_, key
         below, star = _below(type_)
         if below is not None:
-            yield from every_key(below, here if known.flat else f"{here}.{star}")
+            yield from every_key(below, here if key.flat else f"{here}.{star}")
 
 
 def parameters() -> dict[str, list[tuple[str, type[Config]]]]:
-    """Return of `optimizer.params` and `scheduler.params` the types, as they are written, with their records."""
+    """Return the types of optimizers and schedulers, as they are written, with the records of their `params`."""
     optimizers = [(optimizer.SPELLED.get(kind, kind), record) for kind, record in optimizer.PARAMETERS.items()]
     return {"optimizer": optimizers, "scheduler": list(scheduler.PARAMETERS.items())}
 
 
 def differing() -> Iterator[tuple[str, Key]]:
-    """Yield (JSON path, what is known) of all keys whose default the documentation gives otherwise."""
-    for path, _, known in every_key(TrainingConfig):
-        if known.differs:
-            yield path, known
+    """Yield (JSON path, key) of all keys whose default in the documentation differs from the code's."""
+    for path, _, key in every_key(TrainingConfig):
+        if key.differs:
+            yield path, key
     for group, types in parameters().items():
         for type_, record in types:
-            for path, _, known in every_key(record, f"{group}[{type_}].params."):
-                if known.differs:
-                    yield path, known
+            for path, _, key in every_key(record, f"{group}[{type_}].params."):
+                if key.differs:
+                    yield path, key
 
 
 def _below(type_: Any) -> tuple[type[Config] | None, str]:
-    """Return the record below a key and what stands between them in the path; None for a value."""
+    """Return the record below a key, None if there is none, and what is between them in the path."""
     named = get_args(type_)[1] if get_origin(type_) is dict else None
     return (record_of(type_), "") if named is None else (record_of(named), "*.")
 
 
 def _groups() -> Iterator[str]:
     yield "## All keys\n"
-    for name, (type_, known) in keys(TrainingConfig).items():
+    for name, (type_, key) in keys(TrainingConfig).items():
         record = _below(type_)[0]
         if record is None:
-            raise AssertionError(f"{name} is no group")
-        title = _upper(known.doc) if known.flat else f"`{name}`: {known.doc}"
-        rows = every_key(record, "" if known.flat else f"{name}.")
+            raise AssertionError(f"{name} is not a group")
+        title = _upper(key.doc) if key.flat else f"`{name}`: {key.doc}"
+        rows = every_key(record, "" if key.flat else f"{name}.")
         yield from _section(f"### {title}", _COLUMNS, [_row(*row) for row in rows])
 
 
@@ -97,11 +98,11 @@ def _old_spellings() -> Iterator[str]:
     yield "## Old spellings\n"
     yield "They are taken, with a `FutureWarning` that names the new one; beside the new one they are refused.\n"
     rows = [("`zero_optimization`: true or false", "`zero_optimization.stage`: 1 or 0")]
-    for path, _, known in every_key(TrainingConfig):
-        for spelling, turn in known.old.items():
+    for path, _, key in every_key(TrainingConfig):
+        for spelling, conversion in key.old.items():
             parent = path.rpartition(".")[0]
             old = f"{parent}.{spelling}" if parent else spelling
-            rows.append((f"`{old}`", f"`{path}`" + ("" if turn is same else ", as its object")))
+            rows.append((f"`{old}`", f"`{path}`" + ("" if conversion is same else ", as its object")))
     yield from _section("", ("old", "new"), rows)
 
 
@@ -110,7 +111,7 @@ def _contradictions() -> Iterator[str]:
     yield ("Defaults. `defaults=\"0.19.6\"`, which is what holds where nothing is said, takes the code's; "
            "`defaults=\"docs\"` the documentation's. Held by "
            "`tests/config/test_decisions.py::test_a_default_is_that_of_its_edition`.\n")
-    rows = [(f"`{path}`", _json(known.documented), _json(known.default)) for path, known in differing()]
+    rows = [(f"`{path}`", _json(key.documented), _json(key.default)) for path, key in differing()]
     yield from _section("", ("key", "documentation", "0.19.6"), rows)
     yield "And what is no key's default:\n"
     rows = [(one.topic, one.documented, one.code, one.here, f"`{one.test}`") for one in CONTRADICTIONS]
@@ -123,26 +124,26 @@ def _intended() -> Iterator[str]:
     yield from _section("", ("DeepSpeed", "fds", "held by"), rows)
 
 
-def _row(path: str, type_: Any, known: Key) -> tuple[str, ...]:
-    default = "" if _below(type_)[0] is not None and callable(known.default) else _json(known.default)
-    documented = _json(known.documented) if known.differs else ""
-    here = "its keys say" if known.meaning is None else str(known.meaning)
-    return f"`{path}`", _type(type_, known), default, documented, known.unit, known.doc, here
+def _row(path: str, type_: Any, key: Key) -> tuple[str, ...]:
+    default = "" if _below(type_)[0] is not None and callable(key.default) else _json(key.default)
+    documented = _json(key.documented) if key.differs else ""
+    here = "its keys say" if key.meaning is None else str(key.meaning)
+    return f"`{path}`", _type(type_, key), default, documented, key.unit, key.doc, here
 
 
-def _type(type_: Any, known: Key) -> str:
-    bounds = ((known.low, "≥"), (known.over, ">"), (known.high, "≤"), (known.under, "<"))
-    told = [f"{sign} {bound:g}" for bound, sign in bounds if bound is not None]
-    return ", ".join([_words(alternatives(type_, known)), *told])
+def _type(type_: Any, key: Key) -> str:
+    bounds = ((key.low, "≥"), (key.over, ">"), (key.high, "≤"), (key.under, "<"))
+    limits = [f"{sign} {bound:g}" for bound, sign in bounds if bound is not None]
+    return ", ".join([_words(alternatives(type_, key)), *limits])
 
 
-def _words(found: list[dict[str, Any]]) -> str:
-    words = [_word(one) for one in found] or ["anything"]
+def _words(schemas: list[dict[str, Any]]) -> str:
+    words = [_word(one) for one in schemas] or ["anything"]
     return " or ".join(word for word in dict.fromkeys(words) if not (word == "integer" and "number" in words))
 
 
 def _word(one: dict[str, Any]) -> str:
-    """Return one alternative of a type as people say it."""
+    """Return one alternative of a type in words."""
     if "enum" in one:
         return " or ".join(_json(value) for value in one["enum"])
     if one.get("type") == "array":
@@ -157,7 +158,7 @@ def _json(value: Any) -> str:
 
 
 def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield a title, if there is one, and a table below it."""
+    """Yield an optional title and a table."""
     if title:
         yield f"{title}\n"
     yield _line(columns)
@@ -172,7 +173,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return the text with what Markdown would read as its own escaped, but for code."""
+    """Escape the characters that have a meaning in Markdown, except in code."""
     parts = text.replace("|", "\\|").replace("\n", " ").split("`")
     return "`".join(part if i % 2 else part.replace("*", "\\*").replace("<", "\\<") for i, part in enumerate(parts))
 

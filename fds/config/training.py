@@ -1,4 +1,4 @@
-"""The whole configuration of a training, as DeepSpeed's JSON says it."""
+"""`TrainingConfig`: DeepSpeed's whole JSON, and what can be made from it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import attrs
 
 from fds.collectives import Mesh
 from fds.config import explain as explanation
+from fds.config.field import Edition
 from fds.config.keys.groups import Groups
 from fds.config.reading import read
-from fds.config.record import Edition
-from fds.config.translate import composition, optimizer as update
-from fds.config.translate.buildable import refuse_what_cannot_be_made
-from fds.config.translate.unsupported import refuse_what_is_not_there
+from fds.config.translate import composition
+from fds.config.translate.buildable import check_buildable
+from fds.config.translate.optimizer import schedule_call
+from fds.config.translate.unsupported import check_supported
 from fds.config.unknown import Unknown, with_known_keys
 from fds.errors import ConfigError, MeshError
 from fds.schedules.curve import Curve
@@ -24,7 +25,7 @@ from fds.step import Transform
 
 @attrs.frozen
 class TrainingConfig(Groups):
-    """DeepSpeed's JSON, whole. Its keys are the fields of `Groups`.
+    """DeepSpeed's whole JSON. Its keys are the fields of `Groups`.
 
     >>> import fds
     >>> config = TrainingConfig.of({"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
@@ -39,58 +40,59 @@ class TrainingConfig(Groups):
     def of(
         cls, source: Mapping[str, Any] | str | os.PathLike, *, defaults: Edition = "0.19.6", unknown: Unknown = "error"
     ) -> Self:
-        """Return the configuration of a dict, of a file of JSON or HJSON, or of either in base64.
+        """Read a configuration from a dict, a JSON or HJSON file, or its text in base64.
 
         Args:
-            source: of the JSON.
-            defaults: the edition that says what an absent key is: `"0.19.6"`, the code, or `"docs"`, its documentation.
-            unknown: what happens to unknown keys: `"error"` refuses them, or `"warn"`, which leaves them out with a
-                `UserWarning` that names each. Keys that begin with `_` are comments in any case.
+            source: a dict, a path, or base64.
+            defaults: where the defaults of absent keys come from: `"0.19.6"`, DeepSpeed's code, or `"docs"`, its
+                documentation.
+            unknown: `"error"` refuses unknown keys, `"warn"` leaves each out with a `UserWarning`. Keys that begin with
+                `_` are always comments.
 
         Raises `ConfigError` for a file that cannot be read, with the line; for keys, with their JSON path.
         """
         return cls.from_dict(with_known_keys(cls, read(source), unknown), defaults=defaults)
 
     def check(self) -> None:
-        """Raise `ConfigError` for keys that contradict each other, and for values that nothing can be made with."""
+        """Raise `ConfigError` for keys that contradict each other, and for values that functions of fds refuse."""
         super().check()
-        refuse_what_cannot_be_made(self)
+        check_buildable(self)
 
     def schedule(self) -> Curve | None:
         """Return the learning rate's schedule f(t), t = updates applied before this one; None without a scheduler.
 
-        Raises `NotSupportedError` for a scheduler that fds does not have.
+        Raises `NotSupportedError` for a scheduler that fds does not support.
         """
-        call = update.schedule(self.filled({}))
+        call = schedule_call(self.filled({}))
         if call is None and self.scheduler is not None and self.scheduler.type is not None:
-            refuse_what_is_not_there(self)
+            check_supported(self)
         return None if call is None else call.build(None)
 
     def transforms(self, mesh: Mesh) -> tuple[Transform, ...]:
-        """Return what the JSON asks for, as transforms and an optimizer: `fds.compose(*config.transforms(mesh))(loss)`.
+        """Return the transforms and the optimizer, for `fds.compose(*config.transforms(mesh))(loss)`.
 
-        Batch sizes and `"auto"` are resolved for the mesh: its axis `dp` has the data ranks, `pp` (if there is one) the
-        stages of a pipeline, `replicate` (if there is one) the copies of the sharded state.
+        Batch sizes and `"auto"` are resolved for the mesh: its axis `dp` has the data ranks, `pp` (optional) the stages
+        of a pipeline, `replicate` (optional) the copies of the sharded state.
 
-        Raises `NotSupportedError`, naming all keys, for what fds does not have yet; `ConfigError` for batch sizes that
-        do not multiply; `MeshError` for a mesh without `dp`.
+        Raises `NotSupportedError`, naming all keys, for features that fds does not support yet; `ConfigError` for batch
+        sizes that do not multiply; `MeshError` for a mesh without `dp`.
         """
         return tuple(call.build(mesh) for call in composition.calls(self, _sizes(mesh)))
 
     def explain(self, mesh: Mesh | Mapping[str, int], *, num_parameters: int | None = None) -> str:
-        """Return what the JSON comes to: the composition as Python, the batch, memory per rank, and what is left out.
+        """Explain the configuration: the composition as Python, batch sizes, memory per rank, and keys without effect.
 
         Args:
-            mesh: of the ranks that run, or the sizes of the axes that there will be: `{"dp": 8}`.
-            num_parameters: of the model, for bytes in place of formulas.
+            mesh: a mesh, or the sizes of its axes: `{"dp": 8}`.
+            num_parameters: of the model, to show bytes beside the formulas.
         """
         if num_parameters is not None and (type(num_parameters) is not int or num_parameters < 1):
-            raise ConfigError("this is no number of parameters", where="num_parameters", got=repr(num_parameters),
+            raise ConfigError("not a number of parameters", where="num_parameters", got=repr(num_parameters),
                               want="1 or more")
         return explanation.explain(self, mesh if isinstance(mesh, Mapping) else _sizes(mesh), num_parameters)
 
 
 def _sizes(mesh: Any) -> dict[str, int]:
     if not isinstance(mesh, Mesh):
-        raise MeshError("this is no mesh", got=repr(mesh)[:80], want="fds.mesh(dp=-1)")
+        raise MeshError("not a mesh", got=repr(mesh)[:80], want="fds.mesh(dp=-1)")
     return mesh.shape

@@ -2,9 +2,9 @@
 
 import pytest
 
+from fds.config.field import keys
 from fds.config.keys.background_saves import LoadingConfig, NebulaConfig
 from fds.config.meaning import Elsewhere
-from fds.config.record import keys
 from fds.errors import ConfigError
 
 NEBULA = {

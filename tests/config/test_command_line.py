@@ -75,7 +75,7 @@ def test_an_old_spelling_is_told_beside_the_explanation(tmp_path, capsys):
 
 @pytest.mark.parametrize(("text", "arguments", "words"), [
     (None, [], "cannot be read"),
-    ("{", [], "ConfigError: this is no JSON"),
+    ("{", [], "ConfigError: not valid JSON"),
     ('{"graidient_clipping": 1}', [], "did you mean 'gradient_clipping'?"),
     ('{"train_batch_size": "5"}', [], "where: train_batch_size"),
     ('{"train_batch_size": 5}', ["--world-size", 2], "do not multiply"),
@@ -109,7 +109,7 @@ def test_values_of_auto_are_given_beside_the_file(tmp_path, capsys):
     }))  # fmt: skip
     assert main(["explain", str(tmp_path / "auto.json"), "--world-size", "2"]) == 2
     told = capsys.readouterr().err
-    assert '"auto" and without a value: train_micro_batch_size_per_gpu, ' in told and "optimizer.params.lr" in told
+    assert '"auto" without a value: train_micro_batch_size_per_gpu, ' in told and "optimizer.params.lr" in told
     assert "pass auto={'train_micro_batch_size_per_gpu': ...," in told
     given = ["train_micro_batch_size_per_gpu=4", "optimizer.params.lr=0.5", "bf16.enabled=true"]
     assert main(["explain", str(tmp_path / "auto.json"), "--world-size", "2",

@@ -10,11 +10,12 @@ import torch
 
 import fds
 from fds.config import TrainingConfig
+from fds.config.field import keys
 from fds.config.keys import optimizer, scheduler
 from fds.config.meaning import Argument
-from fds.config.record import Config, keys, record_of
+from fds.config.record import Config, record_of
 from fds.config.translate.composition import calls
-from fds.config.translate.function_call import FOUND, Call
+from fds.config.translate.function_call import FUNCTIONS, FunctionCall
 from fds.errors import ConfigError, MeshError, NotSupportedError
 
 DP2, PP2 = {"dp": 2}, {"pp": 2, "dp": 2}
@@ -248,7 +249,7 @@ def test_sizes_that_the_mesh_does_not_have_are_refused(said, axes, where):
 
 
 def test_an_axis_that_nothing_uses_is_refused():
-    with pytest.raises(MeshError, match="no use for these axes"):
+    with pytest.raises(MeshError, match="does not use these axes"):
         texts({}, {"dp": 2, "tp": 2})
 
 
@@ -390,19 +391,19 @@ def case(path: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
 
 
 def _word(value: Any) -> Any:
-    return value.path if isinstance(value, Call) else value
+    return value.path if isinstance(value, FunctionCall) else value
 
 
-def bound(call: Call) -> dict[tuple[str, str], Any]:
+def bound(call: FunctionCall) -> dict[tuple[str, str], Any]:
     """Return (function, argument) -> value of a call and of those in it; (function, "") says that it is called."""
-    signature = inspect.signature(FOUND[call.path]).bind(*call.args, **call.kwargs)
+    signature = inspect.signature(FUNCTIONS[call.path]).bind(*call.args, **call.kwargs)
     signature.apply_defaults()
     out: dict[tuple[str, str], Any] = {(call.path, ""): True}
     for name, value in signature.arguments.items():
         values = value if isinstance(value, tuple) else (value,)
         out[call.path, name] = tuple(map(_word, values)) if isinstance(value, tuple) else _word(value)
         for inner in values:
-            out |= bound(inner) if isinstance(inner, Call) else {}
+            out |= bound(inner) if isinstance(inner, FunctionCall) else {}
     return out
 
 
@@ -437,8 +438,8 @@ def test_a_parameter_that_is_not_given_is_its_default(path):
 def test_a_meaning_names_functions_that_are_there_and_arguments_that_they_take(path):
     meaning = ARGUMENTS[path]
     for f in meaning.of:
-        assert f in FOUND and (f.startswith("schedules.") or FOUND[f] is getattr(fds, f))
-        assert not meaning.name or meaning.name in inspect.signature(FOUND[f]).parameters
+        assert f in FUNCTIONS and (f.startswith("schedules.") or FUNCTIONS[f] is getattr(fds, f))
+        assert not meaning.name or meaning.name in inspect.signature(FUNCTIONS[f]).parameters
 
 
 def test_no_case_of_the_law_is_left_over():

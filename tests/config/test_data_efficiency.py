@@ -87,7 +87,7 @@ def test_contradictions_name_all_keys_of_them(record, data, where):
 
 def test_a_curriculum_without_a_measure_is_refused_where_it_is_on():
     curriculum = {"curriculum_learning": {"enabled": True}}
-    with pytest.raises(ConfigError, match="without what it needs"):
+    with pytest.raises(ConfigError, match="without the keys that it needs"):
         DataEfficiencyConfig.from_dict({"data_sampling": curriculum})
     curriculum["curriculum_learning"]["enabled"] = False
     assert DataEfficiencyConfig.from_dict({"data_sampling": curriculum}).to_dict() == {"data_sampling": curriculum}

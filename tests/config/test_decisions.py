@@ -12,7 +12,8 @@ import torch
 import fds
 from fds.config import TrainingConfig
 from fds.config.decisions import CONTRADICTIONS, INTENDED
-from fds.config.record import Config, flat_keys, record_of
+from fds.config.field import flat_keys
+from fds.config.record import Config, record_of
 from fds.config.table import differing, parameters
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from fds.config import TrainingConfig
+from fds.config.field import keys
 from fds.config.keys import optimizer, scheduler
 from fds.config.meaning import Argument, NotYet
-from fds.config.record import Config, keys, record_of, walk
+from fds.config.record import Config, record_of, walk
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/config_defaults.json").read_text())["keys"]
 OLD = {path for path, entry in GOLDEN.items() if entry.get("deprecated")}

@@ -26,10 +26,10 @@ SOME: dict[str, Any] = {key: value for key, value in ALL.items() if key != "flop
     "zero_optimization": {"stage": 2, "contiguous_gradients": False}}
 TITLES = [
     "batch",
-    "not there yet: these keys are refused, and what is above leaves them out",
+    "not supported yet: these keys are refused, and left out above",
     "bytes on each rank, P parameters",
     "defaults in force, of edition 0.19.6",
-    '"auto", and nobody said what: defaults',
+    '"auto" without a value: the default',
     "taken by other calls",
     "not applicable",
 ]
@@ -158,7 +158,7 @@ def test_keys_of_other_calls_and_without_meaning_are_told_with_why():
 
 
 def test_autos_that_nobody_filled_are_told():
-    told = sections(explained(ALL))['"auto", and nobody said what: defaults']
+    told = sections(explained(ALL))['"auto" without a value: the default']
     assert told == ["optimizer.params.lr", "zero_optimization.stage3_prefetch_bucket_size"]
     filled = TrainingConfig.of(ALL).resolve(world_size=2, auto={"optimizer.params.lr": 0.5})
     text = filled.explain({"dp": 2})

@@ -11,13 +11,13 @@ from torch import nn
 
 import fds
 from fds.config import TrainingConfig
-from fds.config.translate.composition import composed
-from fds.config.translate.memory import held
+from fds.config.translate.composition import compose_supported
+from fds.config.translate.memory import rank_memory
 from fds.layout import ALIGN
 
 WIDTH, LAYERS = 256, 8
 LAYER = WIDTH * WIDTH + WIDTH  # elements: a bucket is one layer, and a half of it a multiple of ALIGN, so no padding
-PART_OF = {  # what `held` calls it -> the parts of `step.describe(state).num_bytes`
+PART_OF = {  # what `rank_memory` calls it -> the parts of `step.describe(state).num_bytes`
     "master weights and optimizer state": ("params", "opt"),
     "16-bit parameters": ("low",),
     "whole parameters": ("whole",),
@@ -59,8 +59,8 @@ def said(stage: int, optimizer: str, precision: str, **zero: Any) -> dict[str, A
 
 
 def by_formula(data: dict[str, Any], axes: dict[str, int], num_parameters: int) -> dict[str, int]:
-    calls, config = composed(TrainingConfig.of(data), axes)
-    return {part.what.split(",")[0]: part.num_bytes(num_parameters) for part in held(config, calls, axes)}
+    calls, config = compose_supported(TrainingConfig.of(data), axes)
+    return {part.what.split(",")[0]: part.num_bytes(num_parameters) for part in rank_memory(config, calls, axes)}
 
 
 def by_step(data: dict[str, Any], axes: dict[str, int], params: Any) -> dict[str, int]:

@@ -2,9 +2,9 @@
 
 import pytest
 
+from fds.config.field import keys
 from fds.config.keys.parallelism import ExpertParallelConfig, ParallelSizesConfig, TensorParallelConfig
 from fds.config.meaning import NotYet
-from fds.config.record import keys
 from fds.errors import ConfigError
 
 TENSORS = {

@@ -43,9 +43,9 @@ def test_a_mark_of_the_byte_order_is_no_part_of_the_json(tmp_path):
 
 @pytest.mark.parametrize(("text", "what", "hint"), [
     ("", "the configuration is empty", ""), ("\n \n", "the configuration is empty", ""),
-    ('{"fp16": {"enabled": True}}', "this is no JSON", "JSON writes true"),
-    ('{"optimizer": None}', "this is no JSON", "JSON writes null"),
-    ('{"gradient_clipping": 1.0', "this is no JSON", ""),
+    ('{"fp16": {"enabled": True}}', "not valid JSON", "JSON writes true"),
+    ('{"optimizer": None}', "not valid JSON", "JSON writes null"),
+    ('{"gradient_clipping": 1.0', "not valid JSON", ""),
 ])  # fmt: skip
 def test_what_is_no_json_is_refused_with_what_to_write(tmp_path, text, what, hint):
     with pytest.raises(ConfigError) as error:
@@ -70,7 +70,7 @@ def test_keys_that_stand_twice_in_one_object_are_named(tmp_path, text):
 def test_a_mistake_in_hjson_is_not_told_as_one_of_json(tmp_path, text, line, want):
     with pytest.raises(ConfigError) as error:
         TrainingConfig.of(written(tmp_path / "a.hjson", text))
-    assert error.value.what == "this is no HJSON" and error.value.where.endswith(f"line {line}")
+    assert error.value.what == "not valid HJSON" and error.value.where.endswith(f"line {line}")
     assert want in error.value.want and "double quotes" not in error.value.want
 
 
@@ -122,7 +122,7 @@ def test_they_are_refused_otherwise_and_the_hint_names_the_option():
     with pytest.raises(ConfigError, match="no such key") as error:
         TrainingConfig.of(NOBODYS)
     assert 'unknown="warn"' in error.value.hint
-    with pytest.raises(ConfigError, match="no such way"):
+    with pytest.raises(ConfigError, match="not a way"):
         TrainingConfig.of({}, unknown="ignore")
 
 
@@ -131,7 +131,7 @@ def test_initialize_and_the_command_pass_the_option_on(tmp_path, capsys):
     layers = fds.Layers([lambda x: x], lambda out, target: out)
     with pytest.raises(ConfigError, match="no such key"):
         fds.initialize(layers, config=data)
-    with pytest.warns(UserWarning, match="zero_optimisation is not known and left out"):
+    with pytest.warns(UserWarning, match="zero_optimisation is not known and is left out"):
         config = TrainingConfig.of(data, unknown="warn")
     assert config.to_dict().keys() == {"train_batch_size", "optimizer"}
     file = str(written(tmp_path / "a.json", json.dumps(data)))

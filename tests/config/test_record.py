@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from fds.config import BatchConfig, Config, FP16Config, OptimizerConfig, TrainingConfig, ZeroConfig
-from fds.config.record import key
+from fds.config.field import key
 from fds.errors import ConfigError
 
 

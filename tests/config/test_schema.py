@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fds.config import TrainingConfig
+from fds.config.field import EDITIONS, flat_keys, keys, same
 from fds.config.keys import optimizer, scheduler
-from fds.config.record import EDITIONS, Config, flat_keys, keys, record_of, same
+from fds.config.record import Config, record_of
 from fds.config.schema import options, schema
 from fds.errors import ConfigError
 
@@ -19,8 +20,8 @@ WHOLE = schema()
 VALIDATOR = jsonschema.Draft202012Validator(WHOLE)
 SHAPES = sorted((Path(__file__).parent / "shapes").glob("*.json"))
 OF_ONE_VALUE = {  # refusals that a schema can say; others are of several keys together
-    "a value of a wrong type", "a number out of range", "there is no such key", "a group of keys is a JSON object",
-    "a key is given in two spellings", "the scheduler lacks what it has no default for",
+    "a value has the wrong type", "a number is out of range", "there is no such key",
+    "a group of keys is a JSON object", "a key is given in two spellings", "the scheduler lacks required parameters",
 }  # fmt: skip
 PROBES = [None, True, False, 0, 1, 2, 3, -1, -2, 0.5, 1.5, 5e8, 2.0, 1e30, math.inf, "auto", "AUTO", "", "x", "fp32",
           "none", [], {}, [1], [0.9, 0.999], [0.9, 0.999, 0.5], [1.5], ["a"], [["a"]], [None], [{}], ["auto"], {"a": 1},

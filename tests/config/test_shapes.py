@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fds
 from fds.config import TrainingConfig, training_arguments
-from fds.config.auto import autos
+from fds.config.auto import auto_paths
 from fds.errors import ConfigError, NotSupportedError
 
 SHAPES = {path.stem: path for path in sorted((Path(__file__).parent / "shapes").glob("*.json"))}
@@ -123,7 +123,7 @@ def parsed(name: str, world_size: int = 2) -> TrainingConfig:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         config = TrainingConfig.of(SHAPES[name])
-    if not autos(config.to_dict()):
+    if not auto_paths(config.to_dict()):
         return config
     told = training_arguments(ARGUMENTS.get(name, Arguments()), hidden_size=8)
     return config.resolve(world_size=world_size, auto=told)
@@ -195,6 +195,6 @@ def test_what_is_not_there_is_refused_by_all_of_its_keys(name):
     with pytest.raises(NotSupportedError) as e:
         config.transforms(fds.mesh(dp=1))
     assert e.value.where.split(", ") == REFUSED[name]
-    _, _, below = config.explain({"dp": 2}).partition("# not there yet")
+    _, _, below = config.explain({"dp": 2}).partition("# not supported yet")
     listed = itertools.takewhile(lambda line: line.startswith("#   "), below.splitlines()[1:])
     assert [line.split(":")[0].removeprefix("#   ") for line in listed] == REFUSED[name]

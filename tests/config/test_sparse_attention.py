@@ -2,9 +2,9 @@
 
 import pytest
 
+from fds.config.field import keys
 from fds.config.keys.sparse_attention import READS, SparseAttentionConfig
 from fds.config.meaning import NotYet
-from fds.config.record import keys
 from fds.errors import ConfigError
 
 EXAMPLE = {  # of reference/003: the keys of all modes, in one section

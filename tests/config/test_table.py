@@ -5,9 +5,9 @@ from pathlib import Path
 
 from fds.config import TrainingConfig
 from fds.config.decisions import CONTRADICTIONS, INTENDED
+from fds.config.field import keys
 from fds.config.keys import optimizer, scheduler
 from fds.config.meaning import Argument
-from fds.config.record import keys
 from fds.config.table import _cell, every_key, parameters, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "config-keys.md"

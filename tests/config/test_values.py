@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from fds.config import TrainingConfig
-from fds.config.record import Config, flat_keys, record_of
+from fds.config.field import flat_keys
+from fds.config.record import Config, record_of
 from fds.errors import ConfigError
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/config_values.json").read_text())

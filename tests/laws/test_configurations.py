@@ -13,11 +13,12 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from fds.config import FP16Config, TrainingConfig
-from fds.config.auto import autos
+from fds.config.auto import auto_paths
+from fds.config.field import AUTO, EDITIONS, Key, flat_keys
 from fds.config.keys import optimizer, scheduler
-from fds.config.record import AUTO, EDITIONS, Config, Key, flat_keys, record_of
+from fds.config.record import Config, record_of
 from fds.config.translate import optimizer as update
-from fds.config.translate.composition import scale
+from fds.config.translate.composition import loss_scale_call
 from fds.errors import ConfigError
 
 WORDS = st.text("abcxyz_.*", min_size=1, max_size=8)
@@ -153,7 +154,7 @@ def test_resolving_twice_is_resolving_once(data):
         assume(False)
         raise
     assert once.resolve(world_size=2) == once
-    assert not autos(once.to_dict())
+    assert not auto_paths(once.to_dict())
 
 
 
@@ -172,5 +173,5 @@ def test_what_is_taken_can_be_made(kind, type_, draw):
     except ConfigError as error:
         assert error.where
         return
-    for call in (update.optimizer(filled), scale(filled)):
+    for call in (update.optimizer_call(filled), loss_scale_call(filled)):
         assert call is None or call.build(None) is not None

@@ -1,1 +1,1 @@
-"""The keys of DeepSpeed's JSON: a record per group."""
+"""The keys of DeepSpeed's JSON: one record per group of keys."""

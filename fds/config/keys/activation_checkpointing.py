@@ -1,19 +1,20 @@
-"""What waits between forward and backward, and where.
+"""Activation checkpointing: where checkpointed activations are kept between forward and backward.
 
-Source: features.md 1.10. In DeepSpeed the model itself decides what is computed again; these keys say how.
+In DeepSpeed the model decides which activations are recomputed; these keys say how.
 """
 
 from __future__ import annotations
 
 import attrs
 
+from fds.config.field import key
 from fds.config.meaning import NotApplicable, NotYet, argument
-from fds.config.record import Config, key
+from fds.config.record import Config
 
 
 @attrs.frozen
 class ActivationCheckpointingConfig(Config):
-    """How activations that are computed again wait for it."""
+    """`activation_checkpointing`: how the inputs of recomputed layers are kept."""
 
     partition_activations: bool = key(
         False, "share kept inputs between tensor-parallel ranks", NotYet("activations shared between ranks"))

@@ -1,4 +1,4 @@
-"""Services that write saves while training goes on, and the loader: what other calls of fds take.
+"""Services that save in the background, and the data loader: keys that other functions of fds take.
 
 Source: `nebula/`, `datastates/` and `runtime/config.py` of 0.19.6.
 """
@@ -9,8 +9,9 @@ from typing import Any
 
 import attrs
 
+from fds.config.field import key
 from fds.config.meaning import Elsewhere, NotApplicable
-from fds.config.record import Config, key
+from fds.config.record import Config
 
 _SAVE = "fds.save_async(...)"
 
@@ -35,7 +36,7 @@ class NebulaConfig(Config):
 
 @attrs.frozen
 class LoadingConfig(Config):
-    """Keys of the top level on what comes in from data sets and goes out to saves."""
+    """Keys of the top level on data loading and background saves."""
 
     datastates_ckpt: bool | dict[str, Any] | None = key(
         False, "save in the background by DataStates; an object, with host_cache_size in GiB, or true",

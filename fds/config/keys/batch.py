@@ -1,6 +1,6 @@
-"""Batch sizes: of the whole step, of one microbatch on one rank, and how many of those make a step.
+"""Batch sizes: of an update, of a microbatch on one rank, and the number of microbatches.
 
-Source: reference/003 and features.md 1.2; what is resolved, and in which order, is 0.19.6's, case by case.
+Source: DeepSpeed 0.19.6, for the order in which missing sizes are inferred.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from typing import Self
 
 import attrs
 
+from fds.config.field import AUTO, key
 from fds.config.meaning import Elsewhere, NotApplicable, argument
-from fds.config.record import AUTO, Config, key
+from fds.config.record import Config
 from fds.errors import ConfigError
 
 
 @attrs.frozen
 class BatchConfig(Config):
-    """The batch triangle: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks."""
+    """Batch sizes: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks."""
 
     train_batch_size: int | None = key(
         None, "rows of the whole batch of one update, of all ranks and microbatches", Elsewhere(
@@ -38,13 +39,13 @@ class BatchConfig(Config):
     )
 
     def resolve(self, *, world_size: int = 1, **known: object) -> Self:
-        """Return the record with all three numbers, for so many data ranks.
+        """Return the record with all three sizes, for a number of data ranks.
 
-        Two of them give the third; one of the sizes alone means one microbatch. Raises `ConfigError`, with all keys
-        involved, for numbers that do not multiply and where neither size is given.
+        Two of them determine the third; one size alone means one microbatch. Raises `ConfigError`, with all keys
+        involved, if they do not multiply or neither size is given.
         """
         if type(world_size) is not int or world_size < 1:
-            raise ConfigError("this is no number of data ranks", where="world_size", got=repr(world_size),
+            raise ConfigError("not a number of data ranks", where="world_size", got=repr(world_size),
                               want="1 or more")
         given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         train, micro, steps = (None if n == AUTO else n for n in given)
@@ -58,16 +59,16 @@ class BatchConfig(Config):
         if train is None:
             train = micro * steps * world_size
         if train != micro * steps * world_size:
-            wrong = f"{self._told()} on {world_size} data ranks"
-            raise self._error("the batch sizes do not multiply", got=wrong, want="train_batch_size = "
+            got = f"{self._given_text()} on {world_size} data ranks"
+            raise self._error("the batch sizes do not multiply", got=got, want="train_batch_size = "
                               "train_micro_batch_size_per_gpu * gradient_accumulation_steps * data ranks")
         return self.with_keys(
             train_batch_size=train, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps
         )
 
-    def _told(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self._given() if value is not None)
+    def _given_text(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._given_items() if value is not None)
 
     def _error(self, what: str, *, got: str = "", want: str) -> ConfigError:
         where = "train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps"
-        return ConfigError(what, where=where, got=got or self._told() or "nothing", want=want)
+        return ConfigError(what, where=where, got=got or self._given_text() or "nothing", want=want)

@@ -1,7 +1,4 @@
-"""How gradients travel between ranks, and how they are clipped.
-
-Source: features.md 1.6 and 1.7.
-"""
+"""Communication of gradients between ranks, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ from typing import Literal
 import attrs
 import torch
 
+from fds.config.field import key
 from fds.config.meaning import NotApplicable, NotYet, argument
-from fds.config.record import Config, key
+from fds.config.record import Config
 
 Message = Literal["fp32", "fp16", "bf16"]
 Dtype = Literal["fp32", "fp16", "bf16", "float32", "float16", "bfloat16", "float", "half",
@@ -27,7 +25,7 @@ DTYPES = {
 
 @attrs.frozen
 class CommunicationConfig(Config):
-    """Gradients between ranks."""
+    """Keys of the top level on the communication of gradients."""
 
     communication_data_type: Message | None = key(
         None, "dtype in which gradients are sent; null: that of the parameters in the step",
@@ -57,7 +55,7 @@ class CommunicationConfig(Config):
 
 @attrs.frozen
 class ClippingConfig(Config):
-    """The bound of the gradient's norm."""
+    """The key of the top level on gradient clipping."""
 
     gradient_clipping: float = key(
         1.0, "bound of the norm of all gradients together; 0: none", argument("clip_by_global_norm", name="max_norm"),

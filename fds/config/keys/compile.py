@@ -1,4 +1,4 @@
-"""Compiled and captured steps: graphs of a model that a compiler rewrites, and of kernels that a device replays.
+"""Compiled models and CUDA graphs.
 
 Source: `compile/config.py` and `runtime/config.py` of 0.19.6.
 """
@@ -12,16 +12,17 @@ from typing import Any, Literal, Self
 import attrs
 
 from fds.config.contradiction import contradiction
-from fds.config.meaning import NotApplicable, NotYet, Part
-from fds.config.record import Config, Edition, is_comment, key, keys
+from fds.config.field import Edition, is_comment, key, keys
+from fds.config.meaning import NotApplicable, NotYet, PartOf
+from fds.config.record import Config
 
-_DEEP = Part("deepcompile")
+_DEEP = PartOf("deepcompile")
 _SYNC = NotApplicable("where ranks wait is for finding faults in the compiler")
 
 
 @attrs.frozen
 class CompileConfig(Config):
-    """`compile`: passes over the graph of a model that move gathers, reductions and copies to the host."""
+    """`compile`: passes over the graph of a model that schedule gathers, reductions and copies to the host."""
 
     deepcompile: bool = key(False, "run these passes", NotYet("passes over a compiled model"))
     passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = key(
@@ -44,23 +45,23 @@ class CompileConfig(Config):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, defaults: Edition = "0.19.6") -> Self:
-        """Return the record of a group of the JSON; keys of older releases, whose names are not known, are left out."""
+        """Return the record of a group of the JSON; unknown keys, of other releases, are left out with a warning."""
         if isinstance(data, Mapping):
             for name in [one for one in data if one not in keys(cls) and not is_comment(str(one))]:
-                warnings.warn(f"compile.{name} is a key of another release, and left out", UserWarning, stacklevel=6)
+                warnings.warn(f"compile.{name} is a key of another release, and is left out", UserWarning, stacklevel=6)
             data = {name: value for name, value in data.items() if name in keys(cls)}
         return super().from_dict(data, defaults=defaults)
 
     def check(self) -> None:
-        """Raise `ConfigError` for two passes that use the same memory."""
+        """Raise `ConfigError` for two passes that offload to the same memory."""
         moved = [one for one in ("offload_activation", "offload_opt_states", "offload_parameters") if self[one] is True]
         if len(moved) > 1:
-            raise contradiction(self, "only one of these is kept in the host's memory", *moved, want="one of them")
+            raise contradiction(self, "only one of these can be kept in the host's memory", *moved, want="one of them")
 
 
 @attrs.frozen
 class CapturingConfig(Config):
-    """Keys of the top level on the shape of what runs."""
+    """Keys of the top level on CUDA graphs and shapes."""
 
     graph_harvesting: bool = key(
         False, "capture the optimizer's kernels of bf16 as one CUDA graph",

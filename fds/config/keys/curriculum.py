@@ -1,9 +1,9 @@
-"""Curriculum learning: easy samples first, by a schedule that raises the difficulty that is let through.
+"""Curriculum learning: easy samples first, by a schedule of the maximum difficulty.
 
 `CurriculumConfig` is the legacy section, which shortens sequences; data efficiency has a curriculum by metrics, with
-the same schedules. What a schedule needs has no default in 0.19.6, which fails without it: here it is null.
+the same schedules. Required keys of a schedule have no default in 0.19.6; here it is null.
 
-Source: reference/003 and features.md 1.13; `runtime/data_pipeline/curriculum_scheduler.py` of 0.19.6.
+Source: `runtime/data_pipeline/curriculum_scheduler.py` of DeepSpeed 0.19.6.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Literal
 
 import attrs
 
-from fds.config.contradiction import contradiction, refuse_absence, refuse_disorder
-from fds.config.meaning import NotYet, Part
-from fds.config.record import Config, key
+from fds.config.contradiction import check_needed, check_order, contradiction
+from fds.config.field import key
+from fds.config.meaning import NotYet, PartOf
+from fds.config.record import Config
 
-Schedule = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
-ENABLED = Part("curriculum_learning.enabled")
+ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+ENABLED = PartOf("curriculum_learning.enabled")
 
-_NEEDED = {  # in 0.19.6; `custom` is a function that the program gives
+_REQUIRED = {  # in 0.19.6; `custom` is a function of the program
     "fixed_linear": ("schedule_config.total_curriculum_step", "schedule_config.difficulty_step"),
     "fixed_root": ("schedule_config.total_curriculum_step", "schedule_config.difficulty_step",
                    "schedule_config.root_degree"),
@@ -29,7 +30,7 @@ _NEEDED = {  # in 0.19.6; `custom` is a function that the program gives
 
 @attrs.frozen
 class CurriculumScheduleConfig(Config):
-    """How the difficulty grows with the step; which keys count depends on `schedule_type` beside it."""
+    """How the difficulty grows with the step; which keys are used depends on `schedule_type`."""
 
     total_curriculum_step: int | None = key(
         None, "when the greatest difficulty is reached: fixed_linear, fixed_root", ENABLED, unit="steps", over=0)
@@ -42,35 +43,35 @@ class CurriculumScheduleConfig(Config):
         None, "last step of each stretch but the last, which has no end: fixed_discrete", ENABLED, unit="steps")
 
     def check(self) -> None:
-        """Raise `ConfigError` where stretches and their ends do not fit."""
+        """Raise `ConfigError` if the intervals of steps and their ends do not match."""
         levels, ends = self.difficulty, self.max_step
         if isinstance(levels, tuple) and isinstance(ends, tuple) and len(levels) != len(ends) + 1:
-            raise contradiction(self, "stretches of steps and their ends do not fit", "difficulty", "max_step",
-                                want="one difficulty more than ends: the last stretch has no end")  # fmt: skip
+            raise contradiction(self, "intervals of steps and their ends do not match", "difficulty", "max_step",
+                                want="one difficulty more than ends: the last interval has no end")  # fmt: skip
         if isinstance(ends, tuple) and list(ends) != sorted(ends):
-            raise contradiction(self, "the ends of stretches go backwards", "max_step", want="steps in order")
+            raise contradiction(self, "the ends of intervals decrease", "max_step", want="increasing steps")
 
 
-def refuse_incomplete_schedule(config: Config, switch: str = "") -> None:
-    """Raise `ConfigError` for bounds out of order, or where the switch is on and the schedule is not all there."""
-    refuse_disorder(config, "min_difficulty", "max_difficulty")
+def check_schedule(config: Config, switch: str = "") -> None:
+    """Raise `ConfigError` for bounds out of order, or if the switch is on and the schedule lacks a required key."""
+    check_order(config, "min_difficulty", "max_difficulty")
     if switch:
-        needed = _NEEDED.get(config["schedule_type"], ())
-        refuse_absence(config, switch, "min_difficulty", "max_difficulty", "schedule_type", *needed)
+        needed = _REQUIRED.get(config["schedule_type"], ())
+        check_needed(config, switch, "min_difficulty", "max_difficulty", "schedule_type", *needed)
 
 
 @attrs.frozen
 class CurriculumConfig(Config):
-    """`curriculum_learning`, as it was before data efficiency: sequences start short."""
+    """`curriculum_learning`, as it was before data efficiency: training starts with short sequences."""
 
     enabled: bool = key(
         False, "tell the model at each step how long sequences may be", NotYet("curriculum learning by length"))
-    curriculum_type: str | None = key(None, "what is made easier; only 'seqlen' does anything", Part())
-    min_difficulty: int | None = key(None, "length at the first step", Part(), unit="tokens", over=0)
-    max_difficulty: int | None = key(None, "length from the end of the schedule on", Part(), unit="tokens", over=0)
-    schedule_type: Schedule | None = key(None, "how lengths grow from the least to the greatest", Part())
+    curriculum_type: str | None = key(None, "what is made easier; only 'seqlen' does anything", PartOf())
+    min_difficulty: int | None = key(None, "length at the first step", PartOf(), unit="tokens", over=0)
+    max_difficulty: int | None = key(None, "length from the end of the schedule on", PartOf(), unit="tokens", over=0)
+    schedule_type: ScheduleType | None = key(None, "how lengths grow from the least to the greatest", PartOf())
     schedule_config: CurriculumScheduleConfig = key(CurriculumScheduleConfig, "the numbers of the schedule")
 
     def check(self) -> None:
         """Raise `ConfigError` for lengths out of order and for a curriculum without a schedule."""
-        refuse_incomplete_schedule(self, "enabled")
+        check_schedule(self, "enabled")

@@ -1,4 +1,4 @@
-"""All groups of DeepSpeed's JSON as one record, with what involves several of them."""
+"""All groups of DeepSpeed's JSON as one record, with the checks that involve several groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, Self
 
 import attrs
 
-from fds.config import auto as autos
+from fds.config import auto as auto_values
+from fds.config.field import Edition, Key, key, keys
 from fds.config.keys import optimizer, scheduler
 from fds.config.keys.activation_checkpointing import ActivationCheckpointingConfig
 from fds.config.keys.autotuning import AutotuningConfig
@@ -33,7 +34,7 @@ from fds.config.keys.precision import (
     DataTypesConfig,
     FP16Config,
     TorchAutocastConfig,
-    refuse_two,
+    check_one_precision,
 )
 from fds.config.keys.progressive_layer_drop import ProgressiveLayerDropConfig
 from fds.config.keys.quantize_training import EigenvalueConfig, QuantizeTrainingConfig, WeightQuantizationPlacedConfig
@@ -50,13 +51,13 @@ from fds.config.keys.saving import CheckpointConfig
 from fds.config.keys.scheduler import SchedulerConfig
 from fds.config.keys.sparse_attention import SparseAttentionConfig
 from fds.config.keys.zero import OptimizersUnderZeroConfig, ZeroConfig
-from fds.config.record import Config, Edition, Key, key, keys, walk
+from fds.config.record import Config, walk
 from fds.errors import ConfigError, did_you_mean
 
 
 @attrs.frozen
 class Groups(Config):
-    """Every key of the JSON. Groups whose keys stand at the top of it are records too."""
+    """Every key of the JSON. Keys at the top level are in groups (records) too."""
 
     batch: BatchConfig = key(BatchConfig, "batch sizes", flat=True)
     optimizer: OptimizerConfig | None = key(None, "the optimizer", null=False)
@@ -108,7 +109,7 @@ class Groups(Config):
         """Return the configuration of a JSON object. Raises `ConfigError` with the JSON path."""
         zero = data.get("zero_optimization") if isinstance(data, Mapping) else None
         if isinstance(zero, bool):  # the oldest spelling
-            warnings.warn('"zero_optimization" by a truth value is an old spelling: write {"stage": 1}', FutureWarning,
+            warnings.warn('a boolean "zero_optimization" is an old spelling: write {"stage": 1}', FutureWarning,
                           stacklevel=3)
             size = {}
             if "allgather_size" in data:
@@ -121,66 +122,67 @@ class Groups(Config):
 
     def check(self) -> None:
         """Raise `ConfigError` for keys of different groups that contradict each other."""
-        refuse_two(self)
+        check_one_precision(self)
         kind = self.optimizer.kind if self.optimizer is not None else None
         compressed = issubclass(optimizer.PARAMETERS.get(str(kind), Config), optimizer.CompressedConfig)
-        if compressed and self.zero_optimization.stage not in (0, autos.AUTO):
-            raise ConfigError("this optimizer and ZeRO exclude each other",
+        if compressed and self.zero_optimization.stage not in (0, auto_values.AUTO):
+            raise ConfigError("this optimizer cannot be used with ZeRO",
                               where="optimizer.type, zero_optimization.stage",
                               got=f"{kind}, {self.zero_optimization.stage}", want="stage 0")
         if self.communication.gradient_allreduce_op == "sum" and self.zero_optimization.stage == 3:
-            raise ConfigError("stage 3 takes the mean of gradients",
+            raise ConfigError("stage 3 averages gradients",
                               where="gradient_allreduce_op, zero_optimization.stage", got="sum, 3", want="mean")
 
     def resolve(
         self, *, world_size: int = 1, auto: Mapping[str, Any] | None = None, hidden_size: int | None = None,
         **known: Any,
     ) -> Self:
-        """Return the configuration with nothing open: the batch triangle whole, every `"auto"` filled in or default.
+        """Return the configuration with all three batch sizes, and every `"auto"` filled in or left at its default.
 
         Args:
             world_size: number of data ranks.
-            auto: JSON path -> value of keys that are `"auto"`; `fds.config.training_arguments` makes it of
+            auto: JSON path -> value of keys that are `"auto"`; `fds.config.training_arguments` computes it from
                 transformers' arguments.
-            hidden_size: of the model, in elements: the sizes of ZeRO's messages, where they are `"auto"`, follow it.
+            hidden_size: of the model, in elements, from which sizes of ZeRO's messages that are `"auto"` are computed.
 
-        Raises `ConfigError` for numbers that do not multiply, and for a value that the JSON contradicts.
+        Raises `ConfigError` for batch sizes that do not multiply, and if the JSON has another value than `auto`.
         """
-        values = {**({} if hidden_size is None else autos.of_hidden_size(hidden_size)), **(auto or {})}
-        self._refuse_unknown(values)
-        values = autos.with_batch_size(self.batch.to_dict(), values, world_size)
+        values = {**({} if hidden_size is None else auto_values.of_hidden_size(hidden_size)), **(auto or {})}
+        self._check_paths(values)
+        values = auto_values.with_batch_size(self.batch.to_dict(), values, world_size)
         filled = self.filled(values)
-        with self._hinting(values):
+        with self._hints_for_auto(values):
             return filled.with_keys(batch=filled.batch.resolve(world_size=world_size))
 
     def filled(self, values: Mapping[str, Any]) -> Self:
-        """Return the configuration with these values, JSON path -> value, for its `"auto"`s, and defaults for others.
+        """Return the configuration with values, JSON path -> value, for every `"auto"`, or its default.
 
-        Raises `ConfigError` for a value that the JSON contradicts.
+        Raises `ConfigError` if the JSON has another value.
         """
-        data = autos.filled(self.to_dict(), values)
-        with self._hinting(values):
+        data = auto_values.fill(self.to_dict(), values)
+        with self._hints_for_auto(values):
             return type(self).from_dict(data, defaults=self.defaults)
 
     @contextlib.contextmanager
-    def _hinting(self, values: Mapping[str, Any]) -> Iterator[None]:
-        """Let a `ConfigError` without a hint say which `"auto"`s have no value, and how they get one."""
+    def _hints_for_auto(self, values: Mapping[str, Any]) -> Iterator[None]:
+        """Add to a `ConfigError` without a hint which `"auto"` has no value, and how to pass one."""
         try:
             yield
         except ConfigError as error:
-            hint = error.hint or autos.hint(self.to_dict(), values, error.where)
+            hint = error.hint or auto_values.hint(self.to_dict(), values, error.where)
             raise ConfigError(error.what, where=error.where, got=error.got, want=error.want, hint=hint) from None
 
     def walk(self) -> Iterator[tuple[str, Any, Key, bool]]:
-        """Yield (JSON path, value, what is known of the key, whether it was given) of all keys, parameters too."""
-        for path, value, known, given in walk(self):
-            yield path, value, known, given
+        """Yield (JSON path, value, key, whether it was given) of all keys, including parameters of the optimizer."""
+        for entry in walk(self):
+            yield entry
+            path, value, *_ = entry
             if path == "optimizer" and value is not None and value.kind in optimizer.PARAMETERS:
                 yield from walk(value.arguments, "optimizer.params.")
             if path == "scheduler" and value is not None and value.type in scheduler.PARAMETERS:
                 yield from walk(value.arguments, "scheduler.params.")
 
-    def _refuse_unknown(self, values: Mapping[str, Any]) -> None:
+    def _check_paths(self, values: Mapping[str, Any]) -> None:
         known = [path for path, *_ in self.walk()]
         for path in values:
             if path not in known and path not in _parameters():
@@ -190,7 +192,7 @@ class Groups(Config):
 
 @functools.cache
 def _parameters() -> frozenset[str]:
-    """Return the paths of all parameters that some optimizer or scheduler takes."""
+    """Return the paths of the parameters of all optimizers and schedulers."""
     return frozenset(f"{group}.params.{name}" for group, kinds in
                      (("optimizer", optimizer.PARAMETERS), ("scheduler", scheduler.PARAMETERS))
                      for record in kinds.values() for name in keys(record))

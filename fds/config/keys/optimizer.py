@@ -1,6 +1,6 @@
-"""The optimizer, and the parameters that each kind of it takes.
+"""The optimizer, and the parameters of each type.
 
-Source: features.md 1.4; the constructors that DeepSpeed 0.19.6 calls.
+Source: the constructors that DeepSpeed 0.19.6 calls.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from typing import Any
 
 import attrs
 
-from fds.config.meaning import Argument, NotApplicable, NotYet, Part, argument
-from fds.config.record import Config, key, within
+from fds.config.field import key
+from fds.config.meaning import Argument, NotApplicable, NotYet, PartOf, argument
+from fds.config.record import Config, within
 from fds.errors import ConfigError
 
 _ADAM = ("adamw", "adam")
-_TYPE = Part("type")
+_TYPE = PartOf("type")
 _FOREACH = NotApplicable("fds chooses between torch's fused functions and its own kernels by device")
 
 
@@ -132,7 +133,7 @@ class SgdConfig(Config):
 
 @attrs.frozen
 class CompressedConfig(Config):
-    """What the optimizers with compressed communication have in common."""
+    """Parameters of all optimizers with compressed communication."""
 
     lr: float = key(1e-3, "learning rate", _TYPE, low=0)
     betas: tuple[float, float] = key((0.9, 0.999), "decay of the running means", _TYPE)
@@ -178,7 +179,7 @@ class OneBitLambConfig(CompressedConfig):
 
 @attrs.frozen
 class MuonConfig(Config):
-    """Parameters of `Muon`, and of the Adam of those parameters that are no matrices."""
+    """Parameters of `Muon`, and of Adam for the parameters that are not matrices."""
 
     lr: float | None = key(None, "learning rate of both; null: 0.02 and 0.0003", _TYPE, low=0)
     muon_lr: float | None = key(None, "learning rate of matrices; null: `lr`", _TYPE, low=0)
@@ -193,7 +194,7 @@ class MuonConfig(Config):
     fp32_optimizer_states: bool | None = key(None, "keep moments in float32 on the CPU", _TYPE)
 
 
-PARAMETERS: dict[str, type[Config]] = {  # DeepSpeed's own by their names in lower case; torch's as it is
+PARAMETERS: dict[str, type[Config]] = {  # DeepSpeed's own in lower case; torch's as it is
     "adam": AdamConfig, "adamw": AdamConfig, "lamb": LambConfig, "lion": LionConfig, "adagrad": AdagradConfig,
     "SGD": SgdConfig, "onebitadam": OneBitAdamConfig, "zerooneadam": ZeroOneAdamConfig, "onebitlamb": OneBitLambConfig,
     "muon": MuonConfig,
@@ -208,7 +209,7 @@ NOT_YET = {"onebitadam": "1-bit Adam", "zerooneadam": "0/1 Adam", "onebitlamb": 
 
 
 def kind_of(type_: str) -> str:
-    """Return the name of an optimizer in `PARAMETERS`: DeepSpeed's own in any case, a class of torch.optim in one.
+    """Return the name of an optimizer in `PARAMETERS`: case matters for classes of torch.optim only.
 
     >>> kind_of("AdamW"), kind_of("SGD"), kind_of("sgd") in PARAMETERS
     ('adamw', 'SGD', False)
@@ -218,7 +219,7 @@ def kind_of(type_: str) -> str:
 
 @attrs.frozen
 class OptimizerConfig(Config):
-    """The optimizer by name, and what it is made with."""
+    """`optimizer`: its type and parameters."""
 
     type: str | None = key(
         None, "its name: one of DeepSpeed's own in any case, or a class of torch.optim",
@@ -230,15 +231,15 @@ class OptimizerConfig(Config):
         "parameters are flat buckets whenever they are sharded"))
 
     def check(self) -> None:
-        """Raise `ConfigError` for parameters that the optimizer does not take, or that are nobody's."""
+        """Raise `ConfigError` for parameters that the optimizer does not take, or without an optimizer."""
         if self.kind is None and self.params:
-            raise ConfigError("parameters of no optimizer", where="type, params", got=f"null, {self.params!r:.60}",
+            raise ConfigError("parameters without an optimizer", where="type, params", got=f"null, {self.params!r:.60}",
                               want=f"type: one of {', '.join(SPELLED.values())}")
         if self.kind in PARAMETERS:
             if "max_grad_norm" in self.params:
-                raise ConfigError("the gradient is clipped by a key of its own", where="params.max_grad_norm",
+                raise ConfigError("gradient clipping has its own key", where="params.max_grad_norm",
                                   got=repr(self.params["max_grad_norm"]), want='"gradient_clipping" beside "optimizer"')
-            self.arguments  # noqa: B018 (made to be refused)
+            self.arguments  # noqa: B018 (evaluated for its checks)
 
     @property
     def kind(self) -> str | None:
@@ -247,7 +248,7 @@ class OptimizerConfig(Config):
 
     @property
     def arguments(self) -> Any:
-        """What the optimizer is made with, of its own record. Raises `ConfigError` for a type without one."""
+        """The parameters, as a record of the optimizer's type, which must be in `PARAMETERS`."""
         with within("params."):
             return PARAMETERS[str(self.kind)].from_dict(self.params, defaults=self.defaults)
 

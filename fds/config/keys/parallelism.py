@@ -1,4 +1,4 @@
-"""Parallelism beside data and pipelines: how many ranks share a tensor, a sequence, or the experts of a layer.
+"""Tensor, sequence and expert parallelism: how many ranks share a tensor, a sequence, or the experts of a layer.
 
 Source: `runtime/tensor_parallel/config.py`, `module_inject/auto_ep_config.py` and `__init__.py` of 0.19.6.
 """
@@ -9,19 +9,20 @@ from typing import Any, Literal
 
 import attrs
 
-from fds.config.contradiction import contradiction, refuse_disorder
-from fds.config.meaning import Elsewhere, NotApplicable, NotYet, Part
-from fds.config.record import AUTO, Config, key, within
+from fds.config.contradiction import check_order, contradiction
+from fds.config.field import AUTO, key
+from fds.config.meaning import Elsewhere, NotApplicable, NotYet, PartOf
+from fds.config.record import Config, within
 from fds.errors import ConfigError
 
-_TP = Part("autotp_size")
+_TP = PartOf("autotp_size")
 _OBJECT = NotApplicable("ranks are those of a mesh, whose axes are passed to transforms")
 _INFERENCE = NotApplicable("0.19.6 reads it for inference only")
 
 
 @attrs.frozen
 class ParallelSizesConfig(Config):
-    """How ranks are laid out; keys of the top level."""
+    """Keys of the top level on the layout of ranks."""
 
     data_parallel_size: int | None = key(
         None, "ranks that take different rows; with the next key it makes the mesh",
@@ -43,14 +44,14 @@ class TensorParallelRanksConfig(Config):
 
     tp_size: int = key(1, "ranks that share a layer, as checked against `autotp_size`",
                        NotYet("tensor parallelism", nothing=(1,)), unit="ranks", over=0)  # fmt: skip
-    tp_grain_size: int = key(1, "slices of a layer are multiples of this", Part("tp_size"), unit="elements", over=0)
+    tp_grain_size: int = key(1, "slices of a layer are multiples of this", PartOf("tp_size"), unit="elements", over=0)
     mpu: Any = key(None, "object that knows the groups of ranks", _OBJECT)
     tp_group: Any = key(None, "group of the ranks that share a layer", _OBJECT)
 
 
 @attrs.frozen
 class TensorRuleConfig(Config):
-    """One of `layer_specs`: how the parameters of some names are shared."""
+    """One of `layer_specs`: how parameters with matching names are split."""
 
     patterns: tuple[str, ...] = key((), "regular expressions for names of parameters", _TP)
     partition_type: Literal["column", "row", "skip"] = key(
@@ -64,7 +65,7 @@ class TensorRuleConfig(Config):
 
 @attrs.frozen
 class TensorPartitionConfig(Config):
-    """`partition_config`: which dim of which parameter is shared."""
+    """`partition_config`: which dim of which parameter is split."""
 
     use_default_specs: bool = key(True, "add these to the preset's rules, not replace them", _TP)
     layer_specs: tuple[dict[str, Any], ...] = key(
@@ -75,7 +76,7 @@ class TensorPartitionConfig(Config):
     strict_mode: bool = key(False, "refuse linear layers that no rule is for", _TP)
 
     def check(self) -> None:
-        """Raise `ConfigError` for a rule that is none."""
+        """Raise `ConfigError` for an invalid rule."""
         for i, rule in enumerate(() if self.layer_specs == AUTO else self.layer_specs):
             with within(f"layer_specs.{i}."):
                 TensorRuleConfig.from_dict(rule)
@@ -83,7 +84,7 @@ class TensorPartitionConfig(Config):
 
 @attrs.frozen
 class TensorParallelConfig(Config):
-    """`tensor_parallel`: a model is sliced by its layers' names."""
+    """`tensor_parallel`: layers are split by name."""
 
     autotp_size: int = key(
         0, "ranks that share a layer", NotYet("tensor parallelism", nothing=(0, 1)), unit="ranks", low=0)
@@ -110,38 +111,39 @@ class ExpertParallelConfig(Config):
     """`expert_parallel`: layers of experts are found in a model, and the experts shared among ranks."""
 
     enabled: bool = key(False, "share experts among ranks", NotYet("expert parallelism"))
-    autoep_size: int = key(1, "ranks that share the experts of a layer", Part(), unit="ranks", over=0)
-    expert_tensor_parallel_size: int = key(1, "ranks that share one expert", Part(), unit="ranks", over=0)
-    validate_folding_routing: bool = key(False, "check at each step that ranks agree on tokens", Part())
-    preset_model: str | None = key(None, "architecture whose names are built in", Part())
-    moe_layer_pattern: str | None = key(None, "regular expression for layers of experts", Part())
-    expert_pattern: str | None = key(None, "attribute of such a layer that holds the experts", Part())
-    router_pattern: str | None = key(None, "attribute that holds the router", Part())
-    use_grouped_mm: bool = key(True, "multiply all experts at once", Part())
-    disable_triton_grouped_mm: bool = key(False, "without Triton", Part())
-    route_norm: bool | None = key(None, "let the weights of a token's experts sum to one; null: as the preset", Part())
-    route_scale: float = key(1.0, "factor of the experts' output", Part())
-    score_apply: Literal["auto", "pre", "post"] = key("auto", "scale what experts take, or what they give", Part())
-    combine_impl: Literal["auto", "weighted_sum", "legacy_bmm"] = key("auto", "how outputs are added", Part())
-    num_expert_groups: int | None = key(None, "groups of experts that are routed to as one", Part(), over=0)
-    num_limited_groups: int | None = key(None, "groups that a token may go to", Part(), over=0)
-    score_func: Literal["auto", "softmax", "sigmoid"] = key("auto", "how scores become weights", Part())
-    top_k: int = key("auto", "experts that compute a token", Part(), over=0)
-    load_balance_coeff: float | None = key(None, "weight of an auxiliary loss; 0.19.6 takes null only", Part())
-    routed_scaling_factor: float = key("auto", "factor of routed experts' output", Part())
-    expert_w1: str | None = key(None, "name of an expert's first weight; null: as the preset", Part())
-    expert_w2: str | None = key(None, "name of its second", Part())
+    autoep_size: int = key(1, "ranks that share the experts of a layer", PartOf(), unit="ranks", over=0)
+    expert_tensor_parallel_size: int = key(1, "ranks that share one expert", PartOf(), unit="ranks", over=0)
+    validate_folding_routing: bool = key(False, "check at each step that ranks agree on tokens", PartOf())
+    preset_model: str | None = key(None, "architecture whose names are built in", PartOf())
+    moe_layer_pattern: str | None = key(None, "regular expression for layers of experts", PartOf())
+    expert_pattern: str | None = key(None, "attribute of such a layer that holds the experts", PartOf())
+    router_pattern: str | None = key(None, "attribute that holds the router", PartOf())
+    use_grouped_mm: bool = key(True, "multiply all experts at once", PartOf())
+    disable_triton_grouped_mm: bool = key(False, "without Triton", PartOf())
+    route_norm: bool | None = key(
+        None, "let the weights of a token's experts sum to one; null: as the preset", PartOf())
+    route_scale: float = key(1.0, "factor of the experts' output", PartOf())
+    score_apply: Literal["auto", "pre", "post"] = key("auto", "scale what experts take, or what they give", PartOf())
+    combine_impl: Literal["auto", "weighted_sum", "legacy_bmm"] = key("auto", "how outputs are added", PartOf())
+    num_expert_groups: int | None = key(None, "groups of experts that are routed to as one", PartOf(), over=0)
+    num_limited_groups: int | None = key(None, "groups that a token may go to", PartOf(), over=0)
+    score_func: Literal["auto", "softmax", "sigmoid"] = key("auto", "how scores become weights", PartOf())
+    top_k: int = key("auto", "experts that compute a token", PartOf(), over=0)
+    load_balance_coeff: float | None = key(None, "weight of an auxiliary loss; 0.19.6 takes null only", PartOf())
+    routed_scaling_factor: float = key("auto", "factor of routed experts' output", PartOf())
+    expert_w1: str | None = key(None, "name of an expert's first weight; null: as the preset", PartOf())
+    expert_w2: str | None = key(None, "name of its second", PartOf())
     expert_w3: str | None = key(
-        None, "name of its third; absent: as the preset; null, given: the first holds it too", Part())
-    num_experts_attr: str | None = key(None, "attribute of the model's config that counts experts", Part())
-    top_k_attr: str | None = key(None, "attribute of the model's config for top_k", Part())
-    has_shared_experts: bool | None = key(None, "whether some experts compute all tokens", Part())
-    shared_experts_pattern: str | None = key(None, "attribute that holds those", Part())
-    shared_experts_gate_pattern: str | None = key(None, "attribute that weighs them", Part())
+        None, "name of its third; absent: as the preset; null, given: the first holds it too", PartOf())
+    num_experts_attr: str | None = key(None, "attribute of the model's config that counts experts", PartOf())
+    top_k_attr: str | None = key(None, "attribute of the model's config for top_k", PartOf())
+    has_shared_experts: bool | None = key(None, "whether some experts compute all tokens", PartOf())
+    shared_experts_pattern: str | None = key(None, "attribute that holds those", PartOf())
+    shared_experts_gate_pattern: str | None = key(None, "attribute that weighs them", PartOf())
 
     def check(self) -> None:
         """Raise `ConfigError` for more groups than there are, and for a loss that 0.19.6 does not have."""
-        refuse_disorder(self, "num_limited_groups", "num_expert_groups")
+        check_order(self, "num_limited_groups", "num_expert_groups")
         if self.load_balance_coeff not in (None, AUTO):
             raise ConfigError("0.19.6 has no auxiliary loss", where="load_balance_coeff",
                               got=repr(self.load_balance_coeff), want="null")

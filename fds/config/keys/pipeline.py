@@ -1,19 +1,17 @@
-"""The pipeline's own keys. Its size is the mesh's: `fds.mesh(pp=2, dp=-1)`.
-
-Source: features.md 1.17.
-"""
+"""Pipeline parallelism. The number of stages is the size of the mesh's axis: `fds.mesh(pp=2, dp=-1)`."""
 
 from __future__ import annotations
 
 import attrs
 
+from fds.config.field import key
 from fds.config.meaning import NotApplicable, argument
-from fds.config.record import Config, key
+from fds.config.record import Config
 
 
 @attrs.frozen
 class PipelineConfig(Config):
-    """A pipeline's keys; it is one where the mesh has an axis `pp`."""
+    """`pipeline`; used if the mesh has an axis `pp`."""
 
     stages: int | str = key("auto", "how many stages", NotApplicable('the mesh says it: fds.mesh(pp=2, dp=-1)'))
     partition: str = key(

@@ -1,7 +1,4 @@
-"""16-bit training: the dtype of the step, of its sums and of its messages, and the scale of the loss.
-
-Source: features.md 1.7.
-"""
+"""Mixed precision: the dtypes of parameters, of sums of gradients and of messages, and loss scaling."""
 
 from __future__ import annotations
 
@@ -10,9 +7,10 @@ from typing import Any, Literal
 import attrs
 
 from fds.config.contradiction import contradiction
+from fds.config.field import AUTO, key
 from fds.config.keys.communication import DTYPES, Dtype
 from fds.config.meaning import NotApplicable, NotYet, argument
-from fds.config.record import AUTO, Config, key
+from fds.config.record import Config
 from fds.errors import ConfigError
 
 _NO_MASTERS = NotYet("master weights in 16 bit")
@@ -21,7 +19,7 @@ _SCALES = ("loss_scale",)
 
 @attrs.frozen
 class FP16Config(Config):
-    """Training in float16, with a loss that is scaled."""
+    """`fp16`: training in float16, with loss scaling."""
 
     enabled: bool = key(False, "compute in float16, from float32 master weights", argument("precision", name="compute"))
     auto_cast: bool = key(False, "cast the model's floating inputs", NotApplicable(
@@ -43,17 +41,17 @@ class FP16Config(Config):
     fp16_master_weights_and_grads: bool = key(False, "keep master weights and gradients in float16", _NO_MASTERS)
 
     def check(self) -> None:
-        """Raise `ConfigError` for a scale that adapts itself by nothing, or down to nothing."""
+        """Raise `ConfigError` for a dynamic scale whose window or minimum is 0."""
         if self.enabled is True and self.loss_scale == 0:
             for name in ("loss_scale_window", "min_loss_scale"):
                 if self[name] == 0:
-                    raise contradiction(self, "a scale that adapts itself needs this number", name, "loss_scale",
+                    raise contradiction(self, "a dynamic loss scale needs this number", name, "loss_scale",
                                         want=f"{name} more than 0, or a fixed loss_scale")
 
 
 @attrs.frozen
 class BF16Config(Config):
-    """Training in bfloat16, whose range needs no scale."""
+    """`bf16`: training in bfloat16, which needs no loss scaling."""
 
     enabled: bool = key(
         False, "compute in bfloat16, from float32 master weights", argument("precision", name="compute"))
@@ -68,7 +66,7 @@ class BF16Config(Config):
 
 @attrs.frozen
 class AmpConfig(Config):
-    """Mixed precision by Apex in DeepSpeed, by torch.autocast here."""
+    """`amp`: mixed precision by Apex in DeepSpeed, by torch.autocast here."""
 
     enabled: bool = key(
         False, "choose the dtype of every operator by a list",
@@ -89,7 +87,7 @@ class AmpConfig(Config):
 
 @attrs.frozen
 class TorchAutocastConfig(Config):
-    """Mixed precision by torch.autocast."""
+    """`torch_autocast`: mixed precision by torch.autocast."""
 
     enabled: bool = key(False, "run the loss under torch.autocast", argument("autocast"))
     dtype: Literal["bfloat16", "float16", "bf16", "fp16", "half", "torch.bfloat16", "torch.float16"] | None = key(
@@ -101,7 +99,7 @@ class TorchAutocastConfig(Config):
 
 @attrs.frozen
 class DataTypesConfig(Config):
-    """Dtypes that are not those of the parameters in the step."""
+    """`data_types`: dtypes other than that of the parameters in the step."""
 
     grad_accum_dtype: Dtype | None = key(
         None, "dtype of the sum of microbatches' gradients; null: that of the parameters in the step",
@@ -113,19 +111,19 @@ class DataTypesConfig(Config):
         None, "dtype of buffers; null: their own", NotYet("buffers in another dtype"))
 
 
-def refuse_two(config: Any) -> None:
-    """Raise `ConfigError` where a configuration asks for two kinds of mixed precision."""
-    asked = [name for name in ("fp16", "bf16", "amp", "torch_autocast")
+def check_one_precision(config: Any) -> None:
+    """Raise `ConfigError` if two kinds of mixed precision are enabled, or dtypes contradict each other."""
+    enabled = [name for name in ("fp16", "bf16", "amp", "torch_autocast")
              if config[f"{name}.enabled"] is not False and config[f"{name}.enabled"] != AUTO]
-    if len(asked) > 1:
-        where = ", ".join(f"{name}.enabled" for name in asked)
-        raise ConfigError("there is one kind of mixed precision at a time", where=where, got="all of them",
+    if len(enabled) > 1:
+        where = ", ".join(f"{name}.enabled" for name in enabled)
+        raise ConfigError("only one kind of mixed precision can be enabled", where=where, got="all of them",
                           want="one of them true")
     named = config["data_types.param_dtype"]
-    usual = "fp16" if "fp16" in asked else "bf16" if "bf16" in asked else "fp32"
+    usual = "fp16" if "fp16" in enabled else "bf16" if "bf16" in enabled else "fp32"
     if named not in (None, AUTO) and DTYPES[named] != DTYPES[usual]:
         raise ConfigError("parameters have two dtypes", where="data_types.param_dtype, fp16.enabled, bf16.enabled",
                           got=f"{named}, and {usual} by the others", want=f"{usual!r}, or null")
-    if "amp" in asked and config["zero_optimization.stage"] not in (0, AUTO):
-        raise ConfigError("Apex's amp and ZeRO exclude each other", where="amp.enabled, zero_optimization.stage",
+    if "amp" in enabled and config["zero_optimization.stage"] not in (0, AUTO):
+        raise ConfigError("Apex's amp cannot be used with ZeRO", where="amp.enabled, zero_optimization.stage",
                           got=f"true, {config['zero_optimization.stage']}", want="stage 0, or torch_autocast for amp")

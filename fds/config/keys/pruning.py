@@ -1,6 +1,6 @@
-"""Pruning: a model that learns while weights, rows, heads or channels of it become zero.
+"""Pruning during training: weights, rows, heads or channels become zero.
 
-Source: reference/003 and features.md 1.15; `compression/config.py` of 0.19.6.
+Source: `compression/config.py` of DeepSpeed 0.19.6.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from typing import Any, Literal
 
 import attrs
 
-from fds.config.contradiction import refuse_absence, refuse_disorder
-from fds.config.keys.module_groups import SHARED, ModuleGroupConfig, refuse_bare_groups, start
-from fds.config.meaning import NotYet, Part
-from fds.config.record import Config, key
+from fds.config.contradiction import check_needed, check_order
+from fds.config.field import key
+from fds.config.keys.module_groups import SHARED, ModuleGroupConfig, check_groups, schedule_offset_key
+from fds.config.meaning import NotYet, PartOf
+from fds.config.record import Config
 
-_BLOCKS = Part("method")
+_BLOCKS = PartOf("method")
 _METHOD = "how weights are ranked: l1, by size, once; topk, by scores that are learned"
 
 
 def _method(default: str) -> Any:
-    return key(default, _METHOD, Part())
+    return key(default, _METHOD, PartOf())
 
 
 @attrs.frozen
@@ -38,12 +39,12 @@ class PruningGroupConfig(ModuleGroupConfig):
 
 @attrs.frozen
 class SparsePruningSharedConfig(Config):
-    """What all groups of sparse pruning share. The keys below `method` are snip_momentum's."""
+    """`shared_parameters` of sparse pruning. The keys below `method` are for snip_momentum."""
 
     enabled: bool = key(False, "make single weights zero", NotYet("pruning of single weights, or of blocks of them"))
-    schedule_offset: int = start(1000, documented=0)
+    schedule_offset: int = schedule_offset_key(1000, documented=0)
     method: Literal["l1", "topk", "snip_momentum"] = key(
-        "l1", f"{_METHOD}; snip_momentum, in blocks, by weight times gradient", Part())
+        "l1", f"{_METHOD}; snip_momentum, in blocks, by weight times gradient", PartOf())
     block_pattern: str = key("4x1", "blocks that go as one (4x1), or how many of how many stay (2:4)", _BLOCKS)
     dense_ratio: float = key(0.1, "share of all weights that is kept at the end", _BLOCKS, over=0, high=1)
     schedule_offset_end: int | None = key(
@@ -53,9 +54,9 @@ class SparsePruningSharedConfig(Config):
     excluded_modules: tuple[str, ...] = key((), "modules that keep all weights, by name", _BLOCKS)
 
     def check(self) -> None:
-        """Raise `ConfigError` for an end before the beginning."""
+        """Raise `ConfigError` if the end is before the start."""
         if self.method == "snip_momentum":
-            refuse_disorder(self, "schedule_offset", "schedule_offset_end")
+            check_order(self, "schedule_offset", "schedule_offset_end")
 
 
 @attrs.frozen
@@ -66,17 +67,17 @@ class SparsePruningConfig(Config):
     different_groups: dict[str, PruningGroupConfig] = key(dict, "groups of modules, by name", SHARED)
 
     def check(self) -> None:
-        """Raise `ConfigError` for pruning without groups, or a group without its share; snip_momentum needs none."""
+        """Raise `ConfigError` for pruning without groups, or a group without its share, except for snip_momentum."""
         if self.shared_parameters.method != "snip_momentum":
-            refuse_bare_groups(self, "dense_ratio")
+            check_groups(self, "dense_ratio")
 
 
 @attrs.frozen
 class RowPruningSharedConfig(Config):
-    """What all groups of row or channel pruning share."""
+    """`shared_parameters` of row and channel pruning."""
 
     enabled: bool = key(False, "make whole outputs zero", NotYet("pruning of rows or channels"))
-    schedule_offset: int = start(1000, documented=0)
+    schedule_offset: int = schedule_offset_key(1000, documented=0)
     method: Literal["l1", "topk"] = _method("l1")
 
 
@@ -88,22 +89,22 @@ class RowPruningConfig(Config):
     different_groups: dict[str, PruningGroupConfig] = key(dict, "groups of modules, by name", SHARED)
 
     def check(self) -> None:
-        """Raise `ConfigError` for pruning without groups, or a group without its share."""
-        refuse_bare_groups(self, "dense_ratio")
+        """Raise `ConfigError` for pruning without groups, or a group without `dense_ratio`."""
+        check_groups(self, "dense_ratio")
 
 
 @attrs.frozen
 class HeadPruningSharedConfig(Config):
-    """What all groups of head pruning share."""
+    """`shared_parameters` of head pruning."""
 
     enabled: bool = key(False, "make whole heads zero", NotYet("pruning of attention's heads"))
-    schedule_offset: int = start(1000, documented=0)
+    schedule_offset: int = schedule_offset_key(1000, documented=0)
     method: Literal["l1", "topk"] = _method("topk")
-    num_heads: int | None = key(None, "heads of a layer before pruning", Part(), unit="heads", over=0)
+    num_heads: int | None = key(None, "heads of a layer before pruning", PartOf(), unit="heads", over=0)
 
     def check(self) -> None:
-        """Raise `ConfigError` where heads are pruned and their number is not said."""
-        refuse_absence(self, "enabled", "num_heads")
+        """Raise `ConfigError` if heads are pruned and `num_heads` is missing."""
+        check_needed(self, "enabled", "num_heads")
 
 
 @attrs.frozen
@@ -114,5 +115,5 @@ class HeadPruningConfig(Config):
     different_groups: dict[str, PruningGroupConfig] = key(dict, "groups of modules, by name", SHARED)
 
     def check(self) -> None:
-        """Raise `ConfigError` for pruning without groups, or a group without its share."""
-        refuse_bare_groups(self, "dense_ratio")
+        """Raise `ConfigError` for pruning without groups, or a group without `dense_ratio`."""
+        check_groups(self, "dense_ratio")

@@ -1,6 +1,6 @@
-"""Quantization, of weights and of activations: a model that learns with fewer bits.
+"""Quantization of weights and activations during training.
 
-Source: reference/003 and features.md 1.15; `compression/config.py` of 0.19.6.
+Source: `compression/config.py` of DeepSpeed 0.19.6.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ from typing import Any, Literal
 
 import attrs
 
-from fds.config.contradiction import refuse_disorder
-from fds.config.keys.module_groups import SHARED, ModuleGroupConfig, refuse_bare_groups, start
-from fds.config.meaning import NotApplicable, NotYet, Part
-from fds.config.record import Config, key
+from fds.config.contradiction import check_order
+from fds.config.field import key
+from fds.config.keys.module_groups import SHARED, ModuleGroupConfig, check_groups, schedule_offset_key
+from fds.config.meaning import NotApplicable, NotYet, PartOf
+from fds.config.record import Config
 
 _KERNEL = NotApplicable("which kernel computes a formula is fds's choice")
 _PRINTED = NotApplicable("a step prints nothing")
 
 
 def _symmetry() -> Any:
-    return key("symmetric", "whether the range is about zero or from the least to the greatest value", Part())
+    return key("symmetric", "whether the range is about zero or from the least to the greatest value", PartOf())
 
 
 @attrs.frozen
 class MixedQuantizationConfig(Config):
-    """`fp16_mixed_quantize`: a mean of weights and quantized weights, which moves to the quantized."""
+    """`fp16_mixed_quantize`: a weighted mean of weights and quantized weights, whose quantized share grows."""
 
     enabled: bool = key(False, "mix them", SHARED)
     quantize_change_ratio: float = key(0.001, "how much the quantized share grows with a step", SHARED, low=0)
@@ -32,17 +33,17 @@ class MixedQuantizationConfig(Config):
 
 @attrs.frozen
 class WeightQuantizationSharedConfig(Config):
-    """What all groups of weight quantization share."""
+    """`shared_parameters` of weight quantization."""
 
     enabled: bool = key(False, "train with quantized weights", NotYet("training with quantized weights"))
     quantizer_kernel: bool = key(False, "quantize in a fused kernel", _KERNEL)
-    schedule_offset: int = start(0, documented=0)
-    quantize_groups: int = key(1, "parts of a weight, each with a scale of its own", Part(), over=0)
+    schedule_offset: int = schedule_offset_key(0, documented=0)
+    quantize_groups: int = key(1, "parts of a weight, each with a scale of its own", PartOf(), over=0)
     quantize_verbose: bool = key(False, "print when bits change", _PRINTED)
     quantization_type: Literal["symmetric", "asymmetric"] = _symmetry()
-    rounding: Literal["nearest", "stochastic"] = key("nearest", "how values are rounded to the grid", Part())
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "how values are rounded to the grid", PartOf())
     quantize_weight_in_forward: bool = key(
-        False, "quantize where a weight is used, not where it is updated; float32 needs this", Part())
+        False, "quantize where a weight is used, not where it is updated; float32 needs this", PartOf())
     fp16_mixed_quantize: MixedQuantizationConfig = key(MixedQuantizationConfig, "mix both weights for a while")
 
 
@@ -56,8 +57,8 @@ class WeightBitsConfig(Config):
                                    unit="steps", low=0)  # fmt: skip
 
     def check(self) -> None:
-        """Raise `ConfigError` where bits would have to grow."""
-        refuse_disorder(self, "target_bits", "start_bits")
+        """Raise `ConfigError` if the number of bits would increase."""
+        check_order(self, "target_bits", "start_bits")
 
 
 @attrs.frozen
@@ -76,18 +77,18 @@ class WeightQuantizationConfig(Config):
 
     def check(self) -> None:
         """Raise `ConfigError` for quantization without groups, or a group without bits."""
-        refuse_bare_groups(self, "start_bits", "target_bits")
+        check_groups(self, "start_bits", "target_bits")
 
 
 @attrs.frozen
 class ActivationQuantizationSharedConfig(Config):
-    """What all groups of activation quantization share."""
+    """`shared_parameters` of activation quantization."""
 
     enabled: bool = key(False, "train with quantized inputs of layers", NotYet("training with quantized activations"))
     quantization_type: Literal["symmetric", "asymmetric"] = _symmetry()
     range_calibration: Literal["dynamic", "static"] = key(
-        "dynamic", "take the range from each token, or from a running mean", Part(), documented="static")
-    schedule_offset: int = start(1000, documented=0)
+        "dynamic", "take the range from each token, or from a running mean", PartOf(), documented="static")
+    schedule_offset: int = schedule_offset_key(1000, documented=0)
 
 
 @attrs.frozen
@@ -113,4 +114,4 @@ class ActivationQuantizationConfig(Config):
 
     def check(self) -> None:
         """Raise `ConfigError` for quantization without groups, or a group without bits."""
-        refuse_bare_groups(self, "bits")
+        check_groups(self, "bits")

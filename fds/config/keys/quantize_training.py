@@ -1,6 +1,6 @@
-"""Quantization outside of compression: in training by curvature (MoQ), and of weights as they are made.
+"""Quantization outside of `compression_training`: by curvature (MoQ), and of weights at initialization.
 
-Source: features.md 1.15; `runtime/config.py`, `inference/config.py` and `runtime/eigenvalue.py` of 0.19.6.
+Source: `runtime/config.py`, `inference/config.py` and `runtime/eigenvalue.py` of 0.19.6.
 """
 
 from __future__ import annotations
@@ -9,34 +9,35 @@ from typing import Any, Literal
 
 import attrs
 
-from fds.config.meaning import NotApplicable, NotYet, Part
-from fds.config.record import Config, key
+from fds.config.field import key
+from fds.config.meaning import NotApplicable, NotYet, PartOf
+from fds.config.record import Config
 
 
 @attrs.frozen
 class EigenvalueConfig(Config):
-    """`eigenvalue`: how curved the loss is in each layer, which sets how fast its bits go."""
+    """`eigenvalue`: the curvature of the loss in each layer, which sets how fast its bits are reduced."""
 
     enabled: bool = key(False, "measure curvature by power iteration", NotYet("the greatest eigenvalue of each layer"))
     verbose: bool = key(False, "print them", NotApplicable("a step prints nothing"))
-    max_iter: int = key(100, "iterations at most", Part(), unit="iterations", over=0)
-    tol: float = key(1e-2, "relative change of the eigenvalue at which iteration ends", Part(), low=0)
-    stability: float = key(1e-6, "added to what is divided by", Part(), low=0)
-    gas_boundary_resolution: int = key(1, "updates from one measurement to the next", Part(), unit="updates", over=0)
-    layer_name: str = key("bert.encoder.layer", "path of the list of layers", Part())
-    layer_num: int = key(0, "layers of that list that are measured", Part(), unit="layers", low=0)
+    max_iter: int = key(100, "iterations at most", PartOf(), unit="iterations", over=0)
+    tol: float = key(1e-2, "relative change of the eigenvalue at which iteration ends", PartOf(), low=0)
+    stability: float = key(1e-6, "added to what is divided by", PartOf(), low=0)
+    gas_boundary_resolution: int = key(1, "updates from one measurement to the next", PartOf(), unit="updates", over=0)
+    layer_name: str = key("bert.encoder.layer", "path of the list of layers", PartOf())
+    layer_num: int = key(0, "layers of that list that are measured", PartOf(), unit="layers", low=0)
 
 
 @attrs.frozen
 class QuantizeTrainingConfig(Config):
-    """`quantize_training`: mixture of quantization. 0.19.6 reads no more of it, and refuses it switched on."""
+    """`quantize_training`: mixture of quantization (MoQ). 0.19.6 reads no other keys, and refuses it if enabled."""
 
     eigenvalue: EigenvalueConfig = key(EigenvalueConfig, "curvature of layers")
 
 
 @attrs.frozen
 class WeightQuantizationPlacedConfig(Config):
-    """`weight_quantization` beside `compression_training`: weights that are stored quantized and never trained."""
+    """`weight_quantization` of the top level: weights that are stored quantized and not trained."""
 
     enabled: bool = key(True, "nothing, in 0.19.6: one of the two below asks", NotApplicable("nothing reads it"))
     num_bits: int = key(8, "bits of a weight", NotApplicable("each of the two below has its own"), unit="bits", over=0)

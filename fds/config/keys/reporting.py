@@ -1,6 +1,6 @@
-"""What a run tells of itself: progress, timers, monitors, logged collectives, counted FLOPs.
+"""Reporting: progress, timers, monitors, logs of collectives, FLOPs.
 
-Source: reference/003 and features.md 1.9; defaults as DeepSpeed 0.19.6 has them.
+Source: DeepSpeed 0.19.6, for keys and defaults.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import Literal
 
 import attrs
 
-from fds.config.meaning import NotApplicable, NotYet, Part
-from fds.config.record import Config, key
+from fds.config.field import key
+from fds.config.meaning import NotApplicable, NotYet, PartOf
+from fds.config.record import Config
 
 LogLevel = Literal[
     "debug", "info", "warning", "error", "critical", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"
@@ -30,14 +31,14 @@ class ThroughputTimerConfig(Config):
 
 @attrs.frozen
 class TimersConfig(Config):
-    """`timers`: clocks that run unless they are switched off."""
+    """`timers`: timers that run by default."""
 
     throughput: ThroughputTimerConfig = key(ThroughputTimerConfig, "the clock of samples per second")
 
 
 @attrs.frozen
 class LoggingConfig(Config):
-    """What is printed, and what is measured in order to be printed."""
+    """Keys of the top level on what the engine prints and measures."""
 
     steps_per_print: int | float | None = key(
         None, "updates between two lines of progress; null or Infinity: no such line", _PRINTS_NOTHING,
@@ -68,8 +69,8 @@ class TensorBoardConfig(Config):
 
     enabled: bool = key(False, "write metrics as TensorBoard events, on rank 0", NotYet("a TensorBoard monitor"))
     output_path: str | None = key(
-        "", "directory of all jobs; empty: one below the working directory", Part(), documented=None, null=False)
-    job_name: str = key("DeepSpeedJobName", "directory of this job, below output_path", Part())
+        "", "directory of all jobs; empty: one below the working directory", PartOf(), documented=None, null=False)
+    job_name: str = key("DeepSpeedJobName", "directory of this job, below output_path", PartOf())
 
 
 @attrs.frozen
@@ -78,8 +79,8 @@ class CsvMonitorConfig(Config):
 
     enabled: bool = key(False, "append metrics to CSV files, one a metric, on rank 0", NotYet("a CSV monitor"))
     output_path: str | None = key(
-        "", "directory of all jobs; empty: one below the working directory", Part(), documented=None, null=False)
-    job_name: str = key("DeepSpeedJobName", "directory of this job, below output_path", Part())
+        "", "directory of all jobs; empty: one below the working directory", PartOf(), documented=None, null=False)
+    job_name: str = key("DeepSpeedJobName", "directory of this job, below output_path", PartOf())
 
 
 @attrs.frozen
@@ -87,9 +88,9 @@ class WandbConfig(Config):
     """`wandb`: send metrics to Weights & Biases."""
 
     enabled: bool = key(False, "send metrics to Weights & Biases, from rank 0", NotYet("a Weights & Biases monitor"))
-    group: str | None = key(None, "what runs are grouped by there", Part())
-    team: str | None = key(None, "account that the run belongs to; null: the user's own", Part())
-    project: str = key("deepspeed", "project that the run is filed under", Part())
+    group: str | None = key(None, "what runs are grouped by there", PartOf())
+    team: str | None = key(None, "account that the run belongs to; null: the user's own", PartOf())
+    project: str = key("deepspeed", "project that the run is filed under", PartOf())
 
 
 @attrs.frozen
@@ -98,32 +99,32 @@ class CometConfig(Config):
 
     enabled: bool = key(False, "send metrics to Comet, from rank 0", NotYet("a Comet monitor"))
     samples_log_interval: int = key(
-        100, "samples of training between two values of a metric that are sent", Part(), unit="samples", over=0)
-    project: str | None = key(None, "project that the experiment is filed under", Part())
-    workspace: str | None = key(None, "account that the project belongs to", Part())
-    api_key: str | None = key(None, "secret that proves who sends; better kept out of a file", Part())
-    experiment_name: str | None = key(None, "title that people see", Part())
-    experiment_key: str | None = key(None, "identifier of an experiment, 32 to 50 letters and digits", Part())
+        100, "samples of training between two values of a metric that are sent", PartOf(), unit="samples", over=0)
+    project: str | None = key(None, "project that the experiment is filed under", PartOf())
+    workspace: str | None = key(None, "account that the project belongs to", PartOf())
+    api_key: str | None = key(None, "secret that proves who sends; better kept out of a file", PartOf())
+    experiment_name: str | None = key(None, "title that people see", PartOf())
+    experiment_key: str | None = key(None, "identifier of an experiment, 32 to 50 letters and digits", PartOf())
     online: bool | None = key(
-        None, "send at once (null does so too), or keep on disk to be sent later", Part(), documented=True)
+        None, "send at once (null does so too), or keep on disk to be sent later", PartOf(), documented=True)
     mode: Literal["get", "create", "get_or_create"] | None = key(
         None, "continue the experiment of experiment_key, start another, or whichever is possible (null)",
-        Part(), documented="get_or_create",
+        PartOf(), documented="get_or_create",
     )  # fmt: skip
 
 
 @attrs.frozen
 class CommsLoggerConfig(Config):
-    """`comms_logger`: time collectives and say how much of the wire they use."""
+    """`comms_logger`: log the time and bandwidth of collectives."""
 
     enabled: bool = key(
         False, "time every collective, waiting for it, and sum up by kind and message size",
         NotYet("a log of collectives"),
     )  # fmt: skip
-    verbose: bool = key(False, "print each collective as it ends, not only their sums", Part())
-    prof_all: bool = key(True, "log collectives of every kind", Part())
-    debug: bool = key(False, "add the calling function to the name of each", Part())
-    prof_ops: tuple[str, ...] = key((), "names of the kinds to log, where prof_all is false", Part())
+    verbose: bool = key(False, "print each collective as it ends, not only their sums", PartOf())
+    prof_all: bool = key(True, "log collectives of every kind", PartOf())
+    debug: bool = key(False, "add the calling function to the name of each", PartOf())
+    prof_ops: tuple[str, ...] = key((), "names of the kinds to log, where prof_all is false", PartOf())
 
 
 @attrs.frozen
@@ -133,9 +134,10 @@ class FlopsProfilerConfig(Config):
     enabled: bool = key(
         False, "count operations, parameters and time of one step, by module", NotYet("a profile of FLOPs by module"))
     recompute_fwd_factor: float = key(
-        0.0, "forwards that backward computes again: 1 where all activations are checkpointed", Part(), low=0)
-    profile_step: int = key(1, "the step that is profiled; some before it should warm up", Part(), unit="steps", low=0)
-    module_depth: int = key(-1, "levels of nested modules that are told of; -1: all", Part(), unit="levels", low=-1)
-    top_modules: int = key(1, "most expensive modules that are named at each level", Part(), unit="modules", low=0)
-    detailed: bool = key(True, "print the profile of every module, not only the sums", Part())
-    output_file: str | None = key(None, "file to write the profile to; null: print it", Part())
+        0.0, "forwards that backward computes again: 1 where all activations are checkpointed", PartOf(), low=0)
+    profile_step: int = key(
+        1, "the step that is profiled; some before it should warm up", PartOf(), unit="steps", low=0)
+    module_depth: int = key(-1, "levels of nested modules that are told of; -1: all", PartOf(), unit="levels", low=-1)
+    top_modules: int = key(1, "most expensive modules that are named at each level", PartOf(), unit="modules", low=0)
+    detailed: bool = key(True, "print the profile of every module, not only the sums", PartOf())
+    output_file: str | None = key(None, "file to write the profile to; null: print it", PartOf())

@@ -1,7 +1,4 @@
-"""How a run is saved and loaded again.
-
-Source: features.md 1.16.
-"""
+"""Saving and loading."""
 
 from __future__ import annotations
 
@@ -9,15 +6,16 @@ from typing import Literal
 
 import attrs
 
+from fds.config.field import key
 from fds.config.meaning import Elsewhere, NotApplicable
-from fds.config.record import Config, key
+from fds.config.record import Config
 
 _ONE_WRITER = NotApplicable("fds.save and fds.save_async have one writer, past the kernel's cache where they can")
 
 
 @attrs.frozen
 class WriterConfig(Config):
-    """DeepSpeed's fast writer."""
+    """`checkpoint.writer`: DeepSpeed's fast writer."""
 
     type: Literal["mock", "python", "fast", "MOCK", "PYTHON", "FAST"] = key("FAST", "which writer", _ONE_WRITER)
     decoupled: bool = key(False, "write while training goes on", Elsewhere("fds.save_async(dir, state, step)"))
@@ -31,7 +29,7 @@ class WriterConfig(Config):
 
 @attrs.frozen
 class ParallelWriteConfig(Config):
-    """Who writes what of a pipeline."""
+    """`checkpoint.parallel_write`: which ranks of a pipeline write what."""
 
     pipeline_stage: bool = key(
         False, "spread a stage's layers over its data ranks", NotApplicable("every rank writes its own share"))
@@ -39,7 +37,7 @@ class ParallelWriteConfig(Config):
 
 @attrs.frozen
 class CheckpointConfig(Config):
-    """Saves."""
+    """`checkpoint`: saving and loading."""
 
     tag_validation: Literal["Ignore", "Warn", "Fail", "ignore", "warn", "fail", "IGNORE", "WARN", "FAIL"] = key(
         "WARN", "what to do where ranks name different tags", Elsewhere(

@@ -1,7 +1,7 @@
-"""The learning rate's scheduler, and the parameters that each kind of it takes.
+"""The learning rate's scheduler, and the parameters of each type.
 
-Source: features.md 1.5; the constructors that DeepSpeed 0.19.6 calls. What a scheduler gives to an update is what its
-formula has two updates later: `fds.schedules.delayed` says so in every composition.
+Source: the constructors that DeepSpeed 0.19.6 calls. An update uses the learning rate that the formula has for an
+earlier update, which is why compositions contain `fds.schedules.delayed`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import attrs
 
+from fds.config.field import key
 from fds.config.meaning import NotYet, argument
-from fds.config.record import Config, key, within
+from fds.config.record import Config, within
 from fds.errors import ConfigError
 
 Rise = Literal["log", "linear"]
@@ -37,7 +38,7 @@ def _last() -> Any:
 
 @attrs.frozen
 class WarmupLRConfig(Config):
-    """Parameters of `WarmupLR`: rise, then stay."""
+    """Parameters of `WarmupLR`: warm-up, then constant."""
 
     warmup_min_lr: float = key(0.0, "learning rate to begin with", argument("schedules.warmup", name="start"), low=0)
     warmup_max_lr: float | None = key(
@@ -51,7 +52,7 @@ class WarmupLRConfig(Config):
 
 @attrs.frozen
 class WarmupDecayLRConfig(Config):
-    """Parameters of `WarmupDecayLR`: rise, then fall in a line to 0."""
+    """Parameters of `WarmupDecayLR`: warm-up, then linear decay to 0."""
 
     total_num_steps: int | None = _total("schedules.warmup_decay")
     warmup_min_lr: float = key(
@@ -64,7 +65,7 @@ class WarmupDecayLRConfig(Config):
 
 @attrs.frozen
 class WarmupCosineLRConfig(Config):
-    """Parameters of `WarmupCosineLR`: rise to the optimizer's rate, then fall as a cosine does."""
+    """Parameters of `WarmupCosineLR`: warm-up to the optimizer's learning rate, then cosine decay."""
 
     total_num_steps: int | None = _total("schedules.warmup_cosine")
     warmup_min_ratio: float = key(
@@ -83,7 +84,7 @@ _CYCLE = ("schedules.one_cycle", "schedules.one_cycle_momentum")
 
 @attrs.frozen
 class OneCycleConfig(Config):
-    """Parameters of `OneCycle`: up and down once, the momentum against it, then a slow decay."""
+    """Parameters of `OneCycle`: one cycle up and down, with the momentum opposite, then a slow decay."""
 
     cycle_min_lr: float | None = key(
         None, "learning rate at both ends; it must be given", argument("schedules.one_cycle", name="min_lr"), low=0)
@@ -116,7 +117,7 @@ class OneCycleConfig(Config):
 
 @attrs.frozen
 class LRRangeTestConfig(Config):
-    """Parameters of `LRRangeTest`: climb without end, to see where training breaks."""
+    """Parameters of `LRRangeTest`: an unbounded increase, to find where training diverges."""
 
     lr_range_test_min_lr: float = key(
         1e-3, "learning rate to begin with", argument("schedules.lr_range_test", name="start"), low=0)
@@ -143,7 +144,7 @@ REQUIRED = {
 
 @attrs.frozen
 class SchedulerConfig(Config):
-    """The scheduler by name, and what it is made with."""
+    """`scheduler`: its type and parameters."""
 
     type: str | None = key(
         None, "its name", argument("schedules.warmup", "schedules.warmup_decay", "schedules.warmup_cosine",
@@ -152,9 +153,9 @@ class SchedulerConfig(Config):
                                                                                         note="below"))
 
     def check(self) -> None:
-        """Raise `ConfigError` for parameters that the scheduler does not take, or lacks, or that are nobody's."""
+        """Raise `ConfigError` for unknown or missing parameters, or parameters without a scheduler."""
         if self.type is None and self.params:
-            raise ConfigError("parameters of no scheduler", where="type, params", got=f"null, {self.params!r:.60}",
+            raise ConfigError("parameters without a scheduler", where="type, params", got=f"null, {self.params!r:.60}",
                               want=f"type: one of {', '.join(PARAMETERS)}")
         if self.type in PARAMETERS:
             if not isinstance(self.params, Mapping):
@@ -162,26 +163,26 @@ class SchedulerConfig(Config):
                                   want="{...}")
             missing = [name for name in REQUIRED.get(self.type, ()) if self.params.get(name) is None]
             if missing:
-                raise ConfigError("the scheduler lacks what it has no default for",
+                raise ConfigError("the scheduler lacks required parameters",
                                   where=", ".join(f"params.{name}" for name in missing),
                                   got=", ".join(f"{name}={self.params[name]!r}" for name in self.params) or "nothing",
                                   want=", ".join(missing))
-            self.arguments  # noqa: B018 (made to be refused)
+            self.arguments  # noqa: B018 (evaluated for its checks)
 
     @property
     def arguments(self) -> Any:
-        """What the scheduler is made with, of its own record. Raises `ConfigError` for a type without one."""
+        """The parameters, as a record of the scheduler's type, which must be in `PARAMETERS`."""
         with within("params."):
-            params = {name: _of_one_group(name, value) for name, value in self.params.items()}
+            params = {name: _of_only_group(name, value) for name, value in self.params.items()}
             return PARAMETERS[str(self.type)].from_dict(params, defaults=self.defaults)
 
 
-def _of_one_group(name: str, value: Any) -> Any:
-    """Return the value of the only group of parameters, where a list has one for each."""
+def _of_only_group(name: str, value: Any) -> Any:
+    """Return the only item of a list with one value per parameter group, other values unchanged."""
     if name not in _BY_GROUP or not isinstance(value, list | tuple):
         return value
     if len(value) != 1:
-        raise ConfigError("a list has a number for every group of parameters, and a JSON has one group", where=name,
+        raise ConfigError("a list has one number per parameter group, and a JSON has one group", where=name,
                           got=f"{len(value)} numbers", want="a number",
                           hint="groups with rates of their own: optimizer=fds.by_name({...})")
     return value[0]

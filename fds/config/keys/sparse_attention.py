@@ -1,6 +1,6 @@
 """Block-sparse attention: which blocks of the attention matrix are computed. Its keys depend on the mode.
 
-Source: reference/003 and features.md 1.12; which mode reads which key, and their defaults, as in DeepSpeed 0.19.6.
+Source: DeepSpeed 0.19.6, for which mode reads which key, and for defaults.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Literal
 import attrs
 
 from fds.config.contradiction import contradiction
-from fds.config.meaning import NotYet, Part
-from fds.config.record import AUTO, Config, key, keys
+from fds.config.field import AUTO, key, keys
+from fds.config.meaning import NotYet, PartOf
+from fds.config.record import Config
 
 _OF_ALL = frozenset({"mode", "block", "different_layout_per_head"})
 _TWO_SIDED = frozenset({"attention", "horizontal_global_attention"})
@@ -24,15 +25,14 @@ READS = {
     "bigbird": _OF_ALL | {"num_random_blocks", "num_sliding_window_blocks", "num_global_blocks"},
     "bslongformer": _OF_ALL | _INDICES | {"num_sliding_window_blocks"},
 }
-_MODE = Part("mode")
+_MODE = PartOf("mode")
 
 
 @attrs.frozen
 class SparseAttentionConfig(Config):
-    """`sparse_attention`: a pattern of blocks. It asks by being there, for its mode is `fixed` unless it says another.
+    """`sparse_attention`: a pattern of blocks. The group enables it, since the mode is `fixed` by default.
 
-    A key that only other modes read must have its default, as in the example of DeepSpeed's documentation, which
-    lists them all. Raises `ConfigError` for another value, and for patterns that cannot be laid out.
+    Keys of other modes must have their defaults, as in the example of DeepSpeed's documentation, which lists them all.
     """
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = key(
@@ -66,7 +66,7 @@ class SparseAttentionConfig(Config):
         3, "width of the band around the diagonal (bigbird, bslongformer)", _MODE, unit="blocks", over=0)
 
     def check(self) -> None:
-        """Raise `ConfigError` for a key of another mode, and for a pattern that cannot be laid out."""
+        """Raise `ConfigError` for a value of another mode's key, and for an impossible pattern."""
         if self.mode == AUTO:
             return
         if foreign := [name for name in keys(type(self)) if self._is_foreign(name)]:
@@ -74,7 +74,7 @@ class SparseAttentionConfig(Config):
             raise contradiction(self, "a key of another mode", "mode", *foreign, want=want)
         for names, want in self._impossible():
             if READS[self.mode].issuperset(names) and AUTO not in (self[name] for name in names):
-                raise contradiction(self, "the pattern cannot be laid out", *names, want=want)
+                raise contradiction(self, "the pattern is impossible", *names, want=want)
 
     def _is_foreign(self, name: str) -> bool:
         known = keys(type(self))[name][1]
@@ -82,7 +82,7 @@ class SparseAttentionConfig(Config):
         return name in self.given and name not in READS[self.mode] and getattr(self, name) not in harmless
 
     def _impossible(self) -> Iterator[tuple[list[str], str]]:
-        """Yield (keys, what they must be) of what cannot be laid out, should the mode read the keys."""
+        """Yield (keys, what they must be) of conditions that are not met; they apply to modes that read the keys."""
         local, wide, patterns = (_number(self[f"num_{of}"]) for of in
                                  ("local_blocks", "global_blocks", "different_global_patterns"))  # fmt: skip
         if local % wide:
@@ -103,7 +103,7 @@ class SparseAttentionConfig(Config):
 
 
 def _number(value: int | str) -> int:
-    """Return the number, or 1 for "auto", which no rule is asked of."""
+    """Return the number, or 1 for "auto", which meets every condition."""
     return value if isinstance(value, int) else 1
 
 

@@ -1,7 +1,7 @@
-"""ZeRO: what is sharded between the data ranks, and the sizes of its messages.
+"""ZeRO: what is sharded between the data ranks, and the sizes of messages.
 
-Source: features.md 1.8. Sizes count elements in the JSON and bytes in fds. Those that change speed and memory and no
-number (buckets, prefetch, live parameters) have fds's own defaults: only a size that is given is carried over.
+Sizes are in elements in the JSON and in bytes in fds. Sizes that affect speed and memory only (buckets, prefetch, live
+parameters) have fds's own defaults: they are used only if they are given.
 """
 
 from __future__ import annotations
@@ -10,28 +10,29 @@ from typing import Any, Literal
 
 import attrs
 
+from fds.config.field import AUTO, key, keys
 from fds.config.keys.offload import OffloadOptimizerConfig, OffloadParamConfig
-from fds.config.meaning import Elsewhere, NotApplicable, NotYet, Part, argument
-from fds.config.record import AUTO, Config, key, keys
+from fds.config.meaning import Elsewhere, NotApplicable, NotYet, PartOf, argument
+from fds.config.record import Config
 from fds.errors import ConfigError
 
 _ONE_WAY = NotApplicable("fds has one way of doing this, and it is this one or a faster one")
 _BUCKET = argument("shard_optimizer", name="bucket_bytes", note="4 bytes an element; the smaller of the two sizes")
 _NO_HOOKS = NotApplicable("parameters are gathered where the loss uses them; there are no module hooks")
 _MAX = 2**63 - 1
-_ZENFLOW, _LOCO = Part("zenflow"), Part("zeropp_loco_param")
+_ZENFLOW, _LOCO = PartOf("zenflow"), PartOf("zeropp_loco_param")
 
 
-def _to_cpu(on: Any) -> dict[str, str] | None:
-    """Return the group that an old switch stands for. Raises `ConfigError` for what is no truth value."""
+def _offload_to_cpu(on: Any) -> dict[str, str] | None:
+    """Convert an old boolean to its group. Raises `ConfigError` for another type."""
     if on is not None and not isinstance(on, bool):
-        raise ConfigError("a value of a wrong type", got=repr(on)[:80], want="true or false")
+        raise ConfigError("a value has the wrong type", got=repr(on)[:80], want="true or false")
     return {"device": "cpu"} if on else None
 
 
 @attrs.frozen
 class LeafModuleConfig(Config):
-    """Modules of which stage 3 gathers all parameters at once."""
+    """`leaf_module`: modules whose parameters stage 3 gathers together."""
 
     classes: tuple[str, ...] | str = key(
         ("transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -43,7 +44,7 @@ class LeafModuleConfig(Config):
 
 @attrs.frozen
 class ZenFlowConfig(Config):
-    """Updates of offloaded parameters by importance."""
+    """`zenflow`: updates of offloaded parameters by importance."""
 
     topk_ratio: float = key(0.1, "share of gradients that are important", _ZENFLOW, over=0, under=1)
     select_strategy: Literal["auto", "step", "epoch"] = key("auto", "what counts time", _ZENFLOW)
@@ -60,7 +61,7 @@ class ZenFlowConfig(Config):
 
 @attrs.frozen
 class LoCoConfig(Config):
-    """Error feedback for quantized gradients."""
+    """`zeropp_loco_param`: error feedback for quantized gradients."""
 
     err_beta: float | None = key(None, "decay of the running mean of errors; it must be given", _LOCO)
     reset_T: int | None = key(None, "updates after which it begins anew; it must be given", _LOCO, unit="steps")
@@ -68,7 +69,7 @@ class LoCoConfig(Config):
 
 @attrs.frozen
 class ZeroConfig(Config):
-    """Sharding of optimizer state (1), gradients (2) and parameters (3) between the data ranks."""
+    """`zero_optimization`: sharding of optimizer state (1), gradients (2) and parameters (3) between the data ranks."""
 
     stage: Literal[0, 1, 2, 3] = key(
         0, "what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters",
@@ -92,11 +93,11 @@ class ZeroConfig(Config):
         "fds.load(dir, step, params)", "every save loads on any number of ranks"))
     offload_param: OffloadParamConfig | None = key(
         None, "keep parameters elsewhere", None,
-        old={"cpu_offload_param": _to_cpu, "cpu_offload_params": _to_cpu},
+        old={"cpu_offload_param": _offload_to_cpu, "cpu_offload_params": _offload_to_cpu},
     )
     offload_optimizer: OffloadOptimizerConfig | None = key(
         None, "keep optimizer state elsewhere", None,
-        old={"cpu_offload": _to_cpu},
+        old={"cpu_offload": _offload_to_cpu},
     )
     cpu_offload_use_pin_memory: bool | None = key(
         None, "page-locked memory for what is offloaded", NotApplicable("offload_*.pin_memory says it"))
@@ -173,29 +174,29 @@ class ZeroConfig(Config):
     leaf_module: LeafModuleConfig = key(LeafModuleConfig, "modules gathered as one", None, null=True)
 
     def check(self) -> None:
-        """Raise `ConfigError` for offloading at a stage that has nothing to offload."""
+        """Raise `ConfigError` for offloading at a stage that does not support it."""
         if self.stage != AUTO:
-            self._refuse_offload()
+            self._check_offload()
 
-    def _refuse_offload(self) -> None:
+    def _check_offload(self) -> None:
         optimizer, param = self.offload_optimizer, self.offload_param
         if param is not None and param.device not in ("none", AUTO) and self.stage != 3:
-            raise ConfigError("parameters are offloaded at stage 3 only", where="stage, offload_param.device",
+            raise ConfigError("parameters can be offloaded at stage 3 only", where="stage, offload_param.device",
                               got=f"stage {self.stage}, {param.device}", want='"stage": 3')
         if optimizer is None or optimizer.device in ("none", AUTO):
             return
         if self.stage == 0 or (optimizer.device == "nvme" and self.stage < 3):
             want = '"stage": 3' if optimizer.device == "nvme" else '"stage": 1, 2 or 3'
-            raise ConfigError("optimizer state is offloaded from stage 1, to a disk from stage 3",
+            raise ConfigError("optimizer state can be offloaded from stage 1 on, to a disk at stage 3 only",
                               where="stage, offload_optimizer.device", got=f"stage {self.stage}, {optimizer.device}",
                               want=want)
         if optimizer.ratio != AUTO and optimizer.ratio < 1 and self.stage < 3:
-            raise ConfigError("a share of the state is offloaded at stage 3 only",
+            raise ConfigError("a part of the state can be offloaded at stage 3 only",
                               where="stage, offload_optimizer.ratio", got=f"stage {self.stage}, {optimizer.ratio}",
                               want='"stage": 3')
 
 
-STAGE_3 = frozenset(  # without effect at the other stages, as in 0.19.6
+STAGE_3 = frozenset(  # no effect at other stages, as in 0.19.6
     f"zero_optimization.{name}" for name in keys(ZeroConfig)
     if name.startswith("stage3_") or name in ("zero_hpz_partition_size", "zero_quantized_weights", "mics_shard_size")
 )  # fmt: skip
@@ -203,7 +204,7 @@ STAGE_3 = frozenset(  # without effect at the other stages, as in 0.19.6
 
 @attrs.frozen
 class OptimizersUnderZeroConfig(Config):
-    """Which optimizers may stand under ZeRO."""
+    """Keys of the top level on optimizers that ZeRO accepts."""
 
     zero_allow_untested_optimizer: bool = key(False, "let any optimizer stand under ZeRO", NotApplicable(
         "an optimizer says itself what it needs (whole parameters, norms)"))

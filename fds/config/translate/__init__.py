@@ -1,1 +1,1 @@
-"""From keys to what they mean here: calls of fds, and what is refused or held."""
+"""From a configuration to calls of fds, with the checks and the memory estimate that follow from them."""

@@ -1,7 +1,7 @@
-"""Values that each key allows and that no function of fds takes: refused with the JSON, not when a step is made.
+"""Check that functions of fds accept the values of a configuration when it is read, not when a step is composed.
 
-What the keys come to is made once, as far as it needs neither a mesh nor a batch size, and an error names the keys that
-became the arguments in question.
+The optimizer, the schedule, the loss scale and the clipping, which need neither a mesh nor batch sizes, are built once.
+An error names the keys that became the refused arguments.
 """
 
 from __future__ import annotations
@@ -10,45 +10,46 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from fds.config.auto import autos
+from fds.config.auto import auto_paths
 from fds.config.keys.groups import Groups
 from fds.config.meaning import Argument
 from fds.config.record import Config
-from fds.config.translate.composition import clip, scale
-from fds.config.translate.function_call import Call
-from fds.config.translate.optimizer import optimizer, schedule
+from fds.config.translate.composition import clipping_call, loss_scale_call
+from fds.config.translate.function_call import FunctionCall
+from fds.config.translate.optimizer import optimizer_call, schedule_call
 from fds.errors import ConfigError, FdsError
 
-_MADE = (  # what makes a call, and the groups that it reads
-    (lambda config: optimizer(config) or schedule(config), ("optimizer", "scheduler")),
-    (scale, ("fp16", "amp", "torch_autocast")), (clip, ("clipping",)),
+_CALLS = (  # function that returns a call, and the groups that it reads
+    (lambda config: optimizer_call(config) or schedule_call(config), ("optimizer", "scheduler")),
+    (loss_scale_call, ("fp16", "amp", "torch_autocast")), (clipping_call, ("clipping",)),
 )  # fmt: skip
 
 
-def refuse_what_cannot_be_made(config: Groups) -> None:
+def check_buildable(config: Groups) -> None:
     """Raise `ConfigError`, with the JSON paths, for values that an optimizer, a schedule or a loss scale refuses.
 
-    Groups in which something is `"auto"` are left until that is filled in.
+    Groups that contain `"auto"` are checked once it is filled in.
     """
-    for make, groups in _MADE:
-        if any(group is not None and autos(group.to_dict()) for group in (getattr(config, name) for name in groups)):
+    for call_of, names in _CALLS:
+        groups = [getattr(config, name) for name in names]
+        if any(group is not None and auto_paths(group.to_dict()) for group in groups):
             continue
         try:
-            call = make(config)
+            call = call_of(config)
         except ConfigError:
-            continue  # it lacks an argument of `initialize`, which nobody has given yet
-        _make(config, call)
+            continue  # it needs an argument of `initialize`
+        _check(config, call)
 
 
-def _make(config: Groups, call: Any) -> None:
-    """Make a call, those among its arguments first."""
+def _check(config: Groups, call: Any) -> None:
+    """Build a call, after the calls among its arguments."""
     if isinstance(call, tuple):
         for one in call:
-            _make(config, one)
-    if not isinstance(call, Call):
+            _check(config, one)
+    if not isinstance(call, FunctionCall):
         return
     for one in (*call.args, *call.kwargs.values()):
-        _make(config, one)
+        _check(config, one)
     try:
         call.build(None)
     except FdsError as error:
@@ -57,12 +58,12 @@ def _make(config: Groups, call: Any) -> None:
                           hint=error.hint) from error  # fmt: skip
 
 
-def _paths(config: Groups, function: str, words: str) -> Iterator[str]:
-    """Yield the keys that became the arguments of a function that an error speaks of; all that were given otherwise."""
-    keys = [(path, known.meaning.name, given) for path, value, known, given in config.walk()
-            if isinstance(known.meaning, Argument) and function in known.meaning.of and not isinstance(value, Config)
+def _paths(config: Groups, function: str, message: str) -> Iterator[str]:
+    """Yield the keys whose arguments of a function an error message mentions; if none, all that were given."""
+    keys = [(path, key.meaning.name, given) for path, value, key, given in config.walk()
+            if isinstance(key.meaning, Argument) and function in key.meaning.of and not isinstance(value, Config)
             and not _is_off(config, path.rpartition(".")[0])]
-    named = [path for path, name, _ in keys if name and re.search(rf"\b{name}\b", words)]
+    named = [path for path, name, _ in keys if name and re.search(rf"\b{name}\b", message)]
     yield from named or [path for path, _, given in keys if given]
 
 

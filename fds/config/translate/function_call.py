@@ -1,4 +1,4 @@
-"""A call of fds as data: it prints as Python, and makes what it says."""
+"""Calls of functions of fds as data, which print as Python and can be executed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fds.transforms.shard_optimizer import shard_optimizer
 from fds.transforms.skip_nonfinite import skip_nonfinite
 from fds.transforms.static_loss_scale import static_loss_scale
 
-FOUND = {  # path below fds -> what is there: all that a configuration may call or name
+FUNCTIONS = {  # path below fds -> function; everything that a configuration may call or pass
     **{f.__name__: f for f in (
         accumulate, autocast, checkpoint_activations, clip_by_global_norm, loss_scale, pipeline, precision,
         shard_optimizer, skip_nonfinite, static_loss_scale, optim.adam, optim.adamw, optim.lamb, optim.lion,
@@ -35,7 +35,7 @@ FOUND = {  # path below fds -> what is there: all that a configuration may call 
 
 @attrs.frozen
 class AxisOf:
-    """An axis of the mesh that will be there."""
+    """An axis of the mesh, by name."""
 
     name: str
 
@@ -45,7 +45,7 @@ class AxisOf:
 
 @attrs.frozen
 class Name:
-    """A name below `fds` that is passed as it is, not called."""
+    """A function below `fds` that is passed, not called."""
 
     path: str
 
@@ -54,10 +54,10 @@ class Name:
 
 
 @attrs.frozen
-class Call:
-    """A call: what is called, by its path below `fds`, and with what. Arguments may be calls, axes and names.
+class FunctionCall:
+    """A call of the function at a path below `fds`. Arguments may be calls, axes and names.
 
-    >>> print(Call("adamw", (Call("schedules.warmup", (3e-4,)),), {"weight_decay": 0.1}))
+    >>> print(FunctionCall("adamw", (FunctionCall("schedules.warmup", (3e-4,)),), {"weight_decay": 0.1}))
     fds.adamw(fds.schedules.warmup(0.0003), weight_decay=0.1)
     """
 
@@ -66,42 +66,43 @@ class Call:
     kwargs: Mapping[str, Any] = attrs.field(factory=dict)
 
     @classmethod
-    def of(cls, path: str, *args: Any, **kwargs: Any) -> Call:
-        """Return the call with those keywords that differ from the function's defaults."""
+    def of(cls, path: str, *args: Any, **kwargs: Any) -> FunctionCall:
+        """Return the call, without the keywords that equal the function's defaults."""
         return cls(path, args, {name: value for name, value in kwargs.items() if value != default(path, name)})
 
     def argument(self, name: str) -> Any:
-        """Return what is passed under a name, or the function's default."""
+        """Return the value of a keyword, or the function's default."""
         return self.kwargs.get(name, default(self.path, name))
 
     def build(self, mesh: Mesh | None) -> Any:
-        """Return what the call makes, on this mesh if it speaks of axes."""
-        args = [_built(value, mesh) for value in self.args]
-        return FOUND[self.path](*args, **{name: _built(value, mesh) for name, value in self.kwargs.items()})
+        """Execute the call; `mesh` is needed if it has axes among its arguments."""
+        args = [_build(value, mesh) for value in self.args]
+        return FUNCTIONS[self.path](*args, **{name: _build(value, mesh) for name, value in self.kwargs.items()})
 
     def __str__(self) -> str:
-        words = [*map(_word, self.args), *(f"{name}={_word(value)}" for name, value in self.kwargs.items())]
-        return f"fds.{self.path}({', '.join(words)})"
+        arguments = [*map(_source, self.args), *(f"{name}={_source(value)}" for name, value in self.kwargs.items())]
+        return f"fds.{self.path}({', '.join(arguments)})"
 
 
 @functools.cache
 def default(path: str, name: str) -> Any:
     """Return the default of an argument of the function at a path below `fds`."""
-    return inspect.signature(FOUND[path]).parameters[name].default
+    return inspect.signature(FUNCTIONS[path]).parameters[name].default
 
 
-def _built(value: Any, mesh: Mesh | None) -> Any:
-    if isinstance(value, Call):
+def _build(value: Any, mesh: Mesh | None) -> Any:
+    if isinstance(value, FunctionCall):
         return value.build(mesh)
     if isinstance(value, AxisOf):
         assert mesh is not None
         return mesh[value.name]
     if isinstance(value, Name):
-        return FOUND[value.path]
-    return tuple(_built(one, mesh) for one in value) if isinstance(value, tuple) else value
+        return FUNCTIONS[value.path]
+    return tuple(_build(one, mesh) for one in value) if isinstance(value, tuple) else value
 
 
-def _word(value: Any) -> str:
+def _source(value: Any) -> str:
+    """Return the Python source of an argument."""
     if isinstance(value, tuple):
-        return f"({', '.join(map(_word, value))}{',' * (len(value) == 1)})"
-    return str(value) if isinstance(value, Call | AxisOf | Name) else repr(value)
+        return f"({', '.join(map(_source, value))}{',' * (len(value) == 1)})"
+    return str(value) if isinstance(value, FunctionCall | AxisOf | Name) else repr(value)

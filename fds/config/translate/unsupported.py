@@ -1,27 +1,28 @@
-"""What a configuration asks for and fds does not have yet."""
+"""The keys of a configuration that ask for features that fds does not support yet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fds.config.field import AUTO
 from fds.config.keys import optimizer, scheduler
 from fds.config.keys.groups import Groups
 from fds.config.keys.zero import STAGE_3
 from fds.config.meaning import NotYet
-from fds.config.record import AUTO, Config
+from fds.config.record import Config
 from fds.errors import NotSupportedError, did_you_mean
 
 
-def not_there(config: Groups) -> Iterator[tuple[str, str]]:
-    """Yield (JSON path, feature) of what is asked for and not there."""
+def unsupported_keys(config: Groups) -> Iterator[tuple[str, str]]:
+    """Yield (JSON path, feature) of every key that asks for a feature that is not supported."""
     off = set[str]()
-    for path, value, known, _ in config.walk():
+    for path, value, key, _ in config.walk():
         if isinstance(value, Config) and getattr(value, "enabled", True) is False:
             off.add(path)
         if path in STAGE_3 and config.zero_optimization.stage in (0, 1, 2):
             continue
         group, _, name = path.rpartition(".")
-        match known.meaning:
+        match key.meaning:
             case NotYet(feature, nothing) if value != AUTO and not _in(value, nothing):
                 if name == "enabled" or group not in off:
                     yield path, feature
@@ -37,17 +38,18 @@ def not_there(config: Groups) -> Iterator[tuple[str, str]]:
         yield "scheduler.type", f"the scheduler {type_!r} ({near}; or pass a schedule f(t) of your own)"
 
 
-def refuse_what_is_not_there(config: Groups) -> None:
-    """Raise `NotSupportedError` that names every key which asks for a feature that is not there."""
-    found = list(not_there(config))
-    if found:
+def check_supported(config: Groups) -> None:
+    """Raise `NotSupportedError`, with the paths of all keys that ask for a feature that is not supported."""
+    unsupported = list(unsupported_keys(config))
+    if unsupported:
         raise NotSupportedError(
-            "the configuration asks for what fds does not have yet", where=", ".join(path for path, _ in found),
-            got="; ".join(f"{path} ({feature})" for path, feature in found), want="a configuration without these keys",
-            hint="config.explain(mesh) shows the rest",
+            "the configuration asks for features that fds does not support yet",
+            where=", ".join(path for path, _ in unsupported),
+            got="; ".join(f"{path} ({feature})" for path, feature in unsupported),
+            want="a configuration without these keys", hint="config.explain(mesh) shows the rest",
         )
 
 
 def _in(value: object, values: tuple) -> bool:
-    """Return whether a value is one of these, of the same type: 0 is not False."""
+    """Return whether a value is one of these, where 0 is not False."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
