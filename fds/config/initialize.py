@@ -68,9 +68,7 @@ def initialize(
 
     Raises `ConfigError` if JSON and arguments both say something, and everything that `compose` and `step.init` raise.
     """
-    mesh = _default_mesh() if mesh is None else mesh
-    if not isinstance(mesh, Mesh):
-        raise MeshError("not a mesh", where="mesh", got=repr(mesh)[:80], want="fds.mesh(dp=-1)")
+    mesh = _mesh_of(mesh)
 
     def resolve() -> TrainingConfig:
         resolved = _read(config_of(args, config), unknown).resolve(world_size=_data_axis(mesh).size, auto=auto)
@@ -89,7 +87,12 @@ def _read(config: Any, unknown: Unknown) -> TrainingConfig:
     return config if isinstance(config, TrainingConfig) else TrainingConfig.of(config, unknown=unknown)
 
 
-def _default_mesh() -> Mesh:
+def _mesh_of(mesh: Any) -> Mesh:
+    """Return the mesh; for None one whose ranks are all data ranks, of those that a launcher started."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if mesh is not None:
+        raise MeshError("not a mesh", where="mesh", got=repr(mesh)[:80], want="fds.mesh(dp=-1)")
     launch = launched(os.environ)
     if worlds.current() is worlds.SINGLE and launch is not None and launch.world_size > 1:
         init_distributed()

@@ -1,4 +1,4 @@
-"""`TrainingConfig`: DeepSpeed's whole JSON, and what can be made from it."""
+"""`TrainingConfig`: DeepSpeed's whole JSON, which turns into transforms or an explanation."""
 
 from __future__ import annotations
 
