@@ -1,4 +1,4 @@
-"""Layers that are made of kernels."""
+"""Layers built from the kernels."""
 
 from fds.nn.bert_weights import from_bert
 from fds.nn.transformer_config import TransformerConfig

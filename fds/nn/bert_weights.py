@@ -1,4 +1,4 @@
-"""Weights of Hugging Face's BertLayer, under the names of `TransformerLayer`."""
+"""`from_bert`: the weights of Hugging Face's BertLayer as parameters of a `TransformerLayer`."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ def from_bert(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters of a `TransformerLayer` from those of a BertLayer: `layer.load_state_dict(from_bert(...))`.
 
     The layer's config has `pre_layer_norm=False`, `activation="gelu_erf"` and the sizes of the model's config. Tensors
-    are the given ones but for attn_qkvw and attn_qkvb, which are copies; a dict of gradients is mapped alike.
+    are shared, except attn_qkvw and attn_qkvb, which are copies; a dict of gradients can be passed too.
     Raises `KernelError` for missing and for unknown names.
 
     Args:
-        weights: `bert_layer.state_dict()`, or those of a model's that begin with "encoder.layer.3.", without it.
+        weights: `bert_layer.state_dict()`, or the entries of a model's state_dict under "encoder.layer.3." without
+            this prefix.
     """
     if not isinstance(weights, Mapping):
-        raise KernelError("these are no weights by name", where="weights", got=type(weights).__name__,
+        raise KernelError("the weights are not a mapping", where="weights", got=type(weights).__name__,
                           want="bert_layer.state_dict()")  # fmt: skip
     want = {*NAMES.values(), *(f"{name}.{kind}" for name in QKV for kind in ("weight", "bias"))}
     if weights.keys() != want:
         raise KernelError(
             "these are not the weights of one BertLayer", where="weights",
             got=f"missing {_some(want - weights.keys())}; unknown {_some(weights.keys() - want)}",
-            want="bert_layer.state_dict()", hint="of a model's state_dict, the names after 'encoder.layer.3.'",
+            want="bert_layer.state_dict()", hint="of a model's state_dict, the part under 'encoder.layer.3.'",
         )  # fmt: skip
-    made = {f"attn_qkv{kind[0]}": torch.cat([weights[f"{name}.{kind}"] for name in QKV]) for kind in ("weight", "bias")}
-    return made | {ours: weights[theirs] for ours, theirs in NAMES.items()}
+    qkv = {f"attn_qkv{kind[0]}": torch.cat([weights[f"{name}.{kind}"] for name in QKV]) for kind in ("weight", "bias")}
+    return qkv | {ours: weights[theirs] for ours, theirs in NAMES.items()}
 
 
 def _some(names: set[str]) -> str:

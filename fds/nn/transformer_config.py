@@ -1,4 +1,4 @@
-"""`TransformerConfig`: what a transformer layer is, and what it keeps for backward."""
+"""`TransformerConfig`: the settings of a transformer layer, and what it saves for backward."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import attrs
 from fds.errors import KernelError, did_you_mean, is_int, is_number
 from fds.kernels import arguments
 
-# Settings of DeepSpeed's that something else decides here; the docstring says what.
+# DeepSpeed settings that are set elsewhere here; the docstring says where.
 ELSEWHERE = {"local_rank", "seed", "fp16", "max_seq_length", "huggingface", "layer_id", "test_gemm"}
-GELU = {"gelu_tanh": "tanh", "gelu_erf": "none"}  # as torch's `approximate` says it
+GELU = {"gelu_tanh": "tanh", "gelu_erf": "none"}  # values of torch's `approximate`
 
 
 def _count(config: Any, field: attrs.Attribute, value: Any) -> None:
@@ -27,12 +27,12 @@ def _ratio(config: Any, field: attrs.Attribute, value: Any) -> None:
 
 def _flag(config: Any, field: attrs.Attribute, value: Any) -> None:
     if not isinstance(value, bool):
-        raise KernelError(f"{field.name} is a flag", where=field.name, got=repr(value), want="True or False")
+        raise KernelError(f"{field.name} is not a bool", where=field.name, got=repr(value), want="True or False")
 
 
 def _not_negative(config: Any, field: attrs.Attribute, value: Any) -> None:
     if not (is_number(value) and math.isfinite(value) and value >= 0):
-        raise KernelError(f"{field.name} is negative or no number", where=field.name, got=repr(value),
+        raise KernelError(f"{field.name} is negative or not a number", where=field.name, got=repr(value),
                           want="a finite number >= 0")  # fmt: skip
 
 
@@ -59,42 +59,42 @@ class TransformerConfig:
     =======================  ===========================================================================================
     hidden_size              h, a multiple of `heads`
     heads                    a
-    num_hidden_layers        layers of the model; only `adjust_init_range` asks, and then it is needed
+    num_hidden_layers        layers of the model; required by `adjust_init_range`, else unused
     intermediate_size        i; None: 4h
-    batch_size               a bound of B, which a larger batch is refused by; None: any
-    attn_dropout_ratio       of attention's probabilities
-    hidden_dropout_ratio     of what attention and the feed-forward part add to the layer's input
+    batch_size               largest B, larger batches are a `KernelError`; None: any
+    attn_dropout_ratio       dropout of the attention probabilities
+    hidden_dropout_ratio     dropout of the outputs of attention and feed-forward
     initializer_range        standard deviation of the initial weights; biases are 0
-    adjust_init_range        divide that of the two output projections by sqrt(2 * num_hidden_layers)
-    layer_norm_eps           added to variances
-    pre_layer_norm           normalise what attention and feed-forward read (True), or the sums that they leave (BERT)
-    activation               "gelu_tanh" as DeepSpeed's, or "gelu_erf" as BERT's
-    causal                   a token attends to itself and to what is before it
-    normalize_invertible     keep no input of a layer norm, recover it from the output: 2BSh elements fewer are kept
-    gelu_checkpoint          keep no output of the activation, compute it again: BSi elements fewer
-    attn_dropout_checkpoint  where dropout acts on attention, keep no probabilities, compute them again: 2BaSS fewer
-    stochastic_mode          let attention on a GPU sum its gradients in an order that may change from run to run
-    return_tuple             return `(hidden_states,)`, as layers of Hugging Face's did
-    training                 the mode that the layer starts in: `train()` or `eval()`
+    adjust_init_range        divide initializer_range of the output projections by sqrt(2 * num_hidden_layers)
+    layer_norm_eps           added to the variances
+    pre_layer_norm           normalize the inputs of attention and feed-forward (True), or the residual sums (BERT)
+    activation               "gelu_tanh" as in DeepSpeed, or "gelu_erf" as in BERT
+    causal                   a token attends to itself and to the tokens before it
+    normalize_invertible     recompute the inputs of layer norms from their outputs: saves 2BSh elements
+    gelu_checkpoint          recompute the output of the activation: saves BSi elements
+    attn_dropout_checkpoint  recompute attention probabilities under dropout: saves 2BaSS elements
+    stochastic_mode          let attention on a GPU sum gradients in nondeterministic order
+    return_tuple             return `(hidden_states,)`, as Hugging Face's layers did
+    training                 initial mode of the layer: `train()` or `eval()`
     =======================  ===========================================================================================
 
-    The numbers of `normalize_invertible` are those of a stack: with post layer norm one of the two outputs is the
-    layer's, which the next one keeps anyhow. A norm whose weight has a 0 cannot be inverted there (see `layer_norm`).
-    `attn_dropout_checkpoint` on a GPU takes heads of at most 512 bytes: 256 numbers of 16 bits, 128 of 32.
-    `stochastic_mode` is about layers that train on a GPU without mask and dropout on attention: with it they take
-    torch's attention, whose backward may add in another order each time, else fds's, whose bits are repeatable. All
-    else that a layer does is repeatable either way.
+    The saving of `normalize_invertible` is that in a stack: with post layer norm one of the two outputs is the layer's,
+    which the next layer saves anyway. A norm whose weight contains a 0 cannot be inverted (see `layer_norm`).
+    `attn_dropout_checkpoint` on a GPU requires heads of at most 512 bytes: 256 elements of 16 bits, 128 of 32.
+    `stochastic_mode` only affects layers that train on a GPU without mask and dropout on attention: with it they use
+    torch's attention, whose backward is nondeterministic, else fds's, which is deterministic. Everything else in a
+    layer is deterministic either way.
 
-    Of DeepSpeed's settings these have no place here:
+    These settings of DeepSpeed are replaced here:
 
     ==================  =====================================================================
     local_rank          a layer runs where its parameters are
     seed                dropout draws from torch's generator, which a step seeds from its key
     fp16                `fds.precision`, `fds.autocast` or `layer.to(dtype)`
-    max_seq_length      any length runs, none is padded
+    max_seq_length      not needed: any length runs without padding
     huggingface         the older name of `return_tuple`
-    layer_id            a layer's place in `fds.Layers`
-    test_gemm           nothing to test: products are torch's
+    layer_id            the index of a layer in `fds.Layers`
+    test_gemm           not needed: matrix products are torch's
     ==================  =====================================================================
 
     `from_deepspeed` takes all of them. `attrs.evolve(config, ...)` changes a field.
@@ -129,15 +129,15 @@ class TransformerConfig:
     def __attrs_post_init__(self) -> None:
         if self.hidden_size % self.heads:
             raise KernelError(
-                "the hidden size does not divide among the heads", where="hidden_size",
+                "hidden_size is not divisible by heads", where="hidden_size",
                 got=f"hidden_size={self.hidden_size}, heads={self.heads}", want="a multiple of heads",
             )  # fmt: skip
         if self.activation not in GELU:
-            raise KernelError("there is no such activation", where="activation", got=repr(self.activation),
+            raise KernelError("unknown activation", where="activation", got=repr(self.activation),
                               want=" or ".join(map(repr, GELU)))  # fmt: skip
         if self.adjust_init_range and self.num_hidden_layers is None:
             raise KernelError(
-                "the initial range is adjusted to the number of layers", where="num_hidden_layers", got="None",
+                "adjust_init_range needs the number of layers", where="num_hidden_layers", got="None",
                 want="the number of layers of the model", hint="or adjust_init_range=False",
             )  # fmt: skip
 
@@ -145,24 +145,24 @@ class TransformerConfig:
     def from_deepspeed(cls, settings: Mapping[str, Any]) -> TransformerConfig:
         """Return the config of a DeepSpeedTransformerConfig's arguments, by name; -1 there means "not given".
 
-        Settings that have no place here are left out. Raises `KernelError` for unknown names, for sizes that are not
-        given, and for dropout ratios that are not: there is no telling what was meant.
+        Settings that are replaced here are ignored. Raises `KernelError` for unknown names and for missing sizes and
+        dropout ratios, which have no safe default.
         """
         known = {field.name for field in attrs.fields(cls)}
         unknown = settings.keys() - known - ELSEWHERE
         if unknown:
             name = min(unknown)
-            raise KernelError(f"{name} is no setting of DeepSpeed's transformer kernel", where=name,
+            raise KernelError(f"{name} is not a setting of DeepSpeed's transformer kernel", where=name,
                               got=repr(settings[name]), hint=did_you_mean(name, known | ELSEWHERE))  # fmt: skip
-        asked: dict = dict.fromkeys(("hidden_size", "heads", "attn_dropout_ratio", "hidden_dropout_ratio"), -1)
-        asked |= {"return_tuple": settings.get("huggingface", False)} | dict(settings)
-        may_be_left_out = {"batch_size", "intermediate_size", "num_hidden_layers", "initializer_range"}
-        kept: dict = {n: x for n, x in asked.items() if n in known and not (x == -1 and n in may_be_left_out)}
-        return cls(**kept)
+        values: dict = dict.fromkeys(("hidden_size", "heads", "attn_dropout_ratio", "hidden_dropout_ratio"), -1)
+        values |= {"return_tuple": settings.get("huggingface", False)} | dict(settings)
+        optional = {"batch_size", "intermediate_size", "num_hidden_layers", "initializer_range"}
+        own: dict = {n: x for n, x in values.items() if n in known and not (x == -1 and n in optional)}
+        return cls(**own)
 
     @property
     def approximate(self) -> str:
-        """How the activation is computed, as torch says it: "tanh" or "none"."""
+        """The value of torch's `approximate`: "tanh" or "none"."""
         return GELU[self.activation]
 
     @property

@@ -1,19 +1,19 @@
-"""`TransformerLayer`: self-attention and feed-forward part, made of kernels.
+"""`TransformerLayer`: self-attention and feed-forward, built from kernels.
 
-With n, m the norms of weights `norm_*` and `attn_n*`, and x (B, S, h)::
+With n and m the layer norms with weights `norm_*` and `attn_n*`, and x (B, S, h)::
 
     pre layer norm:    u = x + D(attention(n(x)) Wo + bo)         y = u + D(gelu(m(u) Wi + bi) Wf + bf)
     post layer norm:   u = m(x + D(attention(x) Wo + bo))         y = n(u + D(gelu(u Wi + bi) Wf + bf))
 
-attention(z) is softmax(Q K^T / sqrt(h / heads) + mask), dropped out, times V, where (Q, K, V) = z Wqkv + bqkv; D is
-dropout. The three dropouts of a call share one seed from torch's generator, at the offsets 0, 1 and 2.
+attention(z) is D(softmax(Q K^T / sqrt(h / heads) + mask)) V with (Q, K, V) = z Wqkv + bqkv; D is dropout. The three
+dropouts of a call share one seed from torch's generator, at the offsets 0, 1 and 2.
 
-Kept for backward, in elements: pre layer norm x, n(x), Q, K, V, attention's output, u, m(u), the derivative of gelu and
-its output: 8BSh + 2BSi; post layer norm as much, with the last norm's input in the place of n(x). Attention adds one
-float32 per row of scores or, with dropout, 2 B heads S S (see `TransformerConfig` for what need not be kept).
+Saved for backward, in elements: with pre layer norm x, n(x), Q, K, V, the output of attention, u, m(u), the derivative
+of gelu and its output: 8BSh + 2BSi; with post layer norm the same, with the input of the last norm instead of n(x).
+Attention adds one float32 per row of scores or, with dropout, 2 B heads S S (`TransformerConfig` can reduce this).
 Sources:
 1. Vaswani et al. 2017, arXiv:1706.03762 (post); Xiong et al. 2020, arXiv:2002.04745 (pre).
-2. Devlin et al. 2018, arXiv:1810.04805: the sizes, gelu and the initial values.
+2. Devlin et al. 2018, arXiv:1810.04805: sizes, gelu and initial values.
 3. DeepSpeed 0.19, ops/transformer/transformer.py: names and shapes of the parameters.
 """
 
@@ -47,7 +47,7 @@ ATTENTION, AFTER_ATTENTION, AFTER_FEED_FORWARD = range(3)  # offsets of the drop
 
 
 class TransformerLayer(nn.Module):
-    """Layer of a transformer encoder, or decoder where `config.causal`.
+    """A layer of a transformer encoder, or of a decoder if `config.causal`.
 
     Parameters are named and laid out as in DeepSpeed's layer: attn_qkvw (3h, h), attn_qkvb (3h), attn_ow (h, h),
     attn_ob, attn_nw, attn_nb (h), inter_w (i, h), inter_b (i), output_w (h, i), output_b, norm_w, norm_b (h). The norm
@@ -61,7 +61,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         if not isinstance(config, TransformerConfig):
-            raise KernelError("a layer is made from its config", where="config", got=type(config).__name__,
+            raise KernelError("the argument is not a TransformerConfig", where="config", got=type(config).__name__,
                               want="fds.nn.TransformerConfig")  # fmt: skip
         super().__init__()
         self.config = config
@@ -77,12 +77,12 @@ class TransformerLayer(nn.Module):
 
     @staticmethod
     def spec(config: TransformerConfig) -> LayerSpec:
-        """Return the layer for `fds.Layers`: what it takes, a tensor or (hidden_states, attention_mask), it returns.
+        """Return the layer for `fds.Layers`; of (hidden_states, attention_mask) it returns such a pair.
 
-        Raises `KernelError` with `return_tuple`, which the next layer would not take.
+        Raises `KernelError` with `return_tuple`, since the next layer does not take such a tuple.
         """
         if config.return_tuple:
-            raise KernelError("the next layer of a stack takes no tuple of one", where="return_tuple", got="True",
+            raise KernelError("the next layer does not take a tuple of one", where="return_tuple", got="True",
                               want="return_tuple=False")  # fmt: skip
         return LayerSpec(TransformerLayer, config)
 
@@ -98,19 +98,19 @@ class TransformerLayer(nn.Module):
                 p.fill_(1.0 if name in ("attn_nw", "norm_w") else 0.0)
 
     def extra_repr(self) -> str:
-        """Return the config, as it prints."""
+        """Return the config's repr."""
         return repr(self.config)
 
     def forward(self, hidden_states: Any, attention_mask: Tensor | None = None) -> Any:
         """Return the layer's output, (B, S, h) in the dtype of the input.
 
         Args:
-            hidden_states: (B, S, h) floating, or a pair of it and the mask, as layers of a stack hand it on: then the
+            hidden_states: (B, S, h) floating, or a pair of it and the mask, as layers of a stack pass it: then the
                 result is such a pair.
             attention_mask: (B, S) bool, true where a token is attended to, or floating and added to the scores,
                 broadcastable to (B, heads, S, S): (B, 1, 1, S) as Hugging Face extends it. It gets no gradient.
 
-        A query that may attend to nothing (all false, all -inf or the least number) gets zeros from attention.
+        If all keys of a query are masked (false, -inf or the smallest number), its attention output is zero.
         Raises `KernelError` for other shapes and dtypes, and for a batch beyond `config.batch_size`.
         """
         if isinstance(hidden_states, tuple):
@@ -135,10 +135,10 @@ class TransformerLayer(nn.Module):
         return layer_norm(x, weight, bias, eps=config.layer_norm_eps, invertible=config.normalize_invertible)
 
     def _attend(self, x: Tensor, mask: Tensor | None, seed: Tensor | None) -> Tensor:
-        """Return attention's output before its projection, (B, S, h)."""
+        """Return the output of attention before the projection, (B, S, h)."""
         config, (b, s, h) = self.config, x.shape
         qkv = F.linear(x, self.attn_qkvw, self.attn_qkvb).view(b, s, 3, config.heads, h // config.heads)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # gradients meet in one copy
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # their gradients are stacked in one copy
         out = self._attention(q, k, v, *_masks(mask), seed)
         return out.transpose(1, 2).reshape(b, s, h)
 
@@ -148,14 +148,14 @@ class TransformerLayer(nn.Module):
         config = self.config
         p = config.attn_dropout_ratio if self.training else 0.0
         fits = not runs_triton(q) or q.shape[-1] * q.element_size() <= MOST_BYTES
-        by = _attention_by(config, p, fits=fits, trains_on_gpu=self.training and q.is_cuda)
-        if by is masked_softmax:
+        function = _select_attention(config, p, fits=fits, trains_on_gpu=self.training and q.is_cuda)
+        if function is masked_softmax:
             mask = bias if padding is None else padding[:, None, None, :]
             scores, scale = q @ k.transpose(-1, -2), q.shape[-1] ** -0.5
             options = {"scale": scale, "causal": config.causal, "p": p, "seed": seed if p else None}
             return masked_softmax(scores, mask, **options, offset=ATTENTION) @ v
         options = {"causal": config.causal, "key_padding": padding, "bias": bias, "p": p, "seed": seed if p else None}
-        return by(q, k, v, **options, offset=ATTENTION)
+        return function(q, k, v, **options, offset=ATTENTION)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         """Return the second projection, without its bias."""
@@ -170,7 +170,7 @@ class TransformerLayer(nn.Module):
         return bias_dropout_add(x, bias, residual, p=p, seed=seed if p else None, offset=offset)
 
     def _seed(self, x: Tensor) -> Tensor | None:
-        """Draw the seed of this call's dropouts; nothing is drawn where none is active."""
+        """Draw the seed of this call's dropouts, if any is active."""
         draws = self.training and (self.config.attn_dropout_ratio or self.config.hidden_dropout_ratio)
         return torch.randint(2**62, (), device=x.device) if draws else None
 
@@ -183,20 +183,20 @@ class TransformerLayer(nn.Module):
         arguments.shape((None, None, config.hidden_size), hidden_states=x)
         if config.batch_size is not None and x.shape[0] > config.batch_size:
             raise KernelError(
-                "the batch is larger than the layer was told", where="batch_size", got=f"{x.shape[0]} sequences",
-                want=f"at most {config.batch_size}", hint="batch_size=None takes any",
+                "the batch is larger than config.batch_size", where="batch_size", got=f"{x.shape[0]} sequences",
+                want=f"at most {config.batch_size}", hint="batch_size=None allows any",
             )  # fmt: skip
         if mask is not None:
             _check_mask(mask, x, config.heads)
 
 
-def _attention_by(config: TransformerConfig, p: float, *, fits: bool, trains_on_gpu: bool) -> Callable[..., Tensor]:
-    """Return what computes attention under a ratio p of dropout; `fits` says whether a head fits a kernel's block."""
+def _select_attention(config: TransformerConfig, p: float, *, fits: bool, trains_on_gpu: bool) -> Callable[..., Tensor]:
+    """Return the function for attention with dropout p; `fits` says whether a head fits into a kernel's block."""
     if p:
         return flash_attention if config.attn_dropout_checkpoint else masked_softmax
     if not fits:
         return masked_softmax
-    # torch's backward adds with atomics on a GPU; outside training nobody waits for the same bits again
+    # torch's backward adds with atomics on a GPU, which is nondeterministic; without training it does not run
     return flash_attention if trains_on_gpu and not config.stochastic_mode else attention
 
 
@@ -204,14 +204,14 @@ def _empty(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape))
 
 
-def _pair(given: tuple, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    if len(given) != 2 or mask is not None:
+def _pair(pair: tuple, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if len(pair) != 2 or mask is not None:
         raise KernelError(
-            "a tuple of hidden states holds the mask too", where="hidden_states",
-            got=f"a tuple of {len(given)}{'' if mask is None else ', and a mask beside it'}",
+            "the hidden states are not a pair with the mask", where="hidden_states",
+            got=f"a tuple of {len(pair)}{'' if mask is None else ', and a mask beside it'}",
             want="a tensor, or (hidden_states, attention_mask)",
         )  # fmt: skip
-    return given
+    return pair
 
 
 def _masks(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -220,8 +220,8 @@ def _masks(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         return mask, None
     if mask.dtype == torch.bool:
         return None, torch.where(mask, 0.0, -torch.inf)
-    mask = mask.detach()  # one that came through a pipeline asks for a gradient, as all its messages do
-    never = max(torch.finfo(mask.dtype).min, LEAST_BIAS)  # the least number of any dtype stands for -inf
+    mask = mask.detach()  # after a pipeline message it requires a gradient
+    never = max(torch.finfo(mask.dtype).min, LEAST_BIAS)  # the smallest number of any dtype means -inf
     return None, mask.masked_fill(mask <= never, -torch.inf)
 
 
@@ -235,10 +235,10 @@ def _check_mask(mask: Tensor, x: Tensor, heads: int) -> None:
     )  # fmt: skip
     if not (is_padding or is_bias):
         raise KernelError(
-            "attention_mask is no mask for these hidden states", where="attention_mask",
+            "attention_mask does not fit the hidden states", where="attention_mask",
             got=f"{mask.dtype} {tuple(mask.shape)}" if is_tensor else type(mask).__name__,
             want=f"bool ({b}, {s}); or of four dimensions, bool or floating, broadcastable to ({b}, {heads}, {s}, {s})",
-            hint="mask.bool() of a mask of zeros and ones; a floating (B, S) one is mask[:, None, None, :]",
+            hint="for a mask of zeros and ones pass mask.bool(), for a floating (B, S) mask mask[:, None, None, :]",
         )  # fmt: skip
     if mask.device != x.device:
         raise KernelError("attention_mask is on another device than hidden_states", where="attention_mask",

@@ -15,7 +15,7 @@ from fds.kernels.attentions.flash import flash_attention
 from fds.kernels.attentions.softmax import masked_softmax
 from fds.kernels.choice import only
 from fds.nn import TransformerConfig, TransformerLayer
-from fds.nn.transformer_layer import _attention_by
+from fds.nn.transformer_layer import _select_attention
 from tests.bits import assert_same_bits
 from tests.kernels.accuracy import DTYPES, assert_near, distance
 from tests.nn.plain import build, drawn, gradients, inputs, padding, plain_layer
@@ -169,7 +169,7 @@ def test_style_of_output():
     again, same = layer((x, mask))  # a pair stays one
     assert torch.equal(y, again) and same is mask
     assert layer((x, None))[1] is None
-    with pytest.raises(KernelError, match="takes no tuple of one"):
+    with pytest.raises(KernelError, match="does not take a tuple of one"):
         TransformerLayer.spec(layer.config)
 
 
@@ -212,7 +212,7 @@ def test_a_sequence_that_is_masked_out_attends_to_nothing_however_that_is_said(d
 
 def test_attention_is_computed_by_what_the_config_asks_for():
     """On a GPU too, which is not here."""
-    by = lambda p, on_gpu, fits=True, **settings: _attention_by(
+    by = lambda p, on_gpu, fits=True, **settings: _select_attention(
         build(**settings).config, p, fits=fits, trains_on_gpu=on_gpu
     )
     for on_gpu in (False, True):
