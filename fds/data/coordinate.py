@@ -1,4 +1,4 @@
-"""Place: which share of every batch is a rank's. An axis without the ranks behind it, so that it can be pickled."""
+"""`Coordinate`: a rank's position among those that share a batch; unlike an axis it can be pickled."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from fds.errors import DataError
 
 
 @attrs.frozen
-class Place:
-    """The coordinate of a rank among those that share a batch."""
+class Coordinate:
+    """A rank's position among those that share a batch."""
 
     index: int = 0
     size: int = 1
 
     def share(self, begin: int, end: int) -> tuple[int, int]:
-        """Return this rank's part of the rows from `begin` to `end`: contiguous, the parts in the order of ranks.
+        """Return this rank's part of the rows from `begin` to `end`: contiguous, in rank order.
 
-        >>> Place(index=1, size=4).share(100, 108)
+        >>> Coordinate(index=1, size=4).share(100, 108)
         (102, 104)
         """
         part = (end - begin) // self.size
         return begin + self.index * part, begin + (self.index + 1) * part
 
 
-def place_of(axis: Any) -> Place:
-    """Return the place of this rank on an axis; None is an axis of one rank.
+def coordinate_on(axis: Any) -> Coordinate:
+    """Return the coordinate of this rank on an axis; None is an axis of one rank.
 
-    Raises `DataError` for what is not an axis, `MeshError` for an axis of other ranks than those that run.
+    Raises `DataError` if this is not an axis, and `MeshError` for an axis of a mesh over other ranks.
     """
     if axis is None:
-        return Place()
+        return Coordinate()
     if isinstance(axis, Axis):
         axis.demand_current()
-        return Place(axis.index, axis.size)
-    if isinstance(axis, Place) and 0 <= axis.index < axis.size:
+        return Coordinate(axis.index, axis.size)
+    if isinstance(axis, Coordinate) and 0 <= axis.index < axis.size:
         return axis
     raise DataError(
-        "not an axis", where="axis", got=repr(axis), want="an axis of a mesh, a Place of which the index is below the "
-        "size, or None", hint='the axis of data ranks: fds.mesh(dp=-1)["dp"]',
+        "not an axis", where="axis", got=repr(axis), want="an axis of a mesh, a Coordinate with index < size, or "
+        "None", hint='the axis of data ranks: fds.mesh(dp=-1)["dp"]',
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`DistributedLoader`: to every rank its share of every batch, from any position."""
+"""`DistributedLoader`: loads each rank's share of every batch, starting at any position."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from fds import random
-from fds.data.orders import Ordering, Orders, refuse_sampler
-from fds.data.places import Place, place_of
+from fds.data.coordinate import Coordinate, coordinate_on
+from fds.data.orders import Ordering, Orders, check_sampler
 from fds.data.shares import Shares
 from fds.data.stream import Stream
 from fds.data.workers import Workers
@@ -22,38 +22,37 @@ from fds.errors import DataError, is_int
 
 @attrs.frozen(eq=False)
 class DistributedLoader:
-    """The batches of a data set from one position on: a value, which can be iterated any number of times.
+    """The batches of a data set from a position on: a value, which can be iterated any number of times.
 
-    Global batch i is a function of the seed, the batch size, `last`, the sampler and the length of the data set, of
-    nothing else: neither of the number of ranks nor of where a run was resumed. Rank r of N reads rows r * B / N to
-    (r + 1) * B / N of it, so that the shares, in the order of ranks, are the batch. Ranks that differ only along other
-    axes (pipeline, tensor) have the same coordinate on `axis` and read the same rows.
+    Global batch i is a function of the seed, the batch size, `last`, the sampler and the length of the data set only,
+    not of the number of ranks or of where a run was resumed. Rank r of N reads rows r * B / N to (r + 1) * B / N of it,
+    so the shares concatenated in rank order are the batch. Ranks that differ only along other axes (pipeline, tensor)
+    have the same coordinate on `axis` and read the same rows.
 
-    The position is the number of the batch, counted over all epochs, and that is what `state.calls` counts: after
-    `fds.load`, `loader.starting(state.calls)` goes on where the save was made, in mid-epoch too.
+    The position is the index of the batch, counted over all epochs, as `state.calls` counts: after `fds.load`,
+    `loader.starting(state.calls)` continues where the save was made, also within an epoch.
 
     Args:
-        dataset: what has `len` and `[i]`; rows are read by torch's DataLoader.
-        batch_size: rows of the whole batch of one call of the step, B: all ranks and all microbatches together.
+        dataset: has `len` and `[i]`; rows are read by torch's DataLoader.
+        batch_size: rows of the global batch of one call of the step, B: all ranks and all microbatches together.
         axis: the data axis of a mesh; None is one rank.
-        shuffle: take the rows of every epoch in another order.
-        sampler: what says instead which rows an epoch has, in order, as many in every epoch: a torch Sampler, or a
-            function of (epoch, key) that returns their numbers. It is asked with torch's, Python's and NumPy's
-            generators, and its own `generator`, seeded from `seed` and the epoch, and `set_epoch` called.
-        seed: an int or a key, the same on every rank: it gives the orders, and what data set and `collate` draw.
-        last: what becomes of the B' < B rows at the end of an epoch that fill no batch.
-            "drop": they are left out, other ones in every epoch.
-            "keep": they are a batch of B' rows, refused here if they do not divide among the ranks and microbatches.
-            "wrap": the batch is filled up with the first rows of the next epoch, which goes on after them: all
-            batches have B rows, and over the epochs every row comes as often as any other. An epoch is then the
-            batches that begin in it.
-        num_microbatches: into how many the step cuts a share; only to refuse here what would not divide there.
-        collate: rows -> batch; None is torch's `default_collate`. `per_microbatch(collate, n)` has each microbatch
-            collated, and padded, by itself.
-        num_workers: processes that read ahead. They change no bit.
-        persistent_workers: keep them from epoch to epoch; else they are started anew in every one.
-        prefetch_factor: batches that each reads ahead; None is torch's 2.
-        pin_memory: return tensors in page-locked memory; nothing without an accelerator.
+        shuffle: permute the rows, differently in every epoch.
+        sampler: gives the row numbers of an epoch instead, as many in every epoch: a torch Sampler, or a function of
+            (epoch, key) that returns them. It is called with torch's, Python's and NumPy's generators, and its own
+            `generator`, seeded from `seed` and the epoch, after `set_epoch`.
+        seed: an int or a key, the same on every rank, for the orders and for random numbers of data set and `collate`.
+        last: what to do with the B' < B rows left at the end of an epoch.
+            "drop": leave them out, other ones in every epoch.
+            "keep": they are a batch of B' rows; `DataError` here if they do not divide among ranks and microbatches.
+            "wrap": fill the batch with the first rows of the next epoch, which continues after them: all batches have B
+            rows, and over the epochs every row comes equally often. An epoch is then the batches that begin in it.
+        num_microbatches: number of microbatches into which the step splits a share; only used to check sizes here.
+        collate: rows -> batch; None is torch's `default_collate`. `per_microbatch(collate, n)` collates, and pads, each
+            microbatch separately.
+        num_workers: processes that read ahead; the batches are bit-equal for any number.
+        persistent_workers: keep worker processes between epochs instead of starting them in every epoch.
+        prefetch_factor: batches that each worker reads ahead; None is torch's 2.
+        pin_memory: return tensors in page-locked memory; no effect without an accelerator.
         start: the position.
 
     Raises `DataError`.
@@ -67,7 +66,7 @@ class DistributedLoader:
 
     dataset: Any = attrs.field(repr=lambda it: f"{type(it).__name__} of {len(it)}")
     batch_size: int
-    axis: Place = attrs.field(default=None, converter=place_of)
+    axis: Coordinate = attrs.field(default=None, converter=coordinate_on)
     shuffle: bool = attrs.field(default=True, kw_only=True)
     seed: int | Tensor = attrs.field(default=0, kw_only=True)
     last: str = attrs.field(default="drop", kw_only=True)
@@ -82,46 +81,46 @@ class DistributedLoader:
     _workers: Workers | None = attrs.field(init=False, repr=False)  # shared by loaders that differ in `start` only
 
     def __attrs_post_init__(self) -> None:
-        _refuse_dataset(self.dataset)
-        refuse_sampler(self.sampler)
+        _check_dataset(self.dataset)
+        check_sampler(self.sampler)
         key = random.key(self.seed)
         for name, least in (("batch_size", 1), ("num_microbatches", 1), ("num_workers", 0), ("start", 0)):
-            _refuse_count(name, getattr(self, name), least)
-        self._refuse_workers()
-        object.__setattr__(self, "_workers", self._made(key))
+            _check_count(name, getattr(self, name), least)
+        self._check_workers()
+        object.__setattr__(self, "_workers", self._new_workers(key))
         stream = self.stream
-        self._refuse_rows(self.batch_size, "the batch", "a multiple of it")
+        self._check_divides(self.batch_size, "the batch", "a multiple of it")
         if stream.rest and self.last == "keep":
-            self._refuse_rows(stream.rest, "the last batch of an epoch", 'last="drop" or last="wrap"')
+            self._check_divides(stream.rest, "the last batch of an epoch", 'last="drop" or last="wrap"')
 
     @property
     def stream(self) -> Stream:
-        """Which rows make up which batch."""
-        return self._reading().shares.stream
+        """The rows of every batch."""
+        return self._live_workers().shares.stream
 
     @property
     def epoch(self) -> int:
-        """The epoch that this loader iterates, from 0."""
+        """The epoch that this loader iterates, counted from 0."""
         return self.stream.epoch(self.start)
 
     def starting(self, at: int | Tensor) -> DistributedLoader:
-        """Return the loader that begins with batch number `at` of the run: an int, or `state.calls`.
+        """Return the loader that begins at batch `at` of the run: an int, or `state.calls`.
 
         Raises `DataError` for anything else.
         """
         position = _position(at)
-        _refuse_count("start", position, 0)
-        self._reading()
+        _check_count("start", position, 0)
+        self._live_workers()
         other = copy.copy(self)
         object.__setattr__(other, "start", position)
         return other
 
     def next_epoch(self) -> DistributedLoader:
-        """Return the loader that begins where iterating this one ends."""
+        """Return the loader of the next epoch, which begins where this one ends."""
         return self.starting(self.stream.end_of_epoch(self.start))
 
     def __len__(self) -> int:
-        """How many batches iterating yields: those from `start` to the end of the epoch, one for a call of the step.
+        """Return the number of batches from `start` to the end of the epoch, one per call of the step.
 
         DeepSpeed's loader counts microbatches, and always those of a whole epoch.
         """
@@ -129,34 +128,34 @@ class DistributedLoader:
 
     def __iter__(self) -> Iterator:
         """Yield this rank's share of each batch from `start` to the end of the epoch."""
-        workers = self._reading()
+        workers = self._live_workers()
         stream = workers.shares.stream
         stop = stream.end_of_epoch(self.start)
-        if not self.persistent_workers:  # made here once, not by every worker
+        if not self.persistent_workers:  # compute the orders here once, not in every worker
             for epoch in range(stream.epoch(self.start), (stream.begin(stop) - 1) // stream.used + 1):
                 workers.shares.orders.rows_of(epoch, 0, 0)
         return iter(workers.read(range(self.start, stop)))
 
-    def _reading(self) -> Workers:
-        if self._workers is None:  # of a loader that was pickled
-            object.__setattr__(self, "_workers", self._made(random.key(self.seed)))
+    def _live_workers(self) -> Workers:
+        if self._workers is None:  # the loader was pickled
+            object.__setattr__(self, "_workers", self._new_workers(random.key(self.seed)))
         assert self._workers is not None
         return self._workers
 
-    def _made(self, key: Tensor) -> Workers:
+    def _new_workers(self, key: Tensor) -> Workers:
         orders = Orders(len(self.dataset), key, self.shuffle, self.sampler)
         shares = Shares(self.dataset, Stream(orders.length(), self.batch_size, self.last), self.axis,
                         self.collate or default_collate, random.fold_in(key, "draws"), orders)  # fmt: skip
         return Workers(shares, self.num_workers, self.persistent_workers, self.prefetch_factor, self.pin_memory)
 
-    def _refuse_workers(self) -> None:
+    def _check_workers(self) -> None:
         if self.prefetch_factor is not None:
-            _refuse_count("prefetch_factor", self.prefetch_factor, 1)
+            _check_count("prefetch_factor", self.prefetch_factor, 1)
         for name in ("persistent_workers", "prefetch_factor"):
             if getattr(self, name) and not self.num_workers:
                 raise DataError("there are no workers", where=name, got="num_workers=0", want="num_workers=1 or more")
 
-    def _refuse_rows(self, rows: int, what: str, hint: str) -> None:
+    def _check_divides(self, rows: int, what: str, hint: str) -> None:
         ranks, parts = self.axis.size, self.num_microbatches
         if rows % (ranks * parts) == 0:
             return
@@ -170,14 +169,14 @@ class DistributedLoader:
         )  # fmt: skip
 
 
-def _refuse_dataset(dataset: Any) -> None:
+def _check_dataset(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise DataError(
-            "a data set without random access cannot be shared by row numbers", got=type(dataset).__name__,
+            "the data set has no random access, so ranks cannot share it by row numbers", got=type(dataset).__name__,
             want="a data set with len(dataset) and dataset[i]",
             hint="if it fits into memory: list(dataset)\n"
-            "else pass the step what it yields, each rank its own rows, for ever by fds.data.RepeatingLoader;\n"
-            "to resume, skip what was used: itertools.islice(batches, int(state.calls), None)",
+            "else pass its batches to the step, each rank its own; fds.data.RepeatingLoader repeats them;\n"
+            "to resume, skip used batches: itertools.islice(batches, int(state.calls), None)",
         )  # fmt: skip
     if isinstance(dataset, Mapping):
         raise DataError(
@@ -187,10 +186,10 @@ def _refuse_dataset(dataset: Any) -> None:
     try:
         len(dataset)
     except (TypeError, NotImplementedError):
-        raise DataError("a data set has a length", got=type(dataset).__name__, want="len(dataset)") from None
+        raise DataError("the data set has no length", got=type(dataset).__name__, want="len(dataset)") from None
 
 
-def _refuse_count(name: str, value: Any, least: int) -> None:
+def _check_count(name: str, value: Any, least: int) -> None:
     if not is_int(value, least):
         raise DataError("not a count", where=name, got=repr(value), want=f"an int, {least} or more")
 

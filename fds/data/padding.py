@@ -1,4 +1,4 @@
-"""`per_microbatch`: collate every microbatch by itself, so that it is padded to its own longest row."""
+"""`per_microbatch`: collate each microbatch separately, so that it is padded to its own longest row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PerMicrobatch:
     num_microbatches: int
 
     def __call__(self, rows: list, seed: Callable[[int], None] = lambda row: None) -> Microbatches:
-        """Return the rows of a share, cut and collated; `seed` is called with the number of a part's first row."""
+        """Return the collated microbatches of a share; `seed` is called with the index of each one's first row."""
         size, rest = divmod(len(rows), self.num_microbatches)
         if rest or not size:
             raise DataError(
@@ -34,16 +34,16 @@ class PerMicrobatch:
 
 
 def per_microbatch(collate: Callable[[list], Any], num_microbatches: int) -> PerMicrobatch:
-    """Return a `collate` for a loader that collates every microbatch of a rank by itself.
+    """Return a `collate` for a loader that collates each microbatch of a rank separately.
 
-    What `collate` pads is then padded to the longest row of the microbatch, and what it draws follows from the seed and
-    the microbatch's first row. Both are the same on any number of ranks N, where N * `num_microbatches` stays.
+    Padding is then to the longest row of the microbatch, and random numbers that `collate` draws follow from the seed
+    and the microbatch's first row. Both are the same on any number of ranks N if N * `num_microbatches` is the same.
 
     Args:
         collate: rows -> batch.
-        num_microbatches: into how many the step cuts a share: `accumulate(num_microbatches)`.
+        num_microbatches: number of microbatches of a share in the step: `accumulate(num_microbatches)`.
 
-    Raises `DataError` for what is no count or no function.
+    Raises `DataError` if an argument is not a count or not a function.
 
     >>> longest = lambda rows: max(map(len, rows))
     >>> per_microbatch(longest, 2)(["a", "abc", "ab", "a"]).parts
@@ -52,5 +52,5 @@ def per_microbatch(collate: Callable[[list], Any], num_microbatches: int) -> Per
     if not is_int(num_microbatches, 1):
         raise DataError("not a count", where="num_microbatches", got=repr(num_microbatches), want="an int, 1 or more")
     if not callable(collate):
-        raise DataError("this is no function of rows", where="collate", got=repr(collate)[:60], want="rows -> batch")
+        raise DataError("collate is not a function", where="collate", got=repr(collate)[:60], want="rows -> batch")
     return PerMicrobatch(collate, num_microbatches)

@@ -1,4 +1,4 @@
-"""A random order of rows that is a function of a key, the same on every machine and version."""
+"""A random permutation that is a function of a key, the same on every machine and version."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from torch import Tensor
 
 
 def permutation(key: Tensor, length: int) -> np.ndarray:
-    """Return the numbers from 0 to length - 1 in the order `(length,) int64` that a key stands for.
+    """Return the numbers from 0 to length - 1, `(length,) int64`, in an order that is a function of the key.
 
-    Every row is given a random number whose low bits are then its own number, and the numbers are sorted: none is
-    equal to another, so that all sorting algorithms agree. (Two rows get equal random bits, and so keep their order,
-    with probability 2^-44 where there are a million.)
-    `torch.randperm` takes about as long, but may order rows in another way in another version, and a run that was
-    resumed there would repeat some rows and lose others. 8 bytes a row; 23 ms for a million rows.
+    Every row gets a random number whose low bits are replaced by its index, and the numbers are sorted: no two are
+    equal, so all sorting algorithms agree. (Two of a million rows get equal random bits, and so keep their order, with
+    probability 2^-44.) `torch.randperm` takes about as long, but its order may change between versions, and a run
+    resumed with another version would repeat some rows and lose others. 8 bytes a row; 23 ms for a million rows.
 
     Source: Philox-4x64-10, Salmon et al. 2011, doi:10.1145/2063384.2063405; NumPy keeps its stream (NEP 19).
 

@@ -1,4 +1,4 @@
-"""`RepeatingLoader`: any loader, for ever."""
+"""`RepeatingLoader`: iterates any loader endlessly."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _END = object()
 
 
 class RepeatingLoader:
-    """Iterate a loader again and again; `next(loader)` gives one batch.
+    """Iterate a loader endlessly; `next(loader)` gives one batch.
 
-    - A `DistributedLoader` goes on with its next epoch, in another order.
+    - A `DistributedLoader` continues with its next epoch, in another order.
     - Before every further epoch of a torch DataLoader, `set_epoch` of its sampler (a DistributedSampler, say) is
-      called with the next number, without which every epoch would have the order of the first.
-    - Anything else is iterated anew.
+      called with the next epoch, without which every epoch would have the order of the first.
+    - Anything else is iterated again from its beginning.
 
-    Like any iterator it goes on where it is: `iter` does not begin again. `loader` is what is being iterated.
+    Like any iterator it continues where it is: `iter` does not restart it. `loader` is the loader that is iterated.
 
-    Raises `DataError` where an epoch yields nothing, and for what cannot be iterated.
+    Raises `DataError` if an epoch yields nothing, or the loader cannot be iterated.
 
     >>> batches = RepeatingLoader([1, 2])
     >>> [next(batches) for _ in range(5)]
@@ -30,9 +30,9 @@ class RepeatingLoader:
 
     def __init__(self, loader: Iterable):
         if not hasattr(loader, "__iter__"):
-            raise DataError("this cannot be iterated", got=type(loader).__name__, want="a loader")
+            raise DataError("the loader cannot be iterated", got=type(loader).__name__, want="a loader")
         self.loader: Any = loader
-        self._current: Any = None  # made when a batch is asked for: workers start with it
+        self._current: Any = None  # created with the first batch, since workers start with it
 
     def __iter__(self) -> RepeatingLoader:
         return self
@@ -49,7 +49,7 @@ class RepeatingLoader:
         raise DataError(
             "an epoch without a batch", got=f"{type(self.loader).__name__} that yields nothing",
             want="a loader that yields batches each time it is iterated",
-            hint="a generator can be iterated once only: pass the object that makes it",
+            hint="a generator can be iterated only once: pass an object whose __iter__ makes a new one",
         )  # fmt: skip
 
     def _advance(self) -> None:
@@ -61,7 +61,7 @@ class RepeatingLoader:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Return the samplers of a torch DataLoader that know epochs, each once."""
+    """Return the samplers of a torch DataLoader that have `set_epoch`, each once."""
     batches = getattr(loader, "batch_sampler", None)
-    found = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
-    return list({id(it): it for it in found if callable(getattr(it, "set_epoch", None))}.values())
+    samplers = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+    return list({id(it): it for it in samplers if callable(getattr(it, "set_epoch", None))}.values())

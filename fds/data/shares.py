@@ -1,4 +1,4 @@
-"""Shares: a data set of which item i is this rank's share of global batch i. It is what torch's DataLoader reads."""
+"""`Shares`: a data set whose item i is this rank's share of global batch i; torch's DataLoader reads it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_info
 
 from fds import random
+from fds.data.coordinate import Coordinate
 from fds.data.orders import Orders
 from fds.data.padding import PerMicrobatch
-from fds.data.places import Place
 from fds.data.stream import Stream
 from fds.errors import DataError
 
@@ -23,37 +23,37 @@ from fds.errors import DataError
 class Shares:
     """Read and collate the share of a batch.
 
-    What is drawn from the global generators of torch, Python and NumPy while a row is read is a function of the seed,
-    the epoch and the row, so neither ranks, nor workers, nor the position at which a run was resumed change it; the
-    generators are as they were afterwards. A data set that reads many rows at once, and `collate`, are seeded once for
-    a share, by its first row: what they draw depends on the number of ranks. It costs some 10 us a row, half of it
-    Python's generator, and is left out where nothing can draw.
+    Random numbers drawn from the global generators of torch, Python and NumPy while a row is read are a function of the
+    seed, the epoch and the row, independent of ranks, workers and the position at which a run was resumed; the
+    generators are restored afterwards. A data set that reads many rows at once, and `collate`, are seeded once per
+    share, by its first row, so their draws depend on the number of ranks. Seeding costs about 10 us a row, half of it
+    for Python's generator, and is left out for data sets that cannot draw.
     """
 
     dataset: Any
     stream: Stream
-    place: Place
+    coordinate: Coordinate
     collate: Callable[[list], Any]
     key: Tensor
     orders: Orders
 
     def __getitem__(self, batch: int) -> Any:
-        """Return the share of a batch, collated. Raises `DataError` where a row, or collating, raises StopIteration."""
+        """Return the collated share of a batch. Raises `DataError` if a row or `collate` raises StopIteration."""
         try:
             return self._share(batch)
         except StopIteration as error:  # a DataLoader would take it for the end of the epoch
             raise DataError(
                 "a row of the data set, or collate, raised StopIteration, which would end the epoch",
                 where=f"batch {batch}", got="StopIteration", want="dataset[i] to return the row",
-                hint="a next() inside it has nothing more to give",
+                hint="an iterator that next() reads inside it is exhausted",
             ) from error  # fmt: skip
 
     def _share(self, batch: int) -> Any:
-        begin, end = self.place.share(self.stream.begin(batch), self.stream.begin(batch + 1))
+        begin, end = self.coordinate.share(self.stream.begin(batch), self.stream.begin(batch + 1))
         pieces = list(self.stream.pieces(begin, end))
         if not draws(self.dataset) and self.collate is default_collate:
             return default_collate([self.dataset[i] for piece in pieces for i in self.orders.rows_of(*piece)])
-        devices = random.in_use() if get_worker_info() is None else []  # a forked worker may not ask for a GPU
+        devices = random.in_use() if get_worker_info() is None else []  # a forked worker cannot use a GPU
         with random.scope(devices), random.python_seeded(self.key):
             rows = [row for piece in pieces for row in self._read(*piece, devices)]
             seed = lambda row: _reseed(random.seed(self.key, "collate", begin + row), devices)
@@ -69,22 +69,22 @@ class Shares:
             _reseed(random.seed(key, "rows", indices[0]), devices)
             return list(self.dataset.__getitems__(indices))
         rows = []
-        for place, index in enumerate(indices, first):
-            # a sampler may give a row more than once in an epoch, and it is not to draw the same each time
-            _reseed(random.seed(key, "row", index, *(() if self.orders.sampler is None else (place,))), devices)
+        for position, index in enumerate(indices, first):
+            # a sampler may give a row more than once in an epoch, with other draws each time
+            _reseed(random.seed(key, "row", index, *(() if self.orders.sampler is None else (position,))), devices)
             rows.append(self.dataset[index])
         return rows
 
 
 def draws(dataset: Any) -> bool:
-    """Say whether reading a row may draw random numbers: not where the rows lie in memory as they are."""
+    """Return whether reading a row may draw random numbers: False for containers in memory."""
     if type(dataset) is Subset:
         return draws(dataset.dataset)
     return type(dataset) not in (list, tuple, range, Tensor, np.ndarray, TensorDataset)
 
 
 def reads_many(dataset: Any) -> bool:
-    """Say whether a data set reads many rows at once by code of its own (torch's name for it is `__getitems__`)."""
+    """Return whether a data set defines how it reads many rows at once (`__getitems__`)."""
     if type(dataset) is Subset:  # has the method too, but reads row by row
         return reads_many(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))

@@ -1,4 +1,4 @@
-"""Stream: which rows make up global batch number i. Arithmetic only."""
+"""`Stream`: the rows of global batch i, as arithmetic on positions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ LAST = ("drop", "keep", "wrap")
 
 @attrs.frozen
 class Stream:
-    """The rows of all epochs, one after the other, cut into batches.
+    """The rows of all epochs, concatenated and cut into batches.
 
-    A row of the stream is an integer: `epoch * used + place in the epoch`. Batch i ends where batch i + 1 begins.
+    A row of the stream is an integer: `epoch * used + position in the epoch`. Batch i ends where batch i + 1 begins.
     """
 
     length: int  # rows of the data set
     batch_size: int  # rows of a whole batch
-    last: str  # what becomes of the rows that fill no batch: one of LAST
+    last: str  # what to do with the rows left at the end of an epoch: one of LAST
 
     def __attrs_post_init__(self) -> None:
         if self.last not in LAST:
-            raise DataError("no such way to end an epoch", where="last", got=repr(self.last),
+            raise DataError("unknown way to end an epoch", where="last", got=repr(self.last),
                             want=" or ".join(map(repr, LAST)), hint=did_you_mean(str(self.last), LAST))  # fmt: skip
         if not self.used:
             raise DataError(
@@ -35,12 +35,12 @@ class Stream:
 
     @property
     def rest(self) -> int:
-        """How many rows of an epoch fill no batch."""
+        """Number of rows left over after the full batches of an epoch."""
         return self.length % self.batch_size
 
     @property
     def used(self) -> int:
-        """How many rows of an epoch are in the stream."""
+        """Number of rows of an epoch that are in the stream."""
         return self.length - (self.rest if self.last == "drop" else 0)
 
     def begin(self, batch: int) -> int:
@@ -62,7 +62,7 @@ class Stream:
         return -(-epochs * self.used // self.batch_size)
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Cut rows of the stream where an epoch ends: yield (epoch, first, end), counted inside the epoch.
+        """Split rows of the stream at the ends of epochs: yield (epoch, first, end), counted within the epoch.
 
         >>> list(Stream(10, 4, "wrap").pieces(8, 12))
         [(0, 8, 10), (1, 0, 2)]

@@ -1,4 +1,4 @@
-"""Workers: how the shares of some batches are read, by this process or by others that may stay from epoch to epoch."""
+"""`Workers`: read the shares of batches, in this process or in worker processes that may persist between epochs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fds.data.shares import Shares
 
 @attrs.define(eq=False)
 class Positions:
-    """The numbers of the batches that are to be read: the sampler of a DataLoader."""
+    """The indices of the batches to read: the sampler of a DataLoader."""
 
     numbers: range
 
@@ -28,10 +28,10 @@ class Positions:
 
 @attrs.define(eq=False)
 class Workers:
-    """What reads the shares of a loader and of those that differ from it in their position only.
+    """Reads the shares of a loader, and of loaders that differ from it only in their position.
 
-    Processes that stay are one torch DataLoader whose sampler is given other batches for every epoch. They read for
-    one iteration at a time; a second one that begins meanwhile has processes of its own.
+    Persistent workers belong to one torch DataLoader, whose sampler gets other batches for every epoch. They serve one
+    iteration at a time; a second one that begins meanwhile starts its own processes.
     """
 
     shares: Shares
@@ -39,20 +39,20 @@ class Workers:
     persistent: bool
     prefetch_factor: int | None
     pin_memory: bool
-    kept: tuple[DataLoader, Positions] | None = None
+    persistent_loader: tuple[DataLoader, Positions] | None = None
     busy: bool = False
 
     def read(self, numbers: range) -> Iterator[Any]:
         """Yield the shares of these batches."""
         if not self.persistent or self.busy:
             return iter(self._loader(Positions(numbers), persistent=False))
-        return self._read_by_those_that_stay(numbers)
+        return self._read_persistent(numbers)
 
-    def _read_by_those_that_stay(self, numbers: range) -> Iterator[Any]:
-        if self.kept is None:
+    def _read_persistent(self, numbers: range) -> Iterator[Any]:
+        if self.persistent_loader is None:
             positions = Positions(numbers)
-            self.kept = self._loader(positions, persistent=True), positions
-        loader, positions = self.kept
+            self.persistent_loader = self._loader(positions, persistent=True), positions
+        loader, positions = self.persistent_loader
         self.busy, positions.numbers = True, numbers
         try:
             yield from loader
@@ -61,19 +61,19 @@ class Workers:
 
     def _loader(self, positions: Positions, *, persistent: bool) -> DataLoader:
         return DataLoader(
-            self.shares,  # type: ignore[arg-type]  # a map from batch numbers
-            batch_size=None, sampler=positions, collate_fn=_as_it_is, num_workers=self.num_workers,
+            self.shares,  # type: ignore[arg-type]  # a mapping from batch indices
+            batch_size=None, sampler=positions, collate_fn=_identity, num_workers=self.num_workers,
             pin_memory=self.pin_memory and torch.accelerator.is_available(), persistent_workers=persistent,
             prefetch_factor=self.prefetch_factor, generator=random.generator(self.shares.key),
         )  # fmt: skip
 
     def __reduce__(self) -> tuple:
-        return _none, ()  # processes do not travel; a loader that was sent somewhere makes others there
+        return _none, ()  # processes cannot be pickled; an unpickled loader starts its own
 
 
 def _none() -> None:
     return None
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

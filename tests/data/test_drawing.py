@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch.utils.data import Subset
 
-from fds.data import DistributedLoader, Place, RepeatingLoader
+from fds.data import Coordinate, DistributedLoader, RepeatingLoader
 from fds.errors import DataError
 from tests.data.loaders import Noisy, NoisyAtOnce, Numbers, as_lists, on
 
@@ -41,7 +41,7 @@ def test_what_a_row_draws_depends_on_neither_ranks_nor_batches_nor_position(half
     ranks = 2 * half
     whole = DistributedLoader(Noisy(17), 12, seed=seed, last=last, collate=as_lists)
     by_one = DistributedLoader(Noisy(17), 1, seed=seed, last=last, collate=as_lists)
-    shares = [list(on(whole.starting(start), Place(rank, ranks))) for rank in range(ranks)]
+    shares = [list(on(whole.starting(start), Coordinate(rank, ranks))) for rank in range(ranks)]
     joined = [[row for part in parts for row in part] for parts in zip(*shares, strict=True)]
     assert joined == list(whole.starting(start))
     if last == "wrap":  # the stream is the same for all batch sizes
@@ -67,13 +67,13 @@ def test_another_seed_draws_other_numbers():
 def test_a_subset_draws_row_by_row():
     loader = DistributedLoader(Subset(Noisy(20), range(8)), 8, collate=as_lists)
     (whole,) = list(loader)
-    assert [row for rank in (0, 1) for row in next(iter(on(loader, Place(rank, 2))))] == whole
+    assert [row for rank in (0, 1) for row in next(iter(on(loader, Coordinate(rank, 2))))] == whole
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # of machines with one core
 def test_workers_change_no_bit():
-    loader = DistributedLoader(Noisy(20), 4, Place(1, 2), collate=noisy, last="wrap", pin_memory=True)
-    many = DistributedLoader(Noisy(20), 4, Place(1, 2), collate=noisy, last="wrap", num_workers=2)
+    loader = DistributedLoader(Noisy(20), 4, Coordinate(1, 2), collate=noisy, last="wrap", pin_memory=True)
+    many = DistributedLoader(Noisy(20), 4, Coordinate(1, 2), collate=noisy, last="wrap", num_workers=2)
     assert list(many.starting(2)) == list(loader)[2:]
 
 
@@ -90,10 +90,10 @@ def test_rows_are_read_at_once_where_the_data_set_can():
 
 
 def test_a_loader_is_pickled_with_its_position():
-    loader = DistributedLoader(Noisy(12), 4, Place(1, 2), collate=noisy, seed=5, start=1)
+    loader = DistributedLoader(Noisy(12), 4, Coordinate(1, 2), collate=noisy, seed=5, start=1)
     copy = pickle.loads(pickle.dumps(loader))
     assert list(copy) == list(loader)
-    assert (copy.start, copy.axis) == (1, Place(1, 2))
+    assert (copy.start, copy.axis) == (1, Coordinate(1, 2))
 
 
 class Process(Numbers):

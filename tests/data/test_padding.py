@@ -56,7 +56,8 @@ def test_each_microbatch_is_padded_to_its_own_longest_row():
 def test_what_collate_draws_follows_from_the_first_row_of_the_microbatch():
     collate = lambda n: per_microbatch(lambda rows: float(torch.rand(())), n)
     whole = next(iter(DistributedLoader(ROWS, 8, collate=collate(4)))).parts
-    halves = [next(iter(DistributedLoader(ROWS, 8, fds.data.Place(r, 2), collate=collate(2)))).parts for r in (0, 1)]
+    half = lambda rank: DistributedLoader(ROWS, 8, fds.data.Coordinate(rank, 2), collate=collate(2))
+    halves = [next(iter(half(rank))).parts for rank in (0, 1)]
     assert whole == halves[0] + halves[1] and len(set(whole)) == 4
 
 

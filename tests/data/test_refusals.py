@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import fds
-from fds.data import DistributedLoader, Place
+from fds.data import Coordinate, DistributedLoader
 from fds.errors import DataError, FdsError, MeshError
 from tests.data.loaders import Numbers
 
@@ -25,12 +25,13 @@ REFUSED = {
     "no rows in a batch": ({"batch_size": 0}, "batch_size", "1 or more"),
     "not an int": ({"batch_size": 4.0}, "batch_size", "got:   4.0"),
     "a bool": ({"batch_size": True}, "batch_size", "got:   True"),
-    "ranks that do not divide it": ({"axis": Place(0, 3)}, "batch_size", "want:  a multiple of 3"),
+    "ranks that do not divide it": ({"axis": Coordinate(0, 3)}, "batch_size", "want:  a multiple of 3"),
     "nor microbatches": (
-        {"axis": Place(0, 2), "num_microbatches": 4}, "among 2 ranks, 4 microbatches each", "want:  a multiple of 8",
+        {"axis": Coordinate(0, 2), "num_microbatches": 4},
+        "among 2 ranks, 4 microbatches each", "want:  a multiple of 8",
     ),
     "a last batch that does not": (
-        {"axis": Place(0, 4), "last": "keep"}, "the last batch of an epoch does not divide among 4 ranks",
+        {"axis": Coordinate(0, 4), "last": "keep"}, "the last batch of an epoch does not divide among 4 ranks",
         "got:   2 rows: 10 in the data set, batch_size=4\n  want:  a multiple of 4\n"
         '  hint:  last="drop" or last="wrap"',
     ),
@@ -42,13 +43,13 @@ REFUSED = {
     "a start before the first": ({"start": -1}, "start", "0 or more"),
     "fewer workers than none": ({"num_workers": -1}, "num_workers", "0 or more"),
     "no microbatches": ({"num_microbatches": 0}, "num_microbatches", "1 or more"),
-    "a data set that is iterated": ({"dataset": Flowing()}, "without random access", "fds.data.RepeatingLoader"),
-    "a generator": ({"dataset": (i for i in range(9))}, "without random access", "itertools.islice"),
-    "a data set without a length": ({"dataset": Endless()}, "has a length", "got:   Endless"),
+    "a data set that is iterated": ({"dataset": Flowing()}, "no random access", "fds.data.RepeatingLoader"),
+    "a generator": ({"dataset": (i for i in range(9))}, "no random access", "itertools.islice"),
+    "a data set without a length": ({"dataset": Endless()}, "has no length", "got:   Endless"),
     "columns": ({"dataset": {"x": [1], "y": [2]}}, "a dict is not", "StackDataset(**columns)"),
     "an axis that is a number": ({"axis": 2}, "not an axis", 'fds.mesh(dp=-1)["dp"]'),
     "a mesh": ({"axis": fds.mesh(dp=1)}, "not an axis", 'fds.mesh(dp=-1)["dp"]'),
-    "a place beyond the last": ({"axis": Place(2, 2)}, "not an axis", "Place(index=2, size=2)"),
+    "a place beyond the last": ({"axis": Coordinate(2, 2)}, "not an axis", "Coordinate(index=2, size=2)"),
 }
 
 
@@ -61,7 +62,7 @@ def test_a_loader_refuses(changes, what, words):
 
 
 def test_what_divides_is_taken():
-    loader = DistributedLoader(Numbers(12), 8, Place(0, 2), num_microbatches=2, last="keep")
+    loader = DistributedLoader(Numbers(12), 8, Coordinate(0, 2), num_microbatches=2, last="keep")
     assert [len(batch) for batch in loader] == [4, 2]
 
 
@@ -83,8 +84,9 @@ def test_an_axis_of_other_ranks_is_refused():
 
 
 def test_a_loader_prints_without_its_rows():
-    text = repr(DistributedLoader(torch.zeros(1000, 8), 10, Place(1, 2), start=3))
-    assert text.startswith("DistributedLoader(dataset=Tensor of 1000, batch_size=10, axis=Place(index=1, size=2), ")
+    text = repr(DistributedLoader(torch.zeros(1000, 8), 10, Coordinate(1, 2), start=3))
+    axis = "Coordinate(index=1, size=2)"
+    assert text.startswith(f"DistributedLoader(dataset=Tensor of 1000, batch_size=10, axis={axis}, ")
 
 
 @pytest.mark.parametrize("dataset", [torch.arange(8), np.arange(8), list(range(8)), tuple(range(8)), range(8)])

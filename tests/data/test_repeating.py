@@ -68,7 +68,7 @@ def test_a_loader_that_yields_nothing_is_refused(loader):
 def test_what_can_be_iterated_once_only_is_refused_when_it_ends():
     batches = RepeatingLoader(i for i in range(2))
     assert [next(batches), next(batches)] == [0, 1]
-    with pytest.raises(DataError, match="a generator can be iterated once only"):
+    with pytest.raises(DataError, match="a generator can be iterated only once"):
         next(batches)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 import fds
-from fds.data import DistributedLoader, Place, RepeatingLoader
+from fds.data import Coordinate, DistributedLoader, RepeatingLoader
 from fds.data.permutation import permutation
 from tests.bits import assert_same_bits
 from tests.data.loaders import Noisy, Numbers, as_lists, stream_of
@@ -106,7 +106,7 @@ def test_a_sampler_gives_the_same_rows_from_any_position_and_on_any_number_of_ra
     rows = stream_of(loader, 14)
     torch.manual_seed(5)  # nothing else decides
     assert stream_of(loader.starting(3), 11) == rows[3:] and stream_of(loader, 14) == rows
-    shares = [stream_of(DistributedLoader(Numbers(7), 2, Place(r, 2), sampler=sampler, last=last, seed=3), 14)
+    shares = [stream_of(DistributedLoader(Numbers(7), 2, Coordinate(r, 2), sampler=sampler, last=last, seed=3), 14)
               for r in range(2)]  # fmt: skip
     assert [one + other for one, other in zip(*shares, strict=True)] == rows
     assert set(chain(*rows)) <= set(range(7))
@@ -120,10 +120,10 @@ def test_epochs_of_a_sampler_differ_and_rows_that_come_twice_draw_anew():
 
 
 @pytest.mark.parametrize(("sampler", "what"), [
-    (DistributedSampler(range(7), 2, 0), "gives a rank its share"), (3, "not a sampler"), ([1, 2], "not a sampler"),
+    (DistributedSampler(range(7), 2, 0), "selects a rank's share"), (3, "not a sampler"), ([1, 2], "not a sampler"),
     (lambda epoch: range(7), "too many positional arguments"), (torch.utils.data.RandomSampler, "not a sampler"),
-    (BatchSampler(SequentialSampler(range(7)), 3, False), "one after the other"), (lambda epoch, key: [], "one after"),
-    (lambda epoch, key: [0.5], "one after the other"), (lambda epoch, key: [0, 7], "does not have"),
+    (BatchSampler(SequentialSampler(range(7)), 3, False), "row numbers"), (lambda epoch, key: [], "row numbers"),
+    (lambda epoch, key: [0.5], "sequence of row numbers"), (lambda epoch, key: [0, 7], "does not have"),
     (lambda epoch, key: [0, -1], "does not have"),
 ])  # fmt: skip
 def test_what_is_no_sampler_of_rows_is_refused(sampler, what):
@@ -133,5 +133,5 @@ def test_what_is_no_sampler_of_rows_is_refused(sampler, what):
 
 def test_a_sampler_whose_epochs_have_other_lengths_is_refused():
     loader = DistributedLoader(Numbers(7), 1, sampler=lambda epoch, key: range(3 + epoch))
-    with pytest.raises(fds.errors.DataError, match="as many rows in every epoch"):
+    with pytest.raises(fds.errors.DataError, match="differ in length"):
         list(loader.next_epoch())

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import fds
-from fds.data import DistributedLoader, Place
+from fds.data import Coordinate, DistributedLoader
 from fds.data.permutation import permutation
 from tests.data.loaders import Numbers, loaders, on, rows_of, stream_of
 
@@ -16,7 +16,7 @@ from tests.data.loaders import Numbers, loaders, on, rows_of, stream_of
 @given(st.data(), st.integers(1, 4))
 def test_the_shares_of_all_ranks_in_order_are_the_batch(data, ranks):
     whole = data.draw(loaders(ranks=ranks, max_start=40))
-    shares = [rows_of(on(whole, Place(rank, ranks))) for rank in range(ranks)]
+    shares = [rows_of(on(whole, Coordinate(rank, ranks))) for rank in range(ranks)]
     assert [list(chain(*parts)) for parts in zip(*shares, strict=True)] == rows_of(whole)
     assert all(len({len(part) for part in parts}) == 1 for parts in zip(*shares, strict=True))
 
@@ -70,7 +70,7 @@ def test_what_becomes_of_the_rows_that_fill_no_batch(last, sizes):
 
 
 def test_a_wrapped_batch_may_hold_several_epochs():
-    loader = DistributedLoader(Numbers(3), 8, Place(1, 2), last="wrap", shuffle=False)
+    loader = DistributedLoader(Numbers(3), 8, Coordinate(1, 2), last="wrap", shuffle=False)
     assert rows_of(loader) == [[1, 2, 0, 1]]
     assert rows_of(loader.next_epoch()) == [[0, 1, 2, 0]]
 
