@@ -1,7 +1,7 @@
-"""Plans: who does what in which order in a pipeline, as values that print, parse, and can be checked and changed.
+"""Plans: what each rank of a pipeline does, in order, as values that print, parse, and can be checked and transformed.
 
-A schedule is a pure function of the numbers of ranks and microbatches. Passes make of its plan what an interpreter
-runs; yours is a function that returns rows.
+A schedule is a pure function of the numbers of ranks and microbatches to a plan. Passes lower the plan to what an
+interpreter runs. Your own schedule is a function that returns rows.
 
 >>> plan = validate(one_f_one_b(2, 2), memory_bound=[2, 1])
 >>> plan

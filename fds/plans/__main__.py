@@ -1,4 +1,4 @@
-"""Show what a schedule comes to: `python -m fds.plans one_f_one_b --stages 4 --microbatches 8`."""
+"""Draw a schedule and print its time and memory: `python -m fds.plans one_f_one_b --stages 4 --microbatches 8`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fds.plans.timeline import Timeline
 
 Options = argparse.Namespace
 
-SCHEDULES: dict[str, Callable[[Options, Costs], tuple[PipelineSchedule, int]]] = {  # and how many stages a rank has
+SCHEDULES: dict[str, Callable[[Options, Costs], tuple[PipelineSchedule, int]]] = {  # and the number of stages per rank
     "gpipe": lambda options, costs: (gpipe, 1),
     "one_f_one_b": lambda options, costs: (one_f_one_b, 1),
     "interleaved": lambda options, costs: (interleaved(options.chunks), options.chunks),
@@ -43,7 +43,7 @@ SCHEDULES: dict[str, Callable[[Options, Costs], tuple[PipelineSchedule, int]]] =
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line, and return the exit code: 2 for what is refused."""
+    """Run from the command line, and return the exit code: 2 for an error."""
     options = _parse(arguments)
     try:
         _show(options)
@@ -78,15 +78,15 @@ def _show(options: Options) -> None:
 
 def _plan(options: Options, costs: Costs) -> Plan:
     if options.schedule not in SCHEDULES:
-        raise PlanError("there is no such schedule", got=repr(options.schedule), want=", ".join(SCHEDULES),
+        raise PlanError("unknown schedule", got=repr(options.schedule), want=", ".join(SCHEDULES),
                         hint=did_you_mean(options.schedule, SCHEDULES))  # fmt: skip
     if options.memory_bound is not None and options.schedule != "searched":
-        raise PlanError("only a search keeps to a bound on memory", got=f"{options.schedule} --memory-bound",
+        raise PlanError("only the schedule searched has a memory bound", got=f"{options.schedule} --memory-bound",
                         want="searched --memory-bound")  # fmt: skip
     schedule, per_rank = SCHEDULES[options.schedule](options, costs)
     ranks, rest = divmod(options.stages, per_rank)
     if rest:
-        raise PlanError("the stages do not divide among the ranks", where=options.schedule,
+        raise PlanError("the number of stages is not a multiple of the stages per rank", where=options.schedule,
                         got=f"--stages {options.stages}", want=f"a multiple of {per_rank}")  # fmt: skip
     return Plan.of(schedule(ranks, options.microbatches))
 
@@ -100,13 +100,13 @@ def _numbers(option: str, text: str) -> float | tuple[float, ...]:
     try:
         numbers = tuple(map(float, text.split(",")))
     except ValueError as error:
-        raise PlanError("these are no numbers", where=option, got=repr(text), want="1.5, or 1,2,1.5,1") from error
+        raise PlanError("not a list of numbers", where=option, got=repr(text), want="1.5, or 1,2,1.5,1") from error
     return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _columns(width: int | None) -> int | None:
     if width is not None and width < 1:
-        raise PlanError("a picture has a column at least", where="--width", got=str(width), want="1 or more")
+        raise PlanError("the width is not positive", where="--width", got=str(width), want="1 or more")
     if width is not None:
         return width
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -1,4 +1,4 @@
-"""Buffers: which of a stage's buffers a microbatch has while it is under way, as few of them as can be."""
+"""Assign the buffers of a stage to its live microbatches, using as few buffers as possible."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from fds.plans.actions import Action
 from fds.plans.plan import Plan, Rows
 
-Held = tuple[int, int]  # (stage, microbatch)
+Key = tuple[int, int]  # (stage, microbatch)
 
 
 def assign_buffers(plan: Plan | Rows) -> Plan:
-    """Return the plan whose actions say which buffer of their stage they use, counted from 0.
+    """Return the plan with the buffer that each action uses, counted from 0 at each stage.
 
-    A microbatch has its buffer at a stage from its first action there (of RECV_ACT, LOAD and F) to its last (of
-    SEND_GRAD, BW and W). The next takes the lowest that is free, so that a stage has as many as it has microbatches
-    under way at once. Numbers that were there are replaced.
+    A microbatch holds a buffer of a stage from its first action there (of RECV_ACT, LOAD and F) to its last (of
+    SEND_GRAD, BW and W). Each takes the lowest free one, so a stage has as many buffers as microbatches are live at
+    once. Buffers that were assigned before are replaced.
 
     >>> assign_buffers([["0F0", "0F1", "0BW0", "0F2", "0BW1", "0BW2"]])
     0: 0F0@0 0F1@1 0BW0@0 0F2@0 0BW1@1 0BW2@0
@@ -25,7 +25,7 @@ def assign_buffers(plan: Plan | Rows) -> Plan:
 
 
 def num_buffers(plan: Plan | Rows) -> dict[int, int]:
-    """Return how many buffers each stage has: those that were assigned, or those that would be.
+    """Return the number of buffers of each stage, assigning them first if the plan has none.
 
     >>> num_buffers([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
     {0: 2, 1: 1}
@@ -41,12 +41,12 @@ def num_buffers(plan: Plan | Rows) -> dict[int, int]:
     return most
 
 
-def last_uses(row: tuple[Action, ...]) -> dict[Held, int]:
-    """Return the place in a row of the last action of every (stage, microbatch)."""
-    return {held: place for place, held in _holders(row)}
+def last_uses(row: tuple[Action, ...]) -> dict[Key, int]:
+    """Return the index in a row of the last action of every (stage, microbatch)."""
+    return {key: place for place, key in _keys(row)}
 
 
-def _holders(row: tuple[Action, ...]) -> Iterator[tuple[int, Held]]:
+def _keys(row: tuple[Action, ...]) -> Iterator[tuple[int, Key]]:
     for place, action in enumerate(row):
         if action.stage is not None and action.microbatch is not None:
             yield place, (action.stage, action.microbatch)
@@ -54,16 +54,16 @@ def _holders(row: tuple[Action, ...]) -> Iterator[tuple[int, Held]]:
 
 def _assigned(row: tuple[Action, ...]) -> tuple[Action, ...]:
     actions, last = list(row), last_uses(row)
-    free: dict[int, list[int]] = {}  # of a stage, the numbers given back
-    count: dict[int, int] = {}  # of a stage, the numbers made
-    buffers: dict[Held, int] = {}
-    for place, held in _holders(row):
-        stage, microbatch = held
-        if held not in buffers:
-            given_back = free.setdefault(stage, [])
-            buffers[held] = heapq.heappop(given_back) if given_back else count.get(stage, 0)
-            count[stage] = max(count.get(stage, 0), buffers[held] + 1)
-        actions[place] = Action(stage, row[place].op, microbatch, buffers[held])
-        if last[held] == place:
-            heapq.heappush(free[stage], buffers[held])
+    free: dict[int, list[int]] = {}  # stage -> buffers that are free again
+    count: dict[int, int] = {}  # stage -> number of buffers
+    buffers: dict[Key, int] = {}
+    for place, key in _keys(row):
+        stage, microbatch = key
+        if key not in buffers:
+            available = free.setdefault(stage, [])
+            buffers[key] = heapq.heappop(available) if available else count.get(stage, 0)
+            count[stage] = max(count.get(stage, 0), buffers[key] + 1)
+        actions[place] = Action(stage, row[place].op, microbatch, buffers[key])
+        if last[key] == place:
+            heapq.heappush(free[stage], buffers[key])
     return tuple(actions)

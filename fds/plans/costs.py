@@ -1,4 +1,4 @@
-"""Costs: what a simulated plan takes, in time and memory."""
+"""`Costs`: time and memory of the stages, for simulation."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ def _numbers(name: str):
     def check(_self: object, _field: object, value: PerStage) -> None:
         values = [value] if isinstance(value, int | float) else list(value)
         if not values or any(isinstance(v, bool) or not v >= 0 or math.isinf(v) for v in values):
-            raise PlanError("a cost is not negative, and finite", where=name, got=repr(value),
+            raise PlanError("a cost is negative or not finite", where=name, got=repr(value),
                             want="one number, or one per stage")  # fmt: skip
 
     return check
 
 
-def _frozen(value: PerStage) -> float | tuple[float, ...]:
+def _as_tuple(value: PerStage) -> float | tuple[float, ...]:
     return value if isinstance(value, int | float) else tuple(value)
 
 
 @attrs.frozen
 class Costs:
-    """What each stage takes for one microbatch: one number for all stages, or one per stage.
+    """The cost of one microbatch at each stage: one number for all stages, or one per stage.
 
-    Times are in any one unit (seconds, where measured), and bytes may count anything too: with `activation_bytes=1`
-    a peak of bytes is a peak of microbatches.
+    Times share any unit (seconds if measured), and so do bytes: with `activation_bytes=1` the peak of bytes is the peak
+    number of microbatches.
     """
 
-    forward: PerStage = attrs.field(default=1.0, converter=_frozen, validator=_numbers("forward"))
-    backward_input: PerStage = attrs.field(default=1.0, converter=_frozen, validator=_numbers("backward_input"))
-    backward_weight: PerStage = attrs.field(default=1.0, converter=_frozen, validator=_numbers("backward_weight"))
-    activation_bytes: PerStage = attrs.field(default=1.0, converter=_frozen, validator=_numbers("activation_bytes"))
-    message_bytes: PerStage = attrs.field(default=0.0, converter=_frozen, validator=_numbers("message_bytes"))
+    forward: PerStage = attrs.field(default=1.0, converter=_as_tuple, validator=_numbers("forward"))
+    backward_input: PerStage = attrs.field(default=1.0, converter=_as_tuple, validator=_numbers("backward_input"))
+    backward_weight: PerStage = attrs.field(default=1.0, converter=_as_tuple, validator=_numbers("backward_weight"))
+    activation_bytes: PerStage = attrs.field(default=1.0, converter=_as_tuple, validator=_numbers("activation_bytes"))
+    message_bytes: PerStage = attrs.field(default=0.0, converter=_as_tuple, validator=_numbers("message_bytes"))
     latency: float = attrs.field(default=0.0, validator=_numbers("latency"))  # of a message between two ranks
     bytes_per_second: float = attrs.field(default=math.inf)  # of a message between two ranks
 
     @bytes_per_second.validator  # type: ignore[attr-defined]
-    def _carries(self, _field: object, value: float) -> None:
+    def _check_bandwidth(self, _field: object, value: float) -> None:
         if not is_number(value) or not value > 0:
-            raise PlanError("messages travel", where="bytes_per_second", got=repr(value), want="a number above 0")
+            raise PlanError("the bandwidth is not positive", where="bytes_per_second", got=repr(value),
+                            want="a number above 0")  # fmt: skip
 
     def at(self, name: str, stage: int) -> float:
-        """Return the cost of this name at a stage: `costs.at("forward", 2)`. Raises `PlanError` for a stage beyond."""
+        """Return a cost at a stage: `costs.at("forward", 2)`. Raises `PlanError` for a stage without cost."""
         value = getattr(self, name)
         if isinstance(value, int | float):
             return value
@@ -58,5 +59,5 @@ class Costs:
         return value[stage]
 
     def message(self, stage: int) -> float:
-        """Return the time that a message between this stage and the next takes between two ranks."""
+        """Return the time of a message between this stage and the next, on different ranks."""
         return self.latency + self.at("message_bytes", stage) / self.bytes_per_second

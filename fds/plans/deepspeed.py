@@ -1,4 +1,4 @@
-"""DeepSpeed's instruction streams: a plan cut into ticks, with its words, its buffers and its order of exchange.
+"""DeepSpeed's instruction streams: a plan in ticks, with DeepSpeed's names, buffers and order of messages.
 
 Source: `deepspeed.runtime.pipe.schedule`, as documented (0.3.0 to 0.8.2) and as it is since (to 0.19.6).
 """
@@ -32,7 +32,7 @@ _RECV = {Op.FORWARD: Op.RECV_ACTIVATION, Op.BACKWARD: Op.RECV_GRAD}
 
 @attrs.frozen
 class Rules:
-    """How one schedule class of one edition cuts a plan into ticks."""
+    """How a schedule class of one edition of DeepSpeed puts a plan into ticks."""
 
     turns: bool = False  # forward ticks of stage s have the parity of s, backward ticks the other one
     whole_microbatches: bool = False  # the forward and the backward of a microbatch share a tick
@@ -62,18 +62,18 @@ EDITIONS: Mapping[str, Mapping[str, Rules]] = {  # each from the version named o
 
 
 def in_ticks(plan: Plan, *, edition: str = "0.19.6", schedule: str | None = None) -> tuple[tuple[Tick, ...], ...]:
-    """Return what every rank does in every tick, as a schedule class of DeepSpeed gives it stage by stage.
+    """Return the actions of every rank in every tick, as a schedule class of DeepSpeed yields them per stage.
 
-    Each action runs at the earliest tick after what it needs; what the tick before produced is sent and what this one
-    needs is received, then it is computed. Communication that the plan already has is left out and made anew.
+    Each action runs in the earliest tick after its dependencies. A tick sends the results of the previous tick and
+    receives its own inputs, then computes. Messages that the plan already contains are replaced.
 
     Args:
-        plan: one stage per rank, in order: of `one_f_one_b`, `inference`, `data_parallel`, or one's own.
+        plan: one stage per rank, in order: of `one_f_one_b`, `inference`, `data_parallel`, or your own.
         edition: a key of `EDITIONS`.
-        schedule: the class, `"TrainSchedule"` where the plan has backwards and `"InferenceSchedule"` where not; a plan
-            of one stage may be given as `"DataParallelSchedule"`.
+        schedule: the class, by default `"TrainSchedule"` if the plan has backwards, else `"InferenceSchedule"`; for a
+            plan of one stage also `"DataParallelSchedule"`.
 
-    Raises `PlanError` for another edition or class, for a plan that DeepSpeed cannot express, and for one that stops.
+    Raises `PlanError` for another edition or class, for a plan that DeepSpeed cannot express, and for a deadlock.
 
     >>> plan = Plan.of([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
     >>> [words(action) for action in in_ticks(plan)[0][3]]
@@ -87,7 +87,7 @@ def in_ticks(plan: Plan, *, edition: str = "0.19.6", schedule: str | None = None
 
 
 def num_buffers(plan: Plan, *, edition: str = "0.19.6", schedule: str | None = None) -> tuple[int, ...]:
-    """Return how many buffers each rank holds microbatches in, as `num_pipe_buffers` says; microbatch m is in m % it.
+    """Return the number of buffers of each rank, as `num_pipe_buffers` does; microbatch m is in buffer m % number.
 
     Raises `PlanError` as `in_ticks` does.
     """
@@ -95,36 +95,36 @@ def num_buffers(plan: Plan, *, edition: str = "0.19.6", schedule: str | None = N
 
 
 def words(action: Action) -> str:
-    """Return an action as DeepSpeed prints it. Raises `PlanError` for a backward in halves, which it has no word for.
+    """Return an action as DeepSpeed prints it. Raises `PlanError` for B and W, which it does not have.
 
     >>> words(Action.parse("1SEND_GRAD3@0")), words(Action.parse("REDUCE_TIED"))
     ('SendGrad(buffer_id=0)', 'ReduceTiedGrads()')
     """
     if action.op not in _WORDS:
-        raise PlanError("DeepSpeed has no word for this", got=str(action), want=" ".join(op.value for op in _WORDS))
+        raise PlanError("DeepSpeed has no such instruction", got=str(action), want=" ".join(op.value for op in _WORDS))
     return f"{_WORDS[action.op]}({'' if action.buffer is None else f'buffer_id={action.buffer}'})"
 
 
 def _rules(plan: Plan, edition: str, schedule: str | None) -> Rules:
     if edition not in EDITIONS:
-        raise PlanError("there is no such edition", where="edition", got=repr(edition), want=" or ".join(EDITIONS))
+        raise PlanError("unknown edition", where="edition", got=repr(edition), want=" or ".join(EDITIONS))
     if schedule is None:
         schedule = "TrainSchedule" if plan.trains else "InferenceSchedule"
     if schedule not in EDITIONS[edition]:
-        raise PlanError("there is no such schedule", where="schedule", got=repr(schedule),
+        raise PlanError("unknown schedule", where="schedule", got=repr(schedule),
                         want=", ".join(EDITIONS[edition]), hint=did_you_mean(schedule, EDITIONS[edition]))  # fmt: skip
     if plan.trains == (schedule == "InferenceSchedule") or (schedule == "DataParallelSchedule" and plan.num_ranks > 1):
-        raise PlanError("this schedule gives no such plan", where=schedule,
+        raise PlanError("the plan does not fit this schedule", where=schedule,
                         got=f"{plan.num_ranks} stages, {'with' if plan.trains else 'without'} backwards",
                         want="backwards, but for InferenceSchedule; one stage for DataParallelSchedule")  # fmt: skip
     compute = [a for row in plan.rows for a in row if a.op in COMPUTE]
     if any(a.op not in _WORDS for a in compute):
-        raise PlanError("DeepSpeed's backward is whole", got="a backward in halves", want="F and BW alone")
+        raise PlanError("DeepSpeed has no split backward", got="B and W", want="F and BW only")
     if any(a.stage != rank for rank, row in enumerate(plan.rows) for a in row if a.op in COMPUTE):
-        raise PlanError("DeepSpeed's ranks hold one stage each", want="stage i on rank i alone",
+        raise PlanError("DeepSpeed's ranks hold one stage each", want="stage i on rank i only",
                         got=f"{plan.num_stages} stages on {plan.num_ranks} ranks")  # fmt: skip
     if len(set(compute)) < len(compute):
-        raise PlanError("this plan does work twice", got=str(next(a for a in compute if compute.count(a) > 1)),
+        raise PlanError("an action is in the plan twice", got=str(next(a for a in compute if compute.count(a) > 1)),
                         want="every action once")  # fmt: skip
     return EDITIONS[edition][schedule]
 
@@ -134,18 +134,18 @@ def _computes(action: Action) -> bool:
 
 
 def _source(plan: Plan, action: Action) -> Action | None:
-    """Return the action of another stage whose output this one takes."""
+    """Return the action of another stage whose output is the input of this one."""
     at = action.stage + (-1 if action.op is Op.FORWARD else 1)  # type: ignore[operator]
     return Action(at, action.op, action.microbatch) if 0 <= at < plan.num_stages else None
 
 
-def _goes_on(plan: Plan, action: Action) -> bool:
-    """Whether another stage takes what this action puts out."""
+def _is_sent(plan: Plan, action: Action) -> bool:
+    """Return whether the output of this action is sent to another stage."""
     return action.stage != (plan.num_stages - 1 if action.op is Op.FORWARD else 0)
 
 
 def _when(plan: Plan, rules: Rules) -> dict[Action, int]:
-    """Return the tick of every action: the earliest after those that it needs and that its own parity allows."""
+    """Return the tick of every action: the earliest after its dependencies that its parity allows."""
     rows = [[attrs.evolve(a, buffer=None) for a in filter(_computes, row)] for row in plan.rows]
     when: dict[Action, int] = {}
     done = [0] * len(rows)
@@ -161,8 +161,8 @@ def _when(plan: Plan, rules: Rules) -> dict[Action, int]:
                 done[rank] += 1
         if sum(done) == before:
             stuck = {rank: row[done[rank]] for rank, row in enumerate(rows) if done[rank] < len(row)}
-            raise PlanError("this plan stops", where=", ".join(f"rank {r} at {a}" for r, a in stuck.items()),
-                            want="an order in which every action finds what it needs")  # fmt: skip
+            raise PlanError("the plan deadlocks", where=", ".join(f"rank {r} at {a}" for r, a in stuck.items()),
+                            want="an order in which every action follows its dependencies")  # fmt: skip
     return when
 
 
@@ -182,7 +182,7 @@ def _buffers(plan: Plan, rules: Rules) -> tuple[int, ...]:
         for action in filter(_computes, row):
             live += 1 if action.op is Op.FORWARD else -1
             most = max(most, live)
-        held = most if plan.trains else 1  # without a backward nothing is kept
+        held = most if plan.trains else 1  # without a backward nothing is saved
         counts.append(max(rules.least_buffers, min(held + rules.spare_buffers, plan.num_microbatches)))
     return tuple(counts)
 
@@ -199,9 +199,9 @@ def _stream(
 
 
 def _tick(plan: Plan, rules: Rules, stage: int, now: list[Action], before: list[Action]) -> Tick:
-    """Return what `stage` does in the tick that computes `now`, after the one that computed `before`."""
+    """Return the actions of `stage` in the tick that computes `now`, after the tick that computed `before`."""
     loads = [attrs.evolve(a, op=Op.LOAD) for a in now if a.op is Op.FORWARD and stage in (0, plan.num_stages - 1)]
     recvs = [attrs.evolve(a, op=_RECV[a.op]) for a in now if _source(plan, a) is not None]
-    sends = [attrs.evolve(a, op=_SEND[a.op]) for a in before if _goes_on(plan, a)]
+    sends = [attrs.evolve(a, op=_SEND[a.op]) for a in before if _is_sent(plan, a)]
     exchange = sends + recvs if now and (now[0].op, stage % 2) in rules.sends_first else recvs + sends
     return tuple([*loads, *exchange, *now] if rules.loads_first else [*exchange, *loads, *now])

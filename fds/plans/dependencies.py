@@ -1,4 +1,4 @@
-"""Dependencies: what an action gives, and what it cannot be done without."""
+"""Dependencies of actions: the item that each produces, and the items that it needs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from fds.plans.actions import COMPUTE, RECVS, SENDS, Action, Op
 from fds.plans.plan import Plan
 
-Item = tuple[Op, int, int]  # what is there once an action is done: (operation, stage, microbatch)
+Item = tuple[Op, int, int]  # the result of an action: (operation, stage, microbatch)
 Needs = Callable[[Action], tuple[Item, ...]]
 
 F, B, W, BW = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD
-OTHER_SIDE = {  # of a message: how many stages on it goes to or comes from, and what is done there
+OTHER_SIDE = {  # of a message: the offset of the other stage, and the operation there
     Op.SEND_ACTIVATION: (1, Op.RECV_ACTIVATION),
     Op.RECV_ACTIVATION: (-1, Op.SEND_ACTIVATION),
     Op.SEND_GRAD: (-1, Op.RECV_GRAD),
@@ -20,14 +20,14 @@ OTHER_SIDE = {  # of a message: how many stages on it goes to or comes from, and
 
 
 def gives(action: Action) -> Item | None:
-    """Return what other actions may need of this one; BW gives what B gives, an action of no microbatch nothing."""
+    """Return the item that an action produces; BW produces that of B, an action without microbatch None."""
     if action.stage is None or action.microbatch is None:
         return None
     return (B if action.op is BW else action.op), action.stage, action.microbatch
 
 
 def needs(action: Action, num_stages: int) -> tuple[Item, ...]:
-    """Return the items without which an action cannot be done, in a plan of this many stages.
+    """Return the items that an action needs, in a plan of this many stages.
 
     >>> needs(Action.parse("1BW0"), 3)
     ((<Op.FORWARD: 'F'>, 1, 0), (<Op.BACKWARD_INPUT: 'B'>, 2, 0))
@@ -51,7 +51,7 @@ def needs(action: Action, num_stages: int) -> tuple[Item, ...]:
 
 
 def needs_here(action: Action, plan: Plan) -> tuple[Item, ...]:
-    """Return the items that must be on an action's own rank before it, in a lowered plan."""
+    """Return the items that must be on the action's rank before it, in a lowered plan."""
     op, stage, i = action.op, action.stage, action.microbatch
     assert stage is not None and i is not None
     together = lambda other: plan.placement.get(other, -1) == plan.placement.get(stage)
@@ -69,9 +69,9 @@ def needs_here(action: Action, plan: Plan) -> tuple[Item, ...]:
 
 
 def rendezvous(plan: Plan) -> Needs:
-    """Return what actions wait for if a send returns only when its receiver has come to the receive.
+    """Return what actions wait for if a send returns only when its receive is posted.
 
-    The receiver goes on, and waits for the message where it is used. Only then must the send have been reached.
+    A receive does not block: the receiver waits for the message where it is used, and only then needs the send.
     """
 
     def need(action: Action) -> tuple[Item, ...]:

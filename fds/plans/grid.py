@@ -1,4 +1,4 @@
-"""Grid: a plan as a table of ranks and time, with one action marked, for errors."""
+"""`grid`: a plan as a table of ranks and time with one action marked, for errors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MAX_WIDTH = 100  # characters of the cells of a row
 
 
 def grid(plan: Plan, columns: Sequence[Sequence[int]], rank: int, place: int) -> str:
-    """Return the part of the ranks x time grid around an action, which is marked; a rank that waits has a dot.
+    """Return the part of the ranks x time grid around an action, which is marked; a dot is a rank that waits.
 
-    `columns` are the moments of each rank's actions, rising along a row.
+    `columns` are the times of each rank's actions, increasing along a row.
 
     >>> print(grid(Plan.of([["0F0", "0BW0"], ["1F0", "1BW0"]]), [[0, 3], [1, 2]], 1, 1))
        0    1    2       3
@@ -42,6 +42,6 @@ def grid(plan: Plan, columns: Sequence[Sequence[int]], rank: int, place: int) ->
 
 
 def _window(centre: int, size: int, most: int) -> range:
-    """Return `most` numbers below `size`, all if there are no more, around `centre`."""
+    """Return `most` numbers below `size` around `centre`, or all if there are fewer."""
     start = max(0, min(centre - most // 2, size - most))
     return range(start, min(size, start + most))

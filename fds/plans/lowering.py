@@ -1,4 +1,4 @@
-"""Lowering: passes that add to a plan of computations what moves data between them."""
+"""Lowering: passes that add loads, messages, reductions and the optimizer step to a plan of computations."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fds.plans.plan import Plan, Rows
 def communicate(plan: Plan | Rows) -> Plan:
     """Return the plan with loads, and with sends and receives between stages on different ranks.
 
-    LOAD comes before a forward of the first stage (inputs) and of the last (targets). SEND_ACT of a stage goes to the
-    RECV_ACT of the stage after, SEND_GRAD to the RECV_GRAD of the stage before, as soon as B or BW is done. Between
-    stages of one rank nothing is sent: the interpreter hands it over.
+    LOAD comes before a forward of the first stage (inputs) and of the last (targets). SEND_ACT matches RECV_ACT of the
+    next stage, SEND_GRAD matches RECV_GRAD of the previous stage, right after B or BW. Between stages of one rank
+    nothing is sent: the interpreter passes the tensors on.
 
-    Messages cannot deadlock, even where both sides wait until the other is there: all computations and messages are
-    put in one order, that of `linear` with the messages of a tick after its computations, and a row is the rank's
-    part of that order. So messages of one kind between two ranks have one order on both sides, too.
-    Raises `PlanError` where ranks wait for each other, and for a plan that has been lowered.
+    Messages cannot deadlock, even if sends and receives block until the other side is there: all computations and
+    messages are put in one order, that of `linear` with the messages of a tick after its computations, and a row is the
+    rank's part of that order. So messages of one kind between two ranks have the same order on both sides.
+    Raises `PlanError` if ranks wait for each other, and for a plan that is already lowered.
 
     >>> communicate([["0F0", "0BW0"], ["1F0", "1BW0"]])
     0: 0LOAD0 0F0 0SEND_ACT0 0RECV_GRAD0 0BW0
     1: 1RECV_ACT0 1LOAD0 1F0 1BW0 1SEND_GRAD0
     """
     plan = Plan.of(plan)
-    _refuse_other_than_computations(plan)
+    _check_computations(plan)
     rows: list[list[Action]] = [[] for _ in plan.rows]
     for _, tick in itertools.groupby(in_ticks(plan), key=lambda step: step[0]):
         computations = [(rank, action) for _, rank, action in tick]
@@ -43,14 +43,14 @@ def communicate(plan: Plan | Rows) -> Plan:
 
 
 def overlap(plan: Plan | Rows, *, ahead: int = 1) -> Plan:
-    """Return the lowered plan whose receives are posted early: each right before the `ahead`th computation before it.
+    """Return the lowered plan with receives posted early: each `ahead` computations before its place.
 
-    Receives of a rank keep their order, and none is posted while its buffer is in use: where no buffers are assigned,
+    Receives of a rank keep their order, and none is posted while its buffer is in use or, if no buffers are assigned,
     before an action of its own microbatch at its stage. Sends stay right behind their computations: the interpreter
     starts them, and waits for them only when it needs their memory. It waits for a receive where the message is used.
 
-    The plan is for interpreters that do so. One in which a receive, or an earlier message of the other direction,
-    holds up the rank must do the plan of `communicate` as it is.
+    The plan is for interpreters that do so. If receives block, or messages of the two directions wait for each other,
+    run the plan of `communicate` unchanged.
 
     >>> plan = communicate([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
     >>> plan.rows[1][:8]
@@ -59,16 +59,16 @@ def overlap(plan: Plan | Rows, *, ahead: int = 1) -> Plan:
     (1RECV_ACT0, 1LOAD0, 1RECV_ACT1, 1F0, 1BW0, 1SEND_GRAD0, 1LOAD1, 1F1)
     """
     if not is_int(ahead, 0):
-        raise PlanError("receives are posted a whole number of computations ahead", where="overlap",
+        raise PlanError("ahead is not a count", where="overlap",
                         got=f"ahead={ahead!r}", want="ahead >= 0")  # fmt: skip
-    return Plan(tuple(_posted_early(row, ahead) for row in Plan.of(plan).rows))
+    return Plan(tuple(_post_early(row, ahead) for row in Plan.of(plan).rows))
 
 
 def finish(plan: Plan | Rows, *, tied: Iterable[int] = ()) -> Plan:
-    """Return the training plan whose rows end in the reductions of gradients and the optimizer's step.
+    """Return the training plan with gradient reductions and the optimizer step at the end of each row.
 
-    `tied` are the stages that share parameters with another: the ranks that hold one reduce those among them.
-    Raises `PlanError` for a plan without backwards, for one that has its end, and for stages that it does not have.
+    `tied` are the stages that share parameters with another stage: their ranks also reduce the shared gradients.
+    Raises `PlanError` for a plan without backwards, for a plan that is finished, and for unknown stages.
 
     >>> finish([["0F0", "0BW0"], ["1F0", "1BW0"]], tied=[0])
     0: 0F0 0BW0 REDUCE REDUCE_TIED STEP
@@ -79,9 +79,9 @@ def finish(plan: Plan | Rows, *, tied: Iterable[int] = ()) -> Plan:
         raise PlanError("a plan without backwards has no gradients to reduce", where="finish",
                         want="a plan with BW, or B and W")  # fmt: skip
     if any(action.stage is None for row in plan.rows for action in row):
-        raise PlanError("the plan has its end", where="finish", want="a plan without REDUCE, REDUCE_TIED and STEP")
+        raise PlanError("the plan is finished", where="finish", want="a plan without REDUCE, REDUCE_TIED and STEP")
     if unknown := tied - set(plan.placement):
-        raise PlanError("there are no such stages", where="finish(tied=...)", got=f"{sorted(unknown)}",
+        raise PlanError("unknown stages", where="finish(tied=...)", got=f"{sorted(unknown)}",
                         want=f"stages of 0 to {plan.num_stages - 1}")  # fmt: skip
     owners = {plan.placement[stage] for stage in tied}
     reduce, reduce_tied, step = (Action(None, op) for op in (Op.REDUCE_GRADS, Op.REDUCE_TIED_GRADS, Op.OPTIMIZER_STEP))
@@ -89,7 +89,7 @@ def finish(plan: Plan | Rows, *, tied: Iterable[int] = ()) -> Plan:
     return Plan(tuple((*row, *end(rank)) for rank, row in enumerate(plan.rows)))
 
 
-def _refuse_other_than_computations(plan: Plan) -> None:
+def _check_computations(plan: Plan) -> None:
     for rank, row in enumerate(plan.rows):
         for place, action in enumerate(row):
             if action.op not in COMPUTE or action.buffer is not None:
@@ -99,7 +99,7 @@ def _refuse_other_than_computations(plan: Plan) -> None:
 
 
 def _message(plan: Plan, rank: int, action: Action) -> Iterator[tuple[int, Action]]:
-    """Yield the send and the receive of what a computation made, each with its rank, if another rank needs it."""
+    """Yield the send and the receive of a computation's result, each with its rank, if another rank needs it."""
     if action.op is Op.FORWARD:
         other, send, receive = action.stage + 1, Op.SEND_ACTIVATION, Op.RECV_ACTIVATION  # type: ignore[operator]
     elif action.op is Op.BACKWARD_WEIGHT:
@@ -111,7 +111,7 @@ def _message(plan: Plan, rank: int, action: Action) -> Iterator[tuple[int, Actio
         yield plan.placement[other], Action(other, receive, action.microbatch)
 
 
-def _posted_early(row: tuple[Action, ...], ahead: int) -> tuple[Action, ...]:
+def _post_early(row: tuple[Action, ...], ahead: int) -> tuple[Action, ...]:
     out: list[Action] = []
     for action in row:
         place = _earliest(out, action, ahead) if action.op in RECVS else len(out)
@@ -120,7 +120,7 @@ def _posted_early(row: tuple[Action, ...], ahead: int) -> tuple[Action, ...]:
 
 
 def _earliest(before: list[Action], receive: Action, ahead: int) -> int:
-    """Return the place in the row so far at which a receive is posted."""
+    """Return the index in the row so far at which a receive is posted."""
     place = len(before)
     for at in range(len(before) - 1, -1, -1):
         action = before[at]

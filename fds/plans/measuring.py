@@ -1,4 +1,4 @@
-"""Measuring: what each layer of a loss takes, as a value that partitions and simulations can be made from."""
+"""`measure`: the time and memory of each layer of a loss, for partitions and simulations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fds.plans.costs import Costs
 def _per_layer(_self: Any, field: attrs.Attribute, values: tuple) -> None:
     for i, value in enumerate(values):
         if not is_number(value) or not 0 <= value < math.inf:
-            raise PlanError("a cost is not negative, and finite", where=f"{field.name}[{i}]", got=repr(value))
+            raise PlanError("a cost is negative or not finite", where=f"{field.name}[{i}]", got=repr(value))
 
 
 def _numbers() -> Any:
@@ -33,7 +33,7 @@ def _numbers() -> Any:
 
 @attrs.frozen
 class LayerCosts:
-    """What every layer takes for one microbatch; the criterion belongs to the last.
+    """The cost of every layer for one microbatch; the criterion counts as part of the last layer.
 
     >>> costs = LayerCosts([1, 2, 4], [0, 2, 4], [1, 1, 3], [8, 8, 8], [4, 4, 4])
     >>> costs.by_stage([0, 1, 3]).forward, costs.seconds
@@ -42,14 +42,14 @@ class LayerCosts:
 
     forward: tuple[float, ...] = _numbers()  # seconds
     backward_input: tuple[float, ...] = _numbers()  # seconds; 0 where the input needs no gradient
-    backward_weight: tuple[float, ...] = _numbers()  # seconds, beyond those of the input's gradient
-    activation_bytes: tuple[float, ...] = _numbers()  # held from forward to backward, parameters left out
+    backward_weight: tuple[float, ...] = _numbers()  # seconds, in addition to backward_input
+    activation_bytes: tuple[float, ...] = _numbers()  # saved from forward to backward, without parameters
     message_bytes: tuple[float, ...] = _numbers()  # of the layer's output
 
     def __attrs_post_init__(self) -> None:
         lengths = {field.name: len(getattr(self, field.name)) for field in attrs.fields(LayerCosts)}
         if len(set(lengths.values())) > 1:
-            raise PlanError("the costs are of different numbers of layers", got=str(lengths),
+            raise PlanError("the costs have different lengths", got=str(lengths),
                             want="one number per layer")  # fmt: skip
 
     def __len__(self) -> int:
@@ -57,19 +57,19 @@ class LayerCosts:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Forward and backward of every layer."""
+        """Time of forward and backward of every layer."""
         return tuple(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
 
     def by_stage(self, boundaries: Sequence[int]) -> Costs:
-        """Return the costs of the stages that hold the layers between neighbouring boundaries.
+        """Return the costs of the stages made of the layers between neighbouring boundaries.
 
-        What two neighbouring layers both hold (the one its output, the other its input) counts for each.
+        A tensor that two neighbouring layers save (as output and as input) counts twice.
         Raises `PlanError`.
         """
         cuts = [operator.index(b) for b in boundaries]
         if cuts[:1] != [0] or cuts[-1] != len(self) or any(a >= b for a, b in itertools.pairwise(cuts)):
-            raise PlanError("these are no boundaries of these layers", got=repr(boundaries),
-                            want=f"growing numbers from 0 to {len(self)}")  # fmt: skip
+            raise PlanError("not boundaries of these layers", got=repr(boundaries),
+                            want=f"increasing numbers from 0 to {len(self)}")  # fmt: skip
         total = lambda values: tuple(math.fsum(values[a:b]) for a, b in itertools.pairwise(cuts))
         return Costs(
             forward=total(self.forward),
@@ -80,7 +80,7 @@ class LayerCosts:
         )
 
     def to_json(self) -> str:
-        """Return a text that `from_json` reads back to an equal value."""
+        """Return the costs as JSON, for `from_json`."""
         return json.dumps(attrs.asdict(self))
 
     @classmethod
@@ -90,28 +90,28 @@ class LayerCosts:
         try:
             read = json.loads(text)
         except json.JSONDecodeError as error:
-            raise PlanError("this is no JSON", got=repr(text)[:80], hint=str(error)) from None
+            raise PlanError("not JSON", got=repr(text)[:80], hint=str(error)) from None
         if not isinstance(read, dict) or read.keys() != names or not all(isinstance(v, list) for v in read.values()):
-            raise PlanError("these are no layer costs", got=repr(text)[:80], want="lists " + ", ".join(sorted(names)))
+            raise PlanError("not layer costs", got=repr(text)[:80], want="lists " + ", ".join(sorted(names)))
         return cls(**read)
 
 
 def measure(
     layers: Any, batch: Any, *, params: Mapping[str, Tensor] | None = None, axis: Any = None, repeats: int = 5
 ) -> LayerCosts:
-    """Return what each layer of an `fds.Layers` loss takes for one microbatch, on the device of its tensors.
+    """Measure each layer of an `fds.Layers` loss on one microbatch, on the device of its tensors.
 
-    Layer by layer it times the forward, the backward to the input alone, and the backward to input and parameters:
-    medians of `repeats`, after one run that does not count. Neither parameters nor generators are changed.
+    Times the forward, the backward with respect to the input, and the backward with respect to input and parameters of
+    each layer: medians of `repeats` runs after one warm-up run. Parameters and generators are not changed.
 
     Args:
         layers: the loss.
         batch: one microbatch, `(inputs, targets)`.
-        params: those of the loss; without them, initial ones are made where the batch is.
-        axis: where given, its first rank measures and all return the same value: a collective.
-        repeats: how often.
+        params: parameters of the loss; None initializes them on the device of the batch.
+        axis: if given, its first rank measures and all ranks return the same value; a collective.
+        repeats: number of timed runs.
 
-    Raises `PlanError`, and what a layer raises, with a note that names it; the ranks of an axis raise together.
+    Raises `PlanError`, and errors of a layer with a note that names the layer; the ranks of an axis raise together.
     """
     if axis is None:
         return _measure(layers, batch, params, repeats)
@@ -119,7 +119,7 @@ def measure(
     if axis.index == 0:
         try:
             answer = {"costs": _measure(layers, batch, params, repeats).to_json()}
-        except Exception as error:  # the others wait in the exchange: it tells them before it is raised here
+        except Exception as error:  # first sent to the other ranks, which wait in the exchange
             failure = error
             answer = {"error": "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])}
     first = axis.exchange(answer, "measure")[0]
@@ -132,13 +132,13 @@ def measure(
 
 def _measure(layers: Any, batch: Any, params: Mapping[str, Tensor] | None, repeats: int) -> LayerCosts:
     if repeats < 1:
-        raise PlanError("nothing would be measured", where="repeats", got=str(repeats), want="1 or more")
+        raise PlanError("repeats is not positive", where="repeats", got=str(repeats), want="1 or more")
     if not len(layers):
         raise PlanError("there is no layer to measure", where="layers")
     x, targets = layers.split(batch)
     device = next((t.device for t in _tensors((x, targets, params))), torch.device("cpu"))
     buffers, rows = layers.buffers(), []
-    with _undisturbed(device):
+    with _measuring_mode(device):
         if params is None:
             params = {name: p.to(device) for name, p in layers.init(torch.zeros(2, dtype=torch.int64)).items()}
         layers.check(params)
@@ -149,7 +149,7 @@ def _measure(layers: Any, batch: Any, params: Mapping[str, Tensor] | None, repea
                 layer = _Bound.of(layers.layer(i), known, buffers, criterion)
                 out, new, kept_bytes = layer.watch(x)
                 if not _tensors(out):
-                    raise PlanError("a layer returns no tensor that can be seen", got=type(out).__name__,
+                    raise PlanError("a layer returns no tensor", got=type(out).__name__,
                                     want="tensors, or tuples, lists and dicts of them")  # fmt: skip
                 rows.append((*layer.seconds(x, device, repeats), kept_bytes, sum(map(_bytes, _tensors(out)))))
             except Exception as error:
@@ -161,24 +161,24 @@ def _measure(layers: Any, batch: Any, params: Mapping[str, Tensor] | None, repea
 
 @attrs.frozen(eq=False)
 class _Bound:
-    """One layer with all that it takes but its input."""
+    """One layer with all its arguments but the input."""
 
     layer: Callable
-    params: dict[str, Tensor]  # its own: leaves, those that it trains requiring gradients
+    params: dict[str, Tensor]  # of this layer: leaves; trained ones require gradients
     buffers: Mapping[str, Tensor]
     criterion: Callable | None  # of the last layer
 
     @classmethod
     def of(cls, layer: Any, params: Mapping[str, Tensor], buffers: Mapping, criterion: Callable | None) -> _Bound:
-        """Take the layer's own of `params`; a module refuses gradients for what it froze, so that asks for none."""
+        """Select the parameters of this layer; those that its module froze do not require gradients."""
         frozen = getattr(layer.apply, "frozen", ())
         trains = lambda name, local: params[name].is_floating_point() and local not in frozen
         own = {name: params[name].detach().requires_grad_(trains(name, local)) for name, local in layer.params.items()}
         return cls(layer, own, buffers, criterion)
 
     def watch(self, x: Any) -> tuple[Any, dict[str, Tensor], int]:
-        """Return the layer's output, its new buffers, and the bytes that it keeps for backward."""
-        kept: dict[int, int] = {}  # by address: what is saved twice is held once
+        """Return the layer's output, its new buffers, and the bytes that it saves for backward."""
+        kept: dict[int, int] = {}  # by address: a tensor saved twice counts once
 
         def see(tensor: Tensor) -> Tensor:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -193,7 +193,7 @@ class _Bound:
         return out, new, sum(size for address, size in kept.items() if address not in ours)
 
     def seconds(self, x: Any, device: torch.device, repeats: int) -> tuple[float, float, float]:
-        """Return the seconds of the forward, of the backward to the input, and of what the parameters add to it."""
+        """Return the seconds of the forward, of the backward with respect to the input, and added by the parameters."""
         params = [p for p in self.params.values() if p.requires_grad]
         alone, both = [], []
         for _ in range(1 + repeats):
@@ -219,13 +219,13 @@ class _Bound:
 
 
 def _total(value: Any) -> Any:
-    """Return what is differentiated of what a criterion returns: a scalar or a `Mean`, alone or before metrics."""
+    """Return the tensor to differentiate of a criterion's result: a scalar or `Mean`, alone or before metrics."""
     value = value[0] if isinstance(value, tuple) else value
     return getattr(value, "total", value)
 
 
 def _fresh(x: Any) -> tuple[list[Tensor], Any]:
-    """Return leaves that need a gradient, and a copy of `x` that comes from them and that may be written over."""
+    """Return leaves that require gradients, and a copy of `x` computed from them, which may be overwritten."""
     needed: list[Tensor] = []
 
     def copied(tensor: Tensor) -> Tensor:
@@ -251,9 +251,9 @@ def _map(f: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _map(lambda tensor: found.append(tensor) or tensor, value)
-    return found
+    tensors: list[Tensor] = []
+    _map(lambda tensor: tensors.append(tensor) or tensor, value)
+    return tensors
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -267,8 +267,8 @@ def _now(device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Compute gradients, whatever the caller does, and leave the generators of torch and Python as they were."""
+def _measuring_mode(device: torch.device) -> Iterator[None]:
+    """Enable gradients, and restore the generators of torch and Python at the end."""
     state = random.getstate()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():

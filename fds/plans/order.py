@@ -1,4 +1,4 @@
-"""Order: what an action needs, and all actions of a plan in one order that gives each what it needs."""
+"""Put all actions of a plan in one order that respects their dependencies."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fds.plans.plan import Plan
 
 @attrs.frozen
 class Walk:
-    """How far a plan goes when every rank does its row in order, each action as soon as what it needs is there."""
+    """How far a plan gets when every rank does its row in order, each action once its dependencies are done."""
 
-    steps: tuple[tuple[int, int, Action], ...]  # (tick, rank, action), in the order done
-    places: tuple[int, ...]  # how many of its actions each rank has done
+    steps: tuple[tuple[int, int, Action], ...]  # (tick, rank, action), in order
+    places: tuple[int, ...]  # number of actions that each rank has done
 
 
 def linear(plan: Plan) -> tuple[tuple[int, Action], ...]:
-    """Return (rank, action) of a whole plan, in one order that keeps every row and gives each action what it needs.
+    """Return (rank, action) of a whole plan, in an order that keeps every row and respects all dependencies.
 
-    It is the order of time if every computation took one tick and the rest none, and of ranks within a tick: one
-    process that follows it does what the ranks do together. Raises `PlanError` where ranks wait for each other.
+    Actions are ordered by time, if every computation takes one tick and the rest none, and by rank within a tick: one
+    process can run them in this order. Raises `PlanError` if ranks wait for each other.
 
-    A receive comes after its send. If that is not possible for all of a plan, as after `overlap`, a receive is only
-    posted where it stands, before its send; what uses the message comes after the send.
+    A receive comes after its send. If that is not possible for the whole plan, as after `overlap`, a receive may come
+    before its send, and the use of the message comes after the send.
 
     >>> linear(Plan.of([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]))
     ((0, 0F0), (0, 0F1), (1, 1F0), (1, 1BW0), (0, 0BW0), (1, 1F1), (1, 1BW1), (0, 0BW1))
@@ -48,22 +48,22 @@ def in_ticks(plan: Plan) -> tuple[tuple[int, int, Action], ...]:
     return finish_walk(plan, need, "ranks wait for each other").steps
 
 
-def finish_walk(plan: Plan, need: Needs, refusal: str) -> Walk:
-    """Do the rows of a plan to their ends. Raises `PlanError` with the circle in which ranks wait, where they do."""
+def finish_walk(plan: Plan, need: Needs, what: str) -> Walk:
+    """Walk a plan to its end. Raises `PlanError` with the cycle if ranks wait for each other."""
     done = walk(plan, need)
     for rank, row in enumerate(plan.rows):
         if done.places[rank] < len(row):
-            raise _circle(plan, done.places, need, refusal, rank)
+            raise _cycle_error(plan, done.places, need, what, rank)
     return done
 
 
 def walk(plan: Plan, need: Needs, *, timed: Collection[Op] = COMPUTE) -> Walk:
-    """Do the rows of a plan as far as that goes; the operations in `timed` take one tick, the others none."""
+    """Walk a plan as far as possible; the operations in `timed` take one tick, the others none."""
     steps: list[tuple[int, int, Action]] = []
     places = [0] * plan.num_ranks
-    since: dict[Item, int] = {}  # the tick from which on an item is there
-    waiting: dict[Item, list[int]] = {}  # the ranks that an item is awaited by
-    queue = [(0, rank) for rank in range(plan.num_ranks)]  # (tick, rank): when to look at a rank again
+    since: dict[Item, int] = {}  # the tick from which an item is available
+    waiting: dict[Item, list[int]] = {}  # the ranks that wait for an item
+    queue = [(0, rank) for rank in range(plan.num_ranks)]  # (tick, rank): when to try a rank again
     while queue:
         tick, rank = heapq.heappop(queue)
         row = plan.rows[rank]
@@ -92,20 +92,20 @@ def walk(plan: Plan, need: Needs, *, timed: Collection[Op] = COMPUTE) -> Walk:
 
 
 def blame(what: str, plan: Plan, rank: int, place: int, *, want: str, need: Needs | None = None) -> PlanError:
-    """Return the error about one action: the one at `place` of a rank's row, marked in the grid of ranks and time."""
+    """Return an error about the action at index `place` of a rank's row, marked in the ranks x time grid."""
     columns: list[list[int]] = [[] for _ in plan.rows]
     each_takes_time = walk(plan, need or (lambda action: needs(action, plan.num_stages)), timed=set(Op))
     for tick, r, _ in each_takes_time.steps:
         columns[r].append(tick)
-    for row, column in zip(plan.rows, columns, strict=True):  # what was never reached follows without a gap
+    for row, column in zip(plan.rows, columns, strict=True):  # actions that were not reached follow without gaps
         start = column[-1] + 1 if column else 0
         column.extend(range(start, start + len(row) - len(column)))
     where = f"rank {rank}, action {place}: {plan.rows[rank][place]}"
     return PlanError(what, where=where, got=grid(plan, columns, rank, place), want=want)
 
 
-def _circle(plan: Plan, places: Sequence[int], need: Needs, refusal: str, rank: int) -> PlanError:
-    """Follow what the stuck ranks wait for, from one of them on, until it closes, or ends in what no rank does."""
+def _cycle_error(plan: Plan, places: Sequence[int], need: Needs, what: str, rank: int) -> PlanError:
+    """Return the error that shows the cycle of waiting ranks reached from `rank`, or an item that no rank produces."""
     position = {gives(a): (r, p) for r, row in enumerate(plan.rows) for p, a in reversed(list(enumerate(row)))}
     waits: dict[int, str] = {}
     while rank not in waits:
@@ -114,9 +114,9 @@ def _circle(plan: Plan, places: Sequence[int], need: Needs, refusal: str, rank: 
         item, at = next((item, at) for item, at in unmet if at is None or at[1] >= places[at[0]])
         name = f"{item[1]}{item[0].value}{item[2]}"
         if at is None:
-            return blame(refusal, plan, rank, places[rank], want=f"{name}, which {head} needs", need=need)
+            return blame(what, plan, rank, places[rank], want=f"{name}, which {head} needs", need=need)
         waits[rank] = f"{head} on rank {rank} needs {name}"
         rank = at[0]
-    circle = list(waits)[list(waits).index(rank) :]
-    want = ",\n".join([*(waits[r] for r in circle[:8]), *["..."] * (len(circle) > 8)])
-    return blame(refusal, plan, rank, places[rank], want=want, need=need)
+    cycle = list(waits)[list(waits).index(rank) :]
+    want = ",\n".join([*(waits[r] for r in cycle[:8]), *["..."] * (len(cycle) > 8)])
+    return blame(what, plan, rank, places[rank], want=want, need=need)

@@ -1,4 +1,4 @@
-"""Partition: which layers are which stage's, as boundaries `[0, ..., num_layers]`; stage i holds from i up to i + 1."""
+"""Partition layers into stages, as boundaries `[0, ..., num_layers]`; stage i has the layers b[i] to b[i + 1] - 1."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _WANTED = ", ".join(map(repr, NAMES))
 def boundaries_of(
     partition: Any, num_stages: int, *, types: Sequence[str] = (), parameters: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the `num_stages + 1` boundaries that a user's `partition=` stands for; every stage has a layer.
+    """Return the `num_stages + 1` boundaries of a user's `partition=`; every stage has at least one layer.
 
     Args:
-        partition: `"uniform"` (sizes differ by one at most, the first are the larger); `"parameters"` (the stage with
-            the most trainable parameters has as few as can be); `"type:REGEX"` (likewise, counting the layers whose
-            class name holds the pattern, in any case of letters); a `LayerCosts` (likewise, by time); or boundaries.
-        num_stages: how many stages.
-        types: the class name of every layer; may be left out where costs say how many layers there are.
-        parameters: how many trainable parameters every layer has; the same. `"parameters"` needs these alone.
+        partition: `"uniform"` (sizes differ by at most one, larger stages first); `"parameters"` (minimizes the largest
+            number of trainable parameters of a stage); `"type:REGEX"` (the same for the number of layers whose class
+            name contains the pattern, ignoring case); a `LayerCosts` (the same for time); or boundaries.
+        num_stages: number of stages.
+        types: the class name of every layer; not needed with `LayerCosts` or `"parameters"`.
+        parameters: number of trainable parameters of every layer; not needed with `LayerCosts`.
 
-    Among the partitions whose largest stage is smallest, the most even one is taken. Raises `PlanError`.
+    Among the partitions with the smallest largest stage, the most even one is taken. Raises `PlanError`.
 
     >>> boundaries_of("type:block", 2, types=["Embedding", "Block", "Block", "Head"], parameters=[8, 1, 1, 8])
     (0, 2, 4)
@@ -39,17 +39,17 @@ def boundaries_of(
         types, parameters = [""] * len(partition), [0] * len(partition)
     by_parameters = isinstance(partition, str) and partition == "parameters"
     if by_parameters and not parameters:
-        raise PlanError("it is not said how many parameters each layer has", where="partition", got=repr(partition),
+        raise PlanError("the numbers of parameters of the layers are missing", where="partition", got=repr(partition),
                         want="parameters=, one number per layer",
-                        hint="costs of layers, as plans.measure returns them, need none")  # fmt: skip
+                        hint="LayerCosts, as plans.measure returns them, do not need them")  # fmt: skip
     if by_parameters and not types:
         types = [""] * len(parameters)
     num_layers = len(types)
     if len(parameters) != num_layers:
-        raise PlanError("layers and parameter counts differ in number", got=f"{len(parameters)} counts",
+        raise PlanError("types and parameters differ in length", got=f"{len(parameters)} counts",
                         want=f"{num_layers}")  # fmt: skip
     if num_stages < 1:
-        raise PlanError("a pipeline has a stage", where="num_stages", got=str(num_stages), want="1 or more")
+        raise PlanError("num_stages is not positive", where="num_stages", got=str(num_stages), want="1 or more")
     if num_layers < num_stages:
         raise PlanError("there are fewer layers than stages", got=f"{num_layers} layers, {num_stages} stages",
                         want="a layer for every stage", hint="fewer ranks or chunks, or smaller layers")  # fmt: skip
@@ -63,19 +63,19 @@ def boundaries_of(
         return smallest_largest(parameters, num_stages)
     if partition.startswith("type:"):
         return smallest_largest(_matches(partition, types), num_stages)
-    raise PlanError("there is no such partition", where="partition", got=repr(partition),
+    raise PlanError("unknown partition", where="partition", got=repr(partition),
                     want=f"{_WANTED}, LayerCosts or boundaries", hint=did_you_mean(partition, NAMES))  # fmt: skip
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return boundaries of parts whose sizes differ by one at most, the first ones larger, as DeepSpeed 0.19.6 does.
+    """Return boundaries of parts whose sizes differ by at most one, larger ones first, as DeepSpeed 0.19.6 does.
 
-    Fewer items than parts leave the last parts empty. Raises `PlanError`.
+    With fewer items than parts the last parts are empty. Raises `PlanError`.
 
     >>> partition_uniform(10, 4)
     [0, 3, 6, 8, 10]
     """
-    _demand_parts(num_parts)
+    _check_num_parts(num_parts)
     size, larger = divmod(num_items, num_parts)
     return [part * size + min(part, larger) for part in range(num_parts + 1)]
 
@@ -83,37 +83,37 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 def partition_balanced(
     weights: Sequence[float], num_parts: int, *, minimise: Literal["bottleneck", "spread"] = "spread"
 ) -> list[int]:
-    """Return the boundaries that DeepSpeed's `partition_balanced` gives, with what its searches miss.
+    """Return the boundaries of DeepSpeed's `partition_balanced`, which are not always optimal.
 
-    `"spread"` is 0.12.5 to 0.19.6, which keeps, item by item, the division with the smallest difference between the
-    largest and the smallest part; `"bottleneck"` is what came before, which searches for the smallest largest part, to
-    0.001. Either may leave a part empty. A stage needs a layer: pipelines divide by `smallest_largest`, and take these
-    as explicit boundaries. Raises `PlanError`.
+    `"spread"` is that of 0.12.5 to 0.19.6: item by item it keeps the division with the smallest difference between the
+    largest and the smallest part. `"bottleneck"` is that of earlier versions: it searches for the smallest largest part
+    to a precision of 0.001. Either may leave a part empty. Pipelines need a layer in every stage: they use
+    `smallest_largest`, and accept these as explicit boundaries. Raises `PlanError`.
 
     >>> partition_balanced([5, 1, 1, 1, 1, 1], 2), partition_balanced([5, 1, 1, 1, 1, 1], 2, minimise="bottleneck")
     ([0, 1, 6], [0, 1, 6])
     """
-    _demand_parts(num_parts)
-    _demand_weights(weights)
+    _check_num_parts(num_parts)
+    _check_weights(weights)
     if minimise not in _EDITIONS:
-        raise PlanError("nothing else is minimised", where="minimise", got=repr(minimise), want=" or ".join(_EDITIONS))
+        raise PlanError("unknown objective", where="minimise", got=repr(minimise), want=" or ".join(_EDITIONS))
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     return _EDITIONS[minimise](weights, num_parts)
 
 
 def smallest_largest(weights: Sequence[float], num_parts: int) -> tuple[int, ...]:
-    """Return boundaries of parts, none empty, of which the heaviest is as light as can be.
+    """Return boundaries of non-empty parts that minimize the weight of the heaviest part.
 
-    Among those it takes the smallest sum of squares, and then the latest last boundaries, so that equal weights are
-    divided as by `partition_uniform`. O(parts * items * log items), and then O(parts * items * a part's items).
+    Ties are broken by the smallest sum of squares, then by the latest last boundaries, so that equal weights are
+    divided as by `partition_uniform`. O(parts * items * log items) + O(parts * items * items per part).
     Raises `PlanError`.
 
     >>> smallest_largest([5, 1, 1, 1, 1, 1], 3)
     (0, 1, 4, 6)
     """
-    _demand_parts(num_parts)
-    _demand_weights(weights)
+    _check_num_parts(num_parts)
+    _check_weights(weights)
     num_items = len(weights)
     if num_items < num_parts:
         raise PlanError("there are fewer items than parts", got=f"{num_items} items", want=f"{num_parts} or more")
@@ -139,7 +139,7 @@ def smallest_largest(weights: Sequence[float], num_parts: int) -> tuple[int, ...
 
 
 def _smallest_limit(total: list, num_parts: int) -> float:
-    """Return the weight of the heaviest part at best; `total[i]` is the weight of the items before i."""
+    """Return the smallest possible weight of the heaviest part; `total[i]` is the weight of the items before i."""
     best = [math.inf if i == 0 else total[i] for i in range(len(total))]  # of one part, up to i
     for part in range(2, num_parts + 1):
         # best[b] grows with the last boundary b and what follows it shrinks: the best b is where the two meet
@@ -154,7 +154,7 @@ def _smallest_limit(total: list, num_parts: int) -> float:
 
 
 def _least_spread(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Divide item by item: of the parts before each boundary only the best division, by spread, is remembered."""
+    """Divide item by item, keeping for the items before each boundary only the division with the least spread."""
     total = [0.0, *map(float, itertools.accumulate(weights))]
     # of the parts so far, up to item i: (spread, the heaviest, the lightest, where the last begins)
     table = [[(0.0, 0.0, math.inf, 0)] + [(math.inf, math.inf, math.inf, 0)] * len(weights)]
@@ -175,7 +175,7 @@ def _least_spread(weights: Sequence[float], num_parts: int) -> list[int]:
     return boundaries[::-1]
 
 
-_STEP = 1e-3  # how near the search comes
+_STEP = 1e-3  # precision of the search
 
 
 def _least_bottleneck(weights: Sequence[float], num_parts: int) -> list[int]:
@@ -186,7 +186,7 @@ def _least_bottleneck(weights: Sequence[float], num_parts: int) -> list[int]:
         middle = low + (high - low) / 2
         interval = (low, high)
         low, high = (low, middle) if _fill(total, num_parts, middle)[1] else (middle + _STEP, high)
-        if (low, high) == interval:  # beyond 1e13 a thousandth is nothing
+        if (low, high) == interval:  # above 1e13 adding a thousandth changes nothing
             break
     return _fill(total, num_parts, high)[0]
 
@@ -194,8 +194,9 @@ def _least_bottleneck(weights: Sequence[float], num_parts: int) -> list[int]:
 def _fill(total: list, num_parts: int, limit: float) -> tuple[list[int], bool]:
     """Return the boundaries of parts each lighter than `limit`, and whether they hold all items.
 
-    `total[i]` is the weight up to and with item i. When the first item alone reaches the limit, the search reads the
-    weight before it off the end of the list: the first part is empty, the second takes all, and it may say yes.
+    `total[i]` is the weight up to and including item i. If the first item alone reaches the limit, `total[end - 1]` is
+    the last entry of the list, as in DeepSpeed: the first part is empty, the second has all items, and the result may
+    be True.
     """
     num_items, boundaries, fence = len(total), [0], limit
     for _ in range(num_parts - 1):
@@ -218,45 +219,45 @@ def _matches(partition: str, types: Sequence[str]) -> list[int]:
     try:
         compiled = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise PlanError("this pattern is no regular expression", where="partition", got=repr(partition),
+        raise PlanError("not a regular expression", where="partition", got=repr(partition),
                         hint=str(error)) from None  # fmt: skip
-    found = [int(compiled.search(name) is not None) for name in types]
-    if not pattern or not any(found):
-        raise PlanError("this pattern matches no layer's type", where="partition", got=repr(partition),
+    matches = [int(compiled.search(name) is not None) for name in types]
+    if not pattern or not any(matches):
+        raise PlanError("the pattern matches no layer type", where="partition", got=repr(partition),
                         want="type:REGEX", hint=did_you_mean(pattern, dict.fromkeys(types)))  # fmt: skip
-    return found
+    return matches
 
 
 def _of_costs(seconds: Sequence[float], num_layers: int, num_stages: int) -> tuple[int, ...]:
     if len(seconds) != num_layers:
-        raise PlanError("these costs are of other layers", where="partition", got=f"{len(seconds)} layers",
+        raise PlanError("the costs have another number of layers", where="partition", got=f"{len(seconds)} layers",
                         want=f"{num_layers}", hint="measure the layers that are trained")  # fmt: skip
     return smallest_largest(seconds, num_stages)
 
 
 def _of_the_user(partition: Any, num_layers: int, num_stages: int) -> tuple[int, ...]:
-    want = f"{num_stages + 1} growing numbers from 0 to {num_layers}, or {_WANTED}"
-    refuse = lambda what: PlanError(what, where="partition", got=repr(partition)[:200], want=want)
+    want = f"{num_stages + 1} increasing numbers from 0 to {num_layers}, or {_WANTED}"
+    error = lambda what: PlanError(what, where="partition", got=repr(partition)[:200], want=want)
     try:
         # not `int`: it would round 1.5, and read '12'
         boundaries = tuple(operator.index(b) for b in partition)
     except TypeError:
-        raise refuse("a partition is a name, costs, or boundaries, which are whole numbers") from None
+        raise error("a partition is a name, LayerCosts, or integer boundaries") from None
     if len(boundaries) != num_stages + 1:
-        raise refuse(f"{num_stages} stages have {num_stages + 1} boundaries")
+        raise error(f"{num_stages} stages need {num_stages + 1} boundaries")
     if (boundaries[0], boundaries[-1]) != (0, num_layers):
-        raise refuse("boundaries begin with 0 and end with the number of layers")
+        raise error("boundaries begin with 0 and end with the number of layers")
     if empty := [stage for stage, (a, b) in enumerate(itertools.pairwise(boundaries)) if a >= b]:
-        raise refuse(f"stage {empty[0]} would have no layer")
+        raise error(f"stage {empty[0]} would have no layer")
     return boundaries
 
 
-def _demand_parts(num_parts: int) -> None:
+def _check_num_parts(num_parts: int) -> None:
     if num_parts < 1:
-        raise PlanError("there is one part at least", where="num_parts", got=str(num_parts), want="1 or more")
+        raise PlanError("num_parts is not positive", where="num_parts", got=str(num_parts), want="1 or more")
 
 
-def _demand_weights(weights: Sequence[float]) -> None:
+def _check_weights(weights: Sequence[float]) -> None:
     for i, weight in enumerate(weights):
         if not 0 <= weight < math.inf:
-            raise PlanError("a weight is not negative, and finite", where=f"weights[{i}]", got=repr(weight))
+            raise PlanError("a weight is negative or not finite", where=f"weights[{i}]", got=repr(weight))

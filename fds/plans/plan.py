@@ -1,4 +1,4 @@
-"""Plans: who does what in which order, one row of actions per rank."""
+"""`Plan`: one row of actions per rank."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ PipelineSchedule = Callable[[int, int], "Plan | Rows"]  # (number of ranks, numb
 
 
 def _read(rows: Any) -> tuple[tuple[Action, ...], ...]:
-    """Return rows of actions or of their texts, read. Raises `PlanError`."""
+    """Parse rows of actions or of their texts. Raises `PlanError`."""
     if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise _no_plan(rows)
+        raise _not_a_plan(rows)
     return tuple(map(_read_row, rows))
 
 
 def _read_row(row: Any) -> tuple[Action, ...]:
     if not isinstance(row, Iterable):
-        raise _no_plan(row)
+        raise _not_a_plan(row)
     actions = row.split() if isinstance(row, str) else [a for a in row if a is not None]
-    read = tuple(Action.parse(a) if isinstance(a, str) else a for a in actions)
-    for action in read:
+    parsed = tuple(Action.parse(a) if isinstance(a, str) else a for a in actions)
+    for action in parsed:
         if not isinstance(action, Action):
-            raise _no_plan(action)
-    return read
+            raise _not_a_plan(action)
+    return parsed
 
 
-def _no_plan(got: Any) -> PlanError:
-    return PlanError("this is no plan", got=repr(got)[:80], want='rows such as [["0F0", "0BW0"], ["1F0", "1BW0"]]',
+def _not_a_plan(got: Any) -> PlanError:
+    return PlanError("not a plan", got=repr(got)[:80], want='rows such as [["0F0", "0BW0"], ["1F0", "1BW0"]]',
                      hint="Plan.parse reads the text of a whole plan" if isinstance(got, str) else "")  # fmt: skip
 
 
 @attrs.frozen(slots=False, repr=False)
 class Plan:
-    """One row of actions per rank, done in order, each as soon as what it needs is there.
+    """One row of actions per rank, done in order, each once its dependencies are done.
 
-    Rows may be actions or their texts; None is a tick without work, and left out. A row may be one text: `"0F0 0BW0"`.
+    Rows contain actions or their texts; None, a tick without work, is left out. A row can be one text: `"0F0 0BW0"`.
     Raises `PlanError` for anything else.
 
     >>> print(Plan([["0F0", "0BW0"], ["1F0", "1BW0"]]))
@@ -54,7 +54,7 @@ class Plan:
 
     @classmethod
     def of(cls, rows: Plan | Rows) -> Plan:
-        """Return a plan as it is, and of rows the plan that they are."""
+        """Return a plan as it is, or the plan of these rows."""
         return rows if isinstance(rows, Plan) else cls(rows)
 
     @classmethod
@@ -64,24 +64,24 @@ class Plan:
         for i, line in enumerate(filter(None, map(str.strip, text.splitlines()))):
             rank, colon, actions = line.partition(":")
             if not colon or rank.strip() != str(i):
-                raise PlanError("a row of a plan begins with its rank", where=f"row {i}", got=line[:60],
+                raise PlanError("a row does not begin with its rank", where=f"row {i}", got=line[:60],
                                 want=f"{i}: ...")  # fmt: skip
             rows.append(actions.split())
         return cls.of(rows)
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.rows)
 
     @functools.cached_property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return 1 + max((a.stage for row in self.rows for a in row if a.stage is not None), default=-1)
 
     @functools.cached_property
     def num_microbatches(self) -> int:
-        """How many microbatches there are."""
+        """Number of microbatches."""
         return 1 + max((a.microbatch for row in self.rows for a in row if a.microbatch is not None), default=-1)
 
     @functools.cached_property

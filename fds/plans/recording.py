@@ -1,4 +1,4 @@
-"""Recording: what a rank really did and when, kept while a plan runs, and put together to a timeline."""
+"""Record when a rank runs each action of a plan, and join the recordings of all ranks to a timeline."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _CURRENT: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("fds
 
 
 class Recording:
-    """What one rank did: one row (action, start, end) each, in seconds of the clock of whoever runs the plan.
+    """The actions of one rank: a row (action, start, end) each, in seconds of the interpreter's clock.
 
-    For ranks on one machine `time.perf_counter` is one clock; on several, it must be one that they share.
+    The ranks must share a clock; on one machine `time.perf_counter` is shared.
     """
 
     def __init__(self) -> None:
         self.rows: list[tuple[Action, float, float]] = []
 
     def add(self, action: Action, start_seconds: float, end_seconds: float) -> None:
-        """Add an action that is done."""
+        """Add an action that was run."""
         self.rows.append((action, start_seconds, end_seconds))
 
     def json(self) -> str:
@@ -34,7 +34,7 @@ class Recording:
 
 @contextlib.contextmanager
 def record() -> Iterator[Recording]:
-    """Keep what plans that run within do, on this rank and in this thread.
+    """Record plans that run inside the block, on this rank and in this thread.
 
     >>> with record() as recording:
     ...     recorder().add(Action.parse("0F0"), 2.0, 2.5)
@@ -50,14 +50,14 @@ def record() -> Iterator[Recording]:
 
 
 def recorder() -> Recording | None:
-    """Return the recording that is going on in this thread, if one is: whoever runs a plan adds to it."""
+    """Return this thread's current recording, to which an interpreter adds, or None."""
     return _CURRENT.get()
 
 
 def joined(recordings: Iterable[str]) -> Timeline:
-    """Return the timeline of the `json()` of every rank's recording, in order; the earliest start is its 0.
+    """Return the timeline of the `json()` of every rank's recording, in order; the earliest start is time 0.
 
-    Its peaks count microbatches, those of bytes too. Raises `PlanError` for what is no recording.
+    `peak_bytes` counts microbatches too. Raises `PlanError` if a text is not a recording.
     """
     rows = [_read(rank, text) for rank, text in enumerate(recordings)]
     first = min((start for row in rows for _, start, _ in row), default=0.0)
@@ -73,6 +73,6 @@ def _read(rank: int, text: str) -> list[tuple[Action, float, float]]:
     except PlanError:
         raise
     except (ValueError, TypeError) as error:
-        raise PlanError("this is no recording", where=f"rank {rank}", got=f"{str(text)[:60]!r}",
+        raise PlanError("not a recording", where=f"rank {rank}", got=f"{str(text)[:60]!r}",
                         want='the json() of a recording: [["0F0", 0.0, 0.5], ...]') from error  # fmt: skip
     return sorted(rows, key=lambda row: row[1])

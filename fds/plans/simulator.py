@@ -1,14 +1,14 @@
-"""The simulator: a plan and what its actions cost, to when each of them runs and how much is held.
+"""`simulate`: from a plan and the costs of its actions, when each runs and how much memory is held.
 
-Each rank does its row in order. An action starts when the rank has done the one before and what it needs is there:
+Each rank does its row in order. An action starts when the previous one is done and its dependencies are there:
 
     F(stage, i)     needs F(stage - 1, i)
     B or BW         needs F(stage, i), and B or BW(stage + 1, i)
     W(stage, i)     needs B(stage, i)
 
-What comes from another rank takes `costs.message` to arrive. Sends, receives and all else that lowering adds take
-the rank no time: a message leaves when its send is reached, whether or not its receive is posted by then, and a
-computation waits for the message, not the receive.
+A message from another rank takes `costs.message` to arrive. Sends, receives and everything else that lowering adds
+take no time on the rank: a message leaves when its send is reached, even if its receive is not posted yet, and a
+computation waits for the message, not for the receive.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from fds.plans.costs import Costs
 from fds.plans.plan import Plan, Rows
 from fds.plans.timeline import Event, Timeline, peaks
 
-Done = tuple[int, str, int, int]  # rank, what, stage, microbatch: what another action may wait for
+RankItem = tuple[int, str, int, int]  # (rank, operation, stage, microbatch) that another action may wait for
+Wait = tuple[RankItem, float]  # an item, and the time that it takes to arrive
 _WORDS = {
-    Op.FORWARD: "F", Op.BACKWARD_INPUT: "B", Op.BACKWARD: "B", Op.BACKWARD_WEIGHT: "W",  # for who waits, BW is a B
+    Op.FORWARD: "F", Op.BACKWARD_INPUT: "B", Op.BACKWARD: "B", Op.BACKWARD_WEIGHT: "W",  # a BW counts as B
     Op.SEND_ACTIVATION: "SEND_ACT", Op.SEND_GRAD: "SEND_GRAD",
     Op.RECV_ACTIVATION: "RECV_ACT", Op.RECV_GRAD: "RECV_GRAD",
 }  # fmt: skip
@@ -33,8 +34,8 @@ _WORDS = {
 def simulate(plan: Plan | Rows, costs: Costs = Costs()) -> Timeline:  # noqa: B008 (a frozen record)
     """Return when each action runs, in the unit of the costs, and each rank's peak bytes and microbatches.
 
-    The plan may be as a schedule gives it, or lowered. A receive is an event from where it is posted to where its
-    message has arrived. Raises `PlanError` where the plan gets stuck, and where stages have no costs or costs no stage.
+    The plan may be lowered or not. A receive is an event from its posting to the arrival of its message. Raises
+    `PlanError` if the plan deadlocks, and if the numbers of stages and of costs differ.
 
     >>> line = simulate([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
     >>> line.makespan, round(line.bubble_fraction, 3), line.peak_live
@@ -46,27 +47,27 @@ def simulate(plan: Plan | Rows, costs: Costs = Costs()) -> Timeline:  # noqa: B0
 
 
 def costs_by_stage(costs: Any, where: str) -> Costs:
-    """Return the costs if they are those of stages. Raises `PlanError`."""
+    """Return the costs. Raises `PlanError` unless they are `Costs`."""
     if not isinstance(costs, Costs):
         hint = "costs.by_stage(boundaries)" if hasattr(costs, "by_stage") else ""
-        raise PlanError("these are no costs of stages", where=where, got=type(costs).__name__, want="plans.Costs",
+        raise PlanError("not costs of stages", where=where, got=type(costs).__name__, want="plans.Costs",
                         hint=hint)  # fmt: skip
     return costs
 
 
-def _refuse_costs_of_more_stages(costs: Costs, num_stages: int) -> None:
+def _check_num_costs(costs: Costs, num_stages: int) -> None:
     for name in ("forward", "backward_input", "backward_weight", "activation_bytes", "message_bytes"):
         value = getattr(costs, name)
         if not isinstance(value, int | float) and len(value) > num_stages:
-            raise PlanError("there are costs of more stages than the plan has", where=f"costs.{name}",
+            raise PlanError("there are more costs than stages", where=f"costs.{name}",
                             got=f"{len(value)} numbers", want=f"{num_stages}, or one for all")  # fmt: skip
 
 
 class _Run:
-    """How far each rank is. A rank goes on until something is missing, and then waits to be woken by its coming."""
+    """The progress of each rank. A rank runs until an item is missing, and continues when the item is done."""
 
     def __init__(self, plan: Plan, costs: Costs):
-        _refuse_costs_of_more_stages(costs, plan.num_stages)
+        _check_num_costs(costs, plan.num_stages)
         self.plan, self.costs = plan, costs
         ranks, self.last = range(plan.num_ranks), plan.num_stages - 1
         self.holds = [{a.stage for a in row if a.op is Op.FORWARD} for row in plan.rows]
@@ -79,8 +80,8 @@ class _Run:
         self.clock = [0.0 for _ in ranks]
         self.starts: list[list[float]] = [[] for _ in ranks]
         self.ends: list[list[float]] = [[] for _ in ranks]
-        self.done: dict[Done, float] = {}
-        self.waiting: dict[Done, list[int]] = {}  # the ranks
+        self.done: dict[RankItem, float] = {}
+        self.waiting: dict[RankItem, list[int]] = {}  # the ranks
 
     def to_the_end(self) -> None:
         """Run all rows. Raises `PlanError`."""
@@ -91,9 +92,9 @@ class _Run:
             raise self.stuck()
 
     def advance(self, rank: int) -> list[int]:
-        """Run the row of a rank until something is missing; return the ranks that may go on by what was done."""
+        """Run the row of a rank until an item is missing; return the ranks that can continue."""
         row, starts, ends = self.plan.rows[rank], self.starts[rank], self.ends[rank]
-        done, clock, woken = self.done, self.clock[rank], []
+        done, clock, ready = self.done, self.clock[rank], []
         while len(ends) < len(row):
             action = row[len(ends)]
             start = clock
@@ -101,7 +102,7 @@ class _Run:
                 if need not in done:
                     self.waiting.setdefault(need, []).append(rank)
                     self.clock[rank] = clock
-                    return woken
+                    return ready
                 start = max(start, done[need] + delay)
             stage, microbatch, word = action.stage, action.microbatch, _WORDS.get(action.op)
             cost = self.cost.get(action.op)
@@ -109,14 +110,14 @@ class _Run:
             starts.append(start)
             ends.append(clock)
             if word is not None:
-                key: Done = (rank, word, stage, microbatch)  # type: ignore
+                key: RankItem = (rank, word, stage, microbatch)  # type: ignore
                 done[key] = clock
-                woken += self.waiting.pop(key, ())
+                ready += self.waiting.pop(key, ())
         self.clock[rank] = clock
-        return woken
+        return ready
 
-    def needs(self, rank: int, action: Action) -> Iterator[tuple[Done, float]]:
-        """Yield what an action waits for, and how long after that it is here."""
+    def needs(self, rank: int, action: Action) -> Iterator[Wait]:
+        """Yield the items that an action waits for, and the delay of each."""
         op, stage, i = action.op, action.stage, action.microbatch
         if stage is None or i is None:
             return
@@ -132,8 +133,8 @@ class _Run:
         elif op is Op.SEND_ACTIVATION:
             yield (rank, "F", stage, i), 0.0
 
-    def arrival(self, rank: int, word: str, thing: str, stage: int, other: int, i: int) -> Iterator[tuple[Done, float]]:
-        """Yield what of the stage beside must be here: as it is on this rank, or once its message is."""
+    def arrival(self, rank: int, word: str, thing: str, stage: int, other: int, i: int) -> Iterator[Wait]:
+        """Yield the items of a neighbouring stage: on this rank directly, else through a message."""
         if other in self.holds[rank]:
             yield (rank, word, other, i), 0.0
         elif not self.lowered:
@@ -142,12 +143,12 @@ class _Run:
             yield (rank, f"RECV_{thing}", stage, i), 0.0
             yield self.sent(f"SEND_{thing}", stage, other, i)
 
-    def sent(self, word: str, stage: int, other: int, i: int) -> tuple[Done, float]:
-        """Return the send by the stage beside, and how long its message takes."""
+    def sent(self, word: str, stage: int, other: int, i: int) -> Wait:
+        """Return the send of a neighbouring stage, and the time of its message."""
         return (self.plan.placement.get(other, -1), word, other, i), self.delay[min(stage, other)]
 
     def received(self, action: Action, posted: float) -> float:
-        """Return when the message of a receive is there. Raises `PlanError` where nobody sends it."""
+        """Return when the message of a receive arrives. Raises `PlanError` if it is not sent."""
         stage, i = action.stage, action.microbatch
         assert stage is not None and i is not None
         back = action.op is Op.RECV_GRAD
@@ -156,11 +157,11 @@ class _Run:
             need, delay = self.sent("SEND_GRAD" if back else "SEND_ACT", stage, other, i)
             if need in self.done:
                 return max(posted, self.done[need] + delay)
-        raise PlanError("a message is received that nobody sends", got=str(action),
+        raise PlanError("a receive has no send", got=str(action),
                         want=f"a {'SEND_GRAD' if back else 'SEND_ACT'} of microbatch {i} by stage {other}")  # fmt: skip
 
     def timeline(self) -> Timeline:
-        """Return the events, and what is held."""
+        """Return the events and the peaks of memory."""
         rows = []
         for row, starts, ends in zip(self.plan.rows, self.starts, self.ends, strict=True):
             events = []
@@ -173,7 +174,7 @@ class _Run:
         return Timeline(tuple(rows), tuple(b for b, _ in held), tuple(n for _, n in held))
 
     def stuck(self) -> PlanError:
-        """Return the error that says who waits for what."""
+        """Return the error that shows what each rank waits for."""
         every = ((rank, action) for rank, row in enumerate(self.plan.rows) for action in row)
         all_of = {(_WORDS.get(a.op), a.stage, a.microbatch): (rank, a) for rank, a in every}
         lines = []
@@ -185,8 +186,8 @@ class _Run:
             need = next(need for need, _ in self.needs(rank, action) if need not in self.done)
             _, word, stage, i = need
             other, wanted = all_of.get((word, stage, i), (None, f"{stage}{word}{i}"))
-            where = "is nowhere in the plan" if other is None else f"is later in the row of rank {other}"
+            where = "is not in the plan" if other is None else f"is later in the row of rank {other}"
             lines.append(f"rank {rank} is at {action} and waits for {wanted}, which {where}")
         shown = lines if len(lines) <= 16 else [*lines[:16], f"and {len(lines) - 16} more"]
-        return PlanError("the plan gets stuck: every rank that is not at its end waits", got="\n".join(shown),
-                         want="each action after what it needs")  # fmt: skip
+        return PlanError("the plan deadlocks: every rank that is not at its end waits", got="\n".join(shown),
+                         want="each action after its dependencies")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Timelines: when each action of a plan ran, simulated or measured, and what can be read off them."""
+"""`Timeline`: when each action of a plan ran, simulated or measured, with bubble and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fds.plans.actions import COMPUTE, Action, Op
 
 @attrs.frozen
 class Event:
-    """One action, from `start` to `end`, in the unit of the costs; seconds where measured."""
+    """One action, from `start` to `end`, in the unit of the costs; seconds if measured."""
 
     action: Action
     start: float
@@ -22,7 +22,7 @@ class Event:
 
 @attrs.frozen
 class Timeline:
-    """The events of every rank, in order; memory where it is known."""
+    """The events of every rank, in order, and the peaks of memory if known."""
 
     rows: tuple[tuple[Event, ...], ...]
     peak_bytes: tuple[float, ...] = ()  # per rank
@@ -30,7 +30,7 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.rows)
 
     @property
@@ -51,10 +51,10 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The papers' bubble: how far the busiest rank's work is below the longest span of a rank, as a fraction of it.
+        """The bubble of the papers: 1 - (work of the busiest rank) / (longest span of a rank).
 
-        A rank that starts later also ends later, and the next step may begin where this one's span ends; so a
-        schedule that only shifts the ranks against each other, as ZB-H2 does, has no bubble.
+        A rank that starts later also ends later, and its next step can begin when its span ends; so a schedule that
+        only shifts the ranks against each other, as ZB-H2 does, has no bubble.
 
         Source: Qi et al. 2024, arXiv:2401.10241, section 5
         """
@@ -63,15 +63,15 @@ class Timeline:
 
     @property
     def idle_fraction(self) -> float:
-        """The share of all ranks' time, from 0 to the last end, in which they do not compute."""
+        """The fraction of all ranks' time, from 0 to the last end, without computation."""
         whole = self.num_ranks * self.makespan
         return max(0.0, 1 - sum(self.busy) / whole) if whole else 0.0
 
 
-def demand_timeline(value: object, where: str) -> None:
-    """Refuse what is no timeline, a plan above all. Raises `PlanError`."""
+def check_timeline(value: object, where: str) -> None:
+    """Raise `PlanError` unless this is a timeline."""
     if not isinstance(value, Timeline):
-        raise PlanError("only what has times can be drawn", where=where, got=type(value).__name__, want="a Timeline",
+        raise PlanError("not a timeline", where=where, got=type(value).__name__, want="a Timeline",
                         hint=f"{where}(plans.simulate(plan), ...)")  # fmt: skip
 
 
@@ -83,10 +83,10 @@ def computing(row: Iterable[Event]) -> list[Event]:
 def peaks(row: Sequence[Event], activation_bytes: Callable[[int], float], *, trains: bool) -> tuple[float, int]:
     """Return the largest bytes, and the largest number of (stage, microbatch)s, that a rank holds at once.
 
-    A microbatch is held from the start of its forward to the end of W, or of the fused backward, where the plan
-    trains; else to the end of its forward. A stage of several on the rank counts for itself.
+    A microbatch is held from the start of its forward to the end of W or BW if the plan trains, else to the end of its
+    forward. Each stage of the rank counts separately.
     """
-    live: Counter[int] = Counter()  # counted and multiplied, for sums of floats would drift
+    live: Counter[int] = Counter()  # multiplied at the end, since sums of floats would drift
     most_bytes, most_live = 0.0, 0
     for event in row:
         op, stage = event.action.op, event.action.stage

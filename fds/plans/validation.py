@@ -1,4 +1,4 @@
-"""Validation: refuse a plan that loses work, does it twice, gets stuck, or takes too much memory."""
+"""`validate`: check that a plan does all work once, does not deadlock, and keeps to a memory bound."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ OF_MICROBATCH = COMPUTE | SENDS | RECVS | {Op.LOAD}
 
 
 def validate(plan: Plan | Rows, *, memory_bound: int | Sequence[int] | None = None) -> Plan:
-    """Return the plan if it can be run, lowered or not; rows of actions are read first.
+    """Return the plan, lowered or not, if it can be run; rows are converted to a plan first.
 
-    Every stage is on one rank and takes every microbatch through F once, and through BW, or B and W, once, or no stage
-    through a backward at all. Ranks that do their rows in order do not wait for each other forever, even if a send
-    returns only when its receiver has come to the receive (which it waits for where the message is used). Of a
-    lowered plan, every send has its receive and what is used was loaded or received; of one with buffers, no two
-    microbatches share one at a time. At most `memory_bound` (stage, microbatch)s, one bound or one per rank, are
-    between their F and the end of their backward on a rank at once.
+    Every stage must be on one rank and do F once for every microbatch, and BW, or B and W, once (or no stage does a
+    backward). Ranks must not wait for each other, even if a send returns only when its receive is posted. In a lowered
+    plan every send has its receive, and loads and receives come before their use. No two microbatches use a buffer at
+    the same time. A rank has at most `memory_bound` (stage, microbatch)s, one bound or one per rank, between their F
+    and the end of their backward.
 
     Raises:
-        PlanError: with the first fault of these, marked in the ranks x time grid.
+        PlanError: with the first fault, marked in the ranks x time grid.
 
     >>> validate([["0F0", "0BW0"], ["1BW0", "1F0"]])
     Traceback (most recent call last):
@@ -45,7 +44,8 @@ def validate(plan: Plan | Rows, *, memory_bound: int | Sequence[int] | None = No
     _check_end(plan)
     if any(action.op in OF_MICROBATCH - COMPUTE for row in plan.rows for action in row):
         check_messages(plan, places)
-        finish_walk(plan, rendezvous(plan), "ranks wait for each other, for sends return when their receiver is there")
+        what = "ranks wait for each other, since a send returns only when its receive is posted"
+        finish_walk(plan, rendezvous(plan), what)
     else:
         finish_walk(plan, lambda action: needs(action, plan.num_stages), "ranks wait for each other")
     _check_buffers(plan)
@@ -55,16 +55,16 @@ def validate(plan: Plan | Rows, *, memory_bound: int | Sequence[int] | None = No
 
 
 def _check_forms(plan: Plan) -> None:
-    """Refuse an operation of a microbatch without one, and one of the whole step with one."""
+    """Raise for a microbatch operation without a microbatch, and for a step operation with one."""
     for rank, row in enumerate(plan.rows):
         for place, action in enumerate(row):
             if (action.op in OF_MICROBATCH) != (action.stage is not None and action.microbatch is not None):
                 want = f"0{action.op.value}0" if action.op in OF_MICROBATCH else action.op.value
-                raise blame("this is no action", plan, rank, place, want=f"such as {want}")
+                raise blame("not an action", plan, rank, place, want=f"such as {want}")
 
 
 def _check_once(plan: Plan) -> dict[Item, tuple[int, int]]:
-    """Return the (rank, place) of every item, refusing a stage on two ranks, and what is done twice."""
+    """Return the (rank, index) of every item. Raises for a stage on two ranks, and for an item done twice."""
     places: dict[Item, tuple[int, int]] = {}
     homes: dict[int, int] = {}
     for rank, row in enumerate(plan.rows):
@@ -74,7 +74,7 @@ def _check_once(plan: Plan) -> dict[Item, tuple[int, int]]:
                 continue
             if homes.setdefault(stage, rank) != rank:
                 raise blame("a stage is on two ranks", plan, rank, place,
-                            want=f"stage {stage} on rank {homes[stage]} alone")  # fmt: skip
+                            want=f"stage {stage} on rank {homes[stage]} only")  # fmt: skip
             for op in (B, W) if action.op is Op.BACKWARD else (action.op,):
                 if (op, stage, microbatch) in places:
                     first = places[op, stage, microbatch][1]
@@ -84,9 +84,9 @@ def _check_once(plan: Plan) -> dict[Item, tuple[int, int]]:
 
 
 def _check_complete(plan: Plan, places: dict[Item, tuple[int, int]]) -> None:
-    """Refuse a plan without work, and one in which a stage lacks an operation of a microbatch."""
+    """Raise for an empty plan, and for a stage that lacks an operation of a microbatch."""
     if not plan.num_stages:
-        raise PlanError("there is nothing to do in this plan", got=str(plan) or "no rows", want="such as 0: 0F0 0BW0")
+        raise PlanError("the plan is empty", got=str(plan) or "no rows", want="such as 0: 0F0 0BW0")
     ops = (F, B, W) if plan.trains else (F,)
     for stage in range(plan.num_stages):
         for microbatch in range(plan.num_microbatches):
@@ -94,17 +94,18 @@ def _check_complete(plan: Plan, places: dict[Item, tuple[int, int]]) -> None:
                 if (op, stage, microbatch) not in places:
                     either = f" or {Action(stage, Op.BACKWARD, microbatch)}" if op is B else ""
                     rank, place = _nearest(plan, places, stage, microbatch)
-                    raise blame("work is lost", plan, rank, place, want=f"{Action(stage, op, microbatch)}{either}, too")
+                    want = f"{Action(stage, op, microbatch)}{either}, too"
+                    raise blame("work is missing", plan, rank, place, want=want)
 
 
 def _nearest(plan: Plan, places: dict[Item, tuple[int, int]], stage: int, microbatch: int) -> tuple[int, int]:
-    """Return where the last work on this microbatch is, of the nearest stage that has any."""
+    """Return the (rank, index) of the last work on this microbatch at the nearest stage that has any."""
     far = lambda item: (item[2] != microbatch, abs(item[1] - stage), -places[item][1])
     return places[min(places, key=far)]
 
 
 def _check_end(plan: Plan) -> None:
-    """Refuse reductions and steps that are not the end of a row, with STEP the last, or are on some ranks only."""
+    """Raise unless reductions and then STEP are at the end of the rows, on all ranks."""
     everywhere = {a.op for row in plan.rows for a in row} & {Op.REDUCE_GRADS, Op.OPTIMIZER_STEP}
     for rank, row in enumerate(plan.rows):
         end = [place for place, action in enumerate(row) if action.op not in OF_MICROBATCH]
@@ -119,7 +120,7 @@ def _check_end(plan: Plan) -> None:
 
 
 def _check_buffers(plan: Plan) -> None:
-    """Refuse a microbatch in two buffers of a stage, or in one that another still has; if there are buffers."""
+    """Raise for a microbatch in two buffers of a stage, and for a buffer used by two microbatches at once."""
     for rank, row in enumerate(plan.rows):
         last = last_uses(row)
         held: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> buffer
@@ -134,7 +135,7 @@ def _check_buffers(plan: Plan) -> None:
             if owner.setdefault((stage, buffer), microbatch) != microbatch:
                 other = owner[stage, buffer]
                 raise blame("two microbatches share a buffer", plan, rank, place,
-                            want=f"a buffer but {buffer}, which is in use until {row[last[stage, other]]}")  # fmt: skip
+                            want=f"another buffer: {buffer} is in use until {row[last[stage, other]]}")  # fmt: skip
             if last[stage, microbatch] == place:
                 del owner[stage, buffer]
 
@@ -142,18 +143,18 @@ def _check_buffers(plan: Plan) -> None:
 def _bounds(plan: Plan, memory_bound: int | Sequence[int]) -> list[int]:
     bounds = list(memory_bound) if isinstance(memory_bound, Sequence) else [memory_bound] * plan.num_ranks
     if len(bounds) != plan.num_ranks or not all(map(is_int, bounds)):
-        raise PlanError("a memory bound is a number of microbatches", where="validate(memory_bound=...)",
+        raise PlanError("the memory bound is not a number of microbatches", where="validate(memory_bound=...)",
                         got=repr(memory_bound), want=f"one, or one for each of {plan.num_ranks} ranks")  # fmt: skip
     return bounds
 
 
 def _check_memory(plan: Plan, bounds: list[int]) -> None:
-    """Refuse more (stage, microbatch)s on a rank than its bound, from their F to the end of their backward."""
+    """Raise if a rank has more (stage, microbatch)s than its bound between F and the end of the backward."""
     for rank, row in enumerate(plan.rows):
         live = 0
         for place, action in enumerate(row):
             live += action.op is F
             if live > bounds[rank]:
-                raise blame("more microbatches are alive on this rank than its memory bound", plan, rank, place,
+                raise blame("more microbatches are live on this rank than its memory bound", plan, rank, place,
                             want=f"at most {bounds[rank]}")  # fmt: skip
             live -= action.op in (W, Op.BACKWARD) or (action.op is F and not plan.trains)

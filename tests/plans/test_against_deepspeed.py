@@ -112,15 +112,15 @@ def test_communication_that_a_plan_already_has_is_made_anew():
 
 
 @pytest.mark.parametrize(("rows", "options", "says"), [
-    ([["0F0", "0BW0"]], {"edition": "0.4"}, "no such edition"),
+    ([["0F0", "0BW0"]], {"edition": "0.4"}, "unknown edition"),
     ([["0F0", "0BW0"]], {"schedule": "TrainSchedul"}, "did you mean 'TrainSchedule'"),
-    ([["0F0", "0BW0"]], {"schedule": "InferenceSchedule"}, "gives no such plan"),
-    ([["0F0"]], {"schedule": "TrainSchedule"}, "gives no such plan"),
-    ([["0F0"], ["1F0"]], {"schedule": "DataParallelSchedule"}, "gives no such plan"),
-    ([["0F0", "0B0", "0W0"]], {}, "in halves"),
+    ([["0F0", "0BW0"]], {"schedule": "InferenceSchedule"}, "does not fit this schedule"),
+    ([["0F0"]], {"schedule": "TrainSchedule"}, "does not fit this schedule"),
+    ([["0F0"], ["1F0"]], {"schedule": "DataParallelSchedule"}, "does not fit this schedule"),
+    ([["0F0", "0B0", "0W0"]], {}, "no split backward"),
     ([["0F0", "1F0"]], {}, "one stage each"),
     ([["1F0"], ["0F0"]], {}, "one stage each"),
-    ([["0F0", "0F0"]], {}, "work twice"),
+    ([["0F0", "0F0"]], {}, "in the plan twice"),
     ([["0F0"], ["1F1", "1F0"]], {}, "rank 1 at 1F1"),
 ])  # fmt: skip
 def test_what_deepspeed_cannot_say_is_refused(rows, options, says):
@@ -129,7 +129,7 @@ def test_what_deepspeed_cannot_say_is_refused(rows, options, says):
 
 
 def test_half_a_backward_has_no_word():
-    with pytest.raises(PlanError, match="no word"):
+    with pytest.raises(PlanError, match="no such instruction"):
         words(Plan.of([["0W0"]]).rows[0][0])
 
 

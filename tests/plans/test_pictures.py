@@ -104,7 +104,7 @@ def test_nothing_as_text():
 
 def test_a_plan_is_simulated_before_it_is_drawn(tmp_path):
     for draw in (draw_text, to_chrome, lambda plan: draw_png(plan, tmp_path / "a.png")):
-        with pytest.raises(PlanError, match="only what has times") as error:
+        with pytest.raises(PlanError, match="not a timeline") as error:
             draw(one_f_one_b(2, 2))
         assert "simulate(plan)" in error.value.hint
     assert not list(tmp_path.iterdir())
@@ -246,14 +246,14 @@ def test_all_that_the_command_line_shows(capsys, tmp_path):
         ("one_f_one_bee", "did you mean 'one_f_one_b'?"),
         ("interleaved --stages 5", "a multiple of 2"),
         ("interleaved --chunks 0", "chunks=0"),
-        ("gpipe --forward one", "these are no numbers"),
+        ("gpipe --forward one", "not a list of numbers"),
         ("gpipe --forward 1,2", "no cost for this stage"),
-        ("gpipe --forward -1", "not negative"),
+        ("gpipe --forward -1", "negative or not finite"),
         ("gpipe --memory-bound 3", "searched --memory-bound"),
         ("gpipe --width 0", "--width"),
         ("gpipe --png missing/a.png", "cannot be written"),
         ("gpipe --chrome missing/a.json", "cannot be written"),
-        ("gpipe --forward 1,2,3,4,5", "more stages than the plan has"),
+        ("gpipe --forward 1,2,3,4,5", "more costs than stages"),
         ("searched --memory-bound 0.5", "at least 1.0"),
         ("dualpipe_v --stages 8 --microbatches 2", "too few microbatches"),
     ],

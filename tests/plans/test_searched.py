@@ -10,7 +10,7 @@ from fds.plans.actions import Op
 from fds.plans.costs import Costs
 from fds.plans.plan import Plan
 from fds.plans.schedules.gpipe import gpipe
-from fds.plans.schedules.greedy import greedy, tastes
+from fds.plans.schedules.greedy import greedy, preferences
 from fds.plans.schedules.letters import Times, fits, letters_of, plan_of, timed
 from fds.plans.schedules.one_f_one_b import one_f_one_b
 from fds.plans.schedules.searched import searched
@@ -75,7 +75,7 @@ def test_rows_of_letters_are_timed_as_the_simulator_does(problem, data):
     costs, p, m, _ = problem
     times = Times.of(costs, p)
     room = data.draw(st.lists(st.integers(1, 9), min_size=p, max_size=p))
-    rows = greedy(times, m, room, data.draw(st.sampled_from(tastes(times))))
+    rows = greedy(times, m, room, data.draw(st.sampled_from(preferences(times))))
     assert all(fits(row, most) for row, most in zip(rows, room, strict=True))
     assert letters_of(plan_of(rows)) == rows
     found, line = timed(times, rows), simulate(plan_of(rows), costs)
@@ -86,8 +86,8 @@ def test_rows_of_letters_are_timed_as_the_simulator_does(problem, data):
 
 def test_every_greedy_taste_ends_with_room_for_one_microbatch():
     times = Times.of(Costs([1, 2, 1], [2, 1, 1], [1, 1, 3], latency=0.5), 3)
-    for taste in tastes(times):
-        assert simulate(plan_of(greedy(times, 5, [1, 1, 1], taste))).peak_live == (1, 1, 1)
+    for preference in preferences(times):
+        assert simulate(plan_of(greedy(times, 5, [1, 1, 1], preference))).peak_live == (1, 1, 1)
 
 
 def test_rows_that_get_stuck_have_no_times():
@@ -148,7 +148,7 @@ def test_a_bound_that_division_would_round_is_kept():
 
 
 def test_sizes_are_checked():
-    with pytest.raises(PlanError, match="whole numbers"):
+    with pytest.raises(PlanError, match="not a count"):
         searched(Costs())(2, 0)
 
 

@@ -31,17 +31,17 @@ def moved(plan: Plan, text: str, before: str) -> Plan:
 
 
 BROKEN = {
-    "lost work": (without(PLAN, "1BW2"), "work is lost", "1F2", "1B2 or 1BW2, too"),
-    "lost forward": (without(PLAN, "0F1"), "work is lost", "0BW1", "0F1, too"),
-    "half a backward": (changed(PLAN, 1, 5, "1B2"), "work is lost", "1B2", "1W2, too"),
-    "a backward without its first half": (changed(PLAN, 1, 5, "1W2"), "work is lost", "1W2", "1B2 or 1BW2, too"),
-    "a stage that does not train": (Plan.of([["0F0"], ["1F0", "1BW0"]]), "work is lost", "0F0", "0B0 or 0BW0, too"),
-    "a stage that nobody has": (Plan.of([["0F0", "0BW0"], ["2F0", "2BW0"]]), "work is lost", "0BW0", "1F0, too"),
+    "lost work": (without(PLAN, "1BW2"), "work is missing", "1F2", "1B2 or 1BW2, too"),
+    "lost forward": (without(PLAN, "0F1"), "work is missing", "0BW1", "0F1, too"),
+    "half a backward": (changed(PLAN, 1, 5, "1B2"), "work is missing", "1B2", "1W2, too"),
+    "a backward without its first half": (changed(PLAN, 1, 5, "1W2"), "work is missing", "1W2", "1B2 or 1BW2, too"),
+    "a stage that does not train": (Plan.of([["0F0"], ["1F0", "1BW0"]]), "work is missing", "0F0", "0B0 or 0BW0, too"),
+    "a stage that nobody has": (Plan.of([["0F0", "0BW0"], ["2F0", "2BW0"]]), "work is missing", "0BW0", "1F0, too"),
     "doubled work": (changed(PLAN, 0, 1, "0F1", "0F1"), "work is done twice", "0F1", "0F1 (action 1) alone"),
     "a whole and a half": (changed(PLAN, 1, 1, "1BW0", "1W0"), "work is done twice", "1W0", "1BW0 (action 1) alone"),
     "a stage on two ranks": (
         Plan.of([["0F0", "0BW0", "1F1"], ["1F0", "1BW0"]]),
-        "a stage is on two ranks", "1F0", "stage 1 on rank 0 alone",
+        "a stage is on two ranks", "1F0", "stage 1 on rank 0 only",
     ),
     "wrong order": (
         moved(PLAN, "1BW2", before="1F2"), "ranks wait for each other", "1BW2", "1BW2 on rank 1 needs 1F2",
@@ -50,8 +50,8 @@ BROKEN = {
         moved(moved(PLAN, "0BW0", before="0F1"), "1F1", before="1BW0"),
         "ranks wait for each other", "0BW0", "0BW0 on rank 0 needs 1B0,\n1F1 on rank 1 needs 0F1",
     ),
-    "no action": (Plan.of([["0F0", "F"]]), "this is no action", "F", "such as 0F0"),
-    "a step of a microbatch": (Plan.of([["0F0", "0STEP0"]]), "this is no action", "0STEP0", "such as STEP"),
+    "no action": (Plan.of([["0F0", "F"]]), "not an action", "F", "such as 0F0"),
+    "a step of a microbatch": (Plan.of([["0F0", "0STEP0"]]), "not an action", "0STEP0", "such as STEP"),
     "a missing receive": (
         without(LOWERED, "1RECV_ACT1"), "the send has no receive", "0SEND_ACT1", "1RECV_ACT1 on rank 1",
     ),
@@ -60,13 +60,13 @@ BROKEN = {
     ),
     "a missing message": (
         without(without(LOWERED, "1RECV_ACT1"), "0SEND_ACT1"),
-        "what this action needs is never there", "1F1", "1RECV_ACT1 before it on rank 1",
+        "what this action needs is missing", "1F1", "1RECV_ACT1 before it on rank 1",
     ),
     "a missing load of inputs": (
-        without(LOWERED, "0LOAD1"), "what this action needs is never there", "0F1", "0LOAD1 before it on rank 0",
+        without(LOWERED, "0LOAD1"), "what this action needs is missing", "0F1", "0LOAD1 before it on rank 0",
     ),
     "a missing load of targets": (
-        without(LOWERED, "1LOAD1"), "what this action needs is never there", "1F1", "1LOAD1 before it on rank 1",
+        without(LOWERED, "1LOAD1"), "what this action needs is missing", "1F1", "1LOAD1 before it on rank 1",
     ),
     "a late load": (
         moved(LOWERED, "0LOAD1", before="0SEND_ACT1"),
@@ -84,23 +84,24 @@ BROKEN = {
                           "0SEND_ACT0 (action 2) alone"),
     "a message within a rank": (
         changed(plans.communicate(plans.zb_v(1, 1)), 0, 1, "0F0", "0SEND_ACT0"),
-        "this message goes nowhere", "0SEND_ACT0", "stage 1 on another rank",
+        "there is no other rank for this message", "0SEND_ACT0", "stage 1 on another rank",
     ),
     "a message beyond the last": (
-        changed(LOWERED, 1, 2, "1F0", "1SEND_ACT0"), "this message goes nowhere", "1SEND_ACT0", "a stage 2",
+        changed(LOWERED, 1, 2, "1F0", "1SEND_ACT0"), "there is no other rank for this message", "1SEND_ACT0",
+        "a stage 2",
     ),
     "a load in the middle": (
         changed(plans.communicate(plans.gpipe(3, 1)), 1, 0, "1RECV_ACT0", "1LOAD0"),
-        "nothing here uses what is loaded", "1LOAD0", "loads on the first and the last stage",
+        "this stage does not use loads", "1LOAD0", "loads on the first and the last stage",
     ),
     "a deadlock of blocking sends": (
         moved(LOWERED, "1RECV_ACT1", before="1LOAD1"),
-        "ranks wait for each other, for sends return when their receiver is there", "0SEND_ACT1",
+        "ranks wait for each other, since a send returns only when its receive is posted", "0SEND_ACT1",
         "0SEND_ACT1 on rank 0 needs 1RECV_ACT1,\n1SEND_GRAD0 on rank 1 needs 0RECV_GRAD0",
     ),
     "a shared buffer": (
         Plan.of([["0F0@0", "0F1@0", "0BW0@0", "0BW1@0"]]),
-        "two microbatches share a buffer", "0F1@0", "a buffer but 0, which is in use until 0BW0@0",
+        "two microbatches share a buffer", "0F1@0", "another buffer: 0 is in use until 0BW0@0",
     ),
     "a changed buffer": (
         Plan.of([["0F0@0", "0BW0@1"]]), "a microbatch changes its buffer", "0BW0@1", "buffer 0, as before",
@@ -136,7 +137,7 @@ def test_a_fault_is_found_and_shown(plan, what, marked, want):
 
 def test_the_picture_of_a_fault():
     assert str(fault(without(PLAN, "1BW2"))) == (
-        "work is lost\n"
+        "work is missing\n"
         "  where: rank 1, action 4: 1F2\n"
         "  got:      0    1    2     3     4     5      6\n"
         "         0: 0F0  0F1  .     0BW0  0F2   0BW1   0BW2\n"
@@ -147,7 +148,7 @@ def test_the_picture_of_a_fault():
 
 @pytest.mark.parametrize("plan", [Plan(()), Plan.of([[], []]), Plan.of([["STEP"]])])
 def test_an_empty_plan_is_refused(plan):
-    assert fault(plan).what == "there is nothing to do in this plan"
+    assert fault(plan).what == "the plan is empty"
 
 
 @given(made_by(SCHEDULES, ranks=3, microbatches=4).filter(lambda p: p.num_microbatches > 1), st.data())
@@ -226,7 +227,7 @@ def test_rows_are_read_wherever_a_plan_is_taken():
     ],
 )
 def test_what_is_no_action_says_what_was_meant(rows, hint):
-    with pytest.raises(PlanError, match=r"this is no (action|plan)") as refused:
+    with pytest.raises(PlanError, match=r"not an? (action|plan)") as refused:
         plans.validate(rows)
     assert hint in refused.value.hint
 
@@ -237,7 +238,7 @@ NO_PLANS = [3, None, [3], [[3]], [["0F0", 1.5]], "0F0 0BW0"]
 @pytest.mark.parametrize("rows", NO_PLANS, ids=str)
 @pytest.mark.parametrize("read", [plans.Plan, plans.Plan.of, plans.validate, plans.simulate])
 def test_what_is_no_plan_is_refused_wherever_one_is_read(read, rows):
-    with pytest.raises(PlanError, match=r"this is no plan") as refused:
+    with pytest.raises(PlanError, match=r"not a plan") as refused:
         read(rows)
     assert "rows such as" in refused.value.want
 

@@ -1,4 +1,4 @@
-"""A timeline as a PNG: one lane of coloured bars per rank."""
+"""`draw_png`: a timeline as a PNG, one lane of bars per rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fds.errors import PlanError
 from fds.plans.actions import Op
-from fds.plans.timeline import Event, Timeline, computing, demand_timeline
+from fds.plans.timeline import Event, Timeline, check_timeline, computing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,8 +17,8 @@ _COLORS = {  # Okabe and Ito's palette, which the colour-blind can tell apart
     Op.BACKWARD_WEIGHT: (0.00, 0.62, 0.45), Op.BACKWARD: (0.80, 0.47, 0.65),
 }  # fmt: skip
 _LABELS = {
-    Op.FORWARD: "F: forward", Op.BACKWARD_INPUT: "B: gradients by the input",
-    Op.BACKWARD_WEIGHT: "W: gradients by the parameters", Op.BACKWARD: "BW: both",
+    Op.FORWARD: "F: forward", Op.BACKWARD_INPUT: "B: input gradients",
+    Op.BACKWARD_WEIGHT: "W: weight gradients", Op.BACKWARD: "BW: both",
 }  # fmt: skip
 _INCHES, _DIGIT = 14.0, 0.09  # the width of a picture; of a digit of 9 points
 
@@ -26,11 +26,11 @@ _INCHES, _DIGIT = 14.0, 0.09  # the width of a picture; of a digit of 9 points
 def draw_png(timeline: Timeline, path: str | Path, *, title: str | None = None) -> None:
     """Draw a bar per computation, coloured by its operation, with its microbatch where there is room.
 
-    Where a rank has several stages, the later ones are paler. Needs matplotlib, the extra `plot`; nothing of pyplot
-    is touched. Raises `PlanError` where matplotlib is missing, for a plan that was not simulated, and where the file
-    cannot be written.
+    If a rank has several stages, later ones are paler. Needs matplotlib, the extra `plot`; pyplot's state is not
+    changed. Raises `PlanError` if matplotlib is missing, for a plan that was not simulated, and if the file cannot be
+    written.
     """
-    demand_timeline(timeline, "draw_png")
+    check_timeline(timeline, "draw_png")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -67,7 +67,7 @@ def _lane(axes: Axes, rank: int, row: list[Event], *, inches_per_unit: float) ->
 
 
 def _pale(event: Event, stages: list[int]) -> tuple[Any, ...]:
-    """Return the colour of a computation, the nearer to white the later its stage is among those of the rank."""
+    """Return the colour of a computation, paler for later stages of the rank."""
     place = stages.index(event.action.stage) if event.action.stage in stages else 0  # type: ignore
     white = 0.6 * place / max(len(stages) - 1, 1)
     return tuple(c + (1 - c) * white for c in _COLORS[event.action.op])

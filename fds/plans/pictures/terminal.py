@@ -1,4 +1,4 @@
-"""A timeline as text: one line per rank, columns are time."""
+"""`draw_text`: a timeline as text, one line per rank, columns are time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from fds.plans.actions import Action, Op
-from fds.plans.timeline import Event, Timeline, computing, demand_timeline
+from fds.plans.timeline import Event, Timeline, check_timeline, computing
 
-_LETTER = 3  # the place of the shortest name
-WIDEST = 2000  # columns, where nobody says how many there are
+_LETTER = 3  # index of the shortest name
+WIDEST = 2000  # columns, if no width is given
 _STYLES = {
     Op.FORWARD: "black on bright_blue", Op.BACKWARD_INPUT: "black on bright_cyan",
     Op.BACKWARD_WEIGHT: "black on bright_green", Op.BACKWARD: "black on bright_yellow",
@@ -23,15 +23,15 @@ _STYLES = {
 def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | None = None) -> str:
     """Return one line per rank: a computation as its operation and microbatch, then `-` for as long as it lasts.
 
-    Where a rank has several stages the stage stands before, as in `2F0`. Where names do not fit into the line, all of
-    a rank lose the stage, then all but the first letter of the operation and the microbatch; an operation too short
-    for even that is its letter alone. The last line shows where time 0 and the end are. Raises `PlanError` for a plan
-    that was not simulated.
+    If a rank has several stages, names begin with the stage, as in `2F0`. If names do not fit, all names of a rank drop
+    the stage, then are shortened to the first letter of the operation and the microbatch; an operation too short for
+    that is only its letter. The last line shows time 0 and the end. Raises `PlanError` for a plan that was not
+    simulated.
 
     Args:
         timeline: simulated or measured.
-        width: columns of the whole; as many as the names need where None.
-        color: whether to use the terminal's colours; where None, if standard output is a terminal.
+        width: columns of the drawing; None is as many as the names need.
+        color: whether to use terminal colours; None does if standard output is a terminal.
 
     >>> from fds.plans.simulator import simulate
     >>> print(draw_text(simulate([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]), color=False))
@@ -39,7 +39,7 @@ def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | Non
     1 |   F0 BW0-- F1 BW1--
        0                        9
     """
-    demand_timeline(timeline, "draw_text")
+    check_timeline(timeline, "draw_text")
     rows = [computing(row) for row in timeline.rows]
     margin = len(str(max(len(rows) - 1, 0))) + 2
     columns = _natural_width(timeline, rows) if width is None else max(width - margin, 1)
@@ -59,7 +59,7 @@ def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | Non
 
 
 def _natural_width(timeline: Timeline, rows: list[list[Event]]) -> int:
-    """Return the columns at which every name fits with a blank behind it; no more than `WIDEST`."""
+    """Return the columns at which every name fits with a blank after it, at most `WIDEST`."""
     several = _several(rows)
     needed = [
         (len(_names(event.action, several)[0]) + 1) / (event.end - event.start)
@@ -87,13 +87,13 @@ def _several(rows: list[list[Event]]) -> bool:
 
 
 def _levels(row: list[Event], scale: float, several: bool) -> dict[Op, int]:
-    """Return how short the names of each operation are: alike in a row, but for operations that are letters alone."""
+    """Return the level of shortening of each operation: the same in a row, except for operations shown as a letter."""
     levels = dict.fromkeys(_STYLES, 0)
     for event in row:
         names, op = _names(event.action, several), event.action.op
         columns = round(event.end * scale) - round(event.start * scale)
         room = max(columns, (event.end - event.start) * scale + 1e-6)
-        if several and room < len(names[0]) + 1:  # a stage stands apart from what is before: no 0F01F0
+        if several and room < len(names[0]) + 1:  # a blank separates names with stages: no 0F01F0
             levels[op] = max(levels[op], 1)
         while 0 < columns < len(names[levels[op]]) and levels[op] < _LETTER:
             levels[op] += 1
@@ -102,14 +102,14 @@ def _levels(row: list[Event], scale: float, several: bool) -> dict[Op, int]:
 
 
 def _names(action: Action, several: bool) -> tuple[str, ...]:
-    """Return what a computation may be called, from long to short."""
+    """Return the possible names of a computation, from long to short."""
     short = f"{action.op.value}{action.microbatch}"
     letter = action.op.value[0]
     return (f"{action.stage}{short}" if several else short, short, f"{letter}{action.microbatch}", letter)
 
 
 def _cell(name: str, columns: int) -> str:
-    """Return the text of a computation: a blank ends it where there is room, so that neighbours stand apart."""
+    """Return the text of a computation, which ends in a blank if there is room."""
     filled = f"{name:-<{max(columns - 1, len(name))}}"
     return f"{filled:<{columns}}"[:columns]
 

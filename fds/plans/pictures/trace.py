@@ -1,4 +1,4 @@
-"""A timeline as a trace of Chrome's format, for https://ui.perfetto.dev or chrome://tracing."""
+"""`to_chrome`: a timeline as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 from fds.errors import PlanError
 from fds.plans.actions import COMPUTE, SENDS, Op
-from fds.plans.timeline import Event, Timeline, demand_timeline
+from fds.plans.timeline import Event, Timeline, check_timeline
 
-# names that both viewers know
+# colour names that both viewers know
 _COLORS = {
     Op.FORWARD: "thread_state_running", Op.BACKWARD_INPUT: "thread_state_runnable",
     Op.BACKWARD_WEIGHT: "good", Op.BACKWARD: "thread_state_iowait",
 }  # fmt: skip
-_COMPUTE, _MESSAGES = 0, 1  # threads: what waits for a message overlaps what is computed meanwhile
+_COMPUTE, _MESSAGES = 0, 1  # threads, since messages overlap computations
 
 
 def to_chrome(timeline: Timeline, path: str | Path | None = None) -> dict[str, Any]:
     """Return the trace, and write it to `path` as JSON if there is one.
 
-    A rank is a process; its computations are one thread, sends, receives and what else was lowered another. A unit
-    of the timeline is taken for a second, so that a tick of unit costs shows as one. Raises `PlanError` for a plan
-    that was not simulated, and where the file cannot be written.
+    A rank is a process; its computations are one thread, messages and the other lowered actions another. A unit of the
+    timeline is shown as a second. Raises `PlanError` for a plan that was not simulated, and if the file cannot be
+    written.
 
     Source: "Trace Event Format", complete events (ph X, ts and dur in microseconds)
     """
-    demand_timeline(timeline, "to_chrome")
+    check_timeline(timeline, "to_chrome")
     events: list[dict[str, Any]] = []
     for rank, row in enumerate(timeline.rows):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
@@ -47,11 +47,11 @@ def to_chrome(timeline: Timeline, path: str | Path | None = None) -> dict[str, A
 def _complete(rank: int, event: Event) -> dict[str, Any]:
     action = event.action
     computes = action.op in COMPUTE
-    known = {"stage": action.stage, "microbatch": action.microbatch, "buffer": action.buffer}
-    found: dict[str, Any] = {
+    numbers = {"stage": action.stage, "microbatch": action.microbatch, "buffer": action.buffer}
+    trace_event: dict[str, Any] = {
         "ph": "X", "name": str(action), "cat": "compute" if computes else "send" if action.op in SENDS else "other",
         "pid": rank, "tid": _COMPUTE if computes else _MESSAGES,
         "ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6,
-        "args": {name: value for name, value in known.items() if value is not None},
+        "args": {name: value for name, value in numbers.items() if value is not None},
     }  # fmt: skip
-    return {**found, "cname": _COLORS[action.op]} if computes else found
+    return {**trace_event, "cname": _COLORS[action.op]} if computes else trace_event

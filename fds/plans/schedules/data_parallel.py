@@ -1,4 +1,4 @@
-"""Data parallel: one stage, which accumulates.
+"""Data parallel: one stage with gradient accumulation.
 
 Bubble: none
 Live:   one microbatch

@@ -1,7 +1,7 @@
-"""DualPipeV ("cut in half"): two stages a rank laid out as a V; forwards stand beside backwards of the other stage.
+"""DualPipeV ("cut in half"): two stages a rank laid out as a V; forwards alternate with backwards of the other stage.
 
-A forward and a whole backward that follow each other are of two microbatches and two stages: an interpreter may run
-them at once, so that one computes while the other communicates. Here they are two actions like all others.
+A forward and a BW that follow each other are of different microbatches and stages: an interpreter may run them at the
+same time, so that one computes while the other communicates. Here they are two separate actions.
 
 Bubble: (p - 1) tF where tF = tB = tW; published for pairs that run as one, in tFB: (p - 1)(tFB + tB - 2tW)
 Live:   2p + 1 (stage, microbatch)s on a rank, each half of 1F1B's
@@ -36,7 +36,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int):
         if split:
             pending.append(stage)
 
-    def weight() -> None:  # the oldest that waits
+    def weight() -> None:  # of the oldest pending backward
         if pending:
             row.do(pending.popleft(), W)
 
@@ -53,7 +53,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int):
     for _ in range(below):
         row.do(up, BW, F)
         row.do(down, BW)
-    # the last backwards: whole ones first, then split, whose second half fills the wait for the others
+    # the last backwards: BW first, then B, whose W fills the wait for the others
     for last in range(2 * (rank + 1)):
         backward(down if last % 2 else up, split=last > rank)
     for _ in range(below):

@@ -1,4 +1,4 @@
-"""Inference: forwards alone.
+"""Inference: forwards only.
 
 Bubble: (p - 1) tF
 Live:   one microbatch on every rank
@@ -30,9 +30,9 @@ def inference(num_ranks: int, num_microbatches: int) -> Plan:
 
 
 def forwards_of(placement: Mapping[int, int], num_microbatches: int) -> Plan:
-    """Return the plan of all forwards for stages that lie on these ranks (stage -> rank), several on one or not.
+    """Return the plan of all forwards for stages placed on these ranks (stage -> rank).
 
-    Every rank does them in the order of their tick, microbatch + stage, so that none waits for one that comes after.
+    Every rank does them in the order of microbatch + stage, so that none waits for a later one.
 
     >>> forwards_of({0: 0, 1: 1, 2: 1, 3: 0}, 2)
     0: 0F0 0F1 3F0 3F1

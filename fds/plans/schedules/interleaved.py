@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: a rank holds several chunks of the model, so that ranks wait for a chunk, not for a whole part.
+"""Interleaved 1F1B: a rank holds several chunks of the model, so that ranks wait for one chunk only.
 
 Bubble: (p - 1)(tF + tB + tW), times being those of a stage: with v chunks a v-th of 1F1B's
 Live:   min(vm, (v - 1)p + 2(p - r - 1) + 1) (stage, microbatch)s on rank r, each a v-th of 1F1B's; v > 1
@@ -24,14 +24,14 @@ class Interleaved:
     def __call__(self, num_ranks: int, num_microbatches: int) -> Plan:
         check_sizes(repr(self), num_ranks, num_microbatches)
         if num_microbatches % num_ranks:
-            raise PlanError("the microbatches do not fill whole rounds of the ranks", where=repr(self),
+            raise PlanError("the number of microbatches is not a multiple of the number of ranks", where=repr(self),
                             got=f"num_ranks={num_ranks}, num_microbatches={num_microbatches}",
                             want=f"a multiple of {num_ranks} microbatches")  # fmt: skip
         return Plan.of(self._row(rank, num_ranks, num_microbatches).actions for rank in range(num_ranks))
 
     def _row(self, rank: int, num_ranks: int, num_microbatches: int) -> Row:
         row, total = Row(), self.chunks * num_microbatches
-        per_rank_behind = 2 if self.chunks > 1 else 1  # of one chunk, 1F1B needs no more
+        per_rank_behind = 2 if self.chunks > 1 else 1  # with one chunk as in 1F1B
         warm_up = min(total, (self.chunks - 1) * num_ranks + per_rank_behind * (num_ranks - rank - 1))
         chunk = lambda turn: turn // num_ranks % self.chunks  # a round takes p microbatches through a chunk
         for turn in range(total + warm_up):
@@ -48,7 +48,7 @@ class Interleaved:
 def interleaved(chunks: int) -> Interleaved:
     """Return the schedule of 1F1B over `chunks` stages a rank. Raises `PlanError`.
 
-    It takes whole rounds: multiples of p microbatches. Of one chunk, it is 1F1B.
+    The number of microbatches must be a multiple of p. With one chunk it is 1F1B.
 
     >>> interleaved(2)(2, 2)
     0: 0F0 0F1 2F0 2F1 2BW0 2BW1 0BW0 0BW1

@@ -1,4 +1,4 @@
-"""The rows of the hand-made zero-bubble schedules: forwards ahead, and weight gradients behind."""
+"""The rows of ZB-H1 and ZB-H2: forwards ahead of the backward, weight gradients behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1F1B (PipeDream-flush): one forward, one backward, so that a microbatch's memory is soon free again.
+"""1F1B (PipeDream-flush): one forward, one backward, so that the memory of a microbatch is freed early.
 
 Bubble: (p - 1)(tF + tB + tW), as GPipe
 Live:   min(m, p - r) microbatches on rank r

@@ -1,4 +1,4 @@
-"""A row under construction, which takes the microbatches of every stage in order."""
+"""`Row`: builds the actions of one rank, with the microbatches of every stage in order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ F, B, W, BW = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD
 
 
 class Row:
-    """The actions of one rank so far; which microbatch comes next is counted here.
+    """The actions of one rank so far; the next microbatch of each operation is counted here.
 
-    Gradients are summed where W or BW are done. Counting here makes every schedule do them in the order 0, 1, 2, ...
-    at every stage, so that all of them compute the same bits.
+    Gradients are summed by W and BW. Every schedule does them in the order 0, 1, 2, ... at every stage, so that all
+    schedules are bit-equal.
 
     >>> row = Row()
     >>> row.do(3, F, F, BW, B, W)
@@ -26,7 +26,7 @@ class Row:
         self._counts: Counter[tuple[int, Op]] = Counter()
 
     def do(self, stage: int, *ops: Op) -> None:
-        """Append these operations of a stage, each for the microbatch that it has not yet been done for."""
+        """Append these operations of a stage, each for its next microbatch."""
         for op in ops:
             if op is BW:
                 microbatch = self._take(stage, W)
@@ -36,7 +36,7 @@ class Row:
             self.actions.append(Action(stage, op, microbatch))
 
     def done(self, stage: int, op: Op) -> int:
-        """Return how many microbatches of a stage this operation was done for."""
+        """Return the number of microbatches of a stage for which this operation is in the row."""
         return self._counts[stage, op]
 
     def _take(self, stage: int, op: Op) -> int:

@@ -1,4 +1,4 @@
-"""Sizes: the numbers of ranks and microbatches that a schedule takes."""
+"""Check the numbers of ranks and microbatches that a schedule is called with."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from fds.errors import PlanError, is_int
 
 
 def check_sizes(schedule: str, num_ranks: object, num_microbatches: object, *, least: int = 1) -> None:
-    """Refuse what is no count of ranks, and what is no count of at least `least` microbatches. Raises `PlanError`."""
+    """Raise `PlanError` unless these are counts, with at least `least` microbatches."""
     for name, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         check_count(schedule, name, value)
     if isinstance(num_microbatches, int) and num_microbatches < least:
-        raise PlanError("there are too few microbatches for this schedule", where=schedule,
+        raise PlanError("too few microbatches for this schedule", where=schedule,
                         got=f"num_ranks={num_ranks}, num_microbatches={num_microbatches}",
                         want=f"num_microbatches >= {least}")  # fmt: skip
 
 
 def check_count(schedule: str, name: str, value: object) -> None:
-    """Refuse what is no whole number of at least one. Raises `PlanError`."""
+    """Raise `PlanError` unless this is an int of at least 1."""
     if not is_int(value, 1):
-        raise PlanError("a schedule counts in whole numbers", where=schedule, got=f"{name}={value!r}",
+        raise PlanError("not a count", where=schedule, got=f"{name}={value!r}",
                         want=f"{name} >= 1")  # fmt: skip

@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B whose weight gradients wait until the end, where 1F1B has nothing to do.
+"""ZB-H1: 1F1B with weight gradients delayed to the end, where 1F1B is idle.
 
 Bubble: (p - 1)(tF + tB - tW), a third of 1F1B's where the three are equal and m >= p
 Live:   min(m, p) microbatches on every rank, which 1F1B has on its first; up to their B min(m, p - r), as 1F1B

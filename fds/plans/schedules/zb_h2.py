@@ -1,4 +1,4 @@
-"""ZB-H2: forwards in place of the first wait, weight gradients in place of the last: no bubble, for twice the memory.
+"""ZB-H2: forwards instead of the first wait, weight gradients instead of the last: no bubble, for twice the memory.
 
 Bubble: none where tF = tB = tW and m >= 2p - 1, counted on a rank from its own first start to its own last end
 Live:   min(m, 2p - 1) microbatches on every rank; up to their B min(m, 2(p - r) - 1) on rank r

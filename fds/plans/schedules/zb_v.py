@@ -1,4 +1,4 @@
-"""ZB-V: two stages a rank, laid out as a V, so that the first backward begins where the last forward ended.
+"""ZB-V: two stages a rank, laid out as a V, so that the first backward begins on the rank of the last forward.
 
 Bubble: none where tF = tB = tW and m >= 2p - 1, counted on a rank from its own first start to its own last end
 Live:   2p (stage, microbatch)s on a rank, or fewer, each half of 1F1B's: what 1F1B has on its first rank
@@ -19,7 +19,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Plan:
     0: 0F0 1F0 1B0 1W0 0F1 0B0 0W0 1F1 1B1 1W1 0B1 0W1
     """
     check_sizes("zb_v", num_ranks, num_microbatches)
-    full = max(num_microbatches, 2 * num_ranks - 1)  # that many fill the V; fewer leave out the later ones' work
+    full = max(num_microbatches, 2 * num_ranks - 1)  # enough to fill the V; the excess is dropped below
     rows = (_row(rank, num_ranks, full).actions for rank in range(num_ranks))
     return Plan.of([a for a in row if a.microbatch < num_microbatches] for row in rows)  # type: ignore[operator]
 
