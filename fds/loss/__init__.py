@@ -12,7 +12,8 @@ from fds.loss.microbatch import (
     name,
     run,
 )  # fmt: skip
-from fds.loss.modules import Mode, functional
+from fds.loss.modes import Mode
+from fds.loss.modules import functional
 from fds.loss.originals import demand_none
 from fds.loss.recipes import Recipe, recipe
 from fds.loss.specs import LayerSpec, TiedLayerSpec

@@ -1,4 +1,4 @@
-"""What calling a module may depend on besides its arguments: random numbers, and its mode."""
+"""What a call of a module depends on besides its arguments: random numbers, its mode, hooks on its parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DRAWING = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.
 
 
 def may_draw(module: Any) -> bool:
-    """Say whether calling this may draw random numbers: all but torch's own modules that never do, as they are."""
+    """Say whether a call may draw random numbers: False only for unmodified modules of torch that never do."""
     if not isinstance(module, nn.Module):
         return True
     return any(
@@ -30,7 +30,7 @@ def may_draw(module: Any) -> bool:
 def warn_of_eval_mode(module: nn.Module) -> None:
     """Warn that a module in eval mode is being trained, if that makes a difference.
 
-    Parts in eval mode of a module in training mode are so on purpose.
+    Submodules in eval mode of a module in training mode are taken as intended.
     """
     if module.training:
         return
@@ -41,26 +41,26 @@ def warn_of_eval_mode(module: nn.Module) -> None:
         warnings.warn(
             f"a {type(module).__name__} in eval mode is being trained, and these act as in evaluation: {kinds}"
             f" (first: {first!r}). from_pretrained returns modules in eval mode: call module.train() before"
-            " fds.functional, fds.Layers or fds.initialize, and .eval() of the parts that are to stay so. If all of it"
-            " is meant: warnings.simplefilter('ignore', fds.errors.LossWarning)",
+            " fds.functional, fds.Layers or fds.initialize, and .eval() of the parts that should stay in eval mode. If"
+            " all of it is intended: warnings.simplefilter('ignore', fds.errors.LossWarning)",
             LossWarning, stacklevel=2,
         )  # fmt: skip
 
 
 def warn_of_hooks(module: nn.Module) -> None:
-    """Warn of hooks on parameters, which hear of no gradient of a step: its parameters are tensors of its own."""
+    """Warn of hooks on parameters: a step never calls them, since it computes with tensors of its own."""
     hooked = [name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         warnings.warn(
             f"parameters of a {type(module).__name__} have hooks of their own (p.register_hook, wandb.watch), which no"
-            f" step calls: {len(hooked)}, first {hooked[0]!r}. What changes gradients is a transform, such as"
+            f" step calls: {len(hooked)}, first {hooked[0]!r}. Change gradients by a transform, such as"
             " fds.clip_by_value, or one of your own (docs/write-your-own.md); hooks on modules are called.",
             LossWarning, stacklevel=3,
         )  # fmt: skip
 
 
 def _depends_on_mode(part: nn.Module) -> bool:
-    """Say whether a module's own methods look at its mode; a dropout of nothing does in vain."""
+    """Say whether a module's own methods read `training`; a dropout with p=0 does so without effect."""
     return _reads_mode(type(part)) and not (isinstance(part, nn.modules.dropout._DropoutNd) and part.p == 0)
 
 

@@ -1,4 +1,4 @@
-"""What torch.compile meets of fds: code that it must not trace, and modules that it is to trace all the same."""
+"""torch.compile and fds: code that it must not trace, and compiled modules that are called from such code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
-from torch._C._dynamo import eval_frame  # without torch._dynamo, whose import takes 1.7 s
+
+# Private: what torch.compiler.disable() is made of. torch.compiler.disable imports torch._dynamo, which takes 1.7 s and
+# would be paid by programs that compile nothing.
+from torch._C._dynamo import eval_frame
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -17,17 +20,17 @@ R = TypeVar("R")
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
 
 
-class _Outside(threading.local):
-    compiler: Any = None  # what traces the code that called what is `untraced`
+class _Suspended(threading.local):
+    compiler: Any = None  # the compiler of the code that called an `untraced` function
 
 
-_outside = _Outside()
+_suspended = _Suspended()
 
 
 def untraced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function run as it is inside compiled code: it ends the graph, and neither it nor its callees are traced.
+    """Return a decorator for functions that torch.compile must not trace: it breaks the graph there.
 
-    With `fullgraph=True` torch raises its own error there, which shows the reason.
+    What the function calls is not traced either. With `fullgraph=True` torch raises an error that shows `reason`.
     """
 
     def mark(function: Callable[P, R]) -> Callable[P, R]:
@@ -36,31 +39,32 @@ def untraced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             compiler = eval_frame.set_eval_frame(None)
             if compiler is None:
                 return function(*args, **kwargs)
-            before, _outside.compiler = _outside.compiler, compiler
+            before, _suspended.compiler = _suspended.compiler, compiler
             try:
                 return function(*args, **kwargs)
             finally:
-                _outside.compiler = before
+                _suspended.compiler = before
                 eval_frame.set_eval_frame(compiler)
 
-        run._torchdynamo_disable = True  # type: ignore[attr-defined]
-        run._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
-        eval_frame.set_code_exec_strategy(run.__code__, _SKIP)  # type: ignore[attr-defined]
+        marked: Any = run
+        marked._torchdynamo_disable = True  # by these two attributes torch.compile knows a disabled function
+        marked._torchdynamo_disable_msg = reason
+        eval_frame.set_code_exec_strategy(marked.__code__, _SKIP)  # also where torch.compile meets its frame first
         return run
 
     return mark
 
 
 def traceable(function: Callable[P, R]) -> Callable[P, R]:
-    """Return what calls a function, inside something `untraced` too, as the compiled code around that would."""
-    # a code object of its own: torch limits how many versions it compiles of one
+    """Return a function that is compiled even where an `untraced` function calls it, if that runs in compiled code."""
+    # A code object of its own, since torch limits how many versions it compiles of each.
     code = _call.__code__.replace()
     own: Any = types.FunctionType(code, _call.__globals__, _call.__name__)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _outside.compiler is None:
+        if _suspended.compiler is None:
             return function(*args, **kwargs)
-        eval_frame.set_eval_frame(_outside.compiler)
+        eval_frame.set_eval_frame(_suspended.compiler)
         try:
             return own(function, args, kwargs)
         finally:
@@ -70,14 +74,14 @@ def traceable(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_compiled(function: Any) -> bool:
-    """Return whether this is what `torch.compile` returned for a function or a module."""
+    """Return whether this function or module was returned by `torch.compile`."""
     return hasattr(function, "_torchdynamo_orig_callable") or (
         type(function).__name__ == "OptimizedModule" and type(function).__module__.startswith("torch._dynamo")
     )
 
 
 def with_memory(p: Tensor) -> Tensor:
-    """Return a parameter as compiled code can read it: a copy of one that is gathered on use."""
+    """Return a parameter that compiled code can read: a copy where the parameter is gathered on use."""
     return p.clone() if getattr(type(p), "gathered_on_use", False) else p
 
 

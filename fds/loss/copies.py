@@ -1,7 +1,7 @@
-"""Structural copies of modules: parameters without values, and everything that held the module's own parts rebound.
+"""Structural copies of modules: without parameter values, and without references to the original module.
 
-`copy.deepcopy` takes functions as they are, so that a lambda made in `__init__`, a hook or a wrapped `forward` would go
-on calling the module that it was made for. Such functions are made anew over cells that hold the copies.
+`copy.deepcopy` does not copy functions, so a lambda from `__init__`, a hook or a wrapped `forward` would go on calling
+the original module. Such functions are replaced by copies whose closures hold the copied module.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from fds.errors import LossError
 
-Place = tuple[Any, Any, str]  # a dict or what acts as a list, the key in it, the parameter or buffer that is there
+# A dict or list, the key in it, and the name of the parameter or buffer that belongs there.
+Location = tuple[Any, Any, str]
 
 
 class Absent(nn.Parameter):
-    """The place of a parameter while nobody runs the copy: it has a shape, and no values to read.
+    """Placeholder for a parameter between calls of a copy: it has a shape and a dtype, and no values.
 
-    So is what a copy has in place of a tensor that was computed of parameters, and kept.
+    It also stands for attributes that were computed from parameters.
     """
 
     path: str  # the parameter's name
@@ -34,7 +35,7 @@ class Absent(nn.Parameter):
 
     @classmethod
     def of(cls, p: Tensor, name: str, *, computed: bool = False) -> Absent:
-        """Return what stands for a parameter, or for a tensor that was computed of some."""
+        """Return the placeholder for a parameter, or for a tensor that was computed from parameters."""
         empty = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
         made = cls(empty, requires_grad=p.requires_grad)
         made.path, made.computed = name, computed
@@ -42,20 +43,20 @@ class Absent(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Answer what is not about values; refuse the rest."""
-        with torch._C.DisableTorchFunctionSubclass():
+        """Answer questions about shape, dtype and the like; raise `LossError` for whatever reads values."""
+        with torch._C.DisableTorchFunctionSubclass():  # private; how Tensor.__torch_function__ itself avoids recursion
             if func.__name__ in _ABOUT or (func.__name__ == "__get__" and func.__self__.__name__ in _ABOUT):
                 return func(*args, **(kwargs or {}))
         found = next((x for x in _flat((args, kwargs or {})) if isinstance(x, Absent)), None)
         name = "" if found is None else found.path
         if found is not None and found.computed:
             raise LossError(
-                "the module reads a tensor that was computed before, and would not be computed again", where=name,
+                "the module reads a tensor that was computed before the call and is not computed in it", where=name,
                 got="an attribute with a graph, as it was at fds.functional(module)",
                 want=f"self.{name} set in forward, before it is read", hint="a constant: self.x = y.detach()",
             )  # fmt: skip
         raise out_of_reach(
-            name, "a parameter from where nobody can put its values",
+            name, "a parameter from a place where its values cannot be set",
             "a view made before (self.w.data); or a set, a weak reference or an object with slots that holds it",
         )  # fmt: skip
 
@@ -79,7 +80,7 @@ _ABOUT = {
 
 
 def out_of_reach(name: str, what: str, got: str) -> LossError:
-    """Return the error of a module that reads a parameter through `got`, which none of its copies can follow."""
+    """Return the error for a module that reads a parameter through `got`, where a copy cannot replace it."""
     return LossError(
         f"the module reads {what}", where=name, got=got, want=f"self.{name} in forward",
         hint="attributes, lists, tuples, dicts and functions made in __init__ may hold it",
@@ -91,17 +92,18 @@ def references(module: nn.Module) -> list[int]:
     return [sys.getrefcount(part) for part in module.modules()]
 
 
-def structural(module: nn.Module) -> tuple[nn.Module, list[Place]]:
-    """Return a copy of a module's structure, and where else than under their names it holds parameters and buffers.
+def structural(module: nn.Module) -> tuple[nn.Module, list[Location]]:
+    """Return a copy of a module's structure, and the further locations where it holds parameters and buffers.
 
-    Parameters become `Absent`, buffers are copied. Raises `LossError` for a module that cannot be copied.
+    Those are other than their registered names: attributes, lists, closures. Parameters become `Absent`, buffers are
+    copied. Raises `LossError` for a module that cannot be copied.
     """
     memo: dict[int, Any] = {id(b): b.detach().clone() for b in module.buffers()}
     for name, p in module.named_parameters():
         memo[id(p)] = Absent.of(p, name)
-    live = _strangers(module)
+    live = _unrelated(module)
     memo |= {id(x): x for x in live}
-    for path, part in module.named_modules():  # what weight_norm and prune compute anew in every call, say
+    for path, part in module.named_modules():  # computed in every call, as by weight_norm and prune
         for name, held in vars(part).items():
             for x in held.values() if type(held) is dict else held if type(held) in (list, tuple) else (held,):
                 if isinstance(x, Tensor) and x.grad_fn is not None and id(x) not in memo:
@@ -112,16 +114,16 @@ def structural(module: nn.Module) -> tuple[nn.Module, list[Place]]:
         raise LossError(
             "the module cannot be copied", where=type(module).__name__, got=f"{type(error).__name__}: {error}"[:200],
             want="a module that copy.deepcopy takes",
-            hint="one that keeps activations in other objects must let them go",
+            hint="one that keeps activations in other objects must release them",
         ) from error  # fmt: skip
     return copied, list(_rebound(copied, _Rebinding(memo, _memory(module)), live))
 
 
-def _strangers(module: nn.Module) -> list[nn.Module]:
-    """Return modules that a module holds in lists, tuples and dicts, as a teacher is hidden from `parameters()`.
+def _unrelated(module: nn.Module) -> list[nn.Module]:
+    """Return modules that a module holds only in lists, tuples and dicts, as a teacher is hidden from `parameters()`.
 
-    They are no part of it, so it goes on with them as they are, and sees what others write there. One that has parts,
-    parameters or buffers in common with it is none of these.
+    They are not part of the module, so copies share them and see later changes. Modules that have submodules,
+    parameters or buffers in common with it are not among them.
     """
     own = {id(x) for x in [*module.modules(), *module.parameters(), *module.buffers()]}
     registered = {id(x) for part in module.modules() for x in (part._modules, part._parameters, part._buffers)}
@@ -142,14 +144,14 @@ def _strangers(module: nn.Module) -> list[nn.Module]:
 
 
 def _memory(module: nn.Module) -> dict[int, str]:
-    """Return whose values lie in which storage: those of parameters and buffers."""
+    """Return the names of parameters and buffers by the address of their storage."""
     named = [*module.named_parameters(), *module.named_buffers()]
     real = lambda x: x.layout is torch.strided and not x.is_meta and type(x) in (Tensor, nn.Parameter) and x.numel()
     return {x.untyped_storage()._cdata: name for name, x in named if real(x)}
 
 
 def _leads_to(module: nn.Module, own: set[int]) -> bool:
-    """Say whether any of these objects can be reached from a module; its functions may hold some."""
+    """Say whether any of these objects can be reached from a module, through its functions too."""
     todo: list[Any] = [module]
     seen: set[int] = set()
     while todo:
@@ -162,16 +164,16 @@ def _leads_to(module: nn.Module, own: set[int]) -> bool:
     return False
 
 
-def _rebound(module: nn.Module, rebind: _Rebinding, live: Sequence[nn.Module]) -> Iterator[Place]:
-    """Rebind what a copy holds of its original, in place; yield where it holds parameters and buffers."""
+def _rebound(module: nn.Module, rebind: _Rebinding, live: Sequence[nn.Module]) -> Iterator[Location]:
+    """Replace references of a copy to its original, in place; yield where the copy holds parameters and buffers."""
     names: dict[int, str] = {id(x): n for n, x in [*module.named_parameters(), *module.named_buffers()]}
     parts = list(module.modules())
     registered = {id(held) for part in parts for held in (part._parameters, part._buffers, part._modules)}
-    copies = {id(x) for x in rebind.memo.values()}  # nothing else may be written to, but for what is made here
+    copies = {id(x) for x in rebind.memo.values()}  # with what is created here, all that may be written to
     copies -= {id(x) for x in live}
     todo: list[Any] = [vars(part) for part in parts]
     seen = {id(x) for x in parts}
-    windows = rebind.windows()
+    views = rebind.views()
     while todo:
         held = todo.pop()
         for key, x in list(held.items() if isinstance(held, dict) else enumerate(held)):
@@ -182,16 +184,16 @@ def _rebound(module: nn.Module, rebind: _Rebinding, live: Sequence[nn.Module]) -
                     yield held, key, names[id(x)]
                 continue
             if not (isinstance(x, dict | list) and id(x) in copies):
-                new: Any = rebind(x) if id(x) not in windows else Absent.of(cast(Tensor, x), windows[id(x)])
+                new: Any = rebind(x) if id(x) not in views else Absent.of(cast(Tensor, x), views[id(x)])
                 if new is not x:
                     held[key] = x = new
-            if id(x) in copies or id(x) in rebind.fresh:
+            if id(x) in copies or id(x) in rebind.replacements:
                 seen.add(id(x))
                 todo += _holders(x, held, key)
 
 
 def _holders(x: Any, held: Any, key: Any) -> list[Any]:
-    """Return what can be written to in an object that is held under a key: dicts, lists and what acts as one."""
+    """Return the containers inside an object that can be written to: dicts, lists and `_Items`."""
     if isinstance(x, dict | list):
         return [x]
     if isinstance(x, tuple):
@@ -209,7 +211,7 @@ def _holders(x: Any, held: Any, key: Any) -> list[Any]:
 
 @attrs.frozen(eq=False)
 class _Items:
-    """A tuple that somebody holds, as a list: to write an item is to hold another tuple."""
+    """A tuple in an attribute, used like a list: writing an item replaces the tuple."""
 
     get: Callable[[], tuple]
     put: Callable[[tuple], None]
@@ -227,46 +229,46 @@ class _Items:
 
 @attrs.frozen(eq=False)
 class _Rebinding:
-    """Replaces what was copied by its copy, in what `copy.deepcopy` takes as it is."""
+    """Replace originals by their copies in objects that `copy.deepcopy` does not copy."""
 
-    memo: dict[int, Any]  # id of an original -> its copy; while it lives, so do they
-    memory: dict[int, str]  # storage of an original -> whose values are there
-    made: dict[int, Any] = attrs.field(factory=dict)  # id of an object -> what stands for it
-    fresh: dict[int, Any] = attrs.field(factory=dict)  # what stands for others, by id
+    memo: dict[int, Any]  # id of an original -> its copy; deepcopy's memo, which keeps both alive
+    memory: dict[int, str]  # address of a storage -> the parameter or buffer in it
+    replaced: dict[int, Any] = attrs.field(factory=dict)  # id of an object -> its replacement
+    replacements: dict[int, Any] = attrs.field(factory=dict)  # the replacements by their own id
 
-    def windows(self) -> dict[int, str]:
-        """Return which copies were views of parameters and buffers (`self.w.data`), and of which."""
-        kept = self.memo.get(id(self.memo), [])  # where copy.deepcopy keeps what it has copied
-        found = ((x, self._window(x)) for x in kept if id(x) in self.memo)
+    def views(self) -> dict[int, str]:
+        """Return the copies, by id, that were views of parameters and buffers (`self.w.data`), and their names."""
+        originals = self.memo.get(id(self.memo), [])  # where copy.deepcopy keeps alive what it has copied
+        found = ((x, self._viewed(x)) for x in originals if id(x) in self.memo)
         return {id(self.memo[id(x)]): name for x, name in found if name is not None}
 
-    def _window(self, x: Any) -> str | None:
-        """Return of whose values a plain tensor is a view."""
+    def _viewed(self, x: Any) -> str | None:
+        """Return the parameter or buffer of which a plain tensor is a view."""
         plain = self.memory and type(x) is Tensor and x.layout is torch.strided and not x.is_meta
         return self.memory.get(x.untyped_storage()._cdata) if plain else None
 
     def __call__(self, x: Any) -> Any:
-        """Return `x` over the copies; `x` itself if it does not reach an original."""
+        """Return `x` with originals replaced by copies; `x` itself if it does not lead to an original."""
         if id(x) in self.memo:
             return self.memo[id(x)]
-        if (name := self._window(x)) is not None:
+        if (name := self._viewed(x)) is not None:
             return Absent.of(x, name)
-        if id(x) in self.made:
-            return self.made[id(x)]
-        if id(x) in self.fresh or not self._reaches(x, set()):
+        if id(x) in self.replaced:
+            return self.replaced[id(x)]
+        if id(x) in self.replacements or not self._reaches(x, set()):
             return x
-        new = self._made(x)
-        self.made[id(x)] = self.fresh[id(new)] = new
+        new = self._replacement(x)
+        self.replaced[id(x)] = self.replacements[id(new)] = new
         return new
 
     def _reaches(self, x: Any, seen: set[int]) -> bool:
         if id(x) in seen:
             return False
         seen.add(id(x))
-        known = lambda y: id(y) in self.memo or self._window(y) is not None
+        known = lambda y: id(y) in self.memo or self._viewed(y) is not None
         return any(known(y) or self._reaches(y, seen) for y in _held_by(x))
 
-    def _made(self, x: Any) -> Any:
+    def _replacement(self, x: Any) -> Any:
         if isinstance(x, types.FunctionType):
             return self._function(x)
         if isinstance(x, types.MethodType):
@@ -276,11 +278,11 @@ class _Rebinding:
         if isinstance(x, weakref.ref):
             return weakref.ref(self(x()))
         if isinstance(x, dict):
-            mapping = self.made[id(x)] = {}  # before it is filled, here and below: it may hold itself
+            mapping = self.replaced[id(x)] = {}  # noted before it is filled, here and below: it may contain itself
             mapping.update((key, self(y)) for key, y in x.items())
             return mapping
         if isinstance(x, list):
-            sequence = self.made[id(x)] = []
+            sequence = self.replaced[id(x)] = []
             sequence.extend(map(self, x))
             return sequence
         return type(x)(map(self, x))
@@ -288,7 +290,7 @@ class _Rebinding:
     def _function(self, f: types.FunctionType) -> types.FunctionType:
         cells = tuple(types.CellType() if self._reaches(cell, set()) else cell for cell in f.__closure__ or ())
         new = types.FunctionType(f.__code__, f.__globals__, f.__name__, self(f.__defaults__), cells)
-        self.made[id(f)] = self.fresh[id(new)] = new
+        self.replaced[id(f)] = self.replacements[id(new)] = new
         for cell, old in zip(cells, f.__closure__ or (), strict=True):
             if cell is not old:
                 cell.cell_contents = self(old.cell_contents)
@@ -299,7 +301,7 @@ class _Rebinding:
 
 
 def _held_by(x: Any) -> list[Any]:
-    """Return what is inside of an object that `copy.deepcopy` takes as it is, or that such an object may hold."""
+    """Return the contents of a function, method, cell, partial, weak reference or plain container."""
     if isinstance(x, types.FunctionType):
         return [*(x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, x.__dict__]
     if isinstance(x, types.CellType):

@@ -1,4 +1,4 @@
-"""`Layers`: a loss that keeps its sequence of layers in the open, for checkpoints, pipelines and partitions."""
+"""`Layers`: a loss whose sequence of layers is visible to activation checkpointing, pipelines and partitions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fds.loss.specs import LayerSpec
 
 @attrs.frozen(eq=False)
 class Layer:
-    """One built layer: its structure, and the names of what it owns."""
+    """One built layer: its structure, and the names of its parameters and buffers."""
 
     apply: Apply | None  # None for a plain function
     function: Callable | None
@@ -28,7 +28,7 @@ class Layer:
     buffers: dict[str, str]
     initial_buffers: dict[str, Tensor]
     draws: bool
-    in_place: bool  # it writes over its input, so the two cannot be computed again apart
+    in_place: bool  # it overwrites its input, so it must be recomputed together with the layer before it
 
     def __call__(self, params: dict, buffers: dict, x: Any) -> tuple[Any, dict[str, Tensor]]:
         """Return the layer's output and its new buffers."""
@@ -44,7 +44,7 @@ class Layer:
 
 
 class _Use(nn.Module):
-    """A tied layer as one of its uses calls it."""
+    """One use of a tied layer, called through its `forward_fn`."""
 
     def __init__(self, module: nn.Module, forward_fn: Callable):
         super().__init__()
@@ -55,16 +55,16 @@ class _Use(nn.Module):
 
 
 def _children(layers: Any) -> tuple[tuple[str, ...], tuple]:
-    """Return names and layers of a list of layers or an `nn.Sequential`."""
+    """Return the names and layers of a list of layers or an `nn.Sequential`."""
     if not isinstance(layers, nn.Sequential):
         if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList):
             raise LossError(
                 "this module does not say which layers it calls in which order", got=type(layers).__name__,
                 want="an nn.Sequential, or a list of layers: fds.Layers([embedding, *blocks, head], criterion)",
-                hint="whole, it is a function: fds.functional(module); or one layer: fds.Layers([module], criterion)",
+                hint="as one function: fds.functional(module); as one layer: fds.Layers([module], criterion)",
             )  # fmt: skip
         if not isinstance(layers, Iterable) or isinstance(layers, str | Tensor | dict):
-            raise LossError("these are no layers", got=f"{layers!r}"[:80], want="a list of layers, or an nn.Sequential")
+            raise LossError("these are not layers", got=f"{layers!r}"[:80], want="a list of layers or an nn.Sequential")
         layers = tuple(layers)
         return tuple(map(str, range(len(layers)))), layers
     if type(layers).forward is not nn.Sequential.forward or layers._forward_hooks or layers._forward_pre_hooks:
@@ -83,9 +83,9 @@ class Layers:
         criterion: `criterion(output, targets)` returns what a loss returns.
 
     Parameters are a flat dict named as in `nn.Sequential` (`"0.weight"`), tied ones `"<key>.weight"`; a module that
-    stands twice is tied to its first place.
-    Persistent buffers start `state.buffers`; others are constants. This plain call defines what every pipeline
-    of the same layers must compute.
+    occurs twice is tied to its first occurrence.
+    Persistent buffers are the initial `state.buffers`; others are constants. This plain call defines what every
+    pipeline of the same layers must compute.
     """
 
     layers: tuple
@@ -95,20 +95,20 @@ class Layers:
 
     def __init__(self, layers: Any, criterion: Callable):
         names, layers = _children(layers)
-        self.__attrs_init__(layers, criterion, names, {})  # type: ignore[attr-defined]
+        self.__attrs_init__(layers, criterion, names, {})  # pyright: ignore[reportAttributeAccessIssue] (attrs makes it)
         for i, layer in enumerate(layers):
             if isinstance(layer, type) or not (isinstance(layer, LayerSpec) or callable(layer)):
-                raise LossError("this is no layer", where=f"layers[{i}]", got=repr(layer)[:80],
+                raise LossError("not a layer", where=f"layers[{i}]", got=repr(layer)[:80],
                                 want="a LayerSpec, a module or a function")  # fmt: skip
             if isinstance(layer, nn.Module):
-                self.layer(i)  # as it is now: its owner may go on changing it
+                self.layer(i)  # copied now, since the caller may change it later
         if not callable(criterion) or isinstance(criterion, type):
-            raise LossError("this is no criterion", where="criterion", got=repr(criterion)[:80],
+            raise LossError("not a criterion", where="criterion", got=repr(criterion)[:80],
                             want="criterion(output, targets) -> scalar, or a module such as nn.MSELoss()")  # fmt: skip
         if isinstance(criterion, nn.Module):
             apply, params, _ = functional(criterion)
             if params:
-                raise LossError("the criterion has parameters, which nobody would train", where="criterion",
+                raise LossError("the criterion has parameters, which would not be trained", where="criterion",
                                 got=", ".join(params), want="none", hint="put them into a layer")  # fmt: skip
             self.built["criterion"] = functools.partial(apply, {})
 
@@ -116,7 +116,7 @@ class Layers:
         return len(self.layers)
 
     def __call__(self, params: dict[str, Tensor], batch: Any) -> Any:
-        """Return what the criterion returns; buffers are the initial ones, and their updates are lost."""
+        """Return what the criterion returns. Buffers start at their initial values, and their updates are dropped."""
         inputs, targets = self.split(batch)
         self.check(params)
         buffers = self.buffers()
@@ -132,7 +132,7 @@ class Layers:
         return batch[0], batch[1]
 
     def compare(self, output: Any, targets: Any) -> Any:
-        """Return what the criterion returns; a module runs in the mode that the step asks for."""
+        """Return what the criterion returns; a criterion that is a module runs in the mode of the step."""
         return self.built.get("criterion", self.criterion)(output, targets)
 
     def check(self, params: Any) -> None:
@@ -151,11 +151,11 @@ class Layers:
         """Return layer `index`, built at its first use."""
         if index not in self.built:
             spec = self.layers[index]
-            with torch.inference_mode(False):  # it is kept, and trained later
+            with torch.inference_mode(False):  # the layer is kept, and trained later
                 layer = self._describe(index, self._trace(index) if isinstance(spec, LayerSpec) else spec)
             first = layer if self.owner(index) == index else self.layer(self.owner(index))
             if layer.params.keys() != first.params.keys():
-                raise LossError("layers of one key have other parameters", where=f"layers[{index}]",
+                raise LossError("layers of one key have different parameters", where=f"layers[{index}]",
                                 got=str(sorted(layer.params)), want=str(sorted(first.params)))  # fmt: skip
             self.built[index] = layer
         return self.built[index]
@@ -164,10 +164,10 @@ class Layers:
     def init(self) -> Recipe:
         """The recipe of all parameters, layer by layer: `layers.init(key)`, `step.init(layers.init, key=0)`.
 
-        Modules that were passed built keep their values.
+        Layers that were passed as modules keep their values.
         """
-        given = [(i, spec) for i, spec in self._owners() if isinstance(spec, nn.Module)]
-        names = frozenset(self._prefix(i) + name for i, module in given for name, _ in module.named_parameters())
+        modules = [(i, spec) for i, spec in self._owners() if isinstance(spec, nn.Module)]
+        names = frozenset(self._prefix(i) + name for i, module in modules for name, _ in module.named_parameters())
         return Recipe(self._shapes, self._pieces, names)
 
     def _shapes(self) -> dict[str, Tensor]:
@@ -185,7 +185,7 @@ class Layers:
             yield {self._prefix(i) + name: p.detach() for name, p in module.named_parameters()}
 
     def _owners(self) -> Iterator[tuple[int, Any]]:
-        """Yield the layers that have parameters of their own, with their index."""
+        """Yield index and layer of those that own parameters: all but plain functions and later uses of tied layers."""
         for i, spec in enumerate(self.layers):
             if isinstance(spec, nn.Module | LayerSpec) and self.owner(i) == i:
                 yield i, spec
@@ -199,7 +199,7 @@ class Layers:
         return found
 
     def sources(self) -> dict[str, Tensor]:
-        """Return the tensors that the layers were given for their buffers: by them a module is known."""
+        """Return the tensors from which the buffers were initialized; `Carried` identifies modules by them."""
         found: dict[str, Tensor] = {}
         for i in range(len(self)):
             layer = self.layer(i)
@@ -208,7 +208,7 @@ class Layers:
         return found
 
     def owner(self, index: int) -> int:
-        """Return the first layer that shares this layer's parameters: itself, unless it is tied."""
+        """Return the index of the first layer that shares this layer's parameters: `index`, unless it is tied."""
         own = self.layers[index]
         if isinstance(own, LayerSpec) and own.key is not None:
             return next(i for i, s in enumerate(self.layers) if isinstance(s, LayerSpec) and s.key == own.key)
@@ -224,14 +224,14 @@ class Layers:
             return self.layers[index].build()
 
     def _trace(self, index: int) -> nn.Module:
-        """Build a layer's structure on `meta`; for real where it computes more than parameters."""
+        """Build a layer on `meta`; for real where it has buffers or other tensors besides parameters."""
         try:
             with torch.device("meta"):
                 module = self.layers[index].build()
             plain = [x for m in module.modules() for x in vars(m).values() if isinstance(x, Tensor)]
             if not plain and not list(module.buffers()):
                 return module
-        except Exception:  # a constructor that reads values: the build for real succeeds, or says what is wrong
+        except Exception:  # a constructor that reads values: building for real succeeds, or raises a better error
             pass
         return self._build(index, random.key(0))
 

@@ -1,4 +1,4 @@
-"""One microbatch through a loss, whatever kind of loss it is: seeded, layer by layer, each call mapped."""
+"""Evaluate a loss of any kind on one microbatch: calls are seeded, and wrapped by the layer maps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fds.errors import ComposeError
 from fds.loss import compiled
 from fds.loss.carried import Carried
 from fds.loss.layers import Layers
-from fds.loss.modules import Mode, mode
+from fds.loss.modes import Mode, mode
 from fds.loss.values import Buffered, Outcome, read
 
 LayerMap = Callable[[list[Callable]], list[Callable]]
@@ -82,21 +82,21 @@ def check_calls(layer_map: LayerMap, calls: Any) -> list[Callable]:
 
 
 def draws(loss: Any) -> list[bool]:
-    """Say which calls of a loss are to be seeded: one for an opaque loss; every layer and the criterion."""
+    """Say which calls of a loss are seeded: the one of an opaque loss; layers that may draw, and the criterion."""
     if isinstance(loss, Layers):
         return [loss.layer(i).draws for i in range(len(loss))] + [True]
     return [True]
 
 
 def initial_buffers(loss: Any) -> dict[str, Tensor]:
-    """Return the buffers with which `state.buffers` starts."""
+    """Return the initial `state.buffers`."""
     if isinstance(loss, Layers):
         return loss.buffers()
     return loss.buffers if isinstance(loss, Buffered) else {}
 
 
 def carried_buffers(loss: Any, eval_loss: Any, buffers: dict[str, Tensor]) -> Carried | None:
-    """Return the buffers of a state for an evaluation that is not given them; None for one that is, or has none."""
+    """Return the state's buffers for an `eval_loss` that does not take them; None if it does, or if there are none."""
     if not buffers or isinstance(eval_loss, Buffered | Layers):
         return None
     initial = loss.sources() if isinstance(loss, Layers) else initial_buffers(loss)
@@ -104,7 +104,7 @@ def carried_buffers(loss: Any, eval_loss: Any, buffers: dict[str, Tensor]) -> Ca
 
 
 def run(loss: Any, params: Any, batch: Any, buffers: dict[str, Tensor], setting: Setting) -> Outcome:
-    """Evaluate a loss on one microbatch. Raises `LossError` for what a loss must not return."""
+    """Evaluate a loss on one microbatch. Raises `LossError` for an invalid result."""
     if isinstance(loss, Layers):
         return _run_layers(loss, params, batch, buffers, setting)
     threaded = isinstance(loss, Buffered)
@@ -118,12 +118,12 @@ def run(loss: Any, params: Any, batch: Any, buffers: dict[str, Tensor], setting:
 
 
 def is_compiled(loss: Any) -> bool:
-    """Return whether `torch.compile` made this loss: it takes plain parameters, which have memory."""
+    """Return whether this loss was returned by `torch.compile`, so that its parameters must be plain tensors."""
     return compiled.is_compiled(loss.loss_fn if isinstance(loss, Buffered) else loss)
 
 
 def name(loss: Any) -> str:
-    """Return how to call a loss in a message."""
+    """Return the name of a loss for messages."""
     inner = loss.loss_fn if isinstance(loss, Buffered) else loss
     return getattr(inner, "__name__", type(inner).__name__)
 

@@ -1,11 +1,11 @@
-"""Modules in two dtypes: which parts of one that computes in 16 bits compute in float32, and what must not meet."""
+"""Modules in mixed precision: submodules of a 16-bit module that compute in float32, and errors of mixed dtypes."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from fds.errors import LossError
 
 
 def in_float32(module: nn.Module, patterns: Sequence[str], *, low: bool, prefix: str) -> None:
-    """Make the submodules whose own parameters match a pattern, and batch norms, compute in float32."""
+    """Make submodules compute in float32 if all of their own parameters match a pattern; if `low`, batch norms too."""
     for path, part in module.named_modules():
         own = [f"{prefix}{path}.{n}" if path else prefix + n for n, _ in part.named_parameters(recurse=False)]
         kept = own and all(any(fnmatch.fnmatchcase(n, p) for p in patterns) for n in own)
@@ -24,7 +24,7 @@ def in_float32(module: nn.Module, patterns: Sequence[str], *, low: bool, prefix:
 
 
 def _float32(part: nn.Module, forward: Callable) -> Callable:
-    """Return `forward` of a module with inputs and parameters cast up, and its outputs cast down again."""
+    """Return `forward` of a module with inputs and parameters cast to float32, and outputs cast back."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         low = next((x.dtype for x in tree.leaves((args, kwargs)) if tree.is_low(x)), None)
@@ -32,7 +32,8 @@ def _float32(part: nn.Module, forward: Callable) -> Callable:
             return forward(*args, **kwargs)
         args, kwargs = tree.map(lambda x: x.float() if tree.is_low(x) else x, (args, kwargs))
         held = dict(part._parameters)
-        part._parameters.update({n: p.float() for n, p in held.items() if tree.is_low(p)})  # type: ignore[arg-type]
+        low_ones = {n: p for n, p in held.items() if p is not None and tree.is_low(p)}
+        part._parameters.update({n: cast(nn.Parameter, p.float()) for n, p in low_ones.items()})
         try:
             out = forward(*args, **kwargs)
         finally:
@@ -42,15 +43,15 @@ def _float32(part: nn.Module, forward: Callable) -> Callable:
     return run
 
 
-def refuse_mixed(error: RuntimeError, params: dict, buffers: dict) -> None:
-    """Raise `LossError` where float32 buffers may be why an operator of a 16-bit module was given two dtypes."""
+def raise_if_mixed(error: RuntimeError, params: dict, buffers: dict) -> None:
+    """Raise `LossError` if this is an error of mixed dtypes, which float32 buffers of a 16-bit module may explain."""
     wide = [name for name, b in buffers.items() if b.dtype is torch.float32]
     if not wide or not re.search("dtype|scalar type|should be the same", str(error)):
         return
     low = next((str(p.dtype).removeprefix("torch.") for p in params.values() if tree.is_low(p)), "bfloat16")
     raise LossError(
-        "an operator was given numbers of 16 and of 32 bits, and the module has float32 buffers",
+        "an operator received both 16-bit and float32 tensors, and the module has float32 buffers",
         where=", ".join(wide), got=str(error).partition("\n")[0], want=f"self.{wide[0]}.to(x.dtype) in forward",
         hint=f"or module.{wide[0]} = module.{wide[0]}.{low}() before fds.functional(module): precision casts no "
-        "buffers, for some (rotary frequencies, counts) are wrong in 16 bits",
+        "buffers, since some (rotary frequencies, counts) are wrong in 16 bits",
     ) from error  # fmt: skip

@@ -1,8 +1,8 @@
-"""Parameters of modules themselves, where a loss was to compute with those that it is given.
+"""Check that a loss computes with the parameters that it is given, not with those of the original module.
 
-A module is a function of its parameters only as far as it reads them from where `functional` can put others. What it
-reaches in another way (a global variable, an object that is not copied with it) keeps the module's own values, and is
-never trained, without a sign of it. The first call tells: by the graph of its result, and without one by its operators.
+`functional` can replace parameters only where a copy of the module holds them. If forward reads them through something
+else (a global variable, an object that is not copied), it reads the original values, which are never trained. The first
+call is therefore checked: by the graph of its result, or by its operators where there is no graph.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fds import tree
 from fds.errors import LossError
 from fds.loss.copies import out_of_reach
 
-_ORIGINALS = WeakTensorKeyDictionary()  # parameter of a module -> (numbers of the calls of functional, its name)
+_ORIGINALS = WeakTensorKeyDictionary()  # parameter of a module -> (numbers of calls of functional, its name)
 _numbers = itertools.count()
 
 
 def note(module: nn.Module) -> int:
-    """Remember the parameters of a module for as long as they live; return a number for this call."""
+    """Register the parameters of a module while they are alive; return a number for this call of `functional`."""
     number = next(_numbers)
     for name, p in module.named_parameters():
         numbers, _ = _ORIGINALS.get(p) or (set(), name)
@@ -32,18 +32,18 @@ def note(module: nn.Module) -> int:
 
 
 def demand_none(out: Any, inputs: Any = (), number: int | None = None) -> None:
-    """Raise `LossError` where the graph between `inputs` and `out` begins at a module's own parameter.
+    """Raise `LossError` if a leaf of the graph from `inputs` to `out` is the parameter of an original module.
 
-    With `number` at one that was noted under it; `inputs` may be such parameters.
+    With `number`, only parameters registered under it count. `inputs` themselves may be original parameters.
     """
-    given = [x for x in tree.leaves(inputs) if isinstance(x, Tensor)]
-    stop = {x.grad_fn for x in given if x.grad_fn is not None}
-    passed = {id(x) for x in given}
+    tensors = [x for x in tree.leaves(inputs) if isinstance(x, Tensor)]
+    stop = {x.grad_fn for x in tensors if x.grad_fn is not None}
+    passed = {id(x) for x in tensors}
     todo = [x.grad_fn for x in tree.leaves(out) if isinstance(x, Tensor) and x.grad_fn is not None]
     seen = {*stop, *todo}
     while todo:
         node = todo.pop()
-        leaf = getattr(node, "variable", None)  # of the nodes that accumulate gradients
+        leaf = getattr(node, "variable", None)  # of an AccumulateGrad node
         if leaf is not None and id(leaf) not in passed:
             _check(leaf, number)
         for following, _ in node.next_functions:
@@ -52,10 +52,10 @@ def demand_none(out: Any, inputs: Any = (), number: int | None = None) -> None:
                 todo.append(following)
 
 
-class Watch(TorchDispatchMode):
-    """Raises `LossError` where an operator takes a parameter noted under `number` that is not in `inputs`.
+class OriginalsWatch(TorchDispatchMode):
+    """Raise `LossError` where an operator reads a parameter registered under `number` that is not in `inputs`.
 
-    Below autograd, since torch's own modules take other ways where functions of torch are looked at from above.
+    A dispatch mode, not a function mode: torch's own modules take other code paths under a function mode.
     """
 
     def __init__(self, number: int, inputs: Any):
@@ -68,7 +68,7 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run as they are; what they take is not looked at."""
+        """Return True: compiled functions run unchanged, and are not looked into."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -79,19 +79,19 @@ class Watch(TorchDispatchMode):
 
 
 def _check(leaf: Tensor, number: int | None) -> None:
-    found = _ORIGINALS.get(leaf)
-    if found is not None and (number is None or number in found[0]):
-        _refuse(found[1], inside=number is not None)
+    entry = _ORIGINALS.get(leaf)
+    if entry is not None and (number is None or number in entry[0]):
+        _raise_original(entry[1], inside=number is not None)
 
 
-def _refuse(name: str, *, inside: bool) -> NoReturn:
+def _raise_original(name: str, *, inside: bool) -> NoReturn:
     if inside:
         raise out_of_reach(
-            name, "a parameter of the module that it is a copy of, which nobody trains",
+            name, "a parameter of the original module, which is not trained",
             "a global variable, or an object that copy.deepcopy does not copy, through which forward reaches it",
         )  # fmt: skip
     raise LossError(
-        "the loss reads a parameter of a module itself, which nobody trains", where=name,
-        got="a parameter of a module that was given to fds.functional", want=f"params[{name!r}], apply(params, ...)",
-        hint="where it is meant to stay as it is: under torch.no_grad(), or .detach()",
+        "the loss reads a parameter of a module itself, which is not trained", where=name,
+        got="a parameter of a module that was passed to fds.functional", want=f"params[{name!r}], apply(params, ...)",
+        hint="if it should stay constant: under torch.no_grad(), or .detach()",
     )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Recipes: how to make the parameters of a run from a key, a layer at a time."""
+"""Recipes: initialize the parameters of a run from a key, one layer at a time."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import attrs
 import torch
@@ -17,13 +18,13 @@ from fds.loss.recorder import record
 
 @attrs.frozen(eq=False)
 class Recipe:
-    """A function `key -> params` that also says what it would make, and makes it in pieces.
+    """A function `key -> params` that can also return only the shapes, or the parameters in pieces.
 
     Attributes:
         trace: `trace() -> params` on `meta`: nothing is allocated or drawn.
-        pieces: `pieces(key, wanted)` yields `{name: tensor}`, a layer at a time, in the order of the trace; layers of
-            which `wanted(name)` is false for every name are not made, but for those that were given built.
-        given: names of parameters that were given built: ranks may have other values.
+        pieces: `pieces(key, wanted)` yields `{name: tensor}`, one layer at a time, in the order of the trace. Layers
+            for which `wanted(name)` is false for every name are skipped, unless they were passed as built modules.
+        given: names of parameters of modules that were passed built; their values may differ between ranks.
     """
 
     trace: Callable[[], dict[str, Tensor]]
@@ -36,27 +37,27 @@ class Recipe:
 
 
 def every(name: str) -> bool:
-    """Want the parameter of this name, whatever it is."""
+    """Return True: the default `wanted` of `Recipe.pieces`."""
     return True
 
 
 def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
-    """Make `key -> params` of a function that builds a module: for `step.init(fds.recipe(GPT), key=0)`.
+    """Make a function `key -> params` from one that builds a module: `step.init(fds.recipe(GPT), key=0)`.
 
-    Names are those of `named_parameters`. The factory runs on `meta`, where what it does to tensors is recorded; then
-    the operations behind the parameters of one submodule are done for real, those of the next, and so on, on the
-    devices where the factory would have done them. Draw number i is seeded by the key and i: values have the
-    distribution that the factory gives them, not the numbers that `torch.manual_seed` would. What is never written is
-    zero. Python's and NumPy's global generators are seeded from the key as well; every generator is restored.
+    Names are those of `named_parameters`. The factory runs on `meta`, and its tensor operations are recorded. They are
+    then replayed for the parameters of one submodule after another, on the devices that the factory chose. The draw
+    with index i is seeded by the key and i: values have the distribution that the factory chose, but are not those of
+    `torch.manual_seed`. Memory that is never written is zero. Python's and NumPy's global generators are seeded from
+    the key as well; every generator is restored.
 
-    A factory whose operations cannot be recorded is built for real, whole, in one piece, seeded from the key: one that
-    seeds torch's generator or passes its own, calls `.numpy()`, indexes with a boolean mask, loads a file with
-    `torch.load`, or uses operations without a shape function. Values that it reads (`.item()`, `if (w > 0).all():`)
-    are made on the way, and cost their operations once more. A tensor that every parameter is derived from is made
-    again for every submodule.
+    If operations of the factory cannot be recorded, the module is built for real, as a whole, seeded from the key. That
+    is so if it seeds torch's generator or passes its own, calls `.numpy()`, indexes with a boolean mask, loads a file
+    with `torch.load`, or uses operations without a shape function. Values that it reads (`.item()`,
+    `if (w > 0).all():`) are computed on the way, at the cost of running their operations twice. A tensor that every
+    parameter is derived from is computed again for every submodule.
 
-    `trace`, `pieces` and the call raise what the factory raises, and `LossError` where it returns no module; `recipe`
-    itself where it is given one.
+    `trace`, `pieces` and the call raise what the factory raises, and `LossError` if it does not return a module;
+    `recipe` raises `LossError` if it is passed a module.
     """
     if isinstance(module_factory, nn.Module) or not callable(module_factory):
         raise LossError("a recipe needs a function that builds a module", got=type(module_factory).__name__,
@@ -65,27 +66,27 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
 
     def pieces(key: Tensor, wanted: Callable[[str], bool] = every) -> Iterator[dict[str, Tensor]]:
         with random.python_seeded(key):
-            found = record(module_factory, key)
-        if found is None:
+            recording = record(module_factory, key)
+        if recording is None:
             yield _built(module_factory, key)
             return
-        recorded, params = found
-        del found
+        operations, params = recording
+        del recording
         for _, group in itertools.groupby(params, lambda name: name.rpartition(".")[0]):
             names = list(group)
             if not any(map(wanted, names)):
                 continue
             windows = {name: w for name in names if isinstance(w := params[name], Window)}
-            piece = dict(zip(windows, recorded.replay(windows.values(), key), strict=True))
+            piece = dict(zip(windows, operations.replay(windows.values(), key), strict=True))
             piece = {name: piece[name] if name in piece else params[name] for name in names}
-            yield {name: piece.pop(name) for name in names}  # type: ignore[misc]
+            yield {name: cast(Tensor, piece.pop(name)) for name in names}  # popped: nothing here holds them afterwards
 
     def trace() -> dict[str, Tensor]:
         key = random.key(0)
         with torch.device("cpu"):  # whatever the device in force, nothing is allocated there
             with random.python_seeded(key):
-                found = record(module_factory, key)
-            params = _built(module_factory, key) if found is None else found[1]
+                recording = record(module_factory, key)
+            params = _built(module_factory, key) if recording is None else recording[1]
         return {name: _shape(x) for name, x in params.items()}
 
     return Recipe(trace, pieces)

@@ -1,8 +1,8 @@
-"""A record of tensor operations, of which any part can be done again alone: a few tensors at a time of a whole model.
+"""A record of tensor operations that can be replayed in part: for a few tensors of a model at a time.
 
-A tensor of the record is a window onto a numbered storage, so that views need no entry. An operation is there because
-it makes storages or writes to them; to know a tensor is to do again, in order, the operations that its storage and
-what they read go back to. A draw is seeded by the key and its number, whichever others are done again.
+A recorded tensor is a window onto a numbered storage, so views need no entry. Recorded operations are those that create
+storages or write to them. The value of a tensor is computed by replaying, in order, the operations on which its storage
+depends. A random operation is seeded by the key and its index, so its values do not depend on what else is replayed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fds import random, tree
 
 @attrs.frozen
 class Window:
-    """A tensor as a view of storage number `storage`."""
+    """A recorded tensor: a view of storage number `storage`."""
 
     storage: int
     dtype: torch.dtype
@@ -31,34 +31,34 @@ class Window:
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the view of a real storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[arg-type]
+        return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
 @attrs.frozen(eq=False)
 class Operation:
-    """A call `run(*args, **kwargs)`, where windows stand for tensors; any tensor among them is a constant."""
+    """A call `run(*args, **kwargs)`, in which windows stand for recorded tensors; other tensors are constants."""
 
     run: Callable
     args: tuple
     kwargs: dict[str, Any]
-    reads: frozenset[int]  # the storages whose values count
-    writes: frozenset[int]  # the storages that it makes or changes
-    made: dict[int, Window]  # of those that it makes: place among the results -> window
-    draw: int | None = None  # the how manyth draw this is; None draws nothing
+    reads: frozenset[int]  # storages whose values it depends on
+    writes: frozenset[int]  # storages that it creates or changes
+    created: dict[int, Window]  # index of a result -> window onto the storage created for it
+    draw: int | None = None  # index of this draw; None if it draws no random numbers
 
 
 @attrs.frozen(eq=False)
 class Record:
-    """Operations in order, and the storages that they are about."""
+    """Operations in order, and the storages that they use."""
 
     operations: list[Operation] = attrs.field(factory=list)
-    writers: list[list[int]] = attrs.field(factory=list)  # storage -> the operations that write it, in order
+    writers: list[list[int]] = attrs.field(factory=list)  # storage -> indices of operations that write to it, in order
     sizes: list[int] = attrs.field(factory=list)  # storage -> bytes
-    devices: list[torch.device] = attrs.field(factory=list)  # storage -> where it is
+    devices: list[torch.device] = attrs.field(factory=list)  # storage -> its device
     drawn_on: set[torch.device] = attrs.field(factory=set)
 
     def add_storage(self, num_bytes: int, device: torch.device) -> int:
-        """Return the number of a new storage, whose first value is nothing in particular: zeros."""
+        """Add a storage, which holds zeros until it is written to, and return its number."""
         self.writers.append([])
         self.sizes.append(num_bytes)
         self.devices.append(device)
@@ -71,24 +71,24 @@ class Record:
         self.operations.append(operation)
 
     def replay(self, windows: Iterable[Window], key: Tensor) -> list[Tensor]:
-        """Return the last value of each window, made anew; what else was needed is gone as soon as it was used.
+        """Return the final value of each window in new memory; intermediate storages are freed after their last use.
 
-        Torch's generators are left as they were. Raises what the operations raise.
+        Torch's generators keep their states. Raises what the operations raise.
         """
         windows = list(windows)
         kept = {w.storage for w in windows}
         chosen, blank = self._needed(kept)
         last = {s: i for i in chosen for s in self.operations[i].reads | self.operations[i].writes}
-        made: dict[int, torch.UntypedStorage] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
 
         def real(x: Any) -> Any:
             if not isinstance(x, Window):
                 return x
-            if x.storage not in made:
-                make = torch.zeros if x.storage in blank else torch.empty
+            if x.storage not in storages:
+                create = torch.zeros if x.storage in blank else torch.empty
                 size, device = self.sizes[x.storage], self.devices[x.storage]
-                made[x.storage] = make(size, dtype=torch.uint8, device=device).untyped_storage()
-            return x.over(made[x.storage])
+                storages[x.storage] = create(size, dtype=torch.uint8, device=device).untyped_storage()
+            return x.over(storages[x.storage])
 
         with random.scope(self.drawn_on), torch.no_grad():
             for i in chosen:
@@ -97,15 +97,15 @@ class Record:
                     random.reseed(random.seed(key, "draw", op.draw), self.drawn_on)
                 args, kwargs = tree.map(real, (op.args, op.kwargs))
                 results = tree.leaves(op.run(*args, **kwargs))
-                made.update((w.storage, _as_recorded(results[place], w)) for place, w in op.made.items())
+                storages.update((w.storage, _as_recorded(results[index], w)) for index, w in op.created.items())
                 del args, kwargs, results
                 for storage in op.reads | op.writes:
                     if last[storage] == i and storage not in kept:
-                        made.pop(storage, None)
+                        storages.pop(storage, None)
             return [real(w) for w in windows]
 
     def _needed(self, storages: Iterable[int]) -> tuple[list[int], set[int]]:
-        """Return the operations behind the last values of storages, in order, and the storages read before written."""
+        """Return the operations that final values depend on, in order, and storages that are read before written."""
         chosen: set[int] = set()
         blank: set[int] = set()
         todo = [(s, len(self.operations)) for s in storages]
@@ -121,7 +121,7 @@ class Record:
 
 
 def _as_recorded(x: Tensor, window: Window) -> torch.UntypedStorage:
-    """Return a storage in which `x` lies as recorded: a kernel may choose other strides than its shape function."""
+    """Return a storage of `x` in the recorded layout: a kernel may choose other strides than its shape function."""
     if (x.stride(), x.storage_offset()) != (window.stride, window.offset):
         copy = torch.empty_strided(window.shape, window.stride, dtype=x.dtype, device=x.device)
         if window.offset:

@@ -1,4 +1,4 @@
-"""Layers to be built when and where they are needed."""
+"""`LayerSpec`, `TiedLayerSpec`: how to build a layer, on the rank and at the time it is needed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fds.errors import LossError
 
 
 class LayerSpec:
-    """A layer to be built when and where it is needed: `LayerSpec(nn.Linear, 8, 8, bias=False)`.
+    """A layer that is built later, where it is needed: `LayerSpec(nn.Linear, 8, 8, bias=False)`.
 
-    Parts of it are specs too, which it builds: `LayerSpec(nn.Sequential, LayerSpec(nn.Linear, 8, 8), nn.GELU())`.
-    Raises `LossError` for arguments with values of their own, which no key decides: modules with parameters or buffers,
-    and parameters.
+    Arguments may be specs too: `LayerSpec(nn.Sequential, LayerSpec(nn.Linear, 8, 8), nn.GELU())`. Raises `LossError`
+    for arguments whose values are already initialized, and so do not follow from the key: parameters, and modules with
+    parameters or buffers.
     """
 
     key: str | None = None
@@ -28,17 +28,17 @@ class LayerSpec:
         self.cls, self.args, self.kwargs = cls, args, kwargs
         for x in _arguments((cls, args, kwargs)):
             if isinstance(x, TiedLayerSpec):
-                raise LossError("a tied layer stands inside of another", where=repr(self), got=repr(x),
+                raise LossError("a tied layer inside another layer", where=repr(self), got=repr(x),
                                 want="Layers([..., TiedLayerSpec(...), ...], criterion)")  # fmt: skip
             if _has_values(x):
                 raise LossError(
-                    "an argument of a layer was initialised before, from torch's global generator", where=_name(cls),
+                    "an argument of a layer was already initialised, from torch's global generator", where=_name(cls),
                     got=f"{x}"[:80], want=f"LayerSpec({_name(cls)}, LayerSpec(nn.Linear, ...), ...)",
-                    hint="a module that is to keep its values is a layer itself: Layers([module, ...])",
+                    hint="to keep the values of a module, make it a layer: Layers([module, ...])",
                 )  # fmt: skip
 
     def build(self) -> nn.Module:
-        """Return the layer, made anew."""
+        """Build the layer and return it; every call builds another one."""
         args, kwargs = _built((self.args, self.kwargs))
         return self.cls(*args, **kwargs)
 
@@ -48,10 +48,10 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose parameters all layers of the same `key` share; they are named `<key>.<name>`.
+    """A layer that shares its parameters with all layers of the same `key`; they are named `<key>.<name>`.
 
-    `forward_fn(module, x)` says how this use of it is called (an embedding used as the output projection).
-    The first one of a key builds the layer, which gives the parameters their initial values.
+    `forward_fn(module, x)` computes this use of the layer (an embedding used as the output projection).
+    The first layer of a key is built, and determines the initial values.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class TiedLayerSpec(LayerSpec):
     ):
         super().__init__(cls, *args, **kwargs)
         if key[:1].isdecimal():
-            raise LossError("the key of a tied layer begins with a number, as other layers' names do", got=repr(key),
+            raise LossError("the key of a tied layer begins with a digit, as other layers' names do", got=repr(key),
                             want="a word")  # fmt: skip
         self.key, self.forward_fn = key, forward_fn
 
 
 def _arguments(x: Any) -> Iterator[Any]:
-    """Yield the arguments of a layer, and what is in lists, tuples, dicts, specs and partial functions among them."""
+    """Yield the arguments of a layer, also those inside lists, tuples, dicts, specs and partial functions."""
     if isinstance(x, dict):
         x = tuple(x.values())
     if isinstance(x, functools.partial):

@@ -1,4 +1,4 @@
-"""What a loss returns, read once: a total, its weight, the user's metrics, the new module buffers."""
+"""The result of a loss: a total, its weight, the user's metrics and the new module buffers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RESERVED = ("loss", "step", "lr", "grad_norm", "loss_scale", "skipped", "at_mini
 
 @tree.record
 class Mean:
-    """A weighted mean, kept apart so that means of microbatches and ranks combine exactly.
+    """A weighted mean as total and weight, so that means of microbatches and ranks combine exactly.
 
     Return `Mean(token_losses.sum(), num_target_tokens)` in place of a scalar: the step then computes
     sum(total) / sum(weight) over all microbatches and data ranks. A plain scalar is `Mean(loss, 1)`.
 
-    In float16 the loss scale multiplies the mean, so the weight does not make gradients overflow. The total itself
-    must not overflow: sum it in float32, `token_losses.float().sum()`, or `metrics["loss"]` is infinite. Where one
-    microbatch weighs so much more than the first that float16 cannot bear it, the step is skipped. Where all
+    In float16 the loss scale multiplies the mean, so a large weight does not make gradients overflow. The total itself
+    must not overflow: sum it in float32, `token_losses.float().sum()`, or `metrics["loss"]` is infinite. If the weight
+    of a microbatch is so much larger than that of the first one that float16 overflows, the step is skipped. If all
     weights together are 0, the step is skipped: everything but `state.calls` stays, `metrics["skipped"]` is true, and
     `metrics["loss"]` is the total.
     """
@@ -50,15 +50,16 @@ class Buffered:
 
 
 def with_buffers(loss_fn: Callable, buffers: dict[str, Tensor]) -> Buffered:
-    """Make a loss of `loss_fn(params, batch, buffers) -> (scalar or Mean, metrics, new_buffers)`.
+    """Make a loss from `loss_fn(params, batch, buffers) -> (scalar or Mean, metrics, new_buffers)`.
 
-    `buffers` (name -> tensor) are where `state.buffers` starts. Microbatches thread them in order, a
-    recomputation discards its updates, a skipped step keeps the old ones. Gradients do not flow through them.
+    `buffers` (name -> tensor) are the initial `state.buffers`. Each microbatch starts from those that the one before it
+    returned; a recomputation discards its updates, a skipped step keeps the old ones. Gradients do not flow through
+    them.
 
-    Raises `LossError` for buffers that are no such dict.
+    Raises `LossError` if `buffers` is not such a dict.
     """
     if not (isinstance(buffers, Mapping) and all(isinstance(x, Tensor) for x in buffers.values())):
-        raise LossError("these are no buffers", where="with_buffers", got=repr(buffers)[:60],
+        raise LossError("these are not buffers", where="with_buffers", got=repr(buffers)[:60],
                         want="a dict: name -> tensor, such as fds.functional returns")  # fmt: skip
     return Buffered(loss_fn, dict(buffers))
 
@@ -72,13 +73,13 @@ class Outcome:
     weighted: bool  # a `Mean`, not a plain scalar
     metrics: dict[str, Tensor | float | int]
     buffers: dict[str, Tensor]
-    half: bool = False  # the loss returned a total of float16
+    half: bool = False  # whether the loss returned a float16 total
 
 
 def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool = False) -> Outcome:
-    """Return the `Outcome` of what a loss returned; `threaded` losses return new buffers as a third part.
+    """Return the result of a loss as an `Outcome`; a `threaded` loss returns new buffers as the third of three values.
 
-    Raises `LossError` for a vector, an integer, metrics of another type, or parts that are missing.
+    Raises `LossError` for a vector, an integer, metrics of another type, or missing values.
     """
     if threaded:
         if not (isinstance(value, tuple) and len(value) == 3):
@@ -101,7 +102,7 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
     if isinstance(weight, Tensor) and weight.dim() == 0 and not weight.is_complex():
         weight = _wide(weight.detach())
         if weight.device.type == "cpu" and total.device.type != "cpu":
-            weight = float(weight)  # to send it there would wait for what is queued there
+            weight = float(weight)  # copying it to the device would wait for the work queued there
     elif not is_number(weight) or not 0 <= weight <= _LARGEST:
         raise LossError("the weight of a Mean is not a number of rows, tokens, ...", where=where, got=_kind(weight),
                         want="a 0-d tensor, a float or an int, finite and not negative")  # fmt: skip
@@ -109,14 +110,14 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
         weight = float(weight)
     half = total.dtype is torch.float16
     if tree.is_low(total):
-        total = total.float()  # a scale of 2**16 has no float16
+        total = total.float()  # a loss scale of 2**16 is infinite in float16
     return Outcome(total, weight, weighted, {k: _metric(k, v, where) for k, v in metrics.items()}, buffers, half)
 
 
 def _metric(name: str, value: Any, where: str) -> Tensor | float | int:
     path = f"{where}, metrics[{name!r}]"
     if not isinstance(name, str) or name in RESERVED or name.startswith("lr/"):
-        raise LossError("a metric's name is taken", where=path, got=repr(name), want="a string that is none of "
+        raise LossError("the name of a metric is reserved", where=path, got=repr(name), want="a string other than "
                         + ", ".join(RESERVED))  # fmt: skip
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
         return _wide(value.detach())
@@ -135,15 +136,15 @@ def _check_buffers(new: Any, old: dict[str, Tensor], where: str) -> dict[str, Te
                         want=str(sorted(old)))  # fmt: skip
     for name, value in new.items():
         if not isinstance(value, Tensor) or (value.shape, value.dtype) != (old[name].shape, old[name].dtype):
-            raise LossError("a loss returned another kind of buffer", where=f"{where}, buffers[{name!r}]",
+            raise LossError("a loss returned a buffer of another shape or dtype", where=f"{where}, buffers[{name!r}]",
                             got=_kind(value), want=_kind(old[name]),
-                            hint="a buffer keeps its shape and dtype: make what grows, as a cache does, of its largest "
+                            hint="a buffer keeps its shape and dtype: allocate a cache at its largest "
                             "size and write into it, or return it as an output and pass it in the batch")  # fmt: skip
     return {name: value.detach().clone() for name, value in new.items()}
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return a scalar in a dtype that a sum of many does not leave: int64, float32 or float64."""
+    """Return a scalar in a dtype in which many can be summed: int64, float32 or float64."""
     if not x.is_floating_point():
         return x.long()
     return x if x.dtype is torch.float64 else x.float()

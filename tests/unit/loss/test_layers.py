@@ -183,7 +183,7 @@ def test_tied_layers_stay_tied_while_training():
 
 
 def test_the_key_of_a_tied_layer_is_a_word():
-    with pytest.raises(LossError, match="number"):
+    with pytest.raises(LossError, match="begins with a digit"):
         TiedLayerSpec("3", nn.Linear, 3, 3)
 
 

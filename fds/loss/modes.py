@@ -1,0 +1,50 @@
+"""The mode in which a step runs the modules of a loss, known to modules that the loss holds in its closure too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import attrs
+
+from fds.loss.carried import Carried
+
+
+@attrs.frozen
+class Mode:
+    """How modules run in the current context: training or evaluation, and in which dtypes."""
+
+    evaluating: bool = False
+    float32: tuple[str, ...] = ()  # patterns of parameters whose modules compute in float32
+    carried: Carried | None = attrs.field(default=None, eq=False)  # for an eval_fn that does not take the buffers
+    low: bool = False  # parameters and inputs are 16 bit: batch statistics are computed in float32 all the same
+    seen: list | None = attrs.field(default=None, eq=False)  # receives the last output
+    busy: list | None = attrs.field(default=None, eq=False)  # copies of modules that backward may run again
+
+    def release(self) -> None:
+        """Drop the parameters that copies of modules still hold; called after backward."""
+        for _, variant, free in self.busy or ():
+            variant.clear()
+            free.append(variant)
+        if self.busy is not None:
+            self.busy.clear()
+
+    @property
+    def key(self) -> tuple:
+        """What copies of a module are cached by."""
+        return self.evaluating, self.float32, self.low
+
+
+_mode: ContextVar[Mode] = ContextVar("fds_mode", default=Mode())  # noqa: B039 (frozen)
+current = _mode.get
+
+
+@contextlib.contextmanager
+def mode(value: Mode) -> Iterator[None]:
+    """Run modules in this mode; each layer call enters it again, since autograd's threads recompute layers."""
+    token = _mode.set(value)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
