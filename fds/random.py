@@ -1,15 +1,16 @@
-"""Randomness as a value: keys, folds, and a scope in which torch's generators follow them.
+"""Explicit randomness: keys, keys folded from others, and scopes in which torch's generators are seeded from them.
 
-A key is a `(2,) int64` tensor on the CPU. `fold_in` derives another one from it and any integers or names;
-`seed` turns it into the number that a generator takes. Nothing else in fds seeds a generator.
+A key is a `(2,) int64` tensor on the CPU. `fold_in` derives another key from it and any integers or names; `seed`
+returns the integer seed for a generator. Nothing else in fds seeds a generator.
 
-torch's default generators, Python's and NumPy's are those of the process, so scopes exclude one another: where two
-threads step, evaluate, initialize or load data, one waits until the other has left its scope. Threads of one
-simulation take turns, so the simulation as a whole is one scope. A thread that draws from a default generator outside
-of fds while a step runs still disturbs it: give it a `torch.Generator` of its own. What a loss waits for must not enter
-a scope on a thread of its own, unless that thread runs in a copy of the loss's context (`contextvars.copy_context`);
-so it is with a rank of `fds.simulate`. There both would wait for ever: who waits raises an `FdsError` once the whole
-process has done next to nothing for `PATIENCE_S` seconds.
+The default generators of torch, Python and NumPy are shared by all threads of the process, so only one scope is active
+at a time: if two threads step, evaluate, initialize or load data, one waits until the other has left its scope. The
+threads of a simulation take turns, so a simulation as a whole is one scope. A thread that draws from a default
+generator outside of fds while a step runs still disturbs it: give it a `torch.Generator` of its own.
+
+A loss, or a rank of `fds.simulate`, must not wait for another thread that enters a scope, unless that thread runs in a
+copy of its context (`contextvars.copy_context`). Otherwise the two wait for each other; the thread that waits for the
+scope raises an `FdsError` once the process has been idle for `PATIENCE_S` seconds.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from torch import Tensor
 
 from fds.errors import FdsError, is_int
 
-PATIENCE_S = 120.0  # how long a scope waits for another one while nothing runs
+PATIENCE_S = 120.0  # how long a scope waits for another one while the process is idle
 
-_lock = threading.Lock()  # held by whoever uses the generators of the process
-_holds: ContextVar[bool] = ContextVar("fds_generators", default=False)  # whether that is who asks
+_lock = threading.Lock()  # held while a scope uses the generators of the process
+_holds: ContextVar[bool] = ContextVar("fds_generators", default=False)  # whether this context holds the lock
 
 
 def key(seed: int | Tensor) -> Tensor:
@@ -75,11 +76,12 @@ def generator(key: Tensor, device: torch.device | str = "cpu") -> torch.Generato
 
 @contextlib.contextmanager
 def exclusive() -> Iterator[None]:
-    """Use the generators of the process alone: other threads wait here, unless they run in a copy of this context.
+    """Hold the generators of the process: other threads wait here, unless they run in a copy of this context.
 
-    Raises `FdsError` where the wait has no end.
+    Raises `FdsError` for a deadlock.
     """
-    # In a thread of autograd the holder is the thread that waits for this backward.
+    # A thread of autograd may pass: the lock is held by the thread that waits for this backward. Private; torch has no
+    # public function that says so.
     if _holds.get() or torch._C._current_graph_task_id() != -1:
         yield
         return
@@ -95,16 +97,16 @@ def exclusive() -> Iterator[None]:
 
 
 def _wait_for(lock: threading.Lock) -> None:
-    """Wait until a lock is free. Raises `FdsError` where its holder seems to wait for this thread: nothing runs."""
+    """Wait until a lock is free. Raises `FdsError` if the process is idle: the holder seems to wait for this thread."""
     worked = time.process_time()
     while not lock.acquire(timeout=PATIENCE_S):
         before, worked = worked, time.process_time()
         if worked - before < PATIENCE_S / 100:
             raise FdsError(
-                "a step, an evaluation, init or a loader waits for another thread that does nothing",
-                got=f"torch's default generators in use by that thread, and {PATIENCE_S:g} s in which nothing ran",
-                want="steps of threads that do not wait for one another",
-                hint="a loss, or a rank of fds.simulate, that waits for a thread of its own which steps: start that "
+                "a step, an evaluation, init or a loader waits for another thread, which is idle",
+                got=f"torch's default generators in use by that thread, and an idle process for {PATIENCE_S:g} s",
+                want="threads that step without waiting for each other",
+                hint="if a loss, or a rank of fds.simulate, waits for a thread that steps: start that "
                 "thread in a copy of the context, Thread(target=contextvars.copy_context().run, args=(f,))",
             )  # fmt: skip
     lock.release()
@@ -114,16 +116,16 @@ def _wait_for(lock: threading.Lock) -> None:
 def scope(devices: Iterable[torch.device]) -> Iterator[None]:
     """Restore the default generators of the CPU and of `devices` on leaving; other threads' scopes wait until then."""
     with exclusive():
-        kept = [(g, g.get_state()) for g in _generators(devices)]
+        states = [(g, g.get_state()) for g in _generators(devices)]
         try:
             yield
         finally:
-            for g, state in kept:
+            for g, state in states:
                 g.set_state(state)
 
 
 def in_use() -> list[torch.device]:
-    """Return the devices on which a function that builds tensors may draw: every GPU once there is one in use."""
+    """Return the devices on which a function may draw: all GPUs if CUDA is initialized, else the default device."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return [torch.get_default_device()]
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -131,9 +133,9 @@ def in_use() -> list[torch.device]:
 
 @contextlib.contextmanager
 def seeded(key: Tensor, *data: int | str, devices: Iterable[torch.device] | None = None) -> Iterator[None]:
-    """Run what draws with the generators of `devices` seeded from `fold_in(key, *data)`, and restored.
+    """Seed the default generators of `devices` from `fold_in(key, *data)` inside, and restore them on leaving.
 
-    By default those are all that a function which builds tensors may use.
+    The default is `in_use()`.
     """
     devices = in_use() if devices is None else list(devices)
     with scope(devices):
@@ -155,7 +157,7 @@ def python_seeded(key: Tensor) -> Iterator[None]:
 
 
 def draws(function: Callable | Any) -> bool:
-    """Say whether a function may draw random numbers: anything may, unless its attribute `draws` is False."""
+    """Say whether a function may draw random numbers: True unless it has an attribute `draws` that is False."""
     return getattr(function, "draws", True)
 
 
@@ -175,7 +177,7 @@ def reseed_python(seed: int) -> None:
 
 
 def _renew() -> None:
-    """Let the child of a fork have the generators: the thread that held them is not in it."""
+    """Replace the lock in the child of a fork, where the thread that held it does not exist."""
     global _lock
     _lock = threading.Lock()
 
@@ -184,13 +186,13 @@ os.register_at_fork(after_in_child=_renew)
 
 
 def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     for device in devices:
         if device.type == "cuda":
             torch.cuda.init()
             index = torch.cuda.current_device() if device.index is None else device.index
-            found.append(torch.cuda.default_generators[index])
-    return found
+            generators.append(torch.cuda.default_generators[index])
+    return generators
 
 
 def _digest(words: list[int], data: tuple[int | str, ...]) -> bytes:
@@ -204,5 +206,5 @@ def _digest(words: list[int], data: tuple[int | str, ...]) -> bytes:
         elif isinstance(d, int) and abs(d) < 2**71 - 1:
             h.update(b"i" + int(d).to_bytes(9, "little", signed=True))
         else:
-            raise FdsError("a key is folded with ints and names", got=repr(d)[:60], want="an int of 71 bits, or a str")
+            raise FdsError("a key cannot be folded with this", got=repr(d)[:60], want="an int of 71 bits, or a str")
     return h.digest()
