@@ -1,4 +1,4 @@
-"""Errors with five fields: what was refused, where, got, want, hint. The text is rendered from them."""
+"""The errors and warnings of fds, and the checks of arguments that all rooms share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NoReturn, TypeGuard
 
 
 class FdsError(ValueError):
-    """Say what was refused and show what to write instead.
+    """The base class of all errors of fds. The message is rendered from its five fields.
 
     Attributes:
-        what: the refusal, one sentence.
+        what: what is wrong, one sentence.
         where: key path, rank, step, JSON path or file; empty where there is none.
-        got: what was given.
+        got: the value that was passed or found.
         want: what would have been accepted.
-        hint: the way out.
+        hint: how to fix it.
 
     >>> print(FdsError("the batch does not divide", where="inputs", got="10 rows", want="a multiple of 4"))
     the batch does not divide
@@ -57,7 +57,7 @@ class LossError(FdsError):
 
 
 class LossWarning(UserWarning):
-    """Report how a loss is built that is allowed and seldom meant."""
+    """Warn of a loss that is allowed but probably not intended."""
 
 
 class ScheduleError(FdsError):
@@ -69,7 +69,7 @@ class OptimizerError(FdsError):
 
 
 class KernelError(FdsError):
-    """Refuse the arguments of a kernel or of a layer that is made of kernels, before anything is launched."""
+    """Refuse the arguments of a kernel, or of a layer built on kernels, before anything is launched."""
 
 
 class StorageError(FdsError):
@@ -77,23 +77,23 @@ class StorageError(FdsError):
 
 
 class StorageWarning(UserWarning):
-    """Report what `load(..., strict=False)` found to differ between a save and a step.
+    """Report the differences between a save and a step that `load(..., strict=False)` tolerated.
 
     Attributes:
-        missing: key paths of the state that the save lacks; they are as `step.init` makes them.
+        missing: key paths of the state that the save lacks; they have the values of `step.init`.
         unexpected: key paths of the save that the state lacks; they were not read.
-        mismatched: key paths of both, of another shape or dtype; they are as `step.init` makes them.
+        mismatched: key paths of both, of different shapes or dtypes; they have the values of `step.init`.
     """
 
     def __init__(self, where: str, missing: list[str], unexpected: list[str], mismatched: list[str]):
         self.where, self.missing, self.unexpected, self.mismatched = where, missing, unexpected, mismatched
-        found = (("missing", missing), ("unexpected", unexpected), ("of another shape or dtype", mismatched))
-        lines = [f"  {what}: {_grouped(names)}" for what, names in found if names]
+        kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape or dtype", mismatched))
+        lines = [f"  {what}: {_grouped(names)}" for what, names in kinds if names]
         super().__init__("\n".join([f"{where} does not match the step", *lines]))
 
 
 class DataError(FdsError):
-    """Refuse a data set, or how batches are to be drawn from it."""
+    """Refuse a data set, or the way in which batches are drawn from it."""
 
 
 class ConfigError(FdsError):
@@ -109,15 +109,15 @@ class MeshError(FdsError):
 
 
 class PlanError(FdsError):
-    """Refuse a pipeline's schedule or plan: work that is lost or done twice, a deadlock, too much memory."""
+    """Refuse a pipeline schedule or plan: missing or repeated actions, a deadlock, too much memory."""
 
 
 class RankError(FdsError):
-    """Report ranks that died, hung, or took different paths."""
+    """Report ranks that died, hung, or started different collectives."""
 
 
 def _grouped(names: list[str]) -> str:
-    """Return names as text; of many below one slot, their number."""
+    """Return names as text, long groups below one slot as their number."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(".".join(name.split(".")[: 2 if name.startswith(("opt.", "slots.")) else 1]), []).append(name)
@@ -126,7 +126,7 @@ def _grouped(names: list[str]) -> str:
 
 
 def is_int(value: object, least: int | None = None) -> TypeGuard[int]:
-    """Say whether an argument is an integer, booleans left out, and not below `least`.
+    """Return whether an argument is an integer and at least `least`; booleans do not count.
 
     >>> is_int(1), is_int(True), is_int(0, 1)
     (True, False, False)
@@ -135,7 +135,7 @@ def is_int(value: object, least: int | None = None) -> TypeGuard[int]:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Say whether an argument is an integer or a float, booleans left out."""
+    """Return whether an argument is an integer or a float; booleans do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -151,13 +151,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Run a command line and exit with what it returns; with 141, quietly, where nobody reads on (`... | head`)."""
+    """Run a command line and exit with its result; with 141, silently, if the reader is gone (`... | head`)."""
     try:
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
-        code = 128 + 13  # as of a process that SIGPIPE ends
+        code = 128 + 13  # the exit code of a process that SIGPIPE ends
     sys.exit(code)
 
 
