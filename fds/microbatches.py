@@ -1,4 +1,4 @@
-"""`Microbatches`: a batch that is cut already, each part with shapes of its own."""
+"""`Microbatches`: a batch that is already split, whose microbatches may differ in shape."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fds import tree
 from fds.errors import BatchError
 
 
-def _parts(given: Any) -> tuple[Any, ...]:
-    """Return the parts as a tuple. Raises `BatchError` for what is no sequence of one or more."""
-    parts = tuple(given) if isinstance(given, list | tuple | Iterator) else ()
+def _parts(sequence: Any) -> tuple[Any, ...]:
+    """Return the microbatches as a tuple. Raises `BatchError` unless they are a sequence of one or more."""
+    parts = tuple(sequence) if isinstance(sequence, list | tuple | Iterator) else ()
     if not parts:
-        raise BatchError("these are no microbatches", where="fds.Microbatches", got=repr(given)[:60],
+        raise BatchError("not a sequence of microbatches", where="fds.Microbatches", got=repr(sequence)[:60],
                          want="a list or tuple of microbatches, one or more")  # fmt: skip
     return parts
 
 
 @tree.record
 class Microbatches:
-    """The microbatches of one call of the step, in order, for rows that do not make one tensor: padded each alone.
+    """The microbatches of one call of the step, in order, if they do not fit one tensor: each padded by itself.
 
-    It stands in the place of a batch, where `accumulate(n)` or a pipeline cuts no more, and has n parts.
-    `fds.data.per_microbatch` lets a loader make them. Raises `BatchError` for anything but a list or tuple of some.
+    It is passed in place of a batch. `accumulate(n)` or a pipeline does not split it further; it must have n parts.
+    `fds.data.per_microbatch` makes a loader return them. Raises `BatchError` for anything else.
 
     >>> import torch
     >>> lengths = lambda one: [tuple(x.shape) for x in one.parts]
@@ -37,5 +37,5 @@ class Microbatches:
     parts: tuple[Any, ...] = attrs.field(converter=_parts)
 
     def pin_memory(self) -> Microbatches:
-        """Return them in page-locked memory, as torch's DataLoader asks of a batch of a class of its own."""
+        """Return a copy in page-locked memory; torch's DataLoader calls this for custom batch types."""
         return tree.map(lambda x: x.pin_memory() if isinstance(x, Tensor) else x, self)

@@ -14,16 +14,16 @@ from fds.errors import DonatedStateError
 
 @attrs.define(eq=False)
 class Token:
-    """The right to read a state's buffers; a donating step spends it at its first write."""
+    """Whether a state's buffers may be read: a donating step marks the token as spent at its first write."""
 
-    spent_at: int | None = None  # the value of `calls` of the state that was given up
-    readers: set = attrs.field(factory=set)  # saves that still read the buffers: nobody writes over them
-    memory: Any = attrs.field(default=None, repr=False)  # what a donating step knows of them: a cache
-    before: list[weakref.ref[State]] = attrs.field(factory=list, repr=False)  # given-up states with the same tensors
+    spent_at: int | None = None  # the value of `calls` of the donated state
+    readers: set = attrs.field(factory=set)  # saves that still read the buffers; they are not overwritten until then
+    memory: Any = attrs.field(default=None, repr=False)  # a donating step's cache about the buffers
+    before: list[weakref.ref[State]] = attrs.field(factory=list, repr=False)  # donated states with the same tensors
 
     @classmethod
     def after(cls, old: State, memory: Any) -> Token:
-        """Return the token of a state that has taken over the tensors of one that was given up."""
+        """Return the token of the state that takes over the tensors of a donated one."""
         return cls(memory=memory, before=[one for one in old.token.before if one() is not None] + [weakref.ref(old)])
 
     def __reduce__(self) -> tuple:
@@ -35,8 +35,8 @@ class State:
     """Everything that a step reads and writes.
 
     Its leaves are tensors, and the dotted key path of a leaf is its name in files and in errors.
-    `attrs.evolve` makes a state that shares memory with its source, and so is given up together with it;
-    `fds.tree.map(torch.clone, state)` makes one that is independent.
+    `attrs.evolve` makes a state that shares memory with the original, so that donating one donates both;
+    `fds.tree.map(torch.clone, state)` makes an independent copy.
     """
 
     step: Tensor  # () int64, on the device: updates applied
@@ -44,7 +44,7 @@ class State:
     params: Any  # the user's tree, master precision
     opt: dict[str, dict[str, Tensor]]  # slot of the optimizer -> parameter name -> tensor of its shape
     buffers: dict[str, Tensor]  # module statistics by name
-    slots: dict[str, Any]  # one entry per transform that remembers, under its name
+    slots: dict[str, Any]  # name of a transform -> what it keeps between steps
     key: Tensor  # (2,) int64, on the CPU
     token: Token = tree.fresh(factory=Token, repr=False)
 
@@ -52,10 +52,10 @@ class State:
         """Raise `DonatedStateError` if a donating step has written over this state."""
         if self.token.spent_at is not None:
             raise DonatedStateError(
-                f"{doing}: this state was donated, and its buffers hold a later state now",
+                f"{doing}: this state was donated, and its buffers now hold a later state",
                 where=f"call {self.token.spent_at}",
                 got="a state that was already passed to a donating step",
                 want="the state which that step returned",
-                hint="keep the result (`state, metrics = step(state, batch)`), leave out fds.donate, or copy first: "
+                hint="use the result (`state, metrics = step(state, batch)`), leave out fds.donate, or copy first: "
                 "fds.tree.map(torch.clone, state)",
             )
