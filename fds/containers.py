@@ -1,7 +1,7 @@
-"""Containers that are neither plain dicts, lists nor tuples: taken apart into children, and built again of others.
+"""Flatten and rebuild containers other than plain dicts, lists and tuples.
 
-Mappings, classes derived from list and tuple, attrs classes and dataclasses. What is built is of the same class and has
-the same other attributes, but for those that hold tensors; `__init__` is not run.
+These are other mappings, subclasses of list and tuple, attrs classes and dataclasses. A rebuilt container has the same
+class and the same other attributes, except those that hold tensors; `__init__` is not called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-_DEPTH = 4  # of objects inside objects that are looked into for tensors
+_DEPTH = 4  # levels of nested objects in which `holds_tensors` searches
 
 
 @attrs.frozen(eq=False)
@@ -23,7 +23,7 @@ class Shell:
     """A container without its children."""
 
     keys: tuple
-    empty: Any  # of the same class, and with what is not a child
+    empty: Any  # of the same class, with the attributes that are not children
     build: Callable[[Shell, Sequence], Any]
 
     def __eq__(self, other: object) -> bool:
@@ -34,19 +34,20 @@ class Shell:
 
 
 def is_container(cls: type) -> bool:
-    """Say whether `cls` is a container of the kinds above."""
+    """Return whether `cls` is one of the container classes above."""
     if issubclass(cls, Tensor | nn.Module | enum.Enum | type):
         return False
     return issubclass(cls, Mapping | list | tuple) or attrs.has(cls) or dataclasses.is_dataclass(cls)
 
 
 def take_apart(x: Any) -> tuple[list, Shell]:
-    """Return the children of a container, and what builds one like it. Raises what its own methods raise."""
+    """Return the children of a container and its `Shell`. Raises what its own methods raise."""
     if isinstance(x, Mapping):
         keys = tuple(x)
         children = [x[key] for key in keys]
         if not isinstance(x, MutableMapping):
-            return children, Shell(keys, type(x)(dict.fromkeys(keys)), _build_constant)  # type: ignore[call-arg]
+            cls: Any = type(x)  # whose constructor takes a dict, as that of a frozen mapping does
+            return children, Shell(keys, cls(dict.fromkeys(keys)), _build_constant)
         return children, Shell(keys, _emptied(x, children), _build_mapping)
     if isinstance(x, list | tuple):
         return list(x), Shell(tuple(range(len(x))), _blank(x, getattr(x, "__dict__", {})), _build_sequence)
@@ -56,7 +57,7 @@ def take_apart(x: Any) -> tuple[list, Shell]:
 
 
 def build(shell: Shell, children: Iterable) -> Any:
-    """Return a container with other children.
+    """Return a container of the same kind with these children.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Pair:
@@ -70,30 +71,30 @@ def build(shell: Shell, children: Iterable) -> Any:
 
 
 def can_be_built(x: Any) -> bool:
-    """Say whether a container can be taken apart and comes back with its class and its keys."""
+    """Return whether a container that is taken apart and rebuilt has the same class, keys and children."""
     try:
         children, shell = take_apart(x)
-        made = build(shell, children)
-        again, other = take_apart(made)
-        return type(made) is type(x) and shell == other and all(a is b for a, b in zip(children, again, strict=True))
-    except Exception:  # whatever the methods of others raise
+        rebuilt = build(shell, children)
+        again, other = take_apart(rebuilt)
+        return type(rebuilt) is type(x) and shell == other and all(a is b for a, b in zip(children, again, strict=True))
+    except Exception:  # methods of user classes may raise anything
         return False
 
 
 def holds_tensors(x: Any, depth: int = _DEPTH) -> bool:
-    """Say whether there is a tensor in an object: in its items, its attributes, or theirs."""
+    """Return whether an object contains a tensor: in its items or attributes, or in theirs."""
     if isinstance(x, Tensor):
         return True
     if not depth or x is None or isinstance(x, str | bytes | int | float | complex | type):
         return False
     if isinstance(x, Mapping):
-        found = list(x.values())
+        inside = list(x.values())
     elif isinstance(x, list | tuple | set | frozenset):
-        found = list(x)
+        inside = list(x)
     else:
         slots = [name for cls in type(x).__mro__ for name in _slots(cls) if hasattr(x, name)]
-        found = [*getattr(x, "__dict__", {}).values(), *(getattr(x, name) for name in slots)]
-    return any(holds_tensors(y, depth - 1) for y in found)
+        inside = [*getattr(x, "__dict__", {}).values(), *(getattr(x, name) for name in slots)]
+    return any(holds_tensors(y, depth - 1) for y in inside)
 
 
 def _fields(cls: type) -> list[str]:
@@ -106,18 +107,18 @@ def _slots(cls: type) -> list[str]:
 
 
 def _blank(x: Any, others: Mapping[str, Any]) -> Any:
-    """Return an empty object of the class of `x` with these attributes, but for those that hold tensors."""
+    """Return an empty object of the class of `x` with these attributes, except those that hold tensors."""
     base: Any = next((kind for kind in (tuple, list) if isinstance(x, kind)), object)
-    made = base.__new__(type(x))
+    empty = base.__new__(type(x))
     for name, value in others.items():
-        if not holds_tensors(value):  # derived from children that are others now: it had better be missing
-            made.__dict__[name] = value
-    return made
+        if not holds_tensors(value):  # tensors would be derived from the old children: better missing than wrong
+            empty.__dict__[name] = value
+    return empty
 
 
 def _emptied(x: MutableMapping, children: Sequence) -> MutableMapping:
-    """Return a mapping of the same keys without values. Raises `TypeError` where that would empty `x` too."""
-    empty = _twin(x)
+    """Return a copy of a mapping with all values None. Raises `TypeError` if writing to the copy changes `x`."""
+    empty = _shallow_copy(x)
     for key, child in zip(tuple(x), children, strict=True):
         empty[key] = None
         if child is not None and x[key] is None:
@@ -126,29 +127,29 @@ def _emptied(x: MutableMapping, children: Sequence) -> MutableMapping:
     own: Any = getattr(empty, "__dict__", {})
     for name, value in [] if own is empty else list(own.items()):
         if any(isinstance(y, Tensor) for y in (value if isinstance(value, list | tuple) else [value])):
-            del own[name]  # derived from children that are others now, as in `_blank`
+            del own[name]  # derived from the old children, as in `_blank`
     return empty
 
 
-def _twin(x: Any) -> Any:
-    """Return a copy of a mapping with a dict or list of its own wherever the mapping has one."""
-    made = copy.copy(x)
+def _shallow_copy(x: Any) -> Any:
+    """Return a copy of a mapping that shares none of the dicts and lists in which it may keep its items."""
+    copied = copy.copy(x)
     attributes: Any = getattr(x, "__dict__", {})
     if attributes is x:  # its items are its attributes
-        object.__setattr__(made, "__dict__", made)
-        return made
+        object.__setattr__(copied, "__dict__", copied)
+        return copied
     slots = {name: getattr(x, name) for cls in type(x).__mro__ for name in _slots(cls) if hasattr(x, name)}
     for name, value in {**slots, **attributes}.items():
-        if isinstance(value, MutableMapping | list) and getattr(made, name, None) is value:
-            object.__setattr__(made, name, copy.copy(value))
-    return made
+        if isinstance(value, MutableMapping | list) and getattr(copied, name, None) is value:
+            object.__setattr__(copied, name, copy.copy(value))
+    return copied
 
 
 def _build_mapping(shell: Shell, children: Sequence) -> Any:
-    made = _twin(shell.empty)
+    built = _shallow_copy(shell.empty)
     for key, child in zip(shell.keys, children, strict=True):
-        made[key] = child
-    return made
+        built[key] = child
+    return built
 
 
 def _build_constant(shell: Shell, children: Sequence) -> Any:
@@ -158,17 +159,17 @@ def _build_constant(shell: Shell, children: Sequence) -> Any:
 def _build_sequence(shell: Shell, children: Sequence) -> Any:
     empty = shell.empty
     if isinstance(empty, tuple):
-        made: Any = tuple.__new__(type(empty), children)
+        built: Any = tuple.__new__(type(empty), children)
     else:
-        made = list.__new__(type(empty))
-        list.extend(made, children)
+        built = list.__new__(type(empty))
+        list.extend(built, children)
     for name, value in getattr(empty, "__dict__", {}).items():
-        made.__dict__[name] = value
-    return made
+        built.__dict__[name] = value
+    return built
 
 
 def _build_record(shell: Shell, children: Sequence) -> Any:
-    made = _blank(shell.empty, getattr(shell.empty, "__dict__", {}))
+    built = _blank(shell.empty, getattr(shell.empty, "__dict__", {}))
     for name, child in zip(shell.keys, children, strict=True):
-        object.__setattr__(made, name, child)
-    return made
+        object.__setattr__(built, name, child)
+    return built
