@@ -1,4 +1,4 @@
-"""Flat buckets: how the leaves of a tree lie in a few 1-D buffers, of which every rank owns one slice.
+"""Flat buckets: the layout of a tree's leaves in a few 1-D buffers, of which every rank owns one slice.
 
 A bucket of `num_ranks` slices of `length` elements holds whole parameters one after another, each starting at a
 multiple of `ALIGN` elements, gaps filled with zeros. Slice r is elements r * length to (r + 1) * length; a parameter
@@ -20,21 +20,21 @@ from torch import Tensor
 from fds import tree
 from fds.errors import StateError
 
-# Where nobody gives a size of buckets: one in SHARE of the bytes, within bounds.
+# The default size of a bucket: one SHARE-th of all bytes, within bounds.
 SHARE, LEAST_BYTES, MOST_BYTES = 16, 2**20, 32 * 2**20
-ALIGN = 32  # elements: 64 bytes in 16 bit; at other addresses matrix products round differently on a CPU
+ALIGN = 32  # elements, 64 bytes in 16 bit; at other addresses matrix products round differently on a CPU
 
 
-@attrs.frozen(eq=False)  # what is known of a slice is looked up by its segments in every step: 0.5 us each if compared
+@attrs.frozen(eq=False)  # segments are dict keys in every step; comparing their fields would cost 0.5 us each
 class Segment:
-    """Say where one parameter lies inside a flat slice.
+    """The position of one parameter in a flat slice.
 
     Attributes:
         name: dotted parameter name.
         shape: of the whole parameter.
-        offset: first element of the slice that belongs to it.
-        length: elements of it in the slice: all, some, or none where it is split over ranks.
-        start: which of its elements comes first.
+        offset: index in the slice of its first element there.
+        length: number of its elements in the slice: all, some, or none where it is split over ranks.
+        start: index in the flattened parameter of its first element in the slice.
     """
 
     name: str
@@ -54,13 +54,13 @@ class Segment:
 
 @attrs.frozen
 class Leaf:
-    """What planning must know of one leaf: its name, shape and dtype, and what it may share a bucket with."""
+    """What `plan` needs to know about one leaf: name, shape, dtype, and which leaves may share its bucket."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool = True
-    kind: Hashable = None  # a bucket never mixes kinds
+    kind: Hashable = None  # leaves of different kinds never share a bucket
     whole: bool = False  # it must lie in one slice
 
     @property
@@ -95,7 +95,7 @@ class Bucket:
         return self.length * self.num_ranks
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Return the (start, end) that belong to no parameter."""
+        """Return the (start, end) of the padding."""
         ends = sorted((o, o + leaf.numel) for o, leaf in zip(self.offsets, self.leaves, strict=True))
         edges = [0, *itertools.chain.from_iterable(ends), self.numel]
         return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
@@ -107,13 +107,13 @@ class Bucket:
     def cut(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of the whole bucket (numel,): the parameters in the order of `leaves`, and the gaps (n,)."""
         sizes, places, gaps = self._cuts
-        parts = flat.split(sizes)  # at once: half the host's time of a slice for each
+        parts = flat.split(sizes)  # one call takes half the host time of slicing each part
         views = [parts[i] if shape is None else parts[i].view(shape) for i, shape in places]
         return views, [parts[i] for i in gaps]
 
     @functools.cached_property
     def _cuts(self) -> tuple[list[int], list[tuple[int, tuple[int, ...] | None]], list[int]]:
-        """Return the sizes of a bucket's pieces; which are parameters, with their shapes if not 1-D; which are gaps."""
+        """Return the sizes of a bucket's pieces; the indices and shapes (None if 1-D) of parameters; those of gaps."""
         sizes, places, gaps, end = [], {}, [], 0
         for offset, i in sorted(zip(self.offsets, range(len(self.leaves)), strict=True)):
             if offset > end:
@@ -132,18 +132,18 @@ class Bucket:
         return flat[rank * self.length : (rank + 1) * self.length]
 
     def segments(self, rank: int) -> list[Segment]:
-        """Return where every parameter lies in the slice of `rank`, in the same order for every rank."""
+        """Return the segments of all parameters in the slice of `rank`, in the same order for every rank."""
         low, high = rank * self.length, (rank + 1) * self.length
-        found = []
+        segments = []
         for offset, leaf in zip(self.offsets, self.leaves, strict=True):
             start, end = max(offset, low), min(offset + leaf.numel, high)
             inside = end > start
-            found.append(Segment(leaf.name, leaf.shape, start - low if inside else 0, max(end - start, 0),
-                                 start - offset if inside else 0))  # fmt: skip
-        return found
+            segments.append(Segment(leaf.name, leaf.shape, start - low if inside else 0, max(end - start, 0),
+                                    start - offset if inside else 0))  # fmt: skip
+        return segments
 
     def fill(self, flat: Tensor, parts: Iterable[Tensor]) -> Tensor:
-        """Write parameters into the whole bucket (numel,), zeros into the gaps, and return it."""
+        """Write parameters into the whole bucket (numel,) and zeros into the padding, and return it."""
         for a, b in self.gaps():
             flat[a:b].zero_()
         for view, part in zip(self.views(flat), parts, strict=True):
@@ -153,9 +153,9 @@ class Bucket:
 
 @attrs.frozen(cache_hash=True)
 class Layout:
-    """All buckets of a tree: the plan that every rank computes alike.
+    """All buckets of a tree; every rank computes the same.
 
-    `spec` is the structure of the user's tree, `names` its leaves in order.
+    `spec` is the structure of the user's tree, `names` the names of its leaves in order.
     """
 
     names: tuple[str, ...]
@@ -165,11 +165,11 @@ class Layout:
 
     @functools.cached_property
     def places(self) -> dict[str, tuple[int, int]]:
-        """By name, the bucket that a leaf is in and which of the bucket's leaves it is."""
+        """By name, the index of a leaf's bucket, and its index among the bucket's leaves."""
         return {leaf.name: (i, j) for i, b in enumerate(self.buckets) for j, leaf in enumerate(b.leaves)}
 
     def collect(self, bucket_views: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Return leaves in the order of `names`, given those of every bucket."""
+        """Return leaves in the order of `names` from the leaves of every bucket."""
         return [bucket_views[i][j] for i, j in map(self.places.__getitem__, self.names)]
 
     def build(self, leaves: Sequence[Any]) -> Any:
@@ -179,13 +179,13 @@ class Layout:
 
 @tree.record
 class Sharded:
-    """What a rank holds of a tree of parameters: its slice of every bucket, (length,) each, under the bucket's name."""
+    """A rank's part of a tree of parameters: its slice of every bucket, (length,) each, under the bucket's name."""
 
     buckets: dict[str, Tensor]
     layout: Layout = tree.static(repr=False)
 
     def __getitem__(self, name: Any) -> Any:
-        """Raise `StateError`: no rank has a whole parameter."""
+        """Raise `StateError`, since no rank has whole parameters."""
         raise StateError("these parameters are sharded, and this rank has slices of them", where="state.params",
                          got=f"state.params[{name!r}]", want="step.params(state), a copy of the whole tree",
                          hint="all ranks call it")  # fmt: skip
@@ -194,30 +194,30 @@ class Sharded:
 def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int | None) -> Layout:
     """Plan the buckets of a tree.
 
-    Leaves of one kind, dtype and trainability fill a bucket in order until `bucket_bytes` are reached; a layer is
-    not divided between two buckets unless it alone is larger. A leaf larger than a bucket has one of its own. Buckets
-    of leaves that must be whole hold up to `num_ranks` times as much, so that every rank has some.
+    Leaves with the same kind, dtype and trainability fill a bucket in order up to `bucket_bytes`. A layer is split
+    between two buckets only if it is larger than one; a leaf larger than a bucket gets its own. Buckets of leaves that
+    must be whole hold up to `num_ranks` times as much, so that every rank owns some.
 
     Args:
         leaves: of the tree, in order.
         spec: its structure.
         num_ranks: slices per bucket.
-        bucket_bytes: bound of a bucket, in the dtype of the masters; None for `bucket_bytes_of` the leaves of a kind.
+        bucket_bytes: bound of a bucket, in the dtype of the masters; None for `bucket_bytes_of` all leaves of a kind.
     """
-    largest: dict[tuple, int] = {}  # by kind: what other ranks may lack decides nothing about the others
+    largest: dict[tuple, int] = {}  # by kind: ranks may lack leaves of one kind, which must not change the others
     total: dict[tuple, int] = {}
     for leaf in leaves:
-        key, num_bytes = _alike(leaf), _bytes([leaf])
+        key, num_bytes = _shared_properties(leaf), _bytes([leaf])
         largest[key], total[key] = max(largest.get(key, 0), num_bytes), total.get(key, 0) + num_bytes
     open_: dict[tuple, list[Leaf]] = {}
     closed: list[list[Leaf]] = []
     for _, group in itertools.groupby(leaves, key=lambda leaf: layer_of(leaf.name)):
         parts: dict[tuple, list[Leaf]] = {}
         for leaf in group:
-            parts.setdefault(_alike(leaf), []).append(leaf)
+            parts.setdefault(_shared_properties(leaf), []).append(leaf)
         for key, part in parts.items():
             bound = bucket_bytes_of(total[key]) if bucket_bytes is None else bucket_bytes
-            if key[-1]:  # whole parameters balance only if there are as many large ones as ranks
+            if key[-1]:  # whole parameters are balanced only if a bucket can hold one large one per rank
                 bound = num_ranks * max(bound, largest[key])
             for piece in _pieces(part, bound):
                 held = open_.get(key)
@@ -232,7 +232,7 @@ def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int
 
 
 def bucket_bytes_of(num_bytes: int) -> int:
-    """Return the bound of a bucket where nobody gives one, for leaves of so many bytes in all.
+    """Return the default bound of a bucket, for leaves of `num_bytes` in total.
 
     >>> [bucket_bytes_of(n) for n in (10_000, 100_000_000, 10_000_000_000)]
     [1048576, 6250000, 33554432]
@@ -241,7 +241,7 @@ def bucket_bytes_of(num_bytes: int) -> int:
 
 
 def layer_of(name: str) -> str:
-    """Return the layer that a parameter belongs to: its name up to the first number, else up to the last dot.
+    """Return the layer of a parameter: its name up to the first number, or else up to the last dot.
 
     >>> [layer_of(n) for n in ("h.3.attn.weight", "0.weight", "embed.weight", "scale")]
     ['h.3', '0', 'embed', '']
@@ -251,13 +251,13 @@ def layer_of(name: str) -> str:
     return ".".join(words[: number + 1])
 
 
-def _alike(leaf: Leaf) -> tuple:
-    """Return what all leaves of a bucket have in common."""
+def _shared_properties(leaf: Leaf) -> tuple:
+    """Return the properties that all leaves of a bucket share."""
     return leaf.trained, leaf.dtype, leaf.kind, leaf.whole
 
 
 def _pieces(part: list[Leaf], bound: int) -> list[list[Leaf]]:
-    """Return the leaves of a layer together if they fit into a bucket, else one by one."""
+    """Return the leaves of a layer as one group if they fit into a bucket, otherwise one by one."""
     return [part] if _bytes(part) <= bound else [[leaf] for leaf in part]
 
 
@@ -274,7 +274,7 @@ def _bucket(name: str, leaves: list[Leaf], num_ranks: int) -> Bucket:
 
 
 def _bucket_of_whole(name: str, leaves: list[Leaf], num_ranks: int) -> Bucket:
-    """Give every leaf to the rank that has least so far, large ones first."""
+    """Assign every leaf to the rank with the fewest elements so far, the largest leaves first."""
     ends, places = [0] * num_ranks, {}
     for leaf in sorted(leaves, key=lambda leaf: -leaf.numel):
         rank = ends.index(min(ends))
