@@ -1,0 +1,67 @@
+"""Which gradients may be written in place: those whose memory nothing else holds."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fds import tree
+
+
+def exclusive(grad: Tensor) -> Tensor:
+    """Return `grad`, or a contiguous copy if its memory is shared with anything (a batch, another gradient).
+
+    Autograd returns a gradient without a copy when nothing else holds the *tensor*; its storage may still be that of
+    a view. Only memory that is not shared may be written.
+    """
+    if grad.layout is not torch.strided:
+        return grad.to_dense()
+    return grad if is_alone(grad) and grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
+
+
+def own(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Make the `.grad` of each leaf `exclusive`, and return the leaves that have none."""
+    arrived, missing = list(leaves), []
+    if not all(map(operator.is_not, map(tree.grad_of, leaves), itertools.repeat(None))):
+        arrived, missing = [x for x in leaves if x.grad is not None], [x for x in leaves if x.grad is None]
+    if not _all_exclusive(list(map(tree.grad_of, arrived))):
+        for x in arrived:
+            assert x.grad is not None
+            x.grad = exclusive(x.grad)
+    return missing
+
+
+def _all_exclusive(grads: list[Tensor]) -> bool:
+    """Return whether `exclusive` would return each of these gradients unchanged: 0.2 us per gradient."""
+    if not (set(map(tree.layout_of, grads)) <= {torch.strided} and all(map(Tensor.is_contiguous, grads))):
+        return False
+    storages = list(map(Tensor.untyped_storage, grads))
+    uses, counts = map(torch._C._storage_Use_Count, [s._cdata for s in storages]), map(sys.getrefcount, storages)
+    return set(uses) <= {_ALONE_IN_LIST[0]} and set(counts) <= {_ALONE_IN_LIST[1]}
+
+
+def is_alone(x: Tensor) -> bool:
+    """Return whether nothing else holds the memory of `x`: no other tensor, and no storage object."""
+    return all(n <= alone for n, alone in zip(_counts(x), _ALONE, strict=True))
+
+
+def _counts(x: Tensor) -> tuple[int, int]:
+    """Return the reference counts of a tensor's storage, in C++ and in Python."""
+    storage = x.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)  # private: no public count
+
+
+_ALONE = _counts(torch.empty(1))  # the counts of a tensor that shares nothing: 2 and 3 in torch 2.13
+
+
+def _counts_in_list(tensors: list[Tensor]) -> tuple[int, int]:
+    storages = list(map(Tensor.untyped_storage, tensors))
+    return torch._C._storage_Use_Count(storages[0]._cdata), next(map(sys.getrefcount, storages))
+
+
+_ALONE_IN_LIST = _counts_in_list([torch.empty(1)])  # the same, where a list holds the storage

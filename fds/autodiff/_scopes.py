@@ -1,0 +1,32 @@
+"""Whether the current code is being differentiated, by fds or by a transform of `torch.func`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+
+_differentiated: ContextVar[bool] = ContextVar("fds_differentiated", default=False)
+inside = _differentiated.get
+
+
+@contextlib.contextmanager
+def differentiated() -> Iterator[None]:
+    """Run code that will be differentiated: a gradient without a graph would be a wrong constant in it."""
+    token = _differentiated.set(True)
+    try:
+        yield
+    finally:
+        _differentiated.reset(token)
+
+
+def is_differentiated() -> bool:
+    """Return whether this is the inside of a function that is being differentiated, with gradients enabled."""
+    return _differentiated.get() and torch.is_grad_enabled()
+
+
+def in_torch_func() -> bool:
+    """Return whether this is the inside of a function that `torch.func` transforms."""
+    return torch._C._are_functorch_transforms_active()  # private: torch has no public function for it
