@@ -1,11 +1,11 @@
-"""Collectives: the ranks that run, named axes over them, and what they send each other.
+"""Ranks, meshes with named axes over them, and collectives.
 
-`start_*` of an `Axis` is the raw core, in place and asynchronous; the functions here are its pure, differentiable face.
+`Axis.start_*` are in place and asynchronous. The functions here are built on them; they return new tensors and are
+differentiable.
 """
 
 from fds.collectives._fingerprint import fingerprint
 from fds.collectives.axis import Axis
-from fds.collectives.calls import Work
 from fds.collectives.functional import (
     all_gather,
     all_reduce,
@@ -17,6 +17,7 @@ from fds.collectives.functional import (
     send,
 )
 from fds.collectives.joining import init_distributed
+from fds.collectives.links import Work
 from fds.collectives.meshes import Mesh, from_torch, mesh
 from fds.collectives.simulation import simulate
 from fds.collectives.topology import Topology

@@ -1,7 +1,8 @@
-"""Agreement: before data move, compare what the ranks of an axis are about to do, through torch's store.
+"""Check that all ranks of an axis start the same collective, before any data is sent.
 
-For finding why ranks hang, as `init_distributed(check=True)`: every launch waits for the others of its axis, so ranks
-must also start the collectives of different axes in one order. A launch costs a few round trips to the store.
+Used by `init_distributed(check=True)` to find out why ranks hang. Ranks compare their collectives through torch's
+store, at a few round trips each. Every start waits for the other ranks of the axis, so all ranks must also start the
+collectives of different axes in the same order.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import attrs
 import torch.distributed as dist
 from torch import Tensor
 
-from fds.collectives.calls import Call, Link, Work, different
 from fds.collectives.gloo import lost
+from fds.collectives.links import Collective, Link, Work, different
 from fds.errors import RankError
 
-GRACE = datetime.timedelta(seconds=5)  # to tell each other of an error before the store's host goes away
+GRACE = datetime.timedelta(seconds=5)  # for all ranks to read an error before the rank that hosts the store ends
 
 
 class Checked:
-    """A link that says first what it will do, and goes on only when all ranks of the axis say the same."""
+    """A link that starts a collective only after all ranks of the axis have announced the same one."""
 
     def __init__(
         self, link: Link, ranks: tuple[int, ...], index: int, timeout: datetime.timedelta, channel: str = ""
@@ -30,54 +31,54 @@ class Checked:
         self.store: Any = dist.PrefixStore("fds-agreement", dist.distributed_c10d._get_default_store())
         self.name = ".".join(map(str, ranks)) + channel
         self.count = 0
-        self.direct: dict[tuple[int, int], int] = {}  # messages from one rank to another
+        self.direct: dict[tuple[int, int], int] = {}  # (from, to) -> number of messages
 
-    def start(self, call: Call, out: Tensor, x: Tensor) -> Work:
-        """Start a collective that all ranks agree on. Raises `RankError` on each of them where they do not."""
-        if call.op not in ("send", "recv"):
-            self._agree(call)
-            return self.link.start(call, out, x)
-        pair = (self.index, call.peer) if call.op == "send" else (call.peer, self.index)
+    def start(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
+        """Start a collective that all ranks agree on. Raises `RankError` on all of them if they do not."""
+        if collective.op not in ("send", "recv"):
+            self._agree(collective)
+            return self.link.start(collective, out, x)
+        pair = (self.index, collective.peer) if collective.op == "send" else (collective.peer, self.index)
         self.direct[pair] = number = self.direct.get(pair, 0) + 1
         rows = [f"{self.name}/{pair[0]}to{pair[1]}/{number}/{end}" for end in ("send", "recv")]
-        own, other = rows if call.op == "send" else reversed(rows)
-        # Compared when they are waited for, since neither end waits for the other at its start; gloo's tags keep what
-        # differs apart until then.
-        self._say(own, call)
-        return CheckedMessage(self, call, own, other, self.link.start(call, out, x))
+        own, other = rows if collective.op == "send" else reversed(rows)
+        # Compared in `wait`, since neither end waits for the other at the start; until then gloo's tags keep messages
+        # that differ apart.
+        self._announce(own, collective)
+        return CheckedMessage(self, collective, own, other, self.link.start(collective, out, x))
 
-    def exchange(self, call: Call, text: str) -> list[str]:
-        """Exchange texts when all ranks agree that they do."""
-        self._agree(call)
-        return self.link.exchange(call, text)
+    def exchange(self, collective: Collective, text: str) -> list[str]:
+        """Return the texts of all ranks, after checking that all of them exchange texts."""
+        self._agree(collective)
+        return self.link.exchange(collective, text)
 
-    def compare(self, call: Call, rows: dict[int, str], alike: Any) -> None:
-        """Wait until these ranks have written their rows, and compare what `alike` makes of them."""
+    def compare(self, collective: Collective, rows: dict[int, str], alike: Any) -> None:
+        """Wait until these ranks have written their rows, and compare `alike(text)` of each."""
         try:
             self.store.wait(list(rows.values()), self.timeout)
         except dist.DistStoreError as error:
-            raise self._missing(call, rows) from error
-        except RuntimeError as error:  # the store ended with its host
-            raise lost(call, self.ranks, self.index, None, error) from error
-        said = {rank: self.store.get(row).decode() for rank, row in rows.items()}
-        if len({alike(text) for text in said.values()}) > 1:
-            self._farewell(rows)
-            raise different(f"rank {self.ranks[self.index]}, axis {call.axis!r}", said)
+            raise self._missing(collective, rows) from error
+        except RuntimeError as error:  # the rank that hosts the store has ended
+            raise lost(collective, self.ranks, self.index, None, error) from error
+        texts = {rank: self.store.get(row).decode() for rank, row in rows.items()}
+        if len({alike(text) for text in texts.values()}) > 1:
+            self._await_readers(rows)
+            raise different(f"rank {self.ranks[self.index]}, axis {collective.axis!r}", texts)
 
-    def _agree(self, call: Call) -> None:
+    def _agree(self, collective: Collective) -> None:
         self.count += 1
         rows = {rank: f"{self.name}/{self.count}/{rank}" for rank in self.ranks}
         own = rows[self.ranks[self.index]]
-        self._say(own, call)
-        self.compare(call, rows, lambda text: text)
-        # Who has come to this number has read all of the number before.
+        self._announce(own, collective)
+        self.compare(collective, rows, lambda text: text)
+        # All ranks have reached this number, so all have read the rows of the one before.
         self.store.delete_key(own.replace(f"/{self.count}/", f"/{self.count - 1}/"))
 
-    def _say(self, row: str, call: Call) -> None:
-        self.store.set(row, f"{call}, number {row.split('/')[-2]} on it")
-        self.store.set(f"last/{self.ranks[self.index]}", str(call))
+    def _announce(self, row: str, collective: Collective) -> None:
+        self.store.set(row, f"{collective}, number {row.split('/')[-2]} on it")
+        self.store.set(f"last/{self.ranks[self.index]}", str(collective))
 
-    def _missing(self, call: Call, rows: dict[int, str]) -> RankError:
+    def _missing(self, collective: Collective, rows: dict[int, str]) -> RankError:
         last = {}
         try:
             for rank in [rank for rank, row in rows.items() if not self.store.check([row])]:
@@ -87,29 +88,29 @@ class Checked:
             pass
         missing = ", ".join(f"rank {rank}" for rank in last)
         return RankError(
-            f"{missing or 'a rank'} did not come in {self.timeout.total_seconds():g} s",
-            where=f"rank {self.ranks[self.index]}, waiting in {call}",
+            f"{missing or 'a rank'} did not arrive within {self.timeout.total_seconds():g} s",
+            where=f"rank {self.ranks[self.index]}, waiting in {collective}",
             got="\n".join(f"rank {rank} started last: {text}" for rank, text in last.items()),
             want=f"ranks {', '.join(map(str, self.ranks))} to take part",
         )  # fmt: skip
 
-    def _farewell(self, rows: dict[int, str]) -> None:
-        """Wait a little until all have read the rows, since the store may end with the first rank that raises."""
-        word = "read/" + min(rows.values())
+    def _await_readers(self, rows: dict[int, str]) -> None:
+        """Wait up to `GRACE` for all ranks to read the rows: the store may end with the first rank that raises."""
+        key = "read/" + min(rows.values())
         try:
-            if self.store.add(word, 1) == len(rows):
-                self.store.set(word + "/all", "")
-            self.store.wait([word + "/all"], GRACE)
+            if self.store.add(key, 1) == len(rows):
+                self.store.set(key + "/all", "")
+            self.store.wait([key + "/all"], GRACE)
         except RuntimeError:
             pass
 
 
 @attrs.define(eq=False)
 class CheckedMessage:
-    """A send or a receive whose two ends are compared when it is waited for."""
+    """A send or a receive whose two ends are compared in `wait`."""
 
     checked: Checked
-    call: Call
+    collective: Collective
     own: str
     other: str
     started: Work
@@ -119,9 +120,9 @@ class CheckedMessage:
         """Compare both ends, then wait for the message. Raises `RankError`."""
         if self.over:
             return
-        checked, call = self.checked, self.call
-        rows = {checked.ranks[checked.index]: self.own, checked.ranks[call.peer]: self.other}
-        checked.compare(call, rows, lambda text: text.partition(" of ")[2])
+        checked, collective = self.checked, self.collective
+        rows = {checked.ranks[checked.index]: self.own, checked.ranks[collective.peer]: self.other}
+        checked.compare(collective, rows, lambda text: text.partition(" of ")[2])
         self.started.wait()
         self.over = True
 

@@ -1,15 +1,15 @@
-"""Collectives as functions: new results, and gradients that are the transposed collective.
+"""Collectives as functions that return new tensors; the gradient of each is the transposed collective.
 
 They work under `torch.func.grad` and `vjp`, in `torch.utils.checkpoint`, and on tensor subclasses. Backward passes
-communicate too: what one rank differentiates the others must. On an axis of one rank they return their argument. What
-can overlap with other work is in `Axis.start_*`.
+communicate too, so all ranks must run them. On an axis of one rank they return their argument. To overlap a collective
+with computation, use `Axis.start_*`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Tensor])
 
 
 def _dispatching(f: F) -> F:
-    """Let the first argument's `__torch_function__` go first: an `autograd.Function` would not ask it."""
+    """Dispatch to `__torch_function__` of the first argument first, which an `autograd.Function` does not do."""
 
     @functools.wraps(f)
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -31,7 +31,7 @@ def _dispatching(f: F) -> F:
             return handle_torch_function(run, (x,), x, *args, **kwargs)
         return f(x, *args, **kwargs)
 
-    return run  # type: ignore[return-value]
+    return cast(F, run)
 
 
 @_dispatching
@@ -62,9 +62,9 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 @_dispatching
 def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> Tensor:
-    """Cut `x` along `split_dim`, send piece i to rank i, and concatenate what comes along `concat_dim`.
+    """Split `x` along `split_dim`, send piece i to rank i, and concatenate the pieces received along `concat_dim`.
 
-    The gradient is the inverse, dims exchanged. Raises `FdsError` where `split_dim` does not divide.
+    The gradient is the inverse, with the dims exchanged. Raises `FdsError` where `split_dim` does not divide.
     """
     split_dim, concat_dim = _divided(x, axis, split_dim, "all_to_all"), _dim(x, concat_dim)
     return x if axis.size == 1 else _apply(_AllToAll, x, axis, split_dim, concat_dim)
@@ -72,9 +72,9 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -
 
 @_dispatching
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """Return the tensor of the rank with coordinate `source`; the others' say its shape and dtype.
+    """Return the tensor of the rank with coordinate `source`; on other ranks `x` has only to match shape and dtype.
 
-    The gradient of the source's is the sum of the ranks' gradients, that of the others' zero.
+    The gradient on the source is the sum of the ranks' gradients, on other ranks zero.
     """
     return x if axis.size == 1 else _apply(_Broadcast, x, axis, source)
 
@@ -83,22 +83,22 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 def send(x: Tensor, axis: Axis, to: int) -> Tensor:
     """Send `x` to the rank with coordinate `to`, and return a 0-d zero.
 
-    In backward of that zero (add it to what is differentiated) the gradient of `x` is received from `to`.
+    Backward through that zero (add it to the loss) receives the gradient of `x` from `to`.
     """
     return _apply(_Send, x, axis, to)
 
 
 @_dispatching
 def recv(like: Tensor, axis: Axis, source: int) -> Tensor:
-    """Return what the rank with coordinate `source` sends, a tensor like `like`.
+    """Return the tensor that the rank with coordinate `source` sends, of the shape and dtype of `like`.
 
-    In backward the gradient is sent to `source`, if `like` wants a gradient: zero is its own.
+    If `like` requires a gradient, backward sends the gradient to `source`; that of `like` itself is zero.
     """
     return _apply(_Recv, like, axis, source)
 
 
 def barrier(axis: Axis) -> None:
-    """Return when every rank of the axis has come here."""
+    """Wait until all ranks of the axis have called this."""
     axis.barrier()
 
 
@@ -216,6 +216,6 @@ def _dim(x: Tensor, dim: int) -> int:
 def _divided(x: Tensor, axis: Axis, dim: int, op: str) -> int:
     dim = _dim(x, dim)
     if x.shape[dim] % axis.size:
-        raise FdsError(f"{op} cuts a dim into equal pieces", where=f"axis {axis.name!r}, {axis.size} ranks",
+        raise FdsError(f"{op} splits a dim into equal pieces", where=f"axis {axis.name!r}, {axis.size} ranks",
                        got=f"dim {dim} of {tuple(x.shape)}", want=f"a multiple of {axis.size}")  # fmt: skip
     return dim

@@ -1,9 +1,9 @@
-"""Gloo: every collective composed of messages between pairs of ranks, sums taken here, in rank order.
+"""Collectives over gloo, composed of messages between pairs of ranks; sums are taken locally, in rank order.
 
 gloo's own reduce-scatter and all-gather of 64 MB took 99 and 74 ms on two ranks, messages and a local sum 30 and 24
-(64 KB: 0.77 and 0.57 against 0.27 and 0.19). Messages travel over the one group of all ranks: an axis needs no group of
-its own, only tags. `ProcessGroup.send` and `dist.isend` cost the same within noise; the former names its tag. Splitting
-a message into 2 to 16 gained nothing at any size.
+(64 KB: 0.77 and 0.57 against 0.27 and 0.19). All messages use one process group; an axis needs no group of its own,
+only tags. `ProcessGroup.send` and `dist.isend` take the same time; the former has a tag argument. Splitting a message
+into 2 to 16 parts gained nothing at any size.
 """
 
 from __future__ import annotations
@@ -20,100 +20,106 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fds.collectives.calls import Call, Work, different, same_memory
 from fds.collectives.interrupts import Interruptible, was_closed
+from fds.collectives.links import Collective, Work, different, same_memory
 from fds.collectives.reductions import bounds, is_exchanged, reduce_in_rank_order
 from fds.errors import FdsError, RankError
 
-# parts of one running number: a collective, its second phase, a message, a phase of an exchange
+# The kind of message in a tag: of a collective, of its second phase, of a send, of an exchange.
 COLLECTIVE, SECOND, DIRECT, EXCHANGE = 0, 1, 2, 3
 
 
 class GlooLink:
-    """One axis over a group of all ranks whose CPU tensors go through gloo."""
+    """The link of one axis over a gloo group of all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int, channel: str = ""):
         self.group, self.ranks, self.index, self.size = group, ranks, index, len(ranks)
         self.count = 0  # collectives started
-        # Exchanges are counted apart: ranks that are interrupted at different collectives can still say so.
+        # Counted separately, so that ranks interrupted at different collectives can still exchange texts about it.
         self.exchanges = 0
-        self.sent, self.received = [0] * self.size, [0] * self.size  # sends and recvs started, by other rank
-        # The same on all ranks of the axis whatever else each of them has made. Axes that share one match by order.
+        self.sent, self.received = [0] * self.size, [0] * self.size  # sends and recvs started, by peer
+        # Equal on all ranks of the axis, whichever other axes they have. Axes with the same number match by order.
         self.number = 1 + _digest((ranks, channel) if channel else ranks, 2**13 - 1)
         self.scratch = Scratch()
 
-    def start(self, call: Call, out: Tensor, x: Tensor) -> Work:
+    def start(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
         """Start a collective. Raises `FdsError` for tensors that are not on the CPU."""
         if x.device.type != "cpu":
-            raise FdsError("gloo carries tensors of the CPU", where=str(call), got=f"a tensor on {x.device}",
+            raise FdsError("gloo carries tensors of the CPU", where=str(collective), got=f"a tensor on {x.device}",
                            want="x.cpu()", hint='or fds.init_distributed("nccl")')  # fmt: skip
-        if call.op in ("send", "recv"):
-            counts = self.sent if call.op == "send" else self.received
-            counts[call.peer] += 1
-            messages, tag = Messages(self, call), self._tag(call, counts[call.peer], DIRECT)
-            return messages.send(call.peer, x, tag) if call.op == "send" else messages.receive(call.peer, out, tag)
+        if collective.op in ("send", "recv"):
+            counts = self.sent if collective.op == "send" else self.received
+            counts[collective.peer] += 1
+            messages, tag = Messages(self, collective), self._tag(collective, counts[collective.peer], DIRECT)
+            if collective.op == "send":
+                return messages.send(collective.peer, x, tag)
+            return messages.receive(collective.peer, out, tag)
         self.count += 1
-        tag = self._tag(call, self.count, COLLECTIVE)
-        match call.op:
+        tag = self._tag(collective, self.count, COLLECTIVE)
+        match collective.op:
             case "all_gather":
-                return self._all_gather(call, out.chunk(self.size), x, tag)
+                return self._all_gather(collective, out.chunk(self.size), x, tag)
             case "reduce_scatter":
-                return self._reduce_scatter(call, out, list(x.chunk(self.size)), "sum", tag)
-            case "all_reduce" if is_exchanged(call, self.size):
-                return self._exchange(call, x, tag)
+                return self._reduce_scatter(collective, out, list(x.chunk(self.size)), "sum", tag)
+            case "all_reduce" if is_exchanged(collective, self.size):
+                return self._exchange(collective, x, tag)
             case "all_reduce":
                 pieces = [x[slice(*bounds(len(x), self.size, i))] for i in range(self.size)]
-                first = self._reduce_scatter(call, pieces[self.index], pieces, call.how, tag)
-                second = self._tag(call, self.count, SECOND)
-                return Chain(first, lambda: self._all_gather(call, pieces, pieces[self.index], second))
+                first = self._reduce_scatter(collective, pieces[self.index], pieces, collective.how, tag)
+                second = self._tag(collective, self.count, SECOND)
+                return Chain(first, lambda: self._all_gather(collective, pieces, pieces[self.index], second))
             case "all_to_all":
-                return self._all_to_all(call, out.chunk(self.size), x.chunk(self.size), tag)
+                return self._all_to_all(collective, out.chunk(self.size), x.chunk(self.size), tag)
             case "broadcast":
-                return self._broadcast(call, x, tag)
-        assert call.op == "barrier", call
-        return self._all_gather(call, x.new_empty(self.size).chunk(self.size), x, tag)
+                return self._broadcast(collective, x, tag)
+        assert collective.op == "barrier", collective
+        return self._all_gather(collective, x.new_empty(self.size).chunk(self.size), x, tag)
 
-    def exchange(self, call: Call, text: str) -> list[str]:
-        """Send a text to every rank, its length first. Raises `RankError` where the calls are different ones."""
-        own = torch.frombuffer(bytearray(f"{call.how}\0{text}".encode()), dtype=torch.uint8)
+    def exchange(self, collective: Collective, text: str) -> list[str]:
+        """Return the texts of all ranks; lengths are sent first. Raises `RankError` if their purposes differ."""
+        own = torch.frombuffer(bytearray(f"{collective.how}\0{text}".encode()), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         self.exchanges += 1
         length, first = torch.tensor([len(own)], device="cpu"), 2 * self.exchanges
-        self._all_gather(call, lengths.chunk(self.size), length, self._tag(call, first, EXCHANGE)).wait()
+        self._all_gather(collective, lengths.chunk(self.size), length, self._tag(collective, first, EXCHANGE)).wait()
         texts = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.tolist()]
-        self._all_gather(call, texts, own, self._tag(call, first + 1, EXCHANGE)).wait()
-        heard = [x.numpy().tobytes().decode().split("\0", 1) for x in texts]
-        if any(what != call.how for what, _ in heard):
-            calls = {rank: str(attrs.evolve(call, how=what)) for rank, (what, _) in zip(self.ranks, heard, strict=True)}
-            raise different(f"rank {self.ranks[self.index]}, axis {call.axis!r}", calls)
-        return [said for _, said in heard]
+        self._all_gather(collective, texts, own, self._tag(collective, first + 1, EXCHANGE)).wait()
+        replies = [x.numpy().tobytes().decode().split("\0", 1) for x in texts]
+        if any(how != collective.how for how, _ in replies):
+            started = zip(self.ranks, (str(attrs.evolve(collective, how=how)) for how, _ in replies), strict=True)
+            raise different(f"rank {self.ranks[self.index]}, axis {collective.axis!r}", dict(started))
+        return [reply for _, reply in replies]
 
-    def _tag(self, call: Call, count: int, part: int) -> int:
-        """Return 31 bits: 13 of the axis, 7 of what is called, 9 of its number, 2 of its part.
+    def _tag(self, collective: Collective, count: int, part: int) -> int:
+        """Return a tag of 31 bits: 13 for the axis, 7 for the collective, 9 for its number, 2 for the kind of message.
 
-        Different calls get different tags, lest they take each other's bytes: their ranks end by timeout. Of calls that
-        go both ways the size stays out, since gloo ends a process that is sent too much; too little it takes silently.
+        Different collectives get different tags, so that they time out instead of receiving each other's bytes. The
+        shape is part of the tag only if data flows one way. If it flows both ways, one rank receives more than it
+        expects, and gloo ends that process; receiving less than expected goes unnoticed.
         """
-        one_way = part == DIRECT or call.op == "broadcast"
-        how = "" if part == EXCHANGE else call.how  # which exchange it is, its text says
-        alike = ("direct" if part == DIRECT else call.op, how, str(call.dtype), call.shape if one_way else ())
+        one_way = part == DIRECT or collective.op == "broadcast"
+        how = "" if part == EXCHANGE else collective.how  # an exchange sends its purpose in the text
+        op, shape = "direct" if part == DIRECT else collective.op, collective.shape if one_way else ()
+        alike = (op, how, str(collective.dtype), shape)
         return self.number << 18 | _digest(alike, 2**7) << 11 | (count % 2**9) << 2 | part
 
     def _others(self) -> list[int]:
-        """List the other ranks, each beginning with its successor, so that not all send to one."""
+        """Return the other ranks, starting with the successor, so that not all ranks send to the same one first."""
         return [(self.index + i) % self.size for i in range(1, self.size)]
 
-    def _all_gather(self, call: Call, outs: Any, part: Tensor, tag: int) -> Messages:
-        messages = Messages(self, call)
+    def _all_gather(self, collective: Collective, outs: Any, part: Tensor, tag: int) -> Messages:
+        messages = Messages(self, collective)
         for i in self._others():
             messages.receive(i, outs[i], tag).send(i, part, tag)
         if not same_memory(outs[self.index], part):
             outs[self.index].copy_(part)
         return messages
 
-    def _reduce_scatter(self, call: Call, out: Tensor, pieces: list[Tensor], how: str, tag: int) -> Messages:
-        messages, own = Messages(self, call), pieces[self.index]
-        # Two ranks add in place what arrives; out serves as the memory for it unless it is the own piece.
+    def _reduce_scatter(
+        self, collective: Collective, out: Tensor, pieces: list[Tensor], how: str, tag: int
+    ) -> Messages:  # fmt: skip
+        messages, own = Messages(self, collective), pieces[self.index]
+        # On two ranks the piece received is added in place; `out` receives it unless it is this rank's own piece.
         direct = self.size == 2 and not same_memory(out, own)
         received = {i: out if direct else messages.scratch(own) for i in self._others()}
         for i in self._others():
@@ -122,45 +128,45 @@ class GlooLink:
         messages.finish = lambda: reduce_in_rank_order(parts, out, how, spare=received.get(0))
         return messages
 
-    def _exchange(self, call: Call, x: Tensor, tag: int) -> Messages:
-        messages = Messages(self, call)
+    def _exchange(self, collective: Collective, x: Tensor, tag: int) -> Messages:
+        messages = Messages(self, collective)
         received = {i: messages.scratch(x) for i in self._others()}
         for i in self._others():
             messages.receive(i, received[i], tag).send(i, x, tag)
         parts = [received.get(i, x) for i in range(self.size)]
-        messages.finish = lambda: reduce_in_rank_order(parts, x, call.how, spare=received.get(0))
+        messages.finish = lambda: reduce_in_rank_order(parts, x, collective.how, spare=received.get(0))
         return messages
 
-    def _all_to_all(self, call: Call, outs: Any, pieces: Any, tag: int) -> Messages:
-        messages = Messages(self, call)
+    def _all_to_all(self, collective: Collective, outs: Any, pieces: Any, tag: int) -> Messages:
+        messages = Messages(self, collective)
         for i in self._others():
             messages.receive(i, outs[i], tag).send(i, pieces[i], tag)
         outs[self.index].copy_(pieces[self.index])
         return messages
 
-    def _broadcast(self, call: Call, x: Tensor, tag: int) -> Messages:
-        messages = Messages(self, call)
-        if self.index != call.peer:
-            return messages.receive(call.peer, x, tag)
+    def _broadcast(self, collective: Collective, x: Tensor, tag: int) -> Messages:
+        messages = Messages(self, collective)
+        if self.index != collective.peer:
+            return messages.receive(collective.peer, x, tag)
         for i in self._others():
             messages.send(i, x, tag)
         return messages
 
 
 class Scratch:
-    """Memory for what arrives, kept from call to call: the first touch of fresh pages costs more than the messages."""
+    """A pool of receive buffers, since the page faults of new memory take longer than the messages."""
 
     def __init__(self) -> None:
         self.free: list[Tensor] = []  # uint8
 
     def take(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return memory, and a tensor in it of the shape and dtype of `like`; the smallest that fits."""
+        """Return the smallest buffer that fits, and a tensor in it of the shape and dtype of `like`."""
         need = like.numel() * like.element_size()
         self.free.sort(key=Tensor.numel)
         fits = [i for i, memory in enumerate(self.free) if memory.numel() >= need]
         if fits:
             memory = self.free.pop(fits[0])
-        else:  # so that there are never more than were in use at once
+        else:  # the largest is replaced, so there are never more buffers than were in use at once
             del self.free[-1:]
             memory = torch.empty(need, dtype=torch.uint8, device="cpu")
         return memory, memory[:need].view(like.dtype).view(like.shape)
@@ -168,37 +174,37 @@ class Scratch:
 
 @attrs.define(eq=False)
 class Messages:
-    """Messages under way, and what is to be done when all have come."""
+    """Messages that were started, and what to do when all have arrived."""
 
     link: GlooLink
-    call: Call
+    collective: Collective
     finish: Callable[[], None] | None = None
     under_way: list[tuple[int, Any]] = attrs.field(factory=list)  # (other rank, torch's work, which keeps the tensor)
     borrowed: list[Tensor] = attrs.field(factory=list)
     over: bool = False
 
     def send(self, to: int, x: Tensor, tag: int) -> Messages:
-        """Send a tensor to a coordinate."""
+        """Send a tensor to the rank with coordinate `to`."""
         if x.numel():
             with self._named(to):
                 self.under_way.append((to, self.link.group.send([x], self.link.ranks[to], tag)))
         return self
 
     def receive(self, source: int, out: Tensor, tag: int) -> Messages:
-        """Receive a tensor from a coordinate."""
+        """Receive a tensor from the rank with coordinate `source`."""
         if out.numel():
             with self._named(source):
                 self.under_way.append((source, self.link.group.recv([out], self.link.ranks[source], tag)))
         return self
 
     def scratch(self, like: Tensor) -> Tensor:
-        """Borrow memory until all is over."""
+        """Return a buffer that is returned to the pool after `wait`."""
         memory, x = self.link.scratch.take(like)
         self.borrowed.append(memory)
         return x
 
     def wait(self) -> None:
-        """Wait for every message, then finish. Raises `RankError`."""
+        """Wait for all messages, then call `finish`. Raises `RankError`."""
         if self.over:
             return
         if self.under_way:
@@ -215,23 +221,23 @@ class Messages:
         self.borrowed.clear()
 
     def done(self) -> bool:
-        """Say whether `wait` has returned: gloo's messages do not tell before."""
+        """Return whether `wait` has returned; gloo does not report completion earlier."""
         return self.over
 
     def _named(self, peer: int) -> contextlib.AbstractContextManager:
         closed = functools.partial(was_closed, self.link.group)
-        return naming(self.call, self.link.ranks, self.link.index, self.link.ranks[peer], closed)
+        return naming(self.collective, self.link.ranks, self.link.index, self.link.ranks[peer], closed)
 
 
 @attrs.define(eq=False)
 class Chain:
-    """One collective after another: the second starts when the first is waited for."""
+    """Two collectives in sequence: the second starts in `wait`, after the first."""
 
     first: Work
     then: Callable[[], Work] | None
 
     def wait(self) -> None:
-        """Wait for both. Raises `RankError`."""
+        """Wait for the first, start the second and wait for it. Raises `RankError`."""
         if self.then is not None:
             self.first.wait()
             self.then().wait()
@@ -249,9 +255,10 @@ def _digest(data: tuple, modulus: int) -> int:
 
 @contextlib.contextmanager
 def naming(
-    call: Call, ranks: tuple[int, ...], index: int, peer: int | None, closed: Callable[[], bool] = lambda: False
-) -> Iterator[None]:
-    """Turn what torch raises in a collective that another rank broke, or Ctrl-C here (`closed`), into `RankError`."""
+    collective: Collective, ranks: tuple[int, ...], index: int, peer: int | None,
+    closed: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:  # fmt: skip
+    """Raise `RankError` in place of torch's error when another rank failed, or Ctrl-C closed connections (`closed`)."""
     try:
         yield
     except RuntimeError as error:
@@ -259,17 +266,17 @@ def naming(
             raise
         if closed():
             raise RankError(
-                "Ctrl-C was pressed while this rank waited for others, which ended its connections to them",
-                where=f"rank {ranks[index]}, in {call}", want="all ranks to end", hint="go on from the last save",
+                "Ctrl-C was pressed while this rank waited for others, which closed its connections to them",
+                where=f"rank {ranks[index]}, in {collective}", want="all ranks to end", hint="go on from the last save",
             ) from error  # fmt: skip
-        raise lost(call, ranks, index, peer, error) from error
+        raise lost(collective, ranks, index, peer, error) from error
 
 
 def _from_torch(error: BaseException) -> bool:
-    """Return whether the collective itself raised this, and not a handler of a signal that came while it waited.
+    """Return whether the collective raised this, and not a signal handler that ran while it waited.
 
-    A `DataLoader` raises a RuntimeError in whatever runs when one of its workers dies. What is raised in C++ comes from
-    a line of this package.
+    A `DataLoader` raises a RuntimeError from a signal handler when one of its workers dies. An error raised in C++ has
+    a line of this package as its last frame.
     """
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
@@ -277,15 +284,17 @@ def _from_torch(error: BaseException) -> bool:
     return last is None or last.tb_frame.f_globals.get("__package__") == __package__
 
 
-def lost(call: Call, ranks: tuple[int, ...], index: int, peer: int | None, error: BaseException) -> RankError:
+def lost(
+    collective: Collective, ranks: tuple[int, ...], index: int, peer: int | None, error: BaseException
+) -> RankError:
     """Return the error for a collective that failed because of another rank."""
-    words = re.sub(r"\[/\S+\] ", "", str(error).strip().partition("\n")[0])  # without the source of gloo
-    late = "imed out" in words or "imeout" in words
-    who = f"rank {peer}" if peer is not None else "a rank"
+    message = re.sub(r"\[/\S+\] ", "", str(error).strip().partition("\n")[0])  # without gloo's source path
+    late = "imed out" in message or "imeout" in message
+    lost_rank = f"rank {peer}" if peer is not None else "a rank"
     return RankError(
-        f"{who} did not answer in time" if late else f"{who} was lost",
-        where=f"rank {ranks[index]}, in {call}", got=words[:300],
+        f"{lost_rank} did not answer in time" if late else f"{lost_rank} was lost",
+        where=f"rank {ranks[index]}, in {collective}", got=message[:300],
         want=f"ranks {', '.join(map(str, ranks))} to take part",
-        hint="fds.init_distributed(check=True) says which rank does what" if late else
+        hint="fds.init_distributed(check=True) reports what each rank does" if late else
         "look at the output of the rank that ended first",
     )  # fmt: skip

@@ -1,9 +1,8 @@
-"""Interrupts: Ctrl-C ends a wait for other ranks, which runs in C++ and would hear of it when the time is over.
+"""Handle Ctrl-C while a rank waits for others in C++, which otherwise would go on until the timeout.
 
-Python notes a signal and acts on it when C++ returns. While the main thread waits, the signal also writes a byte to a
-pipe, which a thread reads; it then lets a message of its own run out of time, whereupon gloo closes the connections of
-this rank, and every wait of it ends. So the ranks cannot talk any more, and all of them learn it at once.
-Beginning and ending a wait costs 2 us.
+Python runs signal handlers only after C++ returns. While the main thread waits, a signal also writes a byte to a pipe,
+which another thread reads. That thread lets a receive time out, whereupon gloo closes all connections of this rank and
+every wait ends, here and on the other ranks. Entering and leaving a wait takes 2 us.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from typing import Any
 
 import torch
 
-_TAG = 2**31 - 1  # of a message that nobody sends
+_TAG = 2**31 - 1  # of a message that is never sent
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
-_waiting: list[tuple[Any, int]] = []  # the group in which the main thread waits, and another rank of it
+_waiting: list[tuple[Any, int]] = []  # the group in which the main thread waits, and another rank in it
 _closed: list[weakref.ref] = []  # groups whose connections were closed
-_pipe: list[int] = []  # what the signal writes to; of this process
+_pipe: list[int] = []  # the descriptor that signals of this process write to
 
 
 class Interruptible:
-    """Let Ctrl-C end what waits inside for ranks of a group, of which `other` is another one than this.
+    """Let Ctrl-C end waits inside for ranks of a group; `other` is any rank of it but this one.
 
-    It does nothing in other threads than the main one, where the program handles the signal by itself, or where
-    another library is woken up by signals.
+    It has no effect outside the main thread, if the program installed its own handler of SIGINT, or if another library
+    uses `signal.set_wakeup_fd`.
     """
 
     def __init__(self, group: Any, other: int):
@@ -59,7 +58,7 @@ def was_closed(group: Any) -> bool:
 
 
 def _watched() -> int:
-    """Start the thread that is told of signals, and return the descriptor by which it is."""
+    """Start the thread that waits for signals, and return the descriptor that wakes it up."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     _pipe.append(write)
@@ -69,7 +68,7 @@ def _watched() -> int:
 
 def _watch(read: int) -> None:
     while data := os.read(read, 64):
-        # A program that handles the signal by itself goes on. (Asked here: it takes 4 us.)
+        # Nothing is closed if the program has its own handler; checked here, since it takes 4 us.
         if signal.SIGINT in data and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             for group, other in tuple(_waiting):
                 _closed.append(weakref.ref(group))
@@ -77,4 +76,4 @@ def _watch(read: int) -> None:
                     group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, _TAG).wait(_AT_ONCE)
 
 
-os.register_at_fork(after_in_child=_pipe.clear)  # the thread is not there
+os.register_at_fork(after_in_child=_pipe.clear)  # the thread does not exist in the child

@@ -1,4 +1,4 @@
-"""`init_distributed`: join the ranks that a launcher started."""
+"""`init_distributed`: connect the ranks that a launcher started."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ def init_distributed(
     world_size: int | None = None,
     init_method: str | None = None,
 ) -> None:
-    """Join the ranks that torchrun, Slurm or MPI started; do nothing where there is one, or inside `simulate`.
+    """Connect the ranks that torchrun, Slurm or MPI started; do nothing for one rank, or inside `simulate`.
 
-    Called again, it does nothing but what `check` asks; of a group that somebody else initialised, likewise.
+    If torch.distributed is initialized already, by an earlier call or by other code, only `check` takes effect.
 
     Args:
         backend: "nccl" (the default where there is a GPU) or "gloo".
         timeout: seconds that a rank waits for the others in a collective before it raises `RankError`.
-        check: compare what the ranks do before every collective, and raise `RankError` on all of them where they
-            differ, of axes that are made from now on: for finding why ranks hang, at a few round trips a collective.
-        rank: which rank this is, where no launcher says; together with `world_size` and `init_method`.
-        world_size: how many ranks there are.
-        init_method: torch's URL of the meeting place, "tcp://host:port" or "file:///path"; by default what the
-            environment says.
+        check: before every collective, compare what the ranks are about to do, and raise `RankError` on all of them if
+            it differs. It applies to axes that are made afterwards, and costs a few round trips per collective; use it
+            to find out why ranks hang.
+        rank: this process' rank, if there is no launcher; together with `world_size` and `init_method`.
+        world_size: the number of ranks.
+        init_method: torch's URL for the rendezvous, "tcp://host:port" or "file:///path"; by default as the environment
+            says.
 
-    Raises `MeshError` for an environment or arguments that say half of what is needed, where two processes have one
-    rank, and where another job meets at the same address; `RankError` when `timeout` is over, naming who is missing.
+    Raises `MeshError` for an incomplete environment or arguments, if two processes have the same rank, and if another
+    job uses the same address; `RankError` after `timeout`, naming the missing ranks.
     """
     if worlds.simulated.get() is not None:
         return
@@ -70,7 +71,7 @@ def _start(backend: str | None, timeout: float | datetime.timedelta, launch: Lau
         if not torch.cuda.is_available():
             raise MeshError("NCCL needs GPUs", got="torch sees none", want="backend='gloo'")
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
-        backend = "cpu:gloo,cuda:nccl"  # values of the host travel over gloo
+        backend = "cpu:gloo,cuda:nccl"  # tensors on the CPU go over gloo
     store = meet(launch, init_method, limit)
     try:
         dist.init_process_group(
@@ -78,7 +79,7 @@ def _start(backend: str | None, timeout: float | datetime.timedelta, launch: Lau
             timeout=limit,
         )  # fmt: skip
     except RuntimeError as error:
-        raise RankError("the ranks met, and could not connect to each other", where=f"rank {launch.rank}",
+        raise RankError("the ranks could not connect to each other", where=f"rank {launch.rank}",
                         got=str(error).strip().partition("\n")[0][:300],
-                        want="every rank to stay, and to reach all others",
-                        hint="GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME choose the network interface") from error
+                        want="every rank to keep running, and to reach all others",
+                        hint="GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the network interface") from error

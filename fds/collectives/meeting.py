@@ -1,7 +1,7 @@
-"""Meeting: the ranks of a job find each other, and are told who is missing, who came twice and who is of another job.
+"""The rendezvous of the ranks of a job, which reports ranks that are missing, started twice, or of another job.
 
-Rank 0 serves a store at an address. Every rank writes its name into it, and the last one to come says that all are
-there. torch's own rendezvous names nobody, and takes a rank that comes twice for one that is missing.
+Rank 0 hosts a store. Every rank writes its name into it, and the last one to arrive marks the roll as complete. torch's
+own rendezvous does not name missing ranks, and counts a rank that was started twice as two.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch.distributed as dist
 from fds.collectives.launch import Launch
 from fds.errors import FdsError, MeshError, RankError
 
-LOOK = 0.1  # seconds between looks at the store; its own `wait` would not notice Ctrl-C, and it warns
-GRACE = 2.0  # seconds that the others have to read why they do not go on
-_own = uuid.uuid4().hex  # of this process, with its number, which a forked one does not share
+LOOK = 0.1  # seconds between polls of the store, whose own `wait` does not handle Ctrl-C, and logs warnings
+GRACE = 2.0  # seconds for the other ranks to read the reason of a failure
+_own = uuid.uuid4().hex  # identifies this process together with its pid, which differs in a fork
 
 
 def meet(launch: Launch, init_method: str | None, limit: datetime.timedelta) -> dist.Store:
-    """Return the store in which all ranks of the job have met.
+    """Wait for all ranks of the job, and return their store.
 
-    Raises `RankError` when the time is over, naming who is missing, `MeshError` where two processes have one rank, and
-    where the ranks of another job meet at this address; in either case on all that wait.
+    Raises `RankError` after the time limit, naming the missing ranks, and `MeshError` if two processes have the same
+    rank or if another job uses this address; all waiting ranks raise.
     """
     end = time.monotonic() + limit.total_seconds()
     try:
@@ -35,20 +35,20 @@ def meet(launch: Launch, init_method: str | None, limit: datetime.timedelta) -> 
         store = dist.PrefixStore("fds-meeting", store)
         _compare_jobs(store, launch, end)
         _call_the_roll(store, launch, limit, end)
-    except (dist.DistError, RuntimeError) as error:  # such as the end of the store with the process of rank 0
+    except (dist.DistError, RuntimeError) as error:  # for example, rank 0 has ended, and the store with it
         raise RankError("the ranks could not meet", where=f"rank {launch.rank} of {launch.world_size}",
-                        got=str(error).partition("\n")[0][:300], want="rank 0 to stay until all have come",
+                        got=str(error).partition("\n")[0][:300], want="rank 0 to run until all have arrived",
                         hint="look at the output of rank 0") from error  # fmt: skip
     return store
 
 
 def _store(launch: Launch, init_method: str | None, limit: datetime.timedelta, end: float) -> dist.Store:
-    """Serve the store on rank 0, connect to it on the others; or what another URL than tcp:// stands for."""
+    """Host the store on rank 0, connect to it on other ranks; for URLs other than tcp://, use torch's rendezvous."""
     if init_method is not None and not init_method.startswith("tcp://"):
         try:
             return next(dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=limit))[0]
         except (ValueError, RuntimeError, OSError) as error:
-            raise MeshError("not a meeting place", where="init_method", got=f"{init_method!r}: {error}"[:300],
+            raise MeshError("not a rendezvous URL", where="init_method", got=f"{init_method!r}: {error}"[:300],
                             want="'tcp://host:port' or 'file:///path'") from error  # fmt: skip
     host, port = (launch.address, launch.port) if init_method is None else _parsed(init_method)
     agent = init_method is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -62,11 +62,11 @@ def _store(launch: Launch, init_method: str | None, limit: datetime.timedelta, e
     except RuntimeError as error:
         raise MeshError(
             "rank 0 cannot wait for the others at this port" if serves else "rank 0 does not answer",
-            where=f"{host}:{port}", got=str(error).partition("\n")[0][:300], want="a port that nobody else uses",
-            hint="another job, or a second rank 0, may have it: give this job a MASTER_PORT of its own",
+            where=f"{host}:{port}", got=str(error).partition("\n")[0][:300], want="a free port",
+            hint="another job, or a second rank 0, may use it: set a different MASTER_PORT for this job",
         ) from error  # fmt: skip
-    # torchrun keeps one store for all its restarts, and the addresses of ranks that have died are still in it
-    # (pytorch/pytorch#135712): every start gets keys of its own.
+    # torchrun keeps one store for all restarts, which still has the addresses of ranks that died
+    # (pytorch/pytorch#135712), so every start uses its own keys.
     return dist.PrefixStore(_name_of_start(store, launch, limit, end), store) if agent else store
 
 
@@ -84,7 +84,7 @@ def _parsed(url: str) -> tuple[str, int]:
 
 
 def _await_server(host: str, port: int, launch: Launch, end: float) -> None:
-    """Return when somebody listens at an address. Raises `RankError`."""
+    """Wait until a server listens at an address. Raises `RankError`."""
     while True:
         try:
             with socket.create_connection((host, port), timeout=max(min(1.0, end - time.monotonic()), 0.01)):
@@ -92,7 +92,7 @@ def _await_server(host: str, port: int, launch: Launch, end: float) -> None:
         except OSError as error:
             if time.monotonic() >= end:
                 raise RankError(
-                    "rank 0 did not come in time", where=f"rank {launch.rank} of {launch.world_size}",
+                    "rank 0 did not arrive in time", where=f"rank {launch.rank} of {launch.world_size}",
                     got=f"{host}:{port}: {error.strerror or error}", want="rank 0 to wait there for the others",
                     hint="is it started, and does every node reach that host and port?",
                 ) from error  # fmt: skip
@@ -100,57 +100,58 @@ def _await_server(host: str, port: int, launch: Launch, end: float) -> None:
 
 
 def _compare_jobs(store: dist.Store, launch: Launch, end: float) -> None:
-    """Raise `MeshError` where rank 0 is of another job, or counts other ranks."""
+    """Raise `MeshError` if rank 0 belongs to another job, or expects another number of ranks."""
     mine = f"{launch.world_size} ranks" + (f", job {launch.job}" if launch.job else "")
     if launch.rank == 0:
         store.set("job", mine)
-    elif not _come(store, "job", end):
-        raise RankError("rank 0 did not come in time", where=f"rank {launch.rank} of {launch.world_size}",
+    elif not _await_key(store, "job", end):
+        raise RankError("rank 0 did not arrive in time", where=f"rank {launch.rank} of {launch.world_size}",
                         want="rank 0 to wait for the others")  # fmt: skip
     theirs = store.get("job").decode()
     if theirs != mine:
         store.set("another", f"; {_place(_name())} came as rank {launch.rank} of {mine}")
-        raise MeshError("another job meets at this address", where=f"rank {launch.rank}", got=theirs, want=mine,
-                        hint="give each job a MASTER_PORT of its own")  # fmt: skip
+        raise MeshError("another job uses this address", where=f"rank {launch.rank}", got=theirs, want=mine,
+                        hint="set a different MASTER_PORT for each job")  # fmt: skip
 
 
 def _call_the_roll(store: dist.Store, launch: Launch, limit: datetime.timedelta, end: float) -> None:
-    """Return when all ranks have come."""
+    """Wait until all ranks have arrived."""
     name, row = _name(), f"rank {launch.rank}"
     known = store.check([row])
-    there = store.compare_set(row, "", name).decode()
-    if there != name:
-        what = f"two processes are rank {launch.rank} of {launch.world_size}: {_place(there)}, and {_place(name)}"
-        if not store.check(["all"]):  # those that wait are told; a job that runs goes on
-            _refuse(store, "MeshError", what)
-        raise _refusal(launch, "MeshError", what)
-    if not known and store.add("come", 1) == launch.world_size:
+    first = store.compare_set(row, "", name).decode()
+    if first != name:
+        what = f"two processes are rank {launch.rank} of {launch.world_size}: {_place(first)}, and {_place(name)}"
+        if not store.check(["all"]):  # waiting ranks fail too; a job that already runs goes on
+            _fail_all(store, "MeshError", what)
+        raise _failure(launch, "MeshError", what)
+    if not known and store.add("arrived", 1) == launch.world_size:
         store.set("all", "")
-    if not _come(store, "all", end):
+    if not _await_key(store, "all", end):
         missing = [f"rank {rank}" for rank in range(launch.world_size) if not store.check([f"rank {rank}"])]
         stranger = store.get("another").decode() if store.check(["another"]) else ""
-        _refuse(store, "RankError", f"{', '.join(missing[:16])} did not come in {limit.total_seconds():g} s{stranger}")
-    if store.check(["refused"]):
+        what = f"{', '.join(missing[:16])} did not arrive within {limit.total_seconds():g} s{stranger}"
+        _fail_all(store, "RankError", what)
+    if store.check(["failure"]):
         over = time.monotonic() + GRACE
-        store.add("heard", 1)
-        while launch.rank == 0 and store.add("heard", 0) < store.add("come", 0) and time.monotonic() < over:
-            time.sleep(LOOK / 2)  # the store ends with this process, and all are to read it
-        raise _refusal(launch, *store.get("refused").decode().split(": ", 1))
+        store.add("informed", 1)
+        while launch.rank == 0 and store.add("informed", 0) < store.add("arrived", 0) and time.monotonic() < over:
+            time.sleep(LOOK / 2)  # the store ends with this process, and other ranks still read the failure
+        raise _failure(launch, *store.get("failure").decode().split(": ", 1))
 
 
-def _refuse(store: dist.Store, kind: str, what: str) -> None:
-    """Tell all that wait why they do not go on; the first reason counts."""
-    store.compare_set("refused", "", f"{kind}: {what}")
+def _fail_all(store: dist.Store, kind: str, what: str) -> None:
+    """Let all waiting ranks raise this error, unless there is an earlier one."""
+    store.compare_set("failure", "", f"{kind}: {what}")
     store.set("all", "")
 
 
-def _refusal(launch: Launch, kind: str, what: str) -> FdsError:
+def _failure(launch: Launch, kind: str, what: str) -> FdsError:
     where = f"rank {launch.rank} of {launch.world_size}"
     if kind == "RankError":
         return RankError(what, where=where, want=f"{launch.world_size} ranks",
-                         hint="were they started, and with these numbers?")  # fmt: skip
+                         hint="were they started, and with these ranks?")  # fmt: skip
     return MeshError(what, where=where, want="one process for each rank",
-                     hint="of two jobs, each has a MASTER_PORT of its own")  # fmt: skip
+                     hint="for two jobs, set a different MASTER_PORT for each")  # fmt: skip
 
 
 def _name() -> str:
@@ -161,8 +162,8 @@ def _place(name: str) -> str:
     return "process " + name.partition(".")[2]
 
 
-def _come(store: dist.Store, key: str, end: float) -> bool:
-    """Wait until a key is there or the time is over, and return whether it is."""
+def _await_key(store: dist.Store, key: str, end: float) -> bool:
+    """Wait until the store has a key or the time is over, and return whether it has."""
     pause = 0.001
     while not store.check([key]):
         if time.monotonic() >= end:
@@ -173,31 +174,31 @@ def _come(store: dist.Store, key: str, end: float) -> bool:
 
 
 def _name_of_start(store: dist.Store, launch: Launch, limit: datetime.timedelta, end: float) -> str:
-    """Agree on a name that no earlier start of these ranks has had, in a store where keys of earlier ones still are.
+    """Agree on a name that no earlier start has used, in a store that still has the keys of earlier starts.
 
-    Agents count their own restarts only, so the count differs between nodes. A rank asks under a name of its own, so
-    an answer is never an old one; rank 0 answers whoever asks, also for ranks that are gone, until all have told it
-    that they know. Agents end all ranks of a start before the next one begins.
+    Restart counts are of no use, since each node's agent counts its own. A rank asks with a new random key, so it never
+    reads an old answer. Rank 0 answers all requests, old ones too, until every rank has confirmed the name. Agents
+    end all ranks of a start before the next one begins.
     """
     own = uuid.uuid4().hex
     if launch.rank:
         store.set(f"asks {launch.rank}", own)
-        if not _come(store, f"answer to {own}", end):
-            raise RankError(f"rank 0 did not come in {limit.total_seconds():g} s",
+        if not _await_key(store, f"answer to {own}", end):
+            raise RankError(f"rank 0 did not arrive within {limit.total_seconds():g} s",
                             where=f"rank {launch.rank} of {launch.world_size}", want="rank 0 to answer")  # fmt: skip
         name = store.get(f"answer to {own}").decode()
-        store.set(f"{name} {launch.rank} knows", "")
+        store.set(f"{name} {launch.rank} confirmed", "")
         return name
-    unknowing = list(range(1, launch.world_size))
-    while unknowing and time.monotonic() < end:
-        for other in unknowing:
+    unconfirmed = list(range(1, launch.world_size))
+    while unconfirmed and time.monotonic() < end:
+        for other in unconfirmed:
             if store.check([f"asks {other}"]):
                 store.set(f"answer to {store.get(f'asks {other}').decode()}", own)
-        unknowing = [other for other in unknowing if not store.check([f"{own} {other} knows"])]
+        unconfirmed = [other for other in unconfirmed if not store.check([f"{own} {other} confirmed"])]
         time.sleep(0.01)
-    if unknowing:
+    if unconfirmed:
         raise RankError(
-            f"{', '.join(f'rank {rank}' for rank in unknowing[:16])} did not come in {limit.total_seconds():g} s",
+            f"{', '.join(f'rank {i}' for i in unconfirmed[:16])} did not arrive within {limit.total_seconds():g} s",
             where=f"rank 0 of {launch.world_size}", want="all ranks to start",
         )  # fmt: skip
     return own

@@ -1,4 +1,4 @@
-"""Memory: collectives between ranks of one process, done when the last of them has started."""
+"""Collectives between simulated ranks in one process, run when the last rank has started them."""
 
 from __future__ import annotations
 
@@ -8,76 +8,78 @@ from typing import Any
 import attrs
 import torch
 
-from fds.collectives.calls import Call, Work, different, same_memory
+from fds.collectives.links import Collective, Work, different, same_memory
 from fds.collectives.reductions import reduce_in_rank_order
 from fds.collectives.turns import Turns
 from fds.errors import RankError
 
 
 @attrs.define(eq=False)
-class Meeting:
-    """One collective, and the ranks that have come to it: coordinate -> (call, what it writes, what it reads)."""
+class Rendezvous:
+    """One collective, and the ranks that have started it."""
 
     ranks: tuple[int, ...]
     expected: tuple[int, ...]  # coordinates
-    title: str  # its number
-    come: dict[int, tuple[Call, Any, Any]] = attrs.field(factory=dict)
+    title: str  # its number, in words
+    arrived: dict[int, tuple[Collective, Any, Any]] = attrs.field(factory=dict)  # coordinate -> collective, out, input
     over: bool = False
 
-    def describe(self, call: Call) -> str:
-        """Say what a rank waits for here."""
-        missing = [str(self.ranks[i]) for i in self.expected if i not in self.come]
-        return f"{call}, {self.title}, for rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+    def describe(self, collective: Collective) -> str:
+        """Return a description of what a rank waits for."""
+        missing = [str(self.ranks[i]) for i in self.expected if i not in self.arrived]
+        return f"{collective}, {self.title}, for rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
 
 
 class Hub:
-    """All meetings that somebody waits at."""
+    """All collectives that some but not all ranks have started."""
 
     def __init__(self) -> None:
         self.turns: Turns | None = None  # while ranks run
-        self.meetings: dict[tuple, Meeting] = {}
+        self.pending: dict[tuple, Rendezvous] = {}
 
-    def join(self, key: tuple, meeting: Meeting, index: int, call: Call, out: Any, x: Any) -> Meeting:
-        """Come to a meeting, or open it; the last to come does what it is for. Raises `RankError` on a mismatch."""
+    def join(
+        self, key: tuple, rendezvous: Rendezvous, index: int, collective: Collective, out: Any, x: Any
+    ) -> Rendezvous:  # fmt: skip
+        """Start a collective on one rank; the last rank runs it for all. Raises `RankError` on a mismatch."""
         if self.turns is None:
             raise RankError(
-                "this simulation is over", where=str(call), want="a mesh made inside the function simulated"
+                "this simulation is over", where=str(collective), want="a mesh made inside the simulated function"
             )
-        meeting = self.meetings.setdefault(key, meeting)
-        for other, (its, _, _) in meeting.come.items():
-            if _compared(its) != _compared(call):
-                calls = {meeting.ranks[other]: str(its), meeting.ranks[index]: str(call)}
-                raise different(f"axis {call.axis!r}, {meeting.title}", calls)
-        meeting.come[index] = (call, out, x)
-        if len(meeting.come) == len(meeting.expected):
-            del self.meetings[key]
+        rendezvous = self.pending.setdefault(key, rendezvous)
+        for other, (theirs, _, _) in rendezvous.arrived.items():
+            if _compared(theirs) != _compared(collective):
+                started = {rendezvous.ranks[other]: str(theirs), rendezvous.ranks[index]: str(collective)}
+                raise different(f"axis {collective.axis!r}, {rendezvous.title}", started)
+        rendezvous.arrived[index] = (collective, out, x)
+        if len(rendezvous.arrived) == len(rendezvous.expected):
+            del self.pending[key]
             with torch.no_grad():
-                _perform(call, *zip(*(meeting.come[i][1:] for i in meeting.expected), strict=True))
-            meeting.over = True
-            meeting.come.clear()
-        return meeting
+                _perform(collective, *zip(*(rendezvous.arrived[i][1:] for i in rendezvous.expected), strict=True))
+            rendezvous.over = True
+            rendezvous.arrived.clear()
+        return rendezvous
 
-    def refuse_unmet(self) -> None:
-        """Raise `RankError` for collectives that were started and that others never came to."""
-        if self.meetings:
-            lines = [f"rank {m.ranks[i]} started {m.describe(call)}"
-                     for m in self.meetings.values() for i, (call, _, _) in m.come.items()]  # fmt: skip
+    def check_complete(self) -> None:
+        """Raise `RankError` for collectives that some ranks never started."""
+        if self.pending:
+            lines = [f"rank {r.ranks[i]} started {r.describe(collective)}"
+                     for r in self.pending.values() for i, (collective, _, _) in r.arrived.items()]  # fmt: skip
             raise RankError("all ranks have ended, and some collectives were not started by all", got="\n".join(lines),
                             want="every rank of an axis to start the same collectives")  # fmt: skip
 
 
 class MemoryLink:
-    """One axis of a simulated rank."""
+    """The link of one axis of a simulated rank."""
 
     def __init__(self, hub: Hub, ranks: tuple[int, ...], index: int, channel: str = ""):
         self.hub, self.ranks, self.index, self.channel = hub, ranks, index, channel
         self.count = 0
-        self.direct: defaultdict[tuple[int, int], int] = defaultdict(int)  # messages from one coordinate to another
+        self.direct: defaultdict[tuple[int, int], int] = defaultdict(int)  # (from, to) -> number of messages
 
-    def start(self, call: Call, out: Any, x: Any) -> Work:
+    def start(self, collective: Collective, out: Any, x: Any) -> Work:
         """Start a collective."""
-        if call.op in ("send", "recv"):
-            pair = (self.index, call.peer) if call.op == "send" else (call.peer, self.index)
+        if collective.op in ("send", "recv"):
+            pair = (self.index, collective.peer) if collective.op == "send" else (collective.peer, self.index)
             self.direct[pair] += 1
             key, expected = (self.channel, self.ranks, pair, self.direct[pair]), pair
             title = f"message {self.direct[pair]} from {pair[0]} to {pair[1]}"
@@ -85,45 +87,45 @@ class MemoryLink:
             self.count += 1
             key, expected = (self.channel, self.ranks, self.count), tuple(range(len(self.ranks)))
             title = f"number {self.count}"
-        meeting = self.hub.join(key, Meeting(self.ranks, expected, title), self.index, call, out, x)
-        return MemoryWork(self, call, meeting)
+        rendezvous = self.hub.join(key, Rendezvous(self.ranks, expected, title), self.index, collective, out, x)
+        return MemoryWork(self, collective, rendezvous)
 
-    def exchange(self, call: Call, text: str) -> list[str]:
+    def exchange(self, collective: Collective, text: str) -> list[str]:
         """Return the texts of all ranks."""
         texts: list[str] = []
-        self.start(call, texts, text).wait()
+        self.start(collective, texts, text).wait()
         return texts
 
 
 @attrs.frozen(eq=False)
 class MemoryWork:
-    """A meeting that a rank has come to."""
+    """A collective that a simulated rank has started."""
 
     link: MemoryLink
-    call: Call
-    meeting: Meeting
+    collective: Collective
+    rendezvous: Rendezvous
 
     def wait(self) -> None:
-        """Let other ranks run until all have come. Raises `RankError` if nobody can."""
+        """Let other ranks run until all have started it. Raises `RankError` on a deadlock."""
         turns = self.link.hub.turns
         assert turns is not None or self.done()
         if turns is not None:
-            turns.wait(self.link.ranks[self.link.index], self.done, lambda: self.meeting.describe(self.call))
+            turns.wait(self.link.ranks[self.link.index], self.done, lambda: self.rendezvous.describe(self.collective))
 
     def done(self) -> bool:
-        """Say whether all have come."""
-        return self.meeting.over
+        """Return whether all ranks have started it."""
+        return self.rendezvous.over
 
 
-def _compared(call: Call) -> Call:
-    direct = call.op in ("send", "recv")
-    return attrs.evolve(call, op="send and recv", peer=-1) if direct else call
+def _compared(collective: Collective) -> Collective:
+    direct = collective.op in ("send", "recv")
+    return attrs.evolve(collective, op="send and recv", peer=-1) if direct else collective
 
 
-def _perform(call: Call, outs: tuple, xs: tuple) -> None:
-    """Do what a collective is for. `outs` and `xs` are in the axis' order."""
+def _perform(collective: Collective, outs: tuple, xs: tuple) -> None:
+    """Run a collective. `outs` and `xs` are in the order of the axis."""
     size = len(xs)
-    match call.op:
+    match collective.op:
         case "all_gather":
             _copy([list(out.chunk(size)) for out in outs], [list(xs)] * size)
         case "reduce_scatter":
@@ -132,12 +134,12 @@ def _perform(call: Call, outs: tuple, xs: tuple) -> None:
                 reduce_in_rank_order([piece[i] for piece in pieces], out)
         case "all_reduce":
             total = torch.empty_like(xs[0])
-            reduce_in_rank_order(list(xs), total, call.how)
+            reduce_in_rank_order(list(xs), total, collective.how)
             _copy([list(xs)], [[total] * size])
         case "all_to_all":
             _copy([list(out.chunk(size)) for out in outs], zip(*(x.chunk(size) for x in xs), strict=True))
         case "broadcast":
-            _copy([list(outs)], [[xs[call.peer]] * size])
+            _copy([list(outs)], [[xs[collective.peer]] * size])
         case "send" | "recv":
             _copy([[outs[1]]], [[xs[0]]])
         case "exchange":

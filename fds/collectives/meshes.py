@@ -1,4 +1,4 @@
-"""Meshes: names for the axes along which ranks lie."""
+"""Meshes: ranks arranged on named axes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fds.errors import MeshError, is_int
 
 @attrs.frozen
 class Mesh:
-    """Ranks on named axes: `mesh["dp"]` is one, `mesh["pp", "dp"]` two of them flattened, the last varying fastest.
+    """Ranks on named axes: `mesh["dp"]` is an axis, `mesh["pp", "dp"]` two of them flattened, the last varying fastest.
 
-    Equal meshes have the same axes over the same ranks of the same world. Under NCCL an axis makes its process group
-    when it is first asked for, so all ranks ask for new axes in one order; elsewhere an axis needs none.
+    Meshes are equal if they have the same axes over the same ranks of the same world. With NCCL an axis creates its
+    process group at its first use, so all ranks must access new axes in the same order; otherwise it needs none.
     """
 
     world: World = attrs.field(repr=False)
@@ -33,12 +33,12 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """This rank, counted in the world."""
+        """The rank of this process in the world."""
         return self.world.rank
 
     @property
     def size(self) -> int:
-        """How many ranks there are in the mesh."""
+        """The number of ranks in the mesh."""
         return len(self.topology.ranks)
 
     @property
@@ -58,7 +58,7 @@ class Mesh:
         return self.axes[names]
 
     def coordinate(self, rank: int | None = None) -> dict[str, int]:
-        """Return the coordinates of a rank, this one by default, by axis."""
+        """Return the coordinates of a rank by axis; of this rank by default."""
         return self.topology.get_coord(self.rank if rank is None else rank)
 
     def get_rank(self, **coords: int) -> int:
@@ -70,7 +70,7 @@ class Mesh:
         return self.topology.get_coord(rank)
 
     def get_axis_comm_lists(self, *axes: str) -> list[list[int]]:
-        """Return the lists of ranks that communicate along an axis, or along several, flattened."""
+        """Return the groups of ranks that communicate along an axis, or along several, flattened."""
         return self.topology.get_axis_comm_lists(*axes)
 
     def filter_match(self, **coords: int) -> list[int]:
@@ -78,7 +78,7 @@ class Mesh:
         return self.topology.filter_match(**coords)
 
     def to_torch(self) -> DeviceMesh:
-        """Return torch's `DeviceMesh` of the same ranks and names; collective. Raises `MeshError` in other worlds."""
+        """Return a `DeviceMesh` of the same ranks and names; all ranks call it. Raises `MeshError` in other worlds."""
         if not isinstance(self.world, worlds.TorchWorld):
             raise MeshError("only torch.distributed's ranks have a DeviceMesh", got=f"a mesh of {self.size} ranks, "
                             f"{type(self.world).__name__}", want="fds.init_distributed() under torchrun")  # fmt: skip
@@ -87,25 +87,25 @@ class Mesh:
 
 
 def mesh(**axes: int) -> Mesh:
-    """Name the axes of the world that runs: `mesh(pp=2, dp=-1)`. The last varies fastest; one may be -1, the rest.
+    """Arrange the running ranks on named axes: `mesh(pp=2, dp=-1)`. The last varies fastest; one size may be -1.
 
-    Raises `MeshError` where the sizes do not multiply to the number of ranks, and where ranks were started together
-    that did not join yet.
+    Raises `MeshError` if the product of the sizes is not the number of ranks, and if a launcher started ranks that have
+    not called `init_distributed` yet.
     """
     world, launch = worlds.current(), launched(os.environ)
     text = f"mesh({', '.join(f'{name}={size}' for name, size in axes.items())})"
     if not axes:
-        raise MeshError("a mesh has an axis", got=text, want="mesh(dp=-1)")
+        raise MeshError("a mesh needs an axis", got=text, want="mesh(dp=-1)")
     if world is worlds.SINGLE and launch is not None and launch.world_size > 1:
-        raise MeshError("the ranks that were started together have not joined yet", got=text,
+        raise MeshError("the ranks that were started together are not connected yet", got=text,
                         want="fds.init_distributed() before it",
                         hint=f"the environment names rank {launch.rank} of {launch.world_size}")  # fmt: skip
     for name, size in axes.items():
         if not is_int(size) or (size < 1 and size != -1):
-            raise MeshError("not the size of an axis", where=name, got=repr(size), want="1 or more, or -1 for the rest")
+            raise MeshError("not a size of an axis", where=name, got=repr(size), want="1 or more, or -1 for the rest")
     free = [name for name, size in axes.items() if size == -1]
     if len(free) > 1:
-        raise MeshError("only one axis can be the rest", got=text, want="-1 once")
+        raise MeshError("only one axis can have size -1", got=text, want="-1 once")
     product = math.prod(size for size in axes.values() if size != -1)
     if world.size % product if free else world.size != product:
         raise MeshError(
@@ -118,7 +118,7 @@ def mesh(**axes: int) -> Mesh:
 
 
 def from_torch(device_mesh: DeviceMesh) -> Mesh:
-    """Return the mesh of a `DeviceMesh` with named dims, over its process groups under NCCL. Raises `MeshError`."""
+    """Return the mesh of a `DeviceMesh` with named dims; with NCCL it uses its process groups. Raises `MeshError`."""
     world, names = worlds.current(), device_mesh.mesh_dim_names
     if names is None:
         raise MeshError("the dims of this DeviceMesh have no names", got=repr(device_mesh), want="mesh_dim_names")

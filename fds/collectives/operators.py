@@ -1,11 +1,11 @@
-"""Operators: collectives as torch operators without a gradient, which any tensor subclass or mode may take apart.
+"""Collectives as torch operators without a gradient, which tensor subclasses and dispatch modes can intercept.
 
-They name an axis by its handle, since an operator takes numbers and tensors. `fds.collectives.functional` gives them
-gradients: an operator with `register_autograd` does not work under `torch.func`, one without, called from an
+An axis is passed by its handle, since operators take only numbers and tensors. `fds.collectives.functional` adds the
+gradients: an operator with `register_autograd` does not work under `torch.func`, but one without, called from an
 `autograd.Function`, does.
 """
 
-# annotations are read when an operator is made, so they are not postponed here
+# No `from __future__ import annotations`: custom_op reads the annotations.
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +16,10 @@ from fds.collectives.axis import of_handle
 
 
 def operator(function: Callable[..., Tensor], shape: Callable[..., Any]) -> Any:
-    """Make a torch operator of a function; `shape(x, *args)` is that of its result."""
-    made = torch.library.custom_op(f"fds::{function.__name__}", function, mutates_args=())
-    made.register_fake(lambda x, *args: x.new_empty(shape(x, *args)))
-    return made
+    """Make a torch operator from a function; `shape(x, *args)` is the shape of its result."""
+    custom_op = torch.library.custom_op(f"fds::{function.__name__}", function, mutates_args=())
+    custom_op.register_fake(lambda x, *args: x.new_empty(shape(x, *args)))
+    return custom_op
 
 
 def gather(x: Tensor, axis: int, dim: int) -> Tensor:
@@ -53,7 +53,7 @@ def sum_to(x: Tensor, axis: int, to: int) -> Tensor:
 
 
 def transpose(x: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
-    """Send piece i along `split_dim` to rank i, and concatenate what comes along `concat_dim`."""
+    """Send piece i along `split_dim` to rank i, and concatenate the pieces received along `concat_dim`."""
     along = of_handle(axis)
     pieces = _pieces(x, along.size, split_dim)
     out = torch.empty_like(pieces)
@@ -62,7 +62,7 @@ def transpose(x: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
 
 
 def copy_from(x: Tensor, axis: int, source: int) -> Tensor:
-    """Return the tensor of the rank `source`."""
+    """Return the tensor of the rank with coordinate `source`."""
     along = of_handle(axis)
     own = along.index == source
     out = x.clone(memory_format=torch.contiguous_format) if own else x.new_empty(x.shape)
@@ -71,7 +71,7 @@ def copy_from(x: Tensor, axis: int, source: int) -> Tensor:
 
 
 def send_to(x: Tensor, axis: int, to: int) -> Tensor:
-    """Send a tensor, and return a zero."""
+    """Send a tensor, and return a 0-d zero."""
     of_handle(axis).start_send(x.contiguous(), to).wait()
     return x.new_zeros(())
 

@@ -1,4 +1,4 @@
-"""`simulate`: many ranks in one process, on threads that take turns."""
+"""`simulate`: run many ranks in one process, on threads of which one runs at a time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from fds import random
 from fds.collectives import worlds
-from fds.collectives.calls import Link
+from fds.collectives.links import Link
 from fds.collectives.memory import Hub, MemoryLink
-from fds.collectives.turns import Turns, refuse_size
+from fds.collectives.turns import Turns, check_size
 from fds.errors import FdsError
 
 T = TypeVar("T")
@@ -27,13 +27,13 @@ class SimulatedWorld:
     size: int
     hub: Hub
     device: torch.device = torch.device("cpu")
-    timeout: float = math.inf  # of ranks that wait for each other nobody can run, which is noticed
-    shares_cores: bool = False  # ranks that take turns stand for ranks of a cluster
+    timeout: float = math.inf  # deadlocks are detected, since then no rank can run
+    shares_cores: bool = False  # simulated ranks stand for ranks of a cluster
     counters: list = attrs.field(factory=list)
     links: dict[tuple, MemoryLink] = attrs.field(factory=dict)
 
     def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
-        """Return the link between these ranks on a channel, made once."""
+        """Return the link between these ranks on a channel; created at the first call."""
         made = MemoryLink(self.hub, ranks, ranks.index(self.rank), channel)
         return self.links.setdefault((ranks, channel), made)
 
@@ -41,26 +41,28 @@ class SimulatedWorld:
 def simulate(fn: Callable[[], T], world_size: int) -> list[T]:
     """Run `fn()` once per rank and return the results, in rank order.
 
-    The ranks are threads that take turns: one runs until it waits in a collective or ends, then the next rank that can.
-    Each draws from global generators of its own, torch's of the CPU, Python's and NumPy's, which start as the caller's
-    are; the caller's stay as they were.
-    What runs, and in what order sums are taken, is the same every time. Steps of other threads wait for its end, so a
-    rank must not wait for a thread of its own that steps, unless that runs in a copy of the rank's context
-    (`contextvars.copy_context().run`): there the step raises `FdsError` after two minutes in which nothing runs.
+    The ranks are threads that take turns: one runs until it waits in a collective or ends, then the next one that can
+    run. Each has its own global generators (torch's of the CPU, Python's and NumPy's), which start with the caller's
+    states; the caller's are restored. The order of execution and of sums is deterministic.
 
-    A `torch.profiler` may run in one rank at a time, where it sees this rank alone; around `simulate` it sees none. Two
-    that run at once, in two ranks that take turns, end the process: torch has one for all threads.
+    Steps in other threads wait until the simulation ends. So a rank must not wait for another thread that steps, unless
+    that thread runs in a copy of the rank's context (`contextvars.copy_context().run`); otherwise the step raises
+    `FdsError` after the process has been idle for two minutes.
 
-    Raises what the first rank raised, with a note that names it; `RankError` when no rank can run, when ranks call
-    different collectives, or when one was started that others never came to; `FdsError` inside another simulation.
+    A `torch.profiler` may run in one rank at a time, and profiles this rank only; around `simulate` it profiles none.
+    Profilers in two ranks at once end the process, since torch has only one for all threads.
+
+    Raises the error of the first rank that failed, with a note that names the rank; `RankError` for a deadlock, for
+    ranks that start different collectives, and for collectives that some ranks never start; `FdsError` inside another
+    simulation.
 
     >>> from fds.collectives import mesh
     >>> simulate(lambda: mesh(dp=-1)["dp"].exchange("hello"), 2)
     [['hello', 'hello'], ['hello', 'hello']]
     """
-    refuse_size(world_size)
+    check_size(world_size)
     if worlds.simulated.get() is not None:
-        raise FdsError("a simulated rank cannot simulate", got="simulate inside simulate", want="one of them")
+        raise FdsError("a simulated rank cannot simulate", got="simulate inside simulate", want="one simulation")
     hub = Hub()
 
     def body(world: SimulatedWorld) -> T:
@@ -68,11 +70,11 @@ def simulate(fn: Callable[[], T], world_size: int) -> list[T]:
         return fn()
 
     ranks = [SimulatedWorld(rank, world_size, hub) for rank in range(world_size)]
-    with random.exclusive():  # turns exchange the default generator; the ranks' threads run in copies of this context
+    with random.exclusive():  # ranks swap the default generators; their threads run in copies of this context
         hub.turns = Turns([lambda world=world: body(world) for world in ranks])
         try:
             results = hub.turns.run()
         finally:
             hub.turns = None
-    hub.refuse_unmet()
+    hub.check_complete()
     return results

@@ -1,4 +1,4 @@
-"""Traffic: how often each collective was called and how many bytes this rank sent, for whoever asks."""
+"""Count how often each collective was started, and how many bytes this rank sent."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import attrs
 
 from fds.collectives import worlds
-from fds.collectives.calls import Call
+from fds.collectives.links import Collective
 from fds.collectives.reductions import bytes_sent
 
 
 @attrs.frozen
 class Count:
-    """Calls of one collective on one axis."""
+    """The number of collectives of one kind on one axis, and their bytes."""
 
     calls: int = 0
     bytes_sent: int = 0  # by this rank: `fds.collectives.reductions.bytes_sent`
@@ -22,31 +22,31 @@ class Count:
 
 @attrs.define(eq=False)
 class Traffic:
-    """What was counted, by (operation, name of the axis)."""
+    """Counts by (operation, name of the axis)."""
 
     counts: dict[tuple[str, str], Count] = attrs.field(factory=dict)
 
     def __getitem__(self, op_and_axis: tuple[str, str]) -> Count:
-        """Return the count of an operation on an axis; zeros where there was no call."""
+        """Return the count of an operation on an axis; zeros if there was none."""
         return self.counts.get(op_and_axis, Count())
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank sent, in all."""
+        """Total number of bytes that this rank sent."""
         return sum(count.bytes_sent for count in self.counts.values())
 
-    def add(self, call: Call, size: int, index: int) -> None:
-        """Count one call of a rank with coordinate `index` on an axis of `size` ranks."""
-        old = self[call.op, call.axis]
-        new = Count(old.calls + 1, old.bytes_sent + bytes_sent(call, size, index))
-        self.counts[call.op, call.axis] = new
+    def add(self, collective: Collective, size: int, index: int) -> None:
+        """Count one collective of the rank with coordinate `index` on an axis of `size` ranks."""
+        old = self[collective.op, collective.axis]
+        new = Count(old.calls + 1, old.bytes_sent + bytes_sent(collective, size, index))
+        self.counts[collective.op, collective.axis] = new
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[Traffic]:
-    """Count the collectives that this rank starts in the block, those of backward passes included.
+    """Count the collectives that this rank starts in the block, including those of backward passes.
 
-    An axis of one rank starts none. Blocks may nest; each counts all that is inside it.
+    Collectives on an axis of one rank do not count. Blocks may be nested; each counts everything inside it.
     """
     traffic, counters = Traffic(), worlds.current().counters
     counters.append(traffic)

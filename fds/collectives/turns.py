@@ -1,4 +1,4 @@
-"""Turns: threads of which one runs at a time, until it waits for something or ends."""
+"""Threads that take turns: one runs at a time, until it waits for something or ends."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Generators:
 
     @classmethod
     def now(cls) -> Generators:
-        """Return the states at this moment."""
+        """Return the current states."""
         return cls(torch.default_generator.get_state(), python_random.getstate(), np.random.get_state())
 
-    def put_back(self) -> None:
-        """Let the generators go on from these states."""
+    def restore(self) -> None:
+        """Set the generators to these states."""
         torch.default_generator.set_state(self.torch)
         python_random.setstate(self.python)
         np.random.set_state(self.numpy)
@@ -45,8 +45,8 @@ class Seat:
 
     thread: threading.Thread
     turn: threading.Semaphore = attrs.field(factory=lambda: threading.Semaphore(0))
-    ready: Callable[[], bool] | None = None  # what it waits for
-    waiting: Callable[[], str] | None = None  # the same in words
+    ready: Callable[[], bool] | None = None  # whether it can go on; None if it does not wait
+    waiting: Callable[[], str] | None = None  # a description of what it waits for
     ended: bool = False
     result: Any = None
 
@@ -65,38 +65,38 @@ class Turns:
         self.random = [Generators.now()] * len(bodies)
 
     def run(self) -> list[Any]:
-        """Return the results; raise the first error of a rank, or `RankError` when nobody can run."""
+        """Return the results. Raises the first error of a rank, or `RankError` if no rank can run."""
         mine = Generators.now()
         for seat in self.seats:
             seat.thread.start()
         try:
             self.seats[0].turn.release()
             while not self.over.wait(timeout=0.5):
-                pass  # so that a key is noticed whichever thread the signal went to
+                pass  # polls, so Ctrl-C is handled whichever thread the signal is delivered to
             for seat in self.seats:
                 seat.thread.join()
-        except BaseException:  # a key was pressed; the rank that runs ends at its next collective
+        except BaseException:  # Ctrl-C; the running rank stops at its next collective
             self.stopped = True
             self.over.wait(timeout=1.0)
             raise
         finally:
-            mine.put_back()
+            mine.restore()
         error, self.error = self.error, None
         if error is not None:
             try:
                 raise error
             finally:
-                del error  # it holds this frame
+                del error  # its traceback refers to this frame
         results = [seat.result for seat in self.seats]
-        self.seats.clear()  # an axis among the results leads here
+        self.seats.clear()  # breaks the cycle with axes among the results
         return results
 
     def wait(self, rank: int, ready: Callable[[], bool], waiting: Callable[[], str]) -> None:
-        """Let the others run until `ready()`; `waiting()` says what for, should nobody be able to run."""
+        """Let other ranks run until `ready()`; `waiting()` describes what for, in the error of a deadlock."""
         seat = self.seats[rank]
         if threading.current_thread() is not seat.thread:
             raise RankError(
-                "a collective of a simulated rank was waited for on another thread", where=f"rank {rank}",
+                "a collective of a simulated rank was awaited on another thread", where=f"rank {rank}",
                 got=threading.current_thread().name, want=seat.thread.name,
                 hint="make the mesh inside the function that is simulated; tensors must be on the CPU",
             )  # fmt: skip
@@ -130,10 +130,10 @@ class Turns:
         self.seats[rank].turn.acquire()
         if self.stopped:
             raise Stopped
-        self.random[rank].put_back()
+        self.random[rank].restore()
 
     def _leave(self, rank: int) -> None:
-        """Let the next rank run that can."""
+        """Let the next rank run that is able to."""
         self.random[rank] = Generators.now()
         order = [(rank + i) % len(self.seats) for i in range(1, len(self.seats) + 1)]
         alive = [r for r in order if not self.seats[r].ended]
@@ -146,13 +146,13 @@ class Turns:
         self.seats[able[0]].turn.release()
 
     def _deadlock(self) -> RankError:
-        say = lambda seat: "has ended" if seat.waiting is None else f"waits in {seat.waiting()}"
-        lines = [f"rank {rank} {say(seat)}" for rank, seat in enumerate(self.seats)]
+        describe = lambda seat: "has ended" if seat.waiting is None else f"waits in {seat.waiting()}"
+        lines = [f"rank {rank} {describe(seat)}" for rank, seat in enumerate(self.seats)]
         return RankError("no rank can run: each waits for another, or has ended", got="\n".join(lines),
                          want="every rank of an axis to start the same collectives, in the same order")  # fmt: skip
 
 
-def refuse_size(world_size: int) -> None:
-    """Raise `FdsError` for what is no number of ranks."""
+def check_size(world_size: int) -> None:
+    """Raise `FdsError` unless this is a number of ranks."""
     if not is_int(world_size, 1):
         raise FdsError("not a number of ranks", where="world_size", got=repr(world_size), want="an int, 1 or more")

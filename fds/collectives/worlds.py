@@ -1,4 +1,4 @@
-"""Worlds: the ranks that are running, one alone, those of `simulate`, or those of torch.distributed."""
+"""Worlds: the ranks that are running, which are one process, those of `simulate`, or those of torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ import torch
 import torch.distributed as dist
 
 from fds.collectives.agreement import Checked
-from fds.collectives.calls import Link
 from fds.collectives.gloo import GlooLink
 from fds.collectives.launch import on_one_node
+from fds.collectives.links import Link
 from fds.collectives.nccl import NcclLink
 
 
 class World(Protocol):
-    """The ranks that are running, as one of them sees them."""
+    """The ranks that are running, from the point of view of one of them."""
 
     @property
     def rank(self) -> int:
-        """Which of them it is."""
+        """This rank."""
         ...
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """The device whose tensors this rank sends."""
+        """The device of the tensors that collectives take."""
         ...
 
     @property
     def timeout(self) -> float:
-        """How many seconds a rank waits for another; infinity where waiting for ever is noticed."""
+        """For how many seconds a rank waits for others; infinity if deadlocks are detected."""
         ...
 
     @property
     def shares_cores(self) -> bool:
-        """Whether sending takes the cores that compute, so that it cannot go on beside computing for nothing."""
+        """Whether communication uses the same cores as computation, so that overlapping them gains nothing."""
         ...
 
     @property
     def counters(self) -> list:
-        """The `traffic.Traffic`s that are being counted."""
+        """The active `traffic.Traffic` counters."""
         ...
 
     def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
-        """Return what carries messages between these ranks, of which this is one; collective over them.
+        """Return the link between these ranks, of which this is one; all of them must call this.
 
         Collectives are matched by their order within a channel.
         """
@@ -62,7 +62,7 @@ class World(Protocol):
 
 @attrs.frozen(eq=False)
 class Single:
-    """One rank, alone."""
+    """A single process."""
 
     rank: int = 0
     size: int = 1
@@ -72,7 +72,7 @@ class Single:
     counters: list = attrs.field(factory=list)
 
     def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
-        """Fail: one rank has nobody to talk to."""
+        """Fail, since there are no other ranks."""
         raise AssertionError(ranks)
 
 
@@ -80,8 +80,8 @@ class Single:
 class TorchWorld:
     """The ranks of torch.distributed's default group."""
 
-    group: Any  # a ProcessGroup, as is:
-    host: Any  # where tensors of the CPU go through gloo
+    group: Any  # a ProcessGroup
+    host: Any  # a ProcessGroup in which CPU tensors use gloo; perhaps the same
     device: torch.device
     check: bool = False
     counters: list = attrs.field(factory=list)
@@ -94,29 +94,30 @@ class TorchWorld:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.group.size()
 
     def link(self, ranks: tuple[int, ...], group: Any = None, channel: str = "") -> Link:
-        """Return the link between these ranks on a channel, made once; under NCCL on `group`, or a new one."""
+        """Return the link between these ranks on a channel, which is kept; with NCCL on `group`, or on a new one."""
         key = (ranks, self.check, channel)
         if key not in self.links:
-            made: Link = GlooLink(self.host, ranks, ranks.index(self.rank), channel)
+            link: Link = GlooLink(self.host, ranks, ranks.index(self.rank), channel)
             if self.device.type == "cuda":
-                made = NcclLink(self._nccl(ranks, channel) if group is None else group, made)
+                link = NcclLink(self._nccl(ranks, channel) if group is None else group, link)
             if self.check:
-                made = Checked(made, ranks, ranks.index(self.rank), datetime.timedelta(seconds=self.timeout), channel)
-            self.links[key] = made
+                link = Checked(link, ranks, ranks.index(self.rank), datetime.timedelta(seconds=self.timeout), channel)
+            self.links[key] = link
         return self.links[key]
 
     @property
     def timeout(self) -> float:
-        """How many seconds a rank waits for another, as torch has it for what goes through the host."""
+        """For how many seconds a rank waits for others: the timeout of the gloo group."""
+        # private: torch has no public way to ask a group for its timeout
         return self.host._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
     @property
     def shares_cores(self) -> bool:
-        """Whether all ranks compute on the cores of one node."""
+        """Whether all ranks compute on the CPU of one node."""
         return self.device.type == "cpu" and on_one_node(os.environ, self.size)
 
     def _nccl(self, ranks: tuple[int, ...], channel: str) -> Any:
@@ -128,11 +129,11 @@ class TorchWorld:
 
 SINGLE = Single()
 simulated: ContextVar[World | None] = ContextVar("fds_world", default=None)  # set in the threads of `simulate`
-_torch: list[TorchWorld] = []  # the one of the default group that runs
+_torch: list[TorchWorld] = []  # the world of the current default group, if it was asked for
 
 
 def current() -> World:
-    """Return the world of whoever asks."""
+    """Return the world of the caller."""
     world = simulated.get()
     if world is not None:
         return world
@@ -142,7 +143,7 @@ def current() -> World:
 
 
 def of_torch() -> TorchWorld:
-    """Return the world of torch.distributed's default group, made at the first question: collective under pure NCCL."""
+    """Return the world of torch.distributed's default group. With pure NCCL all ranks must make the first call."""
     group = dist.group.WORLD
     assert group is not None
     if not _torch or _torch[0].group is not group:

@@ -109,12 +109,12 @@ def test_mpi_is_asked_once_however_often_a_rank_looks(monkeypatch):
     mpi4py = types.SimpleNamespace(MPI=types.SimpleNamespace(COMM_WORLD=comm))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "mpi4py")
     monkeypatch.setitem(sys.modules, "mpi4py", mpi4py)
-    launch._tell.cache_clear()
+    launch._share_address.cache_clear()
     try:  # a rank that makes a mesh alone would wait for the others for ever
         assert [launched(SEEN["mpirun"]) for _ in range(3)] == [Launch(1, 2, 1, "n1", 7)] * 3
         assert len(asked) == 1
     finally:
-        launch._tell.cache_clear()
+        launch._share_address.cache_clear()
 
 
 def train(dp) -> list[float]:

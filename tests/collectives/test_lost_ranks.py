@@ -92,7 +92,7 @@ def test_checked_ranks_all_say_who_does_what(path):
         assert torch.equal(total, torch.full((3,), 3.0))
         if path == "message" and rank == 2:
             continue
-        assert text.startswith("the ranks do different things"), text
+        assert text.startswith("the ranks started different collectives"), text
         assert "rank 0: " in text and "rank 1: " in text
         assert f"where: rank {rank}, axis 'a'" in text
 
@@ -148,10 +148,10 @@ def stay_away() -> str:
 
 def test_a_checked_rank_that_is_missing_is_named_with_what_it_does_instead():
     texts = ranks.run(stay_away, world_size=4, timeout=4)
-    assert "rank 2 did not come in 2 s" in texts[0] and "rank 2 started last: barrier" in texts[0]
-    assert "rank 3 did not come in 2 s" in texts[1]
+    assert "rank 2 did not arrive within 2 s" in texts[0] and "rank 2 started last: barrier" in texts[0]
+    assert "rank 3 did not arrive within 2 s" in texts[1]
     assert "rank 3 started last: all_reduce (sum) of (5,) float32 on axis 'b'" in texts[1]
-    assert "rank 2 did not come in 2 s" in texts[3]
+    assert "rank 2 did not arrive within 2 s" in texts[3]
 
 
 def fail_on(rank: int):

@@ -53,12 +53,12 @@ def test_ranks_that_are_all_there_meet(ranks, monkeypatch):
 
 def test_a_rank_that_is_missing_is_named_on_all(ranks, monkeypatch):
     for error in meet(*ranks(4)[:2], ranks(4)[3], limit=0.5, monkeypatch=monkeypatch):
-        assert isinstance(error, RankError) and error.what == "rank 2 did not come in 0.5 s", error
+        assert isinstance(error, RankError) and error.what == "rank 2 did not arrive within 0.5 s", error
 
 
 def test_without_the_first_rank_the_others_say_where_they_looked(ranks, monkeypatch):
     for error in meet(*ranks(3)[1:], limit=0.5, monkeypatch=monkeypatch):
-        assert isinstance(error, RankError) and error.what == "rank 0 did not come in time", error
+        assert isinstance(error, RankError) and error.what == "rank 0 did not arrive in time", error
         assert f"127.0.0.1:{ranks(3)[0].port}" in error.got
 
 
@@ -78,8 +78,8 @@ def test_one_that_comes_when_all_are_there_disturbs_nobody(ranks, monkeypatch):
 def test_another_job_is_refused_and_the_one_that_waits_hears_of_it(ranks, other, monkeypatch):
     first, second = (attrs.evolve(launch, job="a") for launch in ranks(2))
     waits, refused = meet(first, attrs.evolve(second, **other), limit=0.5, monkeypatch=monkeypatch)
-    assert isinstance(refused, MeshError) and refused.what == "another job meets at this address"
-    assert isinstance(waits, RankError) and "rank 1 did not come" in waits.what and "came as rank 1 of" in waits.what
+    assert isinstance(refused, MeshError) and refused.what == "another job uses this address"
+    assert isinstance(waits, RankError) and "rank 1 did not arrive" in waits.what and "came as rank 1 of" in waits.what
 
 
 def test_a_second_rank_0_is_told_that_the_port_is_taken(ranks):

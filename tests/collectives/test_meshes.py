@@ -94,13 +94,13 @@ def test_one_rank_is_a_mesh():
 
 
 REFUSED = {
-    "no axes": (lambda: c.mesh(), "a mesh has an axis"),
+    "no axes": (lambda: c.mesh(), "a mesh needs an axis"),
     "too many": (lambda: c.mesh(dp=3), "do not fit 4 ranks"),
     "too few": (lambda: c.mesh(dp=2), "multiply to 4"),
     "no divisor": (lambda: c.mesh(pp=3, dp=-1), "divide 4"),
     "two rests": (lambda: c.mesh(pp=-1, dp=-1), "-1 once"),
-    "zero": (lambda: c.mesh(dp=0), "not the size of an axis"),
-    "true": (lambda: c.mesh(dp=True), "not the size of an axis"),
+    "zero": (lambda: c.mesh(dp=0), "not a size of an axis"),
+    "true": (lambda: c.mesh(dp=True), "not a size of an axis"),
     "a typo": (lambda: c.mesh(data=4)["dat"], "did you mean 'data'"),
     "twice": (lambda: c.mesh(dp=4)["dp", "dp"], "named twice"),
     "nothing": (lambda: c.mesh(dp=4)[()], "an axis has a name"),

@@ -51,7 +51,7 @@ def test_ranks_in_different_calls_are_named_with_what_they_do(tmp_path, check):
     results = ranks.run(call_differently, str(tmp_path), check)
     for (pair, first), (_, second) in zip(*results, strict=True):
         for text in (first, second):
-            assert text.startswith("the ranks do different things"), (pair, text)
+            assert text.startswith("the ranks started different collectives"), (pair, text)
             assert all(f"rank {rank}: exchange ({name})" in text for rank, name in enumerate(pair)), (pair, text)
 
 
@@ -65,7 +65,7 @@ def test_ranks_that_see_a_directory_differently_are_told_at_once(tmp_path):
     step = fds.compose(fds.sgd(0.1))(lambda p, b: (p["w"] * b).sum())
     fds.save(tmp_path, step.init(PARAMS), step)
     for text in ranks.run(restart_as_documented, str(tmp_path)):
-        assert "the ranks do different things" in text and "rank 0: exchange (load)" in text
+        assert "the ranks started different collectives" in text and "rank 0: exchange (load)" in text
 
 
 def leave_a_save(dir: str) -> None:
@@ -82,4 +82,4 @@ def save_on_one_rank_and_load_on_the_other(dir: str) -> str:
 def test_a_save_that_an_earlier_process_group_left_is_not_waited_for_by_its_ranks(tmp_path):
     ranks.run(leave_a_save, str(tmp_path))
     for text in ranks.run(save_on_one_rank_and_load_on_the_other, str(tmp_path)):
-        assert text.startswith("the ranks do different things"), text
+        assert text.startswith("the ranks started different collectives"), text

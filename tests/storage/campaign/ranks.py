@@ -149,8 +149,8 @@ def _composed(root: Path) -> Row:
 def _joined() -> Iterator[Row]:
     came = {0: 0, 1: 1, 2: 2}
     for what, places, later, stays, want in (
-        ("rank 2 is not started", {0: 0, 1: 1}, {}, 0.0, ["RankError: rank 2 did not come"] * 2),
-        ("rank 0 is not started", {0: 1, 1: 2}, {}, 0.0, ["RankError: rank 0 did not come"] * 2),
+        ("rank 2 is not started", {0: 0, 1: 1}, {}, 0.0, ["RankError: rank 2 did not arrive"] * 2),
+        ("rank 0 is not started", {0: 1, 1: 2}, {}, 0.0, ["RankError: rank 0 did not arrive"] * 2),
         ("two processes are rank 1", {0: 0, 1: 1, 2: 1}, {2: 1.0}, 0.0, ["MeshError: two processes are rank 1"] * 3),
         ("a fourth process is rank 1 as well", {**came, 3: 1}, {3: 2.0}, 3.0,
          ["done:", "done:", "done:", "MeshError: two processes are rank 1"]),

@@ -1,4 +1,4 @@
-"""Calls: one collective as data, what is waited for, and what a link must do."""
+"""A collective as data, the work that it starts, and the link that carries it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fds.errors import RankError
 
 
 @attrs.frozen
-class Call:
-    """One collective as every rank of the axis must see it; what is compared between ranks and shown in errors."""
+class Collective:
+    """A collective that a rank starts: its operation and arguments, compared between ranks and shown in errors."""
 
     op: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "recv", ...
     axis: str  # name of the axis
-    shape: tuple[int, ...] = ()  # of what a rank gives; of reduce_scatter, of what it gets
+    shape: tuple[int, ...] = ()  # of a rank's input; of its output for reduce_scatter
     dtype: torch.dtype = torch.uint8
-    how: str = ""  # of all_reduce: "sum", "max", "min"; of exchange: what for
-    peer: int = -1  # coordinate: of broadcast the source, of send and recv the other rank
+    how: str = ""  # for all_reduce "sum", "max" or "min"; for exchange its purpose
+    peer: int = -1  # a coordinate: the source of broadcast, the other rank of send and recv
 
     @property
     def num_bytes(self) -> int:
@@ -37,31 +37,31 @@ class Call:
 
 
 class Work(Protocol):
-    """A collective that was started; it keeps the tensors that it was given alive until it is waited for."""
+    """A collective that was started; it keeps its tensors alive until `wait`."""
 
     def wait(self) -> None:
-        """Wait until the results are there. Raises `RankError` if a rank died, hung or does something else."""
+        """Wait for the result. Raises `RankError` if a rank died, hung or started another collective."""
 
     def done(self) -> bool:
-        """Say whether `wait` is known to return at once; over gloo that is known only after it has."""
+        """Return whether `wait` is known to return at once; with gloo that is known only after `wait`."""
         ...
 
 
 class Link(Protocol):
-    """What carries the messages of one axis: in memory, over gloo, over NCCL."""
+    """The transport of one axis: in memory, gloo or NCCL."""
 
-    def start(self, call: Call, out: Tensor, x: Tensor) -> Work:
+    def start(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
         """Start a collective that reads `x` and writes `out`, contiguous tensors. `x` may be (a part of) `out`."""
         ...
 
-    def exchange(self, call: Call, text: str) -> list[str]:
-        """Return the texts of all ranks, in the axis' order."""
+    def exchange(self, collective: Collective, text: str) -> list[str]:
+        """Return the texts of all ranks, in the order of the axis."""
         ...
 
 
 @attrs.frozen
 class Done:
-    """The work of an axis of one rank: there is none."""
+    """The `Work` of a collective on one rank, which has nothing to do."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -75,14 +75,14 @@ DONE = Done()
 
 
 def different(where: str, calls: dict[int, str]) -> RankError:
-    """Return the error for ranks, by number, that started these different calls and met in them."""
+    """Return the error for ranks (by number) that started different collectives where they should be the same."""
     return RankError(
-        "the ranks do different things", where=where,
-        got="\n".join(f"rank {rank}: {call}" for rank, call in calls.items()),
+        "the ranks started different collectives", where=where,
+        got="\n".join(f"rank {rank}: {collective}" for rank, collective in calls.items()),
         want="the same collectives, in the same order, with the same shapes and dtypes",
     )  # fmt: skip
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Say whether two contiguous tensors of one size are the same elements."""
+    """Return whether two contiguous tensors are the same memory."""
     return a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
