@@ -205,7 +205,8 @@ def _by_torch_func(arguments: _Arguments, has_aux: bool) -> tuple[Any, Callable[
         own = len(tree.leaves(outs[0])) if has_aux else len(leaves)
         return leaves[:own], leaves[own:]
 
-    outs, pull, aux = torch.func.vjp(run, arguments.inputs, has_aux=True)  # pyright: ignore[reportAssignmentType]
+    result: Any = torch.func.vjp(run, arguments.inputs, has_aux=True)  # annotated as a pair; has_aux returns three
+    outs, pull, aux = result
     built = rebuild[0]([*outs, *aux])
     first = built[0] if has_aux else built
     return built, lambda cotangent: arguments.gradients(pull(_in_order_of(first, cotangent))[0])
