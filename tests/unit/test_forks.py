@@ -21,7 +21,7 @@ class Batch:
 
 STEP = fds.compose(fds.sgd(0.1))(lambda p, b: p["w"].sum())
 LOCKS = {  # the lock, what the child does
-    "containers": (lambda: tree._ADOPTING, lambda: tree._register(Batch)),
+    "containers": (lambda: tree._REGISTERING, lambda: tree._register(Batch)),
     "memory of a step": (lambda: STEP.pool.lock, lambda: STEP.pool.sweep()),
     "kernels": (lambda: choice._changing, lambda: kernels.only("reference").__enter__()),
     "files of torch": (lambda: torch_files._admitting, lambda: torch_files._admitting.acquire()),
