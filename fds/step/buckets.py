@@ -149,7 +149,7 @@ class Bucketed:
         if self.order is not None:
             self.order.memory.used = self.seen
         self.close()
-        if self.shard.stage == 0:
+        if not self.shard.slices_state:
             self._spread()
             return [self.whole[i][j] for i, j in self.places]
         for i in self.buckets:
@@ -265,13 +265,13 @@ class Bucketed:
         flight = self.flying.pop(i)
         flight.work.wait()
         own, sent = flight.own, flight.sent
-        if self.shard.stage == 0:
+        if not self.shard.slices_state:
             self._over_replicas(own)
             gathered = self.shard.axis.start_all_gather(sent, own)
             self._spread()
             self.gathering.append((flight, gathered))
             self.whole[i] = flight.held.views
-        elif self.shard.stage == 1:
+        elif not self.shard.reduces_each_microbatch:
             self.slices[i] = self.buckets[i].slice(self.shard.axis.index, flight.held.flat)
             if own.data_ptr() != self.slices[i].data_ptr():
                 self.slices[i].copy_(own)

@@ -29,7 +29,7 @@ def held_bytes(step: Any, structure: Structure, state: State) -> dict[str, int]:
             return {**held, "gradients": sum(sums.values())}
     assert layout is not None and shard is not None
     trained = [b for b in layout.buckets if b.trained]
-    if shard.stage < 2:
+    if not shard.reduces_each_microbatch:
         held["gradients"] = sum(b.numel * _sum_dtype(step, b).itemsize for b in trained)
     else:
         held["gradients"] = sum(b.length * _sum_dtype(step, b).itemsize for b in trained)
@@ -38,7 +38,7 @@ def held_bytes(step: Any, structure: Structure, state: State) -> dict[str, int]:
     if structure.sharded:
         sizes = [_gathered(step, b) for b in layout.buckets]
         held["whole"] = sum(sizes)
-        if shard.stage == 3:
+        if shard.gathers_on_use:
             some = list(gather.passing(layout).values())
             bound = gather.room(layout) + shard.prefetch * max(some, default=0)
             held["whole"] = sum(sizes) - sum(some) + min(bound, sum(some))
@@ -57,11 +57,11 @@ def sent_bytes(step: Any, structure: Structure) -> dict[str, int]:
         return {}
     peers, n = (shard.axis.size - 1) / shard.axis.size, step.split.num_microbatches
     reduced = sum(b.numel * (step.reduce.dtype or _sum_dtype(step, b)).itemsize for b in layout.buckets if b.trained)
-    times = {0: 1, 1: 1, 2: n, 3: n}[shard.stage]
+    times = n if shard.reduces_each_microbatch else 1
     copies = 0 if shard.replicate is None else 2 * (1 - 1 / shard.replicate.size) / shard.axis.size
-    sent = {"gather": 0.0, "reduce": (peers * (2 if shard.stage == 0 else 1) + copies) * reduced * times}
+    sent = {"gather": 0.0, "reduce": (peers * (1 if shard.slices_state else 2) + copies) * reduced * times}
     if structure.sharded:
-        twice = sum(step.gather.passing(layout).values()) if shard.stage == 3 else 0
+        twice = sum(step.gather.passing(layout).values()) if shard.gathers_on_use else 0
         sent["gather"] = peers * (sum(_gathered(step, b) for b in layout.buckets) + (2 * n - 1) * twice)
     return {station: round(n) for station, n in sent.items() if n}
 

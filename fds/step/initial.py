@@ -219,7 +219,7 @@ def _read(step: Any, params: Any, key: Tensor, *, own: bool) -> tuple[Any, Any]:
     still = tree.match(step.frozen, names, what="freeze")
     floats = [name for name, x in tree.paths(shapes).items() if tree.is_float(x)]
     step.optimizer.check([name for name in floats if name not in still])
-    if step.gather.shard is not None and step.gather.shard.stage == 3:
+    if step.gather.shard is not None and step.gather.shard.gathers_on_use:
         assert structure.layout is not None
         step.gather.room(structure.layout)
     return shapes, params

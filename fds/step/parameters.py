@@ -39,7 +39,7 @@ def open_parameters(
     if not structure.sharded:
         casts = structure.casts
         whole = parts if casts is None else [x.to(dtype) for x, dtype in zip(parts, casts, strict=True)]
-    elif order is None or gather.shard is None or gather.shard.stage < 3:
+    elif order is None or gather.shard is None or not gather.shard.gathers_on_use:
         whole = gather.all_at_once(structure, parts, pool)
     else:
         live = Live(gather, structure, parts, pool, order)

@@ -217,10 +217,10 @@ class Step:
     def order(self, what: str, structure: Structure) -> Order | None:
         """Return the order in which ranks meet where each comes at its own time, None where they come at fixed ones."""
         shard = self.gather.shard
-        if shard is None or shard.stage < (2 if what == "step" else 3):
+        if shard is None or not (shard.reduces_each_microbatch if what == "step" else shard.gathers_on_use):
             return None
         memory = self.memories.setdefault((what, structure.layout), Memory())
-        return Order(shard.axis, memory, shard.prefetch if shard.stage == 3 else 0, what)
+        return Order(shard.axis, memory, shard.prefetch if shard.gathers_on_use else 0, what)
 
     def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
         """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.

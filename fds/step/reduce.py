@@ -50,7 +50,7 @@ class Reduce:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes over which what the optimizer gets is split."""
-        return () if self.shard is None or self.shard.stage == 0 else (self.shard.axis,)
+        return () if self.shard is None or not self.shard.slices_state else (self.shard.axis,)
 
     @property
     def counts(self) -> bool:

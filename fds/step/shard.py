@@ -26,6 +26,21 @@ class Shard:
     persist_below: int = 0
     predivide: float | None = None  # None: the number of data ranks where float16 is sent, else 1
 
+    @property
+    def slices_state(self) -> bool:
+        """Whether a state holds this rank's slices alone: parameters, optimizer state, averages. From stage 1 on."""
+        return self.stage >= 1
+
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """Whether gradients are reduced every microbatch, and their sums held as slices. From stage 2 on."""
+        return self.stage >= 2
+
+    @property
+    def gathers_on_use(self) -> bool:
+        """Whether parameters are gathered when the loss uses them, not all at the start of a step. At stage 3."""
+        return self.stage == 3
+
     def plan(self, leaves: Sequence[Leaf], spec: Any) -> Layout:
         """Return the buckets of these leaves."""
         size = self.bucket_bytes
@@ -38,7 +53,7 @@ class Shard:
     @property
     def counts(self) -> bool:
         """Whether this rank's gradients count in sums over all ranks: of replicas the first one's do."""
-        if self.stage == 0:
+        if not self.slices_state:
             return self.data.index == 0
         return self.replicate is None or self.replicate.index == 0
 
@@ -53,4 +68,4 @@ class Shard:
         text = f"stage {self.stage} over {self.axis.name} ({self.axis.size} ranks){copies}"
         text += "" if self.bucket_bytes is None else f", buckets of {self.bucket_bytes:,} bytes"
         bound = "" if self.max_live_bytes is None else f", {self.max_live_bytes:,} bytes whole at most"
-        return text + (f"{bound}, {self.prefetch} ahead" if self.stage == 3 else "")
+        return text + (f"{bound}, {self.prefetch} ahead" if self.gathers_on_use else "")

@@ -63,7 +63,7 @@ class Structure:
             told = {leaf.name: leaf for bucket in layout.buckets for leaf in bucket.leaves}
             shapes = {n: torch.empty(told[n].shape, dtype=told[n].dtype, device="meta") for n in layout.names}
             same = all(leaf == told[leaf.name] for leaf in read_leaves(shapes, step))
-            if shard is None or not shard.stage or layout.num_ranks != shard.axis.size or not same:
+            if shard is None or not shard.slices_state or layout.num_ranks != shard.axis.size or not same:
                 raise StateError(
                     "these parameters are sharded in another way", where="params",
                     got=f"slices of {len(layout.buckets)} buckets for {layout.num_ranks} ranks",
@@ -72,7 +72,7 @@ class Structure:
                 )  # fmt: skip
             return cls._of_layout(layout, shard, step.optimizer)
         leaves = read_leaves(tree.paths(params), step)
-        if shard is not None and shard.stage > 0:
+        if shard is not None and shard.slices_state:
             return cls._of_layout(shard.plan(leaves, tree.structure(params)), shard, step.optimizer)
         live = [leaf for leaf in leaves if leaf.trained]
         layout = None if shard is None else shard.plan(live, None)
@@ -173,7 +173,7 @@ class Structure:
 def read_leaves(named: dict[str, Any], step: Any) -> list[Leaf]:
     """Return what planning must know of every leaf. Raises `StateError` for one that is no real tensor."""
     optimizer, shard = step.optimizer, step.reduce.shard
-    slices = shard is not None and shard.stage > 0
+    slices = shard is not None and shard.slices_state
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise StateError("a parameter is no tensor", where=name, got=repr(x)[:60], want="a tensor")
