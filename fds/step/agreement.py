@@ -31,16 +31,16 @@ def same_composition(step: Any) -> None:
     transforms and optimizers were given; the loss and what it captures are each rank's own.
     """
     axis: Axis | None = step.everyone
-    if axis is None or "composition" in step.asked:
+    if axis is None or "composition" in step.runtime.asked:
         return
     named = [(_without_addresses(part.text), spelled(part.arguments)) for part in step.composition]
-    pipeline = step.owners.get("grads")
+    pipeline = step.composing.owners.get("grads")
     if pipeline is not None:  # its arguments may be measured on each rank: what has come of them is compared
         named[pipeline] = (step.grads.agreement(),) * 2
     heard = axis.exchange(fingerprint(named), "composition")
     if len(set(heard)) > 1:
         raise _refused(axis, axis.exchange(named, "composition"), pipeline)
-    step.asked["composition"] = []
+    step.runtime.asked["composition"] = []
 
 
 def _refused(axis: Axis, heard: list[list[list[str]]], pipeline: int | None) -> ComposeError:

@@ -158,7 +158,7 @@ class InTurn:
         totals, sums, buffers = self._run(step, state, structure, parts, batch, scale)
         used = sums.used()
         leaves = sums.finish()
-        same_metrics(totals, step.everyone, "step", step.asked)
+        same_metrics(totals, step.everyone, "step", step.runtime.asked)
         return Found(totals, leaves, used, [step.reduce.counts] * len(leaves), buffers, sums.predivide)
 
     def _run(
@@ -171,9 +171,9 @@ class InTurn:
         microbatches, where = step.microbatches(state, batch), losses.name(step.loss)
         settings = step.settings(state, len(microbatches))
         order = step.order("step", structure)
-        params = open_parameters(step.gather, structure, parts, step.pool, train=True, order=order)
+        params = open_parameters(step.gather, structure, parts, step.runtime.pool, train=True, order=order)
         kinds = [x.dtype for x in params.trained]
-        sums = step.reduce.sums(structure, params.trained, step.sum.dtype, step.pool, order, kinds)
+        sums = step.reduce.sums(structure, params.trained, step.sum.dtype, step.runtime.pool, order, kinds)
         seeds = Seeds.of(step, scale, len(microbatches), kinds, order)
         totals, buffers = Totals(), state.buffers
         with training(settings[0], params, sums, order):

@@ -68,7 +68,7 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
     filled before, station, field or slot, is a `ComposeError`, into which `hint` goes, and `instead` of this
     transform's own text (None: nothing).
     """
-    by, changes, owners = step.position, {}, dict(step.owners)
+    by, changes, owners = step.composing.position, {}, dict(step.composing.owners)
     for name, value in stations.items():
         held = _station(step, name)
         if not isinstance(value, dict) or name == "slots":
@@ -89,7 +89,7 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
                 raise _refuse(step, f"the station {name!r}", owners[taken], hint, drop=drop, instead=instead)
             changes[name] = _evolved(name, held, value) if isinstance(value, dict) else value
             owners.update(dict.fromkeys(keys, by))
-    return attrs.evolve(step, owners=owners, **changes)
+    return attrs.evolve(step, composing=attrs.evolve(step.composing, owners=owners), **changes)
 
 
 def _station(step: Step, name: str) -> Any:
@@ -189,7 +189,8 @@ class Composition:
         """Apply the parts in order."""
         written = (*step.composition, *self.parts)
         for position, part in enumerate(self.parts, start=len(step.composition)):
-            step = _apply(part, attrs.evolve(step, composition=written, position=position))
+            composing = attrs.evolve(step.composing, position=position)
+            step = _apply(part, attrs.evolve(step, composition=written, composing=composing))
         return attrs.evolve(step, everyone=everyone(step))
 
     def __repr__(self) -> str:
@@ -258,7 +259,7 @@ def _apply(part: Transform, step: Step) -> Step:
     new = part.apply(step)
     if not isinstance(new, type(step)):
         raise ComposeError("a transform did not return a step", where=part.text, got=repr(new)[:80], want=_REWRITING)
-    earlier = [i for i, t in enumerate(step.composition[: step.position]) if t.name == part.name]
+    earlier = [i for i, t in enumerate(step.composition[: step.composing.position]) if t.name == part.name]
     if earlier and new.slots.keys() == step.slots.keys():
         raise _refuse(step, f"the name {part.name!r}", earlier[0], "write it once, with all its arguments",
                       drop=earlier[0])  # fmt: skip
@@ -269,7 +270,7 @@ def _refuse(
     step: Step, what: str, first: int, hint: str, *, drop: int | None = None, instead: str | None = ""
 ) -> ComposeError:
     """Return the error of two fillers; `drop` is the position that the better composition leaves out."""
-    written, second = step.composition, step.position
+    written, second = step.composition, step.composing.position
     better: dict = {second: instead or written[second]}
     if drop is not None:
         better[drop] = None

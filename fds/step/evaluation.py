@@ -40,7 +40,7 @@ def evaluator(step: Any, state: State, outputs: bool = False) -> Callable[..., d
                 want="Layers, or a loss that calls what fds.functional returned",
                 hint="return what you want to see as a metric",
             )  # fmt: skip
-        same_metrics(totals, step.everyone, "evaluate", step.asked)
+        same_metrics(totals, step.everyone, "evaluate", step.runtime.asked)
         means = _shared(step, state, totals).means()
         return {**means, "step": state.step.clone(), **({"outputs": shown[0]} if outputs else {})}
 
@@ -163,12 +163,12 @@ def _local(step: Any, state: State) -> Local:
     usable(state, "evaluate")
     structure, parts = step.structure_of(state.params)
     waits = step.order("evaluate", structure) is not None
-    kept = None if waits else open_parameters(step.gather, structure, parts, step.pool, train=False, order=None)
+    kept = None if waits else open_parameters(step.gather, structure, parts, step.runtime.pool, train=False, order=None)
 
     def local(batch: Any, outputs: bool) -> tuple[Totals, list]:
         state.check("evaluate")
         order = step.order("evaluate", structure)
-        params = kept or open_parameters(step.gather, structure, parts, step.pool, train=False, order=order)
+        params = kept or open_parameters(step.gather, structure, parts, step.runtime.pool, train=False, order=order)
         try:
             with chosen_kernels(step):
                 if batch is not Nothing:

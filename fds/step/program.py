@@ -31,11 +31,12 @@ from fds.step.handles import materialize
 from fds.step.initial import at_first, initial, traced
 from fds.step.into import into, whole_parameters
 from fds.step.order import Memory, Order
-from fds.step.pool import Buffers, Pool
+from fds.step.pool import Buffers
 from fds.step.ranges import in_range, profiled
 from fds.step.reduce import Reduce
+from fds.step.runtime import Runtime
 from fds.step.seeds import guesses
-from fds.step.stations import After, Commit, Kernels, Place, Scale, unless, with_chosen_kernels
+from fds.step.stations import After, Commit, Composing, Kernels, Place, Scale, unless, with_chosen_kernels
 from fds.step.structure import Structure
 from fds.step.sums import Sum
 from fds.step.totals import Totals, agree
@@ -74,15 +75,9 @@ class Step:
 
     slots: Mapping[str, Callable[[Any, torch.device], Any]] = attrs.field(factory=dict)  # (params, device) -> slot
     composition: tuple = ()  # the transforms, as they were written
-    position: int = attrs.field(default=0, repr=False)  # of the one whose turn it is while they are applied
-    owners: Mapping[str, int] = attrs.field(factory=dict, repr=False)  # station -> position of who filled it
+    composing: Composing = attrs.field(default=Composing(), repr=False)
     everyone: Axis | None = attrs.field(default=None, repr=False)  # the ranks that share this step
-    pool: Pool = attrs.field(factory=Pool, init=False, repr=False)
-    structures: dict = attrs.field(factory=dict, init=False, repr=False)
-    recent: list = attrs.field(factory=lambda: [(None, None)], init=False, repr=False)  # the last call's key, structure
-    fresh: dict[Structure, dict] = attrs.field(factory=dict, init=False, repr=False)  # slots and buffers, on meta
-    memories: dict[tuple, Memory] = attrs.field(factory=dict, init=False, repr=False)
-    asked: dict[str, list[str]] = attrs.field(factory=dict, init=False, repr=False)  # what ranks have agreed on
+    runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
 
     def __repr__(self) -> str:
         return f"compose({', '.join(map(str, self.composition))})({losses.name(self.loss)})"
@@ -139,8 +134,8 @@ class Step:
         if self.scale is not None:
             with seeded(state, [self.scale], "scale"):
                 scale = contracts.scalar(self.scale.scale(state.slots, state.step.device), self.scale)
-        self.pool.ballast.clear()
-        self.pool.sweep()
+        self.runtime.pool.ballast.clear()
+        self.runtime.pool.sweep()
         found = self.grads(self, state, structure, parts, batch, scale)
         if self.everyone is None:
             self.reduce.demand_use(found.used, losses.name(self.loss))
@@ -190,7 +185,7 @@ class Step:
             opt, written = structure.name_slots(new_opt), None
 
         if state.step.device.type == "cpu":
-            self.pool.ballast.extend(grads.leaves)
+            self.runtime.pool.ballast.extend(grads.leaves)
 
         # keep or skip, and what follows
         slots = {**state.slots, **after}
@@ -219,7 +214,7 @@ class Step:
         shard = self.gather.shard
         if shard is None or not (shard.reduces_each_microbatch if what == "step" else shard.gathers_on_use):
             return None
-        memory = self.memories.setdefault((what, structure.layout), Memory())
+        memory = self.runtime.memories.setdefault((what, structure.layout), Memory())
         return Order(shard.axis, memory, shard.prefetch if shard.gathers_on_use else 0, what)
 
     def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
@@ -275,13 +270,13 @@ class Step:
         """Return the structure of these parameters, read once for each kind of tree, and their leaves."""
         leaves, spec = tree.parts(params)
         key = (spec, *check.kinds(leaves))
-        known, structure = self.recent[0]  # read once: other threads may read other trees
+        known, structure = self.runtime.recent[0]  # read once: other threads may read other trees
         if known != key:
-            if key not in self.structures:
+            if key not in self.runtime.structures:
                 assert self.optimizer is not None
-                self.structures[key] = Structure.of(params, self)
-            structure = self.structures[key]
-            self.recent[0] = key, structure
+                self.runtime.structures[key] = Structure.of(params, self)
+            structure = self.runtime.structures[key]
+            self.runtime.recent[0] = key, structure
         return structure, leaves
 
     def check(self, state: Any) -> check.Held:
@@ -290,9 +285,9 @@ class Step:
         structure, leaves = self.structure_of(state.params)
         check.counters(state)
         check.same_composition(state, self.slots, structure.opt)
-        if structure not in self.fresh:
-            self.fresh[structure] = at_first(self, state)
-        for name, want in self.fresh[structure].items():
+        if structure not in self.runtime.fresh:
+            self.runtime.fresh[structure] = at_first(self, state)
+        for name, want in self.runtime.fresh[structure].items():
             check.same_kinds(name, getattr(state, name), want)
         devices = list(map(tree.device_of, structure.pick(leaves)))
         return check.Held(structure, leaves, devices, check.same_slots(state, structure.opt, devices))
@@ -356,7 +351,7 @@ class Step:
         Raises `LossError` where the loss writes into parameters or batch.
         """
         at = f"values given to {'eval_fn' if setting.mode.evaluating else 'the loss'}"
-        with check.intact(self.asked, at, params=params, batch=batch), contextlib.ExitStack() as stack:
+        with check.intact(self.runtime.asked, at, params=params, batch=batch), contextlib.ExitStack() as stack:
             params = tree.map(materialize, params) if losses.is_compiled(loss) else tree.copied(params)
             params = self.seen(params, setting, stack)
             return losses.run(loss, params, batch, buffers, setting)
@@ -377,10 +372,10 @@ class Step:
         Return whether the loss checkpoints reentrantly. The first graph tells.
         """
         self.reduce.demand_graph(total, losses.name(self.loss))
-        if "graph" not in self.asked:
+        if "graph" not in self.runtime.asked:
             losses.demand_none(total)
-            self.asked["graph"] = ["reentrant"] if autodiff.is_reentrant(total) else []
-        return bool(self.asked["graph"])
+            self.runtime.asked["graph"] = ["reentrant"] if autodiff.is_reentrant(total) else []
+        return bool(self.runtime.asked["graph"])
 
     def _agree(self, found: Found, calls: int) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""
@@ -410,7 +405,7 @@ class Step:
         else:
             copied = [x for _, some in parts for x in some]
             others = map(tree.device_of, copied[len(held.devices) + len(held.opt) :])
-            tensors, buffers = self.pool.copies(copied, (structure, *held.devices, *others))
+            tensors, buffers = self.runtime.pool.copies(copied, (structure, *held.devices, *others))
             known = Given.of(tensors, structure, buffers) if self.place.donate else None
         out = iter(tensors)
         trained = list(islice(out, len(structure.trained)))

@@ -67,7 +67,7 @@ class Seeds:
         elif low:
             share = 1
         shard = step.reduce.shard
-        return cls(scale, share, None if shard is None else shard.data, step.asked, order)
+        return cls(scale, share, None if shard is None else shard.data, step.runtime.asked, order)
 
     def seed(self, outcome: Outcome, batch: Any) -> Tensor | None:
         """Return where the backward of a microbatch begins, () of its total's dtype; None for 1."""

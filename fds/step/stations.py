@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import attrs
@@ -70,6 +70,14 @@ class Commit(Protocol):
     def __call__(self, slots: dict[str, Any], skip: Tensor) -> dict[str, Any]:
         """Return the slots after a step that was skipped where `skip`, () bool, is true."""
         ...
+
+
+@attrs.frozen
+class Composing:
+    """Where a composition is while its transforms are applied, and who filled what: what its errors show."""
+
+    position: int = 0  # of the transform whose turn it is
+    owners: Mapping[str, int] = attrs.field(factory=dict)  # station, or field of one, -> position of who filled it
 
 
 def unless(empty: Tensor | None, slots: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

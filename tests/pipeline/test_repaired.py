@@ -217,7 +217,7 @@ def test_a_learned_order_of_gathers_is_kept():
         state, learned = step.init(layers.init, key=0), []
         for _ in range(4):
             state, _ = step(state, (X, Y))
-            learned.append(all(memory.plan is not None for memory in step.memories.values()))
+            learned.append(all(memory.plan is not None for memory in step.runtime.memories.values()))
         return learned
 
     assert all(all(learned) for learned in fds.simulate(run, 4))
@@ -246,7 +246,7 @@ def test_evaluation_keeps_no_memory_of_every_shape():
         state = step.init(layers.init, key=0)
         for rows in range(1, 9):
             step.evaluate(state, (X[:rows], Y[:rows]))
-        return sum(len(held) for held in step.pool.scratch.values())
+        return sum(len(held) for held in step.runtime.pool.scratch.values())
 
     assert fds.simulate(run, 2) == [0, 0]
 

@@ -115,7 +115,7 @@ NOTES: dict = {}
 @contextlib.contextmanager
 def watch(step):
     pool = Watched()
-    object.__setattr__(step, "pool", pool)
+    step.runtime.pool = pool
     try:
         yield pool.seen
     finally:

@@ -85,10 +85,10 @@ def test_a_pickled_state_is_the_state(stage):
         axis = data_axis()
         step = fds.compose(fds.shard_optimizer(axis, stage=stage, bucket_bytes=4000), fds.adamw(0.01))(loss)
         state, _ = step(step.init(params), mine(tokens(4), axis))
-        known = len(step.structures)
+        known = len(step.runtime.structures)
         twin = pickle.loads(pickle.dumps(state))
         assert_same_bits(step(twin, mine(tokens(4), axis))[0], step(state, mine(tokens(4), axis))[0])
-        assert len(step.structures) == known  # its layout is the same, hash and all
+        assert len(step.runtime.structures) == known  # its layout is the same, hash and all
 
     fds.simulate(run, 2)
 

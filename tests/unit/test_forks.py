@@ -22,7 +22,7 @@ class Batch:
 STEP = fds.compose(fds.sgd(0.1))(lambda p, b: p["w"].sum())
 LOCKS = {  # the lock, what the child does
     "containers": (lambda: tree._REGISTERING, lambda: tree._register(Batch)),
-    "memory of a step": (lambda: STEP.pool.lock, lambda: STEP.pool.sweep()),
+    "memory of a step": (lambda: STEP.runtime.pool.lock, lambda: STEP.runtime.pool.sweep()),
     "kernels": (lambda: choice._changing, lambda: kernels.only("reference").__enter__()),
     "files of torch": (lambda: torch_files._admitting, lambda: torch_files._admitting.acquire()),
     "generators": (lambda: random._lock, lambda: random.scope([]).__enter__()),

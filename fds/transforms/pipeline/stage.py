@@ -83,7 +83,7 @@ class Stage:
         with contextlib.ExitStack() as stack:
             rows = targets if self.layers.start else (packet.leaves, targets)
             at = f"values given to stage {self.layers}, {setting.mode.evaluating}"
-            stack.enter_context(intact(self.step.asked, at, params=self.params, batch=rows))
+            stack.enter_context(intact(self.step.runtime.asked, at, params=self.params, batch=rows))
             params = tree.copied(self.params) if self.step.view else self.params
             params = self.step.seen(params, setting, stack, self.layers.start)
             calls = losses.layer_calls(self.loss, self.layers, params, current, setting)

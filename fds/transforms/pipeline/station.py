@@ -94,7 +94,7 @@ class Pipeline:
             wide = any(x.dtype is torch.float64 for x in leaves)
             totals, wide = self._agree(step, totals, failure, whole, wide, seen)
         except BaseException:
-            step.memories.clear()  # what was learned in a step that failed is not what comes next
+            step.runtime.memories.clear()  # what was learned in a step that failed is not what comes next
             raise
         first_here = [True] * len(leaves)
         for at, segments in enumerate(structure.segments):
@@ -110,9 +110,9 @@ class Pipeline:
     ) -> tuple[Totals, Any, dict[str, Tensor], Failure | None, list[int]]:
         """Run the plan; return totals, sums of gradients, buffers, what failed here, and layers that B ran whole."""
         order = step.order("step", structure)
-        params = open_parameters(step.gather, structure, parts, step.pool, train=True, order=order)
+        params = open_parameters(step.gather, structure, parts, step.runtime.pool, train=True, order=order)
         kinds = self._dtypes(step, params.trained)
-        sums = step.reduce.sums(structure, params.trained, step.sum.dtype, step.pool, order, kinds)
+        sums = step.reduce.sums(structure, params.trained, step.sum.dtype, step.runtime.pool, order, kinds)
         seeds = Seeds.of(step, scale, self.num_microbatches, kinds, None)  # every action settles
         named = dict(zip(structure.trained_names, params.trained, strict=True))
         work, failure = self._work(
@@ -133,11 +133,11 @@ class Pipeline:
         """
         if step.gather.dtype is not None:
             return [step.gather.dtype]
-        if "kinds" not in step.asked:
+        if "kinds" not in step.runtime.asked:
             mine = sorted({str(x.dtype).removeprefix("torch.") for x in trained})
             heard = [mine] if step.everyone is None else step.everyone.exchange(mine, "step")
-            step.asked["kinds"] = sorted({name for one in heard for name in one})
-        return [getattr(torch, name) for name in step.asked["kinds"]]
+            step.runtime.asked["kinds"] = sorted({name for one in heard for name in one})
+        return [getattr(torch, name) for name in step.runtime.asked["kinds"]]
 
     def forward(
         self, step: Any, state: Any, params: Parameters, batch: Any, order: Order | None, *, outputs: bool
@@ -193,7 +193,7 @@ class Pipeline:
     def _run(self, step: Step, plan: Lowered, work: Work, failure: Failure | None) -> Failure | None:
         if self.axis is None:
             return serial.run(plan.plan, work, failure)
-        pool = step.pool if plan.plan.trains else None
+        pool = step.runtime.pool if plan.plan.trains else None
         post = Post(pool, self.owned.placement, self.channels, self.owned.index, dynamic=self.dynamic, early=plan.early)
         return ranks.run(plan, work, post, failure)
 

@@ -25,7 +25,7 @@ def test_the_new_state_is_in_the_memory_of_the_old():
     state = step.init(make_params())
     new, _ = step(state, BATCH)
     assert addresses(new) == addresses(state)
-    assert not step.pool.sets
+    assert not step.runtime.pool.sets
 
 
 def test_the_users_own_parameters_are_never_written():
@@ -267,7 +267,7 @@ def test_a_loop_stays_in_its_memory_whoever_keeps_states_that_were_given_up(name
         seen.append([x.data_ptr() for x in tree.leaves((state.params, state.opt))])
         del old
     assert seen == [seen[0]] * 4
-    assert not step.pool.sets
+    assert not step.runtime.pool.sets
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -18,7 +18,7 @@ def addresses(state):
 
 
 def pool_bytes(step):
-    return tree.num_bytes([one.tensors for one in step.pool.sets])
+    return tree.num_bytes([one.tensors for one in step.runtime.pool.sets])
 
 
 def run(step, state, n):
@@ -102,7 +102,7 @@ def test_dropping_the_pool_changes_nothing(drop):
     a, b = kept.init(make_params()), dropped.init(make_params())
     for _ in range(5):
         (a, metrics_a), (b, metrics_b) = kept(a, BATCH), dropped(b, BATCH)
-        drop(dropped.pool)
+        drop(dropped.runtime.pool)
         assert_same_bits((b, metrics_b), (a, metrics_a))
 
 

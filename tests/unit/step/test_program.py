@@ -245,7 +245,7 @@ def test_a_step_is_a_value():
     halves = attrs.evolve(plain, split=Split(2))
     assert_same_bits(halves(state, BATCH), make(fds.accumulate(2))(state, BATCH))
     assert_same_bits(plain(state, BATCH), make()(state, BATCH))
-    assert halves.pool is not plain.pool
+    assert halves.runtime.pool is not plain.runtime.pool
 
 
 # --- evaluate ---
@@ -334,5 +334,5 @@ def test_threads_with_different_trees_get_their_own_structure():
             return found
 
     busy: list = []
-    object.__setattr__(step, "recent", Interrupted(step.recent))
+    step.runtime.recent = Interrupted(step.runtime.recent)
     assert step.structure_of(two)[0] is second is not first

@@ -1,0 +1,26 @@
+"""What a step keeps between calls beside its stations: caches, and what its ranks have agreed on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from fds.step.order import Memory
+from fds.step.pool import Pool
+from fds.step.structure import Structure
+
+
+@attrs.define(eq=False)
+class Runtime:
+    """The private part of a step: nothing of a run lives here, and with an empty one every number is the same.
+
+    A step that was rewritten by `attrs.evolve` begins with an empty one.
+    """
+
+    pool: Pool = attrs.field(factory=Pool)
+    structures: dict[Any, Structure] = attrs.field(factory=dict)  # by kind of tree: see `Step.structure_of`
+    recent: list = attrs.field(factory=lambda: [(None, None)])  # the last call's key of `structures`, and its value
+    fresh: dict[Structure, dict] = attrs.field(factory=dict)  # slots and buffers of a first state, on meta
+    memories: dict[tuple, Memory] = attrs.field(factory=dict)  # the order in which ranks met
+    asked: dict[str, list[str]] = attrs.field(factory=dict)  # what the ranks have agreed on
