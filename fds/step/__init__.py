@@ -21,11 +21,13 @@ from fds.step.shard import Shard
 from fds.step.stations import After, Commit, Place, Scale
 from fds.step.structure import Structure
 from fds.step.sums import Sum
+from fds.step.topology import Dimension, Dimensions, Placement
 from fds.step.totals import Totals
 
 __all__ = [
-    "After", "Commit", "Composition", "Description", "Found", "Gather", "Gradients", "Grads", "InTurn", "Measure",
-    "Order", "Parameters", "Place", "Reduce", "Scale", "Seeds", "Shard", "Split", "Step", "Structure", "Sum", "Totals",
-    "Transform", "Whole", "beginning", "compose", "demand_tree", "evaluate", "fill", "global_norm", "intact",
-    "materialize", "open_parameters", "profiled", "rows", "same_composition", "training", "transform", "whole",
+    "After", "Commit", "Composition", "Description", "Dimension", "Dimensions", "Found", "Gather", "Gradients",
+    "Grads", "InTurn", "Measure", "Order", "Parameters", "Place", "Placement", "Reduce", "Scale", "Seeds", "Shard",
+    "Split", "Step", "Structure", "Sum", "Totals", "Transform", "Whole", "beginning", "compose", "demand_tree",
+    "evaluate", "fill", "global_norm", "intact", "materialize", "open_parameters", "profiled", "rows",
+    "same_composition", "training", "transform", "whole",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -33,10 +33,10 @@ class Found:
     totals: Totals
     leaves: list[Tensor]  # summed gradients of the trained parts
     used: list[bool]  # by trained parameter: whether a gradient came for it
-    counted: list[bool]  # by leaf: whether its norm counts here; of leaves that several ranks hold, one's does
     buffers: dict[str, Tensor]
     predivide: float = 1.0  # what they were divided by before they were sent
     wide: bool = False  # some rank's gradients are float64
+    counted: list[bool] = attrs.field(factory=list)  # by leaf: whether its norm counts here; see `Dimensions.add_up`
 
     def norm(self, leaves: Sequence[Tensor] | None = None) -> Tensor:
         """Return the norm () of the leaves, or of what became of them, that count here."""
@@ -52,40 +52,15 @@ class Found:
 
 
 class Grads(Protocol):
-    """The station `grads`: who holds which parameters, and how the loss is run with them."""
-
-    @property
-    def axis(self) -> Axis | None:
-        """The ranks that hold different parameters; None where all hold the same."""
-        ...
+    """The station `grads`: how the loss is run with a batch, forward and backward."""
 
     @property
     def together(self) -> bool:
         """Whether all ranks that share the step have as many batches to evaluate."""
         ...
 
-    def names(self, names: Sequence[str]) -> Sequence[str]:
-        """Return the names of all parameters, given those that this rank holds."""
-        ...
-
-    def holds(self, name: str) -> bool:
-        """Say whether this rank holds a parameter, or a buffer."""
-        ...
-
-    def kind(self, name: str) -> Hashable:
-        """Return what a parameter may share a bucket with: others of this kind."""
-        ...
-
     def agreement(self) -> str:
         """Return in what the ranks that share the step must agree."""
-        ...
-
-    def share(self, name: str, x: Tensor) -> None:
-        """Give a new parameter the values that it has on the first of the ranks of `axis` that hold it."""
-        ...
-
-    def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return all parameters on every rank of `axis`, given those that each holds."""
         ...
 
     def __call__(
@@ -125,31 +100,11 @@ def training(
 class InTurn:
     """Every rank holds all parameters, and runs its microbatches one after another, forward and backward."""
 
-    axis = None
     together = False
-
-    def names(self, names: Sequence[str]) -> Sequence[str]:
-        """Return the same."""
-        return names
-
-    def holds(self, name: str) -> bool:
-        """Return True."""
-        return True
-
-    def kind(self, name: str) -> Hashable:
-        """Return None."""
-        return None
 
     def agreement(self) -> str:
         """Return nothing."""
         return ""
-
-    def share(self, name: str, x: Tensor) -> None:
-        """Do nothing."""
-
-    def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the same."""
-        return named
 
     def __call__(
         self, step: Any, state: Any, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
@@ -159,7 +114,7 @@ class InTurn:
         used = sums.used()
         leaves = sums.finish()
         same_metrics(totals, step.everyone, "step", step.runtime.asked)
-        return Found(totals, leaves, used, [step.reduce.counts] * len(leaves), buffers, sums.predivide)
+        return Found(totals, leaves, used, buffers, sums.predivide)
 
     def _run(
         self, step: Any, state: Any, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None

@@ -16,6 +16,7 @@ from fds.errors import ComposeError, did_you_mean
 from fds.loss import Buffered
 from fds.optim import Optimizer
 from fds.step import contracts
+from fds.step.topology import Dimensions
 
 if TYPE_CHECKING:
     from fds.step.program import Step
@@ -37,7 +38,8 @@ class Transform:
     def __call__(self, step: Step) -> Step:
         """Return `step` with the stations of this transform filled."""
         written = (*step.composition, self)
-        return _apply(self, attrs.evolve(step, composition=written, position=len(step.composition)))
+        composing = attrs.evolve(step.composing, position=len(step.composition))
+        return _apply(self, attrs.evolve(step, composition=written, composing=composing))
 
     def __repr__(self) -> str:
         return self.text
@@ -89,6 +91,8 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
                 raise _refuse(step, f"the station {name!r}", owners[taken], hint, drop=drop, instead=instead)
             changes[name] = _evolved(name, held, value) if isinstance(value, dict) else value
             owners.update(dict.fromkeys(keys, by))
+    if "topology" in changes:
+        changes["dimensions"] = Dimensions.of(changes["topology"])
     return attrs.evolve(step, composing=attrs.evolve(step.composing, owners=owners), **changes)
 
 
@@ -112,23 +116,6 @@ def _evolved(name: str, held: Any, value: dict[str, Any]) -> Any:
             want=", ".join(known) or "a value, not a dict", hint=did_you_mean(str(other), known),
         )  # fmt: skip
     return attrs.evolve(held, **value)
-
-
-def everyone(step: Step) -> Axis | None:
-    """Return the ranks that share a step: those that hold other parameters, and those with other batches, of one mesh.
-
-    Raises `ComposeError` for axes of two meshes, or for one axis in both roles.
-    """
-    axes = [axis for axis in (step.grads.axis, step.reduce.shard and step.reduce.shard.data) if axis is not None]
-    if len(axes) < 2:
-        return axes[0] if axes else None
-    names = [name for axis in axes for name in axis.name.split(",")]
-    if axes[0].mesh != axes[1].mesh or len(set(names)) < len(names):
-        raise ComposeError(
-            "these axes are not two axes of one mesh", got=" and ".join(repr(axis.name) for axis in axes),
-            want='mesh = fds.mesh(pp=2, dp=-1); pipeline(..., mesh["pp"]), shard_optimizer(mesh["dp"])',
-        )  # fmt: skip
-    return axes[0].mesh[tuple(names)].channel("step")
 
 
 def _factory(t: Any) -> bool:
@@ -174,14 +161,15 @@ class Composition:
             raise ComposeError(
                 "the composition has no optimizer", got=repr(self), want=_show([*self.parts, "adamw(3e-4)"])
             )
-        for one in step.condition if step.reduce.axes or step.grads.axis is not None else ():
+        split, owned = step.dimensions.split, step.dimensions.owned
+        for one in step.condition if split or owned else ():
             if not getattr(one, "takes_slices", False):
-                has = "flat slices of them" if step.reduce.axes else "those of its own stages"
+                has = "flat slices of them" if split else "those of its own stages"
                 raise ComposeError(
                     f"a gradient map may need all gradients, and each rank has {has}",
                     where="station 'condition'", got=_word(one), want="a map with takes_slices = True",
                     hint="set it on a map that treats every element alike, wherever it lies"
-                    + ("; or shard at stage 0" if step.grads.axis is None else ""),
+                    + ("" if owned else "; or shard at stage 0"),
                 )  # fmt: skip
         return step
 
@@ -191,7 +179,7 @@ class Composition:
         for position, part in enumerate(self.parts, start=len(step.composition)):
             composing = attrs.evolve(step.composing, position=position)
             step = _apply(part, attrs.evolve(step, composition=written, composing=composing))
-        return attrs.evolve(step, everyone=everyone(step))
+        return step
 
     def __repr__(self) -> str:
         return _show(self.parts)

@@ -17,6 +17,7 @@ from fds.loss import Buffered
 from fds.optim import Optimizer
 from fds.optim.returned import in_words
 from fds.step.gradients import Gradients, Measure
+from fds.step.topology import Dimension
 
 
 def takes(number: int) -> Callable[[Any], bool]:
@@ -37,6 +38,7 @@ def takes(number: int) -> Callable[[Any], bool]:
 
 
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "topology": (lambda x: isinstance(x, Dimension), "fds.step.Dimension(axis, role, placement)"),
     "batch": (takes(1), "a function batch -> batch"),
     "split": (takes(1), "a function batch -> list of microbatches"),
     "frozen": (lambda x: isinstance(x, str), "a pattern of parameter names"),

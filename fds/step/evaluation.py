@@ -188,5 +188,4 @@ def _shared(step: Any, state: State, totals: Totals) -> Totals:
     """Return the totals of all ranks."""
     if step.everyone is None:
         return totals
-    shard = step.reduce.shard
-    return agree(totals, None, {}, step.everyone, shard and shard.data, calls=int(state.calls))[0]
+    return agree(totals, None, {}, step.everyone, step.dimensions.data, calls=int(state.calls))[0]

@@ -40,22 +40,22 @@ def _initial(step: Any, params: Any, key: Tensor, everyone: Axis | None) -> Stat
         raise error
     structure, _ = step.structure_of(_held(step, shapes))
     recipe = isinstance(params, losses.Recipe)
-    shard, alone = step.reduce.shard, everyone is None
-    data = None if alone or shard is None else shard.data
-    made = _from_recipe(params, random.fold_in(key, "params"), step.grads.holds) if recipe else _from_tree(
-        params, everyone, step.grads.holds)
+    alone = everyone is None
+    data = None if alone else step.dimensions.data
+    made = _from_recipe(params, random.fold_in(key, "params"), step.dimensions.holds) if recipe else _from_tree(
+        params, everyone, step.dimensions.holds)
 
     failed: list[Exception] = []
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for name, x in _all_of(made, shapes, _made_here(step, shapes, params, alone), failed):
             _of_rank_0(x, everyone if not recipe or name in params.given else data)
-            if step.grads.holds(name):
+            if step.dimensions.holds(name):
                 if not alone:
-                    step.grads.share(name, x)
+                    step.dimensions.share(name, x)
                 yield name, x
 
-    held = structure.hold(values(), 0 if shard is None else shard.axis.index)
+    held = structure.hold(values(), step.dimensions.slice)
     _refuse_failed(failed, everyone)
     return beginning(step, held, key, device_of(held, shapes, everyone), alone=alone)
 
@@ -68,17 +68,16 @@ def beginning(
     Where ranks share the step and it is not `alone`, they get the module buffers of the first one at their place.
     """
     structure, parts = step.structure_of(held)
-    shard = step.reduce.shard
-    data = None if alone or shard is None else shard.data
+    data = None if alone else step.dimensions.data
     flat, key, slots = [x.view(-1) for x in structure.pick(parts)], random.key(key), {}
-    with random.seeded(key, "optimizer", *step.coordinates):
+    with random.seeded(key, "optimizer", *step.dimensions.coordinates):
         opt = first_slots(step.optimizer, structure.segments, flat)
     for name, make in step.slots.items():
-        with random.seeded(key, "slots", name, *step.coordinates):
+        with random.seeded(key, "slots", name, *step.dimensions.coordinates):
             slots[name] = contracts.first_slot(make(held, device), name, make)
     buffers = {
         name: _of_rank_0(contiguous_copy(b.to(device)), data)
-        for name, b in losses.initial_buffers(step.loss).items() if step.grads.holds(name)
+        for name, b in losses.initial_buffers(step.loss).items() if step.dimensions.holds(name)
     }  # fmt: skip
     return State(
         step=torch.zeros((), dtype=torch.int64, device=device),
@@ -111,7 +110,7 @@ def at_first(step: Any, state: State) -> dict[str, dict[str, Any]]:
         shapes = tree.map(lambda x: x.to("meta"), state.params)
         slots = {name: contracts.first_slot(make(shapes, torch.device("meta")), name, make)
                  for name, make in step.slots.items()}  # fmt: skip
-        return {"slots": slots, "buffers": {n: b.to("meta") for n, b in buffers.items() if step.grads.holds(n)}}
+        return {"slots": slots, "buffers": {n: b.to("meta") for n, b in buffers.items() if step.dimensions.holds(n)}}
 
 
 def device_of(held: Any, shapes: Any, everyone: Axis | None) -> torch.device:
@@ -130,13 +129,13 @@ def device_of(held: Any, shapes: Any, everyone: Axis | None) -> torch.device:
 
 def _held(step: Any, shapes: Any) -> Any:
     """Return the part of a tree that this rank holds."""
-    return shapes if step.grads.axis is None else {name: x for name, x in shapes.items() if step.grads.holds(name)}
+    return {name: x for name, x in shapes.items() if step.dimensions.holds(name)} if step.dimensions.owned else shapes
 
 
 def _made_here(step: Any, shapes: Any, params: Any, alone: bool) -> list[str]:
     """Return the names of the parameters that this rank makes or receives, in order."""
     given = params.given if isinstance(params, losses.Recipe) else () if alone else tree.paths(shapes)
-    return [name for name in tree.paths(shapes) if name in given or step.grads.holds(name)]
+    return [name for name in tree.paths(shapes) if name in given or step.dimensions.holds(name)]
 
 
 def _all_of(
@@ -214,7 +213,7 @@ def _read(step: Any, params: Any, key: Tensor, *, own: bool) -> tuple[Any, Any]:
     if isinstance(step.loss, losses.Layers):
         step.loss.check(shapes)
     structure, _ = step.structure_of(_held(step, shapes))
-    names = step.grads.names(structure.names)
+    names = step.dimensions.names(structure.names)
     tree.match(step.gather.float32, names, what="precision(keep_float32=...)")
     still = tree.match(step.frozen, names, what="freeze")
     floats = [name for name, x in tree.paths(shapes).items() if tree.is_float(x)]

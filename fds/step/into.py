@@ -26,19 +26,19 @@ def whole_parameters(step: Any, state: State, doing: str, *, copies: bool) -> An
     usable(state, doing)
     structure, parts = step.structure_of(state.params)
     if not structure.sharded:
-        return step.grads.collect(tree.map(torch.clone, state.params) if copies else state.params)
+        return step.dimensions.collect(tree.map(torch.clone, state.params) if copies else state.params)
     exact, views = Gather(shard=step.gather.shard), []
     for bucket, part in zip(structure.layout.buckets, parts, strict=True):
         flat, work = exact.start(bucket, part, Pool())
         work.wait()
         views.append(bucket.views(flat))
-    return step.grads.collect(structure.build_whole(structure.layout.collect(views)))
+    return step.dimensions.collect(structure.build_whole(structure.layout.collect(views)))
 
 
 def into(step: Any, module: Any, state: State, prefix: str, buffers_prefix: str | None) -> Any:
     """Write parameters and buffers of a state into a module; see `Step.into`. Nobody writes where a rank refuses."""
     params = tree.paths(whole_parameters(step, state, "into", copies=False))
-    buffers = step.grads.collect(state.buffers)
+    buffers = step.dimensions.collect(state.buffers)
     error, pairs = None, []
     try:
         pairs = _pairs(module, params, buffers, prefix, prefix if buffers_prefix is None else buffers_prefix)

@@ -39,6 +39,7 @@ from fds.step.seeds import guesses
 from fds.step.stations import After, Commit, Composing, Kernels, Place, Scale, unless, with_chosen_kernels
 from fds.step.structure import Structure
 from fds.step.sums import Sum
+from fds.step.topology import Dimension, Dimensions
 from fds.step.totals import Totals, agree
 
 M = TypeVar("M", bound=nn.Module)
@@ -52,6 +53,7 @@ class Step:
     passes them; transforms fill them by `attrs.evolve`.
     """
 
+    topology: tuple[Dimension, ...] = ()
     batch: tuple[Callable[[Any], Any], ...] = ()
     split: Split = Split()
     frozen: tuple[str, ...] = ()  # patterns of parameters that are not trained
@@ -76,8 +78,13 @@ class Step:
     slots: Mapping[str, Callable[[Any, torch.device], Any]] = attrs.field(factory=dict)  # (params, device) -> slot
     composition: tuple = ()  # the transforms, as they were written
     composing: Composing = attrs.field(default=Composing(), repr=False)
-    everyone: Axis | None = attrs.field(default=None, repr=False)  # the ranks that share this step
+    dimensions: Dimensions = attrs.field(default=Dimensions(), repr=False)  # what follows from `topology`
     runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
+
+    @property
+    def everyone(self) -> Axis | None:
+        """The ranks that share this step, None for one alone."""
+        return self.dimensions.everyone
 
     def __repr__(self) -> str:
         return f"compose({', '.join(map(str, self.composition))})({losses.name(self.loss)})"
@@ -141,6 +148,7 @@ class Step:
             self.reduce.demand_use(found.used, losses.name(self.loss))
 
         # from the gradient to a decision, the same on every rank
+        found.counted = self.dimensions.add_up(found.leaves, structure.segments)
         totals, norm, buffers = self._agree(found, int(state.calls))
         empty = totals.empty()
         totals = totals.filled(empty)
@@ -151,13 +159,13 @@ class Step:
         overflow = None if norm is None or not decides else ~norm.isfinite()
         skip = overflow if empty is None else empty if overflow is None else overflow | empty
         norm_of = None
-        if self.grads.axis is not None and self.everyone is not None:
+        if self.dimensions.owned and self.everyone is not None:
             norm_of = functools.partial(found.norm_of_all, everyone=self.everyone)
-        grads = known = Gradients(found.leaves, total, norm, structure.segments, self.reduce.axes, norm_of)
+        grads = known = Gradients(found.leaves, total, norm, structure.segments, self.dimensions.split, norm_of)
         for i, one in enumerate(self.condition):
-            with seeded(state, [one], "condition", i, *self.coordinates):
+            with seeded(state, [one], "condition", i, *self.dimensions.coordinates):
                 grads = contracts.gradients(one(grads), known, one)
-            tie(self.grads.share, one, grads.leaves, structure.segments)
+            tie(self.dimensions.share, one, grads.leaves, structure.segments)
         grads = grads.settled()
 
         # the update: from the last of these lines on the new state's memory is written
@@ -172,14 +180,14 @@ class Step:
         if over:
             # fused kernels do not: a graph that saved these must fail
             torch.autograd.graph.increment_version(memory.flat)
-        with profiled("optimizer"), seeded(state, [self.optimizer], "optimizer", *self.coordinates):
+        with profiled("optimizer"), seeded(state, [self.optimizer], "optimizer", *self.dimensions.coordinates):
             new, new_opt = returned.update(
                 self.optimizer, [g if g.dim() == 1 else g.view(-1) for g in grads.leaves], flat_opt, flat,
-                step=state.step, grad_scale=grads.scale, skip=skip, segments=structure.segments, axes=self.reduce.axes,
+                step=state.step, grad_scale=grads.scale, skip=skip, segments=structure.segments, axes=self.dimensions.split,
                 **self.optimizer.given(values),
             )  # fmt: skip
         for leaves in (new, *new_opt.values()):
-            tie(self.grads.share, self.optimizer, leaves, structure.segments)
+            tie(self.dimensions.share, self.optimizer, leaves, structure.segments)
         if new is not flat or new_opt is not flat_opt:  # ours write in place and return what they were given
             trained = [x.view(old.shape) for x, old in zip(new, trained, strict=True)]
             opt, written = structure.name_slots(new_opt), None
@@ -197,7 +205,7 @@ class Step:
         if skip is not None:
             buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
         for i, one in enumerate(self.after):
-            with seeded(state, [one], "after", i, *self.coordinates):
+            with seeded(state, [one], "after", i, *self.dimensions.coordinates):
                 slots[one.slot] = contracts.remembered(
                     one(slots[one.slot], structure.put(parts, trained), skip), after[one.slot], one
                 )
@@ -304,7 +312,7 @@ class Step:
             cut = [self.microbatches(state, one, 1, evaluating=evaluating, part=i)
                    for i, one in enumerate(split.demand(batch))]  # fmt: skip
             return [one for some in cut for one in some]
-        rows = 0 if self.reduce.shard is None else self.reduce.shard.data.index
+        rows, _ = self.dimensions.share_of_batch
         if self.batch:
             batch = tree.copied(batch)  # whose containers a map may fill
         for i, one in enumerate(self.batch):
@@ -312,12 +320,6 @@ class Step:
                 batch = contracts.batch(one(batch), batch, one)
         with seeded(state, [split], "split", rows, part, evaluating=evaluating):
             return contracts.microbatches(split(batch), split)
-
-    @property
-    def coordinates(self) -> tuple[int, ...]:
-        """Where this rank is among those that hold other slices or stages: what draws for them differs by it."""
-        axes = [*self.reduce.axes, *([] if self.grads.axis is None else [self.grads.axis])]
-        return tuple(axis.index for axis in axes)
 
     def settings(
         self, state: State, n: int, *, evaluating: bool = False, seen: list | None = None,
@@ -330,7 +332,7 @@ class Step:
         calls = int(state.calls)
         draws = losses.draws(self.eval_loss if evaluating else self.loss) if draws is None else draws
         base = random.fold_in(state.key, "evaluate" if evaluating else "step", calls)
-        first = 0 if self.reduce.shard is None else self.reduce.shard.data.index * n
+        first = self.dimensions.share_of_batch[0] * n
         keys = [random.fold_in(base, first + i) for i in range(n)]
         device = state.step.device
         low = self.gather.dtype in (torch.float16, torch.bfloat16)
@@ -383,9 +385,8 @@ class Step:
         norm = found.norm() if measured else None
         if self.everyone is None:
             return found.totals, norm, found.buffers
-        data = None if self.reduce.shard is None else self.reduce.shard.data
         some = any(found.used) or not found.used
-        return agree(found.totals, norm, found.buffers, self.everyone, data, calls=calls, used=some)
+        return agree(found.totals, norm, found.buffers, self.everyone, self.dimensions.data, calls=calls, used=some)
 
     def _writable(
         self, state: State, held: check.Held, over: bool

@@ -47,16 +47,6 @@ class Reduce:
         if self.shard is None and used and not any(used):
             raise detached(where, "a graph that leads to none of them")
 
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The axes over which what the optimizer gets is split."""
-        return () if self.shard is None or not self.shard.slices_state else (self.shard.axis,)
-
-    @property
-    def counts(self) -> bool:
-        """Whether this rank's gradients count in sums over all ranks."""
-        return self.shard is None or self.shard.counts
-
 
 def same_metrics(totals: Totals, everyone: Axis | None, what: str, asked: dict[str, list[str]]) -> None:
     """Raise `LossError` where the metrics are not those of every other rank, and of every other call.

@@ -10,11 +10,12 @@ import torch
 
 from fds.collectives import Axis
 from fds.layout import MOST_BYTES, Layout, Leaf, plan
+from fds.step.topology import Placement
 
 
 @attrs.frozen(repr=False)
-class Shard:
-    """What `fds.shard_optimizer` decides, for the stations `gather` and `reduce`."""
+class Shard(Placement):
+    """What `fds.shard_optimizer` decides, for the stations `topology`, `gather` and `reduce`."""
 
     axis: Axis  # over which the state is sliced
     stage: int
@@ -51,8 +52,22 @@ class Shard:
         return plan(leaves, spec, num_ranks=self.axis.size, bucket_bytes=size)
 
     @property
-    def counts(self) -> bool:
-        """Whether this rank's gradients count in sums over all ranks: of replicas the first one's do."""
+    def split(self) -> tuple[Axis, ...]:
+        """The axis of the slices, where the optimizer gets no more than those."""
+        return (self.axis,) if self.slices_state else ()
+
+    @property
+    def slice(self) -> int:
+        """Which slice of every bucket this rank holds."""
+        return self.axis.index
+
+    @property
+    def copy(self) -> tuple[int, int]:
+        """Of the ranks that hold the same slices, which one this is, and how many they are."""
+        return (0, 1) if self.replicate is None else (self.replicate.index, self.replicate.size)
+
+    def counts(self, name: str | None) -> bool:
+        """Say whether this rank's gradients count in norms: of replicas the first one's do."""
         if not self.slices_state:
             return self.data.index == 0
         return self.replicate is None or self.replicate.index == 0

@@ -180,12 +180,12 @@ def read_leaves(named: dict[str, Any], step: Any) -> list[Leaf]:
         if x.is_complex():
             raise StateError("a parameter is complex", where=name, got=str(x.dtype), want="a real dtype",
                              hint="keep real and imaginary part: torch.view_as_real")  # fmt: skip
-    still = tree.match(step.frozen, step.grads.names(tuple(named)), what="freeze")
+    still = tree.match(step.frozen, step.dimensions.names(tuple(named)), what="freeze")
     leaves = []
     for name, x in named.items():
         trained = tree.is_float(x) and name not in still
         group = optimizer.group(name) if trained else None
-        kind = (group, step.gather.casts(name), step.gather.persists(x.numel()), step.grads.kind(name))
+        kind = (group, step.gather.casts(name), step.gather.persists(x.numel()), step.dimensions.kind(name))
         whole = slices and trained and optimizer.needs_whole(name)
         leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, whole))
     return leaves

@@ -10,7 +10,7 @@ import math
 
 from fds.collectives import Axis
 from fds.errors import ComposeError, is_int, is_number
-from fds.step import Shard, Step, fill, transform
+from fds.step import Dimension, Shard, Step, fill, transform
 
 
 @transform
@@ -85,6 +85,9 @@ def shard_optimizer(
     )  # fmt: skip
 
     def apply(step: Step) -> Step:
-        return step if data.size == 1 else fill(step, gather={"shard": shard}, reduce={"shard": shard})
+        if data.size == 1:
+            return step
+        return fill(step, topology=Dimension(shard.data, "data", shard), gather={"shard": shard},
+                    reduce={"shard": shard})  # fmt: skip
 
     return apply

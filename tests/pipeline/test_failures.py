@@ -321,7 +321,7 @@ def recovering(bad, rows: int = ROWS):
 
     def job(stumbles: bool):
         step, state = plain()
-        index = step.grads.axis.index
+        index = step.dimensions.place
         state, _ = step(state, batch(0))
         caught = []
         if stumbles:
@@ -355,7 +355,7 @@ def test_no_rank_has_the_batch():
 def test_a_rank_in_the_middle_needs_no_batch():
     def job(none: bool):
         step, state = plain()
-        mine = None if none and step.grads.axis.index == 1 else batch(0)
+        mine = None if none and step.dimensions.place == 1 else batch(0)
         state, metrics = step(state, mine)
         return step.params(state), metrics, step.evaluate(state, mine)
 

@@ -44,17 +44,11 @@ class Ranks:
         if not hasattr(step, "everyone"):
             raise StorageError(f"{doing}: this is no step", where="step", got=type(step).__name__, want="a Step",
                                hint="fds.save(dir, state, step), fds.load(dir, step, params)")  # fmt: skip
-        everyone, pipeline, shard = step.everyone, step.grads.axis, step.reduce.shard
-        if everyone is None:
+        dims = step.dimensions
+        if dims.everyone is None:
             return cls()
-        ranks = cls(everyone, doing, everyone.index, pipeline is not None, 0 if pipeline is None else pipeline.index)
-        if shard is None:
-            return ranks
-        replica, num_replicas = (0, 1) if shard.replicate is None else (shard.replicate.index, shard.replicate.size)
-        return attrs.evolve(
-            ranks, data=shard.data.index, num_data=shard.data.size, slice=shard.axis.index, replica=replica,
-            num_replicas=num_replicas,
-        )  # fmt: skip
+        return cls(dims.everyone, doing, dims.everyone.index, bool(dims.owned), dims.place, *dims.share_of_batch,
+                   dims.slice, *dims.copy)  # fmt: skip
 
     @property
     def size(self) -> int:

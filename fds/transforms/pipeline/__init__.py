@@ -16,7 +16,7 @@ from fds.errors import ComposeError, PlanError, is_int
 from fds.loss import Layers, LayerSpec
 from fds.plans import LayerCosts, Op, PipelineSchedule, Plan, boundaries_of, validate
 from fds.plans.actions import COMPUTE
-from fds.step import Split, Step, fill, transform
+from fds.step import Dimension, Split, Step, fill, transform
 from fds.transforms.pipeline.lowered import Lowered
 from fds.transforms.pipeline.ownership import Ownership
 from fds.transforms.pipeline.post import numbered
@@ -89,7 +89,8 @@ def pipeline(
         _demand_order(plan, name, loss)
         made = Pipeline(name, owned, lowered, num_microbatches, dynamic_shapes, channels)
         hint = f"a pipeline accumulates over its microbatches: pipeline(..., num_microbatches={num_microbatches}) alone"
-        return fill(step, split=Split(num_microbatches), grads=made, hint=hint)
+        stages = Dimension(own, "stage", owned)
+        return fill(step, topology=stages, split=Split(num_microbatches), grads=made, hint=hint)
 
     return apply
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,11 +13,12 @@ from torch import Tensor
 from fds import loss as losses, tree
 from fds.collectives import Axis
 from fds.errors import LossError
+from fds.step import Placement
 from fds.transforms.pipeline.packet import Shape
 
 
 @attrs.frozen(slots=False, eq=False, repr=False)
-class Ownership:
+class Ownership(Placement):
     """Stages of consecutive layers on the ranks of an axis; without one, all on this process."""
 
     loss: losses.Layers
@@ -60,10 +61,26 @@ class Ownership:
                 found[name] = (*found.get(name, ()), stage)
         return found
 
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """The names of all parameters."""
+    @property
+    def owns(self) -> bool:
+        """Whether ranks hold different parameters."""
+        return self.axis is not None
+
+    def names(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names of all parameters of the loss."""
         return tuple(self.stages)
+
+    def holds(self, name: str) -> bool:
+        """Say whether a stage of this process has a parameter, or a buffer."""
+        return name in self.held
+
+    def kind(self, name: str) -> Hashable:
+        """Return the stages that have a parameter: buckets mix neither stages nor what other ranks hold too."""
+        return self.stages[name]
+
+    def counts(self, name: str | None) -> bool:
+        """Say whether this rank is the first that holds a parameter."""
+        return name is None or self.ranks(name)[0] == self.index
 
     @functools.cached_property
     def held(self) -> frozenset[str]:
@@ -101,12 +118,12 @@ class Ownership:
         if len(owners) > 1 and x.numel():
             self._spread(x.view(-1), owners)
 
-    def add_up(self, x: Tensor, owners: Sequence[int]) -> None:
-        """Sum a contiguous tensor over some ranks, in place, on the first of them and in their order."""
-        assert self.channel is not None
-        flat = x.view(-1)
-        if not flat.numel():
+    def add_up(self, name: str, grad: Tensor) -> None:
+        """Sum the contiguous gradient of a tied parameter over its ranks, in place, on the first and in their order."""
+        owners, flat = self.ranks(name), grad.view(-1)
+        if len(owners) < 2 or not flat.numel():
             return
+        assert self.channel is not None
         if self.index == owners[0]:
             theirs = torch.empty_like(flat)
             for other in owners[1:]:
@@ -134,7 +151,7 @@ class Ownership:
             for name, (dtype, shape) in told.items():
                 kinds.setdefault(name, (rank, dtype, shape))
         found = {}
-        for name in [*(n for n in self.names if n in kinds), *(n for n in kinds if n not in self.stages)]:
+        for name in [*(n for n in self.stages if n in kinds), *(n for n in kinds if n not in self.stages)]:
             rank, dtype, shape = kinds[name]
             mine = rank == self.index  # what others send is not written over a state's own memory
             x = named[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)

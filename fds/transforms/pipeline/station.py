@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -56,29 +56,9 @@ class Pipeline:
         """The ranks that hold different parameters."""
         return self.owned.axis
 
-    def names(self, names: Sequence[str]) -> Sequence[str]:
-        """Return the names of all parameters of the loss."""
-        return self.owned.names
-
-    def holds(self, name: str) -> bool:
-        """Say whether a stage of this rank has a parameter, or a buffer."""
-        return name in self.owned.held
-
-    def kind(self, name: str) -> Hashable:
-        """Return the stages that have a parameter: buckets mix neither stages nor what other ranks hold too."""
-        return self.owned.stages[name]
-
     def agreement(self) -> str:
         """Return in what all ranks must agree."""
         return f"{self}, dynamic_shapes={self.dynamic}, plan {fingerprint(self.plan.plan)}"
-
-    def share(self, name: str, x: Tensor) -> None:
-        """Give a tied parameter the values that it has on the first of its ranks."""
-        self.owned.share(name, x)
-
-    def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parameters of all stages on every rank."""
-        return self.owned.collect(named)
 
     def __call__(
         self, step: Any, state: Any, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
@@ -96,14 +76,7 @@ class Pipeline:
         except BaseException:
             step.runtime.memories.clear()  # what was learned in a step that failed is not what comes next
             raise
-        first_here = [True] * len(leaves)
-        for at, segments in enumerate(structure.segments):
-            owners = self.owned.ranks(segments[0].name) if segments else ()
-            if len(owners) > 1:
-                self.owned.add_up(leaves[at], owners)
-                first_here[at] = owners[0] == self.owned.index
-        counted = [here and step.reduce.counts for here in first_here]
-        return Found(totals, leaves, used, counted, buffers, sums.predivide, wide)
+        return Found(totals, leaves, used, buffers, sums.predivide, wide)
 
     def _train(
         self, step: Step, state: Any, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None

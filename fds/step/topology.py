@@ -1,0 +1,204 @@
+"""The station `topology`: the axes that share a step, and for each how the parameters lie along it.
+
+Who shares the step, whose squares count in a norm, which batches differ, which draws differ, what a bucket may mix and
+how a save is cut all follow from these records; see `Dimensions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Literal
+
+import attrs
+from torch import Tensor
+
+from fds.collectives import Axis
+from fds.errors import ComposeError
+from fds.layout import Segment
+
+Role = Literal["stage", "data"]
+ROLES: tuple[Role, ...] = ("stage", "data")  # in which ranks are numbered, the last varies fastest
+
+
+class Placement:
+    """How parameters lie along an axis. This one: every rank holds all of them, alike."""
+
+    @property
+    def owns(self) -> bool:
+        """Whether ranks hold different parameters, each of its own whole."""
+        return False
+
+    @property
+    def slice(self) -> int:
+        """Which slice of every flat bucket this rank holds, where state is sliced."""
+        return 0
+
+    @property
+    def copy(self) -> tuple[int, int]:
+        """Of the ranks that hold the same elements, which one this is, and how many they are."""
+        return 0, 1
+
+    @property
+    def split(self) -> tuple[Axis, ...]:
+        """The axes over which what an optimizer gets of a parameter is split."""
+        return ()
+
+    def names(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names of all parameters, given those that this rank holds."""
+        return names
+
+    def holds(self, name: str) -> bool:
+        """Say whether this rank holds a parameter, or a buffer."""
+        return True
+
+    def kind(self, name: str) -> Hashable:
+        """Return what a parameter may share a bucket with: others of this kind."""
+        return None
+
+    def counts(self, name: str | None) -> bool:
+        """Say whether this rank's elements of a parameter count in norms: of ranks that hold the same, one's do.
+
+        None stands for padding.
+        """
+        return True
+
+    def share(self, name: str, x: Tensor) -> None:
+        """Give a new parameter the values that it has on the first of the ranks that hold it, in place."""
+
+    def add_up(self, name: str, grad: Tensor) -> None:
+        """Sum a gradient over the ranks that hold the parameter and saw other uses of it, in place."""
+
+    def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return all parameters on every rank, given those that each holds."""
+        return named
+
+
+@attrs.frozen
+class Dimension:
+    """An axis that shares a step, what it is for, and how parameters lie along it.
+
+    The axis is None where one process plays all of its ranks.
+    """
+
+    axis: Axis | None
+    role: Role
+    placement: Placement = attrs.field(factory=Placement, repr=False)
+
+    @property
+    def batches(self) -> bool:
+        """Whether ranks along the axis pass different batches."""
+        return self.role == "data"
+
+
+@attrs.frozen
+class Dimensions:
+    """What follows from the dimensions of a step, for one rank of it.
+
+    Attributes:
+        entries: the dimensions, in the order of `ROLES`.
+        everyone: the ranks that share the step, None for one rank alone.
+        data: those of them that hold the same parameters and pass other batches, None where all pass the same.
+    """
+
+    entries: tuple[Dimension, ...] = ()
+    everyone: Axis | None = None
+    data: Axis | None = None
+
+    @classmethod
+    def of(cls, dimensions: Sequence[Dimension]) -> Dimensions:
+        """Put dimensions together. Raises `ComposeError` for axes of two meshes, or one in two roles."""
+        entries = tuple(sorted(dimensions, key=lambda one: ROLES.index(one.role)))
+        real = [(one.axis, one.batches) for one in entries if one.axis is not None]
+        return cls(entries, _joined([axis for axis, _ in real]), _joined([axis for axis, batches in real if batches]))
+
+    @property
+    def owned(self) -> list[tuple[Axis, Placement]]:
+        """The axes along which ranks hold different parameters."""
+        return [(one.axis, one.placement) for one in self.entries if one.axis is not None and one.placement.owns]
+
+    @property
+    def split(self) -> tuple[Axis, ...]:
+        """The axes over which what the optimizer gets is split."""
+        return tuple(axis for one in self.entries for axis in one.placement.split)
+
+    @property
+    def coordinates(self) -> tuple[int, ...]:
+        """Where this rank is among those that hold other slices or parameters: what draws for them differs by it."""
+        return tuple(axis.index for axis in (*self.split, *(axis for axis, _ in self.owned)))
+
+    @property
+    def share_of_batch(self) -> tuple[int, int]:
+        """Which rows of the global batch this rank passes, and how many such shares there are."""
+        return (0, 1) if self.data is None else (self.data.index, self.data.size)
+
+    @property
+    def place(self) -> int:
+        """Which of the different sets of parameters this rank holds."""
+        index = 0
+        for axis, _ in self.owned:
+            index = index * axis.size + axis.index
+        return index
+
+    @property
+    def slice(self) -> int:
+        """Which slice of every flat bucket this rank holds."""
+        return next((one.placement.slice for one in self.entries if one.placement.split), 0)
+
+    @property
+    def copy(self) -> tuple[int, int]:
+        """Of the ranks that hold the same elements, which one this is, and how many they are."""
+        index, count = 0, 1
+        for one in self.entries:
+            mine, size = one.placement.copy
+            index, count = index * size + mine, count * size
+        return index, count
+
+    def names(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names of all parameters, given those that this rank holds."""
+        for one in self.entries:
+            names = one.placement.names(names)
+        return names
+
+    def holds(self, name: str) -> bool:
+        """Say whether this rank holds a parameter, or a buffer."""
+        return all(one.placement.holds(name) for one in self.entries)
+
+    def kind(self, name: str) -> Hashable:
+        """Return what a parameter may share a bucket with: others of this kind."""
+        return tuple(one.placement.kind(name) for one in self.entries)
+
+    def share(self, name: str, x: Tensor) -> None:
+        """Give a new parameter the values that it has on the first of the ranks that hold it, in place."""
+        for one in self.entries:
+            one.placement.share(name, x)
+
+    def add_up(self, grads: Sequence[Tensor], segments: Sequence[Sequence[Segment]]) -> list[bool]:
+        """Sum the gradients of what several ranks hold, in place; say for each whether this rank's counts in norms.
+
+        A bucket never mixes kinds, so its first parameter speaks for all of it.
+        """
+        firsts = [inside[0].name if inside else None for inside in segments]
+        for _, placement in self.owned:
+            for grad, name in zip(grads, firsts, strict=True):
+                if name is not None:
+                    placement.add_up(name, grad)
+        return [all(one.placement.counts(name) for one in self.entries) for name in firsts]
+
+    def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return all parameters on every rank, given those that each holds."""
+        for one in self.entries:
+            named = one.placement.collect(named)
+        return named
+
+
+def _joined(axes: list[Axis]) -> Axis | None:
+    """Return the ranks of all axes together. Raises `ComposeError` where they are not of one mesh, or the same."""
+    if len(axes) < 2:
+        return axes[0] if axes else None
+    names = [name for axis in axes for name in axis.name.split(",")]
+    if any(axis.mesh != axes[0].mesh for axis in axes) or len(set(names)) < len(names):
+        raise ComposeError(
+            "these axes are not two axes of one mesh", got=" and ".join(repr(axis.name) for axis in axes),
+            want='mesh = fds.mesh(pp=2, dp=-1); pipeline(..., mesh["pp"]), shard_optimizer(mesh["dp"])',
+        )  # fmt: skip
+    return axes[0].mesh[tuple(names)].channel("step")
