@@ -1,21 +1,20 @@
 """The step: its program of stations, transforms that fill them, and what composing means."""
 
 from fds.step.agreement import same_composition
-from fds.step.backward import Found, Grads, InTurn, training
 from fds.step.batch import Split, Whole, demand_tree, rows, whole
-from fds.step.check import intact
 from fds.step.composition import Composition, Transform, compose, fill, transform
 from fds.step.describe import Description
 from fds.step.evaluation import evaluate
+from fds.step.execution import Executor, Found, Given, InTurn, Microbatch, Pass, Ran
 from fds.step.gather import Gather
 from fds.step.gradients import Gradients, Measure, global_norm
 from fds.step.handles import materialize
 from fds.step.initial import beginning
 from fds.step.order import Order
-from fds.step.parameters import Parameters, open_parameters
 from fds.step.program import Step
 from fds.step.ranges import profiled
 from fds.step.reduce import Reduce
+from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.shard import Shard
 from fds.step.stations import After, Commit, Place, Scale
@@ -25,9 +24,9 @@ from fds.step.topology import Dimension, Dimensions, Placement
 from fds.step.totals import Totals
 
 __all__ = [
-    "After", "Commit", "Composition", "Description", "Dimension", "Dimensions", "Found", "Gather", "Gradients",
-    "Grads", "InTurn", "Measure", "Order", "Parameters", "Place", "Placement", "Reduce", "Scale", "Seeds", "Shard",
-    "Split", "Step", "Structure", "Sum", "Totals", "Transform", "Whole", "beginning", "compose", "demand_tree",
-    "evaluate", "fill", "global_norm", "intact", "materialize", "open_parameters", "profiled", "rows",
-    "same_composition", "training", "transform", "whole",
+    "After", "Commit", "Composition", "Description", "Dimension", "Dimensions", "Executor", "Found", "Gather",
+    "Given", "Gradients", "InTurn", "Measure", "Microbatch", "Order", "Pass", "Place", "Placement", "Ran", "Reduce",
+    "Runtime", "Scale", "Seeds", "Shard", "Split", "Step", "Structure", "Sum", "Totals", "Transform", "Whole",
+    "beginning", "compose", "demand_tree", "evaluate", "fill", "global_norm", "materialize", "profiled", "rows",
+    "same_composition", "transform", "whole",
 ]  # fmt: skip

@@ -34,9 +34,9 @@ def same_composition(step: Any) -> None:
     if axis is None or "composition" in step.runtime.asked:
         return
     named = [(_without_addresses(part.text), spelled(part.arguments)) for part in step.composition]
-    pipeline = step.composing.owners.get("grads")
+    pipeline = step.composing.owners.get("execute")
     if pipeline is not None:  # its arguments may be measured on each rank: what has come of them is compared
-        named[pipeline] = (step.grads.agreement(),) * 2
+        named[pipeline] = (step.execute.agreement(),) * 2
     heard = axis.exchange(fingerprint(named), "composition")
     if len(set(heard)) > 1:
         raise _refused(axis, axis.exchange(named, "composition"), pipeline)

@@ -15,7 +15,9 @@ from fds.errors import BatchError, LossError, StateError
 from fds.state import State
 from fds.step.agreement import same_composition
 from fds.step.check import graphless, usable
-from fds.step.parameters import open_parameters
+from fds.step.execution import Pass
+from fds.step.order import Order
+from fds.step.parameters import Parameters, open_parameters
 from fds.step.reduce import same_metrics
 from fds.step.stations import chosen_kernels
 from fds.step.totals import Totals, agree
@@ -75,7 +77,7 @@ def evaluate(step: Any, state: State, batches: Iterable[Any]) -> dict[str, Tenso
             want="a list of batches, or a loader", hint="step.evaluate(state, batch) takes one",
         )  # fmt: skip
     local, sums = _local(step, state), Sums()
-    for batch in _rounds(iter(batches), step.everyone, together=step.grads.together):
+    for batch in _rounds(iter(batches), step.everyone, together=step.execute.together):
         totals, _ = local(batch, False)
         if batch is not Nothing:
             sums.add(totals, losses.name(step.eval_loss))
@@ -172,7 +174,7 @@ def _local(step: Any, state: State) -> Local:
         try:
             with chosen_kernels(step):
                 if batch is not Nothing:
-                    return step.grads.forward(step, state, params, batch, order, outputs=outputs)
+                    return _run(step, state, params, batch, order, outputs)
             if order is not None:
                 order.finish()  # others gather what they need
             return Totals(), []
@@ -182,6 +184,21 @@ def _local(step: Any, state: State) -> Local:
                 order.joins.clear()
 
     return local
+
+
+def _run(
+    step: Any, state: State, params: Parameters, batch: Any, order: Order | None, outputs: bool
+) -> tuple[Totals, list]:
+    """Pass a batch through the stations of an evaluation: batch, split, view, context, layers, loss."""
+    given = step.given(state, batch, 1, evaluating=True)
+    n = step.execute.pieces(given, step.everyone)
+    if n > 1:
+        given = step.given(state, batch, n, evaluating=True)
+    settings = step.settings(state, n, evaluating=True)
+    return step.execute.evaluate(Pass(
+        step.eval_loss, given, settings, params, (), state.buffers, step.microbatch(step.eval_loss), order,
+        step.everyone, step.runtime, outputs=outputs,
+    ))  # fmt: skip
 
 
 def _shared(step: Any, state: State, totals: Totals) -> Totals:

@@ -12,33 +12,34 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fds import autodiff, loss as losses, random, tree
+from fds import loss as losses, random, tree
 from fds.collectives import Axis
 from fds.microbatches import Microbatches
 from fds.optim import Optimizer, returned
 from fds.state import State, Token
 from fds.step import check, contracts
 from fds.step.agreement import same_composition
-from fds.step.backward import Found, Grads, InTurn
 from fds.step.batch import Split
+from fds.step.buckets import Bucketed
 from fds.step.describe import Description, describe
 from fds.step.donated import Memory as Given, writable
 from fds.step.draws import seeded, tie
 from fds.step.evaluation import evaluator
+from fds.step.execution import Executor, Found, Given as GivenBatch, InTurn, Microbatch, Pass, Ran, training
 from fds.step.gather import Gather
 from fds.step.gradients import Gradients, Measure, combined_scale
-from fds.step.handles import materialize
 from fds.step.initial import at_first, initial, traced
 from fds.step.into import into, whole_parameters
 from fds.step.order import Memory, Order
+from fds.step.parameters import open_parameters
 from fds.step.pool import Buffers
-from fds.step.ranges import in_range, profiled
+from fds.step.ranges import profiled
 from fds.step.reduce import Reduce
 from fds.step.runtime import Runtime
-from fds.step.seeds import guesses
+from fds.step.seeds import Seeds, guesses
 from fds.step.stations import After, Commit, Composing, Kernels, Place, Scale, unless, with_chosen_kernels
 from fds.step.structure import Structure
-from fds.step.sums import Sum
+from fds.step.sums import InPlace, Sum
 from fds.step.topology import Dimension, Dimensions
 from fds.step.totals import Totals, agree
 
@@ -58,6 +59,7 @@ class Step:
     split: Split = Split()
     frozen: tuple[str, ...] = ()  # patterns of parameters that are not trained
     gather: Gather = Gather()
+    execute: Executor = InTurn()
     view: tuple[Callable[[Any], Any], ...] = ()
     context: tuple[Callable[[torch.device], contextlib.AbstractContextManager], ...] = ()
     kernels: Kernels | None = None
@@ -65,7 +67,6 @@ class Step:
     eval_loss: Any = None
     layer: tuple[losses.LayerMap, ...] = ()
     scale: Scale | None = None
-    grads: Grads = InTurn()
     sum: Sum = Sum()
     reduce: Reduce = Reduce()
     measure: tuple[Measure, ...] = ()
@@ -143,12 +144,11 @@ class Step:
                 scale = contracts.scalar(self.scale.scale(state.slots, state.step.device), self.scale)
         self.runtime.pool.ballast.clear()
         self.runtime.pool.sweep()
-        found = self.grads(self, state, structure, parts, batch, scale)
+        found = self.gradients(state, structure, parts, batch, scale)
         if self.everyone is None:
             self.reduce.demand_use(found.used, losses.name(self.loss))
 
         # from the gradient to a decision, the same on every rank
-        found.counted = self.dimensions.add_up(found.leaves, structure.segments)
         totals, norm, buffers = self._agree(found, int(state.calls))
         empty = totals.empty()
         totals = totals.filled(empty)
@@ -183,8 +183,8 @@ class Step:
         with profiled("optimizer"), seeded(state, [self.optimizer], "optimizer", *self.dimensions.coordinates):
             new, new_opt = returned.update(
                 self.optimizer, [g if g.dim() == 1 else g.view(-1) for g in grads.leaves], flat_opt, flat,
-                step=state.step, grad_scale=grads.scale, skip=skip, segments=structure.segments, axes=self.dimensions.split,
-                **self.optimizer.given(values),
+                step=state.step, grad_scale=grads.scale, skip=skip, segments=structure.segments,
+                axes=self.dimensions.split, **self.optimizer.given(values),
             )  # fmt: skip
         for leaves in (new, *new_opt.values()):
             tie(self.dimensions.share, self.optimizer, leaves, structure.segments)
@@ -216,6 +216,74 @@ class Step:
             token=Token.after(state, written) if over else Token(memory=written),
         )  # fmt: skip
         return new, self._metrics(totals, state, step, values.rates(), norm, skip)
+
+    def gradients(
+        self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
+    ) -> Found:
+        """Return the gradients of a batch, times `scale` / divisor, summed over microbatches and ranks."""
+        ran, sums = self._run(state, structure, parts, batch, scale)
+        used, leaves = sums.used(), sums.finish()
+        wide = any(x.dtype is torch.float64 for x in leaves)
+        totals, wide = self.execute.agree(ran, self.everyone, self.runtime, wide=wide)
+        counted = self.dimensions.add_up(leaves, structure.segments)
+        return Found(totals, leaves, used, counted, ran.buffers, sums.predivide, wide)
+
+    def _run(
+        self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
+    ) -> tuple[Ran, InPlace | Bucketed]:
+        """Run every microbatch forward and backward.
+
+        What only this needs (whole or low-precision parameters, microbatches, graphs) is gone when it returns.
+        """
+        given, pool = self.given(state, batch), self.runtime.pool
+        settings = self.settings(state, given.count)
+        order = self.order("step", structure)
+        params = open_parameters(self.gather, structure, parts, pool, train=True, order=order)
+        kinds = self._dtypes(params.trained)
+        sums = self.reduce.sums(structure, params.trained, self.sum.dtype, pool, order, kinds)
+        seeds = Seeds.of(self, scale, given.count, kinds, None if self.execute.together else order)
+        run = Pass(
+            self.loss, given, settings, params, structure.trained_names, state.buffers, self.microbatch(self.loss),
+            order, self.everyone, self.runtime, sums, seeds,
+        )  # fmt: skip
+        with training(settings[0], params, sums, order):
+            return self.execute.train(run), sums
+
+    def _dtypes(self, trained: Sequence[Tensor]) -> list[torch.dtype | None]:
+        """Return the dtypes in which the loss sees parameters: those of all ranks, which are to divide alike.
+
+        Where they hold different ones they ask each other, in the first call.
+        """
+        if self.gather.dtype is not None and self.execute.together:
+            return [self.gather.dtype]
+        if not self.execute.together:
+            return [x.dtype for x in trained]
+        asked = self.runtime.asked
+        if "kinds" not in asked:
+            mine = sorted({str(x.dtype).removeprefix("torch.") for x in trained})
+            heard = [mine] if self.everyone is None else self.everyone.exchange(mine, "step")
+            asked["kinds"] = sorted({name for one in heard for name in one})
+        return [getattr(torch, name) for name in asked["kinds"]]
+
+    def microbatch(self, loss: Any) -> Microbatch:
+        """Return the stations that every microbatch passes."""
+        return Microbatch(self.view, self.context, losses.name(loss), self.reduce.shard is None, self.runtime.asked)
+
+    def given(self, state: State, batch: Any, n: int | None = None, *, evaluating: bool = False) -> GivenBatch:
+        """Return a batch through the stations `batch` and `split`, in `n` microbatches or as many as `split` says.
+
+        Raises `BatchError`, unless the executor tells other ranks of it.
+        """
+        count = self.split.num_microbatches if n is None else n
+        if not self.execute.reads(batch):
+            return GivenBatch(batch, count)
+        try:
+            cut = self.microbatches(state, batch, n, evaluating=evaluating)
+        except Exception as error:
+            if not self.execute.together:
+                raise
+            return GivenBatch(batch, count, error=error)
+        return GivenBatch(batch, len(cut), cut)
 
     def order(self, what: str, structure: Structure) -> Order | None:
         """Return the order in which ranks meet where each comes at its own time, None where they come at fixed ones."""
@@ -321,63 +389,23 @@ class Step:
         with seeded(state, [split], "split", rows, part, evaluating=evaluating):
             return contracts.microbatches(split(batch), split)
 
-    def settings(
-        self, state: State, n: int, *, evaluating: bool = False, seen: list | None = None,
-        draws: Sequence[bool] | None = None,
-    ) -> list[losses.Setting]:
-        """Return the setting of each microbatch: all seeds of a call, computed before its first kernel.
-
-        `draws` says which calls of the loss are to be seeded, by default those that may draw.
-        """
+    def settings(self, state: State, n: int, *, evaluating: bool = False) -> list[losses.Setting]:
+        """Return the setting of each microbatch: all seeds of a call, computed before its first kernel."""
         calls = int(state.calls)
-        draws = losses.draws(self.eval_loss if evaluating else self.loss) if draws is None else draws
+        draws = self.execute.draws(self.eval_loss if evaluating else self.loss)
         base = random.fold_in(state.key, "evaluate" if evaluating else "step", calls)
         first = self.dimensions.share_of_batch[0] * n
         keys = [random.fold_in(base, first + i) for i in range(n)]
         device = state.step.device
         low = self.gather.dtype in (torch.float16, torch.bfloat16)
         held = losses.carried_buffers(self.loss, self.eval_loss, state.buffers) if evaluating else None
-        mode = losses.Mode(evaluating, self.gather.float32, held, low, seen, None if evaluating else [])
+        seen, busy = ([], None) if evaluating else (None, [])
+        mode = losses.Mode(evaluating, self.gather.float32, held, low, seen, busy)
         return [
             losses.Setting([random.seed(k, j) if d else None for j, d in enumerate(draws)], (device,), mode,
                            () if evaluating else self.layer, k)
             for k in keys
         ]  # fmt: skip
-
-    @in_range("forward")
-    def run_loss(self, loss: Any, params: Any, batch: Any, buffers: dict, setting: losses.Setting) -> losses.Outcome:
-        """Evaluate a loss on one microbatch, parameters through the views, inside the contexts.
-
-        Views and loss get containers of their own: what they put into them is gone after this microbatch.
-
-        Raises `LossError` where the loss writes into parameters or batch.
-        """
-        at = f"values given to {'eval_fn' if setting.mode.evaluating else 'the loss'}"
-        with check.intact(self.runtime.asked, at, params=params, batch=batch), contextlib.ExitStack() as stack:
-            params = tree.map(materialize, params) if losses.is_compiled(loss) else tree.copied(params)
-            params = self.seen(params, setting, stack)
-            return losses.run(loss, params, batch, buffers, setting)
-
-    def seen(self, params: Any, setting: losses.Setting, stack: contextlib.ExitStack, first: int = 0) -> Any:
-        """Return parameters through the views, and enter the contexts on `stack`; `first` is the first layer."""
-        for i, one in enumerate(self.view):
-            setting.seed(one, "view", i, first)
-            params = contracts.viewed(one(params), one)
-        for i, make in enumerate(self.context):
-            setting.seed(make, "context", i, first)
-            stack.enter_context(contracts.context(make(setting.devices[0]), make))
-        return params
-
-    def demand_graph(self, total: Tensor) -> bool:
-        """Raise `LossError` for a total that no parameter of the step, or one of a module itself, decides on.
-
-        Return whether the loss checkpoints reentrantly. The first graph tells.
-        """
-        self.reduce.demand_graph(total, losses.name(self.loss))
-        if "graph" not in self.runtime.asked:
-            losses.demand_none(total)
-            self.runtime.asked["graph"] = ["reentrant"] if autodiff.is_reentrant(total) else []
-        return bool(self.runtime.asked["graph"])
 
     def _agree(self, found: Found, calls: int) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""

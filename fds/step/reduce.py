@@ -37,11 +37,6 @@ class Reduce:
         return Bucketed(structure, leaves, self.shard, pool, dtype=dtype, reduce_dtype=self.dtype, predivide=predivide,
                         order=order)  # fmt: skip
 
-    def demand_graph(self, total: Tensor, where: str) -> None:
-        """Raise `LossError` for a total that depends on nothing, on one rank alone."""
-        if self.shard is None and not total.requires_grad:
-            raise detached(where, "a value without a graph")
-
     def demand_use(self, used: Sequence[bool], where: str) -> None:
         """Raise `LossError` where no trained parameter got a gradient, on one rank alone."""
         if self.shard is None and used and not any(used):

@@ -26,7 +26,7 @@ def accumulate(num_microbatches: int):
 
     def apply(step: Step) -> Step:
         product = f"accumulate({step.split.num_microbatches * num_microbatches})"
-        if "grads" in step.composing.owners:
+        if "execute" in step.composing.owners:
             hint, instead = "a pipeline accumulates over its microbatches: pipeline(..., num_microbatches=...)", None
         else:
             hint, instead = f"two accumulations are their product: {product}", product

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.state import State
-from fds.step import Grads, InTurn, Reduce
+from fds.step import Dimensions
 from fds.storage.format import manifest
 from fds.storage.format.tensors import DTYPES
 
@@ -24,8 +24,7 @@ class Template:
 
     state: State
     composition: tuple = ("adamw(0.1)",)
-    grads: Grads = InTurn()
-    reduce: Reduce = Reduce()
+    dimensions: Dimensions = Dimensions()
     everyone: None = None
 
     def check(self, state: State) -> None:

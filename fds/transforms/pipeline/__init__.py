@@ -90,7 +90,7 @@ def pipeline(
         made = Pipeline(name, owned, lowered, num_microbatches, dynamic_shapes, channels)
         hint = f"a pipeline accumulates over its microbatches: pipeline(..., num_microbatches={num_microbatches}) alone"
         stages = Dimension(own, "stage", owned)
-        return fill(step, topology=stages, split=Split(num_microbatches), grads=made, hint=hint)
+        return fill(step, topology=stages, split=Split(num_microbatches), execute=made, hint=hint)
 
     return apply
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fds import autodiff, loss as losses, tree
-from fds.step import intact
+from fds import autodiff, loss as losses
+from fds.step import Microbatch
 from fds.transforms.pipeline.halves import Rest, backward_input
 from fds.transforms.pipeline.packet import Packet
 
@@ -57,10 +56,10 @@ class Stage:
     """
 
     def __init__(
-        self, step: Any, loss: losses.Layers, layers: range, params: Any, leaves: Sequence[Tensor],
+        self, each: Microbatch, loss: losses.Layers, layers: range, params: Any, leaves: Sequence[Tensor],
         buffers: dict[str, Tensor], add: Callable[..., None],
     ):  # fmt: skip
-        self.step, self.loss, self.layers, self.params, self.buffers = step, loss, layers, params, buffers
+        self.each, self.loss, self.layers, self.params, self.buffers = each, loss, layers, params, buffers
         self.leaves = list(leaves)  # those of its parameters that are trained
         self.add = add  # of gradients: `add(backward, last=...)`
         self.is_last = layers.stop == len(loss)
@@ -80,12 +79,9 @@ class Stage:
         self.held[i] = []
         packet, current = packet.loose(), dict(self.buffers)
         trains = torch.is_grad_enabled() and bool(self.leaves or any(packet.wants))
-        with contextlib.ExitStack() as stack:
-            rows = targets if self.layers.start else (packet.leaves, targets)
-            at = f"values given to stage {self.layers}, {setting.mode.evaluating}"
-            stack.enter_context(intact(self.step.runtime.asked, at, params=self.params, batch=rows))
-            params = tree.copied(self.params) if self.step.view else self.params
-            params = self.step.seen(params, setting, stack, self.layers.start)
+        rows = targets if self.layers.start else (packet.leaves, targets)
+        at = f"values given to stage {self.layers}, {setting.mode.evaluating}"
+        with self.each.opened(self.params, rows, setting, at, first=self.layers.start) as params:
             calls = losses.layer_calls(self.loss, self.layers, params, current, setting)
             calls = setting.mapped(calls, self.layers.start)
             groups = _groups(calls) if split else [list(enumerate(calls))]
@@ -102,7 +98,7 @@ class Stage:
         outcome = losses.read(value, where="the criterion of Layers", buffers=current)
         total = outcome.total
         if trains:
-            self.step.demand_graph(total)
+            self.each.check_graph(total)
         root = Packet([total], None, (total.requires_grad,))
         self._close(i, piece, root)
         return packet.loose(), attrs.evolve(outcome, total=total.detach())

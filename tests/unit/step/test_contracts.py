@@ -120,7 +120,7 @@ UNFIT = {
     "gather: nothing": ({"gather": None}, "None", "Gather"),
     "sum: a dtype": ({"sum": torch.float64}, "float64", "Sum"),
     "place: a flag": ({"place": True}, "True", "Place"),
-    "grads: nothing": ({"grads": None}, "None", "InTurn"),
+    "execute: nothing": ({"execute": None}, "None", "InTurn"),
     "slots: tensors": ({"slots": {"noted": torch.zeros(2)}}, "noted", "function"),
 }  # fmt: skip
 

@@ -1,0 +1,269 @@
+"""The station `execute`: in which order the microbatches of a batch run, each through the same stations.
+
+A microbatch is two halves, `Microbatch.forward` (or what runs inside `Microbatch.opened`, where a loss is cut into
+stages) and a backward that goes to `sums`. An executor says which half of which microbatch runs where and when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import autodiff, loss as losses, random, tree
+from fds.collectives import Axis
+from fds.step import check, contracts
+from fds.step.buckets import Bucketed
+from fds.step.gradients import global_norm
+from fds.step.handles import materialize
+from fds.step.order import Order
+from fds.step.parameters import Parameters
+from fds.step.ranges import in_range, profiled
+from fds.step.reduce import same_metrics
+from fds.step.runtime import Runtime
+from fds.step.seeds import Seeds
+from fds.step.sums import InPlace, detached
+from fds.step.totals import Totals, clamped, combined, placed
+
+
+@attrs.frozen(eq=False)
+class Microbatch:
+    """The stations that every microbatch passes, whoever runs it: view, context, layer, loss."""
+
+    view: tuple[Callable[[Any], Any], ...]
+    context: tuple[Callable[[torch.device], contextlib.AbstractContextManager], ...]
+    loss: str  # how to call it in a message
+    alone: bool  # no other rank adds to the gradients
+    asked: dict[str, list[str]]  # what was found in earlier calls
+
+    @in_range("forward")
+    def forward(self, loss: Any, params: Any, batch: Any, buffers: dict, setting: losses.Setting) -> losses.Outcome:
+        """Evaluate a whole loss. Raises `LossError` where it writes into parameters or batch."""
+        at = f"values given to {'eval_fn' if setting.mode.evaluating else 'the loss'}"
+        with self.opened(params, batch, setting, at, plain=losses.is_compiled(loss)) as seen:
+            return losses.run(loss, seen, batch, buffers, setting)
+
+    @contextlib.contextmanager
+    def opened(
+        self, params: Any, given: Any, setting: losses.Setting, at: str, *, first: int = 0, plain: bool = False
+    ) -> Iterator[Any]:
+        """Yield parameters through the views, inside the contexts; `first` is the first layer that runs inside.
+
+        Views and what runs inside get containers of their own: what they put into them is gone after this microbatch.
+        `plain` ones have memory, at stage 3 too. Raises `LossError` where anything writes into what it is `given`.
+        """
+        with check.intact(self.asked, at, params=params, batch=given), contextlib.ExitStack() as stack:
+            params = tree.map(materialize, params) if plain else tree.copied(params)
+            for i, one in enumerate(self.view):
+                setting.seed(one, "view", i, first)
+                params = contracts.viewed(one(params), one)
+            for i, make in enumerate(self.context):
+                setting.seed(make, "context", i, first)
+                stack.enter_context(contracts.context(make(setting.devices[0]), make))
+            yield params
+
+    def check_graph(self, total: Tensor) -> bool:
+        """Raise `LossError` for a total that no parameter of the step, or one of a module itself, decides on.
+
+        Return whether the loss checkpoints reentrantly. The first graph tells.
+        """
+        if self.alone and not total.requires_grad:
+            raise detached(self.loss, "a value without a graph")
+        if "graph" not in self.asked:
+            losses.demand_none(total)
+            self.asked["graph"] = ["reentrant"] if autodiff.is_reentrant(total) else []
+        return bool(self.asked["graph"])
+
+
+@attrs.frozen(eq=False)
+class Given:
+    """A batch after the stations `batch` and `split`: its microbatches, or what went wrong there."""
+
+    batch: Any  # as it was given
+    count: int  # of microbatches, here and on every other rank
+    microbatches: list[Any] | None = None  # None where this rank needs none
+    error: Exception | None = None
+
+
+@attrs.frozen(eq=False)
+class Pass:
+    """One pass of a batch through a loss: all that an executor is given."""
+
+    loss: Any
+    given: Given
+    settings: Sequence[losses.Setting]  # of every microbatch
+    params: Parameters
+    trained: Sequence[str]  # names of `params.trained`
+    buffers: dict[str, Tensor]
+    each: Microbatch
+    order: Order | None  # in which data ranks meet, where each comes at its own time
+    everyone: Axis | None
+    runtime: Runtime
+    sums: InPlace | Bucketed | None = None  # where gradients go; None in an evaluation
+    seeds: Seeds | None = None
+    outputs: bool = False  # whether an evaluation is to return what the last layer returned
+
+
+@attrs.define(eq=False)
+class Ran:
+    """What came of a pass on this rank."""
+
+    totals: Totals
+    buffers: dict[str, Tensor]
+    report: Any = None  # of the executor to itself
+
+
+@attrs.define(eq=False)
+class Found:
+    """The gradients of a batch on this rank, and what goes with them, before ranks agree on it."""
+
+    totals: Totals
+    leaves: list[Tensor]  # summed gradients of the trained parts
+    used: list[bool]  # by trained parameter: whether a gradient came for it
+    counted: list[bool]  # by leaf: whether its norm counts here; see `Dimensions.add_up`
+    buffers: dict[str, Tensor]
+    predivide: float = 1.0  # what they were divided by before they were sent
+    wide: bool = False  # some rank's gradients are float64
+
+    def norm(self, leaves: Sequence[Tensor] | None = None) -> Tensor:
+        """Return the norm () of the leaves, or of what became of them, that count here."""
+        pairs = zip(self.leaves if leaves is None else leaves, self.counted, strict=True)
+        norm = global_norm([x if counts else x.new_empty(0) for x, counts in pairs])
+        assert self.totals.loss is not None
+        return (norm.double() if self.wide else norm).to(self.totals.loss.device)
+
+    def norm_of_all(self, leaves: Sequence[Tensor], everyone: Axis) -> Tensor:
+        """Return the norm () of these leaves on all ranks, the same on each."""
+        own = self.norm(leaves)
+        return clamped(combined(everyone.all_reduce(placed(own, everyone))), own.dtype)
+
+
+class Executor(Protocol):
+    """The station `execute`: how the microbatches of a batch run."""
+
+    @property
+    def together(self) -> bool:
+        """Whether ranks run every batch together: they tell each other what goes wrong, and meet after every action."""
+        ...
+
+    def agreement(self) -> str:
+        """Return in what the ranks that share the step must agree."""
+        ...
+
+    def reads(self, batch: Any) -> bool:
+        """Say whether this rank needs the batch."""
+        ...
+
+    def draws(self, loss: Any) -> list[bool]:
+        """Say which calls of the loss are to be seeded here."""
+        ...
+
+    def pieces(self, given: Given, everyone: Axis | None) -> int:
+        """Return into how many microbatches a batch, given in one piece, is cut for evaluation: alike on all ranks."""
+        ...
+
+    def train(self, run: Pass) -> Ran:
+        """Run every microbatch forward and backward."""
+        ...
+
+    def agree(self, ran: Ran, everyone: Axis | None, runtime: Runtime, *, wide: bool) -> tuple[Totals, bool]:
+        """Return the totals, and whether any rank has float64 gradients, given whether this one has.
+
+        Raises what the executor or another rank found wrong, on every rank.
+        """
+        ...
+
+    def evaluate(self, run: Pass) -> tuple[Totals, list]:
+        """Run every microbatch forward; return a list of what the last layer returned, where that is wanted."""
+        ...
+
+
+@contextlib.contextmanager
+def training(
+    setting: losses.Setting, params: Parameters, sums: InPlace | Bucketed, order: Order | None
+) -> Iterator[None]:
+    """Run forwards and backwards inside: gradients on, generators restored; then let go of what only they need."""
+    with random.scope(setting.devices), autodiff.differentiated(), torch.enable_grad():
+        try:
+            yield
+            if order is not None:
+                order.finish()
+        except BaseException:
+            sums.close()
+            raise
+        finally:
+            setting.mode.release()
+            params.close()
+            if order is not None:
+                order.joins.clear()
+
+
+@attrs.frozen
+class InTurn:
+    """Every rank runs its microbatches one after another, forward and backward."""
+
+    together = False
+
+    def agreement(self) -> str:
+        """Return nothing."""
+        return ""
+
+    def reads(self, batch: Any) -> bool:
+        """Return True."""
+        return True
+
+    def draws(self, loss: Any) -> list[bool]:
+        """Return which calls of the loss may draw."""
+        return losses.draws(loss)
+
+    def pieces(self, given: Given, everyone: Axis | None) -> int:
+        """Return 1."""
+        return 1
+
+    def train(self, run: Pass) -> Ran:
+        """Run every microbatch forward and backward."""
+        assert run.given.microbatches is not None and run.sums is not None and run.seeds is not None
+        totals, buffers = Totals(), run.buffers
+        for i, (microbatch, setting) in enumerate(zip(run.given.microbatches, run.settings, strict=True)):
+            outcome = run.each.forward(run.loss, run.params.tree, microbatch, buffers, setting)
+            buffers = outcome.buffers
+            if run.params.trained:
+                reentrant = run.each.check_graph(outcome.total)
+                backward = functools.partial(
+                    autodiff.backward_into, outcome.total, run.seeds.seed(outcome, microbatch), reentrant=reentrant
+                )
+                with profiled("backward"):
+                    run.sums.add(backward, last=i + 1 == run.given.count, in_parts=reentrant)
+                del backward
+            totals.add(outcome, run.each.loss)
+            del outcome  # and its graph
+            setting.mode.release()
+        totals.divisor = run.seeds.divisor
+        return Ran(totals, buffers)
+
+    def agree(self, ran: Ran, everyone: Axis | None, runtime: Runtime, *, wide: bool) -> tuple[Totals, bool]:
+        """Return the totals. Raises `LossError` where ranks have other metrics."""
+        same_metrics(ran.totals, everyone, "step", runtime.asked)
+        return ran.totals, False
+
+    def evaluate(self, run: Pass) -> tuple[Totals, list]:
+        """Evaluate a batch in one piece."""
+        assert run.given.microbatches is not None
+        (batch,), (setting,), totals = run.given.microbatches, run.settings, Totals()
+        with random.scope(setting.devices), torch.no_grad():
+            outcome = run.each.forward(run.loss, run.params.tree, batch, run.buffers, setting)
+            totals.add(outcome, run.each.loss)
+            shown = tree.map(_plain, setting.mode.seen) if run.outputs else []
+        if run.order is not None:
+            run.order.finish()
+        return totals, shown
+
+
+def _plain(x: Any) -> Any:
+    """Return what can still be read when the parameters are gone."""
+    return materialize(x).detach() if isinstance(x, Tensor) else x
