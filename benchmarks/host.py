@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import fds
 from benchmarks import report
 from benchmarks.harness import Call, Contender, Row, Series, agreement, timed
-from fds.step import Shard, Step, fill, transform
+from fds.step import Dimension, Shard, Step, fill, transform
 
 LR = 1e-3
 SIZES = (74, 300, 1200, 5000)
@@ -88,7 +88,7 @@ def on_one_rank(stage: int):
     shard = Shard(axis, stage, axis)
 
     def apply(step: Step) -> Step:
-        return fill(step, gather={"shard": shard}, reduce={"shard": shard})
+        return fill(step, topology=Dimension(axis, "data", shard), gather={"shard": shard}, reduce={"shard": shard})
 
     return apply
 

@@ -2,6 +2,7 @@
 
 from fds.loss.layers import Layers
 from fds.loss.microbatch import (
+    LayerCall,
     LayerMap,
     Setting,
     carried_buffers,
@@ -20,7 +21,7 @@ from fds.loss.specs import LayerSpec, TiedLayerSpec
 from fds.loss.values import Buffered, Mean, Outcome, read, with_buffers
 
 __all__ = [
-    "Buffered", "LayerMap", "LayerSpec", "Layers", "Mean", "Mode", "Outcome", "Recipe", "Setting", "TiedLayerSpec",
-    "carried_buffers", "demand_none", "draws", "functional", "initial_buffers", "is_compiled", "layer_calls", "name",
-    "read", "recipe", "run", "with_buffers",
+    "Buffered", "LayerCall", "LayerMap", "LayerSpec", "Layers", "Mean", "Mode", "Outcome", "Recipe", "Setting",
+    "TiedLayerSpec", "carried_buffers", "demand_none", "draws", "functional", "initial_buffers", "is_compiled",
+    "layer_calls", "name", "read", "recipe", "run", "with_buffers",
 ]  # fmt: skip

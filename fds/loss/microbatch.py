@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +17,33 @@ from fds.loss.layers import Layers
 from fds.loss.modes import Mode, mode
 from fds.loss.values import Buffered, Outcome, read
 
-LayerMap = Callable[[list[Callable]], list[Callable]]
+
+@attrs.frozen(eq=False)
+class LayerCall:
+    """How one layer, or several one after another, are called; layer maps take and return lists of these.
+
+    Attributes:
+        run: x -> what the layer returns; for an opaque loss, (params, batch) -> what the loss returns.
+        layers: indices of the layers that it runs; empty for an opaque loss.
+        in_place: it writes over its input.
+        recomputes: it runs forward again in backward.
+    """
+
+    run: Callable[..., Any]
+    layers: tuple[int, ...] = ()
+    in_place: bool = False
+    recomputes: bool = False
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+        return self.run(*args)
+
+    def replaced(self, run: Callable[..., Any]) -> LayerCall:
+        """Return the same with another function in the place of `run`."""
+        return attrs.evolve(self, run=run)
+
+
+LayerMap = Callable[[list[LayerCall], Any], list[LayerCall]]
 
 
 @attrs.frozen(eq=False)
@@ -29,7 +54,7 @@ class Setting:
     devices: tuple[torch.device, ...] = ()
     mode: Mode = Mode()
     maps: tuple[LayerMap, ...] = ()  # outermost first
-    key: Tensor | None = None  # of the microbatch: what else draws in it is seeded from this
+    record: Any = None  # the `Call` of the microbatch, which maps receive and from whose key all that draws is seeded
 
     def call(self, index: int, f: Callable) -> Callable:
         """Return `f` seeded and in this mode, however often and in whichever thread it is run again."""
@@ -43,41 +68,47 @@ class Setting:
 
         return run
 
-    def seed(self, function: Any, *data: int | str) -> None:
-        """Seed the generators for a function that may draw, from the microbatch's key and `data`."""
-        if self.key is not None and random.draws(function):
-            random.reseed(random.seed(self.key, *data), self.devices)
+    def at(self, function: Any, *data: int | str) -> Any:
+        """Return the `Call` of a filler, and seed the generators for it from its key, where it may draw."""
+        call = self.record.at(*data)
+        if random.draws(function):
+            random.reseed(random.seed(call.base, *call.data), self.devices)
+        return call
 
-    def mapped(self, calls: list[Callable], first: int = 0) -> list[Callable]:
-        """Apply the layer maps: a map takes the list of calls and may wrap or group them. `first` is the first layer.
+    def mapped(self, calls: list[LayerCall]) -> list[LayerCall]:
+        """Apply the layer maps: a map takes the list of calls and may wrap or group them.
 
-        A map that may draw is seeded, and so is every call that it returns; the layers inside are seeded anew.
+        A map that may draw is seeded, and so is every call that it returns; the layers inside are seeded anew. Draws
+        are the same wherever the layers are cut into stages.
         """
         for index, layer_map in reversed(list(enumerate(self.maps))):
-            given = {id(call) for call in calls}
-            self.seed(layer_map, "layers", index, first)
-            calls = check_calls(layer_map, layer_map(calls))
-            if self.key is not None and random.draws(layer_map):
-                calls = [call if id(call) in given else self._seeded(call, "layer", index, first + at)
+            given, known = {id(call) for call in calls}, self.at(layer_map, "layers", index)
+            calls = check_calls(layer_map, layer_map(calls, known), calls)
+            if random.draws(layer_map):
+                calls = [call if id(call) in given else self._seeded(call, "layer", index, at)
                          for at, call in enumerate(calls)]  # fmt: skip
         return calls
 
-    def _seeded(self, call: Callable, *data: int | str) -> Callable:
-        @functools.wraps(call)  # and with its marks
+    def _seeded(self, call: LayerCall, kind: str, index: int, at: int) -> LayerCall:
         def run(*args: Any) -> Any:
-            self.seed(call, *data)
-            return call(*args)
+            self.at(call, kind, index, call.layers[0] if call.layers else at)
+            return call.run(*args)
 
-        return run
+        return call.replaced(run)
 
 
-def check_calls(layer_map: LayerMap, calls: Any) -> list[Callable]:
-    """Return what a layer map returned. Raises `ComposeError` unless it is a list of functions."""
+def check_calls(layer_map: LayerMap, calls: Any, given: Sequence[LayerCall]) -> list[LayerCall]:
+    """Return what a layer map returned. Raises `ComposeError` unless it is a list of functions.
+
+    Plain functions, as many as there were calls, stand for the calls in their places.
+    """
     if isinstance(calls, list | tuple) and calls and all(map(callable, calls)):
-        return list(calls)
+        known = given if len(calls) == len(given) else [LayerCall(call) for call in calls]
+        return [call if isinstance(call, LayerCall) else before.replaced(call)
+                for call, before in zip(calls, known, strict=True)]  # fmt: skip
     raise ComposeError(
         "a layer map returned no calls", where=f"station 'layer', {getattr(layer_map, '__name__', layer_map)}",
-        got=repr(calls)[:80], want="a list of functions of one argument, at least one",
+        got=repr(calls)[:80], want="a list of LayerCalls, or of functions of one argument, at least one",
     )  # fmt: skip
 
 
@@ -109,7 +140,7 @@ def run(loss: Any, params: Any, batch: Any, buffers: dict[str, Tensor], setting:
         return _run_layers(loss, params, batch, buffers, setting)
     threaded = isinstance(loss, Buffered)
     f = loss.loss_fn if threaded else loss
-    (call,) = setting.mapped([setting.call(0, f)])
+    (call,) = setting.mapped([LayerCall(setting.call(0, f))])
     if threaded:
         value = call(params, batch, {key: b.clone() for key, b in buffers.items()})
     else:
@@ -142,11 +173,11 @@ def _run_layers(loss: Layers, params: Any, batch: Any, buffers: dict[str, Tensor
 
 def layer_calls(
     loss: Layers, indices: Iterable[int], params: Any, current: dict[str, Tensor], setting: Setting
-) -> list[Callable]:
+) -> list[LayerCall]:
     """Return the calls of some layers, in order, for one microbatch; each writes its new buffers into `current`."""
     given: dict[int, dict[str, Tensor]] = {}
 
-    def layer_call(index: int) -> Callable:
+    def layer_call(index: int) -> LayerCall:
         layer = loss.layer(index)
 
         def one(x: Any) -> Any:
@@ -156,8 +187,6 @@ def layer_calls(
                 current.update(new)
             return out
 
-        call = setting.call(index, one)
-        call.in_place = layer.in_place  # for maps that run a call twice
-        return call
+        return LayerCall(setting.call(index, one), (index,), layer.in_place)
 
     return [layer_call(i) for i in indices]

@@ -2,11 +2,13 @@
 
 from fds.step.agreement import same_composition
 from fds.step.batch import Split, Whole, demand_tree, rows, whole
+from fds.step.call import Call
 from fds.step.composition import Composition, Transform, compose, fill, transform
 from fds.step.describe import Description
 from fds.step.evaluation import evaluate
-from fds.step.execution import Executor, Found, Given, InTurn, Microbatch, Pass, Ran
+from fds.step.execution import Executor, Found, InTurn, Microbatch, Pass, Ran
 from fds.step.gather import Gather
+from fds.step.given import Given
 from fds.step.gradients import Gradients, Measure, global_norm
 from fds.step.handles import materialize
 from fds.step.initial import beginning
@@ -24,7 +26,7 @@ from fds.step.topology import Dimension, Dimensions, Placement
 from fds.step.totals import Totals
 
 __all__ = [
-    "After", "Commit", "Composition", "Description", "Dimension", "Dimensions", "Executor", "Found", "Gather",
+    "After", "Call", "Commit", "Composition", "Description", "Dimension", "Dimensions", "Executor", "Found", "Gather",
     "Given", "Gradients", "InTurn", "Measure", "Microbatch", "Order", "Pass", "Place", "Placement", "Ran", "Reduce",
     "Runtime", "Scale", "Seeds", "Shard", "Split", "Step", "Structure", "Sum", "Totals", "Transform", "Whole",
     "beginning", "compose", "demand_tree", "evaluate", "fill", "global_norm", "materialize", "profiled", "rows",

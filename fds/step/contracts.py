@@ -39,21 +39,21 @@ def takes(number: int) -> Callable[[Any], bool]:
 
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "topology": (lambda x: isinstance(x, Dimension), "fds.step.Dimension(axis, role, placement)"),
-    "batch": (takes(1), "a function batch -> batch"),
+    "batch": (takes(2), "a function (batch, call) -> batch"),
     "split": (takes(1), "a function batch -> list of microbatches"),
     "frozen": (lambda x: isinstance(x, str), "a pattern of parameter names"),
-    "view": (takes(1), "a function params -> params"),
-    "context": (takes(1), "a function device -> context manager"),
+    "view": (takes(3), "a function (x, leaf, call) -> tensor, of one parameter"),
+    "context": (takes(1), "a function call -> context manager"),
     "kernels": (takes(0), "a function () -> context manager"),
-    "layer": (takes(1), "a function: list of calls -> list of calls"),
+    "layer": (takes(2), "a function (list of LayerCalls, call) -> list of LayerCalls"),
     "scale": (lambda x: _has(x, "scale", "metrics"), "an object with scale(slots, device) and metrics(slots, device)"),
     "measure": (lambda x: isinstance(x, Measure), "fds.step.Measure(norm=True)"),
-    "condition": (takes(1), "a function Gradients -> Gradients"),
+    "condition": (takes(2), "a function (Gradients, call) -> Gradients"),
     "execute": (lambda x: _has(x, "train", "evaluate", "agree"), "an executor, as `fds.step.InTurn` is one"),
     "optimizer": (lambda x: isinstance(x, Optimizer), "an fds.Optimizer"),
     "commit": (takes(2), "a function (slots, skip) -> slots"),
-    "after": (lambda x: takes(3)(x) and isinstance(getattr(x, "slot", None), str),
-              "a function (slot, params, skip) -> slot whose attribute `slot` is the slot's name"),
+    "after": (lambda x: takes(4)(x) and isinstance(getattr(x, "slot", None), str),
+              "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name"),
     "slots": (lambda x: isinstance(x, dict) and all(map(takes(2), x.values())),
               "a dict: name -> function (params, device) -> slot"),
 }  # fmt: skip
@@ -85,12 +85,10 @@ def batch(found: Any, given: Any, one: Any) -> Any:
     return found
 
 
-def viewed(found: Any, view: Any) -> Any:
-    """Return what a view returned. Raises `ComposeError` for anything but a tree of tensors."""
-    leaves = tree.leaves(found)
-    if not all(issubclass(kind, Tensor) for kind in set(map(type, leaves))):
-        other = next((name, x) for name, x in tree.paths(found).items() if not isinstance(x, Tensor))
-        raise _broken("view", view, ": ".join(filter(None, (other[0], in_words(other[1])))), "a tree of tensors")
+def viewed(found: Any, view: Any) -> Tensor:
+    """Return what a view returned. Raises `ComposeError` for anything but a tensor."""
+    if not isinstance(found, Tensor):
+        raise _broken("view", view, in_words(found), "a tensor in the place of the parameter")
     return found
 
 

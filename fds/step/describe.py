@@ -92,5 +92,5 @@ def _text(value: Any) -> str:
 
 def _unused(step: Any, structure: Structure, state: State, batch: Any) -> tuple[str, ...]:
     same_composition(step)
-    found = step.gradients(state, structure, tree.leaves(state.params), batch, None)
+    found = step.gradients(state, structure, tree.leaves(state.params), batch, None, step.call(state))
     return tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)

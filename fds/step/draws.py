@@ -1,29 +1,14 @@
-"""Random numbers of what fills the stations of a step: each filler draws its own, from the key of the state."""
+"""Random numbers for what several ranks hold: each rank may have drawn its own, and the first one's are kept."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from fds import random
 from fds.layout import Segment
-from fds.state import State
-
-
-def seeded(
-    state: State, functions: Iterable, *data: int | str, evaluating: bool = False
-) -> contextlib.AbstractContextManager:
-    """Return a scope in which these functions draw from the state's key, its calls and `data`.
-
-    Where none of them may draw (their attribute `draws` is False) it costs nothing.
-    """
-    if not any(map(random.draws, functions)):
-        return contextlib.nullcontext()
-    kind = "evaluate" if evaluating else "step"
-    return random.seeded(state.key, kind, int(state.calls), *data, devices=[state.step.device])
 
 
 def tie(

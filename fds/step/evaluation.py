@@ -20,6 +20,7 @@ from fds.step.order import Order
 from fds.step.parameters import Parameters, open_parameters
 from fds.step.reduce import same_metrics
 from fds.step.stations import chosen_kernels
+from fds.step.structure import Structure
 from fds.step.totals import Totals, agree
 
 Local = Callable[[Any, bool], tuple[Totals, list]]
@@ -174,7 +175,7 @@ def _local(step: Any, state: State) -> Local:
         try:
             with chosen_kernels(step):
                 if batch is not Nothing:
-                    return _run(step, state, params, batch, order, outputs)
+                    return _run(step, state, structure, params, batch, order, outputs)
             if order is not None:
                 order.finish()  # others gather what they need
             return Totals(), []
@@ -187,16 +188,17 @@ def _local(step: Any, state: State) -> Local:
 
 
 def _run(
-    step: Any, state: State, params: Parameters, batch: Any, order: Order | None, outputs: bool
+    step: Any, state: State, structure: Structure, params: Parameters, batch: Any, order: Order | None, outputs: bool
 ) -> tuple[Totals, list]:
     """Pass a batch through the stations of an evaluation: batch, split, view, context, layers, loss."""
-    given = step.given(state, batch, 1, evaluating=True)
+    call = step.call(state, training=False)
+    given = step.given(call, batch, 1)
     n = step.execute.pieces(given, step.everyone)
     if n > 1:
-        given = step.given(state, batch, n, evaluating=True)
-    settings = step.settings(state, n, evaluating=True)
+        given = step.given(call, batch, n)
+    settings = step.settings(call, state.buffers, n)
     return step.execute.evaluate(Pass(
-        step.eval_loss, given, settings, params, (), state.buffers, step.microbatch(step.eval_loss), order,
+        step.eval_loss, given, settings, params, (), state.buffers, step.microbatch(step.eval_loss, structure), order,
         step.everyone, step.runtime, outputs=outputs,
     ))  # fmt: skip
 

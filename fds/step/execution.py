@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -17,8 +17,11 @@ from torch import Tensor
 
 from fds import autodiff, loss as losses, random, tree
 from fds.collectives import Axis
+from fds.layout import Leaf
 from fds.step import check, contracts
 from fds.step.buckets import Bucketed
+from fds.step.call import Call
+from fds.step.given import Given
 from fds.step.gradients import global_norm
 from fds.step.handles import materialize
 from fds.step.order import Order
@@ -35,8 +38,9 @@ from fds.step.totals import Totals, clamped, combined, placed
 class Microbatch:
     """The stations that every microbatch passes, whoever runs it: view, context, layer, loss."""
 
-    view: tuple[Callable[[Any], Any], ...]
-    context: tuple[Callable[[torch.device], contextlib.AbstractContextManager], ...]
+    view: tuple[Callable[[Tensor, Leaf, Call], Tensor], ...]
+    context: tuple[Callable[[Call], contextlib.AbstractContextManager], ...]
+    leaves: Mapping[str, Leaf]  # what is known of each parameter, by name
     loss: str  # how to call it in a message
     alone: bool  # no other rank adds to the gradients
     asked: dict[str, list[str]]  # what was found in earlier calls
@@ -50,22 +54,29 @@ class Microbatch:
 
     @contextlib.contextmanager
     def opened(
-        self, params: Any, given: Any, setting: losses.Setting, at: str, *, first: int = 0, plain: bool = False
+        self, params: Any, given: Any, setting: losses.Setting, at: str, *, plain: bool = False
     ) -> Iterator[Any]:
-        """Yield parameters through the views, inside the contexts; `first` is the first layer that runs inside.
+        """Yield parameters through the views, inside the contexts.
 
         Views and what runs inside get containers of their own: what they put into them is gone after this microbatch.
         `plain` ones have memory, at stage 3 too. Raises `LossError` where anything writes into what it is `given`.
         """
         with check.intact(self.asked, at, params=params, batch=given), contextlib.ExitStack() as stack:
             params = tree.map(materialize, params) if plain else tree.copied(params)
-            for i, one in enumerate(self.view):
-                setting.seed(one, "view", i, first)
-                params = contracts.viewed(one(params), one)
+            for i, view in enumerate(self.view):
+                params = self._viewed(params, view, i, setting)
             for i, make in enumerate(self.context):
-                setting.seed(make, "context", i, first)
-                stack.enter_context(contracts.context(make(setting.devices[0]), make))
+                stack.enter_context(contracts.context(make(setting.at(make, "context", i)), make))
             yield params
+
+    def _viewed(self, params: Any, view: Any, index: int, setting: losses.Setting) -> Any:
+        """Return every parameter through a view."""
+        (leaves, build), names = tree.flatten(params), tree.paths(params)
+        seen = [
+            contracts.viewed(view(x, self.leaves[name], setting.at(view, "view", index, name)), view)
+            for name, x in zip(names, leaves, strict=True)
+        ]  # fmt: skip
+        return build(seen)
 
     def check_graph(self, total: Tensor) -> bool:
         """Raise `LossError` for a total that no parameter of the step, or one of a module itself, decides on.
@@ -78,16 +89,6 @@ class Microbatch:
             losses.demand_none(total)
             self.asked["graph"] = ["reentrant"] if autodiff.is_reentrant(total) else []
         return bool(self.asked["graph"])
-
-
-@attrs.frozen(eq=False)
-class Given:
-    """A batch after the stations `batch` and `split`: its microbatches, or what went wrong there."""
-
-    batch: Any  # as it was given
-    count: int  # of microbatches, here and on every other rank
-    microbatches: list[Any] | None = None  # None where this rank needs none
-    error: Exception | None = None
 
 
 @attrs.frozen(eq=False)
@@ -163,6 +164,16 @@ class Executor(Protocol):
         """Say which calls of the loss are to be seeded here."""
         ...
 
+    def dtypes(
+        self, trained: Sequence[Tensor], computed: torch.dtype | None, everyone: Axis | None,
+        asked: dict[str, list[str]],
+    ) -> list[torch.dtype]:  # fmt: skip
+        """Return the dtypes in which the loss sees parameters, on all ranks that add gradients up with this one.
+
+        `computed` is that of the station `gather`, None for the parameters' own.
+        """
+        ...
+
     def pieces(self, given: Given, everyone: Axis | None) -> int:
         """Return into how many microbatches a batch, given in one piece, is cut for evaluation: alike on all ranks."""
         ...
@@ -220,6 +231,13 @@ class InTurn:
     def draws(self, loss: Any) -> list[bool]:
         """Return which calls of the loss may draw."""
         return losses.draws(loss)
+
+    def dtypes(
+        self, trained: Sequence[Tensor], computed: torch.dtype | None, everyone: Axis | None,
+        asked: dict[str, list[str]],
+    ) -> list[torch.dtype]:  # fmt: skip
+        """Return the dtypes of the parameters."""
+        return list(map(tree.dtype_of, trained))
 
     def pieces(self, given: Given, everyone: Axis | None) -> int:
         """Return 1."""

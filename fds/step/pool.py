@@ -147,7 +147,8 @@ class Pool:
             return base.detach()
 
     def sweep(self) -> None:
-        """Let go of the flat buckets that nobody took since the last sweep."""
+        """Let go of the ballast, and of the flat buckets that nobody took since the last sweep."""
+        self.ballast.clear()
         with self.lock:
             self.scratch = {
                 key: [b for b in held if id(b) in self.taken or not is_alone(b)] for key, held in self.scratch.items()

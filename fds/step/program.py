@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -14,19 +14,21 @@ from torch import Tensor, nn
 
 from fds import loss as losses, random, tree
 from fds.collectives import Axis
-from fds.microbatches import Microbatches
+from fds.layout import Leaf
 from fds.optim import Optimizer, returned
 from fds.state import State, Token
 from fds.step import check, contracts
 from fds.step.agreement import same_composition
 from fds.step.batch import Split
 from fds.step.buckets import Bucketed
+from fds.step.call import Call, seeded
 from fds.step.describe import Description, describe
 from fds.step.donated import Memory as Given, writable
-from fds.step.draws import seeded, tie
+from fds.step.draws import tie
 from fds.step.evaluation import evaluator
-from fds.step.execution import Executor, Found, Given as GivenBatch, InTurn, Microbatch, Pass, Ran, training
+from fds.step.execution import Executor, Found, InTurn, Microbatch, Pass, Ran, training
 from fds.step.gather import Gather
+from fds.step.given import Given as GivenBatch, cut
 from fds.step.gradients import Gradients, Measure, combined_scale
 from fds.step.initial import at_first, initial, traced
 from fds.step.into import into, whole_parameters
@@ -55,13 +57,13 @@ class Step:
     """
 
     topology: tuple[Dimension, ...] = ()
-    batch: tuple[Callable[[Any], Any], ...] = ()
+    batch: tuple[Callable[[Any, Call], Any], ...] = ()
     split: Split = Split()
     frozen: tuple[str, ...] = ()  # patterns of parameters that are not trained
     gather: Gather = Gather()
     execute: Executor = InTurn()
-    view: tuple[Callable[[Any], Any], ...] = ()
-    context: tuple[Callable[[torch.device], contextlib.AbstractContextManager], ...] = ()
+    view: tuple[Callable[[Tensor, Leaf, Call], Tensor], ...] = ()
+    context: tuple[Callable[[Call], contextlib.AbstractContextManager], ...] = ()
     kernels: Kernels | None = None
     loss: Any = None
     eval_loss: Any = None
@@ -70,7 +72,7 @@ class Step:
     sum: Sum = Sum()
     reduce: Reduce = Reduce()
     measure: tuple[Measure, ...] = ()
-    condition: tuple[Callable[[Gradients], Gradients], ...] = ()
+    condition: tuple[Callable[[Gradients, Call], Gradients], ...] = ()
     optimizer: Optimizer | None = None
     commit: Commit | None = None
     after: tuple[After, ...] = ()
@@ -136,15 +138,15 @@ class Step:
             state, held = plain, self.check(plain)
         structure, parts = held.structure, held.parts
         assert self.optimizer is not None
+        call = self.call(state)
 
         # from the batch to one summed gradient
         scale = None
         if self.scale is not None:
-            with seeded(state, [self.scale], "scale"):
+            with seeded(call.at("scale"), [self.scale]):
                 scale = contracts.scalar(self.scale.scale(state.slots, state.step.device), self.scale)
-        self.runtime.pool.ballast.clear()
         self.runtime.pool.sweep()
-        found = self.gradients(state, structure, parts, batch, scale)
+        found = self.gradients(state, structure, parts, batch, scale, call)
         if self.everyone is None:
             self.reduce.demand_use(found.used, losses.name(self.loss))
 
@@ -163,13 +165,14 @@ class Step:
             norm_of = functools.partial(found.norm_of_all, everyone=self.everyone)
         grads = known = Gradients(found.leaves, total, norm, structure.segments, self.dimensions.split, norm_of)
         for i, one in enumerate(self.condition):
-            with seeded(state, [one], "condition", i, *self.dimensions.coordinates):
-                grads = contracts.gradients(one(grads), known, one)
+            own = call.at("condition", i, *self.dimensions.coordinates)
+            with seeded(own, [one]):
+                grads = contracts.gradients(one(grads, own), known, one)
             tie(self.dimensions.share, one, grads.leaves, structure.segments)
         grads = grads.settled()
 
         # the update: from the last of these lines on the new state's memory is written
-        with seeded(state, self.optimizer.schedules(), "schedule"):
+        with seeded(call.at("schedule"), self.optimizer.schedules()):
             values = self.optimizer.values(state.step)
         over = self.place.donate and not state.token.readers
         trained, opt, after, memory, written = self._writable(state, held, over)
@@ -180,7 +183,8 @@ class Step:
         if over:
             # fused kernels do not: a graph that saved these must fail
             torch.autograd.graph.increment_version(memory.flat)
-        with profiled("optimizer"), seeded(state, [self.optimizer], "optimizer", *self.dimensions.coordinates):
+        own = call.at("optimizer", *self.dimensions.coordinates)
+        with profiled("optimizer"), seeded(own, [self.optimizer]):
             new, new_opt = returned.update(
                 self.optimizer, [g if g.dim() == 1 else g.view(-1) for g in grads.leaves], flat_opt, flat,
                 step=state.step, grad_scale=grads.scale, skip=skip, segments=structure.segments,
@@ -199,15 +203,16 @@ class Step:
         slots = {**state.slots, **after}
         if self.commit is not None:
             assert overflow is not None
-            with seeded(state, [self.commit], "commit"):
+            with seeded(call.at("commit"), [self.commit]):
                 told = contracts.kept(self.commit(dict(slots), overflow), slots, self.commit)
             slots = unless(empty, slots, told)  # an empty batch says nothing of the scale
         if skip is not None:
             buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
         for i, one in enumerate(self.after):
-            with seeded(state, [one], "after", i, *self.dimensions.coordinates):
+            own = call.at("after", i, *self.dimensions.coordinates)
+            with seeded(own, [one]):
                 slots[one.slot] = contracts.remembered(
-                    one(slots[one.slot], structure.put(parts, trained), skip), after[one.slot], one
+                    one(slots[one.slot], structure.put(parts, trained), skip, own), after[one.slot], one
                 )
         step = state.step + (1 if skip is None else ~skip)
         new = State(
@@ -217,73 +222,61 @@ class Step:
         )  # fmt: skip
         return new, self._metrics(totals, state, step, values.rates(), norm, skip)
 
+    def call(self, state: State, *, training: bool = True) -> Call:
+        """Return what fillers may know of a call with this state."""
+        return Call.with_state(state, self.dimensions, training=training)
+
     def gradients(
-        self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
+        self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None, call: Call
     ) -> Found:
         """Return the gradients of a batch, times `scale` / divisor, summed over microbatches and ranks."""
-        ran, sums = self._run(state, structure, parts, batch, scale)
+        ran, sums = self._run(state, structure, parts, batch, scale, call)
         used, leaves = sums.used(), sums.finish()
-        wide = any(x.dtype is torch.float64 for x in leaves)
+        wide = torch.float64 in set(map(tree.dtype_of, leaves))
         totals, wide = self.execute.agree(ran, self.everyone, self.runtime, wide=wide)
         counted = self.dimensions.add_up(leaves, structure.segments)
         return Found(totals, leaves, used, counted, ran.buffers, sums.predivide, wide)
 
     def _run(
-        self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None
+        self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None, call: Call
     ) -> tuple[Ran, InPlace | Bucketed]:
         """Run every microbatch forward and backward.
 
         What only this needs (whole or low-precision parameters, microbatches, graphs) is gone when it returns.
         """
-        given, pool = self.given(state, batch), self.runtime.pool
-        settings = self.settings(state, given.count)
-        order = self.order("step", structure)
+        given, pool, order = self.given(call, batch), self.runtime.pool, self.order("step", structure)
+        settings = self.settings(call, state.buffers, given.count)
         params = open_parameters(self.gather, structure, parts, pool, train=True, order=order)
-        kinds = self._dtypes(params.trained)
+        kinds = self.execute.dtypes(params.trained, self.gather.dtype, self.everyone, self.runtime.asked)
         sums = self.reduce.sums(structure, params.trained, self.sum.dtype, pool, order, kinds)
         seeds = Seeds.of(self, scale, given.count, kinds, None if self.execute.together else order)
         run = Pass(
-            self.loss, given, settings, params, structure.trained_names, state.buffers, self.microbatch(self.loss),
-            order, self.everyone, self.runtime, sums, seeds,
+            self.loss, given, settings, params, structure.trained_names, state.buffers,
+            self.microbatch(self.loss, structure),            order, self.everyone, self.runtime, sums, seeds,
         )  # fmt: skip
         with training(settings[0], params, sums, order):
             return self.execute.train(run), sums
 
-    def _dtypes(self, trained: Sequence[Tensor]) -> list[torch.dtype | None]:
-        """Return the dtypes in which the loss sees parameters: those of all ranks, which are to divide alike.
-
-        Where they hold different ones they ask each other, in the first call.
-        """
-        if self.gather.dtype is not None and self.execute.together:
-            return [self.gather.dtype]
-        if not self.execute.together:
-            return [x.dtype for x in trained]
-        asked = self.runtime.asked
-        if "kinds" not in asked:
-            mine = sorted({str(x.dtype).removeprefix("torch.") for x in trained})
-            heard = [mine] if self.everyone is None else self.everyone.exchange(mine, "step")
-            asked["kinds"] = sorted({name for one in heard for name in one})
-        return [getattr(torch, name) for name in asked["kinds"]]
-
-    def microbatch(self, loss: Any) -> Microbatch:
+    def microbatch(self, loss: Any, structure: Structure) -> Microbatch:
         """Return the stations that every microbatch passes."""
-        return Microbatch(self.view, self.context, losses.name(loss), self.reduce.shard is None, self.runtime.asked)
+        alone = self.reduce.shard is None
+        return Microbatch(self.view, self.context, structure.leaves, losses.name(loss), alone, self.runtime.asked)
 
-    def given(self, state: State, batch: Any, n: int | None = None, *, evaluating: bool = False) -> GivenBatch:
+    def given(self, call: Call, batch: Any, n: int | None = None) -> GivenBatch:
         """Return a batch through the stations `batch` and `split`, in `n` microbatches or as many as `split` says.
 
         Raises `BatchError`, unless the executor tells other ranks of it.
         """
-        count = self.split.num_microbatches if n is None else n
-        if not self.execute.reads(batch):
-            return GivenBatch(batch, count)
-        try:
-            cut = self.microbatches(state, batch, n, evaluating=evaluating)
-        except Exception as error:
-            if not self.execute.together:
-                raise
-            return GivenBatch(batch, count, error=error)
-        return GivenBatch(batch, len(cut), cut)
+        failed = None
+        if self.execute.reads(batch):
+            try:
+                found = cut(batch, self.batch, self.split if n is None else Split(n), call)
+                return GivenBatch(batch, len(found), found)
+            except Exception as error:
+                if not self.execute.together:
+                    raise
+                failed = error
+        return GivenBatch(batch, self.split.num_microbatches if n is None else n, error=failed)
 
     def order(self, what: str, structure: Structure) -> Order | None:
         """Return the order in which ranks meet where each comes at its own time, None where they come at fixed ones."""
@@ -368,42 +361,19 @@ class Step:
         devices = list(map(tree.device_of, structure.pick(leaves)))
         return check.Held(structure, leaves, devices, check.same_slots(state, structure.opt, devices))
 
-    def microbatches(
-        self, state: State, batch: Any, n: int | None = None, *, evaluating: bool = False, part: int = 0
-    ) -> list[Any]:
-        """Return the microbatches of a batch, by this step's split or `n` of them. Raises `BatchError`.
-
-        `Microbatches` are cut already: what fills the station `batch` is given each of them, `part` by `part`.
-        """
-        split = self.split if n is None else Split(n)
-        if isinstance(batch, Microbatches):
-            cut = [self.microbatches(state, one, 1, evaluating=evaluating, part=i)
-                   for i, one in enumerate(split.demand(batch))]  # fmt: skip
-            return [one for some in cut for one in some]
-        rows, _ = self.dimensions.share_of_batch
-        if self.batch:
-            batch = tree.copied(batch)  # whose containers a map may fill
-        for i, one in enumerate(self.batch):
-            with seeded(state, [one], "batch", i, rows, part, evaluating=evaluating):
-                batch = contracts.batch(one(batch), batch, one)
-        with seeded(state, [split], "split", rows, part, evaluating=evaluating):
-            return contracts.microbatches(split(batch), split)
-
-    def settings(self, state: State, n: int, *, evaluating: bool = False) -> list[losses.Setting]:
+    def settings(self, call: Call, buffers: dict[str, Tensor], n: int) -> list[losses.Setting]:
         """Return the setting of each microbatch: all seeds of a call, computed before its first kernel."""
-        calls = int(state.calls)
+        evaluating, base = not call.training, call.key
         draws = self.execute.draws(self.eval_loss if evaluating else self.loss)
-        base = random.fold_in(state.key, "evaluate" if evaluating else "step", calls)
         first = self.dimensions.share_of_batch[0] * n
         keys = [random.fold_in(base, first + i) for i in range(n)]
-        device = state.step.device
         low = self.gather.dtype in (torch.float16, torch.bfloat16)
-        held = losses.carried_buffers(self.loss, self.eval_loss, state.buffers) if evaluating else None
+        held = losses.carried_buffers(self.loss, self.eval_loss, buffers) if evaluating else None
         seen, busy = ([], None) if evaluating else (None, [])
         mode = losses.Mode(evaluating, self.gather.float32, held, low, seen, busy)
         return [
-            losses.Setting([random.seed(k, j) if d else None for j, d in enumerate(draws)], (device,), mode,
-                           () if evaluating else self.layer, k)
+            losses.Setting([random.seed(k, j) if d else None for j, d in enumerate(draws)], (call.device,), mode,
+                           () if evaluating else self.layer, call.of(k))
             for k in keys
         ]  # fmt: skip
 

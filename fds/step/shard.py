@@ -66,11 +66,10 @@ class Shard(Placement):
         """Of the ranks that hold the same slices, which one this is, and how many they are."""
         return (0, 1) if self.replicate is None else (self.replicate.index, self.replicate.size)
 
-    def counts(self, name: str | None) -> bool:
+    def counts(self, names: Sequence[str | None]) -> list[bool]:
         """Say whether this rank's gradients count in norms: of replicas the first one's do."""
-        if not self.slices_state:
-            return self.data.index == 0
-        return self.replicate is None or self.replicate.index == 0
+        first = self.copy[0] == 0 if self.slices_state else self.data.index == 0
+        return [first] * len(names)
 
     def divisor(self, sent: Iterable[torch.dtype | None]) -> float:
         """Return what gradients are divided by before they are sent in these dtypes."""

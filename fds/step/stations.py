@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.step import contracts
+from fds.step.call import Call
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -96,6 +97,6 @@ class After(Protocol):
         """The name of the slot that it writes."""
         ...
 
-    def __call__(self, slot: Any, params: Any, skip: Tensor | None) -> Any:
+    def __call__(self, slot: Any, params: Any, skip: Tensor | None, call: Call) -> Any:
         """Return the new slot; `slot` may be written over, and where `skip` is true nothing may change."""
         ...

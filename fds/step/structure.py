@@ -48,6 +48,7 @@ class Structure:
     layout: Layout | None  # of the slices in the state, or of the gradients alone; None where one rank does all
     sharded: bool
     casts: tuple[torch.dtype, ...] | None  # in which the loss sees the leaves, None where a state holds them so
+    leaves: dict[str, Leaf]  # of every parameter its name, whole shape, dtype, and whether it is trained
     opt: dict[str, Slot]  # by slot of the optimizer
     windows: list[list[Window]] = attrs.field(factory=list, init=False, repr=False)  # of stage 3's handles, by bucket
 
@@ -81,7 +82,7 @@ class Structure:
         made = cls(
             names, tuple(leaf.name for leaf in live), names, tuple(torch.Size(leaf.shape) for leaf in leaves),
             tuple(i for i, leaf in enumerate(leaves) if leaf.trained), build, build, segments, layout, False,
-            _casts(leaves, step), {},
+            _casts(leaves, step), {leaf.name: leaf for leaf in leaves}, {},
         )  # fmt: skip
         return made._with_slots(step.optimizer, [(leaf.numel, leaf.dtype) for leaf in live])
 
@@ -94,7 +95,7 @@ class Structure:
             tuple(torch.Size((b.length,)) for b in buckets), tuple(i for i, b in enumerate(buckets) if b.trained),
             lambda parts: Sharded(dict(zip((b.name for b in buckets), parts, strict=True)), layout),
             tree.builder(layout.spec), [b.segments(shard.axis.index) for b in buckets if b.trained], layout, True,
-            None, {},
+            None, {leaf.name: leaf for b in buckets for leaf in b.leaves}, {},
         )  # fmt: skip
         return made._with_slots(optimizer, [(b.length, b.dtype) for b in buckets if b.trained])
 

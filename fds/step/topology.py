@@ -6,6 +6,7 @@ how a save is cut all follow from these records; see `Dimensions`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
@@ -55,12 +56,12 @@ class Placement:
         """Return what a parameter may share a bucket with: others of this kind."""
         return None
 
-    def counts(self, name: str | None) -> bool:
-        """Say whether this rank's elements of a parameter count in norms: of ranks that hold the same, one's do.
+    def counts(self, names: Sequence[str | None]) -> list[bool]:
+        """Say whether this rank's elements of each parameter count in norms: of ranks that hold the same, one's do.
 
         None stands for padding.
         """
-        return True
+        return [True] * len(names)
 
     def share(self, name: str, x: Tensor) -> None:
         """Give a new parameter the values that it has on the first of the ranks that hold it, in place."""
@@ -73,7 +74,7 @@ class Placement:
         return named
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Dimension:
     """An axis that shares a step, what it is for, and how parameters lie along it.
 
@@ -82,7 +83,11 @@ class Dimension:
 
     axis: Axis | None
     role: Role
-    placement: Placement = attrs.field(factory=Placement, repr=False)
+    placement: Placement = attrs.field(factory=Placement)
+
+    def __repr__(self) -> str:
+        ranks = "one process" if self.axis is None else f"{self.axis.name} ({self.axis.size} ranks)"
+        return f"{self.role} over {ranks}"
 
     @property
     def batches(self) -> bool:
@@ -182,7 +187,10 @@ class Dimensions:
             for grad, name in zip(grads, firsts, strict=True):
                 if name is not None:
                     placement.add_up(name, grad)
-        return [all(one.placement.counts(name) for one in self.entries) for name in firsts]
+        counted = [True] * len(firsts)
+        for one in self.entries:
+            counted = list(map(operator.and_, counted, one.placement.counts(firsts)))
+        return counted
 
     def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return all parameters on every rank, given those that each holds."""

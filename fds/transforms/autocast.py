@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from fds.errors import ComposeError
-from fds.step import Step, fill, transform
+from fds.step import Call, Step, fill, transform
 
 
 @attrs.frozen
@@ -22,9 +22,9 @@ class Autocast:
     dtype: torch.dtype
     draws: ClassVar = False
 
-    def __call__(self, device: torch.device) -> Any:
-        """Return the context for a device."""
-        return torch.autocast(device.type, dtype=self.dtype)
+    def __call__(self, call: Call) -> Any:
+        """Return the context for the device of a call."""
+        return torch.autocast(call.device.type, dtype=self.dtype)
 
 
 @transform

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fds import tree
 from fds.errors import ComposeError, LossError, did_you_mean, is_int
-from fds.step import Step, fill, transform
+from fds.loss import LayerCall
+from fds.step import Call, Step, fill, transform
 
 MATMULS = (
     torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
@@ -36,20 +37,20 @@ class Recompute:
     every: int
     draws: ClassVar = False
 
-    def __call__(self, calls: list[Callable]) -> list[Callable]:
+    def __call__(self, calls: list[LayerCall], call: Call) -> list[LayerCall]:
         """Return one checkpointed call per group."""
-        groups: list[list[Callable]] = []
-        for call in calls:
+        groups: list[list[LayerCall]] = []
+        for one in calls:
             full = not groups or len(groups[-1]) >= self.every
-            if full and not (groups and getattr(call, "in_place", False)):
+            if full and not (groups and one.in_place):
                 groups.append([])
-            groups[-1].append(call)  # one that writes over its input stays with whoever computes it
-        made: list[Any] = [functools.partial(self.run, group) for group in groups]
-        for call in made:
-            call.recomputes = True  # in every backward that reaches it
-        return made
+            groups[-1].append(one)  # one that writes over its input stays with the layer that computes it
+        return [
+            LayerCall(functools.partial(self.run, group), sum((one.layers for one in group), ()),
+                      recomputes=True) for group in groups
+        ]  # fmt: skip
 
-    def run(self, group: list[Callable], *args: Any) -> Any:
+    def run(self, group: list[LayerCall], *args: Any) -> Any:
         """Run a group; its seeds are set anew inside it, so no generator state is kept.
 
         Raises `LossError` where the group writes over its input, from which it would be computed again.
@@ -77,7 +78,7 @@ def _is_op(x: Any) -> bool:
     return isinstance(x, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 
 
-def _chain(group: list[Callable], *args: Any) -> Any:
+def _chain(group: list[LayerCall], *args: Any) -> Any:
     out = group[0](*args)
     for call in group[1:]:
         out = call(out)

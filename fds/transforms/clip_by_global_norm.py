@@ -11,7 +11,7 @@ from typing import ClassVar
 import attrs
 
 from fds.errors import ComposeError
-from fds.step import Gradients, Measure, Step, fill, transform
+from fds.step import Call, Gradients, Measure, Step, fill, transform
 
 
 @attrs.frozen
@@ -22,7 +22,7 @@ class ClipNorm:
     takes_slices: ClassVar = True
     draws: ClassVar = False
 
-    def __call__(self, grads: Gradients) -> Gradients:
+    def __call__(self, grads: Gradients, call: Call) -> Gradients:
         """Return the gradients with the clip factor in their scale."""
         grads = grads.measured()
         assert grads.norm is not None

@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from fds.errors import ComposeError
-from fds.step import Gradients, Step, fill, transform
+from fds.step import Call, Gradients, Step, fill, transform
 
 
 @attrs.frozen
@@ -23,7 +23,7 @@ class ClipValue:
     takes_slices: ClassVar = True
     draws: ClassVar = False
 
-    def __call__(self, grads: Gradients) -> Gradients:
+    def __call__(self, grads: Gradients, call: Call) -> Gradients:
         """Return the clamped gradients; their scale is 1 from here on."""
         if grads.leaves:
             if grads.scale is not None:

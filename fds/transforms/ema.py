@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.errors import ComposeError, StateError
-from fds.step import Step, fill, transform
+from fds.step import Call, Step, fill, transform
 
 
 @attrs.frozen
@@ -30,7 +30,7 @@ class Average:
         """Return a copy of the parameters, 16-bit ones in float32."""
         return tree.map(lambda p: p.float() if tree.is_low(p) else p.clone(), params)
 
-    def __call__(self, slot: Any, params: Any, skip: Tensor | None) -> Any:
+    def __call__(self, slot: Any, params: Any, skip: Tensor | None, call: Call) -> Any:
         """Write the new average into `slot` and return it; where `skip` is true it keeps its bits."""
         for e, p in self.pairs(slot, params):
             if not e.is_floating_point():

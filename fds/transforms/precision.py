@@ -17,7 +17,7 @@ from torch import Tensor
 from fds import tree
 from fds.errors import ComposeError
 from fds.loss import Layers
-from fds.step import Step, Sum, Whole, demand_tree, fill, transform
+from fds.step import Call, Step, Sum, Whole, demand_tree, fill, transform
 
 
 @attrs.frozen
@@ -29,7 +29,7 @@ class CastInputs:
     draws: ClassVar = False
     pair: bool = False  # the batch is a pair, and its parts are called "0" and "1" even if they have names
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Any, call: Call) -> Any:
         """Return the batch, cast. Raises `BatchError` for leaves that hide tensors."""
         if self.pair and isinstance(batch, tuple | list):
             parts = [self.cast_all(part, str(i)) for i, part in enumerate(batch)]

@@ -30,23 +30,36 @@ class Drawing:
             self.drawn.setdefault(name, []).extend(x.flatten().tolist())
         return x
 
-    def batch(self, batch):
+    def keyed(self, name, call):
+        """Draw as `draw`, from the key of the call itself."""
+        self.drawn.setdefault(f"{name}, by key", []).extend(call.key.tolist())
+
+    def batch(self, batch, call):
+        self.keyed("batch", call)
         return batch[0] + self.draw("batch"), batch[1]
 
-    def view(self, params):
-        return tree.map(lambda x: x + 0.1 * self.draw("view"), params)
+    def view(self, x, leaf, call):
+        self.keyed(f"view of {leaf.name}", call)
+        return x + 0.1 * self.draw(f"view of {leaf.name}")
 
     @contextlib.contextmanager
-    def context(self, device):
+    def context(self, call):
+        self.keyed("context", call)
         self.draw("context")
         yield
 
-    def layer(self, calls):
+    def layer(self, calls, call):
+        self.keyed("layers", call)
         self.draw("layers")
-        noisy = lambda call: lambda x: call(x + self.draw("layer before").float()) + self.draw("layer after").float()
-        return [noisy(call) for call in calls]
 
-    def __call__(self, grads):
+        def noisy(one):
+            before, after = (f"{at} layer {one.layers}" for at in ("before", "after"))
+            return one.replaced(lambda x: one(x + self.draw(before).float()) + self.draw(after).float())
+
+        return [noisy(one) for one in calls]
+
+    def __call__(self, grads, call):
+        self.keyed("condition", call)
         return fds.step.Gradients([g + self.draw("condition", g).float() for g in grads.leaves], grads.scale)
 
     def scale(self, slots, device):
@@ -79,7 +92,8 @@ class Drawing:
         class After:
             slot = "noisy"
 
-            def __call__(self, slot, params, skip):
+            def __call__(self, slot, params, skip, call):
+                outer.keyed("after", call)
                 return tree.map(lambda e, p: e.lerp_(p, 0.5).add_(outer.draw("after", p)), slot, params)
 
         return After()
@@ -138,13 +152,18 @@ def test_all_random_numbers_follow_the_key(make, num_ranks):
         assert_same_bits(one[:3], other[:3])
         assert one[3:] == other[3:]
     for _, _, _, drawn, held_out in found[0]:
-        held_out["batch"] = list(dict.fromkeys(held_out["batch"]))  # a pipeline maps it once to learn its length
-        numbers = [x for some in (drawn, held_out) for xs in some.values() for x in xs]
-        if make is not WAYS["checkpointed"][0]:  # which draws again what it recomputes
-            assert len(set(numbers)) == len(numbers), "two fillers, or a filler and a layer, drew the same"
-        assert drawn.keys() >= {"batch", "view", "context", "layers", "layer before", "condition", "scale", "commit",
-                                "schedule", "optimizer", "after"}  # fmt: skip
-        assert held_out.keys() >= {"batch", "view", "context"}
+        for name in ("batch", "batch, by key"):  # a pipeline maps it once to learn its length
+            held_out[name] = list(dict.fromkeys(held_out[name]))
+        numbers = [x for some in (drawn, held_out) for xs in some.values() for x in set(xs)]
+        assert len(set(numbers)) == len(numbers), "two fillers, or a filler and a layer, drew the same"
+        if make in (list, WAYS["accumulated"][0]):  # others recompute, or run a filler on several stages
+            every = [x for some in (drawn, held_out) for xs in some.values() for x in xs]
+            assert len(set(every)) == len(every), "two microbatches drew the same"
+        names = {"batch", "context", "layers", "condition", "after"}
+        assert drawn.keys() >= names | {f"{name}, by key" for name in names} | {
+            "scale", "commit", "schedule", "optimizer"}  # fmt: skip
+        assert any(name.startswith("view of") for name in drawn) and any(name.startswith("before") for name in drawn)
+        assert held_out.keys() >= {"batch", "context", "batch, by key"}
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -152,7 +171,7 @@ def test_ranks_draw_alike_for_what_they_share_and_differently_for_what_each_has(
     (a, *_, one, _), (b, *_, other, _) = fds.simulate(lambda: run(data(stage)), 2)
     shared = {"schedule", "scale", "commit"} | ({"condition", "optimizer", "after"} if stage == 0 else set())
     for name, numbers in one.items():
-        assert (numbers == other[name]) == (name in shared), name
+        assert (numbers == other[name]) == (name.removesuffix(", by key") in shared), name
     if stage == 0:
         assert_same_bits(a, b)
 
@@ -161,6 +180,20 @@ def test_stage_0_adds_the_noise_of_the_plain_step_to_the_same_gradients():
     plain, (sharded, _) = run(list), fds.simulate(lambda: run(data(0)), 2)
     for name in ("condition", "optimizer", "after", "schedule"):
         assert plain[3][name] == sharded[3][name]
+
+
+@pytest.mark.parametrize("make", [staged, WAYS["played"][0]], ids=["staged", "played"])
+def test_a_microbatch_draws_alike_on_whatever_stage_its_layers_are(make):
+    """Views by parameter, layer maps by layer, contexts by microbatch: tied parameters and contexts on each stage."""
+    plain = run(lambda: [fds.accumulate(3)])[3]
+    ranks = [run(make)] if make is not staged else fds.simulate(lambda: run(make), 2)
+    seen = set()
+    for _, _, _, drawn, _ in ranks:
+        for name, numbers in drawn.items():
+            if name.startswith(("view", "context", "layers", "before", "after layer", "batch")):
+                assert set(numbers) <= set(plain[name]), name
+                seen.add(name)
+    assert seen >= {name for name in plain if name.startswith(("view", "context", "before", "after layer"))}
 
 
 def test_what_is_tied_over_stages_stays_alike_whatever_was_drawn_for_it():

@@ -30,7 +30,7 @@ def test_accumulation_is_the_hand_written_loop(problem, optimizer, n):
     total, weight, loss, buffers = [torch.zeros_like(x) for x in trained.values()], 0, 0.0, state.buffers
     leaves, build = tree.flatten(problem.batch)
     size = ROWS // n
-    for i, setting in enumerate(step.settings(state, n)):
+    for i, setting in enumerate(step.settings(step.call(state), state.buffers, n)):
         cut = [x.value if not isinstance(x, torch.Tensor) else x[i * size : (i + 1) * size] for x in leaves]
         held = {k: x.clone().requires_grad_() for k, x in trained.items()}
         full = [held.get(k, x) for k, x in tree.paths(state.params).items()]
@@ -64,7 +64,7 @@ def test_accumulation_is_the_plain_step_to_rounding(problem, n):
 def test_microbatches_are_views(problem):
     step = make([], fds.sgd(0.1), problem, fds.accumulate(3))
     held = {x.untyped_storage().data_ptr() for x in tree.leaves(problem.batch) if isinstance(x, torch.Tensor)}
-    for microbatch in step.microbatches(step.init(problem.params), problem.batch):
+    for microbatch in step.given(step.call(step.init(problem.params)), problem.batch).microbatches:
         for x in tree.leaves(microbatch):
             assert x.dim() < 2 or x.untyped_storage().data_ptr() in held
 

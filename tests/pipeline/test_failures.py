@@ -565,6 +565,10 @@ def piped(schedule=plans.one_f_one_b, axis=2, num_microbatches=4, loss=None, mor
     return fds.compose(made, *more, fds.sgd(0.1))(mined(Mine()) if loss is None else loss, eval_fn)
 
 
+def buffered(params, batch, buffers):
+    return opaque(params, batch), {}, buffers
+
+
 def opaque(params, batch):
     return (params["w"] * batch).sum()
 
@@ -572,7 +576,7 @@ def opaque(params, batch):
 class NeedsAll:
     """A gradient map that says nothing of slices."""
 
-    def __call__(self, grads):
+    def __call__(self, grads, call):
         return grads
 
     def __repr__(self):
@@ -620,7 +624,7 @@ REFUSALS = {
     "partition: nothing matches": (lambda: piped(partition="type:Conv"), PlanError, "", "Mined"),
     "more stages than layers": (lambda: piped(axis=7), PlanError, "6 layers, 7 stages", "a layer for every stage"),
     "loss: opaque": (lambda: piped(loss=opaque), ComposeError, "opaque", "fds.Layers"),
-    "loss: recorded buffers": (lambda: piped(loss=fds.with_buffers(opaque, {})), ComposeError, "", "fds.Layers"),
+    "loss: recorded buffers": (lambda: piped(loss=fds.with_buffers(buffered, {})), ComposeError, "", "fds.Layers"),
     "eval_fn: opaque": (lambda: piped(eval_fn=opaque), ComposeError, "opaque", "eval_fn, too, is Layers"),
     "eval_fn: other layers": (lambda: piped(eval_fn=fds.Layers([nn.Linear(4, 4)], nn.MSELoss())), ComposeError, "", ""),
     "two pipelines": (lambda: piped(more=(fds.pipeline(plans.gpipe, 2, num_microbatches=4),)), ComposeError,

@@ -78,9 +78,9 @@ class Ownership(Placement):
         """Return the stages that have a parameter: buckets mix neither stages nor what other ranks hold too."""
         return self.stages[name]
 
-    def counts(self, name: str | None) -> bool:
-        """Say whether this rank is the first that holds a parameter."""
-        return name is None or self.ranks(name)[0] == self.index
+    def counts(self, names: Sequence[str | None]) -> list[bool]:
+        """Say whether this rank is the first that holds each parameter."""
+        return [name is None or self.ranks(name)[0] == self.index for name in names]
 
     @functools.cached_property
     def held(self) -> frozenset[str]:

@@ -81,12 +81,12 @@ class Stage:
         trains = torch.is_grad_enabled() and bool(self.leaves or any(packet.wants))
         rows = targets if self.layers.start else (packet.leaves, targets)
         at = f"values given to stage {self.layers}, {setting.mode.evaluating}"
-        with self.each.opened(self.params, rows, setting, at, first=self.layers.start) as params:
+        with self.each.opened(self.params, rows, setting, at) as params:
             calls = losses.layer_calls(self.loss, self.layers, params, current, setting)
-            calls = setting.mapped(calls, self.layers.start)
-            groups = _groups(calls) if split else [list(enumerate(calls))]
+            calls = setting.mapped(calls)
+            groups = _groups(calls) if split else [calls]
             for group in groups:
-                piece, packet = self._run(group, packet, len(calls))
+                piece, packet = self._run(group, packet)
                 if self.is_last and group is groups[-1]:
                     break
                 self._close(i, piece, packet)
@@ -158,7 +158,7 @@ class Stage:
             x.grad = None
         return found
 
-    def _run(self, group: list[tuple[int, Callable]], packet: Packet, num_calls: int) -> tuple[Piece, Packet]:
+    def _run(self, group: list[losses.LayerCall], packet: Packet) -> tuple[Piece, Packet]:
         """Run some calls on a packet, cut off from where it came from; the piece has no outputs yet."""
         inputs = [x.requires_grad_() if want else None for x, want in zip(packet.leaves, packet.wants, strict=True)]
         grad = torch.is_grad_enabled()
@@ -166,17 +166,15 @@ class Stage:
                  for x, enter in zip(packet.leaves, inputs, strict=True)]  # fmt: skip
         value = packet.build(given)
         del given
-        known = len(self.layers) == num_calls  # layer maps may have joined layers to one call
-        for at, call in group:
+        for call in group:
             try:
                 value = call(value)
             except Exception as error:
-                if known:
-                    error.add_note(f"in layers[{self.layers[at]}]")
+                if len(call.layers) == 1:  # layer maps may have joined layers to one call
+                    error.add_note(f"in layers[{call.layers[0]}]")
                 raise
-        recomputes = any(getattr(call, "recomputes", False) for _, call in group)
-        layers = tuple(self.layers[at] for at, _ in group) if known else tuple(self.layers)
-        return Piece(layers, inputs, [], recomputes), Packet.of(value)
+        layers = sum((call.layers or tuple(self.layers) for call in group), ())
+        return Piece(layers, inputs, [], any(call.recomputes for call in group)), Packet.of(value)
 
     def _close(self, i: int, piece: Piece, packet: Packet) -> None:
         pairs = enumerate(zip(packet.leaves, packet.wants, strict=True))
@@ -184,11 +182,11 @@ class Stage:
         self.held[i].append(piece)
 
 
-def _groups(calls: list[Callable]) -> list[list[tuple[int, Callable]]]:
-    """Return calls that can be cut apart; one that writes over its input stays with whoever computes it."""
-    groups: list[list[tuple[int, Callable]]] = []
-    for i, call in enumerate(calls):
-        if not groups or not getattr(call, "in_place", False):
+def _groups(calls: list[losses.LayerCall]) -> list[list[losses.LayerCall]]:
+    """Return calls that can be cut apart; one that writes over its input stays with the call that computes it."""
+    groups: list[list[losses.LayerCall]] = []
+    for call in calls:
+        if not groups or not call.in_place:
             groups.append([])
-        groups[-1].append((i, call))
+        groups[-1].append(call)
     return groups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -64,6 +64,19 @@ class Pipeline:
         """Say which calls of the loss this rank makes and may draw in."""
         return self.owned.draws(loss)
 
+    def dtypes(
+        self, trained: Sequence[Tensor], computed: torch.dtype | None, everyone: Axis | None,
+        asked: dict[str, list[str]],
+    ) -> list[torch.dtype]:  # fmt: skip
+        """Return the dtypes of the parameters of all stages; ranks exchange theirs in the first call."""
+        if computed is not None:
+            return [computed]
+        if "kinds" not in asked:
+            mine = sorted({str(x.dtype).removeprefix("torch.") for x in trained})
+            replies = [mine] if everyone is None else everyone.exchange(mine, "step")
+            asked["kinds"] = sorted({name for one in replies for name in one})
+        return [getattr(torch, name) for name in asked["kinds"]]
+
     def train(self, run: Pass) -> Ran:
         """Run the plan."""
         assert run.sums is not None and run.seeds is not None
@@ -124,7 +137,8 @@ class Pipeline:
             mine = {name for i in layers for name in loss.layer(i).params}
             held = {name: run.buffers[name] for i in layers for name in loss.layer(i).buffers}
             leaves = [x for name, x in named.items() if name in mine]
-            stages[index] = Stage(run.each, loss, layers, params.tree, leaves, held, add)
+            own = {name: x for name, x in params.tree.items() if name in mine}
+            stages[index] = Stage(run.each, loss, layers, own, leaves, held, add)
         failure = None if run.given.error is None else Failure.of(run.given.error)
         microbatches: list[Any] = [None] * run.given.count
         if run.given.microbatches is not None:

@@ -26,8 +26,17 @@ class Noted:
     def __init__(self, returns):
         self.returns = returns
 
-    def __call__(self, slot, params, skip):
+    def __call__(self, slot, params, skip, call):
         return self.returns
+
+
+class Three:
+    """An `after` as they were before they were given the call."""
+
+    slot = "noted"
+
+    def __call__(self, slot, params, skip):
+        return slot
 
 
 class Scale:
@@ -48,21 +57,22 @@ NOTED = {"noted": lambda params, device: torch.zeros(2)}
 measured = {"measure": Measure(norm=True)}
 empty = lambda segments, *, params: {}
 BROKEN = {
-    "condition: a list": ({"condition": lambda grads: grads.leaves}, "condition", "Gradients"),
-    "condition: nothing": ({"condition": lambda grads: None}, "condition", "Gradients"),
-    "condition: fewer": ({"condition": lambda g: Gradients(g.leaves[:1], g.scale)}, "condition", "2 leaves"),
-    "condition: others": ({"condition": lambda g: Gradients([x.sum() for x in g.leaves], None)}, "condition", "(3, 2)"),
+    "condition: a list": ({"condition": lambda grads, call: grads.leaves}, "condition", "Gradients"),
+    "condition: nothing": ({"condition": lambda grads, call: None}, "condition", "Gradients"),
+    "condition: fewer": ({"condition": lambda g, call: Gradients(g.leaves[:1], g.scale)}, "condition", "2 leaves"),
+    "condition: others": ({"condition": lambda g, call: Gradients([x.sum() for x in g.leaves], None)}, "condition",
+                          "(3, 2)"),
     "split: nothing": ({"split": lambda batch: None}, "split", "list"),
     "split: none": ({"split": lambda batch: []}, "split", "list"),
-    "context: a dtype": ({"context": lambda device: torch.float16}, "context", "context manager"),
-    "layer: nothing": ({"layer": lambda calls: None}, "layer", "list"),
-    "layer: none": ({"layer": lambda calls: []}, "layer", "list"),
+    "context: a dtype": ({"context": lambda call: torch.float16}, "context", "context manager"),
+    "layer: nothing": ({"layer": lambda calls, call: None}, "layer", "list"),
+    "layer: none": ({"layer": lambda calls, call: []}, "layer", "list"),
     "scale: a float": ({"scale": Scale(2.0, {})}, "scale", "0-d"),
     "scale: no metrics": ({"scale": Scale(ONE, None)}, "scale", "metrics"),
     "scale: metrics that are none": ({"scale": Scale(ONE, {"loss_scale": 2.0})}, "scale", "metrics"),
-    "batch: nothing": ({"batch": lambda batch: None}, "batch", "batch"),
-    "view: nothing": ({"view": lambda params: None}, "view", "tensors"),
-    "view: a hole": ({"view": lambda params: {**params, "net": {**params["net"], "b": None}}}, "view", "tensors"),
+    "batch: nothing": ({"batch": lambda batch, call: None}, "batch", "batch"),
+    "view: nothing": ({"view": lambda x, leaf, call: None}, "view", "tensor"),
+    "view: a tree": ({"view": lambda x, leaf, call: {leaf.name: x}}, "view", "tensor"),
     "commit: nothing": ({"commit": lambda slots, skip: None, **measured}, "commit", "dict"),
     "commit: fewer": ({"commit": lambda s, skip: {}, "slots": NOTED, **measured}, "commit", "noted"),
     "after: nothing": ({"after": Noted(None), "slots": NOTED}, "after", "(2,)"),
@@ -101,10 +111,13 @@ def test_what_the_first_state_is_made_with_is_named_too(stations, where, want):
 
 
 UNFIT = {
-    "batch: two arguments": ({"batch": lambda batch, call: batch}, "(batch, call)", "batch -> batch"),
-    "view: two arguments": ({"view": lambda params, call: params}, "(params, call)", "params -> params"),
+    "batch: one argument": ({"batch": lambda batch: batch}, "(batch)", "(batch, call) -> batch"),
+    "view: one argument": ({"view": lambda params: params}, "(params)", "(x, leaf, call) -> tensor"),
+    "context: no argument": ({"context": lambda: None}, "()", "call -> context manager"),
+    "layer: one argument": ({"layer": lambda calls: calls}, "(calls)", "call) -> list of LayerCalls"),
+    "after: three arguments": ({"after": Three()}, "Three", "(slot, params, skip, call) -> slot"),
     "kernels: an argument": ({"kernels": lambda device: None}, "(device)", "() -> context"),
-    "condition: no argument": ({"condition": lambda: None}, "()", "Gradients"),
+    "condition: one argument": ({"condition": lambda grads: grads}, "(grads)", "(Gradients, call) -> Gradients"),
     "commit: one argument": ({"commit": lambda slots: slots}, "(slots)", "skip"),
     "slots: one argument": ({"slots": {"noted": lambda params: params}}, "noted", "device"),
     "a typo": ({"conditon": lambda grads: grads}, "conditon", "condition"),
@@ -115,7 +128,7 @@ UNFIT = {
     "measure: a flag": ({"measure": True}, "True", "Measure"),
     "scale: a number": ({"scale": 2.0}, "2.0", "metrics"),
     "optimizer: a factory": ({"optimizer": fds.sgd}, "sgd", "Optimizer"),
-    "after: no slot": ({"after": lambda slot, params, skip: slot}, "lambda", "slot"),
+    "after: no slot": ({"after": lambda slot, params, skip, call: slot}, "lambda", "slot"),
     "after: a slot that nobody makes": ({"after": Noted(None)}, "noted", "slots"),
     "gather: nothing": ({"gather": None}, "None", "Gather"),
     "sum: a dtype": ({"sum": torch.float64}, "float64", "Sum"),
@@ -133,7 +146,8 @@ def test_what_cannot_fill_a_station_is_refused_where_it_is_composed(stations, go
 
 
 def test_a_map_may_return_new_leaves_in_any_memory_and_dtype():
-    step = filled(condition=lambda g: Gradients([(x.t().contiguous().t() * 2).double() for x in g.leaves], g.scale))
+    twice = lambda x: (x.t().contiguous().t() * 2).double()
+    step = filled(condition=lambda g, call: Gradients([twice(x) for x in g.leaves], g.scale))
     plain = fds.compose(fds.sgd(0.2))(loss_fn)
     state = step.init(make_params())
     assert_same_bits(step(state, BATCH)[0].params, plain(state, BATCH)[0].params)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fds
-from fds.step import Shard, Step, fill, transform
+from fds.step import Dimension, Shard, Step, fill, transform
 
 
 def network(leaves):
@@ -24,7 +24,8 @@ def alone(stage):
     shard = Shard(axis, stage, axis)
 
     def apply(step: Step) -> Step:
-        return fill(step, gather={"shard": shard}, reduce={"shard": shard})
+        return fill(step, topology=Dimension(shard.data, "data", shard), gather={"shard": shard},
+                    reduce={"shard": shard})  # fmt: skip
 
     return apply
 

@@ -1,0 +1,75 @@
+"""`Call`: what a filler of a station may know of the call of the step that it runs in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import random
+from fds.state import State
+from fds.step.topology import Dimensions
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """One call of a step, or of its evaluation, as the filler of one station sees it.
+
+    Decisions about shapes follow `calls`, arithmetic follows `step`; random numbers come from `key`.
+
+    Attributes:
+        step: () int64 on the device, updates applied before this call.
+        calls: calls made before this one, skipped ones included: a number on the host.
+        device: of the state.
+        training: whether this is a training step; False in an evaluation.
+        state: as it was before the call, read only.
+        dimensions: the axes that share the step, and where this rank is on them.
+    """
+
+    step: Tensor
+    calls: int
+    device: torch.device
+    training: bool
+    state: State = attrs.field(repr=False)  # not `slots`: whoever holds those keeps them from being donated
+    dimensions: Dimensions = attrs.field(repr=False)
+    base: Tensor = attrs.field(repr=False)  # the key that `data` are folded into
+    data: tuple[int | str, ...] = ()
+
+    @classmethod
+    def with_state(cls, state: State, dimensions: Dimensions, *, training: bool) -> Call:
+        """Return a call of a step with this state."""
+        calls, kind = int(state.calls), "step" if training else "evaluate"
+        return cls(state.step, calls, state.step.device, training, state, dimensions, state.key, (kind, calls))
+
+    @property
+    def slots(self) -> Mapping[str, Any]:
+        """`state.slots` as they were before the call, read only."""
+        return MappingProxyType(self.state.slots)
+
+    @property
+    def key(self) -> Tensor:
+        """A random key, (2,) int64 on the CPU: another one for every call, microbatch, station and filler."""
+        return random.fold_in(self.base, *self.data)
+
+    def at(self, *data: int | str) -> Call:
+        """Return the same call with a key of its own for `data`, integers and names."""
+        return attrs.evolve(self, data=(*self.data, *data))
+
+    def of(self, key: Tensor) -> Call:
+        """Return the same call with another key to fold into, such as a microbatch's."""
+        return attrs.evolve(self, base=key, data=())
+
+
+def seeded(call: Call, functions: Iterable) -> contextlib.AbstractContextManager:
+    """Return a scope in which these functions draw from the key of `call`, by torch's default generators too.
+
+    Where none of them may draw (their attribute `draws` is False) it costs nothing.
+    """
+    if not any(map(random.draws, functions)):
+        return contextlib.nullcontext()
+    return random.seeded(call.base, *call.data, devices=[call.device])
