@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fds.collectives import Axis, fingerprint
 from fds.errors import ComposeError
+from fds.step.all_stations import Stations
 
 _DEEPEST = 32  # levels of values inside values that are compared
 _FEW = 256  # elements of a tensor whose values are compared
@@ -24,7 +25,7 @@ _FILLING = frozenset({"setdefault", "update", "append", "extend", "insert", "add
 _SHOWN = 120  # characters of a difference that are shown
 
 
-def same_composition(step: Any) -> None:
+def same_composition(step: Stations) -> None:
     """Raise `ComposeError`, on every rank, where the ranks that share a step have composed different ones.
 
     The ranks compare once, in the first call that they make of a step together. What is compared is what the
@@ -36,7 +37,8 @@ def same_composition(step: Any) -> None:
     named = [(_without_addresses(part.text), spelled(part.arguments)) for part in step.composition]
     pipeline = step.composing.owners.get("execute")
     if pipeline is not None:  # its arguments may be measured on each rank: what has come of them is compared
-        named[pipeline] = (step.execute.agreement(),) * 2
+        plan = step.execute.agreement()
+        named[pipeline] = plan, plan
     heard = axis.exchange(fingerprint(named), "composition")
     if len(set(heard)) > 1:
         raise _refused(axis, axis.exchange(named, "composition"), pipeline)

@@ -10,6 +10,7 @@ import attrs
 from fds import tree
 from fds.state import State
 from fds.step.agreement import same_composition
+from fds.step.all_stations import Stations
 from fds.step.check import usable
 from fds.step.footprint import held_bytes, sent_bytes
 from fds.step.structure import Structure
@@ -54,7 +55,7 @@ class Description:
         return "\n".join(lines)
 
 
-def describe(step: Any, state: State | None, batch: Any) -> Description:
+def describe(step: Stations, state: State | None, batch: Any) -> Description:
     """Return the description of a step; see `Step.describe`."""
     told = {}
     for station in attrs.fields(type(step)):
@@ -67,7 +68,7 @@ def describe(step: Any, state: State | None, batch: Any) -> Description:
     if state is None and batch is None:
         return Description(told, kernels)
     usable(state, "describe")
-    assert state is not None
+    assert state is not None and step.optimizer is not None
     structure, _ = step.structure_of(state.params)
     trained = set(structure.trained_names)
     frozen = tuple(name for name in structure.names if name not in trained)
@@ -90,7 +91,7 @@ def _text(value: Any) -> str:
     return value.__name__ if inspect.isfunction(value) else str(value)
 
 
-def _unused(step: Any, structure: Structure, state: State, batch: Any) -> tuple[str, ...]:
+def _unused(step: Stations, structure: Structure, state: State, batch: Any) -> tuple[str, ...]:
     same_composition(step)
     found = step.gradients(state, structure, tree.leaves(state.params), batch, None, step.call(state))
     return tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)

@@ -14,6 +14,7 @@ from fds.collectives import Axis
 from fds.errors import BatchError, LossError, StateError
 from fds.state import State
 from fds.step.agreement import same_composition
+from fds.step.all_stations import Stations
 from fds.step.check import graphless, usable
 from fds.step.execution import Pass
 from fds.step.order import Order
@@ -30,7 +31,7 @@ class Nothing:
     """Stands for the batch of a rank that has no more, while others have."""
 
 
-def evaluator(step: Any, state: State, outputs: bool = False) -> Callable[..., dict[str, Tensor]]:
+def evaluator(step: Stations, state: State, outputs: bool = False) -> Callable[..., dict[str, Tensor]]:
     """Return a function of the batch; see `Step.evaluator`. Parameters are gathered once, at stage 3 when used."""
     local, default = _local(step, state), outputs
 
@@ -51,7 +52,7 @@ def evaluator(step: Any, state: State, outputs: bool = False) -> Callable[..., d
 
 
 @graphless
-def evaluate(step: Any, state: State, batches: Iterable[Any]) -> dict[str, Tensor]:
+def evaluate(step: Stations, state: State, batches: Iterable[Any]) -> dict[str, Tensor]:
     """Return the metrics of `eval_fn` (default: the loss) over many batches, and their `weight`.
 
     Means are those of all batches together: sum(total) / sum(weight), added in float64; a loss that returns a plain
@@ -160,7 +161,7 @@ def _rounds(batches: Iterator[Any], everyone: Axis | None, *, together: bool) ->
         yield batch
 
 
-def _local(step: Any, state: State) -> Local:
+def _local(step: Stations, state: State) -> Local:
     """Return a function of a batch, and of whether its outputs are wanted: this rank's totals and outputs."""
     same_composition(step)
     usable(state, "evaluate")
@@ -188,8 +189,9 @@ def _local(step: Any, state: State) -> Local:
 
 
 def _run(
-    step: Any, state: State, structure: Structure, params: Parameters, batch: Any, order: Order | None, outputs: bool
-) -> tuple[Totals, list]:
+    step: Stations, state: State, structure: Structure, params: Parameters, batch: Any, order: Order | None,
+    outputs: bool,
+) -> tuple[Totals, list]:  # fmt: skip
     """Pass a batch through the stations of an evaluation: batch, split, view, context, layers, loss."""
     call = step.call(state, training=False)
     given = step.given(call, batch, 1)
@@ -203,7 +205,7 @@ def _run(
     ))  # fmt: skip
 
 
-def _shared(step: Any, state: State, totals: Totals) -> Totals:
+def _shared(step: Stations, state: State, totals: Totals) -> Totals:
     """Return the totals of all ranks."""
     if step.everyone is None:
         return totals

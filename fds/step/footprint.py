@@ -7,10 +7,11 @@ from typing import Any
 from fds import tree
 from fds.layout import Bucket
 from fds.state import State
+from fds.step.all_stations import Stations
 from fds.step.structure import Structure
 
 
-def held_bytes(step: Any, structure: Structure, state: State) -> dict[str, int]:
+def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, int]:
     """Return part -> bytes that this rank holds: between steps the parts of the state, within one the others.
 
     `gradients` are their sums; `buckets` at stages 2 and 3 the two that are being filled and reduced; `whole` the
@@ -45,7 +46,7 @@ def held_bytes(step: Any, structure: Structure, state: State) -> dict[str, int]:
     return held
 
 
-def sent_bytes(step: Any, structure: Structure) -> dict[str, int]:
+def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
     """Return station -> bytes that this rank sends in one step; nothing without a layout.
 
     Every bucket is gathered once a step at stages 1 and 2, at stage 3 at most twice a microbatch, unless the loss
@@ -66,9 +67,9 @@ def sent_bytes(step: Any, structure: Structure) -> dict[str, int]:
     return {station: round(n) for station, n in sent.items() if n}
 
 
-def _sum_dtype(step: Any, bucket: Bucket) -> Any:
+def _sum_dtype(step: Stations, bucket: Bucket) -> Any:
     return step.sum.dtype or step.gather.dtype_of(bucket.leaves[0].name, bucket.dtype)
 
 
-def _gathered(step: Any, bucket: Bucket) -> int:
+def _gathered(step: Stations, bucket: Bucket) -> int:
     return bucket.numel * step.gather.dtype_of(bucket.leaves[0].name, bucket.dtype).itemsize

@@ -16,15 +16,16 @@ from fds.optim.returned import first_slots
 from fds.state import State
 from fds.step import check, contracts
 from fds.step.agreement import same_composition
+from fds.step.all_stations import Stations
 from fds.step.structure import check_finite, check_own, contiguous_copy
 
 
-def initial(step: Any, params: Any, key: int | Tensor) -> State:
+def initial(step: Stations, params: Any, key: int | Tensor) -> State:
     """Return the first state of a step, agreed between the ranks that share it; see `Step.init`."""
     return _initial(step, params, random.key(key), step.everyone)
 
 
-def _initial(step: Any, params: Any, key: Tensor, everyone: Axis | None) -> State:
+def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) -> State:
     """Return the first state; `everyone` is the axis to agree over, None for a rank that asks for its own part."""
     if everyone is not None:
         same_composition(step)
@@ -61,13 +62,14 @@ def _initial(step: Any, params: Any, key: Tensor, everyone: Axis | None) -> Stat
 
 
 def beginning(
-    step: Any, held: Any, key: int | Tensor, device: torch.device, *, alone: bool = False
+    step: Stations, held: Any, key: int | Tensor, device: torch.device, *, alone: bool = False
 ) -> State:
     """Return the state of a step that begins with these parameters, as this rank holds them: everything else is fresh.
 
     Where ranks share the step and it is not `alone`, they get the module buffers of the first one at their place.
     """
     structure, parts = step.structure_of(held)
+    assert step.optimizer is not None
     data = None if alone else step.dimensions.data
     flat, key, slots = [x.view(-1) for x in structure.pick(parts)], random.key(key), {}
     with random.seeded(key, "optimizer", *step.dimensions.coordinates):
@@ -90,7 +92,7 @@ def beginning(
     )
 
 
-def traced(step: Any, params: Any) -> State:
+def traced(step: Stations, params: Any) -> State:
     """Return the state that `initial` would make, on `meta`; see `Step.structure`."""
     losses.initial_buffers(step.loss)  # builds what is not built yet, so not on meta
     check.parameters(params)
@@ -103,7 +105,7 @@ def traced(step: Any, params: Any) -> State:
         return tree.map(lambda x: x.to("meta"), _initial(step, params, random.key(0), None))
 
 
-def at_first(step: Any, state: State) -> dict[str, dict[str, Any]]:
+def at_first(step: Stations, state: State) -> dict[str, dict[str, Any]]:
     """Return slots and buffers as they are in the first state with such parameters, on `meta`."""
     buffers = losses.initial_buffers(step.loss)  # builds what is not built yet, so not on meta
     with torch.device("meta"), random.seeded(state.key, "slots"):
@@ -127,12 +129,12 @@ def device_of(held: Any, shapes: Any, everyone: Axis | None) -> torch.device:
     raise StateError("there are no parameters", got=repr(shapes)[:60], want="a pytree of tensors")
 
 
-def _held(step: Any, shapes: Any) -> Any:
+def _held(step: Stations, shapes: Any) -> Any:
     """Return the part of a tree that this rank holds."""
     return {name: x for name, x in shapes.items() if step.dimensions.holds(name)} if step.dimensions.owned else shapes
 
 
-def _made_here(step: Any, shapes: Any, params: Any, alone: bool) -> list[str]:
+def _made_here(step: Stations, shapes: Any, params: Any, alone: bool) -> list[str]:
     """Return the names of the parameters that this rank makes or receives, in order."""
     given = params.given if isinstance(params, losses.Recipe) else () if alone else tree.paths(shapes)
     return [name for name in tree.paths(shapes) if name in given or step.dimensions.holds(name)]
@@ -198,7 +200,7 @@ def _of_rank_0(x: Tensor, data: Axis | None) -> Tensor:
     return x
 
 
-def _read(step: Any, params: Any, key: Tensor, *, own: bool) -> tuple[Any, Any]:
+def _read(step: Stations, params: Any, key: Tensor, *, own: bool) -> tuple[Any, Any]:
     """Return the shapes of the parameters, and what makes them: a recipe or a tree. Raises `StateError`.
 
     Values count where they are this rank's `own`.
@@ -217,6 +219,7 @@ def _read(step: Any, params: Any, key: Tensor, *, own: bool) -> tuple[Any, Any]:
     tree.match(step.gather.float32, names, what="precision(keep_float32=...)")
     still = tree.match(step.frozen, names, what="freeze")
     floats = [name for name, x in tree.paths(shapes).items() if tree.is_float(x)]
+    assert step.optimizer is not None
     step.optimizer.check([name for name in floats if name not in still])
     if step.gather.shard is not None and step.gather.shard.gathers_on_use:
         assert structure.layout is not None

@@ -12,6 +12,7 @@ from fds import tree
 from fds.errors import StateError
 from fds.state import State
 from fds.step.agreement import same_composition
+from fds.step.all_stations import Stations
 from fds.step.check import usable
 from fds.step.gather import Gather
 from fds.step.pool import Pool
@@ -20,13 +21,14 @@ from fds.step.structure import overlap
 Pair = tuple[str, Tensor, Tensor]  # name in the module, what is there, what it is to become
 
 
-def whole_parameters(step: Any, state: State, doing: str, *, copies: bool) -> Any:
+def whole_parameters(step: Stations, state: State, doing: str, *, copies: bool) -> Any:
     """Return the whole parameters in the user's structure; without `copies` they may be the state's own memory."""
     same_composition(step)
     usable(state, doing)
     structure, parts = step.structure_of(state.params)
     if not structure.sharded:
         return step.dimensions.collect(tree.map(torch.clone, state.params) if copies else state.params)
+    assert structure.layout is not None
     exact, views = Gather(shard=step.gather.shard), []
     for bucket, part in zip(structure.layout.buckets, parts, strict=True):
         flat, work = exact.start(bucket, part, Pool())
@@ -35,7 +37,7 @@ def whole_parameters(step: Any, state: State, doing: str, *, copies: bool) -> An
     return step.dimensions.collect(structure.build_whole(structure.layout.collect(views)))
 
 
-def into(step: Any, module: Any, state: State, prefix: str, buffers_prefix: str | None) -> Any:
+def into(step: Stations, module: Any, state: State, prefix: str, buffers_prefix: str | None) -> Any:
     """Write parameters and buffers of a state into a module; see `Step.into`. Nobody writes where a rank refuses."""
     params = tree.paths(whole_parameters(step, state, "into", copies=False))
     buffers = step.dimensions.collect(state.buffers)

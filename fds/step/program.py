@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -12,85 +11,36 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fds import loss as losses, random, tree
-from fds.collectives import Axis
-from fds.layout import Leaf
-from fds.optim import Optimizer, returned
+from fds import loss as losses, tree
+from fds.optim import returned
 from fds.state import State, Token
 from fds.step import check, contracts
 from fds.step.agreement import same_composition
-from fds.step.batch import Split
-from fds.step.buckets import Bucketed
-from fds.step.call import Call, seeded
+from fds.step.all_stations import Stations
+from fds.step.call import seeded
 from fds.step.describe import Description, describe
 from fds.step.donated import Memory as Given, writable
 from fds.step.draws import tie
 from fds.step.evaluation import evaluator
-from fds.step.execution import Executor, Found, InTurn, Microbatch, Pass, Ran, training
-from fds.step.gather import Gather
-from fds.step.given import Given as GivenBatch, cut
-from fds.step.gradients import Gradients, Measure, combined_scale
+from fds.step.execution import Found
+from fds.step.gradients import Gradients, combined_scale
 from fds.step.initial import at_first, initial, traced
 from fds.step.into import into, whole_parameters
-from fds.step.order import Memory, Order
-from fds.step.parameters import open_parameters
 from fds.step.pool import Buffers
 from fds.step.ranges import profiled
-from fds.step.reduce import Reduce
-from fds.step.runtime import Runtime
-from fds.step.seeds import Seeds, guesses
-from fds.step.stations import After, Commit, Composing, Kernels, Place, Scale, unless, with_chosen_kernels
-from fds.step.structure import Structure
-from fds.step.sums import InPlace, Sum
-from fds.step.topology import Dimension, Dimensions
+from fds.step.seeds import guesses
+from fds.step.stations import unless, with_chosen_kernels
 from fds.step.totals import Totals, agree
 
 M = TypeVar("M", bound=nn.Module)
 
 
 @attrs.frozen(eq=False, repr=False)
-class Step:
+class Step(Stations):
     """A training step: a value whose fields are its stations, and a pure function `(state, batch) -> (state, metrics)`.
 
-    `fds.compose(...)(loss)` makes one. The fields down to `place` are the stations in the order in which a step
-    passes them; transforms fill them by `attrs.evolve`.
+    `fds.compose(...)(loss)` makes one; transforms fill the stations, which are those of `Stations`.
     """
-
-    topology: tuple[Dimension, ...] = ()
-    batch: tuple[Callable[[Any, Call], Any], ...] = ()
-    split: Split = Split()
-    frozen: tuple[str, ...] = ()  # patterns of parameters that are not trained
-    gather: Gather = Gather()
-    execute: Executor = InTurn()
-    view: tuple[Callable[[Tensor, Leaf, Call], Tensor], ...] = ()
-    context: tuple[Callable[[Call], contextlib.AbstractContextManager], ...] = ()
-    kernels: Kernels | None = None
-    loss: Any = None
-    eval_loss: Any = None
-    layer: tuple[losses.LayerMap, ...] = ()
-    scale: Scale | None = None
-    sum: Sum = Sum()
-    reduce: Reduce = Reduce()
-    measure: tuple[Measure, ...] = ()
-    condition: tuple[Callable[[Gradients, Call], Gradients], ...] = ()
-    optimizer: Optimizer | None = None
-    commit: Commit | None = None
-    after: tuple[After, ...] = ()
-    place: Place = Place()
-
-    slots: Mapping[str, Callable[[Any, torch.device], Any]] = attrs.field(factory=dict)  # (params, device) -> slot
-    composition: tuple = ()  # the transforms, as they were written
-    composing: Composing = attrs.field(default=Composing(), repr=False)
-    dimensions: Dimensions = attrs.field(default=Dimensions(), repr=False)  # what follows from `topology`
-    runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
-
-    @property
-    def everyone(self) -> Axis | None:
-        """The ranks that share this step, None for one alone."""
-        return self.dimensions.everyone
-
-    def __repr__(self) -> str:
-        return f"compose({', '.join(map(str, self.composition))})({losses.name(self.loss)})"
 
     @check.graphless
     @with_chosen_kernels
@@ -222,70 +172,6 @@ class Step:
         )  # fmt: skip
         return new, self._metrics(totals, state, step, values.rates(), norm, skip)
 
-    def call(self, state: State, *, training: bool = True) -> Call:
-        """Return what fillers may know of a call with this state."""
-        return Call.with_state(state, self.dimensions, training=training)
-
-    def gradients(
-        self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None, call: Call
-    ) -> Found:
-        """Return the gradients of a batch, times `scale` / divisor, summed over microbatches and ranks."""
-        ran, sums = self._run(state, structure, parts, batch, scale, call)
-        used, leaves = sums.used(), sums.finish()
-        wide = torch.float64 in set(map(tree.dtype_of, leaves))
-        totals, wide = self.execute.agree(ran, self.everyone, self.runtime, wide=wide)
-        counted = self.dimensions.add_up(leaves, structure.segments)
-        return Found(totals, leaves, used, counted, ran.buffers, sums.predivide, wide)
-
-    def _run(
-        self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None, call: Call
-    ) -> tuple[Ran, InPlace | Bucketed]:
-        """Run every microbatch forward and backward.
-
-        What only this needs (whole or low-precision parameters, microbatches, graphs) is gone when it returns.
-        """
-        given, pool, order = self.given(call, batch), self.runtime.pool, self.order("step", structure)
-        settings = self.settings(call, state.buffers, given.count)
-        params = open_parameters(self.gather, structure, parts, pool, train=True, order=order)
-        kinds = self.execute.dtypes(params.trained, self.gather.dtype, self.everyone, self.runtime.asked)
-        sums = self.reduce.sums(structure, params.trained, self.sum.dtype, pool, order, kinds)
-        seeds = Seeds.of(self, scale, given.count, kinds, None if self.execute.together else order)
-        run = Pass(
-            self.loss, given, settings, params, structure.trained_names, state.buffers,
-            self.microbatch(self.loss, structure),            order, self.everyone, self.runtime, sums, seeds,
-        )  # fmt: skip
-        with training(settings[0], params, sums, order):
-            return self.execute.train(run), sums
-
-    def microbatch(self, loss: Any, structure: Structure) -> Microbatch:
-        """Return the stations that every microbatch passes."""
-        alone = self.reduce.shard is None
-        return Microbatch(self.view, self.context, structure.leaves, losses.name(loss), alone, self.runtime.asked)
-
-    def given(self, call: Call, batch: Any, n: int | None = None) -> GivenBatch:
-        """Return a batch through the stations `batch` and `split`, in `n` microbatches or as many as `split` says.
-
-        Raises `BatchError`, unless the executor tells other ranks of it.
-        """
-        failed = None
-        if self.execute.reads(batch):
-            try:
-                found = cut(batch, self.batch, self.split if n is None else Split(n), call)
-                return GivenBatch(batch, len(found), found)
-            except Exception as error:
-                if not self.execute.together:
-                    raise
-                failed = error
-        return GivenBatch(batch, self.split.num_microbatches if n is None else n, error=failed)
-
-    def order(self, what: str, structure: Structure) -> Order | None:
-        """Return the order in which ranks meet where each comes at its own time, None where they come at fixed ones."""
-        shard = self.gather.shard
-        if shard is None or not (shard.reduces_each_microbatch if what == "step" else shard.gathers_on_use):
-            return None
-        memory = self.runtime.memories.setdefault((what, structure.layout), Memory())
-        return Order(shard.axis, memory, shard.prefetch if shard.gathers_on_use else 0, what)
-
     def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
         """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.
 
@@ -335,19 +221,6 @@ class Step:
         """
         return describe(self, state, batch)
 
-    def structure_of(self, params: Any) -> tuple[Structure, list[Tensor]]:
-        """Return the structure of these parameters, read once for each kind of tree, and their leaves."""
-        leaves, spec = tree.parts(params)
-        key = (spec, *check.kinds(leaves))
-        known, structure = self.runtime.recent[0]  # read once: other threads may read other trees
-        if known != key:
-            if key not in self.runtime.structures:
-                assert self.optimizer is not None
-                self.runtime.structures[key] = Structure.of(params, self)
-            structure = self.runtime.structures[key]
-            self.runtime.recent[0] = key, structure
-        return structure, leaves
-
     def check(self, state: Any) -> check.Held:
         """Return the tensors of a state that this step can take. Raises `StateError` for any other."""
         check.usable(state, "step")
@@ -360,22 +233,6 @@ class Step:
             check.same_kinds(name, getattr(state, name), want)
         devices = list(map(tree.device_of, structure.pick(leaves)))
         return check.Held(structure, leaves, devices, check.same_slots(state, structure.opt, devices))
-
-    def settings(self, call: Call, buffers: dict[str, Tensor], n: int) -> list[losses.Setting]:
-        """Return the setting of each microbatch: all seeds of a call, computed before its first kernel."""
-        evaluating, base = not call.training, call.key
-        draws = self.execute.draws(self.eval_loss if evaluating else self.loss)
-        first = self.dimensions.share_of_batch[0] * n
-        keys = [random.fold_in(base, first + i) for i in range(n)]
-        low = self.gather.dtype in (torch.float16, torch.bfloat16)
-        held = losses.carried_buffers(self.loss, self.eval_loss, buffers) if evaluating else None
-        seen, busy = ([], None) if evaluating else (None, [])
-        mode = losses.Mode(evaluating, self.gather.float32, held, low, seen, busy)
-        return [
-            losses.Setting([random.seed(k, j) if d else None for j, d in enumerate(draws)], (call.device,), mode,
-                           () if evaluating else self.layer, call.of(k))
-            for k in keys
-        ]  # fmt: skip
 
     def _agree(self, found: Found, calls: int) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""

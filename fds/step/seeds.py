@@ -54,20 +54,30 @@ class Seeds:
 
     @classmethod
     def of(
-        cls, step: Any, scale: Tensor | None, num_microbatches: int, kinds: Iterable[torch.dtype | None],
-        order: Order | None,
+        cls, scale: Tensor | None, num_microbatches: int, kinds: list[torch.dtype], sum_dtype: torch.dtype | None,
+        others: Iterable[torch.dtype | None], *, data: Axis | None, asked: dict[str, list[str]], order: Order | None,
     ) -> Seeds:  # fmt: skip
-        """Return the seeds of a call of this step; `kinds` are the dtypes of the parameters that the loss sees."""
-        kinds, share = list(kinds), None
-        low, sums = _computes_in_float16(step, kinds), kinds if step.sum.dtype is None else [step.sum.dtype]
+        """Return the seeds of a call.
+
+        Args:
+            scale: () float64, of the loss; None is 1.
+            num_microbatches: of this rank.
+            kinds: dtypes of the parameters that the loss sees.
+            sum_dtype: of the sums over microbatches, None for the parameters' own.
+            others: dtypes in which anything else is computed or sent.
+            data: the ranks whose gradients are added.
+            asked: what they have agreed on in earlier calls.
+            order: in which they meet, where each gathers at its own time.
+        """
+        share, sums = None, kinds if sum_dtype is None else [sum_dtype]
+        low = torch.float16 in {sum_dtype, *others, *kinds}
         if low and scale is not None:
             share = num_microbatches
         elif scale is not None or torch.float16 in sums:
             share = 1 << (num_microbatches.bit_length() - 1)
         elif low:
             share = 1
-        shard = step.reduce.shard
-        return cls(scale, share, None if shard is None else shard.data, step.runtime.asked, order)
+        return cls(scale, share, data, asked, order)
 
     def seed(self, outcome: Outcome, batch: Any) -> Tensor | None:
         """Return where the backward of a microbatch begins, () of its total's dtype; None for 1."""
@@ -118,12 +128,6 @@ class Seeds:
                 hint="a scalar is fds.Mean(loss, 1)",
             )  # fmt: skip
         return agreed
-
-
-def _computes_in_float16(step: Any, kinds: Iterable[torch.dtype | None]) -> bool:
-    """Say whether anything is computed, added or sent in float16, as far as the step can know."""
-    contexts = (getattr(one, "dtype", None) for one in step.context)
-    return torch.float16 in {step.sum.dtype, step.reduce.dtype, *contexts, *kinds}
 
 
 def guesses(totals: Totals) -> bool:

@@ -16,7 +16,7 @@ from fds.step import contracts
 from fds.step.call import Call
 
 P = ParamSpec("P")
-S = TypeVar("S")
+S = TypeVar("S", bound="HasKernels")
 R = TypeVar("R")
 
 
@@ -28,7 +28,16 @@ class Kernels(Protocol):
         ...
 
 
-def chosen_kernels(step: Any) -> contextlib.AbstractContextManager:
+class HasKernels(Protocol):
+    """A record with the station `kernels`."""
+
+    @property
+    def kernels(self) -> Kernels | None:
+        """Which kernels run; None where no transform chooses."""
+        ...
+
+
+def chosen_kernels(step: HasKernels) -> contextlib.AbstractContextManager:
     """Return the scope of a step's kernels, which does nothing where no transform chooses."""
     if step.kernels is None:
         return contextlib.nullcontext()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, islice
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -18,6 +18,23 @@ from fds.optim import Optimizer
 from fds.optim.returned import first_slots
 from fds.step.handles import Window
 from fds.step.shard import Shard
+from fds.step.topology import Dimensions
+
+
+class Gathers(Protocol):
+    """What the station `gather` says of a parameter."""
+
+    def casts(self, name: str) -> bool:
+        """Say whether it is cast."""
+        ...
+
+    def persists(self, numel: int) -> bool:
+        """Say whether one of so many elements stays whole for the length of a step."""
+        ...
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the loss sees one that is held in `dtype`."""
+        ...
 
 
 @attrs.frozen
@@ -53,28 +70,32 @@ class Structure:
     windows: list[list[Window]] = attrs.field(factory=list, init=False, repr=False)  # of stage 3's handles, by bucket
 
     @classmethod
-    def of(cls, params: Any, step: Any) -> Structure:
-        """Read the structure of a tree of tensors, or of `Sharded` ones.
+    def of(
+        cls, params: Any, *, gather: Gathers, shard: Shard | None, optimizer: Optimizer, frozen: Sequence[str],
+        dimensions: Dimensions, text: str,
+    ) -> Structure:  # fmt: skip
+        """Read the structure of a tree of tensors, or of `Sharded` ones, for a step of this `text`.
 
         Raises `StateError` for a leaf that is no tensor, and for what was sharded in another way.
         """
-        shard: Shard | None = step.reduce.shard
+        read = functools.partial(read_leaves, gather=gather, shard=shard, optimizer=optimizer, frozen=frozen,
+                                 dimensions=dimensions)  # fmt: skip
         if isinstance(params, Sharded):
             layout = params.layout
             told = {leaf.name: leaf for bucket in layout.buckets for leaf in bucket.leaves}
             shapes = {n: torch.empty(told[n].shape, dtype=told[n].dtype, device="meta") for n in layout.names}
-            same = all(leaf == told[leaf.name] for leaf in read_leaves(shapes, step))
+            same = all(leaf == told[leaf.name] for leaf in read(shapes))
             if shard is None or not shard.slices_state or layout.num_ranks != shard.axis.size or not same:
                 raise StateError(
                     "these parameters are sharded in another way", where="params",
                     got=f"slices of {len(layout.buckets)} buckets for {layout.num_ranks} ranks",
-                    want=f"those of {step}", hint="ranks, optimizer groups, frozen and float32 parameters "
+                    want=f"those of {text}", hint="ranks, optimizer groups, frozen and float32 parameters "
                     "decide on them; fds.save and fds.load carry a state over, step.params(state) gives whole ones",
                 )  # fmt: skip
-            return cls._of_layout(layout, shard, step.optimizer)
-        leaves = read_leaves(tree.paths(params), step)
+            return cls._of_layout(layout, shard, optimizer)
+        leaves = read(tree.paths(params))
         if shard is not None and shard.slices_state:
-            return cls._of_layout(shard.plan(leaves, tree.structure(params)), shard, step.optimizer)
+            return cls._of_layout(shard.plan(leaves, tree.structure(params)), shard, optimizer)
         live = [leaf for leaf in leaves if leaf.trained]
         layout = None if shard is None else shard.plan(live, None)
         build, names = tree.flatten(params)[1], tuple(leaf.name for leaf in leaves)
@@ -82,9 +103,9 @@ class Structure:
         made = cls(
             names, tuple(leaf.name for leaf in live), names, tuple(torch.Size(leaf.shape) for leaf in leaves),
             tuple(i for i, leaf in enumerate(leaves) if leaf.trained), build, build, segments, layout, False,
-            _casts(leaves, step), {leaf.name: leaf for leaf in leaves}, {},
+            _casts(leaves, gather), {leaf.name: leaf for leaf in leaves}, {},
         )  # fmt: skip
-        return made._with_slots(step.optimizer, [(leaf.numel, leaf.dtype) for leaf in live])
+        return made._with_slots(optimizer, [(leaf.numel, leaf.dtype) for leaf in live])
 
     @classmethod
     def _of_layout(cls, layout: Layout, shard: Shard, optimizer: Optimizer) -> Structure:
@@ -171,9 +192,11 @@ class Structure:
         }
 
 
-def read_leaves(named: dict[str, Any], step: Any) -> list[Leaf]:
+def read_leaves(
+    named: dict[str, Any], *, gather: Gathers, shard: Shard | None, optimizer: Optimizer, frozen: Sequence[str],
+    dimensions: Dimensions,
+) -> list[Leaf]:  # fmt: skip
     """Return what planning must know of every leaf. Raises `StateError` for one that is no real tensor."""
-    optimizer, shard = step.optimizer, step.reduce.shard
     slices = shard is not None and shard.slices_state
     for name, x in named.items():
         if not isinstance(x, Tensor):
@@ -181,19 +204,19 @@ def read_leaves(named: dict[str, Any], step: Any) -> list[Leaf]:
         if x.is_complex():
             raise StateError("a parameter is complex", where=name, got=str(x.dtype), want="a real dtype",
                              hint="keep real and imaginary part: torch.view_as_real")  # fmt: skip
-    still = tree.match(step.frozen, step.dimensions.names(tuple(named)), what="freeze")
+    still = tree.match(frozen, dimensions.names(tuple(named)), what="freeze")
     leaves = []
     for name, x in named.items():
         trained = tree.is_float(x) and name not in still
         group = optimizer.group(name) if trained else None
-        kind = (group, step.gather.casts(name), step.gather.persists(x.numel()), step.dimensions.kind(name))
+        kind = (group, gather.casts(name), gather.persists(x.numel()), dimensions.kind(name))
         whole = slices and trained and optimizer.needs_whole(name)
         leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, whole))
     return leaves
 
 
-def _casts(leaves: Sequence[Leaf], step: Any) -> tuple[torch.dtype, ...] | None:
-    seen = tuple(step.gather.dtype_of(leaf.name, leaf.dtype) for leaf in leaves)
+def _casts(leaves: Sequence[Leaf], gather: Gathers) -> tuple[torch.dtype, ...] | None:
+    seen = tuple(gather.dtype_of(leaf.name, leaf.dtype) for leaf in leaves)
     return None if seen == tuple(leaf.dtype for leaf in leaves) else seen
 
 
