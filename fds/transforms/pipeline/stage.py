@@ -49,6 +49,31 @@ class Piece:
         return [x for x in self.inputs if x is not None]
 
 
+@attrs.frozen(eq=False)
+class Viewed:
+    """What views made of the trained parameters for a microbatch, and the same cut off, which its layers read.
+
+    The gradients of a parameter add up where it is cut off, so the backward of its views runs once, however many pieces
+    the layers' backward has.
+    """
+
+    made: list[Tensor]
+    leaves: list[Tensor]
+
+    @classmethod
+    def of(cls, params: dict[str, Tensor]) -> tuple[dict[str, Tensor], Viewed]:
+        """Return parameters as the layers read them, cut off."""
+        cut = {name: x.detach().requires_grad_() for name, x in params.items() if x.requires_grad}
+        return {**params, **cut}, cls([params[name] for name in cut], list(cut.values()))
+
+    def backward(self, params: Sequence[Tensor]) -> None:
+        """Run the backward of the views, to these parameters."""
+        pairs = [(get_gradient_edge(x), leaf.grad) for x, leaf in zip(self.made, self.leaves, strict=True)]
+        arrived = [(edge, grad) for edge, grad in pairs if grad is not None]
+        if arrived:
+            autodiff.backward_by([edge for edge, _ in arrived], [grad for _, grad in arrived], list(params))
+
+
 class Stage:
     """Layers `layers` of a loss, for the length of a step.
 
@@ -65,6 +90,7 @@ class Stage:
         self.is_last = layers.stop == len(loss)
         self.held: dict[int, list[Piece]] = {}  # by microbatch
         self.rests: dict[int, list[Rest]] = {}  # what W still has to do
+        self.viewed: dict[int, Viewed] = {}  # where there are views
         self.whole: set[int] = set()  # layers that B ran whole
         names = [name for layer in layers for name in loss.layer(layer).params]
         self.ties = len(set(names)) < len(names)  # two of its layers share a parameter: its gradient comes in parts
@@ -82,6 +108,8 @@ class Stage:
         rows = targets if self.layers.start else (packet.leaves, targets)
         at = f"values given to stage {self.layers}, {setting.mode.evaluating}"
         with self.each.opened(self.params, rows, setting, at) as params:
+            if trains and self.each.view:
+                params, self.viewed[i] = Viewed.of(params)
             calls = losses.layer_calls(self.loss, self.layers, params, current, setting)
             calls = setting.mapped(calls)
             groups = _groups(calls) if split else [calls]
@@ -109,7 +137,8 @@ class Stage:
 
         def run(_: list[Tensor]) -> None:
             for piece in reversed(self.held.pop(i)):
-                found[0] = self._backward(piece, found[0])
+                found[0] = self._backward(i, piece, found[0])
+            self._views_backward(i)
 
         self.add(run, last=last, in_parts=self.ties)
         return list(found[0])
@@ -124,7 +153,7 @@ class Stage:
                 edges, arrived = piece.roots(found[0])
                 halves = None
                 if edges and not piece.whole:
-                    halves = backward_input(edges, arrived, piece.wanted(), self.leaves)
+                    halves = backward_input(edges, arrived, piece.wanted(), self._leaves(i))
                 if halves is not None:
                     by_input = iter(halves[0])
                     found[0] = [None if x is None else next(by_input) for x in piece.inputs]
@@ -132,7 +161,7 @@ class Stage:
                     continue
                 if edges:
                     self.whole.update(piece.layers)
-                found[0] = self._backward(piece, found[0])
+                found[0] = self._backward(i, piece, found[0])
 
         self.add(run, last=False, in_parts=self.ties)
         return list(found[0])
@@ -144,13 +173,22 @@ class Stage:
         def run(_: list[Tensor]) -> None:
             while rests:
                 rests.pop(0)()
+            self._views_backward(i)
 
         self.add(run, last=last, in_parts=self.ties)
 
-    def _backward(self, piece: Piece, grads: Grads) -> list[Tensor | None]:
+    def _leaves(self, i: int) -> list[Tensor]:
+        """Return where the gradients of microbatch `i` arrive: the trained parameters, or what is cut off from them."""
+        return self.viewed[i].leaves if i in self.viewed else self.leaves
+
+    def _views_backward(self, i: int) -> None:
+        if i in self.viewed:
+            self.viewed.pop(i).backward(self.leaves)
+
+    def _backward(self, i: int, piece: Piece, grads: Grads) -> list[Tensor | None]:
         edges, arrived = piece.roots(grads)
         wanted = piece.wanted()
-        inputs = [*wanted, *self.leaves]
+        inputs = [*wanted, *self._leaves(i)]
         if edges and inputs:
             autodiff.backward_by(edges, arrived, inputs)
         found = [None if x is None else x.grad for x in piece.inputs]
