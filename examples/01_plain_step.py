@@ -1,7 +1,7 @@
 """Train with a step that is a pure function: (state, batch) -> (state, metrics).
 
 The model guesses the next byte of a Python file from the eight before it. Its parameters leave it once, through
-`fds.functional`; from there on everything about the run is in `state`, and a step changes nothing that it is given.
+`fds.functional`; from there on everything about the run is in `state`, and a step does not change its arguments.
 """
 
 import inspect

@@ -45,7 +45,7 @@ def loss_fn(params, batch):
 
 
 def saved_bytes(step, state, batch):
-    """Return the new state, and the most bytes of activations that backward had to wait for at once."""
+    """Return the new state, and the peak bytes of activations saved for backward."""
     most, held = 0, {}
 
     def pack(x):
@@ -55,7 +55,7 @@ def saved_bytes(step, state, batch):
         return x
 
     def unpack(x):
-        held.clear()  # backward has begun, the next microbatch starts anew
+        held.clear()  # backward has begun: the next microbatch starts at zero
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -76,7 +76,7 @@ assert int(parts.step) == 1  # one update
 assert parts_bytes < 0.5 * whole_bytes
 assert apart < 1e-4
 
-# A batch that does not divide is refused before anything has happened.
+# A batch that does not divide raises an error before anything is computed.
 try:
     step(state, batch(0, rows=63))
 except fds.FdsError as error:

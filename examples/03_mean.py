@@ -1,7 +1,7 @@
-"""Return a `Mean`, and accumulation is exact where microbatches weigh differently.
+"""Return a `Mean`, and accumulation is exact if microbatches have different weights.
 
-The loss counts only bytes that are no spaces, so one microbatch has more to say than another. The mean of their means
-is wrong; `Mean(total, weight)` keeps numerator and denominator apart until the whole batch is summed.
+The loss counts only bytes that are not spaces, so microbatches have different weights. The mean of their means is
+wrong; `Mean(total, weight)` keeps numerator and denominator apart until the whole batch is summed.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """Let the learning rate, or any number of an optimizer, follow a curve.
 
-A schedule is a pure function f(t) of the updates applied before this one, so the first update uses f(0). It stands
-where the number stood. Any callable of t will do; `fds.schedules` has the usual ones.
+A schedule is a pure function f(t) of the number of updates applied before this one, so the first update uses f(0). It
+is passed instead of the number. Any callable of t will do; `fds.schedules` has the usual ones.
 """
 
 import inspect
@@ -53,7 +53,7 @@ swing = fds.schedules.one_cycle_momentum(0.85, 0.95, first_steps=40, second_step
 for lr, betas in (
     (3e-3, (0.9, 0.99)),
     (curve, (0.9, 0.99)),
-    (cycle, (swing, 0.99)),  # one cycle moves Adam's first beta against the learning rate
+    (cycle, (swing, 0.99)),  # one cycle moves Adam's first beta opposite to the learning rate
     (lambda t: 3e-3 * 0.98**t, (0.9, 0.99)),
 ):
     step = fds.compose(fds.accumulate(4), fds.clip_by_global_norm(0.5), fds.adamw(lr=lr, betas=betas))(loss_fn)
@@ -67,4 +67,4 @@ for lr, betas in (
     print(f"lr {shown}   loss {metrics['loss']:.3f}   {getattr(lr, '__name__', lr)}")
 
 print("momentum " + " ".join(f"{swing(t):.3f}" for t in (0, 10, 40, 70, 99)))
-assert curve(0) == 0 and curve(99) < 1e-6  # from zero, and the last of 100 updates is the end
+assert curve(0) == 0 and curve(99) < 1e-6  # starts at zero and ends with the last of 100 updates

@@ -1,4 +1,4 @@
-"""Give each parameter its own optimizer, by the pattern that its name matches first.
+"""Give each parameter an optimizer, that of the first pattern which its name matches.
 
 Muon for the matrices inside, AdamW for the rest, and no weight decay on biases and norms.
 """
@@ -56,7 +56,7 @@ for i in range(100):
     state, metrics = step(state, batch(i))
 print(f"loss {metrics['loss']:.3f}")
 
-# The optimizer's state lies in `state.opt`, slot by slot under the parameters' names; muon keeps half of Adam's.
+# The optimizer state is in `state.opt`, by slot and parameter name; Muon keeps half as much as Adam.
 for slot, tensors in state.opt.items():
     print(f"{slot:<16} {', '.join(tensors)}")
 assert list(state.opt["momentum_buffer"]) == ["hidden.weight"]
@@ -66,7 +66,7 @@ saved = fds.tree.num_bytes(adam.opt) - fds.tree.num_bytes(state.opt)
 print(f"{fds.tree.num_bytes(state.opt):,} bytes of optimizer state, {saved:,} fewer than AdamW alone")
 assert saved == params["hidden.weight"].nbytes
 
-# A pattern that matches nothing is a mistake, and says so.
+# A pattern that matches nothing is an error.
 try:
     fds.compose(fds.by_name({"hiden.*": fds.muon(), "*": fds.adamw()}))(loss_fn).init(params)
 except fds.FdsError as error:

@@ -1,4 +1,4 @@
-"""Write the model as `Layers`: a sequence in the open, built from a key, with tied parameters.
+"""Write the model as `Layers`: a visible sequence, built from a key, with tied parameters.
 
 A `LayerSpec` is a layer to be built later. `TiedLayerSpec`s of one key share parameters: here the embedding is also the
 output projection. The result is a loss like any other, and transforms can see its layers.
@@ -56,6 +56,6 @@ for i in range(150):
 print(f"loss {metrics['loss']:.3f}")
 assert metrics["loss"] < 3.5
 
-# Both uses of the tied table send it gradient: bytes that no context holds are moved as well, as possible answers.
+# Both uses of the tied table contribute gradients: bytes outside the context are updated too, as possible outputs.
 unseen = sorted(set(range(256)) - set(windows.flatten().tolist()))
 assert not torch.equal(state.params["bytes.weight"][unseen], again.params["bytes.weight"][unseen])

@@ -1,6 +1,6 @@
-"""Checkpoint activations: keep the inputs of layers, and compute the rest again in backward.
+"""Checkpoint activations: save only the inputs of layers, and recompute the rest in backward.
 
-Memory is measured, not assumed: the peak of what the profiler sees allocated during one step.
+Memory is measured: the peak that the profiler sees allocated during one step.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fds
 
-os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler logs its own start and stop otherwise
+os.environ["KINETO_LOG_LEVEL"] = "99"  # else the profiler logs its start and stop
 torch.set_num_threads(1)  # a model this small is fastest on one
 text = torch.tensor(list(inspect.getsource(textwrap).encode()))
 windows = text.unfold(0, 9, 1)  # eight bytes, and the one that follows them
@@ -41,7 +41,7 @@ loss_fn = fds.Layers(
 
 
 def peak_bytes(step, state, batch):
-    """Return the new state and the most bytes that the step had allocated at once, beyond what was there before."""
+    """Return the new state, and the peak bytes allocated by the step in addition to those before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         state, _ = step(state, batch)
     held = most = 0
@@ -66,7 +66,7 @@ for name, transforms in {
 
 assert peaks["every layer"] < 0.5 * peaks["nothing"]
 assert peaks["every layer"] < peaks["but matmuls"] < peaks["nothing"]
-for name in peaks:  # dropout included, the numbers are the same
+for name in peaks:  # the results are equal, including dropout
     pairs = zip(results[name].params.values(), results["nothing"].params.values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 print("parameters are equal bit for bit, dropout included")

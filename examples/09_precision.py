@@ -46,7 +46,7 @@ def loss_fn(params, batch):
 
 
 def moved(new, old):
-    """Return the share of elements that an update has changed."""
+    """Return the fraction of elements that an update has changed."""
     changed = sum(int((new[name] != old[name]).sum()) for name in old)
     return changed / sum(x.numel() for x in old.values())
 

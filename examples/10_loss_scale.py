@@ -1,8 +1,8 @@
 """Train in float16: scale the loss, and skip the steps that overflow.
 
-float16 ends at 65504 and begins at 6e-8. The scale lifts small gradients above the floor; where it lifts too far,
-gradients overflow, the step is skipped and the scale halved. A skipped step is not counted: `state.step`, and so the
-learning rate, stay, only `state.calls` goes on.
+float16 ranges from 6e-8 to 65504. The scale keeps small gradients from underflow; if it is too large, gradients
+overflow, the step is skipped and the scale is halved. A skipped step is not counted: `state.step`, and so the learning
+rate, stay the same; only `state.calls` increases.
 """
 
 import inspect

@@ -57,7 +57,7 @@ print(f"running mean {first.buffers['norm.running_mean'][:3].tolist()} -> {state
 assert seen == 4 * 100
 assert int(first.buffers["norm.num_batches_tracked"]) == 0
 
-# Evaluation normalizes by the running statistics: rows do not see each other, and nothing is updated.
+# Evaluation normalizes by the running statistics: rows are independent of each other, and nothing is updated.
 context, following = batch(1000)
 together = step.evaluate(state, (context, following))["loss"]
 alone = sum(step.evaluate(state, (context[i : i + 1], following[i : i + 1]))["loss"] for i in range(64)) / 64

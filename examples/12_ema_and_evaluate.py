@@ -1,7 +1,7 @@
-"""Average the parameters, and evaluate the average on text that was held out.
+"""Average the parameters, and evaluate the average on held-out text.
 
-`ema` keeps its average in a slot of the state, under its name. To evaluate it, put it where the parameters are: a
-state is a value. An `eval_fn` of your own may return more metrics than the loss.
+`ema` keeps its average in a slot of the state, under its name. To evaluate it, replace the parameters by it: a state is
+a value. An `eval_fn` of your own may return more metrics than the loss.
 """
 
 import inspect
@@ -69,6 +69,6 @@ for name, one in (("last", state), ("averaged", averaged)):
     print(f"{name:<9} held-out loss {scores[name]:.3f}, accuracy {accuracy:.1%}")
 assert scores["averaged"] < scores["last"]
 
-# The last output comes along if asked for.
+# The last output is returned on request.
 outputs = step.evaluate(averaged, (held_out[:5, :8], held_out[:5, 8]), outputs=True)["outputs"]
 assert outputs.shape == (5, 256)

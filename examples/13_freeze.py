@@ -1,6 +1,6 @@
 """Freeze parameters by name: no gradient, no gradient bytes, no optimizer state.
 
-A model is trained, then its head alone is made anew and trained on: what fine-tuning costs is what it trains.
+A model is trained, then only its head is initialized again and trained: the cost is that of the trained part.
 """
 
 import inspect

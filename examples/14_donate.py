@@ -1,7 +1,7 @@
-"""Donate the state: the step writes over it, and its memory is the new state's.
+"""Donate the state: the step overwrites it, and the new state uses its memory.
 
 The pure step keeps the old state readable, so two copies exist while both are held. A training loop that writes
-`state, metrics = step(state, batch)` has no use for the old one; with `fds.donate()` it gives it up.
+`state, metrics = step(state, batch)` does not need the old one; `fds.donate()` lets the step reuse it.
 """
 
 import inspect
@@ -63,7 +63,7 @@ assert all(torch.equal(state.params[name], given.params[name]) for name in param
 size = fds.tree.num_bytes((given.params, given.opt))
 print(f"50 updates within the same {size:,} bytes, equal bit for bit to the pure step, loss {metrics['loss']:.3f}")
 
-# A state that was given up is refused, by every entry of fds.
+# Every function of fds raises an error for a donated state.
 after, _ = step(given, batch(50))
 try:
     step.evaluate(given, batch(51))

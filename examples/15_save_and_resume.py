@@ -1,6 +1,6 @@
 """Save, and resume bit for bit, dropout included.
 
-A save is a folder: tensors as safetensors, the rest as JSON, renamed into place when it is whole. All randomness
+A save is a folder: tensors as safetensors, the rest as JSON, renamed into place when it is complete. All randomness
 comes from `state.key` and `state.calls`, so the resumed run draws what the uninterrupted one would have drawn.
 """
 
@@ -71,7 +71,7 @@ with tempfile.TemporaryDirectory() as folder:
     path = fds.save(folder, half, step, extra={"next_batch": 30})
     print(f"saved {sorted(p.name for p in path.iterdir())} in {path.name}")
 
-    step = new_step()  # as another process would; of params only the structure is read
+    step = new_step()  # as in another process; only the structure of params is read
     state, extra = fds.load(folder, step, params)
     resumed = run(step, state, extra["next_batch"], 60)
 
@@ -79,7 +79,7 @@ with tempfile.TemporaryDirectory() as folder:
     assert all(torch.equal(x, fds.tree.paths(resumed)[name]) for name, x in names.items())
     print(f"{len(names)} tensors are equal bit for bit")
 
-    # A save of another model is refused, and the first parameter that differs is named.
+    # Loading a save of another model is an error that names the first parameter that differs.
     try:
         fds.load(folder, step, {**params, "head.weight": torch.empty(300, 128)})
     except fds.FdsError as error:

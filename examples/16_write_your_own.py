@@ -1,8 +1,8 @@
 """Write a transform of your own: a function that fills a station.
 
-Gradient centralization (Yong et al. 2020, arXiv:2004.01461) subtracts from the gradient of each row of a weight its
-mean. It maps gradients to gradients, so its station is `condition`, and it works with everything else at once. Only
-slices of gradients it cannot use, since it needs whole rows: where ranks have those, the composition is refused.
+Gradient centralization (Yong et al. 2020, arXiv:2004.01461) subtracts its mean from the gradient of
+each row of a weight. It maps gradients to gradients, so its station is `condition`, and it composes with everything
+else. It needs whole rows, not slices of gradients: where ranks have slices, composing raises an error.
 """
 
 import inspect
@@ -50,11 +50,11 @@ def loss_fn(params, batch):
 def centralize():
     """Take the mean over all dims but the first from every gradient of two or more dims."""
 
-    def condition(grads, call):  # the true gradients are leaves / scale; a linear map need not care
+    def condition(grads, call):  # gradients are leaves / scale; a linear map can ignore the scale
         for g in grads.leaves:
             if g.dim() > 1:
                 g.sub_(g.mean(dim=tuple(range(1, g.dim())), keepdim=True))
-        return fds.step.Gradients(grads.leaves, grads.scale)  # a new record: a norm measured before is no longer true
+        return fds.step.Gradients(grads.leaves, grads.scale)  # new, since a norm measured before is out of date
 
     return lambda step: fds.step.fill(step, condition=condition)
 
@@ -71,7 +71,7 @@ for i in range(100):
     state, metrics = step(state, batch(i))
 print(f"loss {metrics['loss']:.3f}")
 
-# A centralized update moves no row's mean.
+# A centralized update does not change the mean of any row.
 for name in ("embed.weight", "hidden.weight", "head.weight"):
     moved = state.params[name] - first.params[name]
     most, mean = float(moved.abs().max()), float(moved.mean(dim=1).abs().max())

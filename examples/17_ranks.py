@@ -1,7 +1,7 @@
-"""Train on several ranks: every rank passes its own rows, and the step is that of all the rows together.
+"""Train on several ranks: every rank passes its own rows, and the step is that of all rows together.
 
-`fds.mesh(dp=-1)` names an axis over the ranks that run, and `shard_optimizer(axis, stage=0)` sums gradients along it;
-the rest of the step stays as it was. Ranks are processes under torchrun; `fds.simulate` runs them in this process, as
+`fds.mesh(dp=-1)` names an axis over all ranks, and `shard_optimizer(axis, stage=0)` sums gradients along it; the rest
+of the step stays the same. Ranks are processes under torchrun; `fds.simulate` runs them in this process, as
 threads that take turns. The function that trains is the same:
 
     python examples/17_ranks.py
@@ -53,11 +53,11 @@ def loss_fn(params, batch):
 
 
 def train():
-    dp = fds.mesh(dp=-1)["dp"]  # all ranks; made here, because a mesh is of the ranks that run
+    dp = fds.mesh(dp=-1)["dp"]  # all ranks; created here, where the ranks run
     step = fds.compose(fds.accumulate(2), fds.shard_optimizer(dp, stage=0), fds.adamw(lr=3e-3))(loss_fn)
     state = step.init(params, key=0)  # every rank gets rank 0's values
     for i in range(10):
-        rows = [x.chunk(dp.size)[dp.index] for x in batch(i)]  # a data loader would read these only
+        rows = [x.chunk(dp.size)[dp.index] for x in batch(i)]  # a data loader would read only these
         state, metrics = step(state, rows)
     return step.params(state), metrics
 
@@ -77,21 +77,21 @@ def apart(a, b):
 
 fds.init_distributed()  # joins the ranks that torchrun, Slurm or MPI started; without them there is one
 world = fds.mesh(dp=-1)
-results = [train()] if world.size > 1 else fds.simulate(train, 4)  # what each rank returned
+results = [train()] if world.size > 1 else fds.simulate(train, 4)  # one result per rank
 ranks = max(world.size, len(results))
 
 expected, one_rank = plain(2 * ranks)
 after, metrics = results[0]
 for other, others_metrics in results:
     assert apart(after, other) == 0  # ranks agree bit for bit
-    assert others_metrics["loss"] == metrics["loss"]  # the mean over all rows, wherever they were
+    assert others_metrics["loss"] == metrics["loss"]  # the mean over all rows
 assert abs(metrics["loss"] - one_rank["loss"]) < 1e-5
 assert apart(after, expected) < 1e-3  # to rounding: two microbatches are summed first, then the ranks
 if world.rank == 0:
     print(f"{ranks} ranks: loss {metrics['loss']:.6f}; one rank: {one_rank['loss']:.6f}")
     print(f"after 10 updates their parameters differ by {apart(after, expected):.1e} at most")
 
-# A mesh that does not fit the ranks is refused.
+# A mesh that does not fit the ranks is an error.
 try:
     fds.mesh(tp=world.size + 1, dp=-1)
 except fds.errors.MeshError as error:

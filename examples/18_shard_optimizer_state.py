@@ -1,8 +1,8 @@
-"""ZeRO stage 1: a rank keeps one slice of the parameters and of the optimizer's state, and updates that.
+"""ZeRO stage 1: a rank keeps one slice of the parameters and of the optimizer state, and updates only that.
 
-Parameters are put end to end into flat buckets, and each is cut into as many slices as there are ranks. A step gathers
-whole parameters at its start, sums gradients once at its end and updates its slice: stage 0 in other words, bit for
-bit, for a fraction of the memory between steps and no more traffic.
+Parameters are concatenated into flat buckets, and each bucket is cut into one slice per rank. A step gathers whole
+parameters at its start, sums gradients once at its end and updates its slice: bit-equal to stage 0, with a fraction of
+the memory between steps and the same traffic.
 """
 
 import inspect
@@ -57,7 +57,7 @@ def train(stage):
         rows = [x.chunk(dp.size)[dp.index] for x in batch(i)]
         state, _ = step(state, rows)
     held = {name: tuple(x.shape) for name, x in fds.tree.paths(state).items()}
-    return step.params(state), step.describe(state), held  # whole parameters: all ranks ask for them
+    return step.params(state), step.describe(state), held  # whole parameters: a collective
 
 
 def apart(a, b):
@@ -70,15 +70,15 @@ sliced, part, held = results[0]
 print(part)
 print("a rank's state:", ", ".join(f"{name} {shape}" for name, shape in held.items() if shape))
 
-# Slices cover everything once, but for the zeros that fill buckets up.
+# Slices cover everything once, except for the padding of buckets.
 P = sum(x.numel() for x in params.values())
 for name in ("params", "opt"):
     print(f"{name:<6} {full.num_bytes[name]:>9,} bytes at stage 0, {part.num_bytes[name]:>9,} at stage 1")
     assert part.num_bytes[name] * 4 <= full.num_bytes[name] * 1.01
 assert full.num_bytes["params"] == 4 * P and full.num_bytes["opt"] == 2 * 4 * P  # float32, Adam's two averages
-assert part.num_bytes["whole"] == part.num_bytes["gradients"] == 4 * P  # within a step only
+assert part.num_bytes["whole"] == part.num_bytes["gradients"] == 4 * P  # only within a step
 
-# The same sums in the same order, so the same bits, on every rank.
+# The same sums in the same order give the same bits on every rank.
 assert all(apart(everywhere, other) == 0 for other, _, _ in results)
 assert sum(part.sent.values()) == sum(full.sent.values())
 print(f"equal bit for bit; a rank sends {sum(part.sent.values()):,} bytes a step at either stage")

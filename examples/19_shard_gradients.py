@@ -1,8 +1,8 @@
-"""ZeRO stage 2: a rank keeps one slice of the gradients, too.
+"""ZeRO stage 2: a rank also keeps only one slice of the gradients.
 
-As soon as backward has filled a bucket, its gradients are summed over the ranks and only the slice is kept. So the
-buffer of whole gradients is gone, and they are sent once a microbatch, not once a step: `accumulate(n)` costs n times
-the traffic.
+As soon as backward has filled a bucket, its gradients are summed over the ranks and only the slice is kept. So there is
+no buffer of whole gradients, and they are sent once per microbatch instead of once per step: `accumulate(n)` costs n
+times the traffic.
 """
 
 import functools
@@ -54,7 +54,7 @@ def train(stage, num_microbatches):
     dp = fds.mesh(dp=-1)["dp"]
     step = fds.compose(
         fds.accumulate(num_microbatches),
-        fds.shard_optimizer(dp, stage=stage, bucket_bytes=64 * 1024),  # for large models the default is right
+        fds.shard_optimizer(dp, stage=stage, bucket_bytes=64 * 1024),  # the default suits larger models
         fds.adamw(lr=3e-3),
     )(loss_fn)
     state = step.init(params, key=0)
@@ -74,7 +74,7 @@ print("stage  microbatches  gradients  two buckets  gradients sent")
 for (stage, n), (_, told, traffic) in results.items():
     held = told.num_bytes
     print(f"{stage:>5}  {n:>12}  {held['gradients']:>9,}  {held.get('buckets', 0):>11,}  {told.sent['reduce']:>14,}")
-    # What `describe` says by formula is what was sent.
+    # The formula of `describe` gives the bytes that were sent.
     assert traffic["reduce_scatter", "dp"].bytes_sent == told.sent["reduce"]
     assert traffic["all_gather", "dp"].bytes_sent == told.sent["gather"]
 

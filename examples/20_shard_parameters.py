@@ -34,7 +34,7 @@ class Model(nn.Module):
 
     def forward(self, context):
         x = F.gelu(self.hidden(self.embed(context).flatten(1)))
-        spaces = (context == ord(" ")).float().mean()  # not the same on every rank
+        spaces = (context == ord(" ")).float().mean()  # differs between ranks
         for i, block in enumerate(self.blocks):
             if i < 4 or spaces > 0.35:
                 x = x + F.gelu(block(x))
@@ -79,13 +79,13 @@ for rank, (_, told, _) in enumerate(passing):
     print(f"rank {rank} left {len(told.unused)} parameters unused in its last batch")
 assert len({told.unused for _, told, _ in passing}) > 1
 
-# Whatever path a rank took, the update is that of all gradients, and the ranks agree on it. The bits are stage 2's
-# where all ranks take one path; here a bucket's sum may begin with the ranks that have no use for it.
+# Whatever path a rank takes, the update uses all gradients and is the same on all ranks. It is bit-equal to stage 2 if
+# all ranks take one path; here a bucket's sum may begin with the ranks that do not use it.
 assert all(apart(after, passing[0][0]) == 0 for after, _, _ in passing)
 assert apart(passing[0][0], kept[0][0]) < 1e-3
 print(f"stages 2 and 3 differ by {apart(passing[0][0], kept[0][0]):.1e} after 10 updates")
 
-# A bound without room for a bucket, and for the next one on its way, is refused before anything is trained.
+# A bound without room for a bucket and the next one in flight is an error before training starts.
 try:
     fds.simulate(lambda: train(stage=3, max_live_bytes=128 * 1024), 4)
 except fds.errors.StateError as error:

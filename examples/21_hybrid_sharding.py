@@ -71,13 +71,13 @@ far, told_far, one_axis = fds.simulate(lambda: train(hybrid=False), 4)[0]
 near, told_near, two_axes = fds.simulate(lambda: train(hybrid=True), 4)[0]
 for name, traffic in (("slices over all", one_axis), ("inside a node", two_axes)):
     for (op, axis), count in traffic.counts.items():
-        if count.bytes_sent > 1000:  # the rest is agreement: losses, norms, the order of gathers
+        if count.bytes_sent > 1000:  # the rest are small messages: losses, norms, the order of gathers
             print(f"{name:<16}{op:<15} over {axis:<9} {count.bytes_sent:>9,} bytes")
 print(f"a rank holds {told_far.num_bytes['params']:,} and {told_near.num_bytes['params']:,} bytes of parameters")
 
-# A rank holds a half, not a quarter. In return nothing is gathered from afar.
+# A rank holds a half, not a quarter. In return gathers stay inside a node.
 assert told_near.num_bytes["params"] == 2 * told_far.num_bytes["params"]
 assert {axis for op, axis in two_axes.counts if op == "all_gather"} == {"gpu"}
-assert two_axes["all_reduce", "node"].bytes_sent < 0.5 * one_axis.bytes_sent  # what goes to the other node
+assert two_axes["all_reduce", "node"].bytes_sent < 0.5 * one_axis.bytes_sent  # traffic between nodes
 
 assert apart(near, far) < 1e-3  # the same training to rounding: ranks of a node are summed first

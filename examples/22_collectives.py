@@ -26,7 +26,7 @@ def shared():
 
     def loss_fn(weights):
         out = all_reduce(torch.tanh(x @ weights[0]) @ weights[1], tp)
-        return out.square().mean() / tp.size  # what is differentiated is the sum over the ranks: each has a share
+        return out.square().mean() / tp.size  # the sum over ranks is differentiated
 
     with counted() as traffic:
         value, (a, b) = fds.autodiff.value_and_grad(loss_fn)(mine)
@@ -41,7 +41,7 @@ print(f"all_reduce: {count.calls} calls, {count.bytes_sent} bytes from each rank
 assert count.calls == 2  # the second one is the gradient of the first
 
 
-# On one rank a collective returns what it is given, so the same code runs there.
+# On one rank a collective returns its input, so the same code runs there.
 torch.testing.assert_close(shared()[1], grads)
 
 
@@ -55,7 +55,7 @@ def there_and_back():
 fds.simulate(there_and_back, 3)
 
 
-# Ranks that do not start the same collectives hang, or worse. Here it is said who waits for what.
+# Ranks that do not start the same collectives would hang. `simulate` reports what each rank waits for.
 def forgets():
     dp = fds.mesh(dp=-1)["dp"]
     if dp.index == 0:

@@ -1,4 +1,4 @@
-"""Cut the layers into stages on several ranks: a schedule says who does what in which order, as data.
+"""Cut the layers into stages on several ranks: a schedule says what each rank does in which order, as data.
 
 A schedule is a function of the numbers of ranks and microbatches. Its plan prints, can be drawn, checked and simulated
 before anything runs, and `fds.pipeline` runs it: forwards (F), backwards (BW), or backwards in two halves, of which
@@ -88,7 +88,7 @@ for schedule in (plans.one_f_one_b, plans.zb_h1):
         print(plans.draw_text(line, color=False))
 assert plans.simulate(plans.zb_h1(2, 8)).makespan < plans.simulate(plans.one_f_one_b(2, 8)).makespan
 
-# Run on ranks, each of which holds its own layers: equal to one process that accumulates.
+# Run on ranks, each with its own layers: equal to one process that accumulates.
 expected, plain_metrics, names, _ = train(fds.accumulate(8))
 results = on_ranks(plans.one_f_one_b)
 for after, metrics, _held, _ in results:
@@ -99,7 +99,7 @@ if world.rank == 0:
     print(f"1F1B: loss {metrics['loss']:.6f}; accumulated in one process: {plain_metrics['loss']:.6f}")
 if len(results) == 2:
     assert {*results[0][2], *results[1][2]} == set(names)
-    assert {*results[0][2]} & {*results[1][2]} == {"bytes.weight"}  # the tied table lies on both
+    assert {*results[0][2]} & {*results[1][2]} == {"bytes.weight"}  # the tied table is on both
 
 # ZB-H1 sums in the same order as 1F1B, so its bits are the same.
 for after, metrics, _, _ in on_ranks(plans.zb_h1):
@@ -107,7 +107,7 @@ for after, metrics, _, _ in on_ranks(plans.zb_h1):
     assert metrics["grad_norm"] == results[0][1]["grad_norm"]
 
 
-# One's own is a function that returns rows: here each microbatch goes there and back before the next one starts.
+# Your own schedule is a function that returns rows: here each microbatch is finished before the next one starts.
 def one_by_one(num_ranks, num_microbatches):
     return [[f"{r}{op}{i}" for i in range(num_microbatches) for op in ("F", "BW")] for r in range(num_ranks)]
 
@@ -117,12 +117,12 @@ own = plans.simulate(one_by_one(2, 8))
 assert apart(after, results[0][0]) == 0 and own.peak_live == (1, 1) and own.bubble_fraction > 0.4
 
 
-# A number in the place of an axis: this process plays all the ranks, which is how to debug a pipeline.
+# With a number instead of an axis this process runs all ranks, which helps to debug a pipeline.
 after, *_ = train(fds.pipeline(plans.gpipe, 4, num_microbatches=8))
 assert apart(after, expected) < 1e-3
 
 
-# A plan that cannot run is refused, with the fault marked.
+# A plan that cannot run is an error that marks the fault.
 def wrong(num_ranks, num_microbatches):
     return [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1BW1", "1F1"]]
 

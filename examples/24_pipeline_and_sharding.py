@@ -57,7 +57,7 @@ def train(transforms, rows_of=lambda rows: rows):
     step = fds.compose(*transforms, fds.clip_by_global_norm(0.5), fds.adamw(lr=3e-3))(loss_fn)
     state = step.init(loss_fn.init, key=0)
     for i in range(10):
-        with fds.collectives.counted() as traffic:  # of the last step, in the end
+        with fds.collectives.counted() as traffic:  # after the loop, that of the last step
             state, metrics = step(state, [rows_of(x) for x in batch(i)])
     return step.params(state), metrics, step.describe(state), traffic
 
@@ -97,7 +97,7 @@ for stage in range(4):
     held = {name: told.num_bytes[name] for name in ("params", "opt", "gradients")}
     sent[stage] = {"pp": 0, "dp": 0}
     for (_, axis), count in traffic.counts.items():
-        if axis in sent[stage]:  # the rest is agreement among all ranks
+        if axis in sent[stage]:  # the rest are small messages among all ranks
             sent[stage][axis] += count.bytes_sent
     if world.rank == 0:
         text_held = ", ".join(f"{name} {n:,}" for name, n in held.items())
@@ -105,21 +105,21 @@ for stage in range(4):
 if world.rank == 0:
     print(told)
 
-# Each axis takes its share of what a rank holds: the stage has some layers, the slice a half of those.
+# Each axis divides the parameters: a stage has some of the layers, a slice half of those.
 if len(results) == 4:
     parts = [told.num_bytes["params"] for _, _, told, _ in results]
     tied = 4 * 256 * 32
     assert whole + tied <= sum(parts) <= 1.01 * (whole + tied)  # the tied table is on both stages, once each
 
-# Along `pp` go the outputs of a stage, or the gradients by them: 4 microbatches of 8 rows of 128 floats; and the slice
-# of the tied table's gradient, which the ranks that hold it add up. The rest is headers and agreement.
+# Along `pp` go the outputs of a stage, or the gradients with respect to them: 4 microbatches of 8 rows of 128 floats;
+# and the slice of the tied table's gradient, summed over the ranks that hold it. The rest are headers.
 outputs, table = 4 * 8 * 128 * 4, 256 * 32 * 4
 assert outputs + table // 2 <= sent[1]["pp"] < 1.02 * (outputs + table // 2)
 
 # Stages 2 and 3 reduce once per backward of a stage, so they send as often as there are microbatches.
 assert sent[2]["dp"] > 1.5 * sent[1]["dp"]
 
-# More microbatches are not a second transform: the pipeline has them.
+# For more microbatches there is no second transform: pipeline takes their number.
 try:
     fds.compose(fds.accumulate(2), fds.pipeline(plans.zb_h1, 2, num_microbatches=4), fds.adamw())(loss_fn)
 except fds.errors.ComposeError as error:

@@ -1,4 +1,4 @@
-"""Save in the background: `save_async` returns at once, and the loop goes on while another process writes.
+"""Save in the background: `save_async` returns at once, and the loop continues while another process writes.
 
 Nothing is copied first. That process reads the state where it lies, so a donating step that is given the state
 meanwhile writes into other memory. The save is complete when somebody has waited for it: `saving.wait()`, the end of
@@ -79,7 +79,7 @@ with tempfile.TemporaryDirectory() as folder:
             start = time.perf_counter()
             saving = fds.save_async(folder, state, step, extra={"next_batch": i + 1}, keep=2)
             began = time.perf_counter() - start
-            state, metrics = step(state, batch(i + 1000))  # donates the state that is being saved: its bytes are spared
+            state, metrics = step(state, batch(i + 1000))  # donates the state being saved: its memory is left alone
             spared = state.params["head.weight"].data_ptr() != where
             others = 1
             while not saving.done():
@@ -92,7 +92,7 @@ with tempfile.TemporaryDirectory() as folder:
             )
     print("kept:", *sorted(p.name for p in Path(folder).glob("step*")))
 
-    # What was saved is the state that was given, bit for bit, whatever the steps did meanwhile.
+    # The save is bit-equal to the state that was passed, whatever the steps did meanwhile.
     for path in Path(folder).glob("step*"):
         loaded, extra = fds.load(folder, step, params, tag=path.name)
         assert equal(loaded, saved[extra["next_batch"]])
@@ -103,7 +103,7 @@ with tempfile.TemporaryDirectory() as folder:
     assert equal(fds.load(folder, step, params)[0], copied(state))
     print(f"saved {(Path(folder) / 'latest').read_text().strip()!r} while evaluating, loss {held_out['loss']:.3f}")
 
-    # What cannot be saved is refused at once, and the last save stays what it was.
+    # A value that cannot be saved is an error at once, and the last save is not changed.
     try:
         fds.save_async(folder, state, step, extra={"loader": object()})
     except fds.FdsError as error:

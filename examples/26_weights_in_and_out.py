@@ -1,4 +1,4 @@
-"""Weights out of a run and into another: Hugging Face safetensors, and what `torch.save` made of a state dict.
+"""Weights out of a run and into another: Hugging Face safetensors, and state dicts written by `torch.save`.
 
 A save is for going on with a run, and its composition must fit. Weights are for everybody: `export_weights` writes
 parameters alone, under the names of the module, from a saved run without its model, and `import_weights` begins a run
@@ -68,7 +68,7 @@ with tempfile.TemporaryDirectory() as temporary:
     fds.save(folder / "run", state, step)
     trained = step.evaluate(state, batch(1000, rows=500))["loss"]
 
-    # Out: from the folder of the run alone.
+    # Out: only the folder of the run is needed.
     (half,) = fds.export_weights(folder / "run", folder / "weights")
     (masters,) = fds.export_weights(folder / "run", folder / "masters.safetensors", torch.float32)
     (averages,) = fds.export_weights(folder / "run", folder / "averages.safetensors", torch.float32, tree="slots.ema")
@@ -79,7 +79,7 @@ with tempfile.TemporaryDirectory() as temporary:
     assert all(torch.equal(x, state.params[name]) for name, x in module.state_dict().items())
     assert all(torch.equal(x, state.slots["ema"][name]) for name, x in load_file(averages).items())
 
-    # In: another optimizer, a frozen part, a run that begins anew.
+    # In: a new run with another optimizer and a frozen part.
     tuning = fds.compose(fds.freeze("embed.*"), fds.sgd(lr=0.1, momentum=0.9))(loss_fn)
     begun = tuning.init(params, key=1)
     fresh = tuning.evaluate(begun, batch(1000, rows=500))["loss"]
@@ -89,7 +89,7 @@ with tempfile.TemporaryDirectory() as temporary:
         print(f"loss {fresh:.3f} as it was made, {loss:.3f} with {file.name}, {trained:.3f} in the run they are from")
         assert int(begun.step) == 0 and abs(loss - trained) < 0.02
 
-    # In from torch.save, under names of somebody else, by ranks that each read their slices.
+    # In from torch.save, under other names, by ranks that each read only their slices.
     theirs = {f"model.{name.replace('hidden', 'fc')}": x for name, x in module.state_dict().items()}
     torch.save({"state_dict": theirs}, folder / "theirs.pt")
 
@@ -105,7 +105,7 @@ with tempfile.TemporaryDirectory() as temporary:
         assert all(torch.equal(found[name], state.params[name]) for name in params)
     print("two ranks have the weights of theirs.pt, equal bit for bit")
 
-    # A name that does not fit is refused, and the error says which may be meant.
+    # A name that does not fit is an error that suggests the closest one.
     try:
         fds.import_weights(folder / "theirs.pt", tuning, params, rename=lambda name: name.removeprefix("model."))
     except fds.FdsError as error:

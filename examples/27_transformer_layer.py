@@ -56,11 +56,11 @@ def model(**options):
 
 
 def kept_bytes(loss_fn, params, batch):
-    """Return the bytes that autograd keeps between forward and backward, parameters apart."""
+    """Return the bytes that autograd saves for backward, without parameters."""
     held = {}
 
     def pack(x):
-        held[x.untyped_storage().data_ptr()] = x  # alive, so no address is given twice
+        held[x.untyped_storage().data_ptr()] = x  # kept alive, so that addresses are unique
         return x
 
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
@@ -73,8 +73,8 @@ def kept_bytes(loss_fn, params, batch):
 # What the options save: of B sequences of S tokens, h wide, i inside the feed-forward part, in two layers of float32.
 B, S, h, i, heads = 32, 32, 64, 256, 4
 options = {
-    "normalize_invertible": 2 * B * S * h,  # the inputs of both layer norms, recovered from their outputs
-    "gelu_checkpoint": B * S * i,  # the output of GELU, computed again
+    "normalize_invertible": 2 * B * S * h,  # the inputs of both layer norms, recomputed from their outputs
+    "gelu_checkpoint": B * S * i,  # the output of GELU, recomputed
     "attn_dropout_checkpoint": 2 * B * heads * S * S,  # attention's probabilities before and after dropout
 }
 plain = model()
@@ -86,7 +86,7 @@ for name, elements in options.items():
     print(f"{name:<24} keeps {before - spared:>11,} bytes, {spared:>10,} fewer (formula {2 * 4 * elements:,})")
     assert abs(spared - 2 * 4 * elements) < 0.02 * before
 
-# A step with all three is the step without, to rounding: the masks of dropout are the same.
+# A step with all three equals the step without, up to rounding: the dropout masks are the same.
 loss_fn = model(**dict.fromkeys(options, True))
 transforms = fds.clip_by_global_norm(1.0), fds.adamw(lr=3e-3)
 step, other = fds.compose(*transforms)(loss_fn), fds.compose(*transforms)(plain)

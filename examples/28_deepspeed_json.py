@@ -49,7 +49,7 @@ class Model(nn.Module):
         return self.head(self.drop(self.norm(F.gelu(self.hidden(x)))))
 
 
-def loss(model, batch):  # what stood in the loop between `engine(...)` and `engine.backward(loss)`
+def loss(model, batch):  # the code that was in the loop between `engine(...)` and `engine.backward(loss)`
     context, following = batch
     return F.cross_entropy(model(context), following)
 
@@ -62,7 +62,7 @@ def begin(path):
 
 def train(step, state, loader, stop):
     first = int(state.calls)
-    batches = fds.data.RepeatingLoader(loader.starting(state.calls))  # where the run is, in whichever epoch
+    batches = fds.data.RepeatingLoader(loader.starting(state.calls))  # at the position of the run, in any epoch
     for _ in range(first, stop):
         state, metrics = step(state, next(batches))
     loss, lr = metrics["loss"], metrics["lr"]
@@ -70,9 +70,9 @@ def train(step, state, loader, stop):
     return state
 
 
-def resume(path, folder):  # as another process would
+def resume(path, folder):  # as in another process
     model, step, _, loader, _ = begin(path)
-    state, _ = fds.load(folder, step, dict(model.named_parameters()))  # of the model only the structure is read
+    state, _ = fds.load(folder, step, dict(model.named_parameters()))  # only the structure of the model is read
     return step.params(train(step, state, loader, 90))
 
 
@@ -84,7 +84,7 @@ with tempfile.TemporaryDirectory() as temporary:
     folder, path = Path(temporary), Path(temporary) / "ds_config.json"
     path.write_text(json.dumps(DS_CONFIG))
 
-    # What the file comes to, on the two ranks that there may be.
+    # What the file means on two ranks.
     config = fds.config.TrainingConfig.of(path)
     print(config.explain({"dp": 2}, num_parameters=sum(p.numel() for p in Model().parameters())))
 
@@ -99,14 +99,14 @@ with tempfile.TemporaryDirectory() as temporary:
     print(f"equal bit for bit on one rank; two differ by {apart(both[0], straight):.1e} at most")
     assert float(schedule(60)) == 3e-3 * (200 - 59) / (200 - 10)  # DeepSpeed's rate of update 61, one update late
 
-    # The same by hand, with what the JSON cannot say: the old state is given up, and an average is kept.
+    # The same by hand, with two things that the JSON cannot say: a donated state and an average.
     apply, params, _ = fds.functional(model)
     own = fds.compose(*config.transforms(fds.mesh(dp=-1)), fds.donate(), fds.ema(0.98))(
         lambda params, batch: loss(lambda context: apply(params, context), batch)
     )
     assert apart(train(own, own.init(params, key=0), loader, 60).params, half.params) == 0
 
-    # Nothing is ignored in silence.
+    # No key is ignored without an error.
     offloading = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     for wrong in ({"graidient_clipping": 0.5}, offloading):
         try:

@@ -1,15 +1,15 @@
 """Train a byte-level GPT on Python's own standard library, or on your files: the main job of fds.
 
-    python examples/train_gpt.py                        # some three minutes of training, then a sample
+    python examples/train_gpt.py                        # about three minutes of training, then a sample
     python examples/train_gpt.py --data my/notes book.txt --minutes 30 --width 512 --layers 8
-    python examples/train_gpt.py --resume runs/gpt      # go on where Ctrl-C stopped it, bit for bit
+    python examples/train_gpt.py --resume runs/gpt      # continue where Ctrl-C stopped it, bit for bit
     python examples/train_gpt.py --ranks 0              # on every GPU of this machine, or every core
     python examples/train_gpt.py --ranks 2 --pipeline zb_h1 --stages 2     # half of the layers on each of two ranks
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py
 
-A run is a folder: `options.json`, `log.jsonl`, `save/` (its last state) and, at the end, `curve.png`. A fresh run
-into the folder of another one replaces it; ranks that torchrun starts again go on from the last save. The batch is
-that of all ranks, so their number changes the speed of a run and not its curve, and a run may go on with another.
+A run is a folder: `options.json`, `log.jsonl`, `save/` (its last state) and, at the end, `curve.png`. A new run into
+the folder of another one replaces it; ranks that torchrun restarts continue from the last save. The batch is that of
+all ranks, so their number changes the speed of a run but not its curve, and a run may resume with another number.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ PRECISIONS = {
     "bfloat16": fds.precision(torch.bfloat16),
     "float16": fds.compose(fds.precision(torch.float16), fds.loss_scale()),
 }
-TIMEOUT = 300.0  # seconds that a rank waits for the others; alone they do nothing that takes half of it
+TIMEOUT = 300.0  # seconds that a rank waits for the others; nothing they do alone takes half of it
 
 
 def training_step(options: argparse.Namespace, mesh: Mesh) -> fds.Step:
-    """Compose the whole of training."""
+    """Compose the training step."""
     num_microbatches = pipelines.num_microbatches(options)
     if options.pipeline == pipelines.NONE:
         microbatches = fds.accumulate(num_microbatches)
@@ -62,7 +62,7 @@ def training_step(options: argparse.Namespace, mesh: Mesh) -> fds.Step:
         options.lr, warmup_steps=options.steps // 20, total_steps=options.steps, kind="linear", end_ratio=0.02
     )
     adamw = functools.partial(fds.adamw, lr, betas=(0.9, 0.95))
-    muon = functools.partial(fds.muon, lr, adjust_lr="match_rms_adamw")  # as long a step as AdamW's
+    muon = functools.partial(fds.muon, lr, adjust_lr="match_rms_adamw")  # updates as large as AdamW's
     matrices = muon if options.optimizer == "muon" else adamw
     return fds.compose(
         PRECISIONS[options.dtype],
@@ -84,7 +84,7 @@ def model(options: argparse.Namespace) -> fds.Layers:
 
 
 def train(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> int:
-    """Train until the last step or an interruption, then show what came of it; return the exit code.
+    """Train until the last step or an interruption, then show the result; return the exit code.
 
     Every rank does the same, and what is collective together; the log and the console of all but the first lead
     nowhere.
@@ -120,7 +120,7 @@ def train(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> int
                 display.show(log)
                 display.tell(log)
             if saves:
-                save = fds.save if stops else fds.save_async  # the steps go on; what is last is waited for
+                save = fds.save if stops else fds.save_async  # training continues meanwhile, except for the last save
                 save(out / "save", state, step, tag="last", extra={"text": text.digest})
             if evaluates or saves:
                 log.pause()
@@ -141,7 +141,7 @@ def train(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> int
 
 
 def placing(options: argparse.Namespace, mesh: Mesh) -> str:
-    """Say where a run runs: on which device, or on how many ranks that share what, and how."""
+    """Return a text that says where a run runs: its device, or its ranks and what they share."""
     device = torch.device(options.device)
     where = [f"{device}" if mesh.size == 1 else f"{mesh.size} ranks of {device.type}"]
     if mesh["dp"].size > 1:
@@ -157,13 +157,13 @@ def everyone(mesh: Mesh) -> Axis:
 
 
 def initial_params(step: fds.Step, options: argparse.Namespace) -> dict[str, Tensor]:
-    """Return the parameters that the seed gives, on the device."""
+    """Return the initial parameters for the seed, on the device."""
     key = fds.random.fold_in(fds.random.key(options.seed), "params")
     return fds.tree.map(lambda x: x.to(options.device), step.loss.init(key))
 
 
 def next_batch(text: Text, state: fds.State, options: argparse.Namespace, dp: Axis) -> tuple[Tensor, Tensor]:
-    """Return this rank's rows of random windows: a pure function of the state, so a loader has nothing to remember.
+    """Return this rank's rows of random windows: a pure function of the state, so there is no loader state.
 
     Ranks that differ along the pipeline get the same rows.
     """
@@ -182,7 +182,7 @@ def held_out_bits(step: fds.Step, state: fds.State, text: Text, options: argpars
 
 
 def summary(log: Log, out: Path, options: argparse.Namespace) -> str:
-    """Draw the curve, and return a few lines on how it went and where everything is."""
+    """Draw the curve, and return a few lines about the result and the files."""
     try:
         curve.draw(log, out / "curve.png")
         picture = str(out / "curve.png")
@@ -199,7 +199,7 @@ def summary(log: Log, out: Path, options: argparse.Namespace) -> str:
 
 
 def fastest_dtype(device: str) -> str:
-    """Return bfloat16 where matrix products run much faster in it, found by trying, else float32."""
+    """Return bfloat16 if matrix products are measured to be much faster in it, else float32."""
 
     def seconds(dtype: torch.dtype) -> float:
         x, times = torch.ones(512, 512, dtype=dtype, device=device), []
@@ -213,7 +213,7 @@ def fastest_dtype(device: str) -> str:
 
 
 def steps_within(options: argparse.Namespace, text: Text, mesh: Mesh) -> int:
-    """Return how many steps fit into `--minutes` on this machine, from the times of a few on the first rank."""
+    """Return the number of steps that fit into `--minutes`, from the times of a few steps on the first rank."""
     options.steps = 1
     step, text = training_step(options, mesh), text.to(torch.device(options.device))
     state, times = step.init(initial_params(step, options)), []
@@ -227,7 +227,7 @@ def steps_within(options: argparse.Namespace, text: Text, mesh: Mesh) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options; those of a run that is resumed are what they were, unless given anew."""
+    """Return the options; a resumed run keeps its options unless they are given again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="+", default=[], metavar="PATH", help="files and folders to learn from")
     parser.add_argument("--out", default="runs/gpt", help="the run's folder (%(default)s)")
@@ -280,7 +280,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                            want="a folder that this script wrote") from None  # fmt: skip
     elif first.quick:
         parser.set_defaults(steps=20, batch=4, context=64, width=32, layers=2, heads=2, eval_every=10, sample=40)
-    if first.pipeline == pipelines.NONE:  # a run may be resumed without the pipeline that it had
+    if first.pipeline == pipelines.NONE:  # a run may be resumed without its pipeline
         parser.set_defaults(stages=0)
     options = parser.parse_args(arguments)
     options.pipeline = options.pipeline or pipelines.NONE
@@ -320,7 +320,7 @@ def settle(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> No
 
 
 def begin(options: argparse.Namespace, out: Path) -> None:
-    """Replace what an earlier run left in the folder, or take up the run of ranks that were started again."""
+    """Delete the files of an earlier run, or continue the run if the ranks were restarted."""
     run = ranks.run_id()
     if ranks.started_again() and written(out, {}).get("run") == run:
         vars(options).update(written(out), resume=str(out) if (out / "save" / "latest").exists() else None)
@@ -341,7 +341,7 @@ def begin(options: argparse.Namespace, out: Path) -> None:
 
 
 def written(out: Path, otherwise: dict | None = None) -> dict:
-    """Return the options of the run in a folder. Raises `OSError` or `ValueError` where there are none."""
+    """Return the options of the run in a folder. Raises `OSError` or `ValueError` if there are none."""
     try:
         return json.loads((out / "options.json").read_text())
     except (OSError, ValueError):
@@ -368,7 +368,7 @@ def main(arguments: Sequence[str]) -> int:
         settle(options, text, out, mesh)
         return train(options, text, out, mesh)
     except (FdsError, OSError) as error:
-        if not (rank and isinstance(error, StorageError)):  # which every rank raises
+        if not (rank and isinstance(error, StorageError)):  # every rank raises it
             print(f"train_gpt{f', rank {rank}' if rank else ''}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

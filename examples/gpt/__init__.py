@@ -1,1 +1,1 @@
-"""What the main job, `examples/train_gpt.py`, is made of: a model, a text, a log, a display, a curve, a sample."""
+"""Parts of the main job, `examples/train_gpt.py`: model, text, log, display, curve, sample."""

@@ -1,4 +1,4 @@
-"""The display: a panel of numbers while they change, or plain lines where no terminal can redraw one."""
+"""`Display`: a live panel of numbers, or plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Display:
-    """What a person sees of a log: `with Display(console, title, total=steps) as display: display.show(log)`."""
+    """Shows a log: `with Display(console, title, total=steps) as display: display.show(log)`."""
 
     def __init__(self, console: Console, title: str, *, total: int, done: int = 0):
         self.console, self.title, self.total = console, title, total
@@ -44,7 +44,7 @@ class Display:
             self._live.update(self._panel(log), refresh=True)
 
     def tell(self, log: Log) -> None:
-        """Print a line, where there is no panel."""
+        """Print a line if there is no panel."""
         if self._live is None and log.steps:
             words = (f"{name} {value}" for name, value in self._numbers(log).items())
             self.console.print(f"step {log.steps[-1]['step']}/{self.total}", *words, sep="  ", highlight=False,

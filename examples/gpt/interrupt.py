@@ -1,4 +1,4 @@
-"""Interruptions: Ctrl-C and SIGTERM end a run after its step, the same one on every rank."""
+"""Handle Ctrl-C and SIGTERM: end a run after the same step on every rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Interrupt:
             signal.signal(number, handler)
 
     def agreed(self) -> bool:
-        """Tell whether any rank was asked, the same to all of them: one message of 4 bytes."""
+        """Return whether any rank was interrupted, the same on all ranks: one message of 4 bytes."""
         return bool(self._axis.all_reduce(torch.tensor(float(self.asked))))
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The log: one JSON line for each step and each evaluation, which a resumed run cuts back and goes on with."""
+"""The log: one JSON line for each step and each evaluation, which a resumed run truncates and continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Log:
     """
 
     def __init__(self, path: Path, *, upto: int):
-        """Open the log of a run that goes on after step `upto`: later lines, and a torn one, are cut off."""
+        """Open the log of a run that continues after step `upto`: later and incomplete lines are removed."""
         kept = list(_lines_upto(path, upto)) if path.exists() else []
         self.steps = [line for line in kept if "loss" in line]
         self.evaluations = [line for line in kept if "held_out" in line]
@@ -37,15 +37,15 @@ class Log:
 
     @property
     def seconds(self) -> float:
-        """Seconds that this run has taken so far, interruptions left out."""
+        """Seconds that this run has taken so far, without interruptions."""
         return self._seconds + time.perf_counter() - self._start
 
     def step(self, number: int, metrics: Mapping[str, Tensor]) -> None:
-        """Remember the metrics of a step, without waiting for the device to compute them."""
+        """Keep the metrics of a step, without synchronizing with the device."""
         self._waiting.append((number, metrics))
 
     def read(self, *, tokens_per_step: int) -> None:
-        """Write down the steps since the last reading: the host waits for the device once for all of them."""
+        """Write the steps since the last call, with one synchronization for all of them."""
         if not self._waiting:
             return
         names = [name for name in self._waiting[0][1] if name != "step"]
@@ -57,11 +57,11 @@ class Log:
         self._waiting, self._last_read = [], now
 
     def evaluation(self, number: int, bits_per_byte: float) -> None:
-        """Write down the held-out loss after a step; its time does not count as training speed."""
+        """Write the held-out loss after a step; its time does not count as training speed."""
         self._write(self.evaluations, {"step": number, "held_out": bits_per_byte})
 
     def pause(self) -> None:
-        """Leave the time since the last reading out of the training speed: something else was going on."""
+        """Exclude the time since the last reading from the training speed."""
         self._last_read = time.perf_counter()
 
     def _write(self, lines: list[dict], line: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class Log:
 
 
 def smooth(values: list[float], *, decay: float = 0.97) -> list[float]:
-    """Return the running means of values, weighted by powers of `decay`; what is not finite is passed over."""
+    """Return the running means of values, weighted by powers of `decay`; non-finite values are skipped."""
     total, weight, out = 0.0, 0.0, []
     for value in values:
         if value - value == 0:
@@ -86,7 +86,7 @@ def _lines_upto(path: Path, upto: int):
         try:
             line = json.loads(text)
         except ValueError:
-            return  # torn by a kill in the middle of a write
+            return  # incomplete, since the process was killed while writing
         if line["step"] > upto:
             return
         yield line

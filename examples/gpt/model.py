@@ -1,4 +1,4 @@
-"""A GPT over bytes, as a sequence of layers: what checkpoints group, what pipelines cut, what a plain call defines.
+"""A GPT over bytes, as a sequence of layers that can be checkpointed and split into stages.
 
 B rows, T bytes, W width, H heads, D = W / H: `x_BTW` is a tensor of shape (B, T, W).
 """
@@ -44,7 +44,7 @@ def criterion(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, dict[str,
 
 
 class Embedding(nn.Embedding):
-    """One vector for each byte; `logits` compares with all of them."""
+    """One vector per byte; `logits` multiplies with all of them."""
 
     def __init__(self, width: int):
         super().__init__(NUM_BYTES, width)
@@ -59,7 +59,7 @@ class Embedding(nn.Embedding):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each added to what comes in."""
+    """Attention and a two-layer perceptron, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, layers: int, dropout: float):
         super().__init__()
@@ -70,16 +70,16 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
         for inward in (self.qkv, self.up):
             nn.init.normal_(inward.weight, std=width**-0.5)
-        for outward in (self.merge, self.down):  # a fresh block is the identity
+        for outward in (self.merge, self.down):  # a new block is the identity
             nn.init.zeros_(outward.weight)
 
     def forward(self, x_BTW: Tensor) -> Tensor:
-        """Return the new stream (B, T, W)."""
+        """Return the output (B, T, W)."""
         x_BTW = x_BTW + self.dropout(self.attention(self.norm_attention(x_BTW)))
         return x_BTW + self.dropout(self.down(F.gelu(self.up(self.norm_mlp(x_BTW)))))
 
     def attention(self, x_BTW: Tensor) -> Tensor:
-        """Let each byte look at itself and those before it."""
+        """Let each byte attend to itself and the bytes before it."""
         qkv_BTHD = self.qkv(x_BTW).unflatten(-1, (3 * self.heads, -1))
         q_BHTD, k_BHTD, v_BHTD = qkv_BTHD.transpose(1, 2).chunk(3, dim=1)
         y_BHTD = attend(rotate(q_BHTD), rotate(k_BHTD), v_BHTD)
@@ -100,7 +100,7 @@ def attend(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
 
 
 def rotate(x_BHTD: Tensor) -> Tensor:
-    """Turn pairs of elements by angles that grow with the position, so that q and k meet by distance.
+    """Rotate pairs of elements by angles proportional to the position, so that q k depends on distance.
 
     Source: Su et al. 2021, arXiv:2104.09864, section 3.2.
     """
@@ -119,5 +119,5 @@ def angles(length: int, size: int, dtype: torch.dtype, device: torch.device) -> 
 
 @functools.lru_cache(maxsize=8)
 def future(length: int, dtype: torch.dtype) -> Tensor:
-    """Return (T, T) of minus infinity above the diagonal: what a byte must not look at."""
+    """Return the causal mask (T, T): minus infinity above the diagonal."""
     return torch.full((length, length), -math.inf, dtype=dtype).triu(1)

@@ -1,4 +1,4 @@
-"""Pipelines: which schedules there are, how many ranks and microbatches they take, and what fits no run."""
+"""The pipeline schedules, their numbers of ranks and microbatches, and checks of the options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fds.errors import FdsError
 from fds.plans import PipelineSchedule
 
 NONE = "none"
-SCHEDULES: dict[str, tuple[PipelineSchedule, int]] = {  # and how many stages a rank has
+SCHEDULES: dict[str, tuple[PipelineSchedule, int]] = {  # and the number of stages per rank
     "one_f_one_b": (fds.plans.one_f_one_b, 1),
     "gpipe": (fds.plans.gpipe, 1),
     "zb_h1": (fds.plans.zb_h1, 1),
@@ -22,12 +22,12 @@ SCHEDULES: dict[str, tuple[PipelineSchedule, int]] = {  # and how many stages a 
 
 
 def num_ranks(options: argparse.Namespace) -> int:
-    """Return how many ranks a batch passes through: those that differ along the pipeline; 1 without one."""
+    """Return the number of ranks along the pipeline; 1 without one."""
     return 1 if options.pipeline == NONE else options.stages // SCHEDULES[options.pipeline][1]
 
 
 def num_microbatches(options: argparse.Namespace) -> int:
-    """Return into how many microbatches a rank's rows are cut.
+    """Return the number of microbatches of a rank's rows.
 
     Where --accumulate leaves it open that is one, and in a pipeline four for each of its ranks, or as many fewer as
     divide the rows.
@@ -39,14 +39,14 @@ def num_microbatches(options: argparse.Namespace) -> int:
 
 
 def rows_together(options: argparse.Namespace) -> int:
-    """Return how many rows of the batch must stay on one data rank, as far as the options say."""
+    """Return the smallest number of rows of a data rank that the options allow."""
     if options.accumulate or options.pipeline == NONE:
         return options.accumulate or 1
-    return math.gcd(options.batch, 2 * num_ranks(options))  # fewer microbatches would leave the ranks waiting
+    return math.gcd(options.batch, 2 * num_ranks(options))  # with fewer microbatches ranks would be idle
 
 
 def refuse_stages(options: argparse.Namespace) -> None:
-    """Raise `FdsError` for stages that no pipeline asks for, and for a number of them that its ranks cannot hold."""
+    """Raise `FdsError` for stages without a pipeline, and for a number of stages that its ranks cannot hold."""
     if options.pipeline == NONE:
         if options.stages:
             raise FdsError("only a pipeline has stages", where="--stages", got=f"--stages {options.stages} alone",
@@ -61,7 +61,7 @@ def refuse_stages(options: argparse.Namespace) -> None:
 
 
 def refuse_ranks(options: argparse.Namespace) -> None:
-    """Raise `FdsError` for ranks of which some would be in no pipeline."""
+    """Raise `FdsError` if the ranks are not a multiple of those of a pipeline."""
     if options.ranks % num_ranks(options):
         raise FdsError("the ranks do not divide into pipelines", where="--ranks",
                        got=f"--ranks {options.ranks} --pipeline {options.pipeline} --stages {options.stages}",
@@ -69,7 +69,7 @@ def refuse_ranks(options: argparse.Namespace) -> None:
 
 
 def refuse(options: argparse.Namespace, loss: fds.Layers) -> None:
-    """Raise `FdsError` for what the pipeline of these options cannot run: layers or microbatches do not fit."""
+    """Raise `FdsError` if layers or microbatches do not fit the pipeline of these options."""
     if options.pipeline == NONE:
         return
     ranks, n = num_ranks(options), num_microbatches(options)

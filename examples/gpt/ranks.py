@@ -1,4 +1,4 @@
-"""Ranks: how many, starting them by torchrun's agent, and what they share."""
+"""Choose the number of ranks, start them with torchrun's agent, and share values between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fds.collectives import Axis
 
 
 def fitting(device: str, *, rows: int, each: int = 1) -> int:
-    """Return one rank per GPU, or per core where there is none, as many as divide the rows of a microbatch.
+    """Return one rank per GPU, or per core without GPUs, as many as divide the rows of a microbatch.
 
     Where `each` of several ranks see the same rows, they are counted as one, and there is one such group at least.
     """
@@ -27,7 +27,7 @@ def fitting(device: str, *, rows: int, each: int = 1) -> int:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -50,28 +50,28 @@ def launch(words: Sequence[str], num_ranks: int, *, restarts: int) -> int:
         if failure.exitcode < 0:
             print(f"rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException:  # a second one ends the wait for the ranks, which save and end by themselves
+    except SignalException:  # a second signal stops waiting for the ranks, which save and exit by themselves
         return 130
     return 0
 
 
 def run_id() -> str | None:
-    """Return the name that torchrun gave to this run of its ranks, the same when it starts them again."""
+    """Return the name that torchrun gave to this run of its ranks, the same after a restart."""
     return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def started_again() -> bool:
-    """Tell whether torchrun has started these ranks again, because one was lost."""
+    """Return whether torchrun has restarted these ranks after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def share(rows: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's part of the rows; rows that the ranks cannot share evenly are everybody's."""
+    """Return this rank's part of the rows; rows that do not divide evenly are used by all ranks."""
     return rows.chunk(axis.size)[axis.index] if len(rows) % axis.size == 0 else rows
 
 
 def agree(axis: Axis, decide: Callable[[], None], values: dict) -> None:
-    """Let the first rank decide, and the others take over its values; where it fails, they end."""
+    """Let the first rank decide, and broadcast its values; if it fails, the others exit."""
     try:
         if axis.index == 0:
             decide()

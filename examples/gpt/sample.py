@@ -1,4 +1,4 @@
-"""A sample: text that the model goes on with, a byte at a time."""
+"""Sample text from the model, a byte at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text: the standard library of the Python that runs, or what the user names; part of it is held out for good."""
+"""The text: the standard library of this Python, or files of the user; a part of it is always held out."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 
 import fds
 
-# not Python as people write it: tests, tables, other people's packages
+# left out: tests, tables, third-party packages
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 
 
 @attrs.frozen(eq=False)
 class Text:
-    """What is learnt, and what is only ever looked at."""
+    """The text for training, and the held-out text for evaluation."""
 
     train: Tensor  # (N,) uint8
     held_out: Tensor  # (M,) uint8
-    digest: str  # of both: a resumed run must go on with the same bytes
+    digest: str  # of both: a resumed run must use the same bytes
 
     def to(self, device: torch.device) -> Text:
         """Return the text on a device."""
@@ -32,7 +32,7 @@ class Text:
 
 
 def read(paths: Sequence[str] = (), *, context: int) -> Text:
-    """Read the files and folders that are named, else the standard library's sources.
+    """Read the given files and folders, else the sources of the standard library.
 
     One file in twenty, by a hash of its name, is held out; where that leaves either side without a window of
     `context` bytes, the last twentieth of all bytes is.
@@ -64,22 +64,22 @@ def windows(text: Tensor, starts: Tensor, *, context: int) -> tuple[Tensor, Tens
 
 
 def random_starts(text: Tensor, key: Tensor, *, rows: int, context: int) -> Tensor:
-    """Return where `rows` windows start, drawn from `key` and nothing else."""
+    """Return where `rows` windows start, drawn from `key` only."""
     return torch.randint(len(text) - context, (rows,), generator=fds.random.generator(key))
 
 
 def even_starts(text: Tensor, *, rows: int, context: int) -> Tensor:
-    """Return where `rows` windows start, the same for every run: evenly over the text."""
+    """Return where `rows` windows start, evenly spaced and the same in every run."""
     return torch.linspace(0, len(text) - context - 1, rows, dtype=torch.float64).long()
 
 
 def is_held_out(name: str) -> bool:
-    """Tell whether the file of this name is never trained on: one in twenty."""
+    """Return whether the file of this name is held out: one in twenty is."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
 
 
 def standard_library() -> Iterator[tuple[str, Path]]:
-    """Yield the sources of the interpreter's own library, by relative name."""
+    """Yield the sources of the standard library, by relative name."""
     root = Path(sysconfig.get_path("stdlib"))
     for file in root.rglob("*.py"):
         name = file.relative_to(root)
@@ -88,7 +88,7 @@ def standard_library() -> Iterator[tuple[str, Path]]:
 
 
 def named(paths: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Yield the files that are named and the text files below folders that are; hidden ones are passed over."""
+    """Yield the given files, and the text files below given folders; hidden ones are skipped."""
     for path in map(Path, paths):
         if path.is_file():
             yield path.name, path
