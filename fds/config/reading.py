@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fds.errors import ConfigError
-from fds.storage.disk.small import RepeatedKeys, unique_keys
+from fds.storage.disk.small_files import RepeatedKeys, unique_keys
 
 
 def read(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]:

@@ -1,23 +1,23 @@
-"""Storage: a state as a folder of safetensors files and one JSON manifest, published whole or not at all.
+"""Storage: a state as a folder of safetensors files and one JSON manifest, written completely or not at all.
 
     dir/
       latest                   the tag saved last, a line of text
       step00000012/            one folder a tag
-        manifest.json          what is where: `fds.storage.format.manifest`
-        rank0.safetensors      tensors under their key paths: what the first rank wrote
-        rank1.safetensors      what the second one wrote, and so on
-      .saving/                 what a running or a killed save left; the next save clears it
+        manifest.json          the files and leaves: `fds.storage.format.manifest`
+        rank0.safetensors      the tensors that the first rank wrote, by key path
+        rank1.safetensors      those of the second rank, and so on
+      .saving/                 files of a running or killed save; the next save clears it
       .lock                    held while a save runs
 
-Key paths, shapes and elements are those of the plain state: how many ranks wrote it, in which pipeline, at which stage
-and in which buckets, shows only in which file a leaf is and how it is cut into chunks. docs/format.md is the whole
-format.
+Key paths, shapes and elements are those of the plain state. The number of ranks, the pipeline, the ZeRO stage and the
+buckets with which it was saved only decide which file a leaf is in and how it is divided into chunks. docs/format.md
+specifies the format.
 """
 
 from fds.storage.background import Saving, save_async
 from fds.storage.differing import Difference, differences
 from fds.storage.exporting import export_weights
-from fds.storage.format.manifest import Chunk, File, Leaf, Manifest
+from fds.storage.format.manifest import Chunk, File, Manifest, SavedLeaf as Leaf
 from fds.storage.importing import import_deepspeed, import_weights
 from fds.storage.loading import load
 from fds.storage.opening import open_source

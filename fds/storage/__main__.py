@@ -1,4 +1,4 @@
-"""Look into saves: `python -m fds.storage show|verify|export|diff DIR`."""
+"""Inspect saves: `python -m fds.storage show|verify|export|diff DIR`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fds.errors import FdsError, run_command
 from fds.storage import showing
 from fds.storage.differing import differences, locate
 from fds.storage.disk.folders import tags
-from fds.storage.disk.paths import reading
+from fds.storage.disk.paths import read_errors
 from fds.storage.exporting import export_weights
 from fds.storage.format.tensors import DTYPES
 from fds.storage.opening import open_source
@@ -20,10 +20,10 @@ Options = argparse.Namespace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line, and return the exit code: 2 for what is refused."""
+    """Run from the command line, and return the exit code: 2 for an error."""
     options = _parse(arguments)
     try:
-        with reading("command"):
+        with read_errors("command"):
             return options.run(options)
     except FdsError as error:
         text = f"{type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
-"""Save in the background: a process of its own reads the state's memory and writes it, while the steps go on.
+"""Save in the background: a process of its own reads the state's memory and writes it, while training goes on.
 
-The thread that waits for it sleeps. Ranks do not meet again before somebody waits for the save: each tells the first
-one through a small file in `.saving/told` that its part is written, and while it writes it holds the lock of another,
-which the kernel opens if it dies.
+The thread that waits for that process sleeps. Ranks do not communicate again before the save is waited for. Each
+reports to the first rank through a small file in `.saving/reports` that its part is written, and meanwhile holds a file
+lock, which the kernel releases if the rank dies.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from fds.errors import RankError, StorageError
 from fds.state import State
 from fds.step import Step
 from fds.storage.disk import aside, writer
-from fds.storage.disk.folders import refusing, told
+from fds.storage.disk.folders import reports_folder, write_errors
 from fds.storage.disk.locks import lock_file
-from fds.storage.ranks.draft import Draft, Record, TagValidation
-from fds.storage.ranks.together import Ranks
+from fds.storage.ranks.draft import Draft, RankRecord, TagValidation
+from fds.storage.ranks.exchange import Ranks
 
-POLL = 0.005  # seconds between looks at what other ranks have told
+POLL = 0.005  # seconds between checks for the reports of other ranks
 
-_unheard: set[Saving] = set()  # that nobody has waited for
-_begun = threading.local()  # the save of this thread that nobody has waited for; simulated ranks are threads
+_unawaited: set[Saving] = set()  # saves that were not waited for
+_latest = threading.local()  # this thread's save that was not waited for; simulated ranks are threads
 
 
 @attrs.define(eq=False)
 class Saving:
-    """A save that is being written. Leaving its context waits for it, and so does the next save of this thread."""
+    """A save that is being written. The end of its `with` block waits for it, and so does this thread's next save."""
 
     folder: Path
     ranks: Ranks
-    forget: Callable[[], None] | None = attrs.field(repr=False)  # what is left to do when all ranks have written theirs
+    forget: Callable[[], None] | None = attrs.field(repr=False)  # called when all ranks have written their parts
     thread: threading.Thread | None = attrs.field(init=False, repr=False, default=None)
-    error: BaseException | None = attrs.field(init=False, default=None)  # that this rank met with
+    error: BaseException | None = attrs.field(init=False, default=None)  # of this rank
     pid: int = attrs.field(init=False, repr=False, factory=os.getpid)
 
     def done(self) -> bool:
-        """Return whether this rank has nothing to do for it any more; on the first rank, whether it has ended."""
+        """Return whether this rank has finished its part; on the first rank, whether the save has ended."""
         assert self.thread is not None
         return not self.thread.is_alive()
 
@@ -60,9 +60,9 @@ class Saving:
         """
         with self.ranks.together():
             self._join()
-            _unheard.discard(self)
-            if getattr(_begun, "saving", None) is self:
-                _begun.saving = None
+            _unawaited.discard(self)
+            if getattr(_latest, "saving", None) is self:
+                _latest.saving = None
             if self.error is not None:
                 raise self.error
         if self.forget is not None:
@@ -75,7 +75,7 @@ class Saving:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        self.wait() if kind is None else self._join()  # where one rank fails, others may never come to wait
+        self.wait() if kind is None else self._join()  # after an error here, other ranks may never wait
 
     def _join(self) -> None:
         if os.getpid() != self.pid:
@@ -98,49 +98,49 @@ def save_async(
 ) -> Saving:
     """Begin what `save` does and return at once; the state's memory is read while the next steps run.
 
-    Takes what `save` takes. Nothing is copied first: until the state is read it is held, so that it costs the memory
-    of one further state, and a donating step that is given it writes into other memory. The copies from a GPU go into
-    pinned host memory, on a stream of their own. Nobody may write into the state meanwhile: that is found, where
-    torch counts it, and the save fails.
+    Takes the arguments of `save`. The state is not copied first, but kept until it is read. That costs the memory of
+    one further state, and a donating step writes into other memory. A GPU's tensors are copied into pinned host memory,
+    on a separate stream. The state must not be modified meanwhile: the save fails where torch's version counters show
+    it.
 
-    The save is complete when the returned `Saving` says so: `saving.wait()`, the end of `with saving:`, the next save,
-    or the end of the program wait for it. Until then the last save is the one before. What cannot be saved raises here
-    what it raises in `save`; what goes wrong later, `saving.wait()` and the next save do.
+    `saving.wait()`, the end of `with saving:`, the next save and the end of the program wait for the save to complete.
+    Until then the previous save is the last one. Invalid arguments raise here as in `save`; later errors are raised by
+    `saving.wait()` or the next save.
     """
     await_previous()
     draft = Draft.of(
         dir, state, step, tag, extra, doing="save_async", keep=keep, tag_validation=tag_validation, local=local
     )
     saving = Saving(draft.folder, draft.ranks, draft.forget if draft.forgets_later else None)
-    refused = threading.Event()
-    with contextlib.ExitStack() as beginning:
+    start_failed = threading.Event()
+    with contextlib.ExitStack() as resources:
         with draft.ranks.together():
-            draft.begin(beginning)
-        with draft.ranks.together(), refusing(draft.dir):
+            draft.begin(resources)
+        with draft.ranks.together(), write_errors(draft.dir):
             if not draft.leads:
-                beginning.enter_context(lock_file(_path(draft, draft.ranks.index, "lock")))  # says that it lives
+                resources.enter_context(lock_file(_path(draft, draft.ranks.index, "lock")))  # this rank is alive
         try:
-            # The thread starts before any rank may wait for it, for simulated ranks take turns; so it may have to
-            # learn that another rank could not start its own.
+            # The thread starts before any rank waits for it, because simulated ranks take turns. So `start_failed` may
+            # have to tell it that another rank could not start its thread.
             with draft.ranks.together():
-                _start(saving, draft, state.token.readers, beginning, refused)
+                _start(saving, draft, state.token.readers, resources, start_failed)
         except BaseException:
-            refused.set()
+            start_failed.set()
             if saving.thread is not None:
                 saving.thread.join()
             raise
-    _unheard.add(saving)
-    _begun.saving = saving
+    _unawaited.add(saving)
+    _latest.saving = saving
     return saving
 
 
 def await_previous() -> None:
-    """Wait for the save that this thread has begun and not waited for. Raises what it failed with.
+    """Wait for this thread's previous save, if nothing has waited for it yet. Raises the error that it failed with.
 
-    Of a process group that has ended this rank waits for its own part alone, since the others cannot be asked any
-    more; what went wrong with it is told at the end of the program.
+    If its process group has ended, only this rank's part is waited for, because other ranks cannot be reached; an
+    error in it is printed at the end of the program.
     """
-    saving: Saving | None = getattr(_begun, "saving", None)
+    saving: Saving | None = getattr(_latest, "saving", None)
     if saving is None:
         return
     everyone = saving.ranks.everyone
@@ -148,55 +148,55 @@ def await_previous() -> None:
         saving.wait()
     else:
         saving._join()
-        _begun.saving = None
+        _latest.saving = None
 
 
 @atexit.register
-def _say_unheard() -> None:
-    """Tell of saves that failed while nobody waited: the program has ended, and so have they."""
-    for saving in _unheard:
+def _report_unawaited() -> None:
+    """Print the errors of saves that were never waited for, at the end of the program."""
+    for saving in _unawaited:
         if saving.error is not None and saving.pid == os.getpid():
-            print(f"fds: a save in the background failed, and nobody waited for it\n{saving.error}", file=sys.stderr)
+            print(f"fds: a save in the background failed, and was not waited for\n{saving.error}", file=sys.stderr)
 
 
 def _start(
-    saving: Saving, draft: Draft, readers: set, beginning: contextlib.ExitStack, refused: threading.Event
+    saving: Saving, draft: Draft, readers: set, resources: contextlib.ExitStack, start_failed: threading.Event
 ) -> None:
-    """Start the thread that writes; it ends what has begun."""
-    begun = beginning.pop_all()
+    """Start the thread that writes; it closes `resources` in the end."""
+    owned = resources.pop_all()
     readers.add(saving)
     try:
-        thread = threading.Thread(target=_work, args=(saving, draft, readers, begun, refused), name="fds-save")
+        thread = threading.Thread(target=_run, args=(saving, draft, readers, owned, start_failed), name="fds-save")
         thread.start()
     except BaseException:
         readers.discard(saving)
-        beginning.push(begun)
+        resources.push(owned)
         raise
     saving.thread = thread
 
 
-def _work(
-    saving: Saving, draft: Draft, readers: set, begun: contextlib.ExitStack, refused: threading.Event
+def _run(
+    saving: Saving, draft: Draft, readers: set, resources: contextlib.ExitStack, start_failed: threading.Event
 ) -> None:
-    """Write this rank's part; then tell of it, or give the whole its name."""
+    """Write this rank's part; then report it, or publish the save."""
     try:
-        with refusing(draft.dir), begun:
+        with write_errors(draft.dir), resources:
             if not draft.leads:
-                _follow(saving, draft, readers)
+                _write_part(saving, draft, readers)
             elif draft.local:
-                draft.finish(begun, [_write(saving, draft, readers)])
+                draft.finish(resources, [_write(saving, draft, readers)])
             else:
-                _lead(saving, draft, readers, begun, refused)
-    except _Elsewhere:
-        pass  # the rank that failed says why
+                _write_and_publish(saving, draft, readers, resources, start_failed)
+    except _FailedElsewhere:
+        pass  # that rank raises the error
     except BaseException as error:
         saving.error = error
 
 
-def _write(saving: Saving, draft: Draft, readers: set) -> Record:
-    """Write this rank's part, and let go of the state's memory."""
+def _write(saving: Saving, draft: Draft, readers: set) -> RankRecord:
+    """Write this rank's part, and release the state's memory."""
     try:
-        # pinned memory is the driver's, and no other process may read it
+        # pinned memory is mapped by the driver, and other processes cannot read it
         return draft.write(_write_aside if draft.reached is None else writer.write)
     finally:
         readers.discard(saving)
@@ -208,29 +208,29 @@ def _write_aside(path: str, head: bytes, spans: list[tuple[int, int]]) -> Any:
         return process.write(path, head, spans)
 
 
-class _Elsewhere(Exception):
+class _FailedElsewhere(Exception):
     """Another rank's part of the save failed."""
 
 
-def _follow(saving: Saving, draft: Draft, readers: set) -> None:
-    """Write this rank's part and tell the first rank of it. Raises `OSError`."""
+def _write_part(saving: Saving, draft: Draft, readers: set) -> None:
+    """Write this rank's part and report it to the first rank. Raises `OSError`."""
     path = _path(draft, draft.ranks.index, "json")
     unfinished = path.with_suffix(".new")
     try:
         unfinished.write_text(json.dumps(_write(saving, draft, readers)))
         os.rename(unfinished, path)
-    except BaseException:  # told before the lock opens, or this rank would count as lost
+    except BaseException:  # reported before the lock is released, or this rank would count as lost
         with contextlib.suppress(OSError):
             os.rename(_path(draft, draft.ranks.index, "lock"), path)
         raise
 
 
-def _lead(
-    saving: Saving, draft: Draft, readers: set, begun: contextlib.ExitStack, refused: threading.Event
+def _write_and_publish(
+    saving: Saving, draft: Draft, readers: set, resources: contextlib.ExitStack, start_failed: threading.Event
 ) -> None:
-    """Write this rank's part and give the whole its name, or remove it, when no other rank is writing any more.
+    """Write this rank's part, wait for the other ranks, and publish the save, or remove it after an error.
 
-    Raises `RankError` for a rank that has not written its part when the time that ranks wait for each other is over.
+    Raises `RankError` for a rank that has not written its part within the timeout.
     """
     try:
         record = _write(saving, draft, readers)
@@ -238,38 +238,38 @@ def _lead(
         end = time.monotonic() + draft.ranks.timeout
         for rank in range(1, draft.ranks.size):
             while not (_path(draft, rank, "json").exists() or _died(_path(draft, rank, "lock"))):
-                if refused.is_set():
-                    raise _Elsewhere
+                if start_failed.is_set():
+                    raise _FailedElsewhere
                 if time.monotonic() >= end:
                     raise RankError(
                         f"rank {rank} did not write its part of the save in time", where=str(draft.folder),
                         got=f"nothing from it in {draft.ranks.timeout:g} s", want="all ranks to go on",
-                        hint="what was saved before is as it was",
+                        hint="earlier saves are unchanged",
                     )  # fmt: skip
                 time.sleep(POLL)
-    draft.finish(begun, [record, *map(functools.partial(_heard, draft), range(1, draft.ranks.size))])
+    draft.finish(resources, [record, *map(functools.partial(_report_of, draft), range(1, draft.ranks.size))])
 
 
-def _heard(draft: Draft, rank: int) -> Record:
-    """Return what a rank told. Raises `StorageError` for one that died."""
+def _report_of(draft: Draft, rank: int) -> RankRecord:
+    """Return a rank's report. Raises `StorageError` for a rank that died."""
     path = _path(draft, rank, "json")
     if not path.exists():
         raise StorageError("a rank was lost before its part of the save was written", where=f"rank {rank}")
     text = path.read_text()
-    if not text:  # the lock's file under this name: on a full disk nothing else can be told
-        raise _Elsewhere
+    if not text:  # the renamed lock file: on a full disk nothing else can be written
+        raise _FailedElsewhere
     return json.loads(text)
 
 
 def _died(path: Path) -> bool:
-    """Return whether nobody holds the lock of a rank that has not told yet."""
+    """Return whether the lock of a rank that has not reported yet is free."""
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return False  # it is held, or has just told that it failed
+        return False  # it is held, or was just renamed because the rank failed
     return True
 
 
 def _path(draft: Draft, rank: int, kind: str) -> Path:
-    return told(draft.dir) / f"rank{rank}.{kind}"
+    return reports_folder(draft.dir) / f"rank{rank}.{kind}"

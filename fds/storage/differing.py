@@ -1,4 +1,4 @@
-"""Differences: two states compared leaf by leaf, wherever each of them is kept."""
+"""Compare two states leaf by leaf, wherever each of them is stored."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from fds.storage.format.tensors import as_bytes
 from fds.storage.opening import open_source
 from fds.storage.source import Source
 
-STEP = 2**18  # elements that are compared at a time: in float64 they take 2 MiB
+STEP = 2**18  # elements that are compared at a time: 2 MiB in float64
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @attrs.frozen
 class Difference:
-    """How a leaf of two states differs.
+    """The difference of a leaf in two states.
 
     Attributes:
         name: its key path.
-        left, right: dtype and shape in each, empty where there is none.
-        numel: how many elements were compared: none where it is missing or of another shape.
-        num_different: how many of them are not alike: of one dtype in their bits, else in their values.
-        max_abs: the largest |a - b|, in float64; infinite where it is no number.
+        left, right: dtype and shape in each, empty where it is missing.
+        numel: how many elements were compared: 0 where it is missing or of another shape.
+        num_different: how many of them differ, in their bits if dtypes are equal, else in value.
+        max_abs: the largest |a - b|, in float64; infinite if one is NaN.
         max_relative: the largest |a - b| / max(|a|, |b|).
     """
 
@@ -45,9 +45,9 @@ class Difference:
 
 
 def differences(a: str | os.PathLike | Source, b: str | os.PathLike | Source) -> list[Difference]:
-    """Return the leaves in which two states differ, in the order of the first, then what only the second has.
+    """Return the leaves in which two states differ, in the order of the first, then those that only the second has.
 
-    Each is a `Source`, or what `locate` takes. Two blocks of 8 MiB are in memory at a time. Raises `StorageError`.
+    Each is a `Source` or a path as for `locate`. Two blocks of 8 MiB are in memory at a time. Raises `StorageError`.
     """
     one, other = (x if isinstance(x, Source) else open_source(*locate(x)) for x in (a, b))
     found = []
@@ -62,7 +62,7 @@ def differences(a: str | os.PathLike | Source, b: str | os.PathLike | Source) ->
 
 
 def locate(text: str | os.PathLike, tag: str | None = None) -> tuple[Path, str | None]:
-    """Return path and tag that are meant by a path with or without a tag: `DIR`, `DIR:TAG` or `DIR/TAG`.
+    """Return the path of a run and the tag in `DIR`, `DIR:TAG` or `DIR/TAG`.
 
     Raises `StorageError` for a second tag.
 
@@ -81,9 +81,9 @@ def locate(text: str | os.PathLike, tag: str | None = None) -> tuple[Path, str |
 
 
 def _compared(leaf: Difference, one: Source, other: Source) -> Difference:
-    """Return the difference with what the elements say."""
+    """Return the difference, completed by a comparison of the elements."""
     for x, y in _pairs(one, other, leaf.name):
-        differ = _unlike(x, y)
+        differ = _differing(x, y)
         count = int(differ.sum())
         if count:
             far, relative = _distances(x[differ], y[differ])
@@ -96,7 +96,7 @@ def _compared(leaf: Difference, one: Source, other: Source) -> Difference:
 
 
 def _pairs(one: Source, other: Source, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same elements of both, each block of both read once, however they are cut."""
+    """Yield the same elements of both, reading each block of either once."""
     left, right = blocks(one, name), blocks(other, name)
     x = y = torch.empty(0)
     remaining = math.prod(one.leaves[name].shape)
@@ -108,7 +108,7 @@ def _pairs(one: Source, other: Source, name: str) -> Iterator[tuple[Tensor, Tens
         x, y, remaining = x[n:], y[n:], remaining - n
 
 
-def _unlike(x: Tensor, y: Tensor) -> Tensor:
+def _differing(x: Tensor, y: Tensor) -> Tensor:
     """Return which elements differ, (length,) bool."""
     if x.dtype == y.dtype:
         bits = BITS[x.element_size()]

@@ -1,7 +1,7 @@
-"""Export: parameters as Hugging Face safetensors, from a save or from the ranks that hold them.
+"""Export parameters as Hugging Face safetensors, from a save or from the ranks that hold them.
 
-The files are planned from names and shapes alone. Then every element is read, cast and written to its place, a block
-at a time, by whoever has it: a save's reader, or each rank its own slices. Nothing is gathered.
+The files are planned from names and shapes alone. Then elements are read, cast and written a block at a time, by the
+process that has them: the reader of a save, or each rank for its slices. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step
 from fds.storage.disk.paths import checked_path
-from fds.storage.disk.placing import INDEX, placed, refusing
+from fds.storage.disk.placing import INDEX, replace_files, write_errors
 from fds.storage.disk.writer import BLOCK
 from fds.storage.format.blocks import blocks
-from fds.storage.format.manifest import MAX_INT, Leaf
-from fds.storage.format.tensors import CODES, DTYPES, as_bytes, header, refuse_unwritable
+from fds.storage.format.manifest import MAX_INT, SavedLeaf
+from fds.storage.format.tensors import CODES, DTYPES, as_bytes, check_writable, header
 from fds.storage.opening import open_source
-from fds.storage.ranks.parts import parts_of
+from fds.storage.ranks.all_leaves import AllLeaves, agreement
+from fds.storage.ranks.exchange import Ranks
+from fds.storage.ranks.leaf_parts import parts_of
 from fds.storage.ranks.sharing import own
-from fds.storage.ranks.together import Ranks
-from fds.storage.ranks.union import Union, agreement
 
 Pieces = Iterable[tuple[str, int, Tensor]]  # key path, first element, elements (length,)
 
@@ -50,26 +50,26 @@ def export_weights(
 ) -> list[Path]:
     """Write parameters and module buffers as Hugging Face safetensors, and return the files.
 
-    They bear the names that they have in the module's `state_dict`. The files appear whole and durably or not at all;
-    weights that were there are replaced. No more than a block of 8 MiB of a leaf is in memory, besides a given state.
+    Tensors have the names of the module's `state_dict`. The files are written completely and durably or not at all, and
+    replace earlier weights. No more than a block of 8 MiB of a leaf is in memory, beside the state.
 
     Args:
-        source: a run's directory or whatever else `open_source` reads, which takes no model, GPU or process group;
-            or a state.
+        source: a run's directory or anything else that `open_source` reads, for which no model, GPU or process group is
+            needed; or a state.
         path: a file if it ends in `.safetensors`; else a directory, in which `model.safetensors` is made, or
             `model-00001-of-00002.safetensors` and so on with `model.safetensors.index.json`.
         dtype: of all floating-point leaves; None keeps the dtype of each. float32 gives the consolidated masters.
-            What is too large for float16 becomes infinite.
-        step: whose state it is. Where ranks share the state all of them call this, with one `path` of a file system
-            that all of them see, and each writes what it holds.
+            Values too large for float16 become infinite.
+        step: the step of the state. Where ranks share the state, all of them call this with the same `path` on a common
+            file system, and each writes what it holds.
         tag: which save of a directory; by default the last.
-        tree: the key path of the tree to export: "slots.ema" for averages in the place of the parameters.
-        max_shard_bytes: bound of the tensors' bytes in one file of a directory, unless one tensor is larger.
+        tree: the key path of the tree to export: "slots.ema" for averages in place of the parameters.
+        max_shard_bytes: the most bytes of tensors in one file of a directory, unless one tensor is larger.
 
-    Raises `StorageError` for what cannot be read or written, on every rank if on any; then what was there is as it
-    was. Raises `DonatedStateError` for a state that was given up, `RankError` if a rank is lost.
+    Raises `StorageError` for what cannot be read or written, on every rank if on any; existing files are then
+    unchanged. Raises `DonatedStateError` for a donated state, `RankError` if a rank is lost.
     """
-    refuse_options(dtype, max_shard_bytes)
+    _check_options(dtype, max_shard_bytes)
     to = checked_path(path, "path")
     if isinstance(source, State):
         if tag is not None:
@@ -80,19 +80,19 @@ def export_weights(
                            got="step=...", want="a state with its step, or a directory without one")  # fmt: skip
     saved = open_source(source, tag)
     export = Export.of(saved.leaves, to, dtype, tree, max_shard_bytes)
-    with export.publishing() as folder, refusing(export.folder):
+    with export.publishing() as folder, write_errors(export.folder):
         export.write(folder, ((name, *block) for name in export.places for block in blocks(saved, name)))
     return export.paths
 
 
-def refuse_options(dtype: Any, max_shard_bytes: Any) -> None:
-    """Raise `StorageError` for a dtype that weights are not cast to, and for shards of no size."""
+def _check_options(dtype: Any, max_shard_bytes: Any) -> None:
+    """Raise `StorageError` for a dtype or a shard size that cannot be exported."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES):
         floats = ", ".join(name for name, x in DTYPES.items() if x.is_floating_point)
-        raise StorageError("weights are not cast to this", where="dtype", got=repr(dtype)[:40],
+        raise StorageError("weights cannot be cast to this", where="dtype", got=repr(dtype)[:40],
                            want=f"None, or of torch's dtypes {floats}")  # fmt: skip
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
-        raise StorageError("no size of a file", where="max_shard_bytes", got=repr(max_shard_bytes)[:40],
+        raise StorageError("not a size of a file", where="max_shard_bytes", got=repr(max_shard_bytes)[:40],
                            want="a number of bytes, 1 or more")  # fmt: skip
 
 
@@ -100,47 +100,47 @@ def _export_state(
     state: State, path: Path, dtype: torch.dtype | None, step: Step | None, tree: str, max_shard_bytes: int
 ) -> list[Path]:
     if step is None:
-        _refuse_part_of_a_state(state)
+        _check_whole_state(state)
     ranks = Ranks() if step is None else Ranks.of(step, "export_weights")
-    with ranks.together() as said:
+    with ranks.together() as exchange:
         state.check("export_weights")
         if step is not None and isinstance(state.params, Sharded):
-            step.structure_of(state.params)  # refuses slices of another step
+            step.structure_of(state.params)  # raises an error for slices of another step
         parts = parts_of(state, ranks.slice)
-        refuse_unwritable({name: part.tensor for name, part in parts.items()})
-        said.mine = {"path": str(path), "dtype": str(dtype), "tree": repr(tree),
-                     "size of a file": str(max_shard_bytes), **agreement(parts, ranks)}  # fmt: skip
-    ranks.refuse_different(said.all)
-    union = Union.of(parts, ranks)
+        check_writable({name: part.tensor for name, part in parts.items()})
+        exchange.mine = {"path": str(path), "dtype": str(dtype), "tree": repr(tree),
+                         "size of a file": str(max_shard_bytes), **agreement(parts, ranks)}  # fmt: skip
+    ranks.check_equal(exchange.all)
+    union = AllLeaves.of(parts, ranks)
     with ranks.together():
         export = Export.of(union.leaves, path, dtype, tree, max_shard_bytes)
     mine = {name: part for name, part in parts.items() if name in export.places}
     with contextlib.ExitStack() as publishing:
-        with ranks.together() as said:
-            said.mine = str(publishing.enter_context(export.publishing())) if ranks.index == 0 else ""
-        with ranks.together(), refusing(export.folder):
+        with ranks.together() as exchange:
+            exchange.mine = str(publishing.enter_context(export.publishing())) if ranks.index == 0 else ""
+        with ranks.together(), write_errors(export.folder):
             pieces = own(mine, union, ranks)
-            export.write(Path(said.all[0]), ((piece.name, piece.start, piece.tensor) for piece in pieces))
+            export.write(Path(exchange.all[0]), ((piece.name, piece.start, piece.tensor) for piece in pieces))
         with ranks.together():
-            publishing.close()  # from here on the files have their names
+            publishing.close()  # the files get their names
     return export.paths
 
 
-def _refuse_part_of_a_state(state: State) -> None:
-    """Raise `StorageError` where a state may be a part of one, as it surely or possibly is on one of many ranks."""
+def _check_whole_state(state: State) -> None:
+    """Raise `StorageError` for a state without its step that may be a part of a state, as on one of many ranks."""
     size = mesh(ranks=-1).size
     if isinstance(state.params, Sharded) or size > 1:
         where = f", on one of {size} ranks" if size > 1 else ""
         raise StorageError(
-            "a rank may hold a part of its state, and the step knows which", where="export_weights",
+            "a rank may hold a part of the state, which only the step knows", where="export_weights",
             got=f"a state without its step{where}", want="export_weights(state, path, step=step) on every rank",
             hint="one process can export a saved run alone: export_weights(dir, path)",
         )  # fmt: skip
 
 
 @attrs.frozen
-class Place:
-    """Where a leaf goes: which file, its first byte there, and as which dtype."""
+class TensorPlace:
+    """The place of a leaf: its file, its first byte there, and its dtype."""
 
     file: str
     offset: int
@@ -149,27 +149,27 @@ class Place:
 
 @attrs.frozen(eq=False)
 class Export:
-    """The files of an export before they are written: the same on all ranks.
+    """The plan of the files of an export: the same on all ranks.
 
     Attributes:
-        folder: where they go.
-        heads: by name of a file, what stands before the tensors' bytes.
-        num_bytes: by name, of the whole file.
-        places: by key path, file after file.
-        index: of several files, the JSON that says which tensor is in which.
+        folder: of the files.
+        heads: by name of a file, its header.
+        num_bytes: by name of a file, its size.
+        places: by key path, in the order of the files.
+        index: for several files, the JSON that maps tensors to files.
     """
 
     folder: Path
     heads: dict[str, bytes]
     num_bytes: dict[str, int]
-    places: dict[str, Place]
+    places: dict[str, TensorPlace]
     index: dict[str, Any] | None
 
     @classmethod
     def of(
-        cls, leaves: Mapping[str, Leaf], path: Path, dtype: torch.dtype | None, tree: str, max_shard_bytes: int
+        cls, leaves: Mapping[str, SavedLeaf], path: Path, dtype: torch.dtype | None, tree: str, max_shard_bytes: int
     ) -> Export:
-        """Return the plan of the files, given all leaves. Raises `StorageError` for a tree that is not there."""
+        """Return the plan of the files, given all leaves. Raises `StorageError` for a tree that does not exist."""
         names, alone = _names(leaves, tree), path.suffix == ".safetensors"
         as_ = {key: _cast(DTYPES[leaves[key].dtype], dtype) for key in names}
         size = {key: math.prod(leaves[key].shape) * as_[key].itemsize for key in names}
@@ -188,7 +188,7 @@ class Export:
             head = header((names[key], as_[key], leaves[key].shape) for key in shard)
             end = len(head)
             for key in shard:
-                export.places[key] = Place(file, end, as_[key])
+                export.places[key] = TensorPlace(file, end, as_[key])
                 end += size[key]
             if end > MAX_INT:
                 raise StorageError("no file is so large", where=file, got=f"{end} bytes")
@@ -205,8 +205,8 @@ class Export:
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[Path]:
-        """Give a folder with the files, empty behind their headers; put them in place when the block ends well."""
-        with placed(self.folder, [path.name for path in self.paths]) as hidden:
+        """Yield a folder with the files and their headers; publish them when the block ends without an error."""
+        with replace_files(self.folder, [path.name for path in self.paths]) as hidden:
             for name, head in self.heads.items():
                 with open(hidden / name, "xb") as file:
                     file.write(head)
@@ -219,7 +219,7 @@ class Export:
             yield hidden
 
     def write(self, folder: Path, pieces: Pieces) -> None:
-        """Write elements of leaves to their places in the files of a folder, durably. Raises `OSError`."""
+        """Write elements of leaves to their places in the files of `folder`, durably. Raises `OSError`."""
         with contextlib.ExitStack() as closing:
             opened: dict[str, int] = {}
             for name, start, x in pieces:
@@ -235,10 +235,10 @@ class Export:
                 os.fsync(fd)
 
 
-def _names(leaves: Mapping[str, Leaf], tree: str) -> dict[str, str]:
-    """Return, by key path, the names in the files of the parameters, or of the tree in their place, and of buffers.
+def _names(leaves: Mapping[str, SavedLeaf], tree: str) -> dict[str, str]:
+    """Return, by key path, the exported names of the parameters, or of `tree` in their place, and of buffers.
 
-    Raises `StorageError` for a tree that is not there, or is not like the parameters, and for names that collide.
+    Raises `StorageError` for a tree that does not exist or does not match the parameters, and for equal names.
     """
     below = {root: {n.removeprefix(f"{root}."): n for n in leaves if n.startswith(f"{root}.")}
              for root in ("params", "buffers", tree)}  # fmt: skip
@@ -252,11 +252,11 @@ def _names(leaves: Mapping[str, Leaf], tree: str) -> dict[str, str]:
     for name in {**params, **chosen} if params else ():
         have, want = (str(leaves[x[name]].shape) if name in x else "nothing" for x in (chosen, params))
         if have != want:
-            raise StorageError("this tree is not like the parameters", where=f"{tree}.{name}", got=have, want=want)
+            raise StorageError("this tree does not match the parameters", where=f"{tree}.{name}", got=have, want=want)
     for name in sorted(chosen.keys() & buffers.keys()):
-        raise StorageError("a parameter and a buffer of one name", where=name, hint="rename one of them")
+        raise StorageError("a parameter and a buffer have the same name", where=name, hint="rename one of them")
     if "__metadata__" in {*chosen, *buffers}:
-        raise StorageError("safetensors files keep this name for themselves", where="__metadata__", hint="rename it")
+        raise StorageError("this name is reserved in safetensors files", where="__metadata__", hint="rename it")
     return {key: name for names in (chosen, buffers) for name, key in names.items()}
 
 

@@ -1,4 +1,4 @@
-"""Import: begin or go on with what others wrote."""
+"""Import weights, and DeepSpeed's checkpoints."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fds.step import Step
 from fds.storage import foreign
 from fds.storage.disk.paths import checked_path
 from fds.storage.loading import fill
-from fds.storage.matching import Options
-from fds.storage.ranks.together import Ranks
+from fds.storage.matching import MatchOptions
+from fds.storage.ranks.exchange import Ranks
 from fds.storage.source import Source
 
 Rename = Callable[[str], str] | Mapping[str, str]
@@ -31,24 +31,24 @@ def import_weights(
     rename: Rename | None = None,
     strict: bool = True,
 ) -> State:
-    """Return the first state of a step, as `step.init` makes it, with parameters and buffers from a file.
+    """Return the initial state of a step, as from `step.init`, with parameters and buffers from a file.
 
     Where ranks share the state, all of them call this, and each reads what it will hold.
 
     Args:
-        path: a safetensors file; a directory of them with its index, as Hugging Face has it; or what `torch.save`
-            made of a state dict, read without running anything that is in it.
+        path: a safetensors file; a directory of them with its index, as Hugging Face has it; or a state
+            dict written by `torch.save`, read without running code from it.
         step: the step that will train.
-        params: what `step.init` would take: tensors, `meta` tensors or a recipe. Only structure is read, and device.
-        key: where all randomness of the run starts.
+        params: the argument of `step.init`: tensors, `meta` tensors or a recipe. It gives structure and device only.
+        key: the seed of the run.
         rename: from names in the file to parameter names: a function, or a mapping of those that differ.
-        strict: whether a parameter that the file lacks, has beyond these, or has in another shape is refused. If not,
-            it is as `step.init` makes it, or left alone, and a `StorageWarning` lists all of them. Other dtypes are
+        strict: whether parameters that are missing, unexpected or of another shape are an error. If not, missing ones
+            are initialised by `step.init`, others ignored, and a `StorageWarning` lists all of them. Other dtypes are
             cast, and buffers may be missing.
 
     Raises `StorageError`, on every rank if on any.
     """
-    options = Options(strict=strict, params_only=True, foreign=True)
+    options = MatchOptions(strict=strict, params_only=True, foreign=True)
     open_ = lambda: foreign.weights(checked_path(path, "path"))
     return _filled("import_weights", open_, step, params, options, rename, key)[0]
 
@@ -65,28 +65,28 @@ def import_deepspeed(
 ) -> tuple[State, dict[str, Any]]:
     """Read a checkpoint directory of DeepSpeed: ZeRO stage 0 to 3 on any number of ranks, and pipelines.
 
-    Returns the state with which the run goes on (master weights, what the optimizer remembers, counters, the dynamic
-    loss scale), and DeepSpeed's `client_state` as far as it is JSON. What DeepSpeed does not keep is as `step.init`
-    makes it. Only tensors and plain values are read: nothing that is in the files is run. Where ranks share the state,
+    Returns a state that continues the run (master weights, optimizer state, counters, the dynamic loss scale), and
+    those entries of DeepSpeed's `client_state` that are JSON. What DeepSpeed does not save is initialised by
+    `step.init`. Only tensors and plain values are read, and no code from the files is run. Where ranks share the state,
     all of them call this, and each reads what it will hold.
 
     Args:
-        dir: what `save_checkpoint` was given.
-        step: the step that will go on, with the optimizer of the run.
-        params: what `step.init` would take: tensors, `meta` tensors or a recipe. Only structure is read, and device.
+        dir: the directory that was passed to `save_checkpoint`.
+        step: the step that continues the run, with its optimizer.
+        params: the argument of `step.init`: tensors, `meta` tensors or a recipe. It gives structure and device only.
         tag: which checkpoint; by default the one that `latest` names.
-        key: where all randomness starts from here on: DeepSpeed's generators are not carried over.
+        key: the seed from here on; DeepSpeed's generator states are not imported.
         rename: from DeepSpeed's parameter names to those of the step: a function, or a mapping of those that differ.
 
     Raises `StorageError`, on every rank if on any.
     """
-    options = Options(slots=("init", "drop"), foreign=True)
+    options = MatchOptions(slots=("init", "drop"), foreign=True)
     open_ = lambda: foreign.deepspeed(checked_path(dir, "dir"), tag)
     return _filled("import_deepspeed", open_, step, params, options, rename, key)
 
 
 def _filled(
-    doing: str, open_: Callable[[], Source], step: Step, params: Any, options: Options, rename: Rename | None,
+    doing: str, open_: Callable[[], Source], step: Step, params: Any, options: MatchOptions, rename: Rename | None,
     key: int | Tensor,
 ) -> tuple[State, dict[str, Any]]:
     ranks = Ranks.of(step, doing)

@@ -1,4 +1,4 @@
-"""Load a state: the step says what it must be, the manifest what there is."""
+"""Load a state from a save or another source."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step, beginning, same_composition
 from fds.storage.disk.folders import SAVING, find
-from fds.storage.disk.held import Held
+from fds.storage.disk.open_folder import OpenFolder
 from fds.storage.disk.paths import checked_path
 from fds.storage.disk.reader import touch_fresh
 from fds.storage.format.blocks import spans
-from fds.storage.format.manifest import Leaf, Manifest, read_manifest
-from fds.storage.matching import Options, checked_slots, match
+from fds.storage.format.manifest import Manifest, SavedLeaf, read_manifest
+from fds.storage.matching import MatchOptions, checked_slots, match
 from fds.storage.ranks import local as by_rank
-from fds.storage.ranks.parts import Part, blank, parts_of
-from fds.storage.ranks.together import Ranks
-from fds.storage.ranks.union import Union, agreement
-from fds.storage.source import Source, blank_like, saved
+from fds.storage.ranks.all_leaves import AllLeaves, agreement
+from fds.storage.ranks.exchange import Ranks
+from fds.storage.ranks.leaf_parts import LeafPart, blank, parts_of
+from fds.storage.source import Source, blank_like, save_source
 
 Slots = Literal["init", "drop"]
 
@@ -49,78 +49,77 @@ def load(
     verify: bool = True,
     local: bool = False,
 ) -> tuple[State, dict[str, Any]]:
-    """Read a state that `save` wrote below `dir`, and the `extra` that was saved with it.
+    """Read a state that `save` wrote to `dir`, and the `extra` that was saved with it.
 
-    Where ranks share the state, all of them call this, and each reads what it will hold. On how many ranks, in which
-    pipeline, at which stage and in which buckets the state was saved makes no difference.
+    Where ranks share the state, all of them call this, and each reads what it will hold. The number of ranks, pipeline,
+    ZeRO stage and buckets with which the state was saved do not matter.
 
     Args:
         dir: the run's directory.
-        step: the step that will go on; its plain state's structure must be that of the saved one.
-        params: what `step.init` would take: tensors, `meta` tensors or a recipe. Only structure is read, and the
-            device that the state goes to (that of the first tensor with data, else torch's default); where parameters
-            may be missing (`strict=False`), also their values.
+        step: the step that will use the state; its plain state must have the structure of the saved one.
+        params: the argument of `step.init`: tensors, `meta` tensors or a recipe. It gives the structure and the device
+            of the state (that of the first tensor with data, else torch's default); where parameters may be missing
+            (`strict=False`), also their values.
         tag: which save; by default the last.
-        slots: "init" to make afresh what optimizer and transforms remember and the save lacks, as `step.init` would
-            for the loaded parameters; "drop" to leave alone what the step lacks; or both.
-        strict: whether to refuse everything else that differs. If not, it is made afresh or left alone, and a
-            `StorageWarning` lists exactly what was missing, unexpected, or of another shape or dtype.
+        slots: "init" to initialise state of the optimizer and transforms that the save lacks, as `step.init` would for
+            the loaded parameters; "drop" to ignore such state that the step lacks; or both.
+        strict: whether any other difference is an error. If not, missing leaves are initialised, others ignored, and a
+            `StorageWarning` lists all that were missing, unexpected, or of another shape or dtype.
         params_only: read parameters and module buffers; the run begins anew: counters at 0, key `0`.
-        without_optimizer: make what the optimizer remembers afresh. Its bias corrections go on from `state.step`, as if
-            the averages were old ones: `without_schedule=True` begins them again too.
-        without_schedule: count updates from 0 again: schedules, and what else depends on `state.step`, restart.
-        verify: compare the bytes that are read with their checksums.
-        local: read what `save(..., local=True)` wrote: each rank its own directory, and those of others that it sees;
-            the last save is the last that all ranks have.
+        without_optimizer: initialise the optimizer's state. Its bias corrections continue from `state.step`, as if the
+            averages were old; `without_schedule=True` restarts them too.
+        without_schedule: count updates from 0 again: schedules, and all else that depends on `state.step`, restart.
+        verify: whether to compare the bytes that are read with their checksums.
+        local: read what `save(..., local=True)` wrote: each rank reads its own directory and those of others that it
+            can see. The last save is the last that all ranks have.
 
-    Raises `StorageError` if there is no such save, if it is of another model or composition (the first parameter, or
-    slot, that differs is named), or if a byte of it is not as it was written; on every rank if on any. Raises
-    `RankError` if a rank is lost.
+    Raises `StorageError`, on every rank if on any, if there is no such save, if it is of another model or composition
+    (naming the first parameter or slot that differs), or if a byte of it changed. Raises `RankError` if a rank is lost.
     """
     ranks = Ranks.of(step, "load")
     with ranks.together():
         if isinstance(params, Sharded):
-            raise StorageError("slices do not say what the whole parameters are", where="params",
-                               got="the sharded params of a state", want="what step.init was given",
+            raise StorageError("the structure of whole parameters cannot be derived from slices", where="params",
+                               got="the sharded params of a state", want="the argument of step.init",
                                hint="dict(module.named_parameters()); only structure is read")  # fmt: skip
         path = checked_path(dir, "dir")
-        options = Options(checked_slots(slots), strict, params_only, without_optimizer, without_schedule)
-    source = by_rank.opened(path, tag, ranks, verify) if local else _opened(path, tag, ranks, verify)
+        options = MatchOptions(checked_slots(slots), strict, params_only, without_optimizer, without_schedule)
+    source = by_rank.opened(path, tag, ranks, verify) if local else _open_save(path, tag, ranks, verify)
     return fill(source, step, params, options, ranks), source.extra
 
 
-def fill(source: Source, step: Step, params: Any, options: Options, ranks: Ranks, key: int | Tensor = 0) -> State:
-    """Return a state of `step` with the leaves of a source; what is not read is as `step.init(params, key=)` makes it.
+def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: Ranks, key: int | Tensor = 0) -> State:
+    """Return a state of `step` with the leaves of a source; other leaves are those of `step.init(params, key=)`.
 
-    All ranks call it. Raises `StorageError`, on every rank, for what does not match.
+    All ranks call it. Raises `StorageError`, on every rank, for leaves that do not match.
     """
     same_composition(step)
     with ranks.together():
         template = step.structure(params)
         own = parts_of(template, ranks.slice)
-    union = Union.of(own, ranks)
+    union = AllLeaves.of(own, ranks)
     want = union.leaves | {name: part.leaf() for name, part in own.items()}
-    with ranks.together() as said:
+    with ranks.together() as exchange:
         names, device = match(source, want, options), _device(params)
         digest = fingerprint((sorted(names.items()), options))
-        said.mine = {"leaves that they read": f"{len(names)} leaves, {digest}", **agreement(own, ranks)}
-    ranks.refuse_different(said.all)
-    afresh = {name.partition(".")[0] for name in want if name not in names}
-    if not afresh:
+        exchange.mine = {"leaves that they read": f"{len(names)} leaves, {digest}", **agreement(own, ranks)}
+    ranks.check_equal(exchange.all)
+    missing = {name.partition(".")[0] for name in want if name not in names}
+    if not missing:
         with ranks.together():
             state = blank(step, template, device)
             _read(parts_of(state, ranks.slice), names, source)
         return state
-    if "params" in afresh:
+    if "params" in missing:
         template = step.init(params, key=key)
     with ranks.together():
-        if "params" in afresh and device.type != "meta" and any(x.is_meta for x in tree.leaves(template.params)):
-            raise StorageError("what the save lacks has no values", where=source.where, got="meta tensors",
-                               want="parameters with values, or a recipe that makes them")  # fmt: skip
-        state = template if "params" in afresh else blank(step, template, device)
+        if "params" in missing and device.type != "meta" and any(x.is_meta for x in tree.leaves(template.params)):
+            raise StorageError("a parameter that the save lacks has no values", where=source.where, got="meta tensors",
+                               want="parameters with values, or a recipe")  # fmt: skip
+        state = template if "params" in missing else blank(step, template, device)
         _read(parts_of(attrs.evolve(state, opt={}, slots={}), ranks.slice), names, source)
     held = state.params
-    del state, template  # or there would be two of what is made now
+    del state, template  # or what is initialised now would be in memory twice
     state = beginning(step, held, key, device)
     with ranks.together():
         parts = parts_of(state, ranks.slice)
@@ -128,51 +127,51 @@ def fill(source: Source, step: Step, params: Any, options: Options, ranks: Ranks
     return state
 
 
-def _opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
-    """Return the save that the first rank finds: others might see a newer one."""
-    with ranks.together() as said:
-        found = _found(dir, tag) if ranks.index == 0 else None
+def _open_save(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
+    """Return the save that the first rank finds; other ranks might find a newer one."""
+    with ranks.together() as exchange:
+        found = _find_save(dir, tag) if ranks.index == 0 else None
         place = "" if found is None else str(found[0].path.relative_to(dir))
-        said.mine = {"place": place, "asked": {"tag": repr(tag)}}
-    ranks.refuse_different([one["asked"] for one in said.all])
-    folder = dir / said.all[0]["place"]
-    with ranks.together() as said:
-        held, manifest = _read_in(folder) if found is None else found
-        said.mine = {"save that they read": fingerprint(manifest)}
-    ranks.refuse_different(said.all)
-    return saved(manifest, [held], verify=verify)
+        exchange.mine = {"place": place, "asked": {"tag": repr(tag)}}
+    ranks.check_equal([one["asked"] for one in exchange.all])
+    folder = dir / exchange.all[0]["place"]
+    with ranks.together() as exchange:
+        held, manifest = _open_folder(folder) if found is None else found
+        exchange.mine = {"save that they read": fingerprint(manifest)}
+    ranks.check_equal(exchange.all)
+    return save_source(manifest, [held], verify=verify)
 
 
-def _found(dir: Path, tag: str | None, attempts: int = 5) -> tuple[Held, Manifest]:
-    """Return folder and manifest of a save that can be read; another process may be replacing what is looked at."""
-    before = _changed(dir)
+def _find_save(dir: Path, tag: str | None, attempts: int = 5) -> tuple[OpenFolder, Manifest]:
+    """Return folder and manifest of a save; tries again while another process is replacing it."""
+    before = _modified(dir)
     try:
-        return _read_in(find(dir, tag))
+        return _open_folder(find(dir, tag))
     except StorageError:
-        if attempts == 1 or (_changed(dir) == before and not (dir / SAVING).exists()):
+        if attempts == 1 or (_modified(dir) == before and not (dir / SAVING).exists()):
             raise
         time.sleep(0.02)
-        return _found(dir, tag, attempts - 1)
+        return _find_save(dir, tag, attempts - 1)
 
 
-def _read_in(folder: Path) -> tuple[Held, Manifest]:
-    """Return a save's folder, held open, and the manifest in it."""
-    held = Held.of(folder)
+def _open_folder(folder: Path) -> tuple[OpenFolder, Manifest]:
+    """Return a save's folder, opened, and the manifest in it."""
+    held = OpenFolder.of(folder)
     return held, read_manifest(held)
 
 
-def _changed(dir: Path) -> int:
-    """Return when a name in a directory changed last, 0 where there is none."""
+def _modified(dir: Path) -> int:
+    """Return the modification time of a directory, 0 if it does not exist."""
     try:
         return os.stat(dir).st_mtime_ns
     except OSError:
         return 0
 
 
-def _read(parts: Mapping[str, Part], names: Mapping[str, str], source: Source) -> None:
-    """Read what the parts hold into their tensors, in the order in which it is kept."""
-    kept = {name: source.leaves[names[name]] for name in parts if name in names}
-    for name, leaf in sorted(kept.items(), key=lambda one: _place(parts[one[0]], one[1])):
+def _read(parts: Mapping[str, LeafPart], names: Mapping[str, str], source: Source) -> None:
+    """Read the elements of the parts into their tensors, in the order of the files."""
+    leaves_read = {name: source.leaves[names[name]] for name in parts if name in names}
+    for name, leaf in sorted(leaves_read.items(), key=lambda one: _place(parts[one[0]], one[1])):
         part = parts[name]
         flat = part.tensor.view(-1)
         if flat.device.type == "cpu" and part.leaf().dtype == leaf.dtype:
@@ -187,8 +186,8 @@ def _read(parts: Mapping[str, Part], names: Mapping[str, str], source: Source) -
                 flat[low - part.start : high - part.start].copy_(piece)
 
 
-def _place(part: Part, leaf: Leaf) -> tuple[str, int]:
-    """Return where the first byte of a part is kept."""
+def _place(part: LeafPart, leaf: SavedLeaf) -> tuple[str, int]:
+    """Return file and offset of the first byte of a part."""
     chunk = next((c for c in leaf.chunks if c.start + c.length > part.start), None)
     return ("", 0) if chunk is None else (chunk.file, chunk.offset)
 

@@ -1,4 +1,4 @@
-"""Matching: which leaves of a source are read into a state, and which of the state are made afresh."""
+"""Match the leaves of a source with those of a state: which are read, and which are initialised."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 import attrs
 
 from fds.errors import StorageError, StorageWarning, did_you_mean
-from fds.storage.format.manifest import Leaf
+from fds.storage.format.manifest import SavedLeaf
 from fds.storage.source import Source
 
-REMEMBERED = ("opt", "slots")  # what optimizers and transforms remember, beside parameters and counters
+SLOT_KINDS = ("opt", "slots")  # the state of optimizers and transforms
 SLOTS = ("init", "drop")
 
 
 @attrs.frozen
-class Options:
-    """How much of a source must match the state, and what of it is read.
+class MatchOptions:
+    """Which leaves of a source must match the state, and which are read.
 
     Attributes:
-        slots: "init" in it makes slots that the source lacks afresh, "drop" leaves alone those that the state lacks.
-        strict: whether anything else that differs is refused; if not, it is made afresh or left alone, and reported.
-        params_only: read parameters and buffers; the rest is as `step.init` makes it.
-        without_optimizer: make what the optimizer remembers afresh.
+        slots: "init" initialises slots that the source lacks, "drop" ignores slots that the state lacks.
+        strict: whether any other difference is an error; if not, leaves are initialised or ignored, with a warning.
+        params_only: read parameters and buffers; other leaves are those of `step.init`.
+        without_optimizer: initialise the optimizer's state.
         without_schedule: count updates from 0 again.
-        foreign: the source is not of fds: it need not have key, counters and buffers, and dtypes may differ.
+        foreign: the source was not written by fds: it may lack key, counters and buffers, and dtypes may differ.
     """
 
     slots: tuple[str, ...] = ()
@@ -37,21 +37,21 @@ class Options:
     foreign: bool = False
 
     def read(self, name: str) -> bool:
-        """Return whether a leaf is one of those to be read."""
+        """Return whether a leaf of the state is to be read."""
         kind = _kind(name)
         if self.params_only:
             return kind in ("params", "buffers")
         return not ((self.without_optimizer and kind == "opt") or (self.without_schedule and name == "step"))
 
     def may_lack(self, name: str) -> bool:
-        """Return whether the source may lack a leaf of the state, and nobody is told."""
-        if "init" in self.slots and _remembered(name):
+        """Return whether the source may lack a leaf of the state, without a warning."""
+        if "init" in self.slots and _is_slot(name):
             return True
         return self.foreign and _kind(name) != "params"
 
     def may_have(self, name: str) -> bool:
-        """Return whether the source may have a leaf that the state lacks, and nobody is told."""
-        if "drop" in self.slots and _remembered(name):
+        """Return whether the source may have a leaf that the state lacks, without a warning."""
+        if "drop" in self.slots and _is_slot(name):
             return True
         return not self.read(name) or (self.foreign and _kind(name) == "buffers")
 
@@ -60,21 +60,22 @@ def checked_slots(slots: Any) -> tuple[str, ...]:
     """Return the argument `slots` of `load` as a tuple. Raises `StorageError`."""
     found = (slots,) if isinstance(slots, str) else tuple(slots) if isinstance(slots, Iterable) else (slots,)
     if any(one not in SLOTS for one in found):
-        raise StorageError("not a way to treat slots that differ", where="slots", got=repr(slots)[:60],
+        raise StorageError("unknown value of slots", where="slots", got=repr(slots)[:60],
                            want="'init', 'drop' or both: ('init', 'drop')")  # fmt: skip
     return found
 
 
-def match(source: Source, want: Mapping[str, Leaf], options: Options) -> dict[str, str]:
-    """Return the name in the source of every leaf of the state that is read.
+def match(source: Source, want: Mapping[str, SavedLeaf], options: MatchOptions) -> dict[str, str]:
+    """Return the name in the source of each leaf of the state that is to be read.
 
-    Raises `StorageError` for the first leaf that the source and the state do not share, parameters before the rest;
-    warns instead, with `StorageWarning`, of all of them if not strict.
+    Raises `StorageError` for the first leaf that does not match, parameters before others; if not strict, warns of all
+    of them with a `StorageWarning` instead.
     """
     have = source.leaves
-    names = {name: found for name in want if options.read(name) and (found := _found(name, have, want)) is not None}
+    sources = {name: _source_name(name, have, want) for name in want if options.read(name)}
+    names = {name: found for name, found in sources.items() if found is not None}
     if "init" in options.slots:
-        names = _without_half(names, have, want)
+        names = _without_partial_slots(names, have, want)
     alike = (lambda a, b: a.shape == b.shape) if options.foreign else (lambda a, b: str(a) == str(b))
     mismatched = [name for name, found in names.items() if not alike(have[found], want[name])]
     missing = [n for n in want if options.read(n) and n not in names and not options.may_lack(n)]
@@ -83,7 +84,7 @@ def match(source: Source, want: Mapping[str, Leaf], options: Options) -> dict[st
         n for n in have if source.aliases.get(n, n) not in taken and not options.may_have(n) and n not in want
     ]
     if options.strict:
-        _refuse(source, want, mismatched, missing, unexpected)
+        _check_matched(source, want, mismatched, missing, unexpected)
         if options.foreign and not options.params_only:
             _warn_of_slots(source, want, names)
     elif mismatched or missing or unexpected:
@@ -91,8 +92,10 @@ def match(source: Source, want: Mapping[str, Leaf], options: Options) -> dict[st
     return {name: found for name, found in names.items() if name not in mismatched}
 
 
-def _without_half(names: dict[str, str], have: Mapping[str, Leaf], want: Mapping[str, Leaf]) -> dict[str, str]:
-    """Return what is read, without what another optimizer remembered of a parameter: half of it would mislead."""
+def _without_partial_slots(
+    names: dict[str, str], have: Mapping[str, SavedLeaf], want: Mapping[str, SavedLeaf]
+) -> dict[str, str]:
+    """Return `names` without the optimizer slots of parameters for which not all slots match."""
     slots, theirs = (_slots_of(leaves) for leaves in (want, have))
     odd = {param for param, found in slots.items() if found != theirs.get(param)}
     return {name: found for name, found in names.items() if _kind(name) != "opt" or name.split(".", 2)[-1] not in odd}
@@ -107,24 +110,24 @@ def _slots_of(leaves: Iterable[str]) -> dict[str, set[str]]:
     return found
 
 
-def _warn_of_slots(source: Source, want: Mapping[str, Leaf], names: Mapping[str, str]) -> None:
-    """Say what the run remembered that the step does not go on with, and the other way round."""
-    missing = [name for name in want if _remembered(name) and name not in names]
-    unexpected = [name for name in source.leaves if _remembered(name) and name not in names.values()]
+def _warn_of_slots(source: Source, want: Mapping[str, SavedLeaf], names: Mapping[str, str]) -> None:
+    """Warn of slots that only the source or only the state has."""
+    missing = [name for name in want if _is_slot(name) and name not in names]
+    unexpected = [name for name in source.leaves if _is_slot(name) and name not in names.values()]
     if missing or unexpected:
         warnings.warn(StorageWarning(source.where, missing, unexpected, []), stacklevel=6)
 
 
-def _found(name: str, have: Mapping[str, Leaf], want: Mapping[str, Leaf]) -> str | None:
-    """Return the name of a leaf in the source: a state dict has buffers among its parameters."""
+def _source_name(name: str, have: Mapping[str, SavedLeaf], want: Mapping[str, SavedLeaf]) -> str | None:
+    """Return the name of a leaf in the source, in which buffers may be among the parameters, as in a state dict."""
     kind, _, rest = name.partition(".")
     if name not in have and kind == "buffers" and f"params.{rest}" not in want:
         name = f"params.{rest}"
     return name if name in have else None
 
 
-def _refuse(
-    source: Source, want: Mapping[str, Leaf], differ: list[str], lacking: list[str], beyond: list[str]
+def _check_matched(
+    source: Source, want: Mapping[str, SavedLeaf], differ: list[str], lacking: list[str], beyond: list[str]
 ) -> None:
     have = source.leaves
     odd = sorted([*differ, *lacking, *beyond], key=lambda name: _kind(name) != "params")
@@ -134,14 +137,14 @@ def _refuse(
     if _kind(name) == "params":
         what = "this is a save of another model" if name in differ else "this save has other parameters"
     else:
-        what = "this save is of another composition" if _remembered(name) else "leaves differ"
-    if name in lacking and beyond and not _remembered(name):
+        what = "this save is of another composition" if _is_slot(name) else "leaves differ"
+    if name in lacking and beyond and not _is_slot(name):
         hints.append(did_you_mean(name, beyond))
     if len(odd) > 1:
         hints.append(f"{len(odd)} leaves differ in all")
-    if _remembered(name) and name not in differ:
-        ways = {"init": "makes what the save lacks afresh", "drop": "leaves alone what the step lacks"}
-        needed = [way for way, some in zip(ways, (lacking, beyond), strict=True) if any(map(_remembered, some))]
+    if _is_slot(name) and name not in differ:
+        ways = {"init": "initialises what the save lacks", "drop": "ignores what the step lacks"}
+        needed = [way for way, some in zip(ways, (lacking, beyond), strict=True) if any(map(_is_slot, some))]
         hints.append(f"slots={tuple(needed) if needed[1:] else needed[0]!r}: " + ", ".join(ways[w] for w in needed))
     if source.composition:
         by = ", ".join(source.composition)
@@ -154,8 +157,8 @@ def _refuse(
     )  # fmt: skip
 
 
-def _remembered(name: str) -> bool:
-    return _kind(name) in REMEMBERED
+def _is_slot(name: str) -> bool:
+    return _kind(name) in SLOT_KINDS
 
 
 def _kind(name: str) -> str:

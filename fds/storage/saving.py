@@ -11,7 +11,7 @@ from fds.state import State
 from fds.step import Step
 from fds.storage import background
 from fds.storage.disk import writer
-from fds.storage.disk.folders import refusing
+from fds.storage.disk.folders import write_errors
 from fds.storage.ranks.draft import Draft, TagValidation
 
 
@@ -26,29 +26,29 @@ def save(
     tag_validation: TagValidation = "fail",
     local: bool = False,
 ) -> Path:
-    """Write a state below `dir`, whole and durably or not at all, and return the folder of its tag.
+    """Write a state to a folder in `dir`, completely and durably or not at all, and return that folder.
 
-    Where ranks share the state, all of them call this, with one `dir` of a file system that all of them see, and each
-    writes its share. What is written is the plain state: any number of ranks loads it, in any pipeline and stage.
+    Where ranks share the state, all of them call this with the same `dir` on a common file system, and each writes its
+    share. What is written is the plain state, which any number of ranks can load, in any pipeline and ZeRO stage.
 
     Args:
-        dir: the run's directory, made if it is missing.
-        state: what `step.init` or a step returned.
-        step: whose state it is; its composition is written down for people to read.
-        tag: the name of this save, `step00000012` after 12 calls unless given; one that exists is replaced.
-        extra: what else the run needs to go on (a loader's position): a dict that JSON gives back as it is. Of several
-            ranks the first one's is written, with `local` everyone's own.
-        keep: how many tags may stay, this one included; older ones are removed when this one is complete.
-        tag_validation: what to do where ranks name different tags: "fail", "warn" and "ignore" take the first rank's.
-        local: for ranks without a common file system: each keeps what it holds in a directory of its own,
-            `dir/rank0`, `dir/rank1`, ..., which `load(..., local=True)` reads. What a tag replaces stays until all
-            ranks have the new one.
+        dir: the run's directory, created if it is missing.
+        state: a result of `step.init` or of a step.
+        step: the step of that state; its composition is written too, for people to read.
+        tag: the name of this save, by default `step00000012` after 12 calls; an existing one is replaced.
+        extra: other data for resuming the run (a loader's position): a dict that survives JSON unchanged. The first
+            rank's is written, with `local` each rank's own.
+        keep: how many tags to keep, this one included; older ones are removed once this one is complete.
+        tag_validation: what to do if ranks pass different tags: "fail", or "warn" or "ignore" and use the first rank's.
+        local: for ranks without a common file system: each writes what it holds to a separate directory, `dir/rank0`,
+            `dir/rank1`, ..., which `load(..., local=True)` reads. A tag that is replaced is kept until all ranks have
+            the new one.
 
-    Waits for a `save_async` of this thread that is still being written. Raises `StorageError` for whatever cannot be
-    written or the file system refuses, on every rank if on any; `DonatedStateError` for a state that was given up and
-    `StateError` for one that `step` could not take (of several ranks, a `StorageError` that says so); `RankError` if a
-    rank is lost. Then the saves that were there, and which of them is the last, are as they were, unless the error says
-    that this one is in its place.
+    Waits for an earlier `save_async` of this thread. Raises, on every rank if on any, `StorageError` for what cannot be
+    written and for errors of the file system; `DonatedStateError` for a donated state and `StateError` for a state that
+    `step` does not accept (with several ranks, a `StorageError` that says so); `RankError` if a rank is lost. After an
+    error earlier saves, and which of them is the last, are unchanged, unless the error says that the new one is in its
+    place.
     """
     background.await_previous()
     draft = Draft.of(
@@ -57,10 +57,10 @@ def save(
     with contextlib.ExitStack() as saving:
         with draft.ranks.together():
             draft.begin(saving)
-        with draft.ranks.together() as said, refusing(draft.dir):
-            said.mine = draft.write(writer.write)
-        with draft.ranks.together(), refusing(draft.dir):
-            draft.finish(saving, [said.mine] if local else said.all)
+        with draft.ranks.together() as exchange, write_errors(draft.dir):
+            exchange.mine = draft.write(writer.write)
+        with draft.ranks.together(), write_errors(draft.dir):
+            draft.finish(saving, [exchange.mine] if local else exchange.all)
     if draft.forgets_later:
         with draft.ranks.together():
             draft.forget()

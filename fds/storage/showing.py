@@ -1,4 +1,4 @@
-"""Showing: what is in a run's directory, and in one save, as text and tables for people."""
+"""The contents of a run's directory, and of one save, as text and tables."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.text import Text
 from fds.errors import StorageError
 from fds.storage.differing import Difference
 from fds.storage.disk.folders import find, tags
-from fds.storage.format.manifest import Leaf, read_manifest
+from fds.storage.format.manifest import SavedLeaf, read_manifest
 from fds.storage.format.tensors import DTYPES
 from fds.storage.source import Source
 from fds.storage.verifying import line
 
-WIDEST = 10_000  # columns, where nobody says how many there are: lines of a file are not wrapped
+WIDEST = 10_000  # columns where the output is not a terminal, so that lines are not wrapped
 
 
 def shown(parts: Iterable[RenderableType]) -> None:
@@ -33,7 +33,7 @@ def shown(parts: Iterable[RenderableType]) -> None:
 
 
 def run(dir: Path) -> Iterator[RenderableType]:
-    """Yield what is in a run's directory: its saves, and which of them is the last."""
+    """Yield the saves in a run's directory, and which of them is the last."""
     rows = []
     for tag in tags(dir):
         try:
@@ -51,14 +51,14 @@ def run(dir: Path) -> Iterator[RenderableType]:
 
 
 def save(source: Source) -> Iterator[RenderableType]:
-    """Yield what is in one save: its composition, its leaves, how much of what, and the user's extra."""
+    """Yield the contents of a save: its composition, its leaves, totals, and the user's extra."""
     yield plain(source.where)
     if source.composition:
         yield "\ncomposition:\n" + "\n".join(f"  {plain(one)}" for one in source.composition)
     rows = [[name, leaf.dtype, shape(leaf), files(leaf)] for name, leaf in source.leaves.items()]
     yield ""
     yield table(["leaf", "dtype", "shape", "files"], rows)
-    totals: dict[str, list[Leaf]] = {}
+    totals: dict[str, list[SavedLeaf]] = {}
     for name, leaf in source.leaves.items():
         words = name.split(".")
         totals.setdefault(".".join(words[: 2 if words[0] in ("opt", "slots") else 1]), []).append(leaf)
@@ -88,7 +88,7 @@ def comparison(found: list[Difference], num_leaves: int) -> Iterator[RenderableT
 
 
 def table(columns: list[str], rows: list[list[str]]) -> Table:
-    """Return a table; columns whose names end in ` >` are aligned right, and what does not fit is folded."""
+    """Return a table; columns whose names end in ` >` are aligned right; long cells are folded."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
         side = "right" if name.endswith(" >") else "left"
@@ -99,21 +99,21 @@ def table(columns: list[str], rows: list[list[str]]) -> Table:
 
 
 def plain(text: str) -> str:
-    """Return text without what would steer a terminal."""
+    """Return text with unprintable characters escaped."""
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
-def shape(leaf: Leaf) -> str:
+def shape(leaf: SavedLeaf) -> str:
     """Return a shape as (2, 3)."""
     return str(leaf.shape)
 
 
-def files(leaf: Leaf) -> str:
-    """Return the files that a leaf is in, the first and the last of many."""
+def files(leaf: SavedLeaf) -> str:
+    """Return the names of the files that hold a leaf; of many, the first and the last."""
     names = list(dict.fromkeys(chunk.file.removesuffix(".safetensors") for chunk in leaf.chunks))
     return " ".join(names) if len(names) < 4 else f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
-def num_bytes(leaf: Leaf) -> int:
+def num_bytes(leaf: SavedLeaf) -> int:
     """Return the bytes of a leaf's elements."""
     return math.prod(leaf.shape) * DTYPES[leaf.dtype].itemsize

@@ -1,4 +1,4 @@
-"""Verifying: a save is read whole, and every fault of it told."""
+"""Verify a save by reading all of it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path
 
 from fds.errors import StorageError
 from fds.storage.disk.folders import find, tags
-from fds.storage.disk.paths import checked_path, reading
+from fds.storage.disk.paths import checked_path, read_errors
 from fds.storage.format.blocks import spans
 from fds.storage.opening import open_source
 from fds.storage.source import piece
 
 
 def verify(path: str | os.PathLike, tag: str | None = None) -> list[str]:
-    """Read every byte of a save, compare every checksum, and return what is wrong, a line each: none if it is whole.
+    """Read every byte of a save, compare every checksum, and return a line for each fault: none if it is whole.
 
-    A fault of a whole file is told once. One chunk is in memory at a time. Takes what `open_source` takes. Raises
-    `StorageError` where there is no such save.
+    A fault of a whole file is reported once. One chunk is in memory at a time. Takes the arguments of `open_source`.
+    Raises `StorageError` where there is no such save.
     """
-    with reading("load", path):
+    with read_errors("load", path):
         is_run = bool(tags(checked_path(path, "dir")))
         if is_run:
-            find(Path(path), tag)  # what is not there is no fault of it
+            find(Path(path), tag)  # a missing save is not a fault of a save
     try:
         source = open_source(path, tag)
     except StorageError as error:
@@ -32,7 +32,7 @@ def verify(path: str | os.PathLike, tag: str | None = None) -> list[str]:
     found: dict[tuple, list[StorageError]] = {}
     for name, leaf in source.leaves.items():
         file_at = {chunk.start: chunk.file for chunk in leaf.chunks}
-        kept = ((chunk.start, chunk.length) for chunk in leaf.chunks)  # the rest may be with other ranks
+        kept = ((chunk.start, chunk.length) for chunk in leaf.chunks)  # others are with other ranks
         for start, length in kept if is_run else spans(leaf):
             try:
                 piece(source, name, start, length)

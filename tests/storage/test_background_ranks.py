@@ -17,7 +17,7 @@ from fds.errors import RankError, StorageError
 from fds.storage import background
 from fds.storage.disk import folders
 from fds.storage.format import manifest
-from fds.storage.ranks.together import Ranks
+from fds.storage.ranks.exchange import Ranks
 from tests import ranks
 from tests.bits import assert_same_bits, snapshot
 from tests.storage import test_pipelines as pipelines
@@ -135,7 +135,7 @@ def test_an_agreement_that_fails_begins_nothing(tmp_path, topology):
         assert not state.token.readers
         return error.value.what
 
-    assert set(topology.run(body)) == {"rank 1: extra holds what JSON would not give back"}
+    assert set(topology.run(body)) == {"rank 1: extra has a value that JSON would change"}
     assert not os.listdir(tmp_path)
 
 
@@ -189,7 +189,7 @@ def on_gloo(dir, name):
 @pytest.mark.parametrize("name", ["stage 1", "pp2 x dp2, stage 3"])
 def test_real_ranks_save_while_they_train(tmp_path, name):
     told = ranks.run(on_gloo, str(tmp_path), name, world_size=TOPOLOGIES[name].ranks)
-    assert set(told) == {"rank 1: extra holds what JSON would not give back"}
+    assert set(told) == {"rank 1: extra has a value that JSON would change"}
     assert folders.tags(tmp_path) == ["at1", "at2"] and not (tmp_path / ".saving").exists()
 
 

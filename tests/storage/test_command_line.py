@@ -17,7 +17,7 @@ import fds
 from fds.errors import StorageError
 from fds.storage.__main__ import main
 from fds.storage.differing import Difference, differences, locate
-from fds.storage.format.manifest import Chunk, Leaf
+from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.opening import open_source
 from fds.storage.source import Source
 from fds.storage.verifying import verify
@@ -146,7 +146,7 @@ def test_a_part_of_a_save_is_whole_as_far_as_it_goes(tmp_path, capsys):
     flip(tmp_path / "rank1" / "best" / "rank1.safetensors")
     assert len(verify(tmp_path / "rank1")) == 1
     code, _, err = called(capsys, "export", tmp_path / "rank0", tmp_path / "x.safetensors")
-    assert code == 2 and "this part of the save is with another rank" in err
+    assert code == 2 and "this part of the save belongs to another rank" in err
     assert not (tmp_path / "x.safetensors").exists()
 
 
@@ -247,7 +247,7 @@ def test_two_calls_are_compared_leaf_by_leaf(run, capsys):
 def source_of(tensors, most=3):
     """Return tensors as a source, in chunks of at most so many elements."""
     leaves = {
-        name: Leaf(str(x.dtype).removeprefix("torch."), tuple(x.shape), tuple(
+        name: SavedLeaf(str(x.dtype).removeprefix("torch."), tuple(x.shape), tuple(
             Chunk("a.safetensors", 0, i, min(most, x.numel() - i), "") for i in range(0, x.numel(), most)))
         for name, x in tensors.items()
     }  # fmt: skip

@@ -23,7 +23,7 @@ from fds.errors import DonatedStateError, StorageError
 from fds.storage import exporting
 from fds.storage.exporting import export_weights
 from fds.storage.format.blocks import spans
-from fds.storage.format.manifest import Chunk, Leaf
+from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.format.tensors import CODES, DTYPES
 from tests.bits import assert_same_bits
 from tests.laws.problems import Block, language, token_mean
@@ -249,7 +249,7 @@ def test_pieces_tile_a_leaf_of_chunks_and_gaps(drawn):
     inside = sorted((start, min(length, numel - start)) for start, length in places if start < numel)
     chunks = tuple(Chunk("a.safetensors", 0, start, length, "") for start, length in inside)
     end = 0
-    for start, length in spans(Leaf("float32", (numel,), chunks)):
+    for start, length in spans(SavedLeaf("float32", (numel,), chunks)):
         assert start == end and length > 0
         end += length
     assert end == numel
@@ -444,23 +444,23 @@ def told(*args, **kwargs) -> StorageError:
 def test_what_is_refused(tmp_path):
     step, state = trained(fds.donate())
     path = tmp_path / "x.safetensors"
-    assert told(state, path, torch.int8).what == "weights are not cast to this"
+    assert told(state, path, torch.int8).what == "weights cannot be cast to this"
     assert told(state, path, "bfloat16").got == "'bfloat16'"
-    assert told(state, path, max_shard_bytes=0).what == "no size of a file"
+    assert told(state, path, max_shard_bytes=0).what == "not a size of a file"
     assert told(state, path, tag="best").what == "a state has no tags"
     assert told(tmp_path, path, step=step).where == "export_weights"
     assert told(tmp_path, path).what == "there is no save here"
     error = told(state, path, tree="slots.eam")
     assert error.what == "there is nothing to export here" and error.hint == "did you mean 'slots.ema'?"
     error = told(state, path, tree="opt")
-    assert error.what == "this tree is not like the parameters" and error.where == "opt.0.weight"
+    assert error.what == "this tree does not match the parameters" and error.where == "opt.0.weight"
     assert (error.got, error.want) == ("nothing", "(40, 6)")
     (tmp_path / "dir.safetensors").mkdir()
-    assert told(state, tmp_path / "dir.safetensors").what == "what is in the place of a file is none"
+    assert told(state, tmp_path / "dir.safetensors").what == "what exists under the name of a file is not a file"
     (tmp_path / "file").write_bytes(b"")
     assert told(state, tmp_path / "file").what == "the file system refuses this export"
     both = attrs.evolve(state, buffers={"0.weight": torch.ones(1)})
-    assert told(both, path).what == "a parameter and a buffer of one name"
+    assert told(both, path).what == "a parameter and a buffer have the same name"
     assert told(state_of({"__metadata__": torch.ones(1)}), path).where == "__metadata__"
     assert told(state_of({"x": torch.ones(1, device="meta")}), path).what == "a leaf of the state has no data"
     step(state, torch.randn(8, 6))
@@ -479,7 +479,7 @@ def test_a_part_of_a_state_is_refused_without_its_step(tmp_path):
         return [error.what for error in errors]
 
     for one, two, three in fds.simulate(body, 2):
-        assert one == two == "a rank may hold a part of its state, and the step knows which"
+        assert one == two == "a rank may hold a part of the state, which only the step knows"
         assert three == "rank 0: these parameters are sharded in another way"
     assert not os.listdir(tmp_path)
 

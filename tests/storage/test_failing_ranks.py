@@ -113,7 +113,7 @@ def test_a_state_that_one_rank_cannot_save(tmp_path, which):
     fds.simulate(lambda: save(tmp_path, 1), RANKS)
     bad = lambda: save(tmp_path, 2, extra={"a": (1, 2)})
     error = told(lambda: at(which, bad, lambda: save(tmp_path, 2)))
-    assert error.what == f"rank {which}: extra holds what JSON would not give back" and error.where == "extra.a"
+    assert error.what == f"rank {which}: extra has a value that JSON would change" and error.where == "extra.a"
 
     def donated():
         step = make_step()
@@ -129,7 +129,7 @@ def test_a_state_that_one_rank_cannot_save(tmp_path, which):
         at(which, lambda: object.__setattr__(state, "buffers", {"x": 3}), lambda: None)
         fds.save(tmp_path, state, step)
 
-    assert told(broken).what == f"rank {which}: a leaf of the state is no tensor"
+    assert told(broken).what == f"rank {which}: a leaf of the state is not a tensor"
     assert found(tmp_path) == 1
 
 

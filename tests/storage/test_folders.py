@@ -12,7 +12,7 @@ import pytest
 import fds
 from fds.errors import StorageError
 from fds.storage.disk import folders, locks
-from fds.storage.disk.small import read_small
+from fds.storage.disk.small_files import read_small
 from tests.storage.states import Template, num_calls, small_state
 
 STEP = Template(small_state())
@@ -140,9 +140,9 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, soon):
         os.mkfifo(tmp_path / name)
     with pytest.raises(StorageError) as error:
         fds.load(tmp_path, STEP, {})
-    assert error.value.got == "not an ordinary file" and error.value.where == str(tmp_path / "latest")
+    assert error.value.got == "not a regular file" and error.value.where == str(tmp_path / "latest")
     error = refused(tmp_path)
-    assert error.got == "not an ordinary file" and error.where == str(tmp_path / ".lock")
+    assert error.got == "not a regular file" and error.where == str(tmp_path / ".lock")
     (tmp_path / ".lock").unlink()
     save(tmp_path, 2, "b")
     assert found(tmp_path) == 2
@@ -159,9 +159,9 @@ def test_what_is_small_is_not_read_without_bound(tmp_path):
         read_small(tmp_path / "some", 3)
     (tmp_path / "zero").symlink_to("/dev/zero")
     for path in ("zero", "a"):
-        with pytest.raises(OSError, match=r"symbolic links|not an ordinary file"):
+        with pytest.raises(OSError, match=r"symbolic links|not a regular file"):
             read_small(tmp_path / path, 4)
-    with pytest.raises(OSError, match="not an ordinary file"):
+    with pytest.raises(OSError, match="not a regular file"):
         read_small(Path("/dev/zero"), 4)
 
 

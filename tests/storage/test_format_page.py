@@ -128,7 +128,8 @@ def test_the_page_names_every_field_and_dtype():
     tables = set(re.findall(r"`([\w.<>]+)`", "\n".join(re.findall(r"^\|.*", text, re.MULTILINE))))
     for record in (manifest.Manifest, manifest.Chunk):
         assert {field.name for field in attrs.fields(record)} <= tables
-    assert all(f'"{field.name}"' in text for record in (manifest.File, manifest.Leaf) for field in attrs.fields(record))
+    assert all(f'"{field.name}"' in text for record in (manifest.File, manifest.SavedLeaf)
+               for field in attrs.fields(record))
     assert {*DTYPES, *CODES.values()} <= tables
     assert f"This is format {manifest.FORMAT}." in text
 

@@ -15,7 +15,7 @@ import fds
 from fds.errors import StorageError
 from fds.storage import loading, open_source, verify
 from fds.storage.disk import reader, writer
-from fds.storage.disk.held import Held
+from fds.storage.disk.open_folder import OpenFolder
 from fds.storage.disk.reader import Files, touch_fresh
 from fds.storage.disk.writer import ALIGN, checksum
 from fds.storage.format.manifest import File
@@ -52,7 +52,7 @@ def path(tmp_path) -> Path:
 
 
 def files(path: Path, verify: bool = True, size: int = ALIGN + len(DATA), header: bytes = HEADER) -> Files:
-    return Files({path.name: Held.of(path.parent)}, {path.name: File(size, checksum(header))}, verify)
+    return Files({path.name: OpenFolder.of(path.parent)}, {path.name: File(size, checksum(header))}, verify)
 
 
 def read(opened: Files, start: int = 0, length: int = len(DATA), want: bytes | None = None) -> bytes:
@@ -128,7 +128,7 @@ def test_a_file_that_is_missing_is_said_to_be(path):
 def test_a_file_of_another_size_is_refused(path, change):
     path.write_bytes(change(HEADER + DATA))
     error = refusal(files(path))
-    assert error.what == "a tensor file cannot be read" and "cut off" in error.hint
+    assert error.what == "a tensor file cannot be read" and "truncated" in error.hint
     assert error.want == f"{ALIGN + len(DATA)} bytes"
 
 
@@ -172,7 +172,8 @@ def test_a_chunk_in_the_header_is_refused(path, offset):
 
 def test_few_of_many_files_are_open_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "MOST", 3)
-    names, folder, before = [f"rank{i}.safetensors" for i in range(8)], Held.of(tmp_path), len(os.listdir("/dev/fd"))
+    names, folder = [f"rank{i}.safetensors" for i in range(8)], OpenFolder.of(tmp_path)
+    before = len(os.listdir("/dev/fd"))
     for name in names:
         (tmp_path / name).write_bytes(HEADER + name.encode())
     known = {name: File(ALIGN + len(name), checksum(HEADER)) for name in names}
@@ -182,8 +183,8 @@ def test_few_of_many_files_are_open_at_a_time(tmp_path, monkeypatch):
             opened.read(name, ALIGN, out, checksum(name.encode()), "x")
             assert len(opened._open) <= 3 >= len(os.listdir("/dev/fd")) - before
         assert list(opened._open) == names[-3:]
-        opened.refuse_changed(names[5])
-        opened.refuse_changed(names[0])
+        opened.check_file(names[5])
+        opened.check_file(names[0])
         assert list(opened._open) == [names[7], names[5], names[0]], "what was read longest ago is closed"
     del opened, folder
 
@@ -195,7 +196,7 @@ def test_too_many_open_files_are_no_fault_of_the_save(path, code):
         error = refusal(opened)
         assert error.got == os.strerror(code) and "ulimit" in error.hint and "another tag" not in error.hint
         with pytest.raises(StorageError) as error:
-            Held.of(path.parent)
+            OpenFolder.of(path.parent)
     assert "ulimit" in error.value.hint and error.value.where == str(path.parent)
 
 
@@ -213,7 +214,7 @@ def test_a_folder_that_is_replaced_is_still_the_one_that_was_opened(tmp_path, re
         for name in names:
             (into / name).write_bytes(HEADER + raw)
     known = {name: File(ALIGN + 3, checksum(HEADER)) for name in names}
-    with Files(dict.fromkeys(names, Held.of(folder)), known, verify=False) as opened:
+    with Files(dict.fromkeys(names, OpenFolder.of(folder)), known, verify=False) as opened:
         out = torch.empty(3, dtype=torch.uint8)
         opened.read(names[0], ALIGN, out, "", "x")
         replaced(folder, tmp_path / "newer")
@@ -288,7 +289,7 @@ def test_a_file_that_really_is_absurd_is_refused_too(tmp_path):
     rewrite(folder, edit)
     with mock.patch.object(torch, "empty", side_effect=[*map(torch.empty, [0]), RuntimeError("can't allocate")]):
         source = open_source(tmp_path)
-        with pytest.raises(StorageError, match="not the memory") as error:
+        with pytest.raises(StorageError, match="not enough memory") as error:
             piece(source, "params.out", 0, length // 2)
     assert error.value.got == f"{length} bytes at once"
 

@@ -59,7 +59,7 @@ def test_two_processes_save_and_load(tmp_path):
 
 
 def test_an_error_on_one_process_is_told_to_the_other(tmp_path):
-    assert ranks.run(fail, str(tmp_path)) == ["rank 1: extra holds what JSON would not give back"] * 2
+    assert ranks.run(fail, str(tmp_path)) == ["rank 1: extra has a value that JSON would change"] * 2
 
 
 def test_one_of_two_processes_is_killed_and_the_last_complete_save_loads(tmp_path):

@@ -158,7 +158,7 @@ def test_a_manifest_that_is_no_json(folder):
     for text in (b"{", b"", b"\xff", b"[" * 100_000, b'{"format": 1' + b"0" * 5000 + b"}"):
         path.write_bytes(text)
         error = refused(folder.parent)
-        assert (error.what, error.where) == ("the manifest is no JSON", str(path))
+        assert (error.what, error.where) == ("the manifest is not JSON", str(path))
     path.unlink()
     path.mkdir()
     assert refused(folder.parent).what == "a save without a readable manifest"
@@ -167,7 +167,7 @@ def test_a_manifest_that_is_no_json(folder):
 @pytest.mark.parametrize("text", ["3", "null", "[]", '"text"', "{}", '{"format": "1"}', '{"format": true}'])
 def test_json_that_is_no_manifest(folder, text):
     (folder / "manifest.json").write_text(text)
-    assert refused(folder.parent).what == "this JSON is no manifest of fds"
+    assert refused(folder.parent).what == "this JSON is not a manifest of fds"
 
 
 def test_a_manifest_of_a_newer_format(folder):
@@ -368,7 +368,8 @@ def test_slices_of_parameters_are_not_taken_for_their_structure(tmp_path):
         return error.value.what, error.value.hint
 
     (what, hint), _ = fds.simulate(body, 2)
-    assert what.endswith("slices do not say what the whole parameters are") and "named_parameters" in hint
+    assert what.endswith("the structure of whole parameters cannot be derived from slices")
+    assert "named_parameters" in hint
 
 
 @contextlib.contextmanager

@@ -155,7 +155,7 @@ def test_leaves_may_be_split_into_chunks_over_several_files(tmp_path):
         (((offset, _, found),),) = writer.write(folder / file, head, [(part.data_ptr(), 4 * len(part))])
         chunks.append(manifest.Chunk(file, offset, start, end - start, found))
         old.files[file] = manifest.File(len(head) + 4 * len(part), writer.checksum(head))
-    old.leaves["params.w"] = manifest.Leaf("float32", (2, 3), tuple(chunks))
+    old.leaves["params.w"] = manifest.SavedLeaf("float32", (2, 3), tuple(chunks))
     (folder / "manifest.json").unlink()
     manifest.write_manifest(folder, old)
     same(fds.load(tmp_path, Template(state), {})[0], state)

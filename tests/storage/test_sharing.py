@@ -3,12 +3,12 @@
 import torch
 from hypothesis import given, strategies as st
 
-from fds.storage.format.manifest import Leaf
+from fds.storage.format.manifest import SavedLeaf
 from fds.storage.format.tensors import dtype_name
-from fds.storage.ranks.parts import Part
-from fds.storage.ranks.sharing import CUT, held, own
-from fds.storage.ranks.together import Ranks
-from fds.storage.ranks.union import Union
+from fds.storage.ranks.all_leaves import AllLeaves
+from fds.storage.ranks.exchange import Ranks
+from fds.storage.ranks.leaf_parts import LeafPart
+from fds.storage.ranks.sharing import CUT, all_held, own
 
 sizes = st.lists(st.tuples(st.sampled_from([0, 1, 7, 1000, 5000, 40_000]), st.sampled_from([1, 2, 4, 8])), max_size=8)
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
@@ -19,8 +19,8 @@ def leaves(spec, prefix):
 
 
 def union(parts):
-    shapes = {name: Leaf(dtype_name(part.tensor.dtype), part.shape, ()) for name, part in parts.items()}
-    return Union(shapes, dict.fromkeys(shapes, 0))
+    shapes = {name: SavedLeaf(dtype_name(part.tensor.dtype), part.shape, ()) for name, part in parts.items()}
+    return AllLeaves(shapes, dict.fromkeys(shapes, 0))
 
 
 def written(all_pieces, tensors):
@@ -36,7 +36,7 @@ def written(all_pieces, tensors):
 @given(sizes, st.integers(1, 5))
 def test_what_all_ranks_have_they_write_in_equal_shares(spec, num_ranks):
     tensors = leaves(spec, "x")
-    parts = {name: Part(x, tuple(x.shape)) for name, x in tensors.items()}
+    parts = {name: LeafPart(x, tuple(x.shape)) for name, x in tensors.items()}
     ranks = [Ranks(index=i, data=i, num_data=num_ranks) for i in range(num_ranks)]
     shares = written([own(parts, union(parts), r) for r in ranks], tensors)
     assert all(abs(share - sum(shares) / num_ranks) < CUT for share in shares)
@@ -51,7 +51,7 @@ def test_slices_are_written_in_equal_shares_by_those_that_have_copies(split, ali
         for name, x in tensors.items():
             low, high = (x.numel() * i // num_slices for i in (index, index + 1))
             cut = name.startswith("split")
-            found[name] = Part(x[low:high], tuple(x.shape), low, split=True) if cut else Part(x, tuple(x.shape))
+            found[name] = LeafPart(x[low:high], tuple(x.shape), low, split=True) if cut else LeafPart(x, tuple(x.shape))
         return found
 
     ranks = [
@@ -70,8 +70,8 @@ def test_slices_are_written_in_equal_shares_by_those_that_have_copies(split, ali
 
 @given(sizes)
 def test_pieces_lie_at_multiples_of_their_element_size(spec):
-    parts = {name: Part(x, tuple(x.shape)) for name, x in leaves(spec, "x").items()}
-    for pieces in (held(parts), own(parts, union(parts), Ranks())):
+    parts = {name: LeafPart(x, tuple(x.shape)) for name, x in leaves(spec, "x").items()}
+    for pieces in (all_held(parts), own(parts, union(parts), Ranks())):
         at = 0
         for piece in pieces:
             assert at % piece.tensor.element_size() == 0
@@ -79,14 +79,14 @@ def test_pieces_lie_at_multiples_of_their_element_size(spec):
 
 
 def test_large_leaves_are_cut_at_pages_and_small_ones_are_not():
-    parts = {name: Part(x, tuple(x.shape)) for name, x in leaves([(10, 4), (100_000, 4), (10, 4)], "x").items()}
+    parts = {name: LeafPart(x, tuple(x.shape)) for name, x in leaves([(10, 4), (100_000, 4), (10, 4)], "x").items()}
     pieces = [own(parts, union(parts), Ranks(index=i, data=i, num_data=3)) for i in range(3)]
     assert [[(p.name, p.start * 4 % CUT) for p in mine] for mine in pieces] == [
         [("x0", 0), ("x1", 0)], [("x1", 0)], [("x1", 0), ("x2", 0)]]  # fmt: skip
 
 
 def test_leaves_of_other_places_are_theirs():
-    parts = {name: Part(x, (1000,)) for name, x in leaves([(1000, 4), (1000, 4)], "x").items()}
-    both = Union(union(parts).leaves, {"x0": 0, "x1": 1})
+    parts = {name: LeafPart(x, (1000,)) for name, x in leaves([(1000, 4), (1000, 4)], "x").items()}
+    both = AllLeaves(union(parts).leaves, {"x0": 0, "x1": 1})
     assert [p.name for p in own(parts, both, Ranks(pipelined=True, place=1))] == ["x1"]
     assert [p.name for p in own(parts, both, Ranks(pipelined=True, place=0))] == ["x0"]

@@ -63,7 +63,7 @@ def test_the_first_rank_names_it_and_all_are_warned_or_none(tmp_path, topology, 
     assert set(paths) == {tmp_path / "zero"} and folders.tags(tmp_path) == ["zero"]
     assert len(seen) == (topology.ranks if validation == "warn" else 0)
     for text, line in seen:
-        assert text.startswith("the ranks named different tags, one") and text.endswith(": saved as zero")
+        assert text.startswith("the ranks passed different tags, one") and text.endswith(": saved as zero")
         assert "found = begin(dir, state, step" in line
     _, seen = told(topology, tmp_path, tags=["same"] * 4, tag_validation=validation)
     assert not seen

@@ -34,7 +34,7 @@ def nothing_is_left():
 @contextlib.contextmanager
 def small_blocks(nbytes=2 * ALIGN):
     """Write in small blocks, with no block of another size at hand before or after."""
-    with mock.patch.object(writer, "BLOCK", nbytes), mock.patch.object(writer, "_kept", []):
+    with mock.patch.object(writer, "BLOCK", nbytes), mock.patch.object(writer, "_idle_slots", []):
         yield
 
 
@@ -123,7 +123,7 @@ def test_a_file_that_exists_is_not_written_over(tmp_path):
     assert error.value.filename == str(tmp_path / "file") and (tmp_path / "file").read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("way", [write, lambda *args: aside.Aside().write(*args)], ids=["here", "aside"])
+@pytest.mark.parametrize("way", [write, lambda *args: aside.WriterProcess().write(*args)], ids=["here", "aside"])
 def test_a_header_that_is_not_aligned_is_refused(tmp_path, way):
     with pytest.raises(ValueError, match="not a multiple of 4096"):
         way(tmp_path / "file", b"x", [])
@@ -206,7 +206,7 @@ def test_every_request_that_fails_is_an_error_and_leaves_nothing(tmp_path, name,
 
 
 def test_a_write_that_takes_nothing_is_an_error_and_no_endless_loop(tmp_path):
-    with mock.patch.object(os, "pwrite", return_value=0), pytest.raises(OSError, match="took nothing"):
+    with mock.patch.object(os, "pwrite", return_value=0), pytest.raises(OSError, match="wrote nothing"):
         write(tmp_path / "file", HEADER, [])
 
 
@@ -259,6 +259,6 @@ def test_threads_write_at_the_same_time(tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(writer._kept) <= 2
+        assert len(writer._idle_slots) <= 2
     assert [path.read_bytes() == HEADER + want for path in tmp_path.iterdir()] == [True] * 6
     del data

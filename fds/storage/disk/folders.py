@@ -1,10 +1,10 @@
-"""Folders: tags, `latest`, and how a new tag appears whole or not at all.
+"""Folders of a run: tags, `latest`, and how a new tag is published completely or not at all.
 
-A save writes everything below `dir/.saving`, durably, and only then renames: the tag that it replaces into
-`.saving/old`, its own into place, `latest` last. Each rename is atomic, so whoever is killed leaves a directory in
-which the last complete save is found: at its place, or, between the first two renames, in `.saving/old`. Tags that
-are no longer kept go last, when the newer one is there to stay. Where ranks have a directory each, what one of them
-has replaced stays in `.saving/old` until all have the new tag: as `TAG`, then `TAG~`, `TAG~~`, the newest the longest.
+A save writes everything below `dir/.saving`, durably, and only then renames: the tag that it replaces to `.saving/old`,
+its own folder to its place, and `latest` last. Each rename is atomic, so a killed process leaves a directory in which
+the last complete save is found: in its place or, between the first two renames, in `.saving/old`. Tags that are no
+longer kept are removed last, once the new one is durable. Where each rank has a directory, a replaced tag is kept in
+`.saving/old` until all ranks have the new one: as `TAG`, then `TAG~`, `TAG~~`, the newest with the longest name.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 
 from fds.errors import StorageError, did_you_mean
 from fds.storage.disk.locks import lock_file
-from fds.storage.disk.small import read_small
+from fds.storage.disk.small_files import read_small
 from fds.storage.format import manifest
 
 LATEST, SAVING, LOCK = "latest", ".saving", ".lock"
 
 
 def checked_tag(tag: object) -> str:
-    """Return `tag` if it can name a folder inside the run's. Raises `StorageError`."""
+    """Return `tag` if it is valid as the name of a folder. Raises `StorageError`."""
     if not isinstance(tag, str) or not re.fullmatch(r"\w[\w.+=,@-]*", tag) or tag.lower() == LATEST:
         raise StorageError("not a tag", where="tag", got=repr(tag)[:80], want=f"letters, digits and any of _.+=,@- "
                            f"after the first, and not {LATEST!r}")  # fmt: skip
@@ -39,17 +39,17 @@ def tags(dir: Path) -> list[str]:
 
 
 def versions(dir: Path, tag: str) -> list[Path]:
-    """Return the folders of a tag that can be loaded, the newest first: several where not all ranks replaced it."""
+    """Return the folders of a tag that can be loaded, the newest first; several if not all ranks replaced it."""
     return [path for path in (dir / tag, *_replaced(dir, tag)) if (path / manifest.NAME).exists()]
 
 
 def find(dir: Path, tag: str | None) -> Path:
-    """Return the folder of a tag, or of the one saved last. Raises `StorageError` that says what there is."""
+    """Return the folder of a tag, by default the last. Raises a `StorageError` that lists the tags."""
     known = tags(dir) if dir.is_dir() else []
     if not known:
         raise StorageError("there is no save here", where=str(dir), want="a directory that fds.save wrote",
                            got="nothing" if not dir.exists() else "a directory" if dir.is_dir() else "a file",
-                           hint=_near(dir))  # fmt: skip
+                           hint=_hint(dir))  # fmt: skip
     where = dir if tag is not None else dir / LATEST
     tag = _latest(dir, known) if tag is None else tag
     if tag not in known:
@@ -65,36 +65,36 @@ def unpublished(dir: Path, tag: str) -> Path:
     return dir / SAVING / "new" / tag
 
 
-def told(dir: Path) -> Path:
-    """Return the folder in which the ranks of a save tell the first one that they are done."""
-    return dir / SAVING / "told"
+def reports_folder(dir: Path) -> Path:
+    """Return the folder in which the ranks of a save report to the first one that they are done."""
+    return dir / SAVING / "reports"
 
 
 @contextlib.contextmanager
 def publish(dir: Path, tag: str, keep: int | None = None, *, stays: bool = False) -> Iterator[Path]:
-    """Give an empty folder to write into, and make it the tag `tag` of `dir` when the block ends without an error.
+    """Yield an empty folder to write into, and publish it as `tag` of `dir` when the block ends without an error.
 
-    Then, if `keep` is given, all tags but the newest `keep` are removed. What is replaced goes, too, unless it `stays`
-    until `forget`. The block may end in another thread.
+    Then, if `keep` is given, all tags but the newest `keep` are removed, and so is the replaced folder, unless it
+    `stays` until `forget`. The block may end in another thread.
 
-    Raises `StorageError` for whatever the file system refuses, for another save that is running here, and for a
-    folder in the tag's place that is no save, or a link in the place of a folder. After any error, other tags and
-    `latest` are as they were, unless the error says that the save is in its place.
+    Raises `StorageError` for errors of the file system, for another running save, for a folder under the tag that is
+    not a save, and for a link in place of a folder. After any error, other tags and `latest` are unchanged, unless the
+    error says that the save is in its place.
     """
     owner = os.getpid()
-    with refusing(dir):
+    with write_errors(dir):
         if dir.exists() and not dir.is_dir():
             raise StorageError("saves go into a directory", where=str(dir), got="a file", want="a directory or nothing")
         missing = [p for p in (dir, *dir.parents) if not p.exists()]
         dir.mkdir(parents=True, exist_ok=True)
         with _locked(dir):
             _clear(dir, stays)
-            _refuse_foreign(dir / tag)
+            _check_replaceable(dir / tag)
             saving, new = dir / SAVING, unpublished(dir, tag)
             try:
                 new.mkdir(parents=True)
                 (saving / "old").mkdir(exist_ok=True)
-                told(dir).mkdir()
+                reports_folder(dir).mkdir()
                 yield new
                 with open(saving / LATEST, "xb") as file:
                     file.write(f"{tag}\n".encode())
@@ -109,8 +109,8 @@ def publish(dir: Path, tag: str, keep: int | None = None, *, stays: bool = False
                     with contextlib.suppress(OSError):  # the next save tries again
                         _discard(dir, _outdated(dir, tag, keep, before))
             finally:
-                if os.getpid() == owner:  # a forked process that lets go of its copy leaves the save alone
-                    with contextlib.suppress(OSError):  # the next save says why
+                if os.getpid() == owner:  # a forked process that closes its copy must not touch the save
+                    with contextlib.suppress(OSError):  # the next save raises the error
                         _clear(dir, stays)
 
 
@@ -119,7 +119,7 @@ def forget(dir: Path, tag: str, keep: int | None) -> None:
 
     Raises `StorageError`.
     """
-    with refusing(dir), _locked(dir):
+    with write_errors(dir), _locked(dir):
         _clear(dir, stays=True)
         try:
             _discard(dir, _replaced(dir, tag) + ([] if keep is None else _outdated(dir, tag, keep)))
@@ -138,7 +138,7 @@ def _put_in_place(dir: Path, tag: str, new: Path) -> None:
         os.rename(new, dir / tag)
         sync(dir)
         os.replace(dir / SAVING / LATEST, dir / LATEST)
-    except BaseException:  # who is told of an error finds what was there before; a key may be pressed after any request
+    except BaseException:  # after an error the earlier save is restored; Ctrl-C may come after any call
         if (dir / SAVING / LATEST).exists() and not new.exists():
             os.rename(dir / tag, new)
         raise
@@ -152,21 +152,21 @@ def _put_in_place(dir: Path, tag: str, new: Path) -> None:
 
 
 def _outdated(dir: Path, tag: str, keep: int, before: str = "") -> list[Path]:
-    """Return the folders of all tags but this one and the newest others, of which that `before` it is the newest.
+    """Return the folders of all tags but this one and the newest others, of which `before` is the newest.
 
-    What cannot be read, or holds more than a save, is nobody's to remove.
+    Folders that cannot be read, or hold other files than a save, are left out.
     """
     ages = dict[str, tuple[bool, str]]()
     for other in set(tags(dir)) - {tag}:
         with contextlib.suppress(StorageError):
-            if not _strange(dir / other):
+            if not _not_a_save(dir / other):
                 ages[other] = (other == before, manifest.read_manifest(dir / other).saved)
     dead = sorted(ages, key=ages.__getitem__)[: max(len(ages) + 1 - keep, 0)]
     return [folder for other in dead for folder in (*_replaced(dir, other), dir / other)]
 
 
 def _discard(dir: Path, folders: list[Path]) -> None:
-    """Move folders out of the way, to be cleared. Raises `OSError`."""
+    """Move folders to where `_clear` removes them. Raises `OSError`."""
     dead = dir / SAVING / "dead"
     dead.mkdir(parents=True)
     for i, folder in enumerate(folders):
@@ -181,14 +181,14 @@ def _replaced(dir: Path, tag: str = "*") -> list[Path]:
 
 
 def _clear(dir: Path, stays: bool) -> None:
-    """Remove what a save left behind; a tag that it had moved away and not replaced returns to its place.
+    """Remove what a save left behind; a tag that it had moved away and not replaced is restored.
 
-    What has been replaced goes with it, unless it `stays`. Raises `OSError`, and `StorageError` for a link.
+    Replaced folders are removed too, unless `stays`. Raises `OSError`, and `StorageError` for a link.
     """
     saving = dir / SAVING
     for path in (saving, saving / "old"):
         if path.is_symlink():
-            raise StorageError("a link in the place of a folder", where=str(path), got=f"a link to {os.readlink(path)}",
+            raise StorageError("a link in place of a folder", where=str(path), got=f"a link to {os.readlink(path)}",
                                want="a folder or nothing", hint="remove the link")  # fmt: skip
     for old in _replaced(dir):
         if not os.path.lexists(place := dir / old.name.rstrip("~")):
@@ -208,7 +208,7 @@ def latest(dir: Path) -> str:
 
 
 def latest_known(dir: Path) -> str:
-    """Return the tag that was saved last, empty where that cannot be read."""
+    """Return the tag that was saved last, "" if that cannot be read."""
     with contextlib.suppress(OSError, UnicodeError):
         return latest(dir)
     return ""
@@ -225,25 +225,25 @@ def _latest(dir: Path, known: list[str]) -> str:
         ) from error  # fmt: skip
 
 
-def _near(dir: Path) -> str:
-    """Guess at what was meant: a tag's own folder, or its parent's."""
+def _hint(dir: Path) -> str:
+    """Return a hint for a path that is the folder of a save, or above the directory of a run."""
     if (dir / manifest.NAME).exists():
         return f"this is one save; load({str(dir.parent)!r}, ..., tag={dir.name!r})"
     below = [p.name for p in dir.iterdir() if p.is_dir() and tags(p)] if dir.is_dir() else []
     return f"there are saves in {dir / below[0]}" if below else ""
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """Refuse to replace what is not a save: someone's file, or a folder with more in it than saves have."""
-    if os.path.lexists(folder) and (strange := _strange(folder)):
+def _check_replaceable(folder: Path) -> None:
+    """Raise `StorageError` for what must not be replaced: a file, or a folder with other files than a save has."""
+    if os.path.lexists(folder) and (unexpected := _not_a_save(folder)):
         raise StorageError(
-            "what is in the place of this tag is no save, and is not replaced", where=str(folder), got=strange,
+            "what exists under this tag is not a save, and is not replaced", where=str(folder), got=unexpected,
             want=f"nothing, or {manifest.NAME} and *.safetensors", hint="choose another tag",
         )  # fmt: skip
 
 
-def _strange(folder: Path) -> str:
-    """Return what makes a folder no save, or one with more in it than saves have; nothing for a save."""
+def _not_a_save(folder: Path) -> str:
+    """Return what shows that a path is not a save, or holds other files than a save; "" for a save."""
     if folder.is_symlink() or not folder.is_dir():
         return "a file or a link"
     inside = sorted(os.listdir(folder))
@@ -256,9 +256,9 @@ def _strange(folder: Path) -> str:
 @contextlib.contextmanager
 def _locked(dir: Path) -> Iterator[None]:
     """Hold the lock of a run's directory."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         try:
-            held.enter_context(lock_file(dir / LOCK))
+            locks.enter_context(lock_file(dir / LOCK))
         except BlockingIOError:
             raise StorageError("another save is writing here", where=str(dir), want="one save at a time",
                                hint="give each run a directory of its own") from None  # fmt: skip
@@ -266,14 +266,14 @@ def _locked(dir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refusing(dir: Path, work: str = "save") -> Iterator[None]:
-    """Turn what the file system refuses inside the block into `StorageError`."""
+def write_errors(dir: Path, work: str = "save") -> Iterator[None]:
+    """Turn an `OSError` inside the block into a `StorageError`."""
     try:
         yield
     except OSError as error:
         raise StorageError(
             f"the file system refuses this {work}", where=str(error.filename or dir), got=str(error.strerror or error),
-            want=f"a directory that can be written: {dir}", hint="what was there is as it was",
+            want=f"a directory that can be written: {dir}", hint="existing files are unchanged",
         ) from error  # fmt: skip
 
 

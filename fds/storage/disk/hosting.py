@@ -1,4 +1,4 @@
-"""Hosting: the bytes of tensors in host memory, where a file can be written from."""
+"""Copies of tensors in host memory, from which files are written."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-def reached(tensors: Iterable[Tensor]) -> torch.cuda.Event | None:
-    """Return the event after which tensors on a GPU hold what they hold for the caller; None where none is."""
+def record_event(tensors: Iterable[Tensor]) -> torch.cuda.Event | None:
+    """Record and return an event on the current stream of the tensors' GPU; None if they are on the CPU."""
     device = next((x.device for x in tensors if x.is_cuda), None)
     if device is None:
         return None
@@ -19,14 +19,14 @@ def reached(tensors: Iterable[Tensor]) -> torch.cuda.Event | None:
 
 
 def on_host(tensors: Iterable[Tensor], after: torch.cuda.Event | None) -> list[Tensor]:
-    """Return contiguous tensors in host memory: themselves where they are that already, else copies.
+    """Return the tensors as contiguous tensors in host memory, copied where necessary.
 
-    Copies from a GPU are made after the event, on a stream of their own, into pinned memory, and waited for.
+    Copies from a GPU are made after the event, on a separate stream, into pinned memory, and are complete on return.
     """
     if after is None:
         return [_plain(x).to("cpu").contiguous() for x in tensors]
     tensors = list(tensors)
-    stream = torch.cuda.Stream(next(x.device for x in tensors if x.is_cuda))  # this thread may be at another device
+    stream = torch.cuda.Stream(next(x.device for x in tensors if x.is_cuda))  # not the current device of this thread
     stream.wait_event(after)
     with torch.cuda.stream(stream):
         found = [_pinned(_plain(x)) if x.is_cuda else _plain(x).contiguous() for x in tensors]

@@ -1,4 +1,4 @@
-"""Locks: held by one process, and freed by the kernel when it dies, whichever processes it has forked."""
+"""File locks that the kernel releases when the process dies, even if it has forked others."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fds.storage.disk.small import open_ordinary
+from fds.storage.disk.small_files import open_regular
 
-_held: set[int] = set()  # descriptors: a lock is free when the last process with a copy of its own has closed it
+_held: set[int] = set()  # descriptors: a lock is released when all processes have closed their copies of its descriptor
 
 
 @contextlib.contextmanager
 def lock_file(path: Path) -> Iterator[None]:
-    """Hold the lock of an ordinary file, made if it is missing; a file system without locks is passed over.
+    """Hold the lock of a regular file, created if it is missing; without effect on a file system without locks.
 
-    Raises `BlockingIOError` if another holds it, `OSError` for a link or anything else in the file's place.
+    Raises `BlockingIOError` if another process holds it, `OSError` if the path is not a regular file.
     """
-    with locked(open_ordinary(path, os.O_RDWR | os.O_CREAT)):
+    with locked(open_regular(path, os.O_RDWR | os.O_CREAT)):
         yield
 
 
@@ -37,10 +37,10 @@ def locked(fd: int) -> Iterator[None]:
             pass  # a file system without locks
         yield
     finally:
-        if os.getpid() == owner:  # in a forked process it is closed, and the number may be another file's
+        if os.getpid() == owner:  # a forked process has closed it, and may have reused the number
             _held.discard(fd)
             with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a process that is about to start another program has a copy
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a process between fork and exec has a copy
             with contextlib.suppress(OSError):
                 os.close(fd)
 

@@ -1,4 +1,4 @@
-"""Paths: what the user gives as one, and what the file system does not let this user read."""
+"""Paths from the user, and errors of the file system when they are read."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fds.errors import StorageError
 
 
 def checked_path(path: object, where: str) -> Path:
-    """Return what the user gave as a path. Raises `StorageError` for what no file can be called."""
+    """Return the user's argument as a path. Raises `StorageError` for anything that is not a valid path."""
     try:
         found = Path(path)  # type: ignore[arg-type]
         if b"\0" not in os.fsencode(found):
             return found
-    except (TypeError, ValueError):  # text that is no Unicode among them
+    except (TypeError, ValueError):  # including strings that cannot be encoded
         pass
     raise StorageError("not a path", where=where, got=repr(path)[:80], want="text or a pathlib.Path")
 
 
 @contextlib.contextmanager
-def reading(work: str, path: str | os.PathLike = "") -> Iterator[None]:
-    """Turn what the file system refuses inside the block, such as another user's files, into `StorageError`."""
+def read_errors(work: str, path: str | os.PathLike = "") -> Iterator[None]:
+    """Turn an `OSError` inside the block, such as for another user's files, into a `StorageError`."""
     try:
         yield
     except OSError as error:

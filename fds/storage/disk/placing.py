@@ -1,8 +1,9 @@
-"""Placing: how exported files appear under their names, all of them or none.
+"""Publish exported files under their names, all of them or none.
 
-They are written into a hidden folder beside their places. What they replace moves there first, the index before all
-else, so that nobody finds half of one export and half of another; then they are renamed, the index last. A lone file
-is replaced in one rename. What a killed export had moved away stays in its hidden folder until the next one is done.
+They are written into a hidden folder beside their places. Files that they replace are moved there first, beginning with
+the index, so that readers never find a mixture of two exports; then the new files are renamed, the index last. A single
+file is replaced by one rename. Files that a killed export had moved away stay in its hidden folder until the next
+export is complete.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from fds.storage.disk.locks import locked
 from fds.storage.format.manifest import NAME
 
 INDEX = "model.safetensors.index.json"
-refusing = functools.partial(folders.refusing, work="export")
+write_errors = functools.partial(folders.write_errors, work="export")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 @contextlib.contextmanager
-def placed(folder: Path, names: list[str]) -> Iterator[Path]:
-    """Give a hidden folder for new files of these names, and put them into `folder` when the block ends well.
+def replace_files(folder: Path, names: list[str]) -> Iterator[Path]:
+    """Yield a hidden folder for files of these names, and move them to `folder` when the block ends without an error.
 
-    Where they are a model's files, as `_WEIGHTS` names them, all such files that were there go. Raises `StorageError`
-    for what the file system refuses, for another export to these names that is running, and for what is in the way
-    and no file. After any error what was there is as it was.
+    If they are a model's files, with names as in `_WEIGHTS`, all earlier such files are removed. Raises `StorageError`
+    for errors of the file system, for another running export to these names, and for a folder under one of the names.
+    After any error existing files are unchanged.
     """
     stem = "model" if _WEIGHTS.fullmatch(names[0]) else names[0]
-    with refusing(folder), contextlib.ExitStack() as failing:
+    with write_errors(folder), contextlib.ExitStack() as failing:
         for missing in reversed([p for p in (folder, *folder.parents) if not p.exists()]):
             failing.callback(_remove_if_empty, missing)
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / NAME).exists():
-            raise StorageError("this is the folder of a save, and nothing is exported into it", where=str(folder),
+            raise StorageError("this is the folder of a save, to which nothing is exported", where=str(folder),
                                want="another path")  # fmt: skip
-        with _held(folder / f".{stem}.exporting") as hidden:
+        with _hidden_folder(folder / f".{stem}.exporting") as hidden:
             yield hidden
             _put_in_place(folder, hidden, names)
         failing.pop_all()
@@ -54,7 +55,7 @@ def _put_in_place(folder: Path, hidden: Path, names: list[str]) -> None:
     old = [n for n in os.listdir(folder) if n == names[0] or (weights and _WEIGHTS.fullmatch(n))]
     for name in old:
         if not (folder / name).is_file():
-            raise StorageError("what is in the place of a file is none", where=str(folder / name),
+            raise StorageError("what exists under the name of a file is not a file", where=str(folder / name),
                                want="a file or nothing", hint="choose another path")  # fmt: skip
     aside = Path(tempfile.mkdtemp(prefix="old.", dir=hidden))
     moved, new = [], []
@@ -74,14 +75,14 @@ def _put_in_place(folder: Path, hidden: Path, names: list[str]) -> None:
         for name in reversed(moved):
             os.replace(aside / name, folder / name)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(aside / name)  # of two links to one file, replacing leaves both
+                os.unlink(aside / name)  # renaming one of two links to the same file leaves both
         raise
     for left in hidden.glob("old.*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def _set_aside(path: Path, aside: Path, stays: bool) -> None:
-    """Keep a file that is about to be replaced, in its own place too if it `stays` until then."""
+    """Keep a file that will be replaced, also in its own place if it `stays` until then."""
     if stays:
         try:
             return os.link(path, aside, follow_symlinks=False)
@@ -91,8 +92,8 @@ def _set_aside(path: Path, aside: Path, stays: bool) -> None:
 
 
 @contextlib.contextmanager
-def _held(hidden: Path) -> Iterator[Path]:
-    """Give a hidden folder without files that nobody else holds; the kernel frees it when the process dies."""
+def _hidden_folder(hidden: Path) -> Iterator[Path]:
+    """Yield a hidden folder without files, locked; the kernel releases the lock when the process dies."""
     hidden.mkdir(exist_ok=True)
     try:
         fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -107,16 +108,16 @@ def _held(hidden: Path) -> Iterator[Path]:
                                want="one export at a time") from None  # fmt: skip
         if not os.path.samestat(os.fstat(fd), os.stat(hidden)):
             raise FileNotFoundError(0, "another export has just ended here: try again", str(hidden))
-        _empty(hidden)
+        _clear(hidden)
         try:
             yield hidden
         finally:
-            _empty(hidden)
+            _clear(hidden)
             _remove_if_empty(hidden)
 
 
-def _empty(hidden: Path) -> None:
-    """Remove files, and folders without any: one with files holds what could not be put back."""
+def _clear(hidden: Path) -> None:
+    """Remove files and empty folders; a folder with files holds those that could not be restored."""
     for entry in list(os.scandir(hidden)):
         if entry.is_dir(follow_symlinks=False):
             _remove_if_empty(Path(entry.path))

@@ -1,4 +1,4 @@
-"""Read the bytes of a save's files, and refuse files that are not what was written."""
+"""Read the bytes of a save's files, and check that they are those that were written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fds.errors import StorageError
 from fds.storage.disk import writer
-from fds.storage.disk.held import Held, hint
+from fds.storage.disk.open_folder import OpenFolder, hint
 from fds.storage.format.manifest import File
 
 MOST = 64  # files that are open at a time
@@ -30,27 +30,27 @@ _LIBC = ctypes.CDLL(None)
 
 @attrs.frozen(eq=False)
 class Files:
-    """The files of a save, each opened when first read and then kept open, the last `MOST`; for one thread at a time.
+    """The files of a save, opened when first read; the last `MOST` stay open. For one thread at a time.
 
-    They are read, never mapped: what is cut off under a mapping kills the process that looks at it.
+    Files are read, not mapped: access to a mapping of a file that was truncated kills the process.
 
     Attributes:
-        folders: which folder each is in, by name.
-        files: what is known of each, by name.
+        folders: the folder of each, by name.
+        files: size and checksum of each, by name.
         verify: whether bytes that are read are compared with their checksums.
     """
 
-    folders: Mapping[str, Held]
+    folders: Mapping[str, OpenFolder]
     files: Mapping[str, File]
     verify: bool = True
-    _open: OrderedDict[str, int] = attrs.field(factory=OrderedDict, init=False)  # the one read longest ago comes first
-    _data: dict[str, int] = attrs.field(factory=dict, init=False)  # where it begins, of those whose header is known
+    _open: OrderedDict[str, int] = attrs.field(factory=OrderedDict, init=False)  # least recently used first
+    _data: dict[str, int] = attrs.field(factory=dict, init=False)  # first byte of data, for checked headers
 
     def read(self, file: str, offset: int, out: Tensor, checksum: str, where: str) -> None:
         """Fill `out`, a contiguous CPU tensor (num_bytes,) uint8, with a file's bytes from `offset` on.
 
-        `checksum` is theirs, and `where` what an error calls them. Raises `StorageError` if the file is missing, no
-        regular file, not of its size or with another header, for bytes of its header, or if a byte differs.
+        `checksum` is that of the bytes, `where` names them in errors. Raises `StorageError` if the file is missing, not
+        a regular file, of another size or header, if the bytes belong to its header, or if a byte differs.
         """
         fd = self._opened(file)
         if offset < self._data[file]:
@@ -62,19 +62,19 @@ class Files:
             raise StorageError(_CHANGED, where=where, got=got, want=checksum,
                                hint="a byte flipped on the disk or on the way; load another tag")  # fmt: skip
 
-    def refuse_changed(self, file: str) -> None:
-        """Raise `StorageError` for a file that is missing, no regular file, not of its size or with another header."""
+    def check_file(self, file: str) -> None:
+        """Raise `StorageError` if a file is missing, not a regular file, or of another size or header."""
         self._opened(file)
 
     def close(self) -> None:
-        """Close what is open, the folders too."""
+        """Close all open files, and the folders."""
         while self._open:
             os.close(self._open.popitem()[1])
         for folder in self.folders.values():
             folder.close()
 
     def _opened(self, file: str) -> int:
-        """Return the descriptor of a file that has been found to be as it was written."""
+        """Return the descriptor of a file, whose size and header have been checked."""
         fd = self._open.get(file)
         if fd is not None:
             self._open.move_to_end(file)
@@ -85,7 +85,7 @@ class Files:
         fd = self._open[file] = _opened(folder, file, self.files[file].bytes)
         if file not in self._data:
             try:
-                self._data[file] = _refuse_header(fd, folder.path / file, self.files[file])
+                self._data[file] = _check_header(fd, folder.path / file, self.files[file])
             except BaseException:
                 os.close(self._open.pop(file))
                 raise
@@ -101,18 +101,18 @@ class Files:
 
 
 def touch_fresh(x: Tensor) -> None:
-    """Ask for huge pages under a contiguous CPU tensor that nobody has written to yet.
+    """Request huge pages for a contiguous CPU tensor that was not written to yet.
 
-    Reading into fresh memory is bound by its page faults: 1.9 GB/s with small pages, 7.5 with huge ones.
+    Reading into fresh memory is bound by page faults: 1.9 GB/s with small pages, 7.5 with huge ones.
     """
     start, end = x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if x.device.type == "cpu" and last - first >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)  # refused: no matter
+        _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)  # errors are harmless
 
 
-def _opened(folder: Held, name: str, size: int) -> int:
-    """Open a file and compare its size. Raises `StorageError`."""
+def _opened(folder: OpenFolder, name: str, size: int) -> int:
+    """Open a file and check its size. Raises `StorageError`."""
     path = folder.path / name
     try:
         fd = folder.open(name)
@@ -125,11 +125,11 @@ def _opened(folder: Held, name: str, size: int) -> int:
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise _unreadable(path, "no regular file", "a regular file")
+            raise _unreadable(path, "not a regular file", "a regular file")
         if found.st_size != size:
             raise _unreadable(path, f"{found.st_size} bytes", f"{size} bytes")
-        # One reader in the order of the file, with the kernel reading ahead: from a cold cache 2.4 to 2.8 GB/s, where
-        # two readers came to 1.0; from a warm one 7.5, where two would come to 13.8.
+        # One reader in the order of the file, with the kernel's read-ahead: 2.4 to 2.8 GB/s from a cold cache, where
+        # two readers reached 1.0; 7.5 from a warm one, where two would reach 13.8.
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -139,8 +139,8 @@ def _opened(folder: Held, name: str, size: int) -> int:
     return fd
 
 
-def _refuse_header(fd: int, path: Path, want: File) -> int:
-    """Raise `StorageError` for another header than was written; return where the data behind it begins."""
+def _check_header(fd: int, path: Path, want: File) -> int:
+    """Return where the data after the header begins. Raises `StorageError` for another header than was written."""
     length = bytearray(8)
     _fill(fd, memoryview(length)[: min(want.bytes, 8)], 0, str(path))
     end = 8 + int.from_bytes(length, "little")
@@ -158,7 +158,7 @@ def _refuse_header(fd: int, path: Path, want: File) -> int:
 
 
 def _fill(fd: int, data: memoryview, offset: int, where: str) -> None:
-    """Read until `data` is full. Raises `StorageError` if the file ends before."""
+    """Read until `data` is full. Raises `StorageError` if the file ends earlier."""
     done = 0
     while done < len(data):
         try:
@@ -172,4 +172,4 @@ def _fill(fd: int, data: memoryview, offset: int, where: str) -> None:
 
 def _unreadable(where: Path | str, got: str, want: str, hint: str = "") -> StorageError:
     return StorageError("a tensor file cannot be read", where=str(where), got=got, want=want,
-                        hint=hint or "it was cut off or changed after it was saved; load another tag")  # fmt: skip
+                        hint=hint or "it was truncated or changed after it was saved; load another tag")  # fmt: skip

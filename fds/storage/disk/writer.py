@@ -1,8 +1,8 @@
-"""Write memory to a file, durably and as fast as the disk takes it.
+"""Write memory to a file, durably and at the speed of the disk.
 
-A file is a header and spans of memory one after another, in blocks of `BLOCK` bytes; a chunk is the part of one span
-in one block, and has its own checksum. The processes of `fds.storage.disk.aside` run this file by its path. So only the
-standard library and xxhash are imported, and of the library little: one starts in 40 ms and holds 14 MB and two blocks.
+A file is a header followed by spans of memory, in blocks of `BLOCK` bytes; a chunk is the part of one span in one
+block, and has its own checksum. The processes of `fds.storage.disk.aside` run this file by its path. So it imports only
+xxhash and few modules of the standard library: a process starts in 40 ms and holds 14 MB and two blocks.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from collections.abc import Callable, Iterator, Sequence
 import xxhash
 
 BLOCK = 8 * 2**20
-ALIGN = 4096  # of all that the disk takes without the kernel's copy: place in the file, length, memory
+ALIGN = 4096  # of offset, length and address in writes with O_DIRECT
 
 Span = tuple[int, int]  # address, bytes
-Chunk = tuple[int, int, str]  # first byte in the file, bytes, checksum
+WrittenChunk = tuple[int, int, str]  # first byte in the file, bytes, checksum
 Fetch = Callable[[Sequence[Span], int], None]  # copies spans, one after another, to an address
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_NUM_SPANS = 1024  # that the kernel takes in one call
+_NUM_SPANS = 1024  # the most in one call of the kernel
 
-# Measured on two cores (500 MB, alternating, medians of 9 to 15): with blocks of 8 MiB, one write at a time, 3.0 to 3.7
-# GB/s; of 16 to 64 MiB, two or four at a time, or with the space asked for before, within the noise of that. Blocks
-# without huge pages fell to 2.2, blocks fresh in every call cost 5 to 20 ms. One thread that fetches and hashes beside
-# one that writes came to 0.9 of the raw speed; two threads that do both in turn to 0.8; a third block added nothing.
+# Measured on two cores (500 MB, alternating, medians of 9 to 15): 3.0 to 3.7 GB/s with blocks of 8 MiB, one write at a
+# time; blocks of 16 to 64 MiB, two or four writes at a time, and allocating the space first are within noise of that.
+# Without huge pages 2.2 GB/s; fresh blocks in every call cost 5 to 20 ms. One thread that fetches and hashes beside one
+# that writes reached 0.9 of the raw speed, two threads that do both in turn 0.8; a third block gained nothing.
 _NUM_SLOTS = 2
-_kept: list[mmap.mmap] = []  # blocks that no write is using
+_idle_slots: list[mmap.mmap] = []  # blocks that are not in use
 
 
 def checksum(buffer: bytes | memoryview) -> str:
-    """Return the checksum of contiguous bytes: XXH3 of 64 bits, its name in front.
+    """Return the checksum of contiguous bytes: 64-bit XXH3 with the prefix "xxh3:".
 
     >>> checksum(b"")
     'xxh3:2d06800538d394c2'
@@ -51,14 +51,14 @@ def checksum(buffer: bytes | memoryview) -> str:
 
 
 def own_memory(spans: Sequence[Span], destination: int) -> None:
-    """Copy spans of this process's memory, one after another, to the address `destination`."""
+    """Copy spans of this process's memory consecutively to the address `destination`."""
     for address, nbytes in spans:
         ctypes.memmove(destination, address, nbytes)
         destination += nbytes
 
 
 def memory_of(pid: int) -> Fetch:
-    """Return what copies spans of another process's memory. It raises `OSError`: EFAULT where there is no memory."""
+    """Return a function that copies spans of another process's memory and raises `OSError`: EFAULT if unmapped."""
     read = _LIBC.process_vm_readv
     read.restype = ctypes.c_ssize_t
     read.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
@@ -70,7 +70,7 @@ def memory_of(pid: int) -> Fetch:
             local = array.array("Q", (destination, wanted))
             remote = array.array("Q", [number for span in some for number in span])
             count = read(pid, local.buffer_info()[0], 1, remote.buffer_info()[0], len(some), 0)
-            if count != wanted:  # what is cut short ran into memory that is not there
+            if count != wanted:  # a short read met unmapped memory
                 code = ctypes.get_errno() if count < 0 else errno.EFAULT
                 raise OSError(code, f"{os.strerror(code)}, reading the memory of process {pid}")
             destination += wanted
@@ -80,20 +80,20 @@ def memory_of(pid: int) -> Fetch:
 
 def write(
     path: str | os.PathLike, header: bytes, spans: Sequence[Span], *, fetch: Fetch = own_memory
-) -> list[list[Chunk]]:
-    """Write a header and the bytes of spans to a new file, durably, and return every span's chunks in order.
+) -> list[list[WrittenChunk]]:
+    """Write a header and the bytes of spans to a new file, durably, and return the chunks of each span in order.
 
-    This thread fetches and hashes one block while another writes the block before, past the kernel's cache where the
-    file system permits that. Two blocks of memory are taken, and kept for the next call. The spans must stay as they
-    are until this returns. After an error no file is left of it, no thread and no open file.
+    This thread fetches and hashes one block while another writes the previous one, with O_DIRECT where the file system
+    supports it. Two blocks of memory are allocated, and kept for the next call. The spans must not change until this
+    returns. An error leaves no file, thread or descriptor behind.
 
     Args:
-        path: of the file, which must not exist.
-        header: its first bytes, a multiple of `ALIGN` of them.
+        path: the file, which must not exist.
+        header: the first bytes; their number is a multiple of `ALIGN`.
         spans: address and number of bytes of each; one without bytes has no chunks.
-        fetch: whose memory the addresses are of; this process's unless given.
+        fetch: copies from the memory of the addresses; by default this process's.
 
-    Raises `ValueError` for another length of the header, `OSError` with the path as its filename for all else.
+    Raises `ValueError` for any other length of the header, `OSError` with the path as its filename for other errors.
     """
     if len(header) % ALIGN:
         raise ValueError(f"the header has {len(header)} bytes, not a multiple of {ALIGN}")
@@ -101,7 +101,7 @@ def write(
     slots = [_slot() for _ in range(_NUM_SLOTS)]
     for slot in slots:
         free.put(slot)
-    chunks: list[list[Chunk]] = [[] for _ in spans]
+    chunks: list[list[WrittenChunk]] = [[] for _ in spans]
     writing = threading.Thread(target=_drain, args=(os.path.abspath(path), full, free, errors))
     writing.start()
     end = None
@@ -124,7 +124,7 @@ def write(
     finally:
         full.put(end)
         writing.join()
-    _kept[:] = slots
+    _idle_slots[:] = slots
     for error in errors:
         if isinstance(error, OSError):
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
@@ -134,7 +134,7 @@ def write(
 
 def _slot() -> mmap.mmap:
     try:
-        return _kept.pop()
+        return _idle_slots.pop()
     except IndexError:
         slot = mmap.mmap(-1, BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -143,9 +143,9 @@ def _slot() -> mmap.mmap:
 
 
 def _blocks(header: int, spans: Sequence[Span]) -> Iterator[tuple[int, int, list[tuple[int, Span]]]]:
-    """Yield the blocks of a file whose first `header` bytes are no span's.
+    """Yield the blocks of a file that begins with `header` bytes.
 
-    A block is the bytes from a first to an end, and the pieces in it: which span they are of, their place in memory.
+    A block is (first byte, end, pieces), a piece (index of the span, address and length in memory).
     """
     for end in range(BLOCK, header + 1, BLOCK):
         yield end - BLOCK, end, []
@@ -163,10 +163,10 @@ def _blocks(header: int, spans: Sequence[Span]) -> Iterator[tuple[int, int, list
 
 
 def _drain(path: str | bytes, full: queue.SimpleQueue, free: queue.SimpleQueue, errors: list) -> None:
-    """Make the file, write the slots that come, with their place in it and bytes, and hand them back; None on an error.
+    """Create the file, write the blocks (slot, offset, length) of `full`, return slots to `free`, and None on an error.
 
-    In the end comes the length of the whole file, or None if it is given up: then what was made of it is removed. The
-    file is this thread's alone: nobody closes it under a write, whoever is interrupted.
+    The last item of `full` is the length of the file, or None to give up, in which case the file is removed. Only this
+    thread uses the descriptor, so that no interrupt can close it during a write.
     """
     made = whole = False
     try:
@@ -174,15 +174,15 @@ def _drain(path: str | bytes, full: queue.SimpleQueue, free: queue.SimpleQueue, 
         made = True
         try:
             try:
-                fcntl.fcntl(fd, fcntl.F_SETFL, _DIRECT)  # not on opening, where a refusal would leave an empty file
+                fcntl.fcntl(fd, fcntl.F_SETFL, _DIRECT)  # not on opening, where an error would leave an empty file
             except OSError:
-                pass  # a file system that has only ordinary writes
+                pass  # a file system without direct writes
             while isinstance(block := full.get(), tuple):
                 slot, first, nbytes = block
                 _write_all(fd, memoryview(slot)[: -(-nbytes // ALIGN) * ALIGN], first)
                 free.put(slot)
             if block is not None:
-                os.ftruncate(fd, block)  # of the last block, what was written to fill it up
+                os.ftruncate(fd, block)  # remove the padding of the last block
                 os.fsync(fd)
         finally:
             os.close(fd)
@@ -194,7 +194,7 @@ def _drain(path: str | bytes, full: queue.SimpleQueue, free: queue.SimpleQueue, 
         try:
             os.unlink(path)
         except OSError:
-            pass  # what went wrong before is told
+            pass  # the earlier error is raised
 
 
 def _write_all(fd: int, data: memoryview, place: int) -> None:
@@ -204,15 +204,15 @@ def _write_all(fd: int, data: memoryview, place: int) -> None:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            fcntl.fcntl(fd, fcntl.F_SETFL, 0)  # some refuse direct writes only when they come, or after a short one
+            fcntl.fcntl(fd, fcntl.F_SETFL, 0)  # refused here by some file systems, or after a short write
             count = os.pwrite(fd, data, place)
         if not count:
-            raise OSError(errno.EIO, "the file system took nothing of a write")
+            raise OSError(errno.EIO, "the file system wrote nothing")
         data, place = data[count:], place + count
 
 
 def main() -> None:
-    """Do the jobs that come by standard input, one a line, and answer each with a line; end with the input."""
+    """Do the jobs on standard input, one per line, and answer each with a line, until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:
         answer = json.dumps(_done(json.loads(line))).encode() + b"\n"
@@ -220,11 +220,11 @@ def main() -> None:
             while answer:
                 answer = answer[os.write(sys.stdout.fileno(), answer) :]
         except BrokenPipeError:
-            return  # nobody is left to hear it
+            return  # the parent has ended
 
 
 def _done(job: dict) -> dict | None:
-    """Do a job and return its answer: the chunks, or what went wrong; None if the memory cannot be read from here."""
+    """Do a job and return its answer: the chunks or the error; None if the memory cannot be read from this process."""
     unread, read = [], memory_of(job["pid"])
 
     def fetch(spans: Sequence[Span], destination: int) -> None:

@@ -1,8 +1,8 @@
-"""What others wrote, as sources: weights that are shared as files, and the checkpoints of DeepSpeed.
+"""Files of other programs as sources: weights, and the checkpoints of DeepSpeed.
 
 Leaves have the key paths of a plain state: "params.<name>", "opt.<slot>.<name>", "buffers.<name>", "step" and "calls",
-where <name> is the writer's name of a parameter; `renamed` turns it into another. Pickles are read by
-`torch.load(weights_only=True)` alone, which runs no code of theirs.
+where <name> is the name of a parameter in the file; `renamed` changes it. Pickles are only read by
+`torch.load(weights_only=True)`, which does not run code from them.
 """
 
 from fds.storage.foreign.deepspeed_runs import deepspeed

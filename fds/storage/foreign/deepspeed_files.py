@@ -1,4 +1,4 @@
-"""Which files a DeepSpeed checkpoint is made of, and what is in them."""
+"""The files of a DeepSpeed checkpoint."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import attrs
 
 from fds.errors import StorageError
-from fds.storage.disk.small import read_small
+from fds.storage.disk.small_files import read_small
 from fds.storage.foreign.torch_files import Inert, open_torch
 
-# What DeepSpeed pickles besides tensors, numbers and text. They stand for what they hold, and do nothing.
+# The classes that DeepSpeed pickles. Their objects are read as attributes without behaviour.
 CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.utils.tensor_fragment.fragment_address",
@@ -27,25 +27,25 @@ _EXPERTS = re.compile(r".*expert_\d+_.*\.pt|expp_rank_.*\.pt")
 
 
 @attrs.frozen(eq=False)
-class Stage:
-    """What one stage of a pipeline, or the only one, left: a dict per file, in the order of the data ranks."""
+class StageFiles:
+    """The files of one pipeline stage, or the only one: a dict per file, in the order of the data ranks."""
 
-    models: tuple[dict[str, Any], ...]  # one; in ZeRO 3 one a data rank
-    slices: tuple[dict[str, Any], ...]  # of the optimizer, one a data rank; none without ZeRO
-    shards: bool  # whether parameters are in slices too: ZeRO 3
+    models: tuple[dict[str, Any], ...]  # one; in ZeRO 3 one per data rank
+    slices: tuple[dict[str, Any], ...]  # of the optimizer, one per data rank; empty without ZeRO
+    shards: bool  # whether parameters are in slices too, as in ZeRO 3
 
 
 @attrs.frozen(eq=False)
 class Checkpoint:
-    """All that the files of one tag hold."""
+    """The contents of the files of one tag."""
 
     folder: Path
-    stages: tuple[Stage, ...]
-    layers: dict[int, dict[str, Any]]  # of a pipeline, by their number: state dicts
+    stages: tuple[StageFiles, ...]
+    layers: dict[int, dict[str, Any]]  # of a pipeline: state dicts by index
 
 
 def find(dir: Path, tag: str | None) -> Path:
-    """Return the folder of a tag, by default of the one saved last. Raises `StorageError`."""
+    """Return the folder of a tag, by default the last. Raises `StorageError`."""
     if tag is None and any(_MODEL.fullmatch(p.name) or _MODEL_SLICE.fullmatch(p.name) for p in dir.glob("*.pt")):
         return dir
     if tag is None:
@@ -53,7 +53,7 @@ def find(dir: Path, tag: str | None) -> Path:
         try:
             tag = read_small(Path(os.path.realpath(latest)), 1000).decode().strip()
         except (OSError, UnicodeError) as error:
-            raise StorageError("this is no directory of DeepSpeed's checkpoints", where=str(dir), got=str(error),
+            raise StorageError("this is not a directory of DeepSpeed's checkpoints", where=str(dir), got=str(error),
                                want="the file `latest` in it, or tag=...") from error  # fmt: skip
     if not isinstance(tag, str) or not tag or "\0" in tag or os.path.isabs(tag) or ".." in Path(tag).parts:
         raise StorageError("not a tag", where=str(dir), got=repr(tag)[:80], want="the name of a folder in it")
@@ -65,13 +65,13 @@ def find(dir: Path, tag: str | None) -> Path:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open every file of a checkpoint; tensors stay in their files.
+    """Open every file of a checkpoint; tensors are mapped, not read.
 
     Raises `StorageError` for files that are missing, damaged or left over from another save, and for checkpoints of
     tensor parallelism, experts and state that was offloaded to NVMe.
     """
     names = sorted(os.listdir(folder))
-    _refuse(folder, names)
+    _check_supported(folder, names)
     models, slices, layers = dict[tuple, str](), dict[tuple, str](), dict[int, str]()
     for name in names:
         if found := _MODEL.fullmatch(name):
@@ -90,26 +90,27 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         for found, form in zip(files, ("model", "optim"), strict=True):
             _count(set(found), folder, f"zero_pp_rank_{{}}_mp_rank_{stage:02d}_{form}_states.pt")
         ordered = [tuple(opened[name] for _, name in sorted(found.items())) for found in files]
-        stages.append(Stage(*ordered, shards=any(_MODEL_SLICE.fullmatch(name) for name in files[0].values())))
+        stages.append(StageFiles(*ordered, shards=any(_MODEL_SLICE.fullmatch(name) for name in files[0].values())))
     checkpoint = Checkpoint(folder, tuple(stages), {i: opened[name] for i, name in sorted(layers.items())})
-    _refuse_parts(checkpoint)
+    _check_complete(checkpoint)
     return checkpoint
 
 
 def attributes(x: Any) -> dict[str, Any]:
-    """Return what an object of one of `CLASSES` holds, by name."""
+    """Return the attributes of an object of one of `CLASSES`."""
     return vars(x) if isinstance(x, Inert) else {}
 
 
 def _put(files: dict, place: Any, name: str, folder: Path) -> None:
     if place in files:
-        raise StorageError("two files are of one place", where=str(folder), got=f"{files[place]} and {name}",
-                           want="one", hint="one was left there by an earlier save under this tag")  # fmt: skip
+        raise StorageError("two files are of the same rank or layer", where=str(folder),
+                           got=f"{files[place]} and {name}", want="one",
+                           hint="one was left by an earlier save under this tag")  # fmt: skip
     files[place] = name
 
 
 def _count(found: set[int], folder: Path, form: str) -> int:
-    """Return how many there are, counted from 0 without a gap."""
+    """Return the number of indices, which must count from 0 without a gap."""
     for i in range(max(found, default=-1) + 1):
         if i not in found:
             raise StorageError("a file of the checkpoint is missing", where=str(folder / form.format(i)))
@@ -119,12 +120,12 @@ def _count(found: set[int], folder: Path, form: str) -> int:
 def _dict(path: Path) -> dict[str, Any]:
     found = open_torch(path, CLASSES)
     if not isinstance(found, dict):
-        raise StorageError("a file of the checkpoint holds no dict", where=str(path), got=type(found).__name__)
+        raise StorageError("a file of the checkpoint does not hold a dict", where=str(path), got=type(found).__name__)
     return found
 
 
-def _refuse(folder: Path, names: list[str]) -> None:
-    """Refuse what is written as other files than those that are read here."""
+def _check_supported(folder: Path, names: list[str]) -> None:
+    """Raise `StorageError` for kinds of files that are not imported."""
     experts = [name for name in names if _EXPERTS.fullmatch(name)]
     split = [name for name in names if (found := _LAYER.fullmatch(name)) and int(found[2] or 0) > 0]
     for what, got in (("mixtures of experts are not imported", experts),
@@ -138,8 +139,8 @@ def _refuse(folder: Path, names: list[str]) -> None:
                            hint="it is in the folders below: tag=..." if "latest" in names else "")  # fmt: skip
 
 
-def _refuse_parts(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose files say that there should be more of them, or others."""
+def _check_complete(checkpoint: Checkpoint) -> None:
+    """Raise `StorageError` if the files state that others are missing, or belong to another checkpoint."""
     where, first = str(checkpoint.folder), checkpoint.stages[0].models[0]
     dims = first.get("checkpoint_parallel_dimensions")
     split = dims.get("tp_degree", 1) if isinstance(dims, dict) else 1
@@ -150,11 +151,11 @@ def _refuse_parts(checkpoint: Checkpoint) -> None:
         raise StorageError("mixtures of experts are not imported", where=where)
     for i, stage in enumerate(checkpoint.stages):
         for key, num in (("pp_degree", len(checkpoint.stages)), ("dp_world_size", len(stage.slices) or None)):
-            said = dims.get(key) if key == "pp_degree" and isinstance(dims, dict) else stage.models[0].get(key)
-            if type(said) is int and num is not None and said != num:
+            stated = dims.get(key) if key == "pp_degree" and isinstance(dims, dict) else stage.models[0].get(key)
+            if type(stated) is int and num is not None and stated != num:
                 raise StorageError("files of the checkpoint are missing, or left over from another", where=where,
-                                   got=f"{num} of {key}, at stage {i}", want=str(said))  # fmt: skip
-        universal = (checkpoint.folder / UNIVERSAL).is_dir()  # its slices were put together
+                                   got=f"{num} of {key}, at stage {i}", want=str(stated))  # fmt: skip
+        universal = (checkpoint.folder / UNIVERSAL).is_dir()  # its slices were merged
         if len(stage.models) not in (1, len(stage.slices)) and not universal:
             raise StorageError(
                 "files of the checkpoint are missing, or left over from another", where=where,

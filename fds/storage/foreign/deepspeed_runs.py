@@ -1,4 +1,4 @@
-"""A run that DeepSpeed trained, as a source: parameters in float32, the optimizer's state, counters, buffers."""
+"""A DeepSpeed checkpoint as a source: parameters in float32, optimizer state, counters and buffers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fds.errors import StorageError
-from fds.storage.foreign.deepspeed_files import UNIVERSAL, Checkpoint, Stage, attributes, find, open_checkpoint
-from fds.storage.foreign.deepspeed_state import Trained, by_name, by_number, by_zero
-from fds.storage.foreign.kept import Kept, equal, joined, number, source_of, whole
+from fds.storage.foreign.deepspeed_files import UNIVERSAL, Checkpoint, StageFiles, attributes, find, open_checkpoint
+from fds.storage.foreign.deepspeed_state import OptimizerState, by_name, by_number, by_zero
+from fds.storage.foreign.foreign_leaf import ForeignLeaf, equal, joined, number, source_of, whole
 from fds.storage.format.manifest import checked_extra
 from fds.storage.source import Source
 
@@ -30,25 +30,25 @@ RESERVED = frozenset((
 
 
 def deepspeed(dir: str | os.PathLike, tag: str | None = None) -> Source:
-    """Return what `engine.save_checkpoint(dir, tag)` of DeepSpeed 0.19.6 wrote, of any number of ranks.
+    """Open what `engine.save_checkpoint(dir, tag)` of DeepSpeed 0.19.6 wrote, with any number of ranks.
 
-    Read are ZeRO 0 to 3, the optimizers of float16 and bfloat16, pipelines, and universal checkpoints:
+    ZeRO 0 to 3, the optimizers of float16 and bfloat16, pipelines and universal checkpoints are supported:
 
-        params.<name>       in float32 where the run had such masters, else as the module has it; shared ones under
-                            the first of their names; in a pipeline "<layer>.<name>", tied ones "<key>.<name>"
+        params.<name>       in float32 if the run had such masters, else as in the module; shared ones under the
+                            first of their names; in a pipeline "<layer>.<name>", tied ones "<key>.<name>"
         opt.<slot>.<name>   exp_avg, exp_avg_sq, momentum_buffer or sum
         buffers.<name>      of the module on the first rank
-        step, calls         updates applied, and steps with those that were skipped
+        step, calls         updates applied, and steps including skipped ones
         slots.loss_scale.*  of ZeRO's dynamic loss scale
 
-    `extra` is the `client_state`, as far as it is JSON; `composition` says what was read, and what was left out.
+    `extra` holds the entries of `client_state` that are JSON; `composition` says what was read and what was left out.
 
     Args:
         dir: the directory of the checkpoints, or the folder of one.
-        tag: which one; by default the last.
+        tag: which checkpoint; by default the last.
 
-    Warns (`UserWarning`) of optimizer state that is left out. Raises `StorageError` for files that are missing, damaged
-    or of several saves, classes other than DeepSpeed's own in them, and for what is not imported: tensor parallelism,
+    Warns (`UserWarning`) of optimizer state that is left out. Raises `StorageError` for files that are missing,
+    damaged, of several saves or with classes other than DeepSpeed's, and for what is not imported: tensor parallelism,
     mixtures of experts, state on NVMe.
     """
     folder = find(Path(dir), tag)
@@ -68,22 +68,22 @@ def deepspeed(dir: str | os.PathLike, tag: str | None = None) -> Source:
 
 
 @attrs.frozen(eq=False)
-class Module:
-    """The tensors of a module, as it had them itself."""
+class ModuleTensors:
+    """The tensors of a module."""
 
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    frozen: dict[str, Kept] = attrs.field(factory=dict)  # in slices
-    whose: bool = True  # whether its parameters are those of the stage's optimizer
+    frozen: dict[str, ForeignLeaf] = attrs.field(factory=dict)  # from slices
+    is_trained: bool = True  # whether the stage's optimizer trains exactly its parameters
 
 
 def _assembled(checkpoint: Checkpoint) -> tuple[Source, list[str]]:
-    """Return the source, and what of the optimizer's state is not in it."""
+    """Return the source, and notes of optimizer state that is left out."""
     where, first = str(checkpoint.folder), checkpoint.stages[0].models[0]
     modules = list(_pipelined(checkpoint)) if checkpoint.layers else [_module(checkpoint.stages[0], where)]
     trained = [_trained(checkpoint, i, module) for i, module in enumerate(modules)]
-    params, buffers = dict[str, Kept](), dict[str, Kept]()
-    slots, apart = dict[str, dict[str, Kept]](), list[str]()
+    params, buffers = dict[str, ForeignLeaf](), dict[str, ForeignLeaf]()
+    slots, apart = dict[str, dict[str, ForeignLeaf]](), list[str]()
     for module, found in zip(modules, trained, strict=True):
         own = {name: whole(x, f"{where}: {name}") for name, x in module.params.items()}
         for name, one in {**own, **module.frozen, **found.masters}.items():
@@ -91,7 +91,7 @@ def _assembled(checkpoint: Checkpoint) -> tuple[Source, list[str]]:
                 raise StorageError("a parameter has another shape in the optimizer", where=f"{where}: {name}",
                                    got=str(one.leaf), want=str(own[name].leaf))  # fmt: skip
             other = params.setdefault(name.removeprefix(TIED), one)
-            if other is not one and not equal(other, one):  # DeepSpeed ties one attribute of a layer, by default weight
+            if other is not one and not equal(other, one):  # DeepSpeed ties one attribute of a layer
                 apart.append(f"the stages differ in {name.removeprefix(TIED)}, taken from the first")
         buffers |= {name.removeprefix(TIED): whole(x, f"{where}: {name}") for name, x in module.buffers.items()}
         for slot, by_param in found.slots.items():
@@ -109,8 +109,8 @@ def _assembled(checkpoint: Checkpoint) -> tuple[Source, list[str]]:
     return source_of(where, kept, extra, [_title(checkpoint), *notes, *apart, *lost, *dropped]), lost
 
 
-def _module(stage: Stage, where: str) -> Module:
-    """Return the module that is not in a pipeline; a rank of ZeRO 3 has empty tensors for its parameters."""
+def _module(stage: StageFiles, where: str) -> ModuleTensors:
+    """Return a module without a pipeline; in ZeRO 3 its parameters are empty tensors in the file."""
     first = stage.models[0]
     found, names = first["module"], set(first.get("buffer_names") or ())
     buffers = {name: x for name, x in found.items() if name in names}
@@ -119,21 +119,21 @@ def _module(stage: Stage, where: str) -> Module:
         pieces = [model.get("frozen_param_fragments") or {} for model in stage.models]
         frozen = {name: joined(tuple(shape), [one[name] for one in pieces], f"{where}: {name}")
                   for name, shape in shapes.items()}  # fmt: skip
-        return Module({}, buffers, frozen)
+        return ModuleTensors({}, buffers, frozen)
     params = {name: x for name, x in found.items() if name not in names}
     shared, places = first.get("shared_params"), dict[tuple, str]()
-    if shared is None:  # without ZeRO nothing names them; they lie at one place of the file
+    if shared is None:  # without ZeRO they are not listed; they have the same storage in the file
         for name, x in params.items():
             places.setdefault((x.data_ptr() if x.numel() else name, x.shape, x.stride()), name)
         shared = params.keys() - places.values()
-    return Module({name: x for name, x in params.items() if name not in shared}, buffers)
+    return ModuleTensors({name: x for name, x in params.items() if name not in shared}, buffers)
 
 
-def _pipelined(checkpoint: Checkpoint) -> Iterator[Module]:
-    """Yield the module of each stage, its parameters named as the stage's optimizer names them.
+def _pipelined(checkpoint: Checkpoint) -> Iterator[ModuleTensors]:
+    """Yield the module of each stage, with the parameter names of the stage's optimizer.
 
-    Which stage has a layer is told by the names that it trains, else they follow one another. A layer without a name
-    there that fits the parameters of a tied one is where that is kept; DeepSpeed writes it under its layer's number.
+    The names that a stage trains tell which layers it has; without them, layers are assigned in order. A layer without
+    trained names whose parameters fit those of a tied layer is that layer, which DeepSpeed writes under its index.
     """
     names = [_names(stage) for stage in checkpoint.stages]
     everything = {name for found in names for name in found}
@@ -157,11 +157,11 @@ def _pipelined(checkpoint: Checkpoint) -> Iterator[Module]:
     others = {name: x for name, x in params.items() if name not in everything}  # frozen
     for i, found in enumerate(names):
         mine = {name: x for name, x in params.items() if name in found}
-        yield Module(mine | others, held) if i == 0 else Module(mine, {})
+        yield ModuleTensors(mine | others, held) if i == 0 else ModuleTensors(mine, {})
 
 
-def _in_order(checkpoint: Checkpoint, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Module]:
-    """Yield the modules of stages that follow one another, each with as many parameters as its optimizer counts."""
+def _in_order(checkpoint: Checkpoint, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[ModuleTensors]:
+    """Yield the modules of consecutive stages, each with as many parameters as its optimizer has."""
     sizes = []
     for stage in checkpoint.stages:
         state = stage.models[0].get("optimizer") or {}
@@ -169,11 +169,11 @@ def _in_order(checkpoint: Checkpoint, params: dict[str, Tensor], buffers: dict[s
         sizes.append(sum(len(group["params"]) for group in groups))
     names, fit = iter(params), sum(sizes) == len(params)
     for i, size in enumerate(sizes if fit else [len(params)] + [0] * (len(sizes) - 1)):
-        yield Module({name: params[name] for name in islice(names, size)}, {} if i else buffers, whose=fit)
+        yield ModuleTensors({name: params[name] for name in islice(names, size)}, {} if i else buffers, is_trained=fit)
 
 
-def _names(stage: Stage) -> dict[str, int]:
-    """Return the parameters that a stage trains, with the number of their elements, where its files name them."""
+def _names(stage: StageFiles) -> dict[str, int]:
+    """Return the parameters that a stage trains, with their numbers of elements, if its files list them."""
     found: dict[str, int] = {}
     for group in stage.models[0].get("param_shapes") or ():
         found |= {name: torch.Size(shape).numel() for name, shape in group.items()}
@@ -185,8 +185,8 @@ def _names(stage: Stage) -> dict[str, int]:
     return found
 
 
-def _trained(checkpoint: Checkpoint, i: int, module: Module) -> Trained:
-    """Return what the optimizer of a stage keeps, however it does."""
+def _trained(checkpoint: Checkpoint, i: int, module: ModuleTensors) -> OptimizerState:
+    """Return the optimizer state of a stage."""
     stage, where = checkpoint.stages[i], str(checkpoint.folder)
     shapes = {name: tuple(x.shape) for name, x in module.params.items()}
     if (universal := checkpoint.folder / UNIVERSAL).is_dir():
@@ -197,21 +197,21 @@ def _trained(checkpoint: Checkpoint, i: int, module: Module) -> Trained:
     if stage.slices:
         return by_zero(stage, shapes, where)
     state = stage.models[0].get("optimizer")
-    if not state or not module.whose:
-        reason = "for it does not say whose it is" if state else "which was not saved"
-        return Trained(notes=[f"left out: the optimizer's state, {reason}"])
+    if not state or not module.is_trained:
+        reason = "which does not name its parameters" if state else "which was not saved"
+        return OptimizerState(notes=[f"left out: the optimizer's state, {reason}"])
     return by_number(state, module.params, where)
 
 
 def _counter(model: Mapping[str, Any], name: str) -> int:
     value = model.get(name, 0)
     if type(value) is not int or not 0 <= value < 2**62:
-        raise StorageError("a counter is no count", where=name, got=repr(value)[:80], want="an integer from 0 on")
+        raise StorageError("a counter is not a count", where=name, got=repr(value)[:80], want="an integer from 0 on")
     return value
 
 
-def _loss_scale(stage: Stage) -> dict[str, Kept]:
-    """Return the slot of `fds.loss_scale`, of whose rule ZeRO's dynamic scaler is the model."""
+def _loss_scale(stage: StageFiles) -> dict[str, ForeignLeaf]:
+    """Return the slot of `fds.loss_scale`, which follows the rule of ZeRO's dynamic scaler."""
     state = stage.slices[0]["optimizer_state_dict"] if stage.slices else {}
     scaler = attributes(state.get("loss_scaler"))
     if not scaler.get("dynamic"):
@@ -225,7 +225,7 @@ def _loss_scale(stage: Stage) -> dict[str, Kept]:
 
 
 def _client_state(model: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return what the user added to the checkpoint, and a note for each entry that is not JSON."""
+    """Return the user's entries of the checkpoint, and a note for each that is not JSON."""
     extra, notes = dict[str, Any](), []
     for key, value in model.items():
         if key in RESERVED:
@@ -233,7 +233,7 @@ def _client_state(model: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         try:
             extra |= checked_extra({key: value})
         except StorageError:
-            notes.append(f"left out: client_state[{key!r:.60}], a {type(value).__name__} that is no JSON")
+            notes.append(f"left out: client_state[{key!r:.60}], a {type(value).__name__} that is not JSON")
     return extra, notes
 
 

@@ -1,4 +1,4 @@
-"""Whose state is whose, in the optimizer of a run without ZeRO: torch numbers parameters and does not name them."""
+"""Find the names of the parameters of an optimizer without ZeRO: torch numbers them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...] | None  # None: the optimizer has nothing of this one yet
+Shape = tuple[int, ...] | None  # None: the optimizer has no state of this parameter yet
 
 
 def match(groups: Sequence[Mapping[str, Any]], shapes: Sequence[Shape], params: Mapping[str, Tensor],
@@ -16,13 +16,13 @@ def match(groups: Sequence[Mapping[str, Any]], shapes: Sequence[Shape], params: 
     """Return the name of each parameter of the optimizer, or None where that is not certain.
 
     Args:
-        groups: its param_groups; "param_names" in all of them, where torch was told them, decides.
+        groups: its param_groups; "param_names" decides if all of them have it.
         shapes: of the parameters, group by group.
         params: those of the model by name, in the model's order.
-        masters: float32 copies that the optimizer updates: rounded, they are the model's.
+        masters: float32 copies that the optimizer updates, which round to the model's parameters.
 
-    Certain is: one group of all parameters, in the model's order; groups of which no two have parameters of one
-    shape, and together all of each shape; masters that round to one parameter each.
+    It is certain for one group of all parameters, in the model's order; for groups of which no two have parameters of
+    the same shape, and which have all parameters of each shape; and for masters that each round to one parameter.
     """
     if all("param_names" in group for group in groups):
         names = [name for group in groups for name in group["param_names"]]
@@ -46,7 +46,7 @@ def _fit(names: Sequence[str], shapes: Sequence[Shape], params: Mapping[str, Ten
 
 
 def _equal(masters: Sequence[Tensor], params: Mapping[str, Tensor]) -> list[str] | None:
-    """Return the one parameter that each master rounds to, if it is one."""
+    """Return the parameter that each master rounds to, or None if any rounds to none or several."""
     found = []
     for master in masters:
         equal = [n for n, p in params.items() if p.shape == master.shape and torch.equal(master.to(p.dtype), p)]

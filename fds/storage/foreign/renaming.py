@@ -1,4 +1,4 @@
-"""Other names for the parameters and buffers of a source."""
+"""Rename the parameters and buffers of a source."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from fds.storage.source import Source
 
 
 def renamed(source: Source, rename: Mapping[str, str] | Callable[[str], str]) -> Source:
-    """Return a source whose parameters and buffers go by other names, in the optimizer's state too.
+    """Return a source with other names of parameters and buffers, in the optimizer's state too.
 
     Args:
         source: leaves "params.<name>", "opt.<slot>.<name>" and "buffers.<name>" are renamed; others stay.
-        rename: new names by old ones, where names that it lacks stay; or a function of the old name.
+        rename: new names by old ones, where others stay the same; or a function from old to new name.
 
-    Raises `StorageError` for an old name that is not there, a new one that is no text, and two leaves of one new name.
+    Raises `StorageError` for an unknown old name, a new name that is not a string, and two leaves with the same new
+    name.
     """
     places = {path: place for path in source.leaves if (place := _place(path)) is not None}
     names = dict.fromkeys(name for _, name in places.values())
@@ -32,7 +33,7 @@ def renamed(source: Source, rename: Mapping[str, str] | Callable[[str], str]) ->
         new = {name: rename(name) for name in names}
     for name, other in new.items():
         if not isinstance(other, str) or not other:
-            raise StorageError("a new name is no text", where=f"{source.where}: {name}", got=repr(other)[:80],
+            raise StorageError("a new name is not a string", where=f"{source.where}: {name}", got=repr(other)[:80],
                                want="a name")  # fmt: skip
     old: dict[str, str] = {}
     for path in source.leaves:
@@ -54,7 +55,7 @@ def renamed(source: Source, rename: Mapping[str, str] | Callable[[str], str]) ->
 
 
 def _place(path: str) -> tuple[str, str] | None:
-    """Return a key path cut in front of the name in it, if it has one."""
+    """Split a key path before the name in it; None if it has no name."""
     num_parts = {"params": 1, "buffers": 1, "opt": 2}.get(path.split(".")[0], 0)
     parts = path.split(".", num_parts)
     return (path.removesuffix(parts[-1]), parts[-1]) if num_parts and len(parts) > num_parts else None

@@ -1,4 +1,4 @@
-"""Files of torch.save, opened without running what is pickled in them, their tensors left where they are."""
+"""Open files of torch.save without running code from them; tensors are mapped."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from fds.errors import StorageError
 
-_admitting = threading.Lock()  # the classes that torch.load admits are the whole process's
+_admitting = threading.Lock()  # the classes that torch.load admits are global
 
 
 def _renew() -> None:
-    """Let the child of a fork have the lock: the thread that held it is not in it."""
+    """Renew the lock in the child of a fork, where the thread that held it does not exist."""
     global _admitting
     _admitting = threading.Lock()
 
@@ -30,42 +30,42 @@ os.register_at_fork(after_in_child=_renew)
 
 
 class Inert:
-    """What stands for an object of a class that is admitted by its name: its attributes, and no behaviour."""
+    """A stand-in for an object of a class that is admitted by name: its attributes, without behaviour."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments
 
 
 def open_torch(path: Path, inert: Iterable[str] = ()) -> Any:
-    """Return what torch.save wrote, its tensors mapped from the file rather than read.
+    """Return what torch.save wrote, with tensors mapped from the file.
 
-    Objects of the classes in `inert`, dotted names, become `Inert`. Raises `StorageError` for a file that is missing,
-    cut off, of the format before torch 1.6, or that names any other class or function than torch admits by itself.
+    Objects of the classes in `inert` (dotted names) become `Inert`. Raises `StorageError` for a file that is missing,
+    truncated, of the format before torch 1.6, or that names another class or function that torch does not admit.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise StorageError("this is no file", where=str(path), want="a file that torch.save wrote")
+            raise StorageError("this is not a file", where=str(path), want="a file that torch.save wrote")
         with _admitting, torch.serialization.safe_globals([(Inert, name) for name in inert]):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        _refuse_claims(path, found)
+        _check_storages(path, found)
         return found
     except StorageError:
         raise
     except FileNotFoundError as error:
         raise StorageError("a file is missing", where=str(path)) from error
-    except Exception as error:  # torch raises what the bytes lead it to: KeyError, AssertionError, RecursionError, ...
+    except Exception as error:  # torch may raise any error: KeyError, AssertionError, RecursionError, ...
         raise _refusal(path, error) from error
 
 
-def _refuse_claims(path: Path, found: Any) -> None:
-    """Raise `ValueError` for storages that the zip directory has not: torch maps as many bytes as the pickle says."""
+def _check_storages(path: Path, found: Any) -> None:
+    """Raise `ValueError` for storages that are not in the zip directory: torch maps the size that the pickle states."""
     with zipfile.ZipFile(path) as file:
         entries = [entry for entry in file.infolist() if entry.filename.split("/")[-2:-1] == ["data"]]
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise ValueError("its tensors are compressed")
     storages = {(storage.data_ptr(), storage.nbytes()) for storage in _storages(found) if storage.nbytes()}
     if beyond := Counter(size for _, size in storages) - Counter(entry.file_size for entry in entries):
-        raise ValueError(f"tensors of {next(iter(beyond))} bytes, of which there are less in the file")
+        raise ValueError(f"tensors of {next(iter(beyond))} bytes, but fewer in the file")
 
 
 def _storages(found: Any) -> Iterator[torch.UntypedStorage]:
@@ -85,9 +85,9 @@ def _refusal(path: Path, error: BaseException) -> StorageError:
     text = str(error)
     if found := re.search(r"(?:GLOBAL|class|function) ([\w.<>']+)", text):
         return StorageError(
-            "a file wants to use a class or a function that is not admitted", where=str(path),
+            "a file names a class or function that is not admitted", where=str(path),
             got=found[1][:200], want="tensors, numbers, text, lists and dicts",
-            hint="nothing of it was run; save again without it, where the file was made",
+            hint="no code was run; save the file again without it",
         )  # fmt: skip
     if "mmap can only be used" in text:
         return StorageError("a file is of a format that cannot be read in parts", where=str(path),

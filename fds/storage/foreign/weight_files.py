@@ -1,4 +1,4 @@
-"""Weights as they are shared: safetensors, state dicts of torch.save, and either in shards with an index."""
+"""Files of weights: safetensors, state dicts of torch.save, and either in shards with an index."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from typing import Any
 from torch import Tensor
 
 from fds.errors import StorageError
-from fds.storage.disk.small import parsed, read_small
-from fds.storage.foreign.kept import Kept, source_of, whole
+from fds.storage.disk.small_files import parse_json, read_small
+from fds.storage.foreign.foreign_leaf import ForeignLeaf, source_of, whole
 from fds.storage.foreign.torch_files import open_torch
-from fds.storage.format.manifest import MAX_INT, Leaf
+from fds.storage.format.manifest import MAX_INT, SavedLeaf
 from fds.storage.format.tensors import CODES, as_bytes, dtype_name
 from fds.storage.source import Source
 
 INDEX = ".index.json"
 SAFETENSORS, TORCH = ".safetensors", (".bin", ".pt", ".pth")
 NESTED = ("state_dict", "model", "module")
-MAX_HEADER = 100_000_000  # bytes, of an index too; the safetensors library reads no longer one either
+MAX_HEADER = 100_000_000  # bytes, also of an index; as in the safetensors library
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 def weights(path: str | os.PathLike) -> Source:
-    """Return the parameters that a file or a directory of Hugging Face or torch.save holds, as "params.<name>".
+    """Open the parameters in files of Hugging Face or torch.save, as "params.<name>".
 
     Args:
-        path: a .safetensors file; a state dict of torch.save (.bin, .pt, .pth), itself or alone under "state_dict",
-            "model" or "module"; the .index.json of shards of either kind; or a directory with one of these.
+        path: a .safetensors file; a state dict of torch.save (.bin, .pt, .pth), at the top level or as the only
+            one of "state_dict", "model" and "module"; the .index.json of shards of either kind; or a directory with one
+            of these.
 
-    Nothing is read but names, dtypes and shapes until somebody asks for elements. Tensors that share their storage
-    are leaves of equal data. Raises `StorageError` for what is missing, cut off, ambiguous or no tensor, for shards
-    outside the index's directory, and for a name that two shards have.
+    Only names, dtypes and shapes are read until elements are requested. Tensors that share storage are separate leaves.
+    Raises `StorageError` for files that are missing, truncated or ambiguous, for values that are not tensors, for
+    shards outside the index's directory, and for a name in two shards.
     """
     path = Path(path)
     file = _in_directory(path) if path.is_dir() else path
@@ -44,7 +45,7 @@ def weights(path: str | os.PathLike) -> Source:
 
 
 def _in_directory(folder: Path) -> Path:
-    """Return the one file of a directory that holds its weights: indices and safetensors before others."""
+    """Return the file of weights in a directory: an index or safetensors before others."""
     kinds = (f"*{SAFETENSORS}{INDEX}", f"*{SAFETENSORS}", f"*.bin{INDEX}", "pytorch_model.bin")
     kinds += tuple(f"*{ending}" for ending in TORCH)
     for kind in kinds:
@@ -59,25 +60,25 @@ def _in_directory(folder: Path) -> Path:
                        want=f"one of {', '.join(kinds)}")  # fmt: skip
 
 
-def _tensors(file: Path) -> dict[str, Kept]:
+def _tensors(file: Path) -> dict[str, ForeignLeaf]:
     """Return the leaves of one file by their names in it."""
     if file.name.endswith(SAFETENSORS):
         return dict(_safetensors(file))
     if file.name.endswith(TORCH):
         found = _state_dict(open_torch(file), str(file))
         return {name: whole(x, f"{file}: {name}") for name, x in found.items()}
-    raise StorageError("this is no file of weights", where=str(file),
+    raise StorageError("this is not a file of weights", where=str(file),
                        got=file.name[:80] if os.path.exists(file) else "nothing",
                        want=f"a name that ends in {', '.join((SAFETENSORS, *TORCH, INDEX))}")  # fmt: skip
 
 
-def _indexed(index: Path) -> Iterator[tuple[str, Kept]]:
-    """Yield the leaves that an index names. Each must be in the shard that it says, and in no other."""
+def _indexed(index: Path) -> Iterator[tuple[str, ForeignLeaf]]:
+    """Yield the leaves of an index. Each must be in its shard, and in no other."""
     try:
-        record = parsed(read_small(Path(os.path.realpath(index)), MAX_HEADER))
+        record = parse_json(read_small(Path(os.path.realpath(index)), MAX_HEADER))
         table: dict[str, str] = record["weight_map"]
         if not table or not all(isinstance(name, str) for name in (*table, *table.values())):
-            raise ValueError("weight_map is no table of names")
+            raise ValueError("weight_map is not a table of names")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError("an index cannot be read", where=str(index), got=f"{type(error).__name__}: {error}"[:200],
                            want='{"weight_map": {name: file, ...}}') from error  # fmt: skip
@@ -88,7 +89,7 @@ def _indexed(index: Path) -> Iterator[tuple[str, Kept]]:
                                want="the name of a file beside it")  # fmt: skip
         for name, one in _tensors(index.parent / shard).items():
             if name in seen:
-                raise StorageError("two shards have a tensor of one name", where=f"{index}: {name}",
+                raise StorageError("two shards have a tensor of the same name", where=f"{index}: {name}",
                                    got=f"{seen[name]} and {shard}")  # fmt: skip
             seen[name] = shard
             yield name, one
@@ -103,13 +104,13 @@ def _indexed(index: Path) -> Iterator[tuple[str, Kept]]:
 
 
 def _state_dict(found: Any, where: str) -> dict[str, Any]:
-    """Return the state dict in what torch.save wrote: itself, or the only thing in it that can be one."""
+    """Return the state dict in what torch.save wrote: the dict itself, or the only one in it."""
     if not isinstance(found, dict):
-        raise StorageError("a file holds no state dict", where=where, got=type(found).__name__, want="a dict")
-    if "ds_version" in found:  # a file of a DeepSpeed checkpoint, in whose module may be all weights, or their names
+        raise StorageError("a file does not hold a state dict", where=where, got=type(found).__name__, want="a dict")
+    if "ds_version" in found:  # a file of a DeepSpeed checkpoint, whose module may hold all weights, or names only
         module = found.get("module")
         if not isinstance(module, dict) or any(isinstance(x, Tensor) and not x.numel() for x in module.values()):
-            raise StorageError("this is one of the files of a DeepSpeed checkpoint, and has not the weights",
+            raise StorageError("this is a file of a DeepSpeed checkpoint without the weights",
                                where=where, hint="give its directory: fds.import_deepspeed(dir, ...)")  # fmt: skip
         found = {"module": module}
     nested = [key for key in NESTED if isinstance(found.get(key), dict)]
@@ -123,21 +124,21 @@ def _state_dict(found: Any, where: str) -> dict[str, Any]:
         raise StorageError("a state dict is empty", where=where)
     for name in found:
         if not isinstance(name, str):
-            raise StorageError("a name in a state dict is no text", where=where, got=repr(name)[:80])
+            raise StorageError("a name in a state dict is not a string", where=where, got=repr(name)[:80])
     return found
 
 
-def _safetensors(file: Path) -> Iterator[tuple[str, Kept]]:
-    """Yield the leaves of a safetensors file; every byte behind the header must be of one of them."""
+def _safetensors(file: Path) -> Iterator[tuple[str, ForeignLeaf]]:
+    """Yield the leaves of a safetensors file, which must cover every byte after the header."""
     try:
         with open(file, "rb", opener=_open) as opened:
             found = os.fstat(opened.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise ValueError("it is no file")
+                raise ValueError("it is not a regular file")
             length = int.from_bytes(opened.read(8), "little")
             if not 2 <= length <= min(MAX_HEADER, found.st_size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {found.st_size}")
-            header = parsed(opened.read(length))
+            header = parse_json(opened.read(length))
         header.pop("__metadata__", None)
         places = {name: _place(**entry) for name, entry in header.items()}
         end = 0
@@ -153,8 +154,8 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Kept]]:
         raise StorageError("a file cannot be read", where=str(file), want="a whole safetensors file",
                            got=str(error)[:300]) from error  # fmt: skip
     for name, (code, shape, first, _) in places.items():
-        leaf = Leaf(dtype_name(_DTYPES[code]), shape, ())
-        yield name, Kept(leaf, _reader(file, 8 + length + first, found.st_size))
+        leaf = SavedLeaf(dtype_name(_DTYPES[code]), shape, ())
+        yield name, ForeignLeaf(leaf, _reader(file, 8 + length + first, found.st_size))
 
 
 def _place(dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[str, tuple[int, ...], int, int]:
@@ -162,15 +163,15 @@ def _place(dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[str, 
     if dtype not in _DTYPES:
         raise ValueError(f"a tensor of dtype {dtype!r:.40}, not one of {', '.join(_DTYPES)}")
     if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
-        raise ValueError("sizes and places that are no counts")
-    _refuse_size(shape)
+        raise ValueError("sizes and offsets that are not non-negative integers")
+    _check_size(shape)
     if last - first != math.prod(shape) * _DTYPES[dtype].itemsize:
         raise ValueError(f"{last - first} bytes for a tensor {dtype} {shape}"[:200])
     return dtype, tuple(shape), first, last
 
 
-def _refuse_size(shape: list[int]) -> None:
-    """Raise `ValueError` for a shape that no tensor has, though one of its sizes may be 0."""
+def _check_size(shape: list[int]) -> None:
+    """Raise `ValueError` for a shape too large for a tensor, even if one of its sizes is 0."""
     numel = 1
     for n in shape:
         numel *= max(n, 1)
@@ -179,7 +180,7 @@ def _refuse_size(shape: list[int]) -> None:
 
 
 def _reader(file: Path, offset: int, size: int) -> Callable[[int, Tensor], None]:
-    """Return what reads elements of a tensor that begins at a byte of a file of this size."""
+    """Return a function that reads elements of a tensor at an offset in a file of this size."""
 
     def read(start: int, out: Tensor) -> None:
         into, done = as_bytes(out).numpy().data, 0
@@ -199,4 +200,4 @@ def _reader(file: Path, offset: int, size: int) -> Callable[[int, Tensor], None]
 
 
 def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # or opening a pipe would wait for somebody to write
+    return os.open(path, flags | os.O_NONBLOCK)  # or opening a pipe would wait for a writer

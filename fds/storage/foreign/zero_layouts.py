@@ -1,4 +1,4 @@
-"""Where ZeRO puts the elements of a parameter: in the slices of a group, or in a slice of its own on every rank."""
+"""How ZeRO slices parameters: groups of them (ZeRO 1 and 2), or each parameter by itself (ZeRO 3)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from fds.errors import StorageError
 from fds.storage.foreign.deepspeed_files import attributes
-from fds.storage.foreign.kept import Kept, checked, joined
+from fds.storage.foreign.foreign_leaf import ForeignLeaf, checked, joined
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the parameters of one group, in the group's order
 
 
-def sliced(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, Kept]:
-    """Return the parameters of a group that ZeRO 1 and 2 lay one behind the other and cut into one slice a rank.
+def sliced(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, ForeignLeaf]:
+    """Return the parameters of a group, which ZeRO 1 and 2 concatenate and divide into one slice per rank.
 
-    Behind the last one there may be padding, up to a multiple of twice the number of ranks. Raises `StorageError` for
-    slices of another length.
+    After the last parameter there may be padding, up to a multiple of twice the number of ranks. Raises `StorageError`
+    for slices of another length.
     """
-    slices, kept, start = _flat(ranks, where), dict[str, Kept](), 0
+    slices, kept, start = _flat(ranks, where), dict[str, ForeignLeaf](), 0
     for name, shape in shapes.items():
         numel, first, pieces = torch.Size(shape).numel(), 0, []
         for x in slices:
@@ -38,12 +38,12 @@ def sliced(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, Kept]:
     return kept
 
 
-def sharded(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, Kept]:
-    """Return the parameters of a group of ZeRO 3: each is cut into equal slices, the last one padded.
+def sharded(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, ForeignLeaf]:
+    """Return the parameters of a group of ZeRO 3, each divided into equal slices, of which the last is padded.
 
     Raises `StorageError` for slices of another length.
     """
-    slices, kept, start = _flat(ranks, where), dict[str, Kept](), 0
+    slices, kept, start = _flat(ranks, where), dict[str, ForeignLeaf](), 0
     for name, shape in shapes.items():
         share = -(-torch.Size(shape).numel() // len(slices))
         kept[name] = joined(shape, [x[start : start + share] for x in slices], f"{where}: {name}")
@@ -55,9 +55,9 @@ def sharded(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, Kept]
 
 
 def shapes_by_slice(ranks: Sequence[Any], known: Shapes, where: str) -> list[Shapes]:
-    """Return the groups of parameters of slices that say what they hold, given all shapes.
+    """Return the groups of parameters from the tables of their slices, given all shapes.
 
-    Each rank has a table a group: name -> (start, number of elements) in its slice. Raises `StorageError`.
+    Each rank has a table per group: name -> (start, number of elements) in its slice. Raises `StorageError`.
     """
     groups: list[dict[str, int]] = [{} for _ in ranks[0]]
     for tables in ranks:

@@ -1,1 +1,1 @@
-"""The format of a save: its manifest, its tensors as bytes, and leaves a block at a time."""
+"""The format of a save: its manifest, tensors as bytes, and leaves in blocks."""

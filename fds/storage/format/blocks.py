@@ -1,4 +1,4 @@
-"""Blocks: a leaf of a source from its beginning to its end, a bounded piece at a time."""
+"""Read a leaf of a source from beginning to end, in blocks of bounded size."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from fds.storage.disk.writer import BLOCK
-from fds.storage.format.manifest import Leaf
+from fds.storage.format.manifest import SavedLeaf
 from fds.storage.format.tensors import DTYPES
 from fds.storage.source import Source, piece
 
 
-def spans(leaf: Leaf) -> Iterator[tuple[int, int]]:
-    """Yield (start, length), in elements, of pieces that tile a leaf: its chunks, so that each is read and hashed once.
+def spans(leaf: SavedLeaf) -> Iterator[tuple[int, int]]:
+    """Yield (start, length), in elements, of pieces that cover a leaf: its chunks, so that each is read once.
 
-    What no chunk covers comes in pieces of at most `BLOCK` bytes.
+    Elements without a chunk come in pieces of at most `BLOCK` bytes.
     """
     end, most = 0, BLOCK // DTYPES[leaf.dtype].itemsize
     for start, length in [*((c.start, c.length) for c in leaf.chunks), (math.prod(leaf.shape), 0)]:
@@ -28,9 +28,9 @@ def spans(leaf: Leaf) -> Iterator[tuple[int, int]]:
 
 
 def blocks(source: Source, name: str) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first element and the elements, (length,) on the CPU, of pieces that tile a leaf, in order.
+    """Yield index of the first element, and elements (length,) on the CPU, of pieces that cover a leaf, in order.
 
-    Raises `StorageError` for what cannot be read.
+    Raises `StorageError` for elements that cannot be read.
     """
     for start, length in spans(source.leaves[name]):
         yield start, piece(source, name, start, length)

@@ -1,4 +1,4 @@
-"""The manifest: which leaf lies where in which file, as frozen records and one JSON text that checks itself."""
+"""The manifest: where each leaf is stored, as frozen records and a JSON text with a checksum."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import attrs
 import cattrs
 
 from fds.errors import StorageError
-from fds.storage.disk.held import Held, hint
-from fds.storage.disk.small import open_ordinary, parsed, read_small
+from fds.storage.disk.open_folder import OpenFolder, hint
+from fds.storage.disk.small_files import open_regular, parse_json, read_small
 from fds.storage.disk.writer import checksum
 from fds.storage.format.tensors import DTYPES
 
-FORMAT = 2  # raised when a reader of the format before could misread a file
+FORMAT = 2  # incremented when a reader of the previous format could misread a file
 NAME = "manifest.json"
-MAX_INT = 2**63 - 1  # of sizes and places; Python does not even print some that JSON may hold
-MAX_DEPTH = 100  # levels of `extra`: every reader and writer of JSON takes them, however deep in a program it is called
-MAX_TOLD = 2**15  # bytes of a manifest whose wrong fields are all looked for: each that is found takes 20 us
-HEAD_BYTES = 4096  # of a manifest, in which the fields stand that are no lists
+MAX_INT = 2**63 - 1  # of sizes and offsets; Python refuses to print some integers that JSON can hold
+MAX_DEPTH = 100  # levels of `extra`, which JSON readers and writers handle at any depth of the call stack
+MAX_DETAILED = 2**15  # bytes of a manifest whose wrong fields are all listed, which takes 20 us each
+HEAD_BYTES = 4096  # of a manifest, which contain the fields before files and leaves
 MAX_BYTES = 2**28  # of a manifest: more than two million chunks, 16 TiB of state
 
 
 @attrs.frozen
 class Chunk:
-    """Elements `start` to `start + length` of a flattened leaf, kept in `file` under the leaf's key path."""
+    """Elements `start` to `start + length` of a flattened leaf, stored in `file` under the leaf's key path."""
 
     file: str  # a plain name, in the folder of the manifest
     offset: int  # bytes from the beginning of the file
@@ -39,8 +39,8 @@ class Chunk:
 
 
 @attrs.frozen
-class Leaf:
-    """A tensor of the state: its dtype, its global shape, and chunks that tile it in order."""
+class SavedLeaf:
+    """A tensor of the state: its dtype, its global shape, and chunks that cover it in order."""
 
     dtype: str  # torch's name, "float32"
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Leaf:
 
 @attrs.frozen
 class File:
-    """A tensor file: its size, and the checksum of what stands before the tensors' bytes."""
+    """A tensor file: its size, and the checksum of its header."""
 
     bytes: int
     header: str
@@ -66,12 +66,12 @@ class Manifest:
     fds: str  # version that wrote it
     torch: str  # version that wrote it
     tag: str
-    saved: str  # when, ISO 8601 in UTC; the same on all ranks
+    saved: str  # time, ISO 8601 in UTC; the same on all ranks
     calls: int
-    part: tuple[int, int] | None  # index and number of the ranks that each keep what they hold; None where all is here
-    composition: tuple[str, ...]  # the transforms as they were written, for people
+    part: tuple[int, int] | None  # rank and number of ranks with `local`; None for a save of all ranks
+    composition: tuple[str, ...]  # the transforms as text, for people
     files: dict[str, File]  # by name
-    leaves: dict[str, Leaf]  # by dotted key path
+    leaves: dict[str, SavedLeaf]  # by dotted key path
     extra: dict[str, Any]  # the user's
 
 
@@ -80,7 +80,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     record = _CONVERTER.unstructure(manifest)
     text = _text({**record, "checksum": _checksum(record)}).encode()
     if len(text) > MAX_BYTES:
-        raise StorageError("a manifest that would not be read again", where=str(folder / NAME),
+        raise StorageError("a manifest that is too large to be read", where=str(folder / NAME),
                            got=f"{len(text)} bytes", want=f"at most {MAX_BYTES}", hint="is `extra` large?")  # fmt: skip
     with open(folder / NAME, "xb") as file:
         file.write(text)
@@ -88,26 +88,26 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         os.fsync(file.fileno())
 
 
-def read_manifest(folder: Path | Held) -> Manifest:
-    """Read the manifest of a folder, which may be held open; no other file has been touched when it returns.
+def read_manifest(folder: Path | OpenFolder) -> Manifest:
+    """Read the manifest of a folder, without opening other files.
 
-    Raises `StorageError` for a missing one, for anything but JSON, another format version, fields of wrong types
-    (with their JSON path), a changed byte, and file names or chunks that a save never writes.
+    Raises `StorageError` for a missing one, invalid JSON, another format version, fields of wrong types (with their
+    JSON path), a changed byte, and file names or chunks that a save never writes.
     """
-    held = folder if isinstance(folder, Held) else Held.of(folder)
+    held = folder if isinstance(folder, OpenFolder) else OpenFolder.of(folder)
     path = held.path / NAME
     try:
         text = read_small(NAME, MAX_BYTES, folder=held.fd)
-        record = parsed(text)
+        record = parse_json(text)
         written = record.pop("checksum", None) if isinstance(record, dict) else None
         found = _checksum(record)
     except OSError as error:
         raise StorageError("a save without a readable manifest", where=str(path), got=str(error.strerror),
                            hint=hint(error)) from error  # fmt: skip
     except (ValueError, RecursionError) as error:
-        raise StorageError("the manifest is no JSON", where=str(path), got=str(error)[:200]) from error
+        raise StorageError("the manifest is not JSON", where=str(path), got=str(error)[:200]) from error
     if not isinstance(record, dict) or type(record.get("format")) is not int:
-        raise StorageError("this JSON is no manifest of fds", where=str(path), got=json.dumps(record)[:60],
+        raise StorageError("this JSON is not a manifest of fds", where=str(path), got=json.dumps(record)[:60],
                            want=f'an object with "format": {FORMAT}')  # fmt: skip
     if record["format"] != FORMAT:
         raise StorageError(
@@ -116,19 +116,19 @@ def read_manifest(folder: Path | Held) -> Manifest:
         )  # fmt: skip
     try:
         manifest = _CONVERTER.structure(record, Manifest)
-    except Exception as error:  # whatever a value of another type leads to
-        told = _wrong_fields(record) if len(text) < MAX_TOLD else f"{type(error).__name__}: {error}"[:200]
-        raise StorageError("the manifest has wrong fields", where=str(path), got=told) from None
+    except Exception as error:  # any error that a value of a wrong type causes
+        faults = _wrong_fields(record) if len(text) < MAX_DETAILED else f"{type(error).__name__}: {error}"[:200]
+        raise StorageError("the manifest has wrong fields", where=str(path), got=faults) from None
     if written != found:
         raise StorageError("the manifest was changed after it was written", where=str(path), got=found,
                            want=f"the checksum that it was written with, {written!s:.40}")  # fmt: skip
-    refuse_impossible(manifest, where=f"{path}: $.")
+    check_manifest(manifest, where=f"{path}: $.")
     return manifest
 
 
 def saved_at(folder: Path) -> str:
-    """Return when a save was made, read from the beginning of its manifest alone. Raises `OSError`, `ValueError`."""
-    with open(open_ordinary(folder / NAME, os.O_RDONLY), "rb") as file:
+    """Return the time of a save, reading only the beginning of its manifest. Raises `OSError`, `ValueError`."""
+    with open(open_regular(folder / NAME, os.O_RDONLY), "rb") as file:
         head = file.read(HEAD_BYTES).decode(errors="replace")
     found = re.search(r'^ "saved": "([^"]{1,40})",$', head, re.MULTILINE)
     if found is None:
@@ -137,21 +137,21 @@ def saved_at(folder: Path) -> str:
 
 
 def checked_extra(extra: Any) -> dict[str, Any]:
-    """Return `extra` if JSON gives back what it is given. Raises `StorageError` with the path of what it does not."""
+    """Return `extra` if it survives JSON unchanged. Raises `StorageError` with the path of a value that does not."""
     if extra is None:
         return {}
     if not isinstance(extra, dict):
-        raise StorageError("extra is no dict", where="extra", got=repr(extra)[:60], want="a dict of JSON values")
+        raise StorageError("extra is not a dict", where="extra", got=repr(extra)[:60], want="a dict of JSON values")
     try:
-        _refuse_non_json(extra, "extra")
+        _check_json(extra, "extra")
         return json.loads(json.dumps(extra, allow_nan=False))
     except (ValueError, RecursionError) as error:
         if isinstance(error, StorageError):
             raise
-        raise StorageError("extra is no JSON", where="extra", got=str(error)) from error
+        raise StorageError("extra is not JSON", where="extra", got=str(error)) from error
 
 
-def _refuse_non_json(value: Any, path: str, depth: int = 0) -> None:
+def _check_json(value: Any, path: str, depth: int = 0) -> None:
     if depth > MAX_DEPTH:
         raise StorageError("extra is nested too deeply", where=f"{path[:80]}...", got=f"more than {MAX_DEPTH} levels",
                            want=f"at most {MAX_DEPTH}")  # fmt: skip
@@ -160,42 +160,42 @@ def _refuse_non_json(value: Any, path: str, depth: int = 0) -> None:
             if not isinstance(key, str):
                 raise StorageError("extra has a key that JSON would change", where=path, got=repr(key)[:60],
                                    want="text")  # fmt: skip
-            _refuse_non_json(part, f"{path}.{key}", depth + 1)
+            _check_json(part, f"{path}.{key}", depth + 1)
     elif isinstance(value, list):
         for i, part in enumerate(value):
-            _refuse_non_json(part, f"{path}.{i}", depth + 1)
+            _check_json(part, f"{path}.{i}", depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise StorageError("JSON has no such number", where=path, got=repr(value), want="a finite one, None or text")
+        raise StorageError("not a number in JSON", where=path, got=repr(value), want="a finite one, None or text")
     elif not (value is None or isinstance(value, str | int | float)):
         raise StorageError(
-            "extra holds what JSON would not give back", where=path, got=repr(value)[:60],
+            "extra has a value that JSON would change", where=path, got=repr(value)[:60],
             want="dicts with text keys, lists, text, numbers, True, False, None",
-            hint="a tuple as a list, a tensor as x.tolist(); a tensor of the run belongs in the state",
+            hint="use a list for a tuple, x.tolist() for a tensor; tensors of the run belong in the state",
         )  # fmt: skip
 
 
-def refuse_impossible(manifest: Manifest, where: str = "") -> None:
-    """Raise `StorageError` for a manifest that no save writes: file names, dtypes, chunks beyond files or leaves."""
+def check_manifest(manifest: Manifest, where: str = "") -> None:
+    """Raise `StorageError` for file names, dtypes or chunks in a manifest that no save writes."""
     for name, file in manifest.files.items():
         if not re.fullmatch(r"\w[\w-]{0,99}\.safetensors", name, re.ASCII):
             raise StorageError("a file name that no save writes", where=f"{where}files", got=repr(name)[:80],
                                want="a plain name, like rank0.safetensors")  # fmt: skip
         if not 8 <= file.bytes <= MAX_INT:
-            raise StorageError("a size that no file has", where=f"{where}files[{name!r}].bytes", got=str(file.bytes))
+            raise StorageError("not a size of a file", where=f"{where}files[{name!r}].bytes", got=str(file.bytes))
     for name, leaf in manifest.leaves.items():
-        _refuse_leaf(leaf, manifest, f"{where}leaves[{name!r:.80}]")
+        _check_leaf(leaf, manifest, f"{where}leaves[{name!r:.80}]")
 
 
-def _refuse_leaf(leaf: Leaf, manifest: Manifest, where: str) -> None:
+def _check_leaf(leaf: SavedLeaf, manifest: Manifest, where: str) -> None:
     if leaf.dtype not in DTYPES:
         raise StorageError("unknown dtype", where=f"{where}.dtype", got=leaf.dtype[:40], want=", ".join(DTYPES))
     if any(n < 0 for n in leaf.shape):
         raise StorageError("a negative size", where=f"{where}.shape", got=str(leaf.shape)[:80])
     numel = 1
     for n in leaf.shape:
-        numel = min(numel, MAX_INT) * max(n, 1)  # a shape that no tensor has, with a zero in it or without
+        numel = min(numel, MAX_INT) * max(n, 1)  # also of a shape with a zero in it
     if len(leaf.shape) > 64 or numel > MAX_INT:
-        raise StorageError("a shape beyond every tensor", where=f"{where}.shape", got=str(leaf.shape)[:80])
+        raise StorageError("a shape that is too large for a tensor", where=f"{where}.shape", got=str(leaf.shape)[:80])
     itemsize, numel, end = DTYPES[leaf.dtype].itemsize, math.prod(leaf.shape), 0
     for i, chunk in enumerate(leaf.chunks):
         at, file = f"{where}.chunks[{i}]", manifest.files.get(chunk.file)
@@ -207,7 +207,7 @@ def _refuse_leaf(leaf: Leaf, manifest: Manifest, where: str) -> None:
             raise StorageError("chunks that do not tile their leaf", where=at, got=f"{chunk!s:.160}",
                                want=f"start={end}, length > 0")  # fmt: skip
         if not 0 <= chunk.offset <= file.bytes - chunk.length * itemsize:
-            raise StorageError("a chunk beyond its file", where=at, got=f"{chunk!s:.160}",
+            raise StorageError("a chunk outside its file", where=at, got=f"{chunk!s:.160}",
                                want=f"{itemsize} bytes an element inside {file.bytes}")  # fmt: skip
         end = chunk.start + chunk.length
     if end > numel or (end != numel and not manifest.part):
@@ -216,7 +216,7 @@ def _refuse_leaf(leaf: Leaf, manifest: Manifest, where: str) -> None:
 
 
 def _text(record: dict) -> str:
-    """Return the JSON with one line for each field, each file and each leaf."""
+    """Return JSON with a line for each field, each file and each leaf."""
     fields = {name: json.dumps(value) for name, value in record.items()}
     for field in ("files", "leaves"):
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in record[field].items())
@@ -229,7 +229,7 @@ def _checksum(record: Any) -> str:
 
 
 def _wrong_fields(record: dict) -> str:
-    """Return the first fields that are of wrong types, with their JSON paths."""
+    """Return the first fields of wrong types, with their JSON paths."""
     try:
         _DETAILED.structure(record, Manifest)
     except cattrs.BaseValidationError as error:

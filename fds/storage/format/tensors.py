@@ -1,7 +1,7 @@
-"""Tensors as bytes: which dtypes files hold, and the header of a safetensors file.
+"""Tensors as bytes: the dtypes that files can hold, and the header of a safetensors file.
 
-The format is an 8-byte little-endian length, a JSON header of that length, the bytes of the tensors one after
-another: https://huggingface.co/docs/safetensors. Here the header is padded so that the bytes begin at a page.
+The format is an 8-byte little-endian length, a JSON header of that length, and the bytes of the tensors:
+https://huggingface.co/docs/safetensors. Here the header is padded so that the bytes begin at a page.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """Return what stands before the bytes of these tensors (name, dtype, shape), a multiple of `ALIGN` long."""
+    """Return the header of a file of these tensors (name, dtype, shape); its length is a multiple of `ALIGN`."""
     entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
@@ -48,25 +48,25 @@ def header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return a contiguous tensor as its bytes, (num_bytes,) uint8: a view."""
+    """Return a view of a contiguous tensor as bytes, (num_bytes,) uint8."""
     flat = x.as_strided((x.numel(),), (1,))  # view(-1) would keep the odd stride that a single element may have
     return flat.view(torch.uint8)
 
 
-def refuse_unwritable(named: Mapping[str, Any]) -> None:
-    """Raise `StorageError` for a leaf that a file cannot hold: no tensor, no data, a dtype or layout beyond it."""
+def check_writable(named: Mapping[str, Any]) -> None:
+    """Raise `StorageError` for a leaf that a file cannot hold: not a tensor, no data, or another dtype or layout."""
     for name, x in named.items():
         want = f"a tensor of one of {', '.join(DTYPES)}"
         if not isinstance(x, Tensor):
-            raise StorageError("a leaf of the state is no tensor", where=name, got=repr(x)[:60], want=want)
-        if type(x) not in (Tensor, torch.nn.Parameter):  # what a subclass holds is not where its memory is said to be
-            raise StorageError("a leaf of the state is a tensor of a kind of its own", where=name,
+            raise StorageError("a leaf of the state is not a tensor", where=name, got=repr(x)[:60], want=want)
+        if type(x) not in (Tensor, torch.nn.Parameter):  # the data of a subclass may be elsewhere
+            raise StorageError("a leaf of the state is of a subclass of Tensor", where=name,
                                got=type(x).__name__, want=want)  # fmt: skip
         if x.is_meta:
             raise StorageError("a leaf of the state has no data", where=name, got="a meta tensor", want=want,
-                               hint="save what step.init or a step returned, not step.structure")  # fmt: skip
+                               hint="save the result of step.init or of a step, not of step.structure")  # fmt: skip
         if x.dtype not in CODES or x.layout != torch.strided:
-            raise StorageError("a leaf of the state has no place in a file", where=name,
+            raise StorageError("a leaf of the state has a dtype or layout that files cannot hold", where=name,
                                got=f"{x.dtype}, {x.layout}", want=want)  # fmt: skip
         if name.encode(errors="replace").decode() != name:
-            raise StorageError("a name is no text that a file can hold", where=ascii(name), want="valid Unicode")
+            raise StorageError("a name cannot be written to a file", where=ascii(name), want="valid Unicode")

@@ -1,4 +1,4 @@
-"""Drafts: what a save will write, agreed between the ranks before the first byte of it is written."""
+"""Drafts: what a save will write, which the ranks agree on before the first byte is written."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from fds.errors import StorageError
 from fds.state import State
 from fds.step import Step
 from fds.storage.disk.folders import checked_tag, forget, latest_known, publish, unpublished
-from fds.storage.disk.hosting import on_host, reached
+from fds.storage.disk.hosting import on_host, record_event
 from fds.storage.disk.paths import checked_path
 from fds.storage.disk.writer import checksum
 from fds.storage.format import manifest as manifests
 from fds.storage.format.manifest import Chunk, File, Manifest, checked_extra
-from fds.storage.format.tensors import DTYPES, header, refuse_unwritable
-from fds.storage.ranks.parts import Part, parts_of
-from fds.storage.ranks.sharing import held, own
-from fds.storage.ranks.together import Ranks
-from fds.storage.ranks.union import Union, agreement
+from fds.storage.format.tensors import DTYPES, check_writable, header
+from fds.storage.ranks.all_leaves import AllLeaves, agreement
+from fds.storage.ranks.exchange import Ranks
+from fds.storage.ranks.leaf_parts import LeafPart, parts_of
+from fds.storage.ranks.sharing import all_held, own
 
 TagValidation = Literal["fail", "warn", "ignore"]
 Write = Callable[[str, bytes, list[tuple[int, int]]], list[list[tuple[int, int, str]]]]  # fds.storage.disk.writer.write
-Record = dict[str, Any]  # JSON: what a rank wrote
+RankRecord = dict[str, Any]  # JSON: what a rank wrote
 
 
 @attrs.frozen(eq=False)
 class Draft:
-    """A save before anything of it is written, as one rank has it.
+    """A save before it is written, on one rank.
 
     Attributes:
-        dir: the directory of the run, or of this rank's part of it.
-        folder: of the tag, once it is published, as the user calls it.
-        parts: what this rank holds, until it is written.
-        union: all leaves of the plain state, of which the manifest tells.
-        versions: how often each part had been written to when the save began.
-        reached: when a GPU has computed them.
-        local: whether every rank keeps what it holds, in a directory of its own.
+        dir: the directory of the run, or of this rank with `local`.
+        folder: of the tag once it is published, below the path that the user passed.
+        parts: what this rank holds; emptied once it is written.
+        union: all leaves of the plain state, which the manifest will list.
+        versions: of each part's tensor when the save began: torch's count of in-place writes.
+        reached: the CUDA event after which the parts are computed; None on the CPU.
+        local: whether each rank writes what it holds to a directory of its own.
     """
 
     dir: Path
@@ -56,8 +56,8 @@ class Draft:
     calls: int
     composition: tuple[str, ...]
     extra: dict[str, Any]
-    parts: dict[str, Part]
-    union: Union
+    parts: dict[str, LeafPart]
+    union: AllLeaves
     ranks: Ranks
     keep: int | None
     local: bool
@@ -69,50 +69,51 @@ class Draft:
         cls, dir: str | os.PathLike, state: State, step: Step, tag: str | None, extra: dict[str, Any] | None, *,
         doing: str, keep: int | None, tag_validation: TagValidation, local: bool,
     ) -> Draft:  # fmt: skip
-        """Return what the call `doing` is to save; all ranks call it.
+        """Return the draft of a save by the function named `doing`; all ranks call it.
 
-        Raises `StorageError`, on every rank, for what cannot be saved.
+        Raises `StorageError`, on every rank, for arguments that cannot be saved.
         """
         if isinstance(step, State):
             raise StorageError("state and step have changed places", got=type(state).__name__, want="a State",
                                hint="fds.save(dir, state, step)")  # fmt: skip
         ranks = Ranks.of(step, doing)
-        with ranks.together() as said:
-            path = checked_path(dir, "dir").absolute()  # the process may change its own while it is written
+        with ranks.together() as exchange:
+            path = checked_path(dir, "dir").absolute()  # the working directory may change meanwhile
             if not isinstance(state, State):
-                raise StorageError("what is to be saved is no state", got=repr(type(state).__name__), want="a State",
+                raise StorageError("what is to be saved is not a state", got=repr(type(state).__name__), want="a State",
                                    hint="fds.save(dir, state, step)")  # fmt: skip
             state.check("save")
-            _refuse_options(keep, tag_validation)
+            _check_options(keep, tag_validation)
             step.check(state)
             parts, extra, calls = parts_of(state, ranks.slice), checked_extra(extra), int(state.calls)
             tag = f"step{calls:08d}" if tag is None else checked_tag(tag)
-            refuse_unwritable({name: part.tensor for name, part in parts.items()})
+            check_writable({name: part.tensor for name, part in parts.items()})
             same = {"calls made": str(calls), "options": f"keep={keep}, local={local}", **agreement(parts, ranks)}
-            said.mine = [tag, _later(directory(path, ranks, local)), same if local else {"directory": str(dir), **same}]
-        ranks.refuse_different([same for _, _, same in said.all])
-        tag = _agreed([tag for tag, _, _ in said.all], tag_validation, ranks)
-        union = Union.of(parts, ranks)
+            same = same if local else {"directory": str(dir), **same}
+            exchange.mine = [tag, _new_time(directory(path, ranks, local)), same]
+        ranks.check_equal([same for _, _, same in exchange.all])
+        tag = _common_tag([tag for tag, _, _ in exchange.all], tag_validation, ranks)
+        union = AllLeaves.of(parts, ranks)
         return cls(
-            directory(path, ranks, local), directory(Path(dir), ranks, local) / tag, tag, said.all[0][1], calls,
+            directory(path, ranks, local), directory(Path(dir), ranks, local) / tag, tag, exchange.all[0][1], calls,
             tuple(map(repr, step.composition)), extra, parts, union, ranks, keep, local,
             {name: _version(part.tensor) for name, part in parts.items()},
-            reached(part.tensor for part in parts.values()),
+            record_event(part.tensor for part in parts.values()),
         )  # fmt: skip
 
     @property
     def leads(self) -> bool:
-        """Whether this rank makes the folder and gives it its name."""
+        """Whether this rank creates the folder and publishes it."""
         return self.local or self.ranks.index == 0
 
     def begin(self, saving: contextlib.ExitStack) -> None:
-        """Make the folder to write into, on the rank that does. Raises `StorageError`."""
+        """Create the folder to write into, on the leading rank. Raises `StorageError`."""
         if self.leads:
             saving.enter_context(publish(self.dir, self.tag, None if self.local else self.keep, stays=self.local))
 
-    def write(self, write: Write) -> Record:
-        """Write this rank's share and return the record of it. Raises `OSError`, and `StorageError`."""
-        pieces = held(self.parts) if self.local else own(self.parts, self.union, self.ranks)
+    def write(self, write: Write) -> RankRecord:
+        """Write this rank's share and return its record. Raises `OSError`, and `StorageError`."""
+        pieces = all_held(self.parts) if self.local else own(self.parts, self.union, self.ranks)
         if not pieces:
             return {"pieces": []}
         hosted = on_host((piece.tensor for piece in pieces), self.reached)
@@ -124,30 +125,27 @@ class Draft:
             if _version(self.parts[leaf].tensor) != version:
                 raise StorageError("a leaf was written over while it was being saved", where=leaf,
                                    hint="wait for the save first: saving.wait()")  # fmt: skip
-        told = [[piece.name, piece.start, found] for piece, found in zip(pieces, chunks, strict=True)]
+        written = [[piece.name, piece.start, row] for piece, row in zip(pieces, chunks, strict=True)]
         size = len(head) + sum(n for _, n in spans)
-        return {"file": name, "bytes": size, "header": checksum(head), "pieces": told}
+        return {"file": name, "bytes": size, "header": checksum(head), "pieces": written}
 
-    def finish(self, saving: contextlib.ExitStack, records: list[Record]) -> None:
-        """Write the manifest of what all ranks wrote, and give the folder its name, on the rank that does."""
+    def finish(self, saving: contextlib.ExitStack, records: list[RankRecord]) -> None:
+        """Write the manifest of what all ranks wrote and publish the folder, on the leading rank."""
         if self.leads:
             manifests.write_manifest(unpublished(self.dir, self.tag), self.manifest(records))
-            saving.close()  # from here on it has its name
+            saving.close()  # publishes the folder
 
     @property
     def forgets_later(self) -> bool:
-        """Whether what is replaced, and older tags, stay until all ranks have given this one its name.
-
-        For that they must meet.
-        """
+        """Whether replaced and older tags are kept until all ranks have published this one."""
         return self.local
 
     def forget(self) -> None:
-        """Remove what this tag replaced, and older tags of this rank; all ranks have it. Raises `StorageError`."""
+        """Remove what this tag replaced and older tags, once all ranks have published it. Raises `StorageError`."""
         forget(self.dir, self.tag, self.keep)
 
-    def manifest(self, records: list[Record]) -> Manifest:
-        """Return the manifest, given what ranks wrote."""
+    def manifest(self, records: list[RankRecord]) -> Manifest:
+        """Return the manifest, given the records of the ranks."""
         found: dict[str, list[Chunk]] = {name: [] for name in self.union.leaves}
         for record in records:
             for name, start, chunks in record["pieces"]:
@@ -162,40 +160,40 @@ class Draft:
         files = {r["file"]: File(r["bytes"], r["header"]) for r in records if r["pieces"]}
         part = (self.ranks.index, self.ranks.size) if self.local else None
         manifest = Manifest(
-            manifests.FORMAT, _installed(), torch.__version__, self.tag, self.saved, self.calls, part,
+            manifests.FORMAT, _fds_version(), torch.__version__, self.tag, self.saved, self.calls, part,
             self.composition, files, leaves, self.extra,
         )  # fmt: skip
-        manifests.refuse_impossible(manifest)
+        manifests.check_manifest(manifest)
         return manifest
 
 
 def directory(dir: Path, ranks: Ranks, local: bool) -> Path:
-    """Return where a rank reads and writes: where all do, or below it in a folder of its own."""
+    """Return the directory of a rank: the run's, or with `local` one of its own below it."""
     return dir / f"rank{ranks.index}" if local else dir
 
 
-def _agreed(tags: list[str], validation: TagValidation, ranks: Ranks) -> str:
-    """Return the tag of the save: the first rank's, if others may have another."""
+def _common_tag(tags: list[str], validation: TagValidation, ranks: Ranks) -> str:
+    """Return the tag of the save: the first rank's, unless `validation` requires that all are equal."""
     if validation == "fail":
-        ranks.refuse_different([{"tag": tag} for tag in tags])
+        ranks.check_equal([{"tag": tag} for tag in tags])
     if validation == "warn" and len(set(tags)) > 1:
-        warnings.warn(f"the ranks named different tags, {', '.join(sorted(set(tags)))}: saved as {tags[0]}",
+        warnings.warn(f"the ranks passed different tags, {', '.join(sorted(set(tags)))}: saved as {tags[0]}",
                       stacklevel=4)  # fmt: skip
     return tags[0]
 
 
-def _refuse_options(keep: Any, tag_validation: Any) -> None:
+def _check_options(keep: Any, tag_validation: Any) -> None:
     if keep is not None and (type(keep) is not int or keep < 1):
         raise StorageError("not a number of saves to keep", where="keep", got=repr(keep)[:40], want="1 or more")
     if tag_validation not in ("fail", "warn", "ignore"):
-        raise StorageError("not a way to treat tags that differ", where="tag_validation", got=repr(tag_validation)[:40],
+        raise StorageError("unknown value of tag_validation", where="tag_validation", got=repr(tag_validation)[:40],
                            want="'fail', 'warn' or 'ignore'")  # fmt: skip
 
 
-def _later(dir: Path) -> str:
-    """Return the time, later than that of the last save of a directory even if a clock was set back since."""
+def _new_time(dir: Path) -> str:
+    """Return the current time, or, if a clock was set back, one just after that of the directory's last save."""
     now = datetime.datetime.now(datetime.UTC)
-    with contextlib.suppress(OSError, ValueError, OverflowError, TypeError):  # a time that is none, or names no zone
+    with contextlib.suppress(OSError, ValueError, OverflowError, TypeError):  # not a time, or without a time zone
         last = manifests.saved_at(dir / latest_known(dir))
         now = max(now, datetime.datetime.fromisoformat(last) + datetime.timedelta(microseconds=1))
     return now.isoformat(timespec="microseconds")
@@ -205,7 +203,7 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _installed() -> str:
+def _fds_version() -> str:
     try:
         return importlib.metadata.version("fds")
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,9 @@
-"""Local: saves of ranks without a common file system, each in a directory of its own.
+"""Saves of ranks without a common file system, each in a directory of its own.
 
-`dir/rank0`, `dir/rank1`, ... are directories of runs, in whose manifests a rank lists all leaves and the chunks that it
-held. Whoever sees several of them reads them as one; with all of them in one place, any topology can load the run.
-A tag that was not replaced on all ranks is there twice on some: a save is known by its tag and when it was made.
+`dir/rank0`, `dir/rank1`, ... are directories of runs. The manifest of each lists all leaves, and the chunks that the
+rank held. A process that can see several of them reads them as one save; with all of them in one place, any topology
+can load the run. A tag that was not replaced on all ranks has two versions on some: a save is identified by tag and
+time.
 """
 
 from __future__ import annotations
@@ -16,89 +17,90 @@ import attrs
 from fds.collectives import fingerprint
 from fds.errors import StorageError
 from fds.storage.disk.folders import latest, tags, versions
-from fds.storage.disk.held import Held
+from fds.storage.disk.open_folder import OpenFolder
 from fds.storage.format.manifest import Chunk, Manifest, read_manifest
 from fds.storage.ranks.draft import directory
-from fds.storage.ranks.together import Ranks
-from fds.storage.source import Source, saved
+from fds.storage.ranks.exchange import Ranks
+from fds.storage.source import Source, save_source
 
-Save = tuple[str, str]  # its tag, and when it was made
-Found = list[tuple[Path, Manifest]]  # the folders of one save, and their manifests
+SaveId = tuple[str, str]  # tag and time
+SaveParts = list[tuple[Path, Manifest]]  # the folders of one save, and their manifests
 
 
 def opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
-    """Return the save under a tag, by default the last that all ranks have; all of them call this.
+    """Open the save under a tag, by default the last that all ranks have; all of them call this.
 
-    Where parts of all of a save's ranks are in sight, it is preferred: it is complete.
+    A save of which the parts of all ranks are visible is preferred, because it is complete.
 
-    Raises `StorageError`, on every rank, if there is none, or if a newer one may be there and cannot be read.
+    Raises `StorageError`, on every rank, if there is none, or if there may be a newer one that cannot be read.
     """
-    with ranks.together() as said:
-        seen = _seen(dir, directory(dir, ranks, local=True), tag)
-        said.mine = [[*save, _indices(found)] for save, found in seen.items()]
-    told = [{(tag, when): indices for tag, when, indices in theirs} for theirs in said.all]
-    common = [save for save in told[0] if all(save in theirs for theirs in told)]
-    asked = [save for save in common if tag in (None, save[0])]
-    if not asked:
+    with ranks.together() as exchange:
+        visible_saves = _visible_saves(dir, directory(dir, ranks, local=True), tag)
+        exchange.mine = [[*save, _indices(found)] for save, found in visible_saves.items()]
+    visible = [{(tag, when): indices for tag, when, indices in theirs} for theirs in exchange.all]
+    common = [save for save in visible[0] if all(save in theirs for theirs in visible)]
+    requested = [save for save in common if tag in (None, save[0])]
+    if not requested:
         with ranks.together():
             raise StorageError(
                 "there is no save that all ranks have" + (f" under {tag!r:.80}" if tag else ""), where=str(dir),
-                got=_listed(seen) or "nothing here", want=_listed(common) or "a tag on every rank",
+                got=_listed(visible_saves) or "nothing here", want=_listed(common) or "a tag on every rank",
             )  # fmt: skip
-    whole = [save for save in asked if len({i for theirs in told for i in theirs[save]}) == _num_ranks(seen[save])]
-    chosen = max(whole or asked, key=lambda save: save[1])
-    with ranks.together() as said:
-        held = [Held.of(folder) for folder, _ in seen[chosen]]
+    ranks_of = {save: {i for theirs in visible for i in theirs[save]} for save in requested}
+    whole = [save for save in requested if len(ranks_of[save]) == _num_ranks(visible_saves[save])]
+    chosen = max(whole or requested, key=lambda save: save[1])
+    with ranks.together() as exchange:
+        held = [OpenFolder.of(folder) for folder, _ in visible_saves[chosen]]
         manifests = [read_manifest(folder) for folder in held]
         for folder, manifest in zip(held, manifests, strict=True):
             if manifest.saved != chosen[1]:
                 raise StorageError("the save was replaced while it was being opened", where=str(folder.path),
                                    hint="load again")  # fmt: skip
-            _refuse_other(manifest, manifests[0], str(folder.path), str(held[0].path))
-        said.mine = _in_common(manifests[0])
-    ranks.refuse_different(said.all)
-    return saved(_merged(manifests), held, verify=verify)
+            _check_parts_agree(manifest, manifests[0], str(folder.path), str(held[0].path))
+        exchange.mine = _common_texts(manifests[0])
+    ranks.check_equal(exchange.all)
+    return save_source(_merge(manifests), held, verify=verify)
 
 
-def _seen(dir: Path, own: Path, asked: str | None) -> dict[Save, Found]:
-    """Return every save of which this rank sees a part, its own first.
+def _visible_saves(dir: Path, own: Path, requested: str | None) -> dict[SaveId, SaveParts]:
+    """Return every save of which this rank can see a part, its own first.
 
-    Raises `StorageError` for a manifest that cannot be read, of the tag that is asked for, or of what may be the last.
+    Raises `StorageError` for an unreadable manifest of the requested tag, or of a save that may be the last.
     """
     runs = [p for p in sorted(dir.glob("rank*")) if re.fullmatch(r"rank\d+", p.name) and p != own]
-    seen: dict[Save, Found] = {}
+    visible_saves: dict[SaveId, SaveParts] = {}
     for run in [own, *runs]:
         for tag in tags(run):
             for folder in versions(run, tag):
                 try:
                     manifest = read_manifest(folder)
                 except StorageError:
-                    if asked == tag or (asked is None and (run == own or _may_be_last(run, tag))):
+                    if requested == tag or (requested is None and (run == own or _may_be_last(run, tag))):
                         raise
-                    continue  # of one of many; if it is needed, it is missing
-                seen.setdefault((tag, manifest.saved), []).append((folder, manifest))
-    return seen
+                    continue  # if this part is needed, it will be missing
+                visible_saves.setdefault((tag, manifest.saved), []).append((folder, manifest))
+    return visible_saves
 
 
 def _may_be_last(run: Path, tag: str) -> bool:
-    """Return whether a tag is the last of a rank's run, or it is not known which is."""
+    """Return whether a tag is the last of a rank's run, or may be, where that is unknown."""
     try:
         return latest(run) in (tag, "")
     except (OSError, UnicodeError):
         return True
 
 
-def _in_common(manifest: Manifest) -> dict[str, str]:
-    """Return what the parts of one save all say, as texts."""
+def _common_texts(manifest: Manifest) -> dict[str, str]:
+    """Return what is equal in the manifests of all parts of a save, as texts by name."""
     leaves = {f"leaf {name} of the save": str(leaf) for name, leaf in manifest.leaves.items()}
     count = f"{len(leaves)}, {fingerprint(sorted(leaves))}"
     ranks = str((manifest.part or (0, 1))[1])
     return {"calls of the save": str(manifest.calls), "ranks of the save": ranks, "leaves of the save": count, **leaves}
 
 
-def _refuse_other(manifest: Manifest, first: Manifest, where: str, there: str) -> None:
-    """Raise `StorageError` for a part that says something else than the first of what all of them say."""
-    got, want = _in_common(manifest), _in_common(first)
+def _check_parts_agree(manifest: Manifest, first: Manifest, where: str, there: str) -> None:
+    """Raise `StorageError` for a part whose manifest contradicts that of the first part."""
+    got, want = _common_texts(manifest), _common_texts(first)
     for what, text in want.items():
         if got.get(what, "nothing") != text:
             raise StorageError(f"the parts of this save do not agree on the {what}", where=where,
@@ -106,21 +108,21 @@ def _refuse_other(manifest: Manifest, first: Manifest, where: str, there: str) -
                                hint="is one of the folders of another run?")  # fmt: skip
 
 
-def _listed(saves: Iterable[Save]) -> str:
+def _listed(saves: Iterable[SaveId]) -> str:
     return ", ".join(sorted({tag for tag, _ in saves}))
 
 
-def _indices(found: Found) -> list[int]:
-    """Return which ranks of a save are here."""
+def _indices(found: SaveParts) -> list[int]:
+    """Return the ranks whose parts of a save are visible."""
     return [(manifest.part or (0, 1))[0] for _, manifest in found]
 
 
-def _num_ranks(found: Found) -> int:
+def _num_ranks(found: SaveParts) -> int:
     return (found[0][1].part or (0, 1))[1]
 
 
-def _merged(manifests: list[Manifest]) -> Manifest:
-    """Return the manifest of all that is here."""
+def _merge(manifests: list[Manifest]) -> Manifest:
+    """Return the manifests of several parts as one."""
     first = manifests[0]
     leaves = {
         name: attrs.evolve(leaf, chunks=_increasing(c for one in manifests for c in one.leaves[name].chunks))
@@ -130,7 +132,7 @@ def _merged(manifests: list[Manifest]) -> Manifest:
 
 
 def _increasing(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """Return the chunks that are needed of those that overlap, in order: each ends behind the one before it."""
+    """Return those of overlapping chunks that are needed, in order: each ends after the one before."""
     found: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda c: (c.start, -c.length, c.file)):
         if not found or chunk.start + chunk.length > found[-1].start + found[-1].length:

@@ -103,7 +103,7 @@ def test_the_client_state_comes_along_as_far_as_it_is_json(golden):
     source = deepspeed(golden / "zero2_ranks2")
     assert source.extra == {"epoch": 2, "note": "as it was", "history": [0.5, None, {"a": True}]}
     assert source.composition == (
-        "DeepSpeed 0.19.6, ZeRO 2, 2 data ranks", "left out: client_state['odd'], a Tensor that is no JSON"
+        "DeepSpeed 0.19.6, ZeRO 2, 2 data ranks", "left out: client_state['odd'], a Tensor that is not JSON"
     )  # fmt: skip
 
 
@@ -113,8 +113,8 @@ def test_a_tag_or_the_folder_of_one_may_be_given(golden):
 
 
 @pytest.mark.parametrize(("case", "what"), [
-    ("zero0_trainable", "does not say whose it is"),
-    ("pipe_zero0_tied", "does not say whose it is"),
+    ("zero0_trainable", "does not name its parameters"),
+    ("pipe_zero0_tied", "does not name its parameters"),
     ("zero2_rmsprop", "left out: square_avg of the optimizer"),
 ])  # fmt: skip
 def test_state_of_the_optimizer_that_is_left_out_is_said_to_be(golden, case, what):
@@ -218,7 +218,7 @@ def test_a_layer_that_is_missing_is_missed_at_import(golden, tmp_path):
     folder = copied(golden / "pipe_zero0", tmp_path)
     files(folder, "layer_02*")[0].unlink()
     compose, params = make_step("pipe_zero0")
-    with pytest.warns(UserWarning, match="whose"), pytest.raises(StorageError, match=r"params\.2\.shift"):
+    with pytest.warns(UserWarning, match="does not name"), pytest.raises(StorageError, match=r"params\.2\.shift"):
         import_deepspeed(folder, compose(), params)
 
 
@@ -229,7 +229,7 @@ def test_a_layer_that_is_missing_is_missed_at_import(golden, tmp_path):
     ("layer_00-model_01-model_states.pt", "tensor parallelism"),
     ("mp_rank_01_model_states.pt", "tensor parallelism"),
     ("offloaded_tensors", "NVMe"),
-    ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "two files are of one place"),
+    ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "two files are of the same rank or layer"),
     ("zero_pp_rank_2_mp_rank_00_optim_states.pt", "missing, or left over"),
     ("zero_pp_rank_4_mp_rank_00_optim_states.pt", "missing"),
 ])  # fmt: skip
@@ -295,7 +295,7 @@ def test_latest_may_not_lead_elsewhere(golden, tmp_path):
 @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir(), lambda p: p.write_text("x")])
 def test_places_without_checkpoints_are_refused(tmp_path, make):
     make(tmp_path / "run")
-    with pytest.raises(StorageError, match="no directory of DeepSpeed"):
+    with pytest.raises(StorageError, match="not a directory of DeepSpeed"):
         deepspeed(tmp_path / "run")
 
 
@@ -340,7 +340,7 @@ def test_groups_of_matrices_and_vectors_are_told_apart_by_shape(tmp_path):
 
 def test_groups_that_share_a_shape_are_left_out(tmp_path):
     module = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    with pytest.warns(UserWarning, match="whose it is"):
+    with pytest.warns(UserWarning, match="does not name its parameters"):
         source = deepspeed(by_hand(tmp_path / "run", adam([torch.ones(2)], [torch.ones(2)]), module))
     assert source.leaves.keys() == {"step", "calls", "params.a", "params.b"}
 
@@ -375,6 +375,6 @@ def test_tied_parameters_that_differ_between_stages_are_reported(golden, tmp_pat
 def test_what_is_no_small_file_is_refused_as_latest_and_not_waited_for(golden, tmp_path, kind):
     run = Path(shutil.copytree(golden / "zero0", tmp_path / "run"))
     replace(run / "latest", kind)
-    with pytest.raises(StorageError, match="no directory of DeepSpeed's checkpoints"):
+    with pytest.raises(StorageError, match="not a directory of DeepSpeed's checkpoints"):
         deepspeed(run)
     assert deepspeed(run, "global_step3").leaves

@@ -41,8 +41,8 @@ def test_names_can_be_exchanged(tmp_path):
     ({1: "x"}, "nothing of this name"),
     ({"a": "b"}, "two leaves would have one name"),
     (lambda name: "x", "two leaves would have one name"),
-    (lambda name: None, "no text"),
-    ({"a": ""}, "no text"),
+    (lambda name: None, "not a string"),
+    ({"a": ""}, "not a string"),
 ])  # fmt: skip
 def test_names_that_are_not_there_or_collide_are_refused(tmp_path, rename, what):
     torch.save({"a": torch.zeros(1), "b": torch.ones(1)}, tmp_path / "x.pt")

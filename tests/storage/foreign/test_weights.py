@@ -108,7 +108,7 @@ def test_a_state_dict_alone_under_its_name_is_found(tmp_path, key):
 def test_the_module_in_a_file_of_deepspeed_is_found(golden):
     have = read_all(weights(next((golden / "zero1_ranks2").glob("*/mp_rank_00*"))))
     assert have["params.head.weight"].shape == (3, 5)
-    with pytest.raises(StorageError, match="has not the weights"):
+    with pytest.raises(StorageError, match="without the weights"):
         weights(next((golden / "zero3_ranks2").glob("*/zero_pp_rank_0*model*")))
 
 
@@ -185,7 +185,7 @@ INDICES = {
     "a null": ({"a": "x\0.safetensors"}, "leads out"),
     "another index": ({"a": "model.safetensors.index.json"}, "leads out"),
     "a missing shard": ({"a": "none.safetensors"}, "missing"),
-    "another kind": ({"a": "config.json"}, "no file of weights"),
+    "another kind": ({"a": "config.json"}, "not a file of weights"),
     "a missing tensor": ({"x": "x.safetensors", "b": "x.safetensors"}, "missing from its shard"),
     "another shard": ({"x": "y.safetensors", "y": "x.safetensors"}, "missing from its shard"),
     "twice": ({"x": "x.safetensors", "z": "z.safetensors"}, "two shards have"),
@@ -217,17 +217,17 @@ def test_an_index_that_is_none_is_refused(tmp_path, text):
 
 
 OTHER = {
-    "a list": ([torch.ones(1)], "no state dict"),
-    "a tensor": (torch.ones(1), "no state dict"),
+    "a list": ([torch.ones(1)], "does not hold a state dict"),
+    "a tensor": (torch.ones(1), "does not hold a state dict"),
     "nothing": ({}, "empty"),
-    "text in it": ({"a": torch.ones(1), "b": "x"}, "no tensor"),
-    "None in it": ({"a": None}, "no tensor"),
-    "a number for a name": ({1: torch.ones(1)}, "no text"),
+    "text in it": ({"a": torch.ones(1), "b": "x"}, "not a tensor"),
+    "None in it": ({"a": None}, "not a tensor"),
+    "a number for a name": ({1: torch.ones(1)}, "not a string"),
     "two at once": ({"model": {"a": torch.ones(1)}, "state_dict": {"a": torch.ones(1)}}, "not clear"),
     "beside tensors": ({"model": {"a": torch.ones(1)}, "a": torch.ones(1)}, "not clear"),
-    "sparse": ({"a": torch.eye(3).to_sparse()}, "no tensor"),
-    "without data": ({"a": torch.ones(3, device="meta")}, "no tensor"),
-    "of a dtype beyond files": ({"a": torch.ones(3, dtype=torch.complex128)}, "no tensor"),
+    "sparse": ({"a": torch.eye(3).to_sparse()}, "not a tensor"),
+    "without data": ({"a": torch.ones(3, device="meta")}, "not a tensor"),
+    "of a dtype beyond files": ({"a": torch.ones(3, dtype=torch.complex128)}, "not a tensor"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Kept: a leaf as it lies in a foreign file, whole or in pieces, and how elements of it are read."""
+"""Leaves in files of other programs, whole or in pieces, and how their elements are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fds.errors import StorageError
-from fds.storage.format.manifest import Leaf
+from fds.storage.format.manifest import SavedLeaf
 from fds.storage.format.tensors import DTYPES, dtype_name
 from fds.storage.source import Source
 
@@ -20,18 +20,18 @@ PIECE = 2**20  # elements that are held in memory at a time
 
 
 @attrs.frozen(eq=False)
-class Kept:
+class ForeignLeaf:
     """A leaf, and `read(start, out)`, which fills `out` (length,) with its flattened elements from `start` on.
 
-    Leaves of one `place` are one tensor under several names.
+    Leaves with the same `place` are one tensor under several names.
     """
 
-    leaf: Leaf
+    leaf: SavedLeaf
     read: Callable[[int, Tensor], None]
     place: Hashable = None
 
 
-def source_of(where: str, kept: Mapping[str, Kept], extra: dict[str, Any], composition: Sequence[str]) -> Source:
+def source_of(where: str, kept: Mapping[str, ForeignLeaf], extra: dict[str, Any], composition: Sequence[str]) -> Source:
     """Return a source of these leaves by key path."""
 
     def read(name: str, start: int, out: Tensor) -> None:
@@ -51,29 +51,30 @@ def source_of(where: str, kept: Mapping[str, Kept], extra: dict[str, Any], compo
     return Source(where, leaves, read, extra, tuple(composition), aliases)
 
 
-def number(value: float, dtype: torch.dtype) -> Kept:
+def number(value: float, dtype: torch.dtype) -> ForeignLeaf:
     """Return a leaf of shape () with this value."""
     return whole(torch.tensor(value, dtype=dtype, device="cpu"), where="")
 
 
-def whole(x: Any, where: str) -> Kept:
-    """Return a tensor as a leaf. Raises `StorageError` for anything but a tensor of data that a state may have."""
+def whole(x: Any, where: str) -> ForeignLeaf:
+    """Return a tensor as a leaf. Raises `StorageError` for anything but a tensor that a state can hold."""
     checked(x, where)
     place = (x.data_ptr(), x.shape, x.stride()) if x.numel() else None
-    return Kept(Leaf(dtype_name(x.dtype), tuple(x.shape), ()), lambda start, out: _copy(x, start, out), place)
+    leaf = SavedLeaf(dtype_name(x.dtype), tuple(x.shape), ())
+    return ForeignLeaf(leaf, lambda start, out: _copy(x, start, out), place)
 
 
-def joined(shape: Sequence[int], pieces: Sequence[Tensor], where: str) -> Kept:
-    """Return flat tensors, one behind the other, as a leaf; what is more than its elements is padding.
+def joined(shape: Sequence[int], pieces: Sequence[Tensor], where: str) -> ForeignLeaf:
+    """Return the concatenation of flat tensors as a leaf; additional elements are padding.
 
-    Raises `StorageError` for pieces that are none, of several dtypes, or too short together.
+    Raises `StorageError` for pieces that are not tensors, have several dtypes, or too few elements.
     """
     for piece in pieces:
         checked(piece, where)
     numel, ends = torch.Size(shape).numel(), list(accumulate(piece.numel() for piece in pieces))
     if len({piece.dtype for piece in pieces}) != 1 or ends[-1] < numel:
         raise StorageError(
-            "the pieces of a tensor do not make it", where=where,
+            "the pieces of a tensor do not fit its shape", where=where,
             got=", ".join(f"{dtype_name(piece.dtype)} {tuple(piece.shape)}" for piece in pieces)[:200] or "none",
             want=f"{numel} elements of one dtype, for shape {tuple(shape)}",
         )  # fmt: skip
@@ -85,11 +86,11 @@ def joined(shape: Sequence[int], pieces: Sequence[Tensor], where: str) -> Kept:
             if low < high:
                 _copy(piece, low - first, out[low - start : high - start])
 
-    return Kept(Leaf(dtype_name(pieces[0].dtype), tuple(shape), ()), read)
+    return ForeignLeaf(SavedLeaf(dtype_name(pieces[0].dtype), tuple(shape), ()), read)
 
 
-def equal(a: Kept, b: Kept) -> bool:
-    """Tell whether two leaves have the same elements, read a piece at a time."""
+def equal(a: ForeignLeaf, b: ForeignLeaf) -> bool:
+    """Return whether two leaves have the same elements, read a piece at a time."""
     if str(a.leaf) != str(b.leaf):
         return False
     numel = torch.Size(a.leaf.shape).numel()
@@ -103,20 +104,20 @@ def equal(a: Kept, b: Kept) -> bool:
 
 
 def checked(x: Any, where: str) -> Tensor:
-    """Return `x` if it is a tensor with data of a dtype that files may have. Raises `StorageError`."""
+    """Return `x` if it is a dense CPU tensor of a dtype that files can hold. Raises `StorageError`."""
     plain = type(x) in (Tensor, Parameter) and x.layout == torch.strided and x.device.type == "cpu"
     if not plain or x.dtype not in _KNOWN:
         got = f"{type(x).__name__}" + (f" {x.dtype}, {x.layout}, {x.device}" if isinstance(x, Tensor) else "")
-        raise StorageError("this is no tensor that a state could hold", where=where, got=got,
+        raise StorageError("this is not a tensor that a state can hold", where=where, got=got,
                            want=f"a dense one of {', '.join(DTYPES)}")  # fmt: skip
     return x
 
 
 def _copy(x: Tensor, start: int, out: Tensor) -> None:
-    """Copy elements of a flattened tensor, no more of it at a time than `out` has; it may lie in any order."""
+    """Copy elements of a flattened tensor of any strides, using no more memory than `out`."""
     x = x.detach()
     if x.dim() <= 1 or x.is_contiguous():
-        flat = x.view(-1) if x.is_contiguous() else x.reshape(-1)  # of 0 and 1 dimensions a view too
+        flat = x.view(-1) if x.is_contiguous() else x.reshape(-1)  # with 0 or 1 dimensions also a view
         out.copy_(flat[start : start + out.numel()])
         return
     row, done = x[0].numel(), 0

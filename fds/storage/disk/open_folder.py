@@ -1,4 +1,4 @@
-"""Held: a folder that stays open, so that what is read in it is of one save, whatever takes its name meanwhile."""
+"""Folders that stay open, so that all is read from one save even if another replaces it meanwhile."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fds.errors import StorageError
 
 
 @attrs.define(eq=False)
-class Held:
-    """An open folder. It is closed by `close`, or when nobody has it any more.
+class OpenFolder:
+    """An open folder. It is closed by `close`, or when it is garbage-collected.
 
     Attributes:
-        path: where it was when it was opened, for people and errors.
+        path: where it was opened, for messages.
         fd: its descriptor; -1 when it is closed.
     """
 
@@ -25,7 +25,7 @@ class Held:
     fd: int
 
     @classmethod
-    def of(cls, path: Path) -> Held:
+    def of(cls, path: Path) -> OpenFolder:
         """Open a folder. Raises `StorageError`."""
         try:
             return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY))
@@ -34,7 +34,7 @@ class Held:
                                hint=hint(error)) from error  # fmt: skip
 
     def has(self, name: str) -> bool:
-        """Return whether there is something of this name in the folder."""
+        """Return whether the folder has an entry of this name."""
         try:
             os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except OSError:
@@ -42,12 +42,12 @@ class Held:
         return True
 
     def open(self, name: str) -> int:
-        """Open what is in the folder under a plain name for reading. Raises `OSError`."""
+        """Open a file in the folder for reading. Raises `OSError`."""
         # NOFOLLOW: a link leads out of the folder. NONBLOCK: opening a pipe would wait for its writer.
         return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self.fd)
 
     def close(self) -> None:
-        """Close it; what was opened in it stays open."""
+        """Close the folder; files that were opened in it stay open."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -58,7 +58,7 @@ class Held:
 
 
 def hint(error: OSError) -> str:
-    """Return what may help where a save's folder or file cannot be opened."""
+    """Return a hint for an error of opening a save's folder or file."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "too many files are open: close some, or raise the limit (ulimit -n)"
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):

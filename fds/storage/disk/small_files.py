@@ -1,4 +1,4 @@
-"""Small: ordinary files that are read whole or locked, and their JSON; a link, a pipe or a device is neither."""
+"""Small files that are read at once, and JSON in them."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from pathlib import Path
 from typing import Any
 
 
-def open_ordinary(path: str | Path, flags: int, *, folder: int | None = None) -> int:
-    """Return a descriptor of an ordinary file, without following a link or waiting. Raises `OSError`.
+def open_regular(path: str | Path, flags: int, *, folder: int | None = None) -> int:
+    """Return a descriptor of a regular file, without following links or blocking. Raises `OSError`.
 
-    `folder` is the descriptor of an open folder that `path` is a name in.
+    `path` is relative to `folder`, the descriptor of an open folder, if that is given.
     """
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "not an ordinary file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return fd
 
 
 def read_small(path: str | Path, most: int, *, folder: int | None = None) -> bytes:
-    """Return the bytes of an ordinary file, opened by `open_ordinary`, of at most `most` bytes. Raises `OSError`."""
-    with open(open_ordinary(path, os.O_RDONLY, folder=folder), "rb") as file:
-        too_large = os.fstat(file.fileno()).st_size > most  # before memory is taken for it
+    """Return the bytes of a regular file of at most `most` bytes. Raises `OSError`."""
+    with open(open_regular(path, os.O_RDONLY, folder=folder), "rb") as file:
+        too_large = os.fstat(file.fileno()).st_size > most  # before memory is allocated
         found = b"" if too_large else file.read(most + 1)
     if too_large or len(found) > most:
         raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
     return found
 
 
-def parsed(text: str | bytes) -> Any:
-    """Return what a JSON text says. Raises `ValueError`, also for a key that stands twice in one object."""
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises `ValueError`, also for a repeated key in an object."""
     return json.loads(text, object_pairs_hook=unique_keys)
 
 
 class RepeatedKeys(ValueError):
-    """An object in a JSON text has `keys` (sorted) more than once, among its `count` pairs."""
+    """An object in a JSON text has `keys` (sorted) repeatedly, among its `count` pairs."""
 
     def __init__(self, keys: list[str], count: int):
         super().__init__("a key stands twice in one object")
@@ -47,7 +47,7 @@ class RepeatedKeys(ValueError):
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs, for `object_pairs_hook`. Raises `RepeatedKeys` where a key stands twice."""
+    """Return the object of these pairs, as an `object_pairs_hook`. Raises `RepeatedKeys` for a repeated key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = collections.Counter(name for name, _ in pairs)

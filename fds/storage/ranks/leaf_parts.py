@@ -1,7 +1,7 @@
-"""Parts: a state by the leaves and names that a plain step would give it, and what this rank holds of each.
+"""Leaf parts: a state as leaves of the plain state by key path, and what this rank holds of each.
 
-Files know neither ranks nor buckets: they hold the leaves of the plain state. A slice of a bucket is parts of some of
-them, and the padding between is no part of anything.
+Files hold the leaves of the plain state, without ranks and buckets. A slice of a bucket consists of parts of leaves,
+and of padding, which is not saved.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from fds import tree
 from fds.layout import Layout, Sharded
 from fds.state import State
 from fds.step import Step
-from fds.storage.format.manifest import Chunk, Leaf
+from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.format.tensors import dtype_name
 
-ON_HOST = ("calls", "key")  # what the host reads without asking the device
+ON_HOST = ("calls", "key")  # leaves that are on the CPU on every device
 
 
 @tree.leaf
 @attrs.frozen
-class Part:
-    """What a rank holds of one leaf.
+class LeafPart:
+    """The part of a leaf that a rank holds.
 
     Attributes:
-        tensor: the leaf; where ranks share it, a view (length,) of this rank's slice, of length 0 where it has none.
+        tensor: the leaf; if ranks share it, a view (length,) of this rank's slice, which may be empty.
         shape: of the whole leaf.
-        start: which of its elements comes first.
-        split: whether ranks share it; else each has all of it.
+        start: index of the first element in the flattened leaf.
+        split: whether ranks share the leaf; else each has all of it.
     """
 
     tensor: Tensor
@@ -42,42 +42,42 @@ class Part:
 
     @property
     def end(self) -> int:
-        """The element behind the last one."""
+        """The index after the last element."""
         return self.start + self.tensor.numel()
 
     @property
     def written(self) -> Tensor:
-        """The tensor that a file gets: of the leaf's shape, or flat where it is a piece."""
+        """The tensor to write: in the leaf's shape if whole, else flat."""
         return self.tensor.view(self.shape) if self.split and self.whole else self.tensor
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the leaf."""
+        """Whether this is all of the leaf."""
         return self.tensor.numel() == torch.Size(self.shape).numel()
 
-    def leaf(self, chunks: tuple[Chunk, ...] = ()) -> Leaf:
+    def leaf(self, chunks: tuple[Chunk, ...] = ()) -> SavedLeaf:
         """Return the manifest's record of the whole leaf."""
-        return Leaf(dtype_name(self.tensor.dtype), self.shape, chunks)
+        return SavedLeaf(dtype_name(self.tensor.dtype), self.shape, chunks)
 
 
-def parts_of(state: State, index: int) -> dict[str, Part]:
-    """Return the leaves of the plain state by key path, given the state of the rank with slice `index`.
+def parts_of(state: State, index: int) -> dict[str, LeafPart]:
+    """Return the parts of the plain state's leaves by key path, given the state of the rank with slice `index`.
 
-    In a pipeline those of this rank's stages.
+    In a pipeline these are the leaves of this rank's stages.
     """
     if isinstance(state.params, Sharded):
         layout = state.params.layout
         opt = {slot: _parts_of_buckets(slices, layout, index) for slot, slices in state.opt.items()}
         state = attrs.evolve(state, params=_plain(state.params, index), opt=opt, slots=_plain(state.slots, index))
-    whole = lambda x: Part(x, tuple(getattr(x, "shape", ())))  # what is no tensor is refused later
-    return {name: x if isinstance(x, Part) else whole(x) for name, x in tree.paths(state).items()}
+    whole = lambda x: LeafPart(x, tuple(getattr(x, "shape", ())))  # leaves that are not tensors raise an error later
+    return {name: x if isinstance(x, LeafPart) else whole(x) for name, x in tree.paths(state).items()}
 
 
 def blank(step: Step, template: State, device: torch.device) -> State:
-    """Return memory for a state like `template`, with anything in its parts and what `step.init` puts between them."""
+    """Return a state like `template` with uninitialised parts, but with padding as `step.init` initialises it."""
     sharded = isinstance(template.params, Sharded)
     shown = attrs.evolve(template, opt={}) if sharded else template
-    make = torch.zeros if sharded else torch.empty  # empty ones are not touched before they are read
+    make = torch.zeros if sharded else torch.empty  # empty: pages are first touched by reading
     leaves = [
         make(x.shape, dtype=x.dtype, device="cpu" if name in ON_HOST else device)
         for name, x in tree.paths(shown).items()
@@ -91,16 +91,16 @@ def blank(step: Step, template: State, device: torch.device) -> State:
     return attrs.evolve(state, opt=structure.name_slots(step.optimizer.init(structure.segments, params=flat)))
 
 
-def _parts_of_buckets(slices: Mapping[str, Tensor], layout: Layout, index: int) -> dict[str, Part]:
-    """Return the parts in these slices, by name of their parameter; not every bucket need have one."""
+def _parts_of_buckets(slices: Mapping[str, Tensor], layout: Layout, index: int) -> dict[str, LeafPart]:
+    """Return the parts in these slices by parameter name; buckets without a slice are left out."""
     return {
-        segment.name: Part(segment.of(slices[bucket.name]), segment.shape, segment.start, split=True)
+        segment.name: LeafPart(segment.of(slices[bucket.name]), segment.shape, segment.start, split=True)
         for bucket in layout.buckets if bucket.name in slices for segment in bucket.segments(index)
     }  # fmt: skip
 
 
 def _plain(value: Any, index: int) -> Any:
-    """Return a tree with the user's tree of parts in the place of what is sharded, wherever in it that lies."""
+    """Return a tree in which every `Sharded` is replaced by the user's tree of parts."""
     match value:
         case Sharded(layout=layout):
             found = _parts_of_buckets(value.buckets, layout, index)
