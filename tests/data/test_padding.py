@@ -103,7 +103,7 @@ def test_as_many_as_the_step_cuts_and_one_at_a_time_to_evaluate():
 def test_microbatches_are_a_sequence_of_some():
     assert fds.Microbatches(iter([1, 2])).parts == (1, 2)
     for bad in ([], (), iter(()), 3, None, torch.ones(2, 3), {"x": torch.ones(2)}):
-        with pytest.raises(BatchError, match="no microbatches") as error:
+        with pytest.raises(BatchError, match="not a sequence of microbatches") as error:
             fds.Microbatches(bad)  # pyright: ignore[reportArgumentType]
         assert error.value.got and "one or more" in error.value.want
 
