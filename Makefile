@@ -9,7 +9,7 @@ PEERS := .venv-peers/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-peers laws faults fuzz-config lint bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels gallery golden clean
+.PHONY: help setup train test test-peers test-inductor laws faults fuzz-config lint bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels gallery golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -25,6 +25,9 @@ test: lint  ## check, then run every test
 
 test-peers: $(PEERS_TESTED)  ## run the tests that ask DeepSpeed and transformers themselves (needs .venv-peers, large)
 	@.venv-peers/bin/python -m pytest -m peers tests $(ARGS)
+
+test-inductor: $(READY)  ## run the tests that compile by torch's inductor (needs a C++ compiler; minutes)
+	@$(BIN)/pytest -m inductor tests/sharding $(ARGS)
 
 laws: $(READY)  ## run the laws on many more examples than `make test`, new ones every time
 	@FDS_HYPOTHESIS_PROFILE=full $(BIN)/pytest -n $(JOBS) tests/laws $(ARGS)

@@ -120,6 +120,12 @@ def test_compiled_code_trains_alike_on_two_ranks(stage):
     ranks.run(agree, "eager", stage, *WAYS[stage])
 
 
+@pytest.mark.inductor
+@pytest.mark.parametrize("stage", WAYS)
+def test_code_that_inductor_compiles_trains_alike_on_two_ranks(stage):
+    ranks.run(agree, "inductor", stage, *WAYS[stage], timeout=900)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which Dynamo reads
 def test_compiled_code_trains_alike_alone():
     agree("aot_eager", None, ("of_loss", False), ("of_plain_loss", True), ("of_module", True))
