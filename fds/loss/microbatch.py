@@ -78,14 +78,16 @@ class Setting:
     def mapped(self, calls: list[LayerCall]) -> list[LayerCall]:
         """Apply the layer maps: a map takes the list of calls and may wrap or group them.
 
-        A map that may draw is seeded, and so is every call that it returns; the layers inside are seeded anew. Draws
-        are the same wherever the layers are cut into stages.
+        A map that may draw is seeded, by the first layer that it is given; and so is every call that it returns, by its
+        first layer: these draw alike wherever the layers are cut into stages. The layers inside are seeded anew.
         """
+        first = calls[0].layers[0] if calls[0].layers else 0
         for index, layer_map in reversed(list(enumerate(self.maps))):
-            given, known = {id(call) for call in calls}, self.at(layer_map, "layers", index)
-            calls = check_calls(layer_map, layer_map(calls, known), calls)
+            given, known = calls, self.at(layer_map, "layers", index, first)
+            calls = check_calls(layer_map, layer_map(list(given), known), given)
             if random.draws(layer_map):
-                calls = [call if id(call) in given else self._seeded(call, "layer", index, at)
+                old = {id(call) for call in given}  # they are alive: nobody else has their id
+                calls = [call if id(call) in old else self._seeded(call, "layer", index, first + at)
                          for at, call in enumerate(calls)]  # fmt: skip
         return calls
 

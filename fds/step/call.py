@@ -27,7 +27,6 @@ class Call:
         calls: calls made before this one, skipped ones included: a number on the host.
         device: of the state.
         training: whether this is a training step; False in an evaluation.
-        state: as it was before the call, read only.
         dimensions: the axes that share the step, and where this rank is on them.
     """
 
@@ -35,10 +34,11 @@ class Call:
     calls: int
     device: torch.device
     training: bool
-    state: State = attrs.field(repr=False)  # not `slots`: whoever holds those keeps them from being donated
+    _state: State = attrs.field(repr=False)  # not `slots`: who holds those keeps them from being donated
     dimensions: Dimensions = attrs.field(repr=False)
     base: Tensor = attrs.field(repr=False)  # the key that `data` are folded into
     data: tuple[int | str, ...] = ()
+    _following: Mapping[str, Any] | None = attrs.field(default=None, repr=False)  # the slots after an update
 
     @classmethod
     def with_state(cls, state: State, dimensions: Dimensions, *, training: bool) -> Call:
@@ -48,8 +48,8 @@ class Call:
 
     @property
     def slots(self) -> Mapping[str, Any]:
-        """`state.slots` as they were before the call, read only."""
-        return MappingProxyType(self.state.slots)
+        """`state.slots` as they were before the call, read only; in `after` those of the new state, as far as made."""
+        return MappingProxyType(self._state.slots if self._following is None else self._following)
 
     @property
     def key(self) -> Tensor:
@@ -59,6 +59,10 @@ class Call:
     def at(self, *data: int | str) -> Call:
         """Return the same call with a key of its own for `data`, integers and names."""
         return attrs.evolve(self, data=(*self.data, *data))
+
+    def after(self, slots: Mapping[str, Any]) -> Call:
+        """Return the same call after the update, with the slots of the new state: the old ones may be given up."""
+        return attrs.evolve(self, following=slots)
 
     def of(self, key: Tensor) -> Call:
         """Return the same call with another key to fold into, such as a microbatch's."""

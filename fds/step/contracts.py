@@ -37,6 +37,7 @@ def takes(number: int) -> Callable[[Any], bool]:
     return good
 
 
+_EXECUTES = ("agreement", "reads", "draws", "dtypes", "pieces", "train", "agree", "evaluate")
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "topology": (lambda x: isinstance(x, Dimension), "fds.step.Dimension(axis, role, placement)"),
     "batch": (takes(2), "a function (batch, call) -> batch"),
@@ -49,7 +50,7 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "scale": (lambda x: _has(x, "scale", "metrics"), "an object with scale(slots, device) and metrics(slots, device)"),
     "measure": (lambda x: isinstance(x, Measure), "fds.step.Measure(norm=True)"),
     "condition": (takes(2), "a function (Gradients, call) -> Gradients"),
-    "execute": (lambda x: _has(x, "train", "evaluate", "agree"), "an executor, as `fds.step.InTurn` is one"),
+    "execute": (lambda x: hasattr(x, "together") and _has(x, *_EXECUTES), "an executor, as `fds.step.InTurn` is one"),
     "optimizer": (lambda x: isinstance(x, Optimizer), "an fds.Optimizer"),
     "commit": (takes(2), "a function (slots, skip) -> slots"),
     "after": (lambda x: takes(4)(x) and isinstance(getattr(x, "slot", None), str),

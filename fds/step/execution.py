@@ -61,7 +61,10 @@ class Microbatch:
         Views and what runs inside get containers of their own: what they put into them is gone after this microbatch.
         `plain` ones have memory, at stage 3 too. Raises `LossError` where anything writes into what it is `given`.
         """
-        with check.intact(self.asked, at, params=params, batch=given), contextlib.ExitStack() as stack:
+        held = {"params": params, "batch": given}
+        if self.view or self.context or setting.maps:  # which are given the call
+            held |= {"slots": dict(setting.record.slots), "step": setting.record.step}
+        with check.intact(self.asked, at, **held), contextlib.ExitStack() as stack:
             params = tree.map(materialize, params) if plain else tree.copied(params)
             for i, view in enumerate(self.view):
                 params = self._viewed(params, view, i, setting)

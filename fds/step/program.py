@@ -159,7 +159,7 @@ class Step(Stations):
         if skip is not None:
             buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
         for i, one in enumerate(self.after):
-            own = call.at("after", i, *self.dimensions.coordinates)
+            own = call.after(slots).at("after", i, *self.dimensions.coordinates)
             with seeded(own, [one]):
                 slots[one.slot] = contracts.remembered(
                     one(slots[one.slot], structure.put(parts, trained), skip, own), after[one.slot], one

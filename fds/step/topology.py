@@ -112,6 +112,10 @@ class Dimensions:
     @classmethod
     def of(cls, dimensions: Sequence[Dimension]) -> Dimensions:
         """Put dimensions together. Raises `ComposeError` for axes of two meshes, or one in two roles."""
+        other = next((one.role for one in dimensions if one.role not in ROLES), None)
+        if other is not None:
+            raise ComposeError("there is no such role of an axis", where="station 'topology'", got=repr(other),
+                               want=", ".join(map(repr, ROLES)))  # fmt: skip
         entries = tuple(sorted(dimensions, key=lambda one: ROLES.index(one.role)))
         real = [(one.axis, one.batches) for one in entries if one.axis is not None]
         return cls(entries, _joined([axis for axis, _ in real]), _joined([axis for axis, batches in real if batches]))

@@ -190,7 +190,7 @@ def test_a_microbatch_draws_alike_on_whatever_stage_its_layers_are(make):
     seen = set()
     for _, _, _, drawn, _ in ranks:
         for name, numbers in drawn.items():
-            if name.startswith(("view", "context", "layers", "before", "after layer", "batch")):
+            if name.startswith(("view", "context", "before", "after layer", "batch")):
                 assert set(numbers) <= set(plain[name]), name
                 seen.add(name)
     assert seen >= {name for name in plain if name.startswith(("view", "context", "before", "after layer"))}

@@ -30,6 +30,15 @@ class Noted:
         return self.returns
 
 
+class Half:
+    """An executor that lacks methods."""
+
+    def train(self, run):
+        pass
+
+    evaluate = agree = train
+
+
 class Three:
     """An `after` as they were before they were given the call."""
 
@@ -134,6 +143,8 @@ UNFIT = {
     "sum: a dtype": ({"sum": torch.float64}, "float64", "Sum"),
     "place: a flag": ({"place": True}, "True", "Place"),
     "execute: nothing": ({"execute": None}, "None", "InTurn"),
+    "execute: half of one": ({"execute": Half()}, "Half", "InTurn"),
+    "topology: an unknown role": ({"topology": fds.step.Dimension(None, "tensors")}, "tensors", "'stage', 'data'"),
     "slots: tensors": ({"slots": {"noted": torch.zeros(2)}}, "noted", "function"),
 }  # fmt: skip
 
