@@ -1,6 +1,6 @@
 """Record which values DeepSpeed 0.19.6 takes for the keys of its JSON: null, wrong types, and numbers out of range.
 
-    DS_ACCELERATOR=cpu .venv-peers/bin/python tests/golden/config_values.py
+    DS_ACCELERATOR=cpu .venv-peers/bin/python -m tests.golden.config_values
 
 config_values.json: by JSON path, as in config_defaults.json, which of `values` are taken for the keys of its pydantic
 models, and of null alone for all other keys; everything else is as a probe of config_defaults.py says. Only what reads
@@ -14,7 +14,7 @@ import logging
 from pathlib import Path
 from unittest import mock
 
-from config_defaults import PROBES, altered, drives, labelled, leaves, models
+from tests.golden.config_defaults import PROBES, altered, drives, labelled, leaves, models
 
 HERE = Path(__file__).parent
 VALUES = [None, True, -1, 0, 1, 1.5, "no such word", [], {}]

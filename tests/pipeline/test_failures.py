@@ -603,7 +603,7 @@ REFUSALS = {
                                "0F0,0BW0", "such as 2F0"),
     "schedule: no action": (lambda: piped(lambda p, m: [["0X0"]]), PlanError, "0X0", ""),
     "schedule: no rows": (lambda: piped(lambda p, m: []), PlanError, "no rows", "0F0 0BW0"),
-    "schedule: empty rows": (lambda: piped(lambda p, m: [[], []]), PlanError, "nothing to do", "0F0 0BW0"),
+    "schedule: empty rows": (lambda: piped(lambda p, m: [[], []]), PlanError, "the plan is empty", "0F0 0BW0"),
     "schedule: of other ranks": (lambda: piped(lambda p, m: plans.gpipe(3, m)), PlanError, "3 ranks", "2 ranks"),
     "schedule: of other microbatches": (lambda: piped(lambda p, m: plans.gpipe(p, 3)), PlanError, "3 microbatches",
                                         "4 microbatches"),

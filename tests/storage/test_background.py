@@ -367,7 +367,7 @@ background._write_aside = fail
 fds.save_async({str(tmp_path)!r}, small_state(1), Template(small_state()))
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "nobody waited for it" in ended.stderr and "No space left on device" in ended.stderr
+    assert "was not waited for" in ended.stderr and "No space left on device" in ended.stderr
 
 
 def test_the_process_may_change_its_directory(tmp_path, monkeypatch):
