@@ -16,13 +16,13 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fds import tree
 from fds.errors import LossError, LossWarning
 from fds.loss.compiled import is_compiled
 from fds.loss.copies import Absent
+from fds.loss.watching import Watching
 
 _COPYING = {  # operators whose result holds the values of their input, possibly rearranged
     "_to_copy", "clone", "copy_", "cat", "stack", "repeat", "constant_pad_nd", "_unsafe_view", "_reshape_alias",
@@ -31,7 +31,7 @@ _COPYING = {  # operators whose result holds the values of their input, possibly
 _OVERWRITING = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "resize_", "set_", "index_put_"}
 
 
-class Dependencies(TorchDispatchMode):
+class Dependencies(Watching):
     """Track which tensors are computed from those that the attributes held when the call began, by attribute name."""
 
     supports_higher_order_operators = True
@@ -41,15 +41,6 @@ class Dependencies(TorchDispatchMode):
         self.memory = {_memory(x): name for name, x in attributes.items() if _memory(x) is not None}
         self.copies, self.results = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self.changed: set[str] = set()  # attributes that were updated in place
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # to skip it, torch would import torch._dynamo, which takes seconds
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled functions run unchanged, and are not looked into."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         inputs = [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -11,12 +11,12 @@ import itertools
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fds import tree
 from fds.errors import LossError
 from fds.loss.copies import out_of_reach
+from fds.loss.watching import Watching
 
 _ORIGINALS = WeakTensorKeyDictionary()  # parameter of a module -> (numbers of calls of functional, its name)
 _numbers = itertools.count()
@@ -52,7 +52,7 @@ def demand_none(out: Any, inputs: Any = (), number: int | None = None) -> None:
                 todo.append(following)
 
 
-class OriginalsWatch(TorchDispatchMode):
+class OriginalsWatch(Watching):
     """Raise `LossError` where an operator reads a parameter registered under `number` that is not in `inputs`.
 
     A dispatch mode, not a function mode: torch's own modules take other code paths under a function mode.
@@ -61,15 +61,6 @@ class OriginalsWatch(TorchDispatchMode):
     def __init__(self, number: int, inputs: Any):
         super().__init__()
         self.number, self.passed = number, {id(x) for x in tree.leaves(inputs)}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # to skip it, torch would import torch._dynamo, which takes seconds
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled functions run unchanged, and are not looked into."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         for x in tree.leaves((args, kwargs)):
