@@ -107,7 +107,7 @@ class Stations:
         )  # fmt: skip
         run = Pass(
             self.loss, given, settings, params, structure.trained_names, state.buffers,
-            self.microbatch(self.loss, structure),            order, self.everyone, self.runtime, sums, seeds,
+            self.microbatch(self.loss, structure), order, self.everyone, self.runtime, sums, seeds,
         )  # fmt: skip
         with training(settings[0], params, sums, order):
             return self.execute.train(run), sums
