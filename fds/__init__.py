@@ -31,7 +31,7 @@ from fds.transforms.donate import donate
 from fds.transforms.reference_kernels import reference_kernels
 
 # a parameter that is gathered when it is used, as a plain tensor
-from fds.step.handles import materialize
+from fds.step.sharding.handles import materialize
 
 # a step, and what it steps through
 from fds.step import Step, Transform, compose, evaluate

@@ -1,24 +1,24 @@
 """The step: its program of stations, transforms that fill them, and what composing means."""
 
-from fds.step.agreement import same_composition
 from fds.step.batch import Split, Whole, demand_tree, rows, whole
 from fds.step.call import Call
+from fds.step.checks.agreement import same_composition
 from fds.step.composition import Composition, Transform, compose, fill, transform
 from fds.step.describe import Description
 from fds.step.evaluation import evaluate
 from fds.step.execution import Executor, Found, InTurn, Microbatch, Pass, Ran
-from fds.step.gather import Gather
 from fds.step.given import Given
 from fds.step.gradients import Gradients, Measure, global_norm
-from fds.step.handles import materialize
 from fds.step.initial import beginning
-from fds.step.order import Order
 from fds.step.program import Step
 from fds.step.ranges import profiled
-from fds.step.reduce import Reduce
 from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
-from fds.step.shard import Shard
+from fds.step.sharding.gather import Gather
+from fds.step.sharding.handles import materialize
+from fds.step.sharding.order import Order
+from fds.step.sharding.reduce import Reduce
+from fds.step.sharding.shard import Shard
 from fds.step.stations import After, Commit, Place, Scale
 from fds.step.structure import Structure
 from fds.step.sums import Sum

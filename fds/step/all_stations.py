@@ -15,19 +15,19 @@ from fds.collectives import Axis
 from fds.layout import Leaf
 from fds.optim import Optimizer
 from fds.state import State
-from fds.step import check
 from fds.step.batch import Split
-from fds.step.buckets import Bucketed
 from fds.step.call import Call
+from fds.step.checks import state_check as check
 from fds.step.execution import Executor, Found, InTurn, Microbatch, Pass, Ran, training
-from fds.step.gather import Gather
 from fds.step.given import Given, cut
 from fds.step.gradients import Gradients, Measure
-from fds.step.order import Memory, Order
 from fds.step.parameters import open_parameters
-from fds.step.reduce import Reduce
 from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
+from fds.step.sharding.buckets import Bucketed
+from fds.step.sharding.gather import Gather
+from fds.step.sharding.order import Memory, Order
+from fds.step.sharding.reduce import Reduce
 from fds.step.stations import After, Commit, Composing, Kernels, Place, Scale
 from fds.step.structure import Structure
 from fds.step.sums import InPlace, Sum

@@ -15,7 +15,7 @@ from fds.collectives import Axis
 from fds.errors import ComposeError, did_you_mean
 from fds.loss import Buffered
 from fds.optim import Optimizer
-from fds.step import contracts
+from fds.step.checks import contracts
 from fds.step.topology import Dimensions
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import attrs
 
 from fds import tree
 from fds.state import State
-from fds.step.agreement import same_composition
 from fds.step.all_stations import Stations
-from fds.step.check import usable
-from fds.step.footprint import held_bytes, sent_bytes
+from fds.step.checks.agreement import same_composition
+from fds.step.checks.state_check import usable
+from fds.step.sharding.footprint import held_bytes, sent_bytes
 from fds.step.structure import Structure
 
 
@@ -24,7 +24,7 @@ class Description:
         stations: station -> what fills it, in program order, filled ones only.
         kernels: which run: with a state the optimizer's, on its device; and the rule for all others.
         num_bytes: part -> bytes that this rank holds: those of the state between steps; within one also `gradients`,
-            `buckets`, `whole` and `low` parameters (see `fds.step.footprint`). Empty without a state.
+            `buckets`, `whole` and `low` parameters (see `fds.step.sharding.footprint`). Empty without a state.
         sent: station -> bytes that this rank sends in a step, where the loss uses every bucket once and ranks take
             one path.
         buckets: whole bytes of each flat bucket, in the dtype of the masters; empty where nothing is sharded.

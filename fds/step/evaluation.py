@@ -13,13 +13,13 @@ from fds import loss as losses
 from fds.collectives import Axis
 from fds.errors import BatchError, LossError, StateError
 from fds.state import State
-from fds.step.agreement import same_composition
 from fds.step.all_stations import Stations
-from fds.step.check import graphless, usable
+from fds.step.checks.agreement import same_composition
+from fds.step.checks.state_check import graphless, usable
 from fds.step.execution import Pass
-from fds.step.order import Order
 from fds.step.parameters import Parameters, open_parameters
-from fds.step.reduce import same_metrics
+from fds.step.sharding.order import Order
+from fds.step.sharding.reduce import same_metrics
 from fds.step.stations import chosen_kernels
 from fds.step.structure import Structure
 from fds.step.totals import Totals, agree

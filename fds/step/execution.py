@@ -18,18 +18,18 @@ from torch import Tensor
 from fds import autodiff, loss as losses, random, tree
 from fds.collectives import Axis
 from fds.layout import Leaf
-from fds.step import check, contracts
-from fds.step.buckets import Bucketed
 from fds.step.call import Call
+from fds.step.checks import contracts, state_check as check
 from fds.step.given import Given
 from fds.step.gradients import global_norm
-from fds.step.handles import materialize
-from fds.step.order import Order
 from fds.step.parameters import Parameters
 from fds.step.ranges import in_range, profiled
-from fds.step.reduce import same_metrics
 from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
+from fds.step.sharding.buckets import Bucketed
+from fds.step.sharding.handles import materialize
+from fds.step.sharding.order import Order
+from fds.step.sharding.reduce import same_metrics
 from fds.step.sums import InPlace, detached
 from fds.step.totals import Totals, clamped, combined, placed
 

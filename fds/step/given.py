@@ -9,9 +9,9 @@ import attrs
 
 from fds import tree
 from fds.microbatches import Microbatches
-from fds.step import contracts
 from fds.step.batch import Split
 from fds.step.call import Call, seeded
+from fds.step.checks import contracts
 
 Map = Callable[[Any, Call], Any]
 

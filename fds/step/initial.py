@@ -14,9 +14,9 @@ from fds.collectives import Axis, fingerprint
 from fds.errors import FdsError, StateError
 from fds.optim.returned import first_slots
 from fds.state import State
-from fds.step import check, contracts
-from fds.step.agreement import same_composition
 from fds.step.all_stations import Stations
+from fds.step.checks import contracts, state_check as check
+from fds.step.checks.agreement import same_composition
 from fds.step.structure import check_finite, check_own, contiguous_copy
 
 

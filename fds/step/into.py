@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from fds import tree
 from fds.errors import StateError
 from fds.state import State
-from fds.step.agreement import same_composition
 from fds.step.all_stations import Stations
-from fds.step.check import usable
-from fds.step.gather import Gather
+from fds.step.checks.agreement import same_composition
+from fds.step.checks.state_check import usable
 from fds.step.pool import Pool
+from fds.step.sharding.gather import Gather
 from fds.step.structure import overlap
 
 Pair = tuple[str, Tensor, Tensor]  # name in the module, what is there, what it is to become

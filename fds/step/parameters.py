@@ -8,11 +8,11 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from fds.step.gather import Gather
-from fds.step.live import Live
-from fds.step.order import Order
 from fds.step.pool import Pool
 from fds.step.ranges import in_range
+from fds.step.sharding.gather import Gather
+from fds.step.sharding.live import Live
+from fds.step.sharding.order import Order
 from fds.step.structure import Structure
 
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from fds import loss as losses, tree
 from fds.optim import returned
 from fds.state import State, Token
-from fds.step import check, contracts
-from fds.step.agreement import same_composition
 from fds.step.all_stations import Stations
 from fds.step.call import seeded
+from fds.step.checks import contracts, state_check as check
+from fds.step.checks.agreement import same_composition
+from fds.step.checks.draws import tie
 from fds.step.describe import Description, describe
 from fds.step.donated import Memory as Given, writable
-from fds.step.draws import tie
 from fds.step.evaluation import evaluator
 from fds.step.execution import Found
 from fds.step.gradients import Gradients, combined_scale

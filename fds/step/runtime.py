@@ -6,8 +6,8 @@ from typing import Any
 
 import attrs
 
-from fds.step.order import Memory
 from fds.step.pool import Pool
+from fds.step.sharding.order import Memory
 from fds.step.structure import Structure
 
 

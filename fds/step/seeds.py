@@ -34,7 +34,7 @@ from fds import tree
 from fds.collectives import Axis
 from fds.errors import LossError
 from fds.loss import Outcome
-from fds.step.order import Order
+from fds.step.sharding.order import Order
 from fds.step.totals import Totals
 
 _LARGEST = 2.0**24  # by which 1 can be divided in float16

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.step import contracts
 from fds.step.call import Call
+from fds.step.checks import contracts
 
 P = ParamSpec("P")
 S = TypeVar("S", bound="HasKernels")

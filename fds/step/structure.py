@@ -16,8 +16,8 @@ from fds.errors import StateError
 from fds.layout import Layout, Leaf, Segment, Sharded
 from fds.optim import Optimizer
 from fds.optim.returned import first_slots
-from fds.step.handles import Window
-from fds.step.shard import Shard
+from fds.step.sharding.handles import Window
+from fds.step.sharding.shard import Shard
 from fds.step.topology import Dimensions
 
 

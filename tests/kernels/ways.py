@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fds.step.handles import Window, handle
+from fds.step.sharding.handles import Window, handle
 
 # torch.compile makes an instance of every torch.autograd.Function that it traces, and warns of that itself
 traced = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

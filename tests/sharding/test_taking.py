@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fds
-from fds.step.buckets import Bucketed
+from fds.step.sharding.buckets import Bucketed
 from tests.memory import peak_bytes
 from tests.sharding.models import data_axis
 

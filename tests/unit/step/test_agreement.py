@@ -8,7 +8,7 @@ import torch
 import fds
 from fds import schedules
 from fds.errors import ComposeError
-from fds.step.agreement import spelled
+from fds.step.checks.agreement import spelled
 
 PARAMS = {"w": torch.ones(3), "b": torch.zeros(3)}
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fds
 from fds import tree
 from fds.errors import LossError
-from fds.step.handles import Handle, Window, handle, materialize
+from fds.step.sharding.handles import Handle, Window, handle, materialize
 from tests.bits import assert_same_bits
 
 

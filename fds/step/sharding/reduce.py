@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fds.collectives import Axis
 from fds.errors import LossError
-from fds.step.buckets import Bucketed
-from fds.step.order import Order
 from fds.step.pool import Pool
-from fds.step.shard import Shard
+from fds.step.sharding.buckets import Bucketed
+from fds.step.sharding.order import Order
+from fds.step.sharding.shard import Shard
 from fds.step.structure import Structure
 from fds.step.sums import InPlace, detached
 from fds.step.totals import Totals

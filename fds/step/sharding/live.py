@@ -7,11 +7,11 @@ from torch import Tensor
 from fds.collectives import Work
 from fds.errors import LossError
 from fds.layout import Layout
-from fds.step.gather import Gather
-from fds.step.handles import Window, handle
-from fds.step.order import Order
 from fds.step.pool import Pool
 from fds.step.ranges import profiled
+from fds.step.sharding.gather import Gather
+from fds.step.sharding.handles import Window, handle
+from fds.step.sharding.order import Order
 from fds.step.structure import Structure
 
 

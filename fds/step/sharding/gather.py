@@ -12,7 +12,7 @@ from torch import Tensor
 from fds.errors import StateError
 from fds.layout import Bucket, Layout
 from fds.step.pool import Pool
-from fds.step.shard import Shard
+from fds.step.sharding.shard import Shard
 from fds.step.structure import Structure
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from fds import tree
 from fds.collectives import Work
 from fds.errors import LossError
-from fds.step.order import Order
 from fds.step.pool import Pool
 from fds.step.ranges import in_range
-from fds.step.shard import Shard
+from fds.step.sharding.order import Order
+from fds.step.sharding.shard import Shard
 from fds.step.structure import Structure
 from fds.step.sums import backward_inside
 
