@@ -101,8 +101,8 @@ def digests(number: int) -> tuple[str, Words]:
 
 def trained(step: fds.Step, problem: problems.Problem, names: list[str]) -> Words:
     """Return name -> digest of what a rank gets to see."""
-    data = 1 if step.reduce.shard is None else step.reduce.shard.data.size
-    index = 0 if step.reduce.shard is None else step.reduce.shard.data.index
+    data = 1 if step.shard is None else step.shard.data.size
+    index = 0 if step.shard is None else step.shard.data.index
     skips = {"loss_scale", "static_loss_scale", "skip_nonfinite"} & set(names)
     state, found = step.init(problem.params, key=3), {}
     for call in range(CALLS):

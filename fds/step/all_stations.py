@@ -28,6 +28,7 @@ from fds.step.sharding.buckets import Bucketed
 from fds.step.sharding.gather import Gather
 from fds.step.sharding.order import Memory, Order
 from fds.step.sharding.reduce import Reduce
+from fds.step.sharding.shard import Shard, shard_of
 from fds.step.stations import After, Commit, Composing, Kernels, Place, Scale
 from fds.step.structure import Structure
 from fds.step.sums import InPlace, Sum
@@ -64,6 +65,9 @@ class Stations:
     composition: tuple = ()  # the transforms, as they were written
     composing: Composing = attrs.field(default=Composing(), repr=False)
     dimensions: Dimensions = attrs.field(default=Dimensions(), repr=False)  # what follows from `topology`
+    shard: Shard | None = attrs.field(  # how data ranks share the work, where they do: it is in `topology`
+        default=attrs.Factory(lambda self: shard_of(self.dimensions), takes_self=True), init=False, repr=False
+    )
     runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
 
     @property
@@ -98,9 +102,9 @@ class Stations:
         """
         given, pool, order = self.given(call, batch), self.runtime.pool, self.order("step", structure)
         settings = self.settings(call, state.buffers, given.count)
-        params = open_parameters(self.gather, structure, parts, pool, train=True, order=order)
+        params = open_parameters(self.gather, self.shard, structure, parts, pool, train=True, order=order)
         kinds = self.execute.dtypes(params.trained, self.gather.dtype, self.everyone, self.runtime.asked)
-        sums = self.reduce.sums(structure, params.trained, self.sum.dtype, pool, order, kinds)
+        sums = self.reduce.sums(structure, self.shard, params.trained, self.sum.dtype, pool, order, kinds)
         seeds = Seeds.of(
             scale, given.count, kinds, self.sum.dtype, (self.reduce.dtype, *map(_dtype_of, self.context)),
             data=self.dimensions.data, asked=self.runtime.asked, order=None if self.execute.together else order,
@@ -114,7 +118,7 @@ class Stations:
 
     def microbatch(self, loss: Any, structure: Structure) -> Microbatch:
         """Return the stations that every microbatch passes."""
-        alone = self.reduce.shard is None
+        alone = self.shard is None
         return Microbatch(self.view, self.context, structure.leaves, losses.name(loss), alone, self.runtime.asked)
 
     def given(self, call: Call, batch: Any, n: int | None = None) -> Given:
@@ -135,7 +139,7 @@ class Stations:
 
     def order(self, what: str, structure: Structure) -> Order | None:
         """Return the order in which ranks meet where each comes at its own time, None where they come at fixed ones."""
-        shard = self.gather.shard
+        shard = self.shard
         if shard is None or not (shard.reduces_each_microbatch if what == "step" else shard.gathers_on_use):
             return None
         memory = self.runtime.memories.setdefault((what, structure.layout), Memory())
@@ -150,7 +154,7 @@ class Stations:
             if key not in self.runtime.structures:
                 assert self.optimizer is not None
                 self.runtime.structures[key] = Structure.of(
-                    params, gather=self.gather, shard=self.reduce.shard, optimizer=self.optimizer, frozen=self.frozen,
+                    params, gather=self.gather, shard=self.shard, optimizer=self.optimizer, frozen=self.frozen,
                     dimensions=self.dimensions, text=repr(self),
                 )  # fmt: skip
             structure = self.runtime.structures[key]

@@ -16,7 +16,8 @@ from fds.errors import ComposeError, did_you_mean
 from fds.loss import Buffered
 from fds.optim import Optimizer
 from fds.step.checks import contracts
-from fds.step.topology import Dimensions
+from fds.step.sharding.shard import Shard
+from fds.step.topology import Dimension, Dimensions
 
 if TYPE_CHECKING:
     from fds.step.program import Step
@@ -82,6 +83,11 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
                 owners[f"slots.{slot}"] = by
             changes[name] = {**held, **value}
         elif isinstance(held, tuple):
+            if isinstance(value, Dimension) and isinstance(value.placement, Shard):
+                if "topology.shard" in owners:
+                    first = owners["topology.shard"]
+                    raise _refuse(step, "the sharding of the state", first, hint, drop=first, instead=instead)
+                owners["topology.shard"] = by
             changes[name] = (*held, value)
         else:
             keys = [f"{name}.{field}" for field in value] if isinstance(value, dict) else [name]

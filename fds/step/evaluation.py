@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -167,12 +168,14 @@ def _local(step: Stations, state: State) -> Local:
     usable(state, "evaluate")
     structure, parts = step.structure_of(state.params)
     waits = step.order("evaluate", structure) is not None
-    kept = None if waits else open_parameters(step.gather, structure, parts, step.runtime.pool, train=False, order=None)
+    opened = functools.partial(open_parameters, step.gather, step.shard, structure, parts, step.runtime.pool,
+                               train=False)  # fmt: skip
+    kept = None if waits else opened(order=None)
 
     def local(batch: Any, outputs: bool) -> tuple[Totals, list]:
         state.check("evaluate")
         order = step.order("evaluate", structure)
-        params = kept or open_parameters(step.gather, structure, parts, step.runtime.pool, train=False, order=order)
+        params = kept or opened(order=order)
         try:
             with chosen_kernels(step):
                 if batch is not Nothing:

@@ -221,9 +221,9 @@ def _read(step: Stations, params: Any, key: Tensor, *, own: bool) -> tuple[Any, 
     floats = [name for name, x in tree.paths(shapes).items() if tree.is_float(x)]
     assert step.optimizer is not None
     step.optimizer.check([name for name in floats if name not in still])
-    if step.gather.shard is not None and step.gather.shard.gathers_on_use:
+    if step.shard is not None and step.shard.gathers_on_use:
         assert structure.layout is not None
-        step.gather.room(structure.layout)
+        step.gather.room(structure.layout, step.shard)
     return shapes, params
 
 

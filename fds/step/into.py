@@ -28,10 +28,10 @@ def whole_parameters(step: Stations, state: State, doing: str, *, copies: bool) 
     structure, parts = step.structure_of(state.params)
     if not structure.sharded:
         return step.dimensions.collect(tree.map(torch.clone, state.params) if copies else state.params)
-    assert structure.layout is not None
-    exact, views = Gather(shard=step.gather.shard), []
+    assert structure.layout is not None and step.shard is not None
+    exact, views = Gather(), []
     for bucket, part in zip(structure.layout.buckets, parts, strict=True):
-        flat, work = exact.start(bucket, part, Pool())
+        flat, work = exact.start(bucket, part, step.shard.axis, Pool())
         work.wait()
         views.append(bucket.views(flat))
     return step.dimensions.collect(structure.build_whole(structure.layout.collect(views)))

@@ -13,6 +13,7 @@ from fds.step.ranges import in_range
 from fds.step.sharding.gather import Gather
 from fds.step.sharding.live import Live
 from fds.step.sharding.order import Order
+from fds.step.sharding.shard import Shard
 from fds.step.structure import Structure
 
 
@@ -32,18 +33,20 @@ class Parameters:
 
 @in_range("gather")
 def open_parameters(
-    gather: Gather, structure: Structure, parts: list[Tensor], pool: Pool, *, train: bool, order: Order | None
-) -> Parameters:
+    gather: Gather, shard: Shard | None, structure: Structure, parts: list[Tensor], pool: Pool, *, train: bool,
+    order: Order | None,
+) -> Parameters:  # fmt: skip
     """Return what the loss sees, cast once a step; with `train` the trained leaves require gradients."""
     live = None
     if not structure.sharded:
         casts = structure.casts
         whole = parts if casts is None else [x.to(dtype) for x, dtype in zip(parts, casts, strict=True)]
-    elif order is None or gather.shard is None or not gather.shard.gathers_on_use:
-        whole = gather.all_at_once(structure, parts, pool)
-    else:
-        live = Live(gather, structure, parts, pool, order)
+    elif shard is not None and shard.gathers_on_use and order is not None:
+        live = Live(gather, shard, structure, parts, pool, order)
         whole = live.handles(train)
+    else:
+        assert shard is not None
+        whole = gather.all_at_once(structure, shard, parts, pool)
     if train and live is None:
         leaves = map(Tensor.requires_grad_, map(Tensor.detach, compress(whole, structure.is_trained)))
         whole = [next(leaves) if is_trained else x for x, is_trained in zip(whole, structure.is_trained, strict=True)]

@@ -30,6 +30,7 @@ from fds.step.pool import Buffers
 from fds.step.ranges import profiled
 from fds.step.seeds import guesses
 from fds.step.stations import unless, with_chosen_kernels
+from fds.step.sums import demand_use
 from fds.step.totals import Totals, agree
 
 M = TypeVar("M", bound=nn.Module)
@@ -98,7 +99,7 @@ class Step(Stations):
         self.runtime.pool.sweep()
         found = self.gradients(state, structure, parts, batch, scale, call)
         if self.everyone is None:
-            self.reduce.demand_use(found.used, losses.name(self.loss))
+            demand_use(found.used, losses.name(self.loss))
 
         # from the gradient to a decision, the same on every rank
         totals, norm, buffers = self._agree(found, int(state.calls))

@@ -28,10 +28,6 @@ class Gathers(Protocol):
         """Say whether it is cast."""
         ...
 
-    def persists(self, numel: int) -> bool:
-        """Say whether one of so many elements stays whole for the length of a step."""
-        ...
-
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the loss sees one that is held in `dtype`."""
         ...
@@ -209,7 +205,8 @@ def read_leaves(
     for name, x in named.items():
         trained = tree.is_float(x) and name not in still
         group = optimizer.group(name) if trained else None
-        kind = (group, gather.casts(name), gather.persists(x.numel()), dimensions.kind(name))
+        stays = shard is not None and shard.persists(x.numel())
+        kind = (group, gather.casts(name), stays, dimensions.kind(name))
         whole = slices and trained and optimizer.needs_whole(name)
         leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, whole))
     return leaves

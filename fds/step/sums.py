@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
@@ -87,6 +87,12 @@ class InPlace:
     def close(self) -> None:
         """Let go of the leaves."""
         self.leaves, self.wide, self.waiting, self.left = [], [], [], None
+
+
+def demand_use(used: Sequence[bool], where: str) -> None:
+    """Raise `LossError` where no trained parameter got a gradient."""
+    if used and not any(used):
+        raise detached(where, "a graph that leads to none of them")
 
 
 def detached(where: str, got: str) -> LossError:

@@ -73,6 +73,9 @@ class Placement:
         """Return all parameters on every rank, given those that each holds."""
         return named
 
+    def __repr__(self) -> str:
+        return ""  # nothing to say beside the axis
+
 
 @attrs.frozen(repr=False)
 class Dimension:
@@ -87,7 +90,8 @@ class Dimension:
 
     def __repr__(self) -> str:
         ranks = "one process" if self.axis is None else f"{self.axis.name} ({self.axis.size} ranks)"
-        return f"{self.role} over {ranks}"
+        how = repr(self.placement)
+        return f"{self.role} over {ranks}" + (f": {how}" if how else "")
 
     @property
     def batches(self) -> bool:

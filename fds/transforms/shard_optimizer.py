@@ -1,6 +1,6 @@
 """Share optimizer state, gradients and parameters among the ranks of an axis: ZeRO, stages 0 to 3.
 
-Fills:  gather, reduce           State:  params, opt and averages as this rank's slices of flat buckets (from stage 1)
+Fills:  topology                 State:  params, opt and averages as this rank's slices of flat buckets (from stage 1)
 Law:    over N ranks with accumulate(n), the plain step's accumulate(N * n) of the concatenated batch, to rounding
 Cost:   sends 2P per step at stage 0 and 1, (1 + n)P at stage 2, 3nP at stage 3; float32 Adam holds 12P / N bytes
 Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277 (replicas)
@@ -87,7 +87,6 @@ def shard_optimizer(
     def apply(step: Step) -> Step:
         if data.size == 1:
             return step
-        return fill(step, topology=Dimension(shard.data, "data", shard), gather={"shard": shard},
-                    reduce={"shard": shard})  # fmt: skip
+        return fill(step, topology=Dimension(shard.data, "data", shard))
 
     return apply

@@ -36,7 +36,7 @@ class Place:
 
     def batch(self, problem: Problem, step: fds.Step) -> Any:
         """Return this rank's rows, two for each of its microbatches."""
-        shard = step.reduce.shard
+        shard = step.shard
         index, count = (0, 1) if shard is None else (shard.data.index, shard.data.size)
         rows = 2 * self.microbatches * count if self.piped is None else 2 * self.piped.microbatches
         return share(batch_of(problem, rows), index, count)

@@ -49,7 +49,7 @@ def begin(topology, *more):
 def go_on(topology, step, state):
     if isinstance(topology, Stages):
         return pipelines.train(step, state, 1)
-    return step(state, tuple(roll(x, step.reduce.shard.data.index) for x in pipelines.BATCH))[0]
+    return step(state, tuple(roll(x, step.shard.data.index) for x in pipelines.BATCH))[0]
 
 
 def load(dir, topology, tag=None):

@@ -74,7 +74,7 @@ def run(topology: Stages | None, body) -> list:
 
 def train(step: fds.Step, state: fds.State, calls: int) -> fds.State:
     """Return the state after so many calls, each with the rows that its data rank has of the batch."""
-    shard = step.reduce.shard
+    shard = step.shard
     rows = slice(None) if shard is None else slice(shard.data.index, None, shard.data.size)
     size = 3 if shard is None else BATCH[0].shape[0] // shard.data.size
     mine = tuple(x if shard is None else x.view(-1, size, *x.shape[1:])[rows].flatten(0, 1) for x in BATCH)

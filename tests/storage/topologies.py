@@ -93,7 +93,7 @@ def compose(problem: Problem, optimizer: str, names: list[str], topology: Topolo
 
 def train(step: fds.Step, state: fds.State, problem: Problem, calls: int) -> fds.State:
     """Return the state after so many calls, each rank with the problem's rows in an order of its own."""
-    shard = step.reduce.shard
+    shard = step.shard
     shift = 0 if shard is None else shard.data.index
     for _ in range(calls):
         rolled = tree.map(lambda x: roll(x, shift), problem.batch)
@@ -109,7 +109,7 @@ def plain(state: fds.State, step: fds.Step) -> dict[str, Tensor]:
     """Gather all leaves of the plain state, by key path; collective, and not through fds.storage."""
     if not isinstance(state.params, Sharded):
         return {name: x.clone() for name, x in tree.paths(state).items()}
-    layout, axis = state.params.layout, step.reduce.shard.axis
+    layout, axis = state.params.layout, step.shard.axis
 
     def whole(slices: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}

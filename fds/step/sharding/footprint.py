@@ -18,7 +18,7 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
     gathered parameters, at stage 3 never more; `low` an unsharded step's 16-bit copy.
     """
     held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
-    gather, shard, layout = step.gather, step.reduce.shard, structure.layout
+    gather, shard, layout = step.gather, step.shard, structure.layout
     if not structure.sharded:
         leaves = dict(zip(structure.names, tree.leaves(state.params), strict=True))
         seen = {name: gather.dtype_of(name, x.dtype) for name, x in leaves.items()}
@@ -40,8 +40,8 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
         sizes = [_gathered(step, b) for b in layout.buckets]
         held["whole"] = sum(sizes)
         if shard.gathers_on_use:
-            some = list(gather.passing(layout).values())
-            bound = gather.room(layout) + shard.prefetch * max(some, default=0)
+            some = list(gather.passing(layout, shard).values())
+            bound = gather.room(layout, shard) + shard.prefetch * max(some, default=0)
             held["whole"] = sum(sizes) - sum(some) + min(bound, sum(some))
     return held
 
@@ -53,7 +53,7 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
     comes back to it after others or ranks take different paths; it is reduced once a step at stages 0 (which then
     gathers the sums) and 1, once a microbatch at 2 and 3, and then over the replicas.
     """
-    shard, layout = step.reduce.shard, structure.layout
+    shard, layout = step.shard, structure.layout
     if layout is None or shard is None:
         return {}
     peers, n = (shard.axis.size - 1) / shard.axis.size, step.split.num_microbatches
@@ -62,7 +62,7 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
     copies = 0 if shard.replicate is None else 2 * (1 - 1 / shard.replicate.size) / shard.axis.size
     sent = {"gather": 0.0, "reduce": (peers * (1 if shard.slices_state else 2) + copies) * reduced * times}
     if structure.sharded:
-        twice = sum(step.gather.passing(layout).values()) if shard.gathers_on_use else 0
+        twice = sum(step.gather.passing(layout, shard).values()) if shard.gathers_on_use else 0
         sent["gather"] = peers * (sum(_gathered(step, b) for b in layout.buckets) + (2 * n - 1) * twice)
     return {station: round(n) for station, n in sent.items() if n}
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from fds.collectives import Axis, Work
 from fds.errors import StateError
 from fds.layout import Bucket, Layout
 from fds.step.pool import Pool
@@ -18,47 +18,43 @@ from fds.step.structure import Structure
 
 @attrs.frozen
 class Gather:
-    """Held parameters to whole ones, in what dtype (None keeps the master's), at which stage."""
+    """Held parameters to whole ones, in what dtype (None keeps the master's)."""
 
     dtype: torch.dtype | None = None
     float32: tuple[str, ...] = ()  # patterns of parameters that stay as they are
-    shard: Shard | None = None
 
-    def all_at_once(self, structure: Structure, parts: list[Tensor], pool: Pool) -> list[Tensor]:
+    def all_at_once(self, structure: Structure, shard: Shard, parts: list[Tensor], pool: Pool) -> list[Tensor]:
         """Gather every bucket; the parameters are views of them."""
         assert structure.layout is not None
-        started = [self.start(b, x, pool) for b, x in zip(structure.layout.buckets, parts, strict=True)]
+        started = [self.start(b, x, shard.axis, pool) for b, x in zip(structure.layout.buckets, parts, strict=True)]
         for _, work in started:
             work.wait()
         buckets = zip(structure.layout.buckets, started, strict=True)
         return structure.layout.collect([b.views(flat) for b, (flat, _) in buckets])
 
-    def start(self, bucket: Bucket, part: Tensor, pool: Pool) -> tuple[Tensor, Any]:
+    def start(self, bucket: Bucket, part: Tensor, axis: Axis, pool: Pool) -> tuple[Tensor, Work]:
         """Begin to gather a bucket from the slices of all ranks; return its memory (numel,) and the work."""
-        assert self.shard is not None
-        axis = self.shard.axis
         dtype = self.dtype_of(bucket.leaves[0].name, part.dtype)
         flat = pool.take(bucket.numel, dtype, part.device)
         own = bucket.slice(axis.index, flat)
         own.copy_(part)
         return flat, axis.start_all_gather(flat, own)
 
-    def passing(self, layout: Layout) -> dict[int, int]:
+    def passing(self, layout: Layout, shard: Shard) -> dict[int, int]:
         """Return the buckets that stage 3 does not keep whole for the length of a step, with their bytes if whole."""
         return {
             i: b.numel * self.dtype_of(b.leaves[0].name, b.dtype).itemsize
-            for i, b in enumerate(layout.buckets) if not self.persists(b.leaves[0].numel)
+            for i, b in enumerate(layout.buckets) if not shard.persists(b.leaves[0].numel)
         }  # fmt: skip
 
-    def room(self, layout: Layout) -> int:
+    def room(self, layout: Layout, shard: Shard) -> int:
         """Return the bytes of used buckets that stage 3 may keep whole beside those that are on their way.
 
         Raises `StateError` where the bound has no room for a single bucket.
         """
-        assert self.shard is not None
-        sizes, bound = self.passing(layout), self.shard.max_live_bytes
+        sizes, bound = self.passing(layout, shard), shard.max_live_bytes
         largest = max(sizes.values(), default=0)
-        coming = self.shard.prefetch * largest
+        coming = shard.prefetch * largest
         if bound is None:
             return 2 * largest
         if bound < largest + coming:
@@ -67,7 +63,7 @@ class Gather:
                 "shard_optimizer: max_live_bytes has no room for the largest bucket",
                 where=bucket.leaves[0].name + (f" and {len(bucket.leaves) - 1} more" if bucket.leaves[1:] else ""),
                 got=f"{bound:,} bytes", want=f"at least {largest + coming:,} bytes: one bucket of {largest:,}, and "
-                f"{self.shard.prefetch} on the way",
+                f"{shard.prefetch} on the way",
                 hint="prefetch=0, or more room" if len(bucket.leaves) == 1 else "smaller bucket_bytes, or prefetch=0",
             )  # fmt: skip
         return bound - coming
@@ -79,7 +75,3 @@ class Gather:
     def casts(self, name: str) -> bool:
         """Say whether the parameter of this name is cast."""
         return not any(fnmatch.fnmatchcase(name, p) for p in self.float32)
-
-    def persists(self, numel: int) -> bool:
-        """Say whether a parameter of so many elements stays whole from the start of a step to its end."""
-        return self.shard is not None and numel < self.shard.persist_below

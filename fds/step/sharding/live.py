@@ -12,6 +12,7 @@ from fds.step.ranges import profiled
 from fds.step.sharding.gather import Gather
 from fds.step.sharding.handles import Window, handle
 from fds.step.sharding.order import Order
+from fds.step.sharding.shard import Shard
 from fds.step.structure import Structure
 
 
@@ -22,20 +23,25 @@ class Live:
     have been used since. To evict it drops our reference: what a user still holds stays as it is.
     """
 
-    def __init__(self, gather: Gather, structure: Structure, parts: list[Tensor], pool: Pool, order: Order):
-        layout, shard = structure.layout, gather.shard
-        assert layout is not None and shard is not None
-        self.gather, self.layout, self.parts, self.pool, self.order = gather, layout, parts, pool, order
+    def __init__(
+        self, gather: Gather, shard: Shard, structure: Structure, parts: list[Tensor], pool: Pool, order: Order
+    ):  # fmt: skip
+        layout = structure.layout
+        assert layout is not None
+        self.gather, self.axis, self.layout, self.parts, self.pool = gather, shard.axis, layout, parts, pool
+        self.order = order
         self.trained, self.ahead = set(structure.trained_names), max(1, shard.prefetch)
         self.used: dict[int, Tensor] = {}  # least recently used first
         self.coming: dict[int, tuple[Tensor, Work]] = {}  # under way, or arrived and not used yet
         self.wanted: int | None = None  # what an operator is waiting for
         self.over = False  # the step has ended
-        self.bytes, self.capacity = gather.passing(layout), gather.room(layout)
+        self.bytes, self.capacity = gather.passing(layout, shard), gather.room(layout, shard)
         self.bound = self.capacity + shard.prefetch * max(self.bytes.values(), default=0)
         staying = [i for i in range(len(layout.buckets)) if i not in self.bytes]
-        started = {i: gather.start(layout.buckets[i], parts[i], pool) for i in staying}
-        self.staying = {i: flat for i, (flat, work) in started.items() if work.wait() is None}
+        started = {i: gather.start(layout.buckets[i], parts[i], shard.axis, pool) for i in staying}
+        for _, work in started.values():
+            work.wait()
+        self.staying = {i: flat for i, (flat, _) in started.items()}
         order.joins["gather"] = self.join
         if not structure.windows:
             structure.windows.extend(_windows(gather, layout))
@@ -83,7 +89,7 @@ class Live:
             self._drop(i)
         coming = sum(self.bytes[i] for i in self.coming)
         self._make_room(self.bytes[index] + coming, self.capacity if index == self.wanted else self.bound)
-        self.coming[index] = self.gather.start(self.layout.buckets[index], self.parts[index], self.pool)
+        self.coming[index] = self.gather.start(self.layout.buckets[index], self.parts[index], self.axis, self.pool)
 
     def _make_room(self, num_bytes: int, bound: int) -> None:
         """Let go of those used least recently, until so many more bytes do not exceed a bound."""

@@ -1,8 +1,8 @@
-"""The station `reduce`: over which ranks gradients are summed, when and in what dtype."""
+"""The station `reduce`: in what dtype gradients are summed over ranks, and what their sums are taken in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import attrs
 import torch
@@ -15,32 +15,26 @@ from fds.step.sharding.buckets import Bucketed
 from fds.step.sharding.order import Order
 from fds.step.sharding.shard import Shard
 from fds.step.structure import Structure
-from fds.step.sums import InPlace, detached
+from fds.step.sums import InPlace
 from fds.step.totals import Totals
 
 
 @attrs.frozen
 class Reduce:
-    """The dtype in which gradients travel (None: that of their sum), and the ranks; one rank sends nothing."""
+    """The dtype in which gradients travel, None for that of their sum."""
 
     dtype: torch.dtype | None = None
-    shard: Shard | None = attrs.field(default=None, repr=lambda s: "None" if s is None else f"over {s.data.name}")
 
     def sums(
-        self, structure: Structure, leaves: list[Tensor], dtype: torch.dtype | None, pool: Pool, order: Order | None,
-        kinds: Iterable[torch.dtype | None],
+        self, structure: Structure, shard: Shard | None, leaves: list[Tensor], dtype: torch.dtype | None, pool: Pool,
+        order: Order | None, kinds: Iterable[torch.dtype | None],
     ) -> InPlace | Bucketed:  # fmt: skip
         """Prepare to sum the gradients by the trained leaves, in `dtype` or their own, on every rank of `kinds`."""
-        if self.shard is None:
+        if shard is None:
             return InPlace.over(leaves, dtype)
-        predivide = self.shard.divisor([self.dtype or dtype or kind for kind in kinds])
-        return Bucketed(structure, leaves, self.shard, pool, dtype=dtype, reduce_dtype=self.dtype, predivide=predivide,
+        predivide = shard.divisor([self.dtype or dtype or kind for kind in kinds])
+        return Bucketed(structure, leaves, shard, pool, dtype=dtype, reduce_dtype=self.dtype, predivide=predivide,
                         order=order)  # fmt: skip
-
-    def demand_use(self, used: Sequence[bool], where: str) -> None:
-        """Raise `LossError` where no trained parameter got a gradient, on one rank alone."""
-        if self.shard is None and used and not any(used):
-            raise detached(where, "a graph that leads to none of them")
 
 
 def same_metrics(totals: Totals, everyone: Axis | None, what: str, asked: dict[str, list[str]]) -> None:

@@ -10,12 +10,12 @@ import torch
 
 from fds.collectives import Axis
 from fds.layout import MOST_BYTES, Layout, Leaf, plan
-from fds.step.topology import Placement
+from fds.step.topology import Dimensions, Placement
 
 
 @attrs.frozen(repr=False)
 class Shard(Placement):
-    """What `fds.shard_optimizer` decides, for the stations `topology`, `gather` and `reduce`."""
+    """What `fds.shard_optimizer` decides: a placement in the station `topology`, where all who need it find it."""
 
     axis: Axis  # over which the state is sliced
     stage: int
@@ -41,6 +41,10 @@ class Shard(Placement):
     def gathers_on_use(self) -> bool:
         """Whether parameters are gathered when the loss uses them, not all at the start of a step. At stage 3."""
         return self.stage == 3
+
+    def persists(self, numel: int) -> bool:
+        """Say whether a parameter of so many elements stays whole from the start of a step to its end."""
+        return numel < self.persist_below
 
     def plan(self, leaves: Sequence[Leaf], spec: Any) -> Layout:
         """Return the buckets of these leaves."""
@@ -78,8 +82,16 @@ class Shard(Placement):
         return float(self.data.size) if torch.float16 in sent else 1.0
 
     def __repr__(self) -> str:
-        copies = "" if self.replicate is None else f", replicated over {self.replicate.name} ({self.replicate.size})"
-        text = f"stage {self.stage} over {self.axis.name} ({self.axis.size} ranks){copies}"
+        copies = ""
+        if self.replicate is not None:
+            copies = f" over {self.axis.name} ({self.axis.size}), replicated over {self.replicate.name}"
+            copies += f" ({self.replicate.size})"
+        text = f"stage {self.stage}{copies}"
         text += "" if self.bucket_bytes is None else f", buckets of {self.bucket_bytes:,} bytes"
         bound = "" if self.max_live_bytes is None else f", {self.max_live_bytes:,} bytes whole at most"
         return text + (f"{bound}, {self.prefetch} ahead" if self.gathers_on_use else "")
+
+
+def shard_of(dimensions: Dimensions) -> Shard | None:
+    """Return how data ranks share the work of a step, None where nobody shares it."""
+    return next((one.placement for one in dimensions.entries if isinstance(one.placement, Shard)), None)

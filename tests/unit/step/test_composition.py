@@ -137,6 +137,16 @@ def test_a_finished_step_refuses_what_it_has():
             more(fds.compose(fds.accumulate(4), fds.sgd(0.1))(loss_fn))
 
 
+def test_the_state_is_sharded_once():
+    def run():
+        dp = fds.mesh(dp=-1)["dp"]
+        fds.compose(fds.shard_optimizer(dp), fds.sgd(0.1), fds.shard_optimizer(dp, stage=3))(loss_fn)
+
+    words = r"already filled by shard_optimizer(?s:.*)want:  compose\(sgd\(lr=0.1\), shard_optimizer\(.*stage=3\)\)"
+    with pytest.raises(ComposeError, match=words):
+        fds.simulate(run, 2)
+
+
 def test_a_transform_reads_as_it_was_written():
     assert repr(fds.accumulate(num_microbatches=4)) == "accumulate(num_microbatches=4)"
     text = repr(fds.compose(fds.accumulate(4), fds.ema(0.9, name="slow"), fds.sgd(0.1)))

@@ -24,8 +24,7 @@ def alone(stage):
     shard = Shard(axis, stage, axis)
 
     def apply(step: Step) -> Step:
-        return fill(step, topology=Dimension(shard.data, "data", shard), gather={"shard": shard},
-                    reduce={"shard": shard})  # fmt: skip
+        return fill(step, topology=Dimension(shard.data, "data", shard))
 
     return apply
 
