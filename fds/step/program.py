@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import islice
 from typing import Any, TypeVar
 
 import attrs
@@ -12,26 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from fds import loss as losses, tree
-from fds.optim import returned
-from fds.state import State, Token
+from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.call import seeded
 from fds.step.checks import contracts, state_check as check
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.draws import tie
 from fds.step.describe import Description, describe
-from fds.step.donated import Memory as Given, writable
 from fds.step.evaluation import evaluator
 from fds.step.execution import Found
 from fds.step.gradients import Gradients, combined_scale
 from fds.step.initial import at_first, initial, traced
 from fds.step.into import into, whole_parameters
-from fds.step.pool import Buffers
 from fds.step.ranges import profiled
 from fds.step.seeds import guesses
 from fds.step.stations import unless, with_chosen_kernels
 from fds.step.sums import demand_use
 from fds.step.totals import Totals, agree
+from fds.step.update import new_leaves
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -125,33 +122,17 @@ class Step(Stations):
         # the update: from the last of these lines on the new state's memory is written
         with seeded(call.at("schedule"), self.optimizer.schedules()):
             values = self.optimizer.values(state.step)
-        over = self.place.donate and not state.token.readers
-        trained, opt, after, memory, written = self._writable(state, held, over)
-        flat, flat_opt = memory.flat[: len(trained)], structure.align(memory.flat[len(trained) :])
-        if self.place.donate:
-            state.token.spent_at = int(state.calls)
-            state.token.memory = None
-        if over:
-            # fused kernels do not: a graph that saved these must fail
-            torch.autograd.graph.increment_version(memory.flat)
+        new = new_leaves(self.place, self.runtime.pool, state, held, self.after)
+        new.give_up(state)
         own = call.at("optimizer", *self.dimensions.coordinates)
         with profiled("optimizer"), seeded(own, [self.optimizer]):
-            new, new_opt = returned.update(
-                self.optimizer, [g if g.dim() == 1 else g.view(-1) for g in grads.leaves], flat_opt, flat,
-                step=state.step, grad_scale=grads.scale, skip=skip, segments=structure.segments,
-                axes=self.dimensions.split, **self.optimizer.given(values),
-            )  # fmt: skip
-        for leaves in (new, *new_opt.values()):
-            tie(self.dimensions.share, self.optimizer, leaves, structure.segments)
-        if new is not flat or new_opt is not flat_opt:  # ours write in place and return what they were given
-            trained = [x.view(old.shape) for x, old in zip(new, trained, strict=True)]
-            opt, written = structure.name_slots(new_opt), None
+            new.update(self.optimizer, grads, self.dimensions, step=state.step, skip=skip, values=values)
 
         if state.step.device.type == "cpu":
             self.runtime.pool.ballast.extend(grads.leaves)
 
         # keep or skip, and what follows
-        slots = {**state.slots, **after}
+        slots = {**state.slots, **new.after}
         if self.commit is not None:
             assert overflow is not None
             with seeded(call.at("commit"), [self.commit]):
@@ -163,15 +144,14 @@ class Step(Stations):
             own = call.after(slots).at("after", i, *self.dimensions.coordinates)
             with seeded(own, [one]):
                 slots[one.slot] = contracts.remembered(
-                    one(slots[one.slot], structure.put(parts, trained), skip, own), after[one.slot], one
+                    one(slots[one.slot], structure.put(parts, new.trained), skip, own), new.after[one.slot], one
                 )
         step = state.step + (1 if skip is None else ~skip)
-        new = State(
-            step=step, calls=state.calls + 1, params=structure.put(parts, trained), opt=opt,
-            buffers=buffers, slots=slots, key=state.key,
-            token=Token.after(state, written) if over else Token(memory=written),
+        after = State(
+            step=step, calls=state.calls + 1, params=structure.put(parts, new.trained), opt=new.opt, buffers=buffers,
+            slots=slots, key=state.key, token=new.token(state),
         )  # fmt: skip
-        return new, self._metrics(totals, state, step, values.rates(), norm, skip)
+        return after, self._metrics(totals, state, step, values.rates(), norm, skip)
 
     def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
         """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.
@@ -243,32 +223,6 @@ class Step(Stations):
             return found.totals, norm, found.buffers
         some = any(found.used) or not found.used
         return agree(found.totals, norm, found.buffers, self.everyone, self.dimensions.data, calls=calls, used=some)
-
-    def _writable(
-        self, state: State, held: check.Held, over: bool
-    ) -> tuple[list[Tensor], dict, dict, Buffers, Given | None]:
-        """Return the memory of the new state, holding the old values: the old state's to write over, or the pool's.
-
-        That is the trained parts, `opt`, what follows an update, all of them in this order as flat buffers, and what is
-        known of these where the new state may be given up.
-        """
-        structure = held.structure
-        averages = {one.slot: tree.flatten(state.slots[one.slot]) for one in self.after}
-        parts = [(state.params, structure.pick(held.parts)), (state.opt, list(held.opt))]  # each in two lists
-        parts += [(state.slots[name], list(leaves)) for name, (leaves, _) in averages.items()]
-        if over:
-            tensors, known = writable(state, parts, structure, lists=2)
-            buffers = known.buffers
-        else:
-            copied = [x for _, some in parts for x in some]
-            others = map(tree.device_of, copied[len(held.devices) + len(held.opt) :])
-            tensors, buffers = self.runtime.pool.copies(copied, (structure, *held.devices, *others))
-            known = Given.of(tensors, structure, buffers) if self.place.donate else None
-        out = iter(tensors)
-        trained = list(islice(out, len(structure.trained)))
-        opt = {slot: dict(zip(want.names, out, strict=False)) for slot, want in structure.opt.items()}
-        after = {name: build(islice(out, len(leaves))) for name, (leaves, build) in averages.items()}
-        return trained, opt, after, buffers, known
 
     def _metrics(
         self, totals: Totals, state: State, step: Tensor, rates: dict[str, Tensor], norm: Tensor | None,
