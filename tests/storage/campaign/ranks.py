@@ -24,11 +24,21 @@ LATE = 6.0  # seconds beyond it that a busy machine may take
 PARAMS = {"w": torch.ones(1000)}
 
 
-def begin(stage: int = 2, rate: float = 0.1) -> tuple[fds.Step, fds.State]:
+def begin(dir: str, stage: int = 2, rate: float = 0.1) -> tuple[fds.Step, fds.State]:
+    meet(dir)
     fds.init_distributed("gloo", timeout=TIMEOUT)
     sharding = fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=stage)
     step = fds.compose(sharding, fds.adamw(rate))(lambda p, b: (p["w"] * b).sum())
     return step, step.init(PARAMS)
+
+
+def meet(dir: str) -> None:
+    """Wait until every rank has started: on a busy machine that may take longer than ranks wait for each other."""
+    here = Path(dir).parent / f"met-at-{os.environ['MASTER_PORT']}"
+    here.mkdir(parents=True, exist_ok=True)
+    (here / os.environ["RANK"]).touch()
+    while len(list(here.iterdir())) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
 
 
 def told(call: Callable[[], object]) -> None:
@@ -42,7 +52,7 @@ def told(call: Callable[[], object]) -> None:
 
 def stop_after_save_async(dir: str, how: str) -> None:
     """Rank 1 stops while its part is to be written; rank 0 waits for the save, or fails for another reason."""
-    step, state = begin()
+    step, state = begin(dir)
     saving = fds.save_async(dir, state, step)
     if step.everyone is not None and step.everyone.index == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -54,7 +64,7 @@ def stop_after_save_async(dir: str, how: str) -> None:
 def press_ctrl_c(dir: str, stage: int, delay: float) -> None:
     """Ctrl-C comes to all ranks while they train; then they save."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    step, state = begin(stage)
+    step, state = begin(dir, stage)
     threading.Timer(0.2 + delay, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         while True:
@@ -64,7 +74,7 @@ def press_ctrl_c(dir: str, stage: int, delay: float) -> None:
 
 
 def kill_the_idle_writer(dir: str) -> None:
-    step, state = begin()
+    step, state = begin(dir)
     for calls in range(3):
         told(fds.save_async(dir, state, step, f"at{calls}").wait)
         for one in aside._idle:
@@ -73,6 +83,7 @@ def kill_the_idle_writer(dir: str) -> None:
 
 
 def compose_differently(stage: int, where: str, dir: str) -> None:
+    meet(dir)
     fds.init_distributed("gloo", timeout=TIMEOUT)
     rank = fds.mesh(dp=-1).rank
     more = {"rate": [], "clip": [fds.clip_by_global_norm(1.0)] * rank, "freeze": [fds.freeze("wb"[rank])],
