@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import fds
-from fds.errors import FdsError
+from fds.errors import FdsError, RankError
 from fds.storage.disk import aside
 from tests import ranks
 from tests.storage.campaign.outcomes import Row, Violation
@@ -62,7 +62,7 @@ def stop_after_save_async(dir: str, how: str) -> None:
 
 
 def press_ctrl_c(dir: str, stage: int, delay: float) -> None:
-    """Ctrl-C comes to all ranks while they train; then they save."""
+    """Ctrl-C comes to all ranks while they train; then they save, unless another was interrupted and ended before."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     step, state = begin(dir, stage)
     threading.Timer(0.2 + delay, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -71,6 +71,8 @@ def press_ctrl_c(dir: str, stage: int, delay: float) -> None:
             state, _ = step(state, torch.ones(1000))
     except KeyboardInterrupt:
         told(lambda: fds.save(dir, state, step))
+    except RankError as error:
+        print(f"RankError: {error.what}", flush=True)
 
 
 def kill_the_idle_writer(dir: str) -> None:
