@@ -19,6 +19,7 @@ from fds.step.sharding.handles import materialize
 from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard
+from fds.step.sharding.transport import Pending, Transport
 from fds.step.stations import After, Commit, Place, Scale
 from fds.step.structure import Structure
 from fds.step.sums import Sum
@@ -26,9 +27,9 @@ from fds.step.topology import Dimension, Dimensions, Placement
 from fds.step.totals import Totals
 
 __all__ = [
-    "After", "Call", "Commit", "Composition", "Description", "Dimension", "Dimensions", "Executor", "Found", "Gather",
-    "Given", "Gradients", "InTurn", "Measure", "Microbatch", "Order", "Pass", "Place", "Placement", "Ran", "Reduce",
-    "Runtime", "Scale", "Seeds", "Shard", "Split", "Step", "Structure", "Sum", "Totals", "Transform", "Whole",
-    "beginning", "compose", "demand_tree", "evaluate", "fill", "global_norm", "materialize", "profiled", "rows",
-    "same_composition", "transform", "whole",
+    "After", "Call", "Commit", "Composition", "Description", "Dimension", "Dimensions", "Executor", "Found",
+    "Gather", "Given", "Gradients", "InTurn", "Measure", "Microbatch", "Order", "Pass", "Pending", "Place",
+    "Placement", "Ran", "Reduce", "Runtime", "Scale", "Seeds", "Shard", "Split", "Step", "Structure", "Sum",
+    "Totals", "Transform", "Transport", "Whole", "beginning", "compose", "demand_tree", "evaluate", "fill",
+    "global_norm", "materialize", "profiled", "rows", "same_composition", "transform", "whole",
 ]  # fmt: skip

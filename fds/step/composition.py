@@ -121,6 +121,8 @@ def _evolved(name: str, held: Any, value: dict[str, Any]) -> Any:
             "the station has no such field", where=f"station {name!r}", got=str(other),
             want=", ".join(known) or "a value, not a dict", hint=did_you_mean(str(other), known),
         )  # fmt: skip
+    for field, one in value.items():
+        contracts.field(name, field, one)
     return attrs.evolve(held, **value)
 
 

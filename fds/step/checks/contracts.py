@@ -17,6 +17,7 @@ from fds.loss import Buffered
 from fds.optim import Optimizer
 from fds.optim.returned import in_words
 from fds.step.gradients import Gradients, Measure
+from fds.step.sharding.transport import Transport
 from fds.step.topology import Dimension
 
 
@@ -60,6 +61,11 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }  # fmt: skip
 
 
+_LEGS = {"reduce": 3, "spread": 3, "combine": 2, "gather": 3, "bytes_sent": 4}
+_WORDS = ("reduce(axis, whole, out), spread(axis, own, whole), combine(axis, own), gather(axis, part, whole) "
+          "and bytes_sent(leg, numel, dtype, size)")  # fmt: skip
+
+
 def form(station: str, value: Any, held: Any) -> None:
     """Raise `ComposeError` for what cannot fill a station; a record, such as is held where nobody fills it, can."""
     kind = type(held)
@@ -67,6 +73,15 @@ def form(station: str, value: Any, held: Any) -> None:
     if not good(value):
         raise ComposeError("this cannot fill the station", where=f"station {station!r}", got=written(value)[:120],
                            want=want)  # fmt: skip
+
+
+def field(station: str, name: str, value: Any) -> None:
+    """Raise `ComposeError` for what cannot fill a field of a station."""
+    good = isinstance(value, Transport) and all(takes(n)(getattr(value, leg)) for leg, n in _LEGS.items())
+    if name == "transport" and not good:
+        raise ComposeError("this cannot fill the station", where=f"station {station!r}, {name}",
+                           got=written(value)[:120], want=f"a subclass of fds.step.Transport, with {_WORDS}",
+                           hint="an object of it, not the class" if isinstance(value, type) else "")  # fmt: skip
 
 
 def loss(role: str, function: Any) -> None:

@@ -16,6 +16,7 @@ from fds.step.pool import Pool
 from fds.step.ranges import in_range
 from fds.step.sharding.order import Order
 from fds.step.sharding.shard import Shard
+from fds.step.sharding.transport import Transport
 from fds.step.structure import Structure
 from fds.step.sums import backward_inside
 
@@ -62,12 +63,12 @@ class Bucketed:
     """
 
     def __init__(
-        self, structure: Structure, leaves: Sequence[Tensor], shard: Shard, pool: Pool, *,
+        self, structure: Structure, leaves: Sequence[Tensor], shard: Shard, transport: Transport, pool: Pool, *,
         dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, predivide: float, order: Order | None,
     ):  # fmt: skip
         assert structure.layout is not None
         self.places = structure.places
-        self.shard, self.pool, self.order = shard, pool, order
+        self.shard, self.transport, self.pool, self.order = shard, transport, pool, order
         self.buckets = {i: b for i, b in enumerate(structure.layout.buckets) if b.trained}
         self.given = list(leaves)  # in the order of the structure's trained names
         self.leaves = {i: [leaves[k] for k in members] for i, members in structure.members.items()}
@@ -251,7 +252,7 @@ class Bucketed:
         own = bucket.slice(shard.axis.index, sent)
         if self.order is not None and i not in self.slices and sent.dtype == self.dtypes[i]:
             own = self.pool.take(bucket.length, sent.dtype, self.device)  # the first sum is where others are added
-        self.flying[i] = Flight(held, sent, own, shard.axis.start_reduce_scatter(own, sent))
+        self.flying[i] = Flight(held, sent, own, self.transport.reduce(shard.axis, sent, own))
         while len(self.flying) > 1:
             self._land(next(iter(self.flying)))
 
@@ -267,7 +268,7 @@ class Bucketed:
         own, sent = flight.own, flight.sent
         if not self.shard.slices_state:
             self._over_replicas(own)
-            gathered = self.shard.axis.start_all_gather(sent, own)
+            gathered = self.transport.spread(self.shard.axis, own, sent)
             self._spread()
             self.gathering.append((flight, gathered))
             self.whole[i] = flight.held.views
@@ -285,7 +286,7 @@ class Bucketed:
     def _over_replicas(self, own: Tensor) -> None:
         """Add up a slice over its replicas; outside of `order`, which their ranks do not share."""
         if self.shard.replicate is not None:
-            self.shard.replicate.start_all_reduce(own).wait()
+            self.transport.combine(self.shard.replicate, own).wait()
 
     def _spread(self) -> None:
         """Let the bucket that is being gathered arrive."""

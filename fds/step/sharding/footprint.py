@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import torch
 
 from fds import tree
 from fds.layout import Bucket
 from fds.state import State
 from fds.step.all_stations import Stations
+from fds.step.sharding.shard import Shard
 from fds.step.structure import Structure
 
 
@@ -56,20 +57,35 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
     shard, layout = step.shard, structure.layout
     if layout is None or shard is None:
         return {}
-    peers, n = (shard.axis.size - 1) / shard.axis.size, step.split.num_microbatches
-    reduced = sum(b.numel * (step.reduce.dtype or _sum_dtype(step, b)).itemsize for b in layout.buckets if b.trained)
-    times = n if shard.reduces_each_microbatch else 1
-    copies = 0 if shard.replicate is None else 2 * (1 - 1 / shard.replicate.size) / shard.axis.size
-    sent = {"gather": 0.0, "reduce": (peers * (1 if shard.slices_state else 2) + copies) * reduced * times}
+    n, size = step.split.num_microbatches, shard.axis.size
+    reduced = sum(_reduced(step, shard, b) for b in layout.buckets if b.trained)
+    sent = {"gather": 0.0, "reduce": reduced * (n if shard.reduces_each_microbatch else 1)}
     if structure.sharded:
-        twice = sum(step.gather.passing(layout, shard).values()) if shard.gathers_on_use else 0
-        sent["gather"] = peers * (sum(_gathered(step, b) for b in layout.buckets) + (2 * n - 1) * twice)
+        passing = step.gather.passing(layout, shard) if shard.gathers_on_use else ()
+        for i, bucket in enumerate(layout.buckets):
+            once = step.gather.transport.bytes_sent("gather", bucket.numel, _seen_dtype(step, bucket), size)
+            sent["gather"] += once * (2 * n if i in passing else 1)
     return {station: round(n) for station, n in sent.items() if n}
 
 
-def _sum_dtype(step: Stations, bucket: Bucket) -> Any:
-    return step.sum.dtype or step.gather.dtype_of(bucket.leaves[0].name, bucket.dtype)
+def _reduced(step: Stations, shard: Shard, bucket: Bucket) -> float:
+    """Return the bytes that this rank sends to sum the gradients of a bucket, and what comes of them."""
+    dtype, sent = step.reduce.dtype or _sum_dtype(step, bucket), step.reduce.transport.bytes_sent
+    total = sent("reduce", bucket.numel, dtype, shard.axis.size)
+    if not shard.slices_state:
+        total += sent("spread", bucket.numel, dtype, shard.axis.size)
+    if shard.replicate is not None:
+        total += sent("combine", bucket.length, dtype, shard.replicate.size)
+    return total
+
+
+def _sum_dtype(step: Stations, bucket: Bucket) -> torch.dtype:
+    return step.sum.dtype or _seen_dtype(step, bucket)
+
+
+def _seen_dtype(step: Stations, bucket: Bucket) -> torch.dtype:
+    return step.gather.dtype_of(bucket.leaves[0].name, bucket.dtype)
 
 
 def _gathered(step: Stations, bucket: Bucket) -> int:
-    return bucket.numel * step.gather.dtype_of(bucket.leaves[0].name, bucket.dtype).itemsize
+    return bucket.numel * _seen_dtype(step, bucket).itemsize

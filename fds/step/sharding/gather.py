@@ -13,15 +13,17 @@ from fds.errors import StateError
 from fds.layout import Bucket, Layout
 from fds.step.pool import Pool
 from fds.step.sharding.shard import Shard
+from fds.step.sharding.transport import LOSSLESS, Transport
 from fds.step.structure import Structure
 
 
 @attrs.frozen
 class Gather:
-    """Held parameters to whole ones, in what dtype (None keeps the master's)."""
+    """Held parameters to whole ones, in what dtype (None keeps the master's), by which transport."""
 
     dtype: torch.dtype | None = None
     float32: tuple[str, ...] = ()  # patterns of parameters that stay as they are
+    transport: Transport = LOSSLESS
 
     def all_at_once(self, structure: Structure, shard: Shard, parts: list[Tensor], pool: Pool) -> list[Tensor]:
         """Gather every bucket; the parameters are views of them."""
@@ -36,9 +38,7 @@ class Gather:
         """Begin to gather a bucket from the slices of all ranks; return its memory (numel,) and the work."""
         dtype = self.dtype_of(bucket.leaves[0].name, part.dtype)
         flat = pool.take(bucket.numel, dtype, part.device)
-        own = bucket.slice(axis.index, flat)
-        own.copy_(part)
-        return flat, axis.start_all_gather(flat, own)
+        return flat, self.transport.gather(axis, part, flat)
 
     def passing(self, layout: Layout, shard: Shard) -> dict[int, int]:
         """Return the buckets that stage 3 does not keep whole for the length of a step, with their bytes if whole."""

@@ -14,6 +14,7 @@ from fds.step.pool import Pool
 from fds.step.sharding.buckets import Bucketed
 from fds.step.sharding.order import Order
 from fds.step.sharding.shard import Shard
+from fds.step.sharding.transport import LOSSLESS, Transport
 from fds.step.structure import Structure
 from fds.step.sums import InPlace
 from fds.step.totals import Totals
@@ -21,9 +22,10 @@ from fds.step.totals import Totals
 
 @attrs.frozen
 class Reduce:
-    """The dtype in which gradients travel, None for that of their sum."""
+    """The dtype in which gradients travel, None for that of their sum, and by which transport."""
 
     dtype: torch.dtype | None = None
+    transport: Transport = LOSSLESS
 
     def sums(
         self, structure: Structure, shard: Shard | None, leaves: list[Tensor], dtype: torch.dtype | None, pool: Pool,
@@ -33,8 +35,8 @@ class Reduce:
         if shard is None:
             return InPlace.over(leaves, dtype)
         predivide = shard.divisor([self.dtype or dtype or kind for kind in kinds])
-        return Bucketed(structure, leaves, shard, pool, dtype=dtype, reduce_dtype=self.dtype, predivide=predivide,
-                        order=order)  # fmt: skip
+        return Bucketed(structure, leaves, shard, self.transport, pool, dtype=dtype, reduce_dtype=self.dtype,
+                        predivide=predivide, order=order)  # fmt: skip
 
 
 def same_metrics(totals: Totals, everyone: Axis | None, what: str, asked: dict[str, list[str]]) -> None:

@@ -1,0 +1,85 @@
+"""How one flat bucket travels between ranks: the legs of the stations `gather` and `reduce`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.collectives import Axis, Work
+
+Leg = Literal["reduce", "spread", "combine", "gather"]
+
+
+class Transport:
+    """How one flat bucket travels between the ranks of an axis. This one loses nothing, and others override its legs.
+
+    A leg begins to send, and returns a `Work` whose `wait` returns when the result has arrived: a collective's, or a
+    `Pending`. All ranks pass the same legs in the same order, and wait for them in that order. Tensors are 1-D and
+    contiguous; a bucket `whole` is (size * n,) and a rank's slice of it (n,), `whole[index * n : (index + 1) * n]`,
+    padding included. A leg may write over `whole` and allocate memory. It draws no random numbers and does not wait for
+    the device.
+
+    Attributes:
+        bound: the largest error of an element of a message, relative to the largest absolute value in the bucket that
+            it was made of; 0 where nothing is lost.
+    """
+
+    bound: float = 0.0
+
+    def reduce(self, axis: Axis, whole: Tensor, out: Tensor) -> Work:
+        """Sum this rank's slice of every rank's `whole` into `out` (n,) of its dtype, which may be that slice."""
+        return axis.start_reduce_scatter(out, whole)
+
+    def combine(self, axis: Axis, own: Tensor) -> Work:
+        """Sum `own` (n,), a slice of sums, over its replicas, in place: all get the same bits."""
+        return axis.start_all_reduce(own)
+
+    def spread(self, axis: Axis, own: Tensor, whole: Tensor) -> Work:
+        """Send the sums `own` (n,), which may be this rank's slice of `whole`, to all: at stage 0.
+
+        All ranks get the same bits, the one that sends a slice too.
+        """
+        return axis.start_all_gather(whole, own)
+
+    def gather(self, axis: Axis, part: Tensor, whole: Tensor) -> Work:
+        """Send parameters `part` (n,), in the dtype of the masters, to all, which get them in the dtype of `whole`.
+
+        All ranks get the same bits, the one that holds a slice too.
+        """
+        own = whole[axis.index * len(part) : (axis.index + 1) * len(part)]
+        own.copy_(part)
+        return axis.start_all_gather(whole, own)
+
+    def bytes_sent(self, leg: Leg, numel: int, dtype: torch.dtype, size: int) -> float:
+        """Return the bytes that a rank sends in a leg over `size` ranks.
+
+        `numel` and `dtype` are those of `whole`, in `combine` of `own`.
+        """
+        return numel * dtype.itemsize * (size - 1) / size * (2 if leg == "combine" else 1)
+
+    def __repr__(self) -> str:
+        return "lossless" if type(self) is Transport else type(self).__name__
+
+
+LOSSLESS = Transport()
+
+
+@attrs.frozen(eq=False)
+class Pending:
+    """A collective that was started, and what is to be done when it has arrived."""
+
+    work: Work
+    then: Callable[[], object]
+
+    def wait(self) -> None:
+        """Wait for the collective, then do the rest."""
+        self.work.wait()
+        self.then()
+
+    def done(self) -> bool:
+        """Return False: there is something left to do."""
+        return False
