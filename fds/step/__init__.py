@@ -10,6 +10,7 @@ from fds.step.execution import Executor, Found, InTurn, Microbatch, Pass, Ran
 from fds.step.given import Given
 from fds.step.gradients import Gradients, Measure, global_norm
 from fds.step.initial import beginning
+from fds.step.memory import Memory
 from fds.step.program import Step
 from fds.step.ranges import profiled
 from fds.step.runtime import Runtime
@@ -27,9 +28,9 @@ from fds.step.topology import Dimension, Dimensions, Placement
 from fds.step.totals import Totals
 
 __all__ = [
-    "After", "Call", "Commit", "Composition", "Description", "Dimension", "Dimensions", "Executor", "Found",
-    "Gather", "Given", "Gradients", "InTurn", "Measure", "Microbatch", "Order", "Pass", "Pending", "Place",
-    "Placement", "Ran", "Reduce", "Runtime", "Scale", "Seeds", "Shard", "Split", "Step", "Structure", "Sum",
-    "Totals", "Transform", "Transport", "Whole", "beginning", "compose", "demand_tree", "evaluate", "fill",
-    "global_norm", "materialize", "profiled", "rows", "same_composition", "transform", "whole",
+    "After", "Call", "Commit", "Composition", "Description", "Dimension", "Dimensions", "Executor", "Found", "Gather",
+    "Given", "Gradients", "InTurn", "Measure", "Memory", "Microbatch", "Order", "Pass", "Pending", "Place",
+    "Placement", "Ran", "Reduce", "Runtime", "Scale", "Seeds", "Shard", "Split", "Step", "Structure", "Sum", "Totals",
+    "Transform", "Transport", "Whole", "beginning", "compose", "demand_tree", "evaluate", "fill", "global_norm",
+    "materialize", "profiled", "rows", "same_composition", "transform", "whole",
 ]  # fmt: skip

@@ -21,12 +21,13 @@ from fds.step.checks import state_check as check
 from fds.step.execution import Executor, Found, InTurn, Microbatch, Pass, Ran, training
 from fds.step.given import Given, cut
 from fds.step.gradients import Gradients, Measure
+from fds.step.memory import Memory
 from fds.step.parameters import open_parameters
 from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.buckets import Bucketed
 from fds.step.sharding.gather import Gather
-from fds.step.sharding.order import Memory, Order
+from fds.step.sharding.order import LearnedOrder, Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard, shard_of
 from fds.step.stations import After, Commit, Composing, Kernels, Place, Scale
@@ -60,8 +61,7 @@ class Stations:
     commit: Commit | None = None
     after: tuple[After, ...] = ()
     place: Place = Place()
-
-    slots: Mapping[str, Callable[[Any, torch.device], Any]] = attrs.field(factory=dict)  # (params, device) -> slot
+    memory: Mapping[str, Memory] = attrs.field(factory=dict)  # by slot
     composition: tuple = ()  # the transforms, as they were written
     composing: Composing = attrs.field(default=Composing(), repr=False)
     dimensions: Dimensions = attrs.field(default=Dimensions(), repr=False)  # what follows from `topology`
@@ -142,7 +142,7 @@ class Stations:
         shard = self.shard
         if shard is None or not (shard.reduces_each_microbatch if what == "step" else shard.gathers_on_use):
             return None
-        memory = self.runtime.memories.setdefault((what, structure.layout), Memory())
+        memory = self.runtime.memories.setdefault((what, structure.layout), LearnedOrder())
         return Order(shard.axis, memory, shard.prefetch if shard.gathers_on_use else 0, what)
 
     def structure_of(self, params: Any) -> tuple[Structure, list[Tensor]]:

@@ -16,6 +16,7 @@ from fds.errors import ComposeError, did_you_mean
 from fds.loss import Buffered
 from fds.optim import Optimizer
 from fds.step.checks import contracts
+from fds.step.memory import Memory
 from fds.step.sharding.shard import Shard
 from fds.step.topology import Dimension, Dimensions
 
@@ -67,21 +68,23 @@ def transform(factory: Callable[P, Callable[[Step], Step]]) -> Callable[P, Trans
 def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: Any) -> Step:
     """Return `step` with stations filled by the transform whose turn it is.
 
-    Tuple stations are appended to; of `gather` and `reduce` a dict fills the fields that it names. What somebody
-    filled before, station, field or slot, is a `ComposeError`, into which `hint` goes, and `instead` of this
-    transform's own text (None: nothing).
+    Tuple stations are appended to; of `gather` and `reduce` a dict fills the fields that it names; `memory` takes one
+    `Memory`, and `slots={name: init}` is short for one that lies like the parameters. What somebody filled before,
+    station, field or slot, is a `ComposeError`, into which `hint` goes, and `instead` of this transform's own text
+    (None: nothing).
     """
     by, changes, owners = step.composing.position, {}, dict(step.composing.owners)
     for name, value in stations.items():
         held = _station(step, name)
-        if not isinstance(value, dict) or name == "slots":
+        if not isinstance(value, dict) or name in ("memory", "slots"):
             contracts.form(name, value, held)
-        if name == "slots":
-            for slot in value:
-                if slot in held:
-                    raise _refuse(step, f"the slot {slot!r}", owners[f"slots.{slot}"], hint, instead=instead)
-                owners[f"slots.{slot}"] = by
-            changes[name] = {**held, **value}
+        if name in ("memory", "slots"):
+            made = _memories(value)
+            for slot in made:
+                if (key := f"slots.{slot}") in owners:
+                    raise _refuse(step, f"the slot {slot!r}", owners[key], hint, instead=instead)
+                owners[key] = by
+            changes["memory"] = {**changes.get("memory", step.memory), **made}
         elif isinstance(held, tuple):
             if isinstance(value, Dimension) and isinstance(value.placement, Shard):
                 if "topology.shard" in owners:
@@ -102,10 +105,19 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
     return attrs.evolve(step, composing=attrs.evolve(step.composing, owners=owners), **changes)
 
 
+def _memories(value: Memory | dict[str, Any]) -> dict[str, Memory]:
+    """Return memories by slot, given one, or what `slots` was filled with."""
+    if isinstance(value, dict):
+        return {slot: Memory(slot, init, "parameters") for slot, init in value.items()}
+    return {value.slot: value}
+
+
 def _station(step: Step, name: str) -> Any:
     """Return what is at a station. Raises `ComposeError` for a name that is none."""
     fields = [field.name for field in attrs.fields(type(step))]
-    known = fields[: fields.index("slots") + 1]  # what follows is no station
+    known = [*fields[: fields.index("memory") + 1], "slots"]  # what follows in `fields` is no station
+    if name == "slots":
+        return step.memory
     if name not in known:
         raise ComposeError("there is no such station", where="fill", got=name, want=", ".join(known),
                            hint=did_you_mean(name, known))  # fmt: skip
@@ -161,10 +173,10 @@ class Composition:
             contracts.loss(role, f)
         step = self.rewrite(Step(loss=loss, eval_loss=loss if eval_fn is None else eval_fn))
         for one in step.after:
-            if one.slot not in step.slots:
+            if one.slot not in step.memory:
                 raise ComposeError("a filler writes to a slot that nobody makes", where="station 'after'", got=one.slot,
-                                   want=", ".join(step.slots) or "no slots are filled",
-                                   hint=f"fill(step, after=..., slots={{{one.slot!r}: init}})")  # fmt: skip
+                                   want=", ".join(step.memory) or "no slots are filled",
+                                   hint=f"fill(step, after=..., memory=Memory({one.slot!r}, init, lies))")  # fmt: skip
         if step.optimizer is None:
             raise ComposeError(
                 "the composition has no optimizer", got=repr(self), want=_show([*self.parts, "adamw(3e-4)"])
@@ -256,7 +268,7 @@ def _apply(part: Transform, step: Step) -> Step:
     if not isinstance(new, type(step)):
         raise ComposeError("a transform did not return a step", where=part.text, got=repr(new)[:80], want=_REWRITING)
     earlier = [i for i, t in enumerate(step.composition[: step.composing.position]) if t.name == part.name]
-    if earlier and new.slots.keys() == step.slots.keys():
+    if earlier and new.memory.keys() == step.memory.keys():
         raise _refuse(step, f"the name {part.name!r}", earlier[0], "write it once, with all its arguments",
                       drop=earlier[0])  # fmt: skip
     return new

@@ -31,6 +31,7 @@ class Description:
         frozen: names of parameters that are not trained.
         unused: names of trained parameters that the loss did not use on the batch (of this rank): their gradient is
             zero.
+        memory: slot -> bytes of it that this rank holds: all of these are in `num_bytes["slots"]`.
     """
 
     stations: dict[str, str]
@@ -40,11 +41,13 @@ class Description:
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     buckets: tuple[int, ...] = ()
+    memory: dict[str, int] = attrs.field(factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{name:<10} {text}" for name, text in self.stations.items() if name != "kernels"]
         lines += [f"kernels    {self.kernels}"]
         lines += [f"{name:<10} {n:>16,} bytes" for name, n in self.num_bytes.items()]
+        lines += [f"memory     {n:>16,} bytes in {slot}" for slot, n in self.memory.items()]
         lines += [f"{name:<10} {n:>16,} bytes sent a step" for name, n in self.sent.items()]
         if self.buckets:
             least, most = f"{min(self.buckets):,}", f"{max(self.buckets):,}"
@@ -59,11 +62,11 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     """Return the description of a step; see `Step.describe`."""
     told = {}
     for station in attrs.fields(type(step)):
-        if station.name == "slots":  # what follows is not a station
-            break
         value = getattr(step, station.name)
-        if station.name != "eval_loss" and value not in (station.default, None, ()):
+        if station.name != "eval_loss" and value not in (station.default, None, (), {}):
             told[station.name] = _station(station.name, value)
+        if station.name == "memory":  # what follows is not a station
+            break
     kernels = told.get("kernels", "triton on a GPU, references elsewhere")
     if state is None and batch is None:
         return Description(told, kernels)
@@ -77,13 +80,16 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     layout = structure.layout
     buckets = () if layout is None else tuple(b.numel * b.dtype.itemsize for b in layout.buckets)
     return Description(
-        told, kernels, held_bytes(step, structure, state), sent_bytes(step, structure), frozen, unused, buckets
-    )
+        told, kernels, held_bytes(step, structure, state), sent_bytes(step, structure), frozen, unused, buckets,
+        {slot: tree.num_bytes(state.slots[slot]) for slot in step.memory},
+    )  # fmt: skip
 
 
 def _station(name: str, value: Any) -> str:
     if name == "frozen":
         return tree.named(value)
+    if name == "memory":
+        return ", ".join(map(str, value.values()))
     return ", ".join(map(_text, value)) if isinstance(value, tuple) else _text(value)
 
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from fds import loss as losses, random, tree
 from fds.collectives import Axis, fingerprint
 from fds.errors import FdsError, StateError
-from fds.optim.returned import first_slots
+from fds.optim import returned
 from fds.state import State
 from fds.step.all_stations import Stations
-from fds.step.checks import contracts, state_check as check
+from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
-from fds.step.structure import check_finite, check_own, contiguous_copy
+from fds.step.memory import first_slots
+from fds.step.structure import Structure, check_finite, check_own, contiguous_copy
 
 
 def initial(step: Stations, params: Any, key: int | Tensor) -> State:
@@ -71,12 +72,10 @@ def beginning(
     structure, parts = step.structure_of(held)
     assert step.optimizer is not None
     data = None if alone else step.dimensions.data
-    flat, key, slots = [x.view(-1) for x in structure.pick(parts)], random.key(key), {}
+    flat, key = [x.view(-1) for x in structure.pick(parts)], random.key(key)
     with random.seeded(key, "optimizer", *step.dimensions.coordinates):
-        opt = first_slots(step.optimizer, structure.segments, flat)
-    for name, make in step.slots.items():
-        with random.seeded(key, "slots", name, *step.dimensions.coordinates):
-            slots[name] = contracts.first_slot(make(held, device), name, make)
+        opt = returned.first_slots(step.optimizer, structure.segments, flat)
+    slots = first_slots(step.memory, held, whole_shapes(step, structure), device, key, step.dimensions)
     buffers = {
         name: _of_rank_0(contiguous_copy(b.to(device)), data)
         for name, b in losses.initial_buffers(step.loss).items() if step.dimensions.holds(name)
@@ -108,11 +107,16 @@ def traced(step: Stations, params: Any) -> State:
 def at_first(step: Stations, state: State) -> dict[str, dict[str, Any]]:
     """Return slots and buffers as they are in the first state with such parameters, on `meta`."""
     buffers = losses.initial_buffers(step.loss)  # builds what is not built yet, so not on meta
-    with torch.device("meta"), random.seeded(state.key, "slots"):
-        shapes = tree.map(lambda x: x.to("meta"), state.params)
-        slots = {name: contracts.first_slot(make(shapes, torch.device("meta")), name, make)
-                 for name, make in step.slots.items()}  # fmt: skip
+    shapes, meta = whole_shapes(step, step.structure_of(state.params)[0]), torch.device("meta")
+    with meta, random.seeded(state.key, "slots"):
+        held = tree.map(lambda x: x.to(meta), state.params)
+        slots = first_slots(step.memory, held, shapes, meta, state.key, step.dimensions)
         return {"slots": slots, "buffers": {n: b.to("meta") for n, b in buffers.items() if step.dimensions.holds(n)}}
+
+
+def whole_shapes(step: Stations, structure: Structure) -> dict[str, tuple[int, ...]]:
+    """Return the whole shapes of all parameters, also of those that other ranks hold, alike on every rank."""
+    return step.dimensions.shapes({name: structure.leaves[name].shape for name in structure.names})
 
 
 def device_of(held: Any, shapes: Any, everyone: Axis | None) -> torch.device:

@@ -207,7 +207,7 @@ class Step(Stations):
         check.usable(state, "step")
         structure, leaves = self.structure_of(state.params)
         check.counters(state)
-        check.same_composition(state, self.slots, structure.opt)
+        check.same_composition(state, self.memory, structure.opt)
         if structure not in self.runtime.fresh:
             self.runtime.fresh[structure] = at_first(self, state)
         for name, want in self.runtime.fresh[structure].items():

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from fds.step.pool import Pool
-from fds.step.sharding.order import Memory
+from fds.step.sharding.order import LearnedOrder
 from fds.step.structure import Structure
 
 
@@ -22,5 +22,5 @@ class Runtime:
     structures: dict[Any, Structure] = attrs.field(factory=dict)  # by kind of tree: see `Step.structure_of`
     recent: list = attrs.field(factory=lambda: [(None, None)])  # the last call's key of `structures`, and its value
     fresh: dict[Structure, dict] = attrs.field(factory=dict)  # slots and buffers of a first state, on meta
-    memories: dict[tuple, Memory] = attrs.field(factory=dict)  # the order in which ranks met
+    memories: dict[tuple, LearnedOrder] = attrs.field(factory=dict)  # the order in which ranks met
     asked: dict[str, list[str]] = attrs.field(factory=dict)  # what the ranks have agreed on

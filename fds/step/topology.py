@@ -48,6 +48,10 @@ class Placement:
         """Return the names of all parameters, given those that this rank holds."""
         return names
 
+    def shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the whole shapes of all parameters by name, given those of the ones that this rank holds."""
+        return shapes
+
     def holds(self, name: str) -> bool:
         """Say whether this rank holds a parameter, or a buffer."""
         return True
@@ -171,6 +175,12 @@ class Dimensions:
         for one in self.entries:
             names = one.placement.names(names)
         return names
+
+    def shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the whole shapes of all parameters by name, given those of the ones that this rank holds."""
+        for one in self.entries:
+            shapes = one.placement.shapes(shapes)
+        return shapes
 
     def holds(self, name: str) -> bool:
         """Say whether this rank holds a parameter, or a buffer."""

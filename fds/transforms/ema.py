@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.errors import ComposeError, StateError
-from fds.step import Call, Step, fill, transform
+from fds.step import Call, Memory, Step, fill, transform
 
 
 @attrs.frozen
@@ -69,7 +69,7 @@ def ema(decay: float, *, name: str = "ema"):
 
     def apply(step: Step) -> Step:
         average = Average(name, float(decay))
-        return fill(step, after=average, slots={name: average.init}, instead=f"ema({decay}, name={name + '_2'!r})",
-                    hint="give one of them another name")  # fmt: skip
+        return fill(step, after=average, memory=Memory(name, average.init, "parameters"),
+                    instead=f"ema({decay}, name={name + '_2'!r})", hint="give one of them another name")  # fmt: skip
 
     return apply

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.errors import ComposeError, is_int
-from fds.step import Measure, Step, fill, transform
+from fds.step import Measure, Memory, Step, fill, transform
 
 SLOT = "loss_scale"
 
@@ -102,7 +102,8 @@ def loss_scale(
 
     def apply(step: Step) -> Step:
         rule = DynamicScale(float(initial), window, hysteresis, consecutive_hysteresis, float(minimum))
-        return fill(step, scale=rule, commit=rule, measure=Measure(norm=True), slots={SLOT: rule.init},
+        return fill(step, scale=rule, commit=rule, measure=Measure(norm=True),
+                    memory=Memory(SLOT, rule.init, "replicated"),
                     hint="one loss scale is enough, and it skips what is not finite")  # fmt: skip
 
     return apply

@@ -10,6 +10,7 @@ import torch
 import fds
 from fds import tree
 from fds.errors import RankError, StorageError
+from fds.step import Memory
 from fds.storage.disk import folders, writer
 from fds.storage.format import manifest
 from tests.storage.faults import at_request
@@ -152,7 +153,8 @@ def test_ranks_that_do_not_save_the_same_thing(tmp_path):
     error = told(lambda: save_other(calls=torch.tensor(1)))
     assert error.what == "the ranks do not agree on the calls made"
     assert (error.where, error.got, error.want) == ("rank 1", "1", "2, as rank 0 has it")
-    remembers = lambda step: attrs.evolve(step, slots={"x": lambda params, device: torch.ones(1, device=device)})
+    memory = Memory("x", lambda params, device: torch.ones(1, device=device), "parameters")
+    remembers = lambda step: attrs.evolve(step, memory={"x": memory})
     error = told(lambda: save_other(remembers, slots={"x": torch.ones(1)}))
     assert error.what == "the ranks do not agree on the leaves"
     error = told(lambda: save_other(buffers={"x": torch.ones(1)}))

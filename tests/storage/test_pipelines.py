@@ -13,6 +13,7 @@ from torch import nn
 import fds
 from fds import plans, tree
 from fds.errors import StorageError
+from fds.step import Memory
 from fds.storage.disk import reader, writer
 from fds.storage.format import manifest
 from tests import ranks
@@ -319,7 +320,8 @@ def test_ranks_of_one_place_that_hold_other_leaves(tmp_path):
         step, state = after()
         if step.everyone.index == 3:
             state = attrs.evolve(state, slots={**state.slots, "x": torch.ones(1)})
-            step = attrs.evolve(step, slots={**step.slots, "x": lambda params, device: torch.ones(1, device=device)})
+            more = Memory("x", lambda params, device: torch.ones(1, device=device), "parameters")
+            step = attrs.evolve(step, memory={**step.memory, "x": more})
         fds.save(tmp_path, state, step)
 
     error = told(save)
@@ -333,8 +335,8 @@ def test_a_rank_that_would_load_less_than_others_of_its_place(tmp_path):
     def load_less():
         step = make(SMALL)
         if fds.mesh(all=-1).rank == 3:
-            less = {name: slot for name, slot in step.slots.items() if name != "ema"}
-            step = attrs.evolve(step, slots=less, after=())
+            less = {name: one for name, one in step.memory.items() if name != "ema"}
+            step = attrs.evolve(step, memory=less, after=())
         fds.load(tmp_path, step, step.loss.init)
 
     error = told(load_less)
@@ -350,7 +352,7 @@ def test_what_all_stages_have_they_have_in_one_shape(tmp_path, name):
         return torch.zeros(1 + fds.mesh(pp=2, dp=-1)["pp"].index, device=device)
 
     def save(dir, slot):
-        step = attrs.evolve(make(topology), slots={"mine": slot})
+        step = attrs.evolve(make(topology), memory={"mine": Memory("mine", slot, "parameters")})
         fds.save(dir, step.init(step.loss.init), step)
 
     error = told(lambda: save(tmp_path / "bad", count), topology)
@@ -363,7 +365,7 @@ def test_what_all_stages_have_they_have_in_one_shape(tmp_path, name):
     assert chunk.file in {f"rank{i}.safetensors" for i in range(topology.data)} and chunk.length == 3
 
     def load_bad():
-        step = attrs.evolve(make(topology), slots={"mine": count})
+        step = attrs.evolve(make(topology), memory={"mine": Memory("mine", count, "parameters")})
         fds.load(tmp_path / "good", step, step.loss.init)
 
     assert told(load_bad, topology).what == "the ranks do not agree on the leaf slots.mine"

@@ -14,6 +14,7 @@ from torch import nn
 import fds
 from fds import tree
 from fds.layout import Sharded
+from fds.step import Memory
 from fds.storage.disk import reader
 from fds.storage.disk.writer import ALIGN
 from fds.storage.format import manifest
@@ -274,7 +275,7 @@ def test_slots_that_hold_parameters_anywhere(tmp_path):
 
     def make(*sharding):
         step = fds.compose(*sharding, fds.sgd(0.1))(loss)
-        return attrs.evolve(step, slots={"mine": slot})
+        return attrs.evolve(step, memory={"mine": Memory("mine", slot, "parameters")})
 
     def save():
         step = make(Topology(3, 1, 300).shard())

@@ -56,6 +56,8 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "commit": (takes(2), "a function (slots, skip) -> slots"),
     "after": (lambda x: takes(4)(x) and isinstance(getattr(x, "slot", None), str),
               "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name"),
+    "memory": (lambda x: hasattr(x, "slot") and hasattr(x, "lies"),
+               'fds.step.Memory(slot, init, lies), of which `lies` is "parameters", "named" or "replicated"'),
     "slots": (lambda x: isinstance(x, dict) and all(map(takes(2), x.values())),
               "a dict: name -> function (params, device) -> slot"),
 }  # fmt: skip
@@ -113,8 +115,14 @@ def first_slot(found: Any, name: str, make: Any) -> Any:
     for path, x in tree.paths(found).items():
         if not isinstance(x, Tensor):
             at = ".".join(filter(None, (name, path)))
-            raise _broken("slots", make, f"{at}: {in_words(x)}", "a tree of tensors, which a state can hold")
+            raise _broken("memory", make, f"{at}: {in_words(x)}", "a tree of tensors, which a state can hold")
     return found
+
+
+def named_slot(found: Any, name: str, make: Any) -> None:
+    """Raise `ComposeError` for a slot with entries by name that is anything but a dict of tensors by strings."""
+    if not (isinstance(found, dict) and all(isinstance(k, str) and isinstance(x, Tensor) for k, x in found.items())):
+        raise _broken("memory", make, f"{name}: {in_words(found)}", "a dict: name -> tensor")
 
 
 def reported(scale: Any, slots: dict[str, Any], device: torch.device) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ Event = tuple[str, int]  # ("gather" or "reduce", bucket)
 
 
 @attrs.define
-class Memory:
+class LearnedOrder:
     """What a step remembers from call to call: a cache, which all ranks keep alike; dropping it costs a slow step."""
 
     plan: list[Event] | None = None
@@ -39,7 +39,7 @@ class Order:
     """One pass through the events of a step."""
 
     axis: Axis
-    memory: Memory
+    memory: LearnedOrder
     ahead: int = 1  # gathers to launch before they are needed
     what: str = "step"  # whose events they are
     joins: dict[str, Callable[[int], None]] = attrs.field(factory=dict)  # what launches an event of each kind

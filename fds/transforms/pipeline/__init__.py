@@ -7,7 +7,8 @@ Source: Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.0
 """
 
 import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fds import loss as losses
@@ -84,7 +85,9 @@ def pipeline(
     def apply(step: Step) -> Step:
         _demand_layers(step)
         loss = step.loss
-        owned = Ownership(loss, _boundaries(loss, partition, plan.num_stages), plan.placement, own, ties)
+        shapes = {name: tuple(x.shape) for name, x in loss.init.trace().items()}
+        boundaries = _boundaries(loss, shapes, partition, plan.num_stages)
+        owned = Ownership(loss, boundaries, plan.placement, own, ties, shapes)
         owned.refuse_shared_buffers()
         _demand_order(plan, name, loss)
         made = Pipeline(name, owned, lowered, num_microbatches, dynamic_shapes, channels)
@@ -164,10 +167,11 @@ def _demand_layers(step: Step) -> None:
         )  # fmt: skip
 
 
-def _boundaries(loss: Layers, partition: Any, num_stages: int) -> tuple[int, ...]:
+def _boundaries(
+    loss: Layers, shapes: Mapping[str, tuple[int, ...]], partition: Any, num_stages: int
+) -> tuple[int, ...]:
     """Return where the stages of a loss begin, and the end. Raises `PlanError`."""
-    sizes = {name: x.numel() for name, x in loss.init.trace().items()}
-    counts = [sum(sizes[name] for name in loss.layer(i).params) for i in range(len(loss))]
+    counts = [sum(math.prod(shapes[name]) for name in loss.layer(i).params) for i in range(len(loss))]
     return boundaries_of(partition, num_stages, types=[_kind(layer) for layer in loss.layers], parameters=counts)
 
 

@@ -26,6 +26,7 @@ class Ownership(Placement):
     placement: Mapping[int, int]  # stage -> rank
     axis: Axis | None
     channel: Axis | None  # of the axis, for tied parameters
+    traced: Mapping[str, tuple[int, ...]]  # whole shapes of all parameters
 
     @property
     def num_stages(self) -> int:
@@ -69,6 +70,10 @@ class Ownership(Placement):
     def names(self, names: Sequence[str]) -> Sequence[str]:
         """Return the names of all parameters of the loss."""
         return tuple(self.stages)
+
+    def shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all parameters of the loss."""
+        return {name: shapes.get(name, self.traced[name]) for name in self.stages}
 
     def holds(self, name: str) -> bool:
         """Say whether a stage of this process has a parameter, or a buffer."""

@@ -106,8 +106,8 @@ def test_a_filler_that_returns_something_else_is_named_and_the_state_stays(stati
 
 MAKING = {
     "kernels: nothing": ({"kernels": lambda: None}, "kernels", "context manager"),
-    "slots: nothing": ({"slots": {"noted": lambda params, device: None}}, "slots", "tensors"),
-    "slots: a number": ({"slots": {"noted": lambda params, device: {"a": [0.5]}}}, "slots", "tensors"),
+    "slots: nothing": ({"slots": {"noted": lambda params, device: None}}, "memory", "tensors"),
+    "slots: a number": ({"slots": {"noted": lambda params, device: {"a": [0.5]}}}, "memory", "tensors"),
 }
 
 
