@@ -65,13 +65,15 @@ def press_ctrl_c(dir: str, stage: int, delay: float) -> None:
     """Ctrl-C comes to all ranks while they train; then they save, unless another was interrupted and ended before."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     step, state = begin(dir, stage)
-    threading.Timer(0.2 + delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+    pressed = threading.Timer(0.2 + delay, os.kill, (os.getpid(), signal.SIGINT))
+    pressed.start()
     try:
         while True:
             state, _ = step(state, torch.ones(1000))
     except KeyboardInterrupt:
         told(lambda: fds.save(dir, state, step))
     except RankError as error:
+        pressed.cancel()
         print(f"RankError: {error.what}", flush=True)
 
 
