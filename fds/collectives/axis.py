@@ -42,6 +42,10 @@ class Axis:
     def __attrs_post_init__(self) -> None:
         _by_handle[self.handle] = self
 
+    def __deepcopy__(self, memo: dict) -> Axis:
+        """Return the axis itself: copies of a module that communicates do so along the same axis."""
+        return self
+
     @property
     def size(self) -> int:
         """The number of ranks."""

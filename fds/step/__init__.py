@@ -11,6 +11,7 @@ from fds.step.given import Given
 from fds.step.gradients import Gradients, Measure, global_norm
 from fds.step.initial import beginning
 from fds.step.memory import Memory
+from fds.step.placements import Owned, Placement, Replicated, SplitDim
 from fds.step.program import Step
 from fds.step.ranges import profiled
 from fds.step.runtime import Runtime
@@ -24,13 +25,13 @@ from fds.step.sharding.transport import Pending, Transport
 from fds.step.stations import After, Commit, Place, Scale
 from fds.step.structure import Structure
 from fds.step.sums import Sum
-from fds.step.topology import Dimension, Dimensions, Placement
+from fds.step.topology import Dimension, Dimensions
 from fds.step.totals import Totals
 
 __all__ = [
     "After", "Call", "Commit", "Composition", "Description", "Dimension", "Dimensions", "Executor", "Found", "Gather",
-    "Given", "Gradients", "InTurn", "Measure", "Memory", "Microbatch", "Order", "Pass", "Pending", "Place",
-    "Placement", "Ran", "Reduce", "Runtime", "Scale", "Seeds", "Shard", "Split", "Step", "Structure", "Sum", "Totals",
-    "Transform", "Transport", "Whole", "beginning", "compose", "demand_tree", "evaluate", "fill", "global_norm",
-    "materialize", "profiled", "rows", "same_composition", "transform", "whole",
+    "Given", "Gradients", "InTurn", "Measure", "Memory", "Microbatch", "Order", "Owned", "Pass", "Pending", "Place",
+    "Placement", "Ran", "Reduce", "Replicated", "Runtime", "Scale", "Seeds", "Shard", "Split", "SplitDim", "Step",
+    "Structure", "Sum", "Totals", "Transform", "Transport", "Whole", "beginning", "compose", "demand_tree", "evaluate",
+    "fill", "global_norm", "materialize", "profiled", "rows", "same_composition", "transform", "whole",
 ]  # fmt: skip

@@ -181,15 +181,15 @@ class Composition:
             raise ComposeError(
                 "the composition has no optimizer", got=repr(self), want=_show([*self.parts, "adamw(3e-4)"])
             )
-        split, owned = step.dimensions.split, step.dimensions.owned
-        for one in step.condition if split or owned else ():
+        split, differs = step.dimensions.split, step.dimensions.differing
+        for one in step.condition if split or differs else ():
             if not getattr(one, "takes_slices", False):
                 has = "flat slices of them" if split else "those of its own stages"
                 raise ComposeError(
                     f"a gradient map may need all gradients, and each rank has {has}",
                     where="station 'condition'", got=_word(one), want="a map with takes_slices = True",
                     hint="set it on a map that treats every element alike, wherever it lies"
-                    + ("" if owned else "; or shard at stage 0"),
+                    + ("" if differs else "; or shard at stage 0"),
                 )  # fmt: skip
         return step
 

@@ -212,4 +212,5 @@ def _shared(step: Stations, state: State, totals: Totals) -> Totals:
     """Return the totals of all ranks."""
     if step.everyone is None:
         return totals
-    return agree(totals, None, {}, step.everyone, step.dimensions.data, calls=int(state.calls))[0]
+    dims = step.dimensions
+    return agree(totals, None, {}, step.everyone, dims.data, calls=int(state.calls), tells=dims.tells)[0]

@@ -40,7 +40,7 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
         _agree(shapes, error, everyone)
     if error is not None:
         raise error
-    structure, _ = step.structure_of(_held(step, shapes))
+    structure, _ = step.structure_of(step.dimensions.held(shapes))
     recipe = isinstance(params, losses.Recipe)
     alone = everyone is None
     data = None if alone else step.dimensions.data
@@ -53,6 +53,8 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
         for name, x in _all_of(made, shapes, _made_here(step, shapes, params, alone), failed):
             _of_rank_0(x, everyone if not recipe or name in params.given else data)
             if step.dimensions.holds(name):
+                if (piece := step.dimensions.cut(name, x)) is not x:
+                    x = contiguous_copy(piece)
                 if not alone:
                     step.dimensions.share(name, x)
                 yield name, x
@@ -77,7 +79,7 @@ def beginning(
         opt = returned.first_slots(step.optimizer, structure.segments, flat)
     slots = first_slots(step.memory, held, whole_shapes(step, structure), device, key, step.dimensions)
     buffers = {
-        name: _of_rank_0(contiguous_copy(b.to(device)), data)
+        name: _of_rank_0(contiguous_copy(step.dimensions.cut(name, b.to(device))), data)
         for name, b in losses.initial_buffers(step.loss).items() if step.dimensions.holds(name)
     }  # fmt: skip
     return State(
@@ -111,7 +113,8 @@ def at_first(step: Stations, state: State) -> dict[str, dict[str, Any]]:
     with meta, random.seeded(state.key, "slots"):
         held = tree.map(lambda x: x.to(meta), state.params)
         slots = first_slots(step.memory, held, shapes, meta, state.key, step.dimensions)
-        return {"slots": slots, "buffers": {n: b.to("meta") for n, b in buffers.items() if step.dimensions.holds(n)}}
+        cut = lambda n, b: step.dimensions.cut(n, b.to("meta"))
+        return {"slots": slots, "buffers": {n: cut(n, b) for n, b in buffers.items() if step.dimensions.holds(n)}}
 
 
 def whole_shapes(step: Stations, structure: Structure) -> dict[str, tuple[int, ...]]:
@@ -131,11 +134,6 @@ def device_of(held: Any, shapes: Any, everyone: Axis | None) -> torch.device:
     for leaf in tree.leaves(shapes):
         return torch.get_default_device() if leaf.is_meta else leaf.device
     raise StateError("there are no parameters", got=repr(shapes)[:60], want="a pytree of tensors")
-
-
-def _held(step: Stations, shapes: Any) -> Any:
-    """Return the part of a tree that this rank holds."""
-    return {name: x for name, x in shapes.items() if step.dimensions.holds(name)} if step.dimensions.owned else shapes
 
 
 def _made_here(step: Stations, shapes: Any, params: Any, alone: bool) -> list[str]:
@@ -218,7 +216,7 @@ def _read(step: Stations, params: Any, key: Tensor, *, own: bool) -> tuple[Any, 
     shapes = params.trace() if recipe else params
     if isinstance(step.loss, losses.Layers):
         step.loss.check(shapes)
-    structure, _ = step.structure_of(_held(step, shapes))
+    structure, _ = step.structure_of(step.dimensions.held(shapes))
     names = step.dimensions.names(structure.names)
     tree.match(step.gather.float32, names, what="precision(keep_float32=...)")
     still = tree.match(step.frozen, names, what="freeze")

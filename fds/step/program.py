@@ -109,7 +109,7 @@ class Step(Stations):
         overflow = None if norm is None or not decides else ~norm.isfinite()
         skip = overflow if empty is None else empty if overflow is None else overflow | empty
         norm_of = None
-        if self.dimensions.owned and self.everyone is not None:
+        if self.everyone is not None and self.dimensions.differing:
             norm_of = functools.partial(found.norm_of_all, everyone=self.everyone)
         grads = known = Gradients(found.leaves, total, norm, structure.segments, self.dimensions.split, norm_of)
         for i, one in enumerate(self.condition):
@@ -222,7 +222,10 @@ class Step(Stations):
         if self.everyone is None:
             return found.totals, norm, found.buffers
         some = any(found.used) or not found.used
-        return agree(found.totals, norm, found.buffers, self.everyone, self.dimensions.data, calls=calls, used=some)
+        return agree(
+            found.totals, norm, found.buffers, self.everyone, self.dimensions.data, calls=calls, used=some,
+            tells=self.dimensions.tells,
+        )  # fmt: skip
 
     def _metrics(
         self, totals: Totals, state: State, step: Tensor, rates: dict[str, Tensor], norm: Tensor | None,

@@ -204,6 +204,12 @@ def read_leaves(
     leaves = []
     for name, x in named.items():
         trained = tree.is_float(x) and name not in still
+        if trained and optimizer.needs_whole(name) and dimensions.box(name, x.shape) is not None:
+            raise StateError(
+                "the optimizer needs whole parameters, and each rank has a piece of this one", where=name,
+                got=repr(optimizer), want="an optimizer that works on pieces, as adamw and lamb do",
+                hint=f"by_name({{{name!r}: adamw(), ...}})",
+            )  # fmt: skip
         group = optimizer.group(name) if trained else None
         stays = shard is not None and shard.persists(x.numel())
         kind = (group, gather.casts(name), stays, dimensions.kind(name))

@@ -8,77 +8,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 from torch import Tensor
 
+from fds import tree
 from fds.collectives import Axis
 from fds.errors import ComposeError
 from fds.layout import Segment
+from fds.step.placements import Placement, SplitDim
 
-Role = Literal["stage", "data"]
-ROLES: tuple[Role, ...] = ("stage", "data")  # in which ranks are numbered, the last varies fastest
-
-
-class Placement:
-    """How parameters lie along an axis. This one: every rank holds all of them, alike."""
-
-    @property
-    def owns(self) -> bool:
-        """Whether ranks hold different parameters, each of its own whole."""
-        return False
-
-    @property
-    def slice(self) -> int:
-        """Which slice of every flat bucket this rank holds, where state is sliced."""
-        return 0
-
-    @property
-    def copy(self) -> tuple[int, int]:
-        """Of the ranks that hold the same elements, which one this is, and how many they are."""
-        return 0, 1
-
-    @property
-    def split(self) -> tuple[Axis, ...]:
-        """The axes over which what an optimizer gets of a parameter is split."""
-        return ()
-
-    def names(self, names: Sequence[str]) -> Sequence[str]:
-        """Return the names of all parameters, given those that this rank holds."""
-        return names
-
-    def shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return the whole shapes of all parameters by name, given those of the ones that this rank holds."""
-        return shapes
-
-    def holds(self, name: str) -> bool:
-        """Say whether this rank holds a parameter, or a buffer."""
-        return True
-
-    def kind(self, name: str) -> Hashable:
-        """Return what a parameter may share a bucket with: others of this kind."""
-        return None
-
-    def counts(self, names: Sequence[str | None]) -> list[bool]:
-        """Say whether this rank's elements of each parameter count in norms: of ranks that hold the same, one's do.
-
-        None stands for padding.
-        """
-        return [True] * len(names)
-
-    def share(self, name: str, x: Tensor) -> None:
-        """Give a new parameter the values that it has on the first of the ranks that hold it, in place."""
-
-    def add_up(self, name: str, grad: Tensor) -> None:
-        """Sum a gradient over the ranks that hold the parameter and saw other uses of it, in place."""
-
-    def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return all parameters on every rank, given those that each holds."""
-        return named
-
-    def __repr__(self) -> str:
-        return ""  # nothing to say beside the axis
+Role = Literal["stage", "data", "tensor"]
+ROLES: tuple[Role, ...] = ("stage", "data", "tensor")  # in which ranks are numbered, the last varies fastest
+Box = tuple[tuple[int, int], ...]  # by dim: the first index, and how many
 
 
 @attrs.frozen(repr=False)
@@ -92,6 +35,13 @@ class Dimension:
     role: Role
     placement: Placement = attrs.field(factory=Placement)
 
+    def __attrs_post_init__(self) -> None:
+        if self.axis is not None and self.axis.size > 1 and self.placement.axis is None:
+            raise ComposeError(
+                "a placement does not know its axis", where=f"station 'topology', {self!r}",
+                got=type(self.placement).__name__, want="a Placement whose attribute `axis` is the axis",
+            )  # fmt: skip
+
     def __repr__(self) -> str:
         ranks = "one process" if self.axis is None else f"{self.axis.name} ({self.axis.size} ranks)"
         how = repr(self.placement)
@@ -101,6 +51,11 @@ class Dimension:
     def batches(self) -> bool:
         """Whether ranks along the axis pass different batches."""
         return self.role == "data"
+
+    @property
+    def repeats(self) -> bool:
+        """Whether ranks along the axis compute the same losses and metrics, of which one rank's count."""
+        return self.role == "tensor"
 
 
 @attrs.frozen
@@ -130,8 +85,13 @@ class Dimensions:
 
     @property
     def owned(self) -> list[tuple[Axis, Placement]]:
-        """The axes along which ranks hold different parameters."""
+        """The axes along which ranks hold different parameters, whole ones."""
         return [(one.axis, one.placement) for one in self.entries if one.axis is not None and one.placement.owns]
+
+    @property
+    def differing(self) -> list[tuple[Axis, Placement]]:
+        """The axes along which ranks hold different parameters, or pieces of them."""
+        return [(one.axis, one.placement) for one in self.entries if one.axis is not None and one.placement.differs]
 
     @property
     def split(self) -> tuple[Axis, ...]:
@@ -141,7 +101,14 @@ class Dimensions:
     @property
     def coordinates(self) -> tuple[int, ...]:
         """Where this rank is among those that hold other slices or parameters: what draws for them differs by it."""
-        return tuple(axis.index for axis in (*self.split, *(axis for axis, _ in self.owned)))
+        split = self.split
+        others = (axis for axis, placement in self.differing if not placement.split)
+        return tuple(axis.index for axis in (*split, *others))
+
+    @property
+    def tells(self) -> bool:
+        """Whether this rank's losses and metrics count: of ranks that compute the same ones, the first's do."""
+        return not any(one.repeats and one.axis is not None and one.axis.index for one in self.entries)
 
     @property
     def share_of_batch(self) -> tuple[int, int]:
@@ -159,16 +126,32 @@ class Dimensions:
     @property
     def slice(self) -> int:
         """Which slice of every flat bucket this rank holds."""
-        return next((one.placement.slice for one in self.entries if one.placement.split), 0)
+        return next((i for one in self.entries if (i := one.placement.slice) is not None), 0)
 
-    @property
-    def copy(self) -> tuple[int, int]:
-        """Of the ranks that hold the same elements, which one this is, and how many they are."""
+    def copies(self, name: str | None, *, sliced: bool) -> tuple[int, int]:
+        """Of the ranks that hold the same elements of a leaf, which one this is, and how many they are.
+
+        See `Placement.copies`. Of ranks that own the whole leaf, only those at this rank's place count.
+        """
         index, count = 0, 1
         for one in self.entries:
-            mine, size = one.placement.copy
+            mine, size = one.placement.copies(name, sliced=sliced)
             index, count = index * size + mine, count * size
         return index, count
+
+    def box(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], Box] | None:
+        """Return the whole shape of a parameter of which this rank holds a piece of `shape`, and where that lies.
+
+        None where this rank holds all of it.
+        """
+        cuts = [(axis, lies.dim) for axis, one in self.differing if isinstance(lies := one.lies(name), SplitDim)]
+        if not cuts:
+            return None
+        starts, whole = [0] * len(shape), list(shape)
+        for axis, dim in reversed(cuts):
+            starts[dim] += axis.index * whole[dim]
+            whole[dim] *= axis.size
+        return tuple(whole), tuple(zip(starts, shape, strict=True))
 
     def names(self, names: Sequence[str]) -> Sequence[str]:
         """Return the names of all parameters, given those that this rank holds."""
@@ -178,7 +161,7 @@ class Dimensions:
 
     def shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the whole shapes of all parameters by name, given those of the ones that this rank holds."""
-        for one in self.entries:
+        for one in reversed(self.entries):
             shapes = one.placement.shapes(shapes)
         return shapes
 
@@ -192,8 +175,22 @@ class Dimensions:
 
     def share(self, name: str, x: Tensor) -> None:
         """Give a new parameter the values that it has on the first of the ranks that hold it, in place."""
-        for one in self.entries:
-            one.placement.share(name, x)
+        for _, placement in self.differing:
+            placement.share(name, x)
+
+    def cut(self, name: str, x: Tensor) -> Tensor:
+        """Return this rank's piece of a whole parameter, or buffer, a view; see `Placement.cut`."""
+        for _, placement in self.differing:
+            x = placement.cut(name, x)
+        return x
+
+    def held(self, whole: Any) -> Any:
+        """Return the part of a tree of whole parameters that this rank holds."""
+        if not self.differing:
+            return whole
+        cut = lambda name, x: self.cut(name, x) if isinstance(x, Tensor) else x
+        held = {name: cut(name, x) for name, x in tree.paths(whole).items() if self.holds(name)}
+        return held if self.owned else tree.flatten(whole)[1](list(held.values()))
 
     def add_up(self, grads: Sequence[Tensor], segments: Sequence[Sequence[Segment]]) -> list[bool]:
         """Sum the gradients of what several ranks hold, in place; say for each whether this rank's counts in norms.
@@ -201,7 +198,7 @@ class Dimensions:
         A bucket never mixes kinds, so its first parameter speaks for all of it.
         """
         firsts = [inside[0].name if inside else None for inside in segments]
-        for _, placement in self.owned:
+        for _, placement in self.differing:
             for grad, name in zip(grads, firsts, strict=True):
                 if name is not None:
                     placement.add_up(name, grad)
@@ -210,11 +207,11 @@ class Dimensions:
             counted = list(map(operator.and_, counted, one.placement.counts(firsts)))
         return counted
 
-    def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return all parameters on every rank, given those that each holds."""
-        for one in self.entries:
-            named = one.placement.collect(named)
-        return named
+    def collect(self, held: Any) -> Any:
+        """Return a tree of all whole parameters, or buffers, on every rank, given what each holds."""
+        for _, placement in reversed(self.differing):
+            held = placement.collect(held)
+        return held
 
 
 def _joined(axes: list[Axis]) -> Axis | None:

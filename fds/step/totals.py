@@ -56,6 +56,12 @@ class Totals:
         """Return the same with weight 1 where it is 0: then the means are the sums, which are finite."""
         return self if empty is None else attrs.evolve(self, weight=torch.where(empty, 1, self.weight))
 
+    def silent(self) -> Totals:
+        """Return the same as zeros: those of a rank that computes what another one tells."""
+        zero = lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else 0
+        metrics = {name: zero(x) for name, x in self.metrics.items()}
+        return attrs.evolve(self, loss=zero(self.loss), weight=zero(self.weight), metrics=metrics)
+
     def means(self) -> dict[str, Tensor]:
         """Return the weighted mean of the loss and of float metrics, the sum of integer ones."""
         assert self.loss is not None
@@ -72,7 +78,7 @@ def _times(value: Tensor, weight: Tensor | float) -> Tensor:
 
 def agree(
     totals: Totals, norm: Tensor | None, buffers: dict[str, Tensor], everyone: Axis, data: Axis | None, *, calls: int,
-    used: bool = True,
+    used: bool = True, tells: bool = True,
 ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:  # fmt: skip
     """Share over the ranks of an axis all that a step decides by, in one small message; average the buffers.
 
@@ -84,10 +90,12 @@ def agree(
         data: those of them that hold the same buffers, None for one rank; another message where that is not all.
         calls: what this rank's state has counted.
         used: whether a gradient came on this rank.
+        tells: whether the totals of this rank count; else it computes what another one does.
 
     Raises, on the CPU, where reading a number is free: `RankError` where ranks are at different calls, `LossError`
     where no rank uses any parameter.
     """
+    totals = totals if tells else totals.silent()
     assert totals.loss is not None
     device, names = totals.loss.device, sorted(totals.metrics)
     number = lambda x: x.to(device) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)

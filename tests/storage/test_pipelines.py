@@ -325,7 +325,7 @@ def test_ranks_of_one_place_that_hold_other_leaves(tmp_path):
         fds.save(tmp_path, state, step)
 
     error = told(save)
-    assert error.what == "the ranks do not agree on the leaves of pipeline rank 1"
+    assert error.what == "the ranks do not agree on the leaves of the ranks at place 1"
     assert error.where == "rank 3" and error.want.endswith("as rank 2 has it") and not os.listdir(tmp_path)
 
 
@@ -340,7 +340,7 @@ def test_a_rank_that_would_load_less_than_others_of_its_place(tmp_path):
         fds.load(tmp_path, step, step.loss.init)
 
     error = told(load_less)
-    assert error.what == "the ranks do not agree on the leaves of pipeline rank 1"
+    assert error.what == "the ranks do not agree on the leaves of the ranks at place 1"
     assert error.where == "rank 3" and error.want.endswith("as rank 2 has it")
 
 

@@ -1,5 +1,6 @@
 """Who writes what: every element once, by ranks that share the load."""
 
+import attrs
 import torch
 from hypothesis import given, strategies as st
 
@@ -12,6 +13,23 @@ from fds.storage.ranks.sharing import CUT, all_held, own
 
 sizes = st.lists(st.tuples(st.sampled_from([0, 1, 7, 1000, 5000, 40_000]), st.sampled_from([1, 2, 4, 8])), max_size=8)
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
+
+
+@attrs.frozen
+class Lying:
+    """What a rank writes by, in the place of the dimensions of a step."""
+
+    alike: tuple[int, int] = (0, 1)  # of the ranks that hold a whole leaf, which one this is, and how many
+    sliced: tuple[int, int] = (0, 1)  # the same of a slice
+    slice: int = 0
+    place: int = 0
+
+    def copies(self, name, *, sliced):
+        return self.sliced if sliced else self.alike
+
+
+def on(*args, **more):
+    return Ranks(dimensions=Lying(*args, **more))
 
 
 def leaves(spec, prefix):
@@ -37,7 +55,7 @@ def written(all_pieces, tensors):
 def test_what_all_ranks_have_they_write_in_equal_shares(spec, num_ranks):
     tensors = leaves(spec, "x")
     parts = {name: LeafPart(x, tuple(x.shape)) for name, x in tensors.items()}
-    ranks = [Ranks(index=i, data=i, num_data=num_ranks) for i in range(num_ranks)]
+    ranks = [on((i, num_ranks)) for i in range(num_ranks)]
     shares = written([own(parts, union(parts), r) for r in ranks], tensors)
     assert all(abs(share - sum(shares) / num_ranks) < CUT for share in shares)
 
@@ -55,8 +73,7 @@ def test_slices_are_written_in_equal_shares_by_those_that_have_copies(split, ali
         return found
 
     ranks = [
-        Ranks(data=r * num_slices + s, num_data=num_slices * num_replicas, slice=s, replica=r,
-              num_replicas=num_replicas)
+        on((r * num_slices + s, num_slices * num_replicas), (r, num_replicas), slice=s)
         for r in range(num_replicas) for s in range(num_slices)
     ]  # fmt: skip
     mine = [own(parts(r.slice), union(parts(r.slice)), r) for r in ranks]
@@ -80,7 +97,7 @@ def test_pieces_lie_at_multiples_of_their_element_size(spec):
 
 def test_large_leaves_are_cut_at_pages_and_small_ones_are_not():
     parts = {name: LeafPart(x, tuple(x.shape)) for name, x in leaves([(10, 4), (100_000, 4), (10, 4)], "x").items()}
-    pieces = [own(parts, union(parts), Ranks(index=i, data=i, num_data=3)) for i in range(3)]
+    pieces = [own(parts, union(parts), on((i, 3))) for i in range(3)]
     assert [[(p.name, p.start * 4 % CUT) for p in mine] for mine in pieces] == [
         [("x0", 0), ("x1", 0)], [("x1", 0)], [("x1", 0), ("x2", 0)]]  # fmt: skip
 
@@ -88,5 +105,5 @@ def test_large_leaves_are_cut_at_pages_and_small_ones_are_not():
 def test_leaves_of_other_places_are_theirs():
     parts = {name: LeafPart(x, (1000,)) for name, x in leaves([(1000, 4), (1000, 4)], "x").items()}
     both = AllLeaves(union(parts).leaves, {"x0": 0, "x1": 1})
-    assert [p.name for p in own(parts, both, Ranks(pipelined=True, place=1))] == ["x1"]
-    assert [p.name for p in own(parts, both, Ranks(pipelined=True, place=0))] == ["x0"]
+    assert [p.name for p in own(parts, both, on(place=1))] == ["x1"]
+    assert [p.name for p in own(parts, both, on(place=0))] == ["x0"]

@@ -10,7 +10,8 @@ import torch
 
 from fds.collectives import Axis
 from fds.layout import MOST_BYTES, Layout, Leaf, plan
-from fds.step.topology import Dimensions, Placement
+from fds.step.placements import Placement, Replicated
+from fds.step.topology import Dimensions
 
 
 @attrs.frozen(repr=False)
@@ -61,18 +62,28 @@ class Shard(Placement):
         return (self.axis,) if self.slices_state else ()
 
     @property
-    def slice(self) -> int:
-        """Which slice of every bucket this rank holds."""
-        return self.axis.index
+    def slice(self) -> int | None:
+        """Which slice of every bucket this rank holds, where state is sliced."""
+        return self.axis.index if self.slices_state else None
 
     @property
-    def copy(self) -> tuple[int, int]:
-        """Of the ranks that hold the same slices, which one this is, and how many they are."""
+    def differs(self) -> bool:
+        """Whether ranks hold anything else than slices of the same parameters: no."""
+        return False
+
+    def lies(self, name: str) -> Replicated:
+        """Say that parameters are the same on all data ranks; the station `reduce` sums their gradients."""
+        return Replicated("sum")
+
+    def copies(self, name: str | None, *, sliced: bool) -> tuple[int, int]:
+        """Of the ranks that hold the same slices, or all of a leaf, which one this is, and how many they are."""
+        if not sliced:
+            return self.data.index, self.data.size
         return (0, 1) if self.replicate is None else (self.replicate.index, self.replicate.size)
 
     def counts(self, names: Sequence[str | None]) -> list[bool]:
         """Say whether this rank's gradients count in norms: of replicas the first one's do."""
-        first = self.copy[0] == 0 if self.slices_state else self.data.index == 0
+        first = self.copies(None, sliced=self.slices_state)[0] == 0
         return [first] * len(names)
 
     def divisor(self, sent: Iterable[torch.dtype | None]) -> float:

@@ -1,4 +1,4 @@
-"""The leaves of the whole plain state, of which each rank of a pipeline has those of its stages."""
+"""The leaves of the whole plain state, of which ranks may have different ones, as in a pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from fds.storage.ranks.leaf_parts import LeafPart
 
 @attrs.frozen
 class AllLeaves:
-    """All leaves by key path, without chunks, and the first pipeline rank that has each, whose ranks write it."""
+    """All leaves by key path, without chunks, and the first place that has each, whose ranks write it.
+
+    A place is a set of leaves: ranks at one place have the same leaves, or parts of the same.
+    """
 
     leaves: dict[str, SavedLeaf]
     first: dict[str, int]
@@ -23,14 +26,14 @@ class AllLeaves:
     def of(cls, parts: Mapping[str, LeafPart], ranks: Ranks) -> AllLeaves:
         """Return the union of the ranks' leaves; all ranks call this.
 
-        For each pipeline rank, the first data rank reports its leaves. Several pipeline ranks have parameters of tied
-        layers, and step, calls and key. Raises `StorageError`, on every rank, for a leaf with several shapes or dtypes.
+        For each place one rank reports its leaves. Several places have parameters of tied layers, and step, calls and
+        key. Raises `StorageError`, on every rank, for a leaf with several shapes or dtypes.
         """
         own = {name: part.leaf() for name, part in parts.items()}
-        if not ranks.pipelined:
+        if not ranks.apart:
             return cls(own, dict.fromkeys(own, 0))
         with ranks.together() as exchange:
-            reports = ranks.data == 0
+            reports = ranks.dimensions.copies(None, sliced=False)[0] == 0
             exchange.mine = [ranks.place, [[name, x.dtype, x.shape] for name, x in own.items()] if reports else []]
         by_place = [
             (place, {name: SavedLeaf(dtype, tuple(shape), ()) for name, dtype, shape in leaves})
@@ -46,9 +49,9 @@ class AllLeaves:
 
 
 def agreement(parts: Mapping[str, LeafPart], ranks: Ranks) -> dict[str, str]:
-    """Return the leaves that must be equal on all data ranks of a pipeline rank, for `Ranks.check_equal`."""
+    """Return the leaves that must be equal on all ranks at one place, for `Ranks.check_equal`."""
     if ranks.everyone is None:
         return {}
     lines = "\n".join(sorted(f"{name} {part.leaf()}" for name, part in parts.items()))
-    what = f"leaves of pipeline rank {ranks.place}" if ranks.pipelined else "leaves"
+    what = f"leaves of the ranks at place {ranks.place}" if ranks.apart else "leaves"
     return {what: f"{len(parts)} leaves, {fingerprint(lines)}"}

@@ -11,7 +11,7 @@ import attrs
 
 from fds.collectives import Axis
 from fds.errors import FdsError, RankError, StorageError
-from fds.step import Step
+from fds.step import Dimensions, Step
 from fds.storage.disk.paths import read_errors
 
 
@@ -30,13 +30,7 @@ class Ranks:
     everyone: Axis | None = None  # None for a single rank
     doing: str = ""  # the public function that they all call, for errors
     index: int = 0  # of this rank
-    pipelined: bool = False  # whether they hold the leaves of different stages
-    place: int = 0  # of this rank in the pipeline
-    data: int = 0  # of this rank among those with the same stages
-    num_data: int = 1
-    slice: int = 0  # index of the slice that it holds of every bucket
-    replica: int = 0  # of this rank among those with equal slices
-    num_replicas: int = 1
+    dimensions: Dimensions = Dimensions()  # how what they hold lies along the axes that they share
 
     @classmethod
     def of(cls, step: Step, doing: str) -> Ranks:
@@ -47,8 +41,22 @@ class Ranks:
         dims = step.dimensions
         if dims.everyone is None:
             return cls()
-        return cls(dims.everyone, doing, dims.everyone.index, bool(dims.owned), dims.place, *dims.share_of_batch,
-                   dims.slice, *dims.copy)  # fmt: skip
+        return cls(dims.everyone, doing, dims.everyone.index, dims)
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks hold different leaves of the plain state."""
+        return bool(self.dimensions.owned)
+
+    @property
+    def place(self) -> int:
+        """Which of the different sets of leaves this rank holds."""
+        return self.dimensions.place
+
+    @property
+    def slice(self) -> int:
+        """Which slice of every bucket this rank holds."""
+        return self.dimensions.slice
 
     @property
     def size(self) -> int:

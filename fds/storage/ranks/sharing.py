@@ -26,12 +26,13 @@ class LeafPiece:
 def own(parts: Mapping[str, LeafPart], union: AllLeaves, ranks: Ranks) -> list[LeafPiece]:
     """Return what this rank writes to a save of all ranks, larger element sizes first.
 
-    A leaf that several pipeline ranks have is written by the first. Of split leaves each rank writes its part; replicas
-    of a slice write equal shares of it, and so do all data ranks of leaves that are not split.
+    A leaf that several places have is written by the first. Of split leaves each rank writes its part; ranks that hold
+    the same elements write equal shares of them.
     """
     mine = [(name, part) for name, part in sorted(parts.items()) if union.first[name] == ranks.place]
-    split = _share([(n, p) for n, p in mine if p.split], ranks.replica, ranks.num_replicas)
-    alike = _share([(n, p) for n, p in mine if not p.split], ranks.data, ranks.num_data)
+    copies = ranks.dimensions.copies
+    split = _share([(n, p) for n, p in mine if p.split], *copies(None, sliced=True))
+    alike = _share([(n, p) for n, p in mine if not p.split], *copies(None, sliced=False))
     return aligned([*split, *alike])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fds import loss as losses, tree
 from fds.collectives import Axis
 from fds.errors import LossError
-from fds.step import Placement
+from fds.step import Owned, Placement
 from fds.transforms.pipeline.packet import Shape
 
 
@@ -67,6 +67,19 @@ class Ownership(Placement):
         """Whether ranks hold different parameters."""
         return self.axis is not None
 
+    @property
+    def split(self) -> tuple[Axis, ...]:
+        """Nothing: what a rank owns it has whole."""
+        return ()
+
+    def lies(self, name: str) -> Owned:
+        """Say which ranks hold a parameter, or a buffer, the one of its first stage first."""
+        return Owned(self.ranks(name) if name in self.stages else self.buffers.get(name, ()))
+
+    def copies(self, name: str | None, *, sliced: bool) -> tuple[int, int]:
+        """Say that no other rank along the axis holds the same: of what several own, the first of them speaks."""
+        return 0, 1
+
     def names(self, names: Sequence[str]) -> Sequence[str]:
         """Return the names of all parameters of the loss."""
         return tuple(self.stages)
@@ -92,6 +105,14 @@ class Ownership(Placement):
         """The names of the parameters and buffers of this process."""
         layers = [self.loss.layer(i) for stage in self.own_stages for i in self.layers(stage)]
         return frozenset(name for layer in layers for name in (*layer.params, *layer.buffers))
+
+    @functools.cached_property
+    def buffers(self) -> dict[str, tuple[int, ...]]:
+        """The rank that has each buffer."""
+        rank = lambda stage: 0 if self.axis is None else self.placement[stage]
+        each = ((name, stage) for stage in range(self.num_stages) for i in self.layers(stage)
+                for name in self.loss.layer(i).buffers)  # fmt: skip
+        return {name: (rank(stage),) for name, stage in each}
 
     def ranks(self, name: str) -> tuple[int, ...]:
         """Return the ranks that hold a parameter, the one of its first stage first."""

@@ -144,7 +144,7 @@ UNFIT = {
     "place: a flag": ({"place": True}, "True", "Place"),
     "execute: nothing": ({"execute": None}, "None", "InTurn"),
     "execute: half of one": ({"execute": Half()}, "Half", "InTurn"),
-    "topology: an unknown role": ({"topology": fds.step.Dimension(None, "tensors")}, "tensors", "'stage', 'data'"),
+    "topology: an unknown role": ({"topology": fds.step.Dimension(None, "tensors")}, "tensors", "'data', 'tensor'"),
     "slots: tensors": ({"slots": {"noted": torch.zeros(2)}}, "noted", "function"),
 }  # fmt: skip
 

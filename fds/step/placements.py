@@ -1,0 +1,166 @@
+"""Placements: how parameters and buffers lie along one of the axes that share a step, and what follows from that."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import tree
+from fds.collectives import Axis
+from fds.errors import ComposeError, StateError, is_int
+
+GRADS = ("same", "sum")
+
+
+@attrs.frozen
+class SplitDim:
+    """Every rank holds an equal piece along `dim`, in the order of the ranks, and has the gradient of its piece."""
+
+    dim: int
+
+    def __attrs_post_init__(self) -> None:
+        if not is_int(self.dim, 0):
+            raise ComposeError("SplitDim takes a dim", got=repr(self.dim)[:80], want="an int >= 0")
+
+
+@attrs.frozen
+class Replicated:
+    """Every rank holds all of it. The gradients of ranks are equal ("same"), or parts of a sum ("sum")."""
+
+    grads: Literal["same", "sum"] = "same"
+
+    def __attrs_post_init__(self) -> None:
+        if self.grads not in GRADS:
+            raise ComposeError("Replicated takes what gradients are", got=repr(self.grads)[:80], want="'same' or 'sum'")
+
+
+@attrs.frozen
+class Owned:
+    """The ranks with these coordinates hold it, whole, and have the gradient of their own uses; the first comes first.
+
+    A placement that says so adds these gradients up itself.
+    """
+
+    ranks: tuple[int, ...]
+
+
+class Placement:
+    """How parameters and buffers lie along an axis; everything else follows from `axis` and `lies`.
+
+    This one: every rank holds all of them, alike.
+    """
+
+    axis: Axis | None = None
+
+    def lies(self, name: str) -> SplitDim | Replicated | Owned:
+        """Say how a parameter, or a buffer, lies along the axis: the same on every rank of it."""
+        return Replicated()
+
+    @property
+    def owns(self) -> bool:
+        """Whether ranks hold different parameters, each of its own whole."""
+        return False
+
+    @property
+    def differs(self) -> bool:
+        """Whether what ranks hold may differ, apart from slices of buckets."""
+        return self.axis is not None and self.axis.size > 1
+
+    @property
+    def slice(self) -> int | None:
+        """Which slice of every flat bucket this rank holds; None where the placement slices nothing."""
+        return None
+
+    @property
+    def split(self) -> tuple[Axis, ...]:
+        """The axes over which what an optimizer gets of a parameter is split."""
+        return (self.axis,) if self.axis is not None and self.differs else ()
+
+    def copies(self, name: str | None, *, sliced: bool) -> tuple[int, int]:
+        """Of the ranks along the axis that hold the same elements of a leaf, which one this is, and how many.
+
+        Args:
+            name: of the parameter, or buffer, that the leaf is of; None for a leaf that every rank holds.
+            sliced: whether the leaf lies in slices of buckets.
+        """
+        if self.axis is None or (name is not None and not isinstance(self.lies(name), Replicated)):
+            return 0, 1
+        return self.axis.index, self.axis.size
+
+    def names(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names of all parameters, given those that this rank holds."""
+        return names
+
+    def shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the whole shapes of all parameters by name, given those of what this rank holds."""
+        if not self.differs or self.axis is None:
+            return shapes
+        size = self.axis.size
+        along = lambda lies, i: size if isinstance(lies, SplitDim) and lies.dim == i else 1
+        return {name: tuple(n * along(self.lies(name), i) for i, n in enumerate(shape))
+                for name, shape in shapes.items()}  # fmt: skip
+
+    def holds(self, name: str) -> bool:
+        """Say whether this rank holds a parameter, or a buffer, or a piece of it."""
+        return True
+
+    def kind(self, name: str) -> Hashable:
+        """Return what a parameter may share a bucket with: others of this kind."""
+        return self.lies(name)
+
+    def counts(self, names: Sequence[str | None]) -> list[bool]:
+        """Say whether this rank's elements of each parameter count in norms: of ranks that hold the same, one's do.
+
+        None stands for padding.
+        """
+        if self.axis is None or self.axis.index == 0:
+            return [True] * len(names)
+        return [name is None or isinstance(self.lies(name), SplitDim) for name in names]
+
+    def cut(self, name: str, x: Tensor) -> Tensor:
+        """Return this rank's piece of a whole parameter, or buffer: a view. Raises `StateError` for uneven ones."""
+        if not isinstance(lies := self.lies(name), SplitDim) or self.axis is None:
+            return x
+        dim, size = lies.dim, self.axis.size
+        if dim >= x.dim() or x.shape[dim] % size:
+            raise StateError(
+                "this cannot be split over an axis", where=name, got=f"shape {tuple(x.shape)}, split along dim {dim}",
+                want=f"a multiple of {size} there, the ranks of {self.axis.name!r}",
+            )  # fmt: skip
+        length = x.shape[dim] // size
+        return x.narrow(dim, self.axis.index * length, length)
+
+    def share(self, name: str, x: Tensor) -> None:
+        """Give a new parameter the values that it has on the first of the ranks that hold it, in place."""
+        if self.axis is not None and isinstance(self.lies(name), Replicated) and x.numel():
+            self.axis.start_broadcast(_bytes(x), 0).wait()
+
+    def add_up(self, name: str, grad: Tensor) -> None:
+        """Sum a contiguous gradient over the ranks that hold the parameter and saw other uses of it, in place."""
+        if self.axis is not None and self.lies(name) == Replicated("sum") and grad.numel():
+            self.axis.start_all_reduce(grad).wait()
+
+    def collect(self, held: Any) -> Any:
+        """Return a tree of all whole parameters, or buffers, on every rank, given what each holds."""
+        (leaves, build), names = tree.flatten(held), tree.paths(held)
+        return build([self._whole(name, x) for name, x in zip(names, leaves, strict=True)])
+
+    def _whole(self, name: str, x: Tensor) -> Tensor:
+        if not isinstance(lies := self.lies(name), SplitDim) or self.axis is None:
+            return x
+        pieces = x.new_empty((self.axis.size, *x.shape))
+        if x.numel():
+            self.axis.start_all_gather(_bytes(pieces), _bytes(x.contiguous())).wait()
+        return torch.cat(tuple(pieces), lies.dim)
+
+    def __repr__(self) -> str:
+        return ""  # nothing to say beside the axis
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, (num_bytes,) uint8: every dtype travels."""
+    return x.detach().view(-1).view(torch.uint8)

@@ -1,0 +1,188 @@
+"""A `tensor` axis, of which the step knows nothing but how parameters lie along it, trains as one rank does."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import fds
+from fds import tree
+from fds.errors import ComposeError, StateError
+from fds.step import Dimension, Gradients, Placement, Replicated, SplitDim, fill, transform
+from tests import ranks
+from tests.tensor_axis.splitting import DTYPE, Columns, Place, model, share
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+CALLS, EPS, LR = 3, 1e-2, 1e-2
+# A gradient element is a sum of at most 2**12 products of size 1 (rows x widths x layers), each rounded; optimizers
+# divide by sqrt(v) + EPS, so a parameter moves by at most LR / EPS of that error a call, which then comes back.
+ROUNDING = torch.finfo(DTYPE).eps * 2**12 * LR / EPS * sum(2.0**i for i in range(CALLS))
+PLACES = [
+    (Place(2), "lamb"), (Place(2), "adamw"), (Place(4), "lamb"), (Place(2, stages=2), "lamb"),
+    *((Place(2, data=2, zero=zero), "lamb") for zero in range(4)), (Place(2, data=2, zero=1, replicas=2), "adamw"),
+    (Place(2, data=2, stages=2, zero=1), "lamb"), (Place(2, data=2, stages=2, zero=3), "adamw"),
+]  # fmt: skip
+OPTIMIZERS = {"lamb": lambda: fds.lamb(LR, eps=EPS), "adamw": lambda: fds.adamw(LR, eps=EPS)}
+
+
+def trained(place: Place, optimizer: str) -> dict[str, Any]:
+    """Return what a rank computes: metrics of every call, an evaluation, and whole parameters and averages."""
+    parts = [fds.clip_by_global_norm(0.5), fds.ema(0.9), fds.skip_nonfinite()]
+    step = place.step(*parts, optimizer=OPTIMIZERS[optimizer]())
+    state, found = step.init(model(None).init, key=3), {}
+    for call in range(CALLS):
+        x, y = share(step, call)
+        state, found[f"call {call}"] = step(state, (x * torch.inf, y) if call == 1 else (x, y))
+    found["evaluated"] = step.evaluate(state, share(step, 9))
+    found["params"] = step.params(state)
+    found["averages"] = step.params(attrs.evolve(state, params=state.slots["ema"]))
+    shares = step.dimensions.share_of_batch[1]  # over which buffers are averaged
+    found["buffers"] = {name: x * shares for name, x in step.dimensions.collect(state.buffers).items()}
+    return tree.paths(found)
+
+
+@functools.cache
+def plain(optimizer: str) -> dict[str, Any]:
+    """Return what one rank computes."""
+    return trained(Place(), optimizer)
+
+
+def check_equal(found: dict[str, Any], optimizer: str, near: float = ROUNDING) -> None:
+    """Assert that all that a rank computed is what one rank alone does; whole numbers exactly."""
+    want = plain(optimizer)
+    assert found.keys() == want.keys()
+    for name, x in want.items():
+        bound = near if x.is_floating_point() else 0
+        assert torch.allclose(found[name].double(), x.double(), rtol=bound, atol=bound, equal_nan=True), name
+
+
+@pytest.mark.parametrize(("place", "optimizer"), PLACES, ids=str)
+def test_split_pairs_are_the_plain_step(place, optimizer):
+    found = fds.simulate(lambda: trained(place, optimizer), place.ranks)
+    for one in found:
+        check_equal(one, optimizer)
+        assert all(torch.equal(x, found[0][name]) for name, x in one.items() if name.startswith("params"))
+
+
+def test_split_pairs_on_real_ranks_are_the_plain_step():
+    for found in ranks.run(trained, Place(2), "lamb"):
+        check_equal(found, "lamb")
+
+
+def test_the_bound_says_something():
+    with pytest.raises(AssertionError):
+        check_equal(plain("adamw") | {"params.0.bias": plain("adamw")["params.0.bias"] + 4 * ROUNDING}, "adamw")
+
+
+@pytest.mark.parametrize("recipe", [True, False])
+def test_a_rank_begins_with_its_piece(recipe):
+    whole = model(None).init(fds.random.key(5))
+    want = Place().step(optimizer=fds.adamw()).init(model(None).init if recipe else whole, key=3)
+
+    def body():
+        step = Place(2, data=2, zero=0).step(optimizer=fds.adamw())
+        mine = whole if recipe is False and fds.mesh(all=-1).rank == 0 else tree.map(torch.zeros_like, whole)
+        state = step.init(model(None).init if recipe else mine, key=3)
+        return {**state.params}, step.params(state), fds.mesh(dp=2, tp=2)["tp"].index
+
+    for params, collected, i in fds.simulate(body, 4):
+        for name, x in want.params.items():
+            assert torch.equal(collected[name], x)
+        assert torch.equal(params["1.up.weight"], want.params["1.up.weight"].chunk(2, 0)[i])
+        assert torch.equal(params["1.down.weight"], want.params["1.down.weight"].chunk(2, 1)[i])
+        assert torch.equal(params["1.down.bias"], want.params["1.down.bias"])
+        assert params["1.up.weight"].untyped_storage().nbytes() == params["1.up.weight"].nbytes
+
+
+def test_whole_parameters_go_back_into_a_module():
+    def body():
+        place = Place(2, data=2, zero=1)
+        step = place.step(optimizer=fds.adamw())
+        state = step.init(model(None).init, key=3)
+        state, _ = step(state, share(step, 0))
+        pair = model(None).layers[1].build()
+        step.into(pair, state, prefix="1.")
+        whole = step.params(state)
+        return all(torch.equal(p, whole[f"1.{name}"]) for name, p in pair.named_parameters()), pair.seen.shape
+
+    assert fds.simulate(body, 4) == [(True, (8,))] * 4
+
+
+class Noise:
+    """A gradient map that draws."""
+
+    takes_slices = True
+
+    def __call__(self, grads, call):
+        return Gradients([torch.randn_like(x) for x in grads.leaves], grads.scale)
+
+
+@transform
+def noise():
+    return lambda step: fill(step, condition=Noise())
+
+
+@pytest.mark.parametrize("place", [Place(2), Place(2, data=2, zero=1)], ids=str)
+def test_draws_differ_for_pieces_and_are_equal_for_copies(place):
+    def body():
+        step = place.step(noise(), optimizer=fds.sgd(1.0))
+        state = step.init(model(None).init, key=3)
+        before = step.params(state)
+        state, _ = step(state, share(step, 0))
+        return {name: before[name] - x for name, x in step.params(state).items()}, state
+
+    found = fds.simulate(body, place.ranks)
+    for moved, _ in found:
+        assert all(torch.equal(x, found[0][0][name]) for name, x in moved.items())
+        for name, dim in (("1.up.weight", 0), ("1.down.weight", 1)):
+            one, other = moved[name].chunk(2, dim)
+            assert not torch.isclose(one, other).any()
+
+
+def test_an_optimizer_of_whole_matrices_refuses_pieces_by_name():
+    muon = {"*.up.weight": fds.muon(), "*": fds.adamw()}
+
+    def body():
+        Place(2).step(optimizer=fds.by_name({"0.weight": fds.muon(), "*": fds.adamw()})).init(model(None).init)
+        with pytest.raises(StateError) as caught:
+            Place(2).step(optimizer=fds.by_name(muon)).init(model(None).init)
+        return caught.value.where, caught.value.what
+
+    assert fds.simulate(body, 2) == [("1.up.weight", "the optimizer needs whole parameters, and each rank has a piece "
+                                      "of this one")] * 2  # fmt: skip
+
+
+def test_what_does_not_divide_is_refused_by_name():
+    def body():
+        with pytest.raises(StateError) as caught:
+            Place(3).step(optimizer=fds.adamw()).init(model(None).init)
+        return caught.value.where, caught.value.got
+
+    assert fds.simulate(body, 3) == [("1.up.weight", "shape (8, 6), split along dim 0")] * 3
+
+
+def test_a_placement_must_know_its_axis():
+    class Forgetful(Columns):
+        axis = None
+
+        def __init__(self):
+            pass
+
+    def body():
+        with pytest.raises(ComposeError, match="does not know its axis"):
+            Dimension(fds.mesh(tp=2)["tp"], "tensor", Forgetful())
+        with pytest.raises(ComposeError, match="does not know its axis"):
+            Dimension(fds.mesh(tp=2)["tp"], "tensor", Placement())
+
+    fds.simulate(body, 2)
+
+
+@pytest.mark.parametrize("make", [lambda: SplitDim(-1), lambda: SplitDim(True), lambda: Replicated("max")])
+def test_a_placement_says_what_there_is(make):
+    with pytest.raises(ComposeError):
+        make()
