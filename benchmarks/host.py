@@ -88,7 +88,7 @@ def on_one_rank(stage: int):
     shard = Shard(axis, stage, axis)
 
     def apply(step: Step) -> Step:
-        return fill(step, topology=Dimension(axis, "data", shard), gather={"shard": shard}, reduce={"shard": shard})
+        return fill(step, topology=Dimension(axis, "data", shard))
 
     return apply
 

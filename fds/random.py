@@ -34,6 +34,8 @@ from fds.errors import FdsError, is_int
 
 PATIENCE_S = 120.0  # how long a scope waits for another one while the process is idle
 
+Words = tuple[int, int]  # a key as numbers on the host: folding many of them makes no tensors
+
 _lock = threading.Lock()  # held while a scope uses the generators of the process
 _holds: ContextVar[bool] = ContextVar("fds_generators", default=False)  # whether this context holds the lock
 
@@ -61,12 +63,27 @@ def fold_in(key: Tensor, *data: int | str) -> Tensor:
     >>> bool((k == fold_in(key(0), 3, "dropout")).all())
     True
     """
-    return torch.tensor(struct.unpack("<qq", _digest(key.tolist(), data)), dtype=torch.int64, device="cpu")
+    return as_key(folded(words(key), *data))
 
 
-def seed(key: Tensor, *data: int | str) -> int:
+def folded(key: Words, *data: int | str) -> Words:
+    """Return what `fold_in` does, of words."""
+    return struct.unpack("<qq", _digest(key, data))
+
+
+def words(key: Tensor) -> Words:
+    """Return the words of a key."""
+    return tuple(key.tolist())
+
+
+def as_key(words: Words) -> Tensor:
+    """Return the key of these words, `(2,) int64`."""
+    return torch.tensor(words, dtype=torch.int64, device="cpu")
+
+
+def seed(key: Tensor | Words, *data: int | str) -> int:
     """Return the 63-bit seed of `fold_in(key, *data)`, for a generator."""
-    return int.from_bytes(_digest(key.tolist(), data)[:8], "little") >> 1
+    return int.from_bytes(_digest(key if isinstance(key, tuple) else words(key), data)[:8], "little") >> 1
 
 
 def generator(key: Tensor, device: torch.device | str = "cpu") -> torch.Generator:
@@ -132,7 +149,7 @@ def in_use() -> list[torch.device]:
 
 
 @contextlib.contextmanager
-def seeded(key: Tensor, *data: int | str, devices: Iterable[torch.device] | None = None) -> Iterator[None]:
+def seeded(key: Tensor | Words, *data: int | str, devices: Iterable[torch.device] | None = None) -> Iterator[None]:
     """Seed the default generators of `devices` from `fold_in(key, *data)` inside, and restore them on leaving.
 
     The default is `in_use()`.
@@ -195,7 +212,7 @@ def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     return generators
 
 
-def _digest(words: list[int], data: tuple[int | str, ...]) -> bytes:
+def _digest(words: Words, data: tuple[int | str, ...]) -> bytes:
     if len(words) != 2:
         raise FdsError("not a random key", got=f"{len(words)} words", want="(2,) torch.int64, from fds.random.key")
     h = hashlib.blake2b(struct.pack("<qq", *words), digest_size=16)

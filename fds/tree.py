@@ -123,6 +123,8 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
     Raises `StateError` for a tree in `rest` of another structure, naming the first place where it differs.
     """
+    if type(tree) in _TENSORS and not rest:
+        return f(tree)
     first, spec = parts(tree)
     return spec.unflatten(_map(f, first, *(_up_to(spec, tree, other) for other in rest)))
 

@@ -98,7 +98,7 @@ def _rule(
     if not now.static("beta1", "beta2", "weight_decay"):
         return _formula(params, grads, opt, now, eps=eps, bias_correction=bias_correction, decoupled=decoupled)
     # beta^inf = 0: an infinite count makes both corrections exactly 1.
-    count = now.updates().float() if bias_correction else torch.full((), inf, device=now.step.device)
+    count = (now.step + 1).float() if bias_correction else torch.full((), inf, device=now.step.device)
     beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
     now.fused(
         torch.ops.aten._fused_adamw_ if decoupled else torch.ops.aten._fused_adam_,

@@ -168,7 +168,7 @@ class _RuleOptimizer:
             return
         if list(map(tree.dtype_of, grads)) != list(map(tree.dtype_of, params)):
             grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
-        self.rule(params, list(grads), opt, attrs.evolve(now, segments=alone))
+        self.rule(params, list(grads), opt, now if alone is now.segments else attrs.evolve(now, segments=alone))
         if out is not None:
             torch.ops.aten._foreach_copy_(out, slices)
 

@@ -163,10 +163,10 @@ class Stations:
 
     def settings(self, call: Call, buffers: dict[str, Tensor], n: int) -> list[losses.Setting]:
         """Return the setting of each microbatch: all seeds of a call, computed before its first kernel."""
-        evaluating, base = not call.training, call.key
+        evaluating, base = not call.training, call.words
         draws = self.execute.draws(self.eval_loss if evaluating else self.loss)
         first = self.dimensions.share_of_batch[0] * n
-        keys = [random.fold_in(base, first + i) for i in range(n)]
+        keys = [random.folded(base, first + i) for i in range(n)]
         low = self.gather.dtype in (torch.float16, torch.bfloat16)
         held = losses.carried_buffers(self.loss, self.eval_loss, buffers) if evaluating else None
         seen, busy = ([], None) if evaluating else (None, [])

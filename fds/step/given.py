@@ -41,5 +41,5 @@ def cut(batch: Any, maps: tuple[Map, ...], split: Split, call: Call, part: int =
         own = call.at("batch", i, share, part)
         with seeded(own, [one]):
             batch = contracts.batch(one(batch, own), batch, one)
-    with seeded(call.at("split", share, part), [split]):
+    with seeded(call, [split], "split", share, part):
         return contracts.microbatches(split(batch), split)

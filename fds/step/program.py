@@ -91,7 +91,7 @@ class Step(Stations):
         # from the batch to one summed gradient
         scale = None
         if self.scale is not None:
-            with seeded(call.at("scale"), [self.scale]):
+            with seeded(call, [self.scale], "scale"):
                 scale = contracts.scalar(self.scale.scale(state.slots, state.step.device), self.scale)
         self.runtime.pool.sweep()
         found = self.gradients(state, structure, parts, batch, scale, call)
@@ -99,7 +99,7 @@ class Step(Stations):
             demand_use(found.used, losses.name(self.loss))
 
         # from the gradient to a decision, the same on every rank
-        totals, norm, buffers = self._agree(found, int(state.calls))
+        totals, norm, buffers = self._agree(found, call.calls)
         empty = totals.empty()
         totals = totals.filled(empty)
         divisor = found.predivide if totals.divisor is None else totals.divisor * found.predivide
@@ -120,12 +120,11 @@ class Step(Stations):
         grads = grads.settled()
 
         # the update: from the last of these lines on the new state's memory is written
-        with seeded(call.at("schedule"), self.optimizer.schedules()):
+        with seeded(call, self.optimizer.schedules(), "schedule"):
             values = self.optimizer.values(state.step)
         new = new_leaves(self.place, self.runtime.pool, state, held, self.after)
         new.give_up(state)
-        own = call.at("optimizer", *self.dimensions.coordinates)
-        with profiled("optimizer"), seeded(own, [self.optimizer]):
+        with profiled("optimizer"), seeded(call, [self.optimizer], "optimizer", *self.dimensions.coordinates):
             new.update(self.optimizer, grads, self.dimensions, step=state.step, skip=skip, values=values)
 
         if state.step.device.type == "cpu":
@@ -135,7 +134,7 @@ class Step(Stations):
         slots = {**state.slots, **new.after}
         if self.commit is not None:
             assert overflow is not None
-            with seeded(call.at("commit"), [self.commit]):
+            with seeded(call, [self.commit], "commit"):
                 told = contracts.kept(self.commit(dict(slots), overflow), slots, self.commit)
             slots = unless(empty, slots, told)  # an empty batch says nothing of the scale
         if skip is not None:

@@ -6,6 +6,7 @@ how a save is cut all follow from these records; see `Dimensions`.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
@@ -83,22 +84,22 @@ class Dimensions:
         real = [(one.axis, one.batches) for one in entries if one.axis is not None]
         return cls(entries, _joined([axis for axis, _ in real]), _joined([axis for axis, batches in real if batches]))
 
-    @property
+    @functools.cached_property
     def owned(self) -> list[tuple[Axis, Placement]]:
         """The axes along which ranks hold different parameters, whole ones."""
         return [(one.axis, one.placement) for one in self.entries if one.axis is not None and one.placement.owns]
 
-    @property
+    @functools.cached_property
     def differing(self) -> list[tuple[Axis, Placement]]:
         """The axes along which ranks hold different parameters, or pieces of them."""
         return [(one.axis, one.placement) for one in self.entries if one.axis is not None and one.placement.differs]
 
-    @property
+    @functools.cached_property
     def split(self) -> tuple[Axis, ...]:
         """The axes over which what the optimizer gets is split."""
         return tuple(axis for one in self.entries for axis in one.placement.split)
 
-    @property
+    @functools.cached_property
     def coordinates(self) -> tuple[int, ...]:
         """Where this rank is among those that hold other slices or parameters: what draws for them differs by it."""
         split = self.split
@@ -110,7 +111,7 @@ class Dimensions:
         """Whether this rank's losses and metrics count: of ranks that compute the same ones, the first's do."""
         return not any(one.repeats and one.axis is not None and one.axis.index for one in self.entries)
 
-    @property
+    @functools.cached_property
     def share_of_batch(self) -> tuple[int, int]:
         """Which rows of the global batch this rank passes, and how many such shares there are."""
         return (0, 1) if self.data is None else (self.data.index, self.data.size)

@@ -182,12 +182,12 @@ def intact(looked: dict[str, list[str]], at: str, **held: Any) -> Iterator[None]
         given = [x for x in given if isinstance(x, Tensor) and not x.is_inference()]
         versions = list(map(tree.version_of, given))
     plain = [] if at in looked else [x for x in given if type(x) in _PLAIN and _has_values(x)]
-    values = _values(plain)
+    values = _values(plain) if plain else []
     yield
-    changed = {id(x) for x, old, new in zip(plain, values, _values(plain), strict=True) if old != new}
+    changed = {id(x) for x, old, new in zip(plain, values, _values(plain), strict=True) if old != new} if plain else ()
     looked.setdefault(at, [])
     if changed or list(map(tree.version_of, given)) != versions:
-        changed |= {id(x) for x, version in zip(given, versions, strict=True) if x._version != version}
+        changed = {*changed} | {id(x) for x, version in zip(given, versions, strict=True) if x._version != version}
         where = ", ".join(path for path, x in tree.paths(held).items() if id(x) in changed)
         raise LossError(
             "the loss writes over what it is given", where=where, got="an in-place operation",
