@@ -11,7 +11,7 @@ from torch import Tensor
 from fds.kernels.optimizers import adam_update
 from fds.optim.arguments import call_text, check_betas, check_numbers
 from fds.optim.assembly import Now, assemble, lerp
-from fds.optim.base import LRSchedule, Optimizer
+from fds.optim.base import LRSchedule, Optimizer, one_dimensional
 
 
 def adam(
@@ -76,7 +76,7 @@ def _family(
     fixed = {"eps": eps, "bias_correction": bias_correction, "decoupled": decoupled}
     hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
     return assemble(partial(_rule, **fixed), text=text, hyper=hyper, slots={"exp_avg": 0.0, "exp_avg_sq": 0.0},
-                    kernel=partial(_kernel, **fixed), fused=lambda device: True)  # fmt: skip
+                    kernel=partial(_kernel, **fixed), fused=lambda device: True, takes_shapes=True)  # fmt: skip
 
 
 def _kernel(
@@ -85,8 +85,8 @@ def _kernel(
 ) -> None:  # fmt: skip
     beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
     adam_update.adamw(
-        params, grads, opt["exp_avg"], opt["exp_avg_sq"], step=now.step, beta1=beta1, beta2=beta2, eps=eps,
-        weight_decay=weight_decay, bias_correction=bias_correction, decoupled=decoupled, out=out,
+        params, one_dimensional(grads), opt["exp_avg"], opt["exp_avg_sq"], step=now.step, beta1=beta1, beta2=beta2,
+        eps=eps, weight_decay=weight_decay, bias_correction=bias_correction, decoupled=decoupled, out=out,
         **now.read_on_device(),
     )  # fmt: skip
 
@@ -95,7 +95,10 @@ def _rule(
     params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, *,
     eps: float, bias_correction: bool, decoupled: bool,
 ) -> None:  # fmt: skip
-    if not now.static("beta1", "beta2", "weight_decay"):
+    static = now.static("beta1", "beta2", "weight_decay")
+    if not static or now.step.device.type != "cpu":  # torch's fused function takes any shapes on the CPU alone
+        grads = one_dimensional(grads)
+    if not static:
         return _formula(params, grads, opt, now, eps=eps, bias_correction=bias_correction, decoupled=decoupled)
     # beta^inf = 0: an infinite count makes both corrections exactly 1.
     count = (now.step + 1).float() if bias_correction else torch.full((), inf, device=now.step.device)

@@ -43,6 +43,7 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         groups.init, groups.update, whole=groups.needs_whole if any(m.whole for m in members) else False,
         lr=members[0].lr if same else None, text=f"by_name({{{', '.join(_entries(optimizers))}}})", group=groups.index,
         check=groups.check, runs=groups.runs, members=groups.optimizers, draws=any(m.draws for m in members),
+        takes_shapes=True,  # which `returned.update` makes 1-D for those that do not
     )  # fmt: skip
 
 

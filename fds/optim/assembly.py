@@ -90,7 +90,7 @@ class Now:
 def assemble(
     rule: Rule, *, text: str, hyper: Mapping[str, LRSchedule], slots: Mapping[str, float],
     whole: bool = False, check: Check | None = None, keep_empty: bool = False, kernel: Kernel | None = None,
-    fused: Callable[[torch.device], bool] = lambda device: False,
+    fused: Callable[[torch.device], bool] = lambda device: False, takes_shapes: bool = False,
 ) -> Optimizer:  # fmt: skip
     """Make an optimizer from an in-place rule, and from a kernel that computes the same on accelerators.
 
@@ -108,11 +108,13 @@ def assemble(
         kernel: `kernel(params, grads, opt, now, out)` on whole slices; gradients have their own dtype, still scaled;
             `out` has one tensor or None per slice.
         fused: device -> whether the rule runs torch's fused functions there, given floats.
+        takes_shapes: as in `Optimizer`.
     """
     hyper = {name: float(value) if isinstance(value, Tensor) else value for name, value in hyper.items()}
     lr = hyper.pop("lr")
     ours = _RuleOptimizer(rule, text.partition("(")[0], lr, hyper, slots, check, keep_empty, kernel, fused)
-    return Optimizer(ours.init, ours.update, whole, lr=lr, text=text, runs=ours.runs, hyper=hyper, draws=False)
+    return Optimizer(ours.init, ours.update, whole, lr=lr, text=text, runs=ours.runs, hyper=hyper, draws=False,
+                     takes_shapes=takes_shapes)  # fmt: skip
 
 
 @attrs.frozen(eq=False)

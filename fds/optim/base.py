@@ -15,7 +15,7 @@ from torch import Tensor
 from fds.errors import FdsError, OptimizerError, ScheduleError
 from fds.layout import Segment
 
-__all__ = ["LRSchedule", "Optimizer", "Segment", "Values", "at", "single_group"]
+__all__ = ["LRSchedule", "Optimizer", "Segment", "Values", "at", "one_dimensional", "single_group"]
 
 LRSchedule = float | Tensor | Callable[[Tensor], float | Tensor]
 
@@ -107,6 +107,11 @@ class Values:
         return rates
 
 
+def one_dimensional(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return contiguous gradients as 1-D views."""
+    return [g if g.dim() == 1 else g.view(-1) for g in grads]
+
+
 def single_group(name: str) -> Hashable:
     """Return the same group for every parameter."""
     return 0
@@ -146,6 +151,8 @@ class Optimizer:
         runs: device -> text that says what updates float32 parameters there: "adamw: triton".
         draws: False if `update` draws no random numbers; else torch's default generators are seeded for it from the
             key of the state, equally on ranks that update the same slices, differently on ranks with other slices.
+        takes_shapes: True if `update` also takes gradients in the shapes of their parameters, contiguous, so that
+            nobody makes 1-D views of them.
 
     Raises `OptimizerError` for an `init` or `update` that does not take what a step passes.
     """
@@ -161,6 +168,7 @@ class Optimizer:
     hyper: Mapping[str, LRSchedule] = attrs.field(factory=dict)
     members: Mapping[str, Optimizer] = attrs.field(factory=dict)
     draws: bool = True
+    takes_shapes: bool = False
 
     def __attrs_post_init__(self) -> None:
         values = ("values",) if self.hyper or self.members else ()

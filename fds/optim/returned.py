@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fds.errors import ComposeError
-from fds.optim.base import Optimizer, Segment
+from fds.optim.base import Optimizer, Segment, one_dimensional
 
 
 def first_slots(
@@ -37,10 +37,11 @@ def update(
 ) -> tuple[list[Tensor], dict[str, list]]:
     """Return what `optimizer.update` returns: `params` and `opt` themselves if it wrote into all their tensors.
 
-    It gets copies of the lists, since it may put new tensors into them.
+    It gets copies of the lists, since it may put new tensors into them. Gradients may have any shape here.
 
     Raises `ComposeError` for anything but parameters and slots of the same shapes, dtypes and devices.
     """
+    grads = list(grads) if optimizer.takes_shapes else one_dimensional(grads)
     result: Any = optimizer.update(grads, {slot: list(parts) for slot, parts in opt.items()}, list(params), **rest)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise _contract_error(optimizer, "update", "", in_words(result), "(params, opt), lists as `update` gets them")

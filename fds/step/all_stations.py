@@ -88,7 +88,7 @@ class Stations:
         """Return the gradients of a batch, times `scale` / divisor, summed over microbatches and ranks."""
         ran, sums = self._run(state, structure, parts, batch, scale, call)
         used, leaves = sums.used(), sums.finish()
-        wide = torch.float64 in set(map(tree.dtype_of, leaves))
+        wide = self.everyone is not None and torch.float64 in set(map(tree.dtype_of, leaves))
         totals, wide = self.execute.agree(ran, self.everyone, self.runtime, wide=wide)
         counted = self.dimensions.add_up(leaves, structure.segments)
         return Found(totals, leaves, used, counted, ran.buffers, sums.predivide, wide)

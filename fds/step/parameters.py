@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
@@ -47,7 +48,15 @@ def open_parameters(
     else:
         assert shard is not None
         whole = gather.all_at_once(structure, shard, parts, pool)
-    if train and live is None:
-        leaves = map(Tensor.requires_grad_, map(Tensor.detach, compress(whole, structure.is_trained)))
-        whole = [next(leaves) if is_trained else x for x, is_trained in zip(whole, structure.is_trained, strict=True)]
-    return Parameters(list(compress(whole, structure.is_trained)), structure.build_whole(whole), live)
+    if live is None and train:
+        whole = _as_leaves(whole, structure.is_trained)
+    trained = whole if all(structure.is_trained) else list(compress(whole, structure.is_trained))
+    return Parameters(trained, structure.build_whole(whole), live)
+
+
+def _as_leaves(whole: list[Tensor], is_trained: Sequence[bool]) -> list[Tensor]:
+    """Return the same parameters, those that are trained as leaves that autograd records."""
+    leaves = map(Tensor.requires_grad_, map(Tensor.detach, compress(whole, is_trained)))
+    if all(is_trained):
+        return list(leaves)
+    return [next(leaves) if one else x for x, one in zip(whole, is_trained, strict=True)]

@@ -27,23 +27,23 @@ class InPlace:
     """Gradients by `leaves`, summed over microbatches: `.grad` holds the sum, or `wide` where its dtype is another."""
 
     leaves: list[Tensor]
-    wide: list[Tensor | None]
     dtype: torch.dtype | None = None  # of the sums, None for the leaves' own
-    left: list[Tensor | None] | None = None  # `.grad` and `wide` as an `add` left them; None once the last began
+    waiting: list[Tensor] = attrs.field(factory=list)  # leaves whose `.grad` will be the sum, and is not ours yet
+    wide: dict[int, Tensor | None] = attrs.field(factory=dict)  # index of any other leaf -> its sum
+    left: list[Tensor] | None = attrs.field(factory=list)  # the sums as an `add` left them; None once the last began
     versions: list[int] = attrs.field(factory=list)  # and their versions
-    waiting: list[Tensor] = attrs.field(factory=list)  # leaves whose `.grad` is not ours yet
     predivide: float = 1.0  # what sums were divided by before they were sent: they are not
 
     @classmethod
     def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> InPlace:
         """Prepare to sum gradients by `leaves` in `dtype`."""
-        nothing: list[Tensor | None] = [None]
-        sums = cls(leaves, nothing * len(leaves), dtype, nothing * 2 * len(leaves))
+        if dtype is None:
+            return cls(leaves, dtype, leaves)
+        sums = cls(leaves, dtype, [leaf for leaf in leaves if leaf.dtype == dtype])
         for i, leaf in enumerate(leaves):
-            if dtype is not None and dtype != leaf.dtype:
+            if leaf.dtype != dtype:
+                sums.wide[i] = None
                 leaf.register_post_accumulate_grad_hook(_widen(sums.wide, i, dtype))
-            else:
-                sums.waiting.append(leaf)
         return sums
 
     def add(self, backward: Callable[[list[Tensor]], None], *, last: bool, in_parts: bool = False) -> None:
@@ -52,7 +52,7 @@ class InPlace:
         Raises `LossError` where others were added since the last, or before the first.
         """
         if self.left is not None:
-            held, versions = self._held()
+            held, versions = self._held()  # lists of other lengths have other versions
             if versions != self.versions or not all(map(operator.is_, held, self.left)):
                 raise backward_inside()
             del held
@@ -63,30 +63,34 @@ class InPlace:
         if not last:
             self.left, self.versions = self._held()
 
-    def _held(self) -> tuple[list[Tensor | None], list[int]]:
-        held = [*map(tree.grad_of, self.leaves), *self.wide]
-        return held, list(map(tree.version_of, [x for x in held if x is not None]))
+    def _held(self) -> tuple[list[Tensor], list[int]]:
+        held = [x for x in (*map(tree.grad_of, self.leaves), *self.wide.values()) if x is not None]
+        return held, list(map(tree.version_of, held))
 
     def used(self) -> list[bool]:
         """Say of every leaf whether a gradient has come for it."""
+        if not self.waiting and not self.wide:
+            return [True] * len(self.leaves)
         grads = map(tree.grad_of, self.leaves)
-        return [grad is not None or wide is not None for grad, wide in zip(grads, self.wide, strict=True)]
+        return [grad is not None or self.wide.get(i) is not None for i, grad in enumerate(grads)]
 
     @in_range("reduce")
     def finish(self) -> list[Tensor]:
         """Return the sums, contiguous and owned, zeros for a leaf that was not used, and let the leaves go."""
-        grads = map(tree.grad_of, self.leaves)
-        found = [grad if wide is None else wide for grad, wide in zip(grads, self.wide, strict=True)]
-        zeros = functools.partial(torch.zeros_like, dtype=self.dtype, memory_format=torch.contiguous_format)
+        sums = list(map(tree.grad_of, self.leaves))
         for leaf in self.leaves:
             leaf.grad = None
-        sums = [zeros(x) if grad is None else grad for x, grad in zip(self.leaves, found, strict=True)]
+        for i, wide in self.wide.items():
+            sums[i] = wide
+        if self.waiting or self.wide:
+            zeros = functools.partial(torch.zeros_like, dtype=self.dtype, memory_format=torch.contiguous_format)
+            sums = [zeros(x) if grad is None else grad for x, grad in zip(self.leaves, sums, strict=True)]
         self.close()
         return sums
 
     def close(self) -> None:
         """Let go of the leaves."""
-        self.leaves, self.wide, self.waiting, self.left = [], [], [], None
+        self.leaves, self.wide, self.waiting, self.left = [], {}, [], None
 
 
 def demand_use(used: Sequence[bool], where: str) -> None:
@@ -112,7 +116,7 @@ def backward_inside() -> LossError:
     )  # fmt: skip
 
 
-def _widen(wide: list[Tensor | None], i: int, dtype: torch.dtype) -> Callable[[Tensor], None]:
+def _widen(wide: dict[int, Tensor | None], i: int, dtype: torch.dtype) -> Callable[[Tensor], None]:
     """Return the hook that moves a leaf's new gradient into sum `i`; it holds no leaf, so there is no cycle."""
 
     def add(leaf: Tensor) -> None:

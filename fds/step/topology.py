@@ -198,6 +198,8 @@ class Dimensions:
 
         A bucket never mixes kinds, so its first parameter speaks for all of it.
         """
+        if not self.entries:
+            return [True] * len(grads)
         firsts = [inside[0].name if inside else None for inside in segments]
         for _, placement in self.differing:
             for grad, name in zip(grads, firsts, strict=True):

@@ -57,9 +57,8 @@ class NewLeaves:
         structure, n = self.structure, len(self.trained)
         flat, flat_opt = self.flat[:n], structure.align(self.flat[n:])
         new, new_opt = returned.update(
-            optimizer, [g if g.dim() == 1 else g.view(-1) for g in grads.leaves], flat_opt, flat, step=step,
-            grad_scale=grads.scale, skip=skip, segments=structure.segments, axes=dimensions.split,
-            **optimizer.given(values),
+            optimizer, grads.leaves, flat_opt, flat, step=step, grad_scale=grads.scale, skip=skip,
+            segments=structure.segments, axes=dimensions.split, **optimizer.given(values),
         )  # fmt: skip
         for leaves in (new, *new_opt.values()):
             tie(dimensions.share, optimizer, leaves, structure.segments)
