@@ -83,7 +83,7 @@ def test_calls_are_linear_in_the_number_of_parameters(name):
 
 
 BOUNDS = {  # beside what the module's own forward and backward call: calls of Python and of C a parameter
-    "pure": (0.1, 4.6), "donated": (0.1, 4.6), "stage 0": (0.1, 4.1), "stage 1": (0.1, 2.1), "stage 2": (0.1, 2.1),
+    "pure": (0.1, 1.1), "donated": (0.1, 1.1), "stage 0": (0.1, 1.6), "stage 1": (0.1, 1.1), "stage 2": (0.1, 1.1),
     "stage 3": (20.1, 23.6),
 }  # fmt: skip
 
