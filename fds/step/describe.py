@@ -24,7 +24,8 @@ class Description:
         stations: station -> what fills it, in program order, filled ones only.
         kernels: which run: with a state the optimizer's, on its device; and the rule for all others.
         num_bytes: part -> bytes that this rank holds: those of the state between steps; within one also `gradients`,
-            `buckets`, `whole` and `low` parameters (see `fds.step.sharding.footprint`). Empty without a state.
+            `buckets`, `whole`, `viewed` and `low` parameters (see `fds.step.sharding.footprint`). Empty without a
+            state.
         sent: station -> bytes that this rank sends in a step, where the loss uses every bucket once and ranks take
             one path.
         buckets: whole bytes of each flat bucket, in the dtype of the masters; empty where nothing is sharded.

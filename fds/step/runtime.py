@@ -8,6 +8,7 @@ import attrs
 
 from fds.step.pool import Pool
 from fds.step.sharding.order import LearnedOrder
+from fds.step.sharding.viewed import Known
 from fds.step.structure import Structure
 
 
@@ -23,4 +24,5 @@ class Runtime:
     recent: list = attrs.field(factory=lambda: [(None, None)])  # the last call's key of `structures`, and its value
     fresh: dict[Structure, dict] = attrs.field(factory=dict)  # slots and buffers of a first state, on meta
     memories: dict[tuple, LearnedOrder] = attrs.field(factory=dict)  # the order in which ranks met
+    viewed: Known = attrs.field(factory=dict)  # at stage 3: the shapes of what views return
     asked: dict[str, list[str]] = attrs.field(factory=dict)  # what the ranks have agreed on
