@@ -11,12 +11,21 @@ from torch import Tensor
 from fds import tree
 from fds.errors import DonatedStateError
 
+_GIVEN_UP = "a later state", (
+    "use the result (`state, metrics = step(state, batch)`), leave out fds.donate, or copy first: "
+    "fds.tree.map(torch.clone, state)"
+)  # fmt: skip
+_LOST = "parts of one: the step that wrote over them has not returned", (
+    "if it failed, load the last save; without fds.donate a step that fails leaves its state as it was"
+)  # fmt: skip
+
 
 @attrs.define(eq=False)
 class Token:
     """Whether a state's buffers may be read: a donating step marks the token as spent at its first write."""
 
     spent_at: int | None = None  # the value of `calls` of the donated state
+    became: bool = False  # whether the step that it was given to returned
     readers: set = attrs.field(factory=set)  # saves that still read the buffers; they are not overwritten until then
     memory: Any = attrs.field(default=None, repr=False)  # a donating step's cache about the buffers
     before: list[weakref.ref[State]] = attrs.field(factory=list, repr=False)  # donated states with the same tensors
@@ -27,7 +36,7 @@ class Token:
         return cls(memory=memory, before=[one for one in old.token.before if one() is not None] + [weakref.ref(old)])
 
     def __reduce__(self) -> tuple:
-        return Token, (self.spent_at,)  # a copy has tensors of its own
+        return Token, (self.spent_at, self.became)  # a copy has tensors of its own
 
 
 @tree.record
@@ -51,11 +60,11 @@ class State:
     def check(self, doing: str) -> None:
         """Raise `DonatedStateError` if a donating step has written over this state."""
         if self.token.spent_at is not None:
+            holds, hint = _GIVEN_UP if self.token.became else _LOST
             raise DonatedStateError(
-                f"{doing}: this state was donated, and its buffers now hold a later state",
+                f"{doing}: this state was donated, and its buffers now hold {holds}",
                 where=f"call {self.token.spent_at}",
                 got="a state that was already passed to a donating step",
                 want="the state which that step returned",
-                hint="use the result (`state, metrics = step(state, batch)`), leave out fds.donate, or copy first: "
-                "fds.tree.map(torch.clone, state)",
+                hint=hint,
             )

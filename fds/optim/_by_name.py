@@ -42,7 +42,8 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
     return Optimizer(
         groups.init, groups.update, whole=groups.needs_whole if any(m.whole for m in members) else False,
         lr=members[0].lr if same else None, text=f"by_name({{{', '.join(_entries(optimizers))}}})", group=groups.index,
-        check=groups.check, runs=groups.runs, members=groups.optimizers, draws=any(m.draws for m in members),
+        check=groups.check, runs=groups.runs, members=groups.optimizers,
+        separate=all(m.separate for m in members), draws=any(m.draws for m in members),
         takes_shapes=True,  # which `returned.update` makes 1-D for those that do not
     )  # fmt: skip
 
@@ -134,6 +135,8 @@ class _Groups:
         known = [m.values(step) for m in members] if values is None else list(values.members.values())
         new, after = list(params), {slot: list(tensors) for slot, tensors in opt.items()}
         for member, slices, now in zip(members, self.slices(segments), known, strict=True):
+            if not slices:
+                continue
             part = {slot: _pick(tensors, slices) for slot, tensors in opt.items()}
             part = {slot: tensors for slot, tensors in part.items() if any(x is not None for x in tensors)}
             moved, slots = returned.update(

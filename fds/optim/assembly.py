@@ -113,8 +113,8 @@ def assemble(
     hyper = {name: float(value) if isinstance(value, Tensor) else value for name, value in hyper.items()}
     lr = hyper.pop("lr")
     ours = _RuleOptimizer(rule, text.partition("(")[0], lr, hyper, slots, check, keep_empty, kernel, fused)
-    return Optimizer(ours.init, ours.update, whole, lr=lr, text=text, runs=ours.runs, hyper=hyper, draws=False,
-                     takes_shapes=takes_shapes)  # fmt: skip
+    return Optimizer(ours.init, ours.update, whole, lr=lr, text=text, runs=ours.runs, hyper=hyper, separate=True,
+                     draws=False, takes_shapes=takes_shapes)  # fmt: skip
 
 
 @attrs.frozen(eq=False)

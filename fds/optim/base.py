@@ -149,6 +149,8 @@ class Optimizer:
         group: parameter name -> group; a slice never mixes groups.
         check: called with the names of all trained parameters of all ranks before `init`; raises `OptimizerError`.
         runs: device -> text that says what updates float32 parameters there: "adamw: triton".
+        separate: True if `init` and `update` treat every slice by itself, so that they may be given some of the slices
+            at a time, as a residency asks for (`fds.step.Residency`); else they are given all at once.
         draws: False if `update` draws no random numbers; else torch's default generators are seeded for it from the
             key of the state, equally on ranks that update the same slices, differently on ranks with other slices.
         takes_shapes: True if `update` also takes gradients in the shapes of their parameters, contiguous, so that
@@ -167,6 +169,7 @@ class Optimizer:
     runs: Callable[[torch.device], str] = lambda device: "the optimizer's own"
     hyper: Mapping[str, LRSchedule] = attrs.field(factory=dict)
     members: Mapping[str, Optimizer] = attrs.field(factory=dict)
+    separate: bool = False
     draws: bool = True
     takes_shapes: bool = False
 

@@ -14,6 +14,7 @@ from fds.step.memory import Memory
 from fds.step.placements import Owned, Placement, Replicated, SplitDim
 from fds.step.program import Step
 from fds.step.ranges import profiled
+from fds.step.residency import OnDevice, Residency
 from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.gather import Gather
@@ -27,12 +28,11 @@ from fds.step.structure import Structure
 from fds.step.sums import Sum
 from fds.step.topology import Dimension, Dimensions
 from fds.step.totals import Totals
-from fds.step.views import Cut
 
 __all__ = [
-    "After", "Call", "Commit", "Composition", "Cut", "Description", "Dimension", "Dimensions", "Executor", "Found",
-    "Gather", "Given", "Gradients", "InTurn", "Measure", "Memory", "Microbatch", "Order", "Owned", "Pass",
-    "Pending", "Place", "Placement", "Ran", "Reduce", "Replicated", "Runtime", "Scale", "Seeds", "Shard", "Split",
+    "After", "Call", "Commit", "Composition", "Description", "Dimension", "Dimensions", "Executor", "Found", "Gather",
+    "Given", "Gradients", "InTurn", "Measure", "Memory", "Microbatch", "OnDevice", "Order", "Owned", "Pass", "Pending",
+    "Place", "Placement", "Ran", "Reduce", "Replicated", "Residency", "Runtime", "Scale", "Seeds", "Shard", "Split",
     "SplitDim", "Step", "Structure", "Sum", "Totals", "Transform", "Transport", "Whole", "beginning", "compose",
     "demand_tree", "evaluate", "fill", "global_norm", "materialize", "profiled", "rows", "same_composition",
     "transform", "whole",

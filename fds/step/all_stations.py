@@ -23,6 +23,7 @@ from fds.step.given import Given, cut
 from fds.step.gradients import Gradients, Measure
 from fds.step.memory import Memory
 from fds.step.parameters import open_parameters
+from fds.step.residency import agreed_chunks
 from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.buckets import Bucketed
@@ -34,7 +35,6 @@ from fds.step.stations import After, Commit, Composing, Kernels, Place, Scale
 from fds.step.structure import Structure
 from fds.step.sums import InPlace, Sum
 from fds.step.topology import Dimension, Dimensions
-from fds.step.views import Views
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -119,11 +119,8 @@ class Stations:
 
     def microbatch(self, loss: Any, structure: Structure) -> Microbatch:
         """Return the stations that every microbatch passes."""
-        shard, views = self.shard, None
-        if self.view:
-            apart = shard is not None and shard.reduces_each_microbatch
-            views = Views(self.view, structure.leaves, self.runtime.viewed, apart)
-        return Microbatch(views, self.context, losses.name(loss), shard is None, self.runtime.asked)
+        alone = self.shard is None
+        return Microbatch(self.view, self.context, structure.leaves, losses.name(loss), alone, self.runtime.asked)
 
     def given(self, call: Call, batch: Any, n: int | None = None) -> Given:
         """Return a batch through the stations `batch` and `split`, in `n` microbatches or as many as `split` says.
@@ -164,6 +161,22 @@ class Stations:
             structure = self.runtime.structures[key]
             self.runtime.recent[0] = key, structure
         return structure, leaves
+
+    def kind_of(self, name: str) -> str | None:
+        """Return the kind of a leaf of the state, by its key path, as residencies tell them apart; None for others."""
+        kind, _, rest = name.partition(".")
+        follows = kind == "slots" and rest.partition(".")[0] in {one.slot for one in self.after}
+        return kind if kind in ("params", "opt") or follows else None
+
+    def chunks(self, structure: Structure) -> list[list[int]]:
+        """Return in which chunks an update visits the slices, on all ranks that hold slices of the same parameters."""
+        known = self.runtime.chunks.get(structure)
+        if known is None:
+            assert self.optimizer is not None
+            everyone = self.everyone if self.dimensions.split else None
+            known = agreed_chunks(self.place.residency, structure, self.optimizer, everyone, self.dimensions.place)
+            self.runtime.chunks[structure] = known
+        return known
 
     def settings(self, call: Call, buffers: dict[str, Tensor], n: int) -> list[losses.Setting]:
         """Return the setting of each microbatch: all seeds of a call, computed before its first kernel."""

@@ -93,7 +93,8 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
                 owners["topology.shard"] = by
             changes[name] = (*held, value)
         else:
-            keys = [f"{name}.{field}" for field in value] if isinstance(value, dict) else [name]
+            fields = value if isinstance(value, dict) else _fields(held)
+            keys = [f"{name}.{field}" for field in fields] + [name] * (not isinstance(value, dict))
             taken = next((key for key in keys if key in owners), None)
             if taken is not None:
                 drop = by if instead is None else owners[taken]
@@ -124,9 +125,14 @@ def _station(step: Step, name: str) -> Any:
     return getattr(step, name)
 
 
+def _fields(held: Any) -> list[str]:
+    """Return the names of a station's fields, none where it is not a record."""
+    return [field.name for field in attrs.fields(type(held))] if attrs.has(type(held)) else []
+
+
 def _evolved(name: str, held: Any, value: dict[str, Any]) -> Any:
     """Return a station with some of its fields replaced. Raises `ComposeError` for others than it has."""
-    known = [field.name for field in attrs.fields(type(held))] if attrs.has(type(held)) else []
+    known = _fields(held)
     other = next((field for field in value if field not in known), None)
     if other is not None:
         raise ComposeError(

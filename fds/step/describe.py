@@ -12,6 +12,7 @@ from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import usable
+from fds.step.residency import text_of
 from fds.step.sharding.footprint import held_bytes, sent_bytes
 from fds.step.structure import Structure
 
@@ -24,8 +25,9 @@ class Description:
         stations: station -> what fills it, in program order, filled ones only.
         kernels: which run: with a state the optimizer's, on its device; and the rule for all others.
         num_bytes: part -> bytes that this rank holds: those of the state between steps; within one also `gradients`,
-            `buckets`, `whole`, `viewed` and `low` parameters (see `fds.step.sharding.footprint`). Empty without a
-            state.
+            `buckets`, `whole` and `low` parameters, and `chunks`, copies of what lives elsewhere (see
+            `fds.step.sharding.footprint`). Empty without a state.
+        lives: part -> where it lives, of those that a residency holds: `params`, `opt`, of `slots` those of averages.
         sent: station -> bytes that this rank sends in a step, where the loss uses every bucket once and ranks take
             one path.
         buckets: whole bytes of each flat bucket, in the dtype of the masters; empty where nothing is sharded.
@@ -38,6 +40,7 @@ class Description:
     stations: dict[str, str]
     kernels: str
     num_bytes: dict[str, int] = attrs.field(factory=dict)
+    lives: dict[str, str] = attrs.field(factory=dict)
     sent: dict[str, int] = attrs.field(factory=dict)
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
@@ -47,7 +50,8 @@ class Description:
     def __str__(self) -> str:
         lines = [f"{name:<10} {text}" for name, text in self.stations.items() if name != "kernels"]
         lines += [f"kernels    {self.kernels}"]
-        lines += [f"{name:<10} {n:>16,} bytes" for name, n in self.num_bytes.items()]
+        where = {name: f" in {place}" for name, place in self.lives.items()}
+        lines += [f"{name:<10} {n:>16,} bytes{where.get(name, '')}" for name, n in self.num_bytes.items()]
         lines += [f"memory     {n:>16,} bytes in {slot}" for slot, n in self.memory.items()]
         lines += [f"{name:<10} {n:>16,} bytes sent a step" for name, n in self.sent.items()]
         if self.buckets:
@@ -80,8 +84,10 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     kernels = f"{step.optimizer.runs(state.step.device)}; others: {kernels}"
     layout = structure.layout
     buckets = () if layout is None else tuple(b.numel * b.dtype.itemsize for b in layout.buckets)
+    residency = step.place.residency
     return Description(
-        told, kernels, held_bytes(step, structure, state), sent_bytes(step, structure), frozen, unused, buckets,
+        told, kernels, held_bytes(step, structure, state), {kind: text_of(residency) for kind in residency.kinds},
+        sent_bytes(step, structure), frozen, unused, buckets,
         {slot: tree.num_bytes(state.slots[slot]) for slot in step.memory},
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -14,7 +14,6 @@ from torch import Tensor
 from fds import tree
 from fds.state import State
 from fds.step.pool import Buffers
-from fds.step.structure import contiguous_copy
 
 
 @attrs.frozen(eq=False)
@@ -34,8 +33,9 @@ class Memory:
 
 
 def writable(
-    state: State, parts: Sequence[tuple[Any, list[Tensor]]], kind: Any, lists: int
-) -> tuple[list[Tensor], Memory]:
+    state: State, parts: Sequence[tuple[Any, list[Tensor]]], kind: Any, lists: int,
+    copy: Callable[[int, Tensor], Tensor],
+) -> tuple[list[Tensor], Memory]:  # fmt: skip
     """Return tensors of a state that may be written over, and what is known of their memory.
 
     A tensor is copied if it is not contiguous, or if anything but this state and those that were given up before it
@@ -47,6 +47,7 @@ def writable(
         parts: trees that the state holds, each with those of its leaves that are to be written.
         kind: equal where shapes and dtypes are.
         lists: of the caller's, how many hold each tensor.
+        copy: copies the tensor of an index, in the order of the parts, to memory of its own.
     """
     tensors = [x for _, leaves in parts for x in leaves]
     known, places = state.token.memory, list(map(Tensor.data_ptr, tensors))
@@ -56,12 +57,12 @@ def writable(
     else:
         copied = _held(state, parts, tensors, lists)
         copied = [one or not is_dense for one, is_dense in zip(copied, dense, strict=True)]
-        tensors = [x if is_dense else contiguous_copy(x) for x, is_dense in zip(tensors, dense, strict=True)]
+        tensors = [x if is_dense else copy(i, x) for i, (x, is_dense) in enumerate(zip(tensors, dense, strict=True))]
         known = Memory.of(tensors, kind)
     shared = known.buffers.shared(others=known.pooled)
     if any(copied) or any(shared):
         copied = [a or b for a, b in zip(copied, shared, strict=True)]
-        tensors = [contiguous_copy(x) if one else x for x, one in zip(tensors, copied, strict=True)]
+        tensors = [copy(i, x) if one else x for i, (x, one) in enumerate(zip(tensors, copied, strict=True))]
         known = Memory.of(tensors, kind)
     return tensors, known
 

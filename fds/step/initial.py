@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,12 +13,12 @@ from torch import Tensor
 from fds import loss as losses, random, tree
 from fds.collectives import Axis, fingerprint
 from fds.errors import FdsError, StateError
-from fds.optim import returned
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
 from fds.step.memory import first_slots
+from fds.step.residency import first_opt, settled
 from fds.step.structure import Structure, check_finite, check_own, contiguous_copy
 
 
@@ -59,7 +60,8 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
                     step.dimensions.share(name, x)
                 yield name, x
 
-    held = structure.hold(values(), step.dimensions.slice)
+    settle = functools.partial(settled, step.place.residency, kind="params")
+    held = structure.hold(values(), step.dimensions.slice, settle)
     _refuse_failed(failed, everyone)
     return beginning(step, held, key, device_of(held, shapes, everyone), alone=alone)
 
@@ -76,8 +78,11 @@ def beginning(
     data = None if alone else step.dimensions.data
     flat, key = [x.view(-1) for x in structure.pick(parts)], random.key(key)
     with random.seeded(key, "optimizer", *step.dimensions.coordinates):
-        opt = returned.first_slots(step.optimizer, structure.segments, flat)
+        opt = first_opt(step.place.residency, step.optimizer, structure, flat)
     slots = first_slots(step.memory, held, whole_shapes(step, structure), device, key, step.dimensions)
+    if "slots" in step.place.residency.kinds:
+        settle = functools.partial(settled, step.place.residency, kind="slots")
+        slots = {name: tree.map(settle, x) if step.kind_of(f"slots.{name}") else x for name, x in slots.items()}
     buffers = {
         name: _of_rank_0(contiguous_copy(step.dimensions.cut(name, b.to(device))), data)
         for name, b in losses.initial_buffers(step.loss).items() if step.dimensions.holds(name)

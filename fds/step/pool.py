@@ -8,13 +8,15 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
 from fds.autodiff import is_alone
+
+Make = Callable[[int, Tensor], Tensor]
 
 
 @functools.cache
@@ -97,21 +99,31 @@ class Pool:
         keep_heap()
         _POOLS.add(self)
 
-    def copies(self, tensors: list[Tensor], kind: Hashable = None) -> tuple[list[Tensor], Buffers]:
+    def copies(
+        self, tensors: list[Tensor], kind: Hashable = None, *, make: Make | None = None,
+        copied: Callable[[int], bool] | None = None,
+    ) -> tuple[list[Tensor], Buffers]:  # fmt: skip
         """Return contiguous copies of `tensors`, and the buffers that they are in; sets that are free are let go.
 
         Args:
             tensors: what to copy.
             kind: equal for tensors of equal shapes, dtypes and devices in this order.
+            make: makes memory for the tensor of an index, instead of fresh memory on its device.
+            copied: says of an index whether the values are to be copied; else the memory holds anything.
         """
         with self.lock:  # two threads that step at once get two sets
-            chosen = self._take(tensors, kind)
+            chosen = self._take(tensors, kind, make or _like)
             outs = list(map(Tensor.detach, chosen.tensors))
-        if outs:
-            torch._foreach_copy_(outs, tensors)
+        if copied is not None:
+            some = [i for i in range(len(outs)) if copied(i)]
+            new, old = [outs[i] for i in some], [tensors[i] for i in some]
+        else:
+            new, old = outs, tensors
+        if new:
+            torch._foreach_copy_(new, old)
         return outs, chosen.buffers
 
-    def _take(self, tensors: list[Tensor], kind: Hashable) -> Set:
+    def _take(self, tensors: list[Tensor], kind: Hashable, make: Make) -> Set:
         """Return a set of which every buffer is free, new ones in the place of those that are not."""
         best: tuple[Set, list[bool]] | None = None
         held: list[Set] = []
@@ -122,12 +134,13 @@ class Pool:
             if shared and all(shared):
                 held.append(one)
         if best is None or (tensors and all(best[1])):
-            made = [_like(x) for x in tensors]
+            made = [make(i, x) for i, x in enumerate(tensors)]
             chosen = Set(kind, made, Buffers.of(made))
         else:
             chosen, shared = best
             if any(shared):
-                made = [_like(x) if is_shared else x for x, is_shared in zip(chosen.tensors, shared, strict=True)]
+                pairs = enumerate(zip(tensors, chosen.tensors, shared, strict=True))
+                made = [make(i, x) if is_shared else own for i, (x, own, is_shared) in pairs]
                 chosen = Set(kind, made, Buffers.of(made))
         self.sets = [*held, chosen]
         return chosen
@@ -171,5 +184,5 @@ def _renew() -> None:
 os.register_at_fork(after_in_child=_renew)
 
 
-def _like(x: Tensor) -> Tensor:
+def _like(i: int, x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -123,9 +123,8 @@ class Step(Stations):
         with seeded(call, self.optimizer.schedules(), "schedule"):
             values = self.optimizer.values(state.step)
         new = new_leaves(self.place, self.runtime.pool, state, held, self.after)
-        new.give_up(state)
         with profiled("optimizer"), seeded(call, [self.optimizer], "optimizer", *self.dimensions.coordinates):
-            new.update(self.optimizer, grads, self.dimensions, step=state.step, skip=skip, values=values)
+            new.update(state, self.optimizer, grads, self.chunks(structure), self.dimensions, skip=skip, values=values)
 
         if state.step.device.type == "cpu":
             self.runtime.pool.ballast.extend(grads.leaves)
@@ -212,7 +211,8 @@ class Step(Stations):
         for name, want in self.runtime.fresh[structure].items():
             check.same_kinds(name, getattr(state, name), want)
         devices = list(map(tree.device_of, structure.pick(leaves)))
-        return check.Held(structure, leaves, devices, check.same_slots(state, structure.opt, devices))
+        at = None if "opt" in self.place.residency.kinds else devices
+        return check.Held(structure, leaves, devices, check.same_slots(state, structure.opt, at))
 
     def _agree(self, found: Found, calls: int) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""

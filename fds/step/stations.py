@@ -14,6 +14,7 @@ from torch import Tensor
 from fds import tree
 from fds.step.call import Call
 from fds.step.checks import contracts
+from fds.step.residency import OnDevice, Residency, text_of
 
 P = ParamSpec("P")
 S = TypeVar("S", bound="HasKernels")
@@ -55,11 +56,16 @@ def with_chosen_kernels(method: Callable[Concatenate[S, P], R]) -> Callable[Conc
     return run
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Place:
     """The station `place`: where leaves live, and whether the caller gives the old state up."""
 
     donate: bool = False
+    residency: Residency = OnDevice()
+
+    def __repr__(self) -> str:
+        where = f"{', '.join(self.residency.kinds)} in {text_of(self.residency)}" if self.residency.kinds else ""
+        return "; ".join(filter(None, ["the old state is given up" * self.donate, where])) or "on the device"
 
 
 class Scale(Protocol):

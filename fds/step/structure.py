@@ -144,13 +144,15 @@ class Structure:
             found.setdefault(i, []).append(k)
         return found
 
-    def hold(self, leaves: Iterable[tuple[str, Tensor]], index: int) -> Any:
+    def hold(
+        self, leaves: Iterable[tuple[str, Tensor]], index: int, settle: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> Any:
         """Return what a state holds, from (name, whole leaf) one after another: all, or slice `index` of each bucket.
 
-        Leaves are taken over where they are held whole, else copied from.
+        Leaves are taken over where they are held whole, else copied from; `settle` moves each to where it is to live.
         """
         if not self.sharded:
-            named = dict(leaves)
+            named = {name: settle(leaf) for name, leaf in leaves}
             return self.build([named[name] for name in self.names])
         assert self.layout is not None
         places = {s.name: (i, s) for i, b in enumerate(self.layout.buckets) for s in b.segments(index)}
@@ -158,7 +160,7 @@ class Structure:
         for name, leaf in leaves:
             i, s = places[name]
             if parts[i] is None:
-                parts[i] = leaf.new_zeros(self.shapes[i])
+                parts[i] = settle(leaf.new_zeros(self.shapes[i]))
             s.of(parts[i]).copy_(leaf.reshape(-1)[s.start : s.start + s.length])
         return self.build(parts)
 

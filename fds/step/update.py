@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,24 +12,43 @@ import torch
 from torch import Tensor
 
 from fds import tree
+from fds.layout import Segment
 from fds.optim import Optimizer, returned
 from fds.optim.base import Values
 from fds.state import State, Token
 from fds.step.checks.draws import tie
 from fds.step.checks.state_check import Held
+from fds.step.chunks import Column, visit
 from fds.step.donated import Memory, writable
 from fds.step.gradients import Gradients
 from fds.step.pool import Pool
+from fds.step.residency import READ, Lives
 from fds.step.stations import After, Place
 from fds.step.structure import Structure
 from fds.step.topology import Dimensions
+
+
+def _run(
+    optimizer: Optimizer, grads: list[Tensor], slots: list[str], segments: list[list[Segment]],
+    share: Callable[[str, Tensor], None], now: dict[str, Any], indices: list[int], columns: list[Column],
+) -> list[Column]:  # fmt: skip
+    """Update some slices; return the columns that the optimizer returned."""
+    inside = [segments[i] for i in indices]
+    params, opt = returned.update(
+        optimizer, [grads[i] for i in indices], dict(zip(slots, columns[1:], strict=True)), columns[0],
+        segments=inside, **now,
+    )  # fmt: skip
+    found = [params, *(opt[slot] for slot in slots)]
+    for column in found:
+        tie(share, optimizer, column, inside)
+    return found
 
 
 @attrs.define(eq=False)
 class NewLeaves:
     """Leaves of the new state that an update writes: in the old state's memory where that is given up, or a pool's.
 
-    They hold the old values until they are updated.
+    Until they are updated they hold the old values, unless a residency reads these from `old`.
     """
 
     structure: Structure
@@ -38,9 +58,33 @@ class NewLeaves:
     opt: dict[str, dict[str, Tensor]]
     after: dict[str, Any]  # slot -> what follows an update
     flat: list[Tensor]  # all of them, in this order
+    old: list[Tensor]  # the old values of all of them
     known: Memory | None  # of their memory, where the new state may be given up
 
-    def give_up(self, state: State) -> None:
+    def update(
+        self, state: State, optimizer: Optimizer, grads: Gradients, chunks: list[list[int]], dimensions: Dimensions, *,
+        skip: Tensor | None, values: Values,
+    ) -> None:  # fmt: skip
+        """Update parameters and optimizer state; from the first write on, a state that is given up is marked so."""
+        structure, n, segments = self.structure, len(self.trained), self.structure.segments
+        flat, flat_opt = self.flat[:n], structure.align(self.flat[n:])
+        now = {"step": state.step, "grad_scale": grads.scale, "skip": skip, "axes": dimensions.split}
+        now |= optimizer.given(values)
+        if not READ.isdisjoint(self.place.residency.kinds):
+            old = [self.old[:n], *structure.align(self.old[n:]).values()]
+            run = functools.partial(_run, optimizer, grads.leaves, list(flat_opt), segments, dimensions.share, now)
+            first = functools.partial(self._give_up, state)
+            return visit(self.place.residency, [flat, *flat_opt.values()], old, chunks, run, first)
+        self._give_up(state)
+        new, new_opt = returned.update(optimizer, grads.leaves, flat_opt, flat, segments=segments, **now)
+        for slices in (new, *new_opt.values()):
+            tie(dimensions.share, optimizer, slices, segments)
+        if new is not flat or new_opt is not flat_opt:  # ours write in place and return what they were given
+            self.trained = [x.view(old.shape) for x, old in zip(new, self.trained, strict=True)]
+            self.opt, self.known = structure.name_slots(new_opt), None
+        return None
+
+    def _give_up(self, state: State) -> None:
         """Mark a state that is given up as such, before the first of its tensors is written."""
         if self.place.donate:
             state.token.spent_at = int(state.calls)
@@ -49,25 +93,9 @@ class NewLeaves:
             # fused kernels do not: a graph that saved these must fail
             torch.autograd.graph.increment_version(self.flat)
 
-    def update(
-        self, optimizer: Optimizer, grads: Gradients, dimensions: Dimensions, *, step: Tensor, skip: Tensor | None,
-        values: Values,
-    ) -> None:  # fmt: skip
-        """Update parameters and optimizer state."""
-        structure, n = self.structure, len(self.trained)
-        flat, flat_opt = self.flat[:n], structure.align(self.flat[n:])
-        new, new_opt = returned.update(
-            optimizer, grads.leaves, flat_opt, flat, step=step, grad_scale=grads.scale, skip=skip,
-            segments=structure.segments, axes=dimensions.split, **optimizer.given(values),
-        )  # fmt: skip
-        for leaves in (new, *new_opt.values()):
-            tie(dimensions.share, optimizer, leaves, structure.segments)
-        if new is not flat or new_opt is not flat_opt:  # ours write in place and return what they were given
-            self.trained = [x.view(old.shape) for x, old in zip(new, self.trained, strict=True)]
-            self.opt, self.known = structure.name_slots(new_opt), None
-
     def token(self, state: State) -> Token:
         """Return the token of the new state."""
+        state.token.became = self.place.donate  # if not, whoever gives it up later may fail
         return Token.after(state, self.known) if self.over else Token(memory=self.known)
 
 
@@ -77,16 +105,19 @@ def new_leaves(place: Place, pool: Pool, state: State, held: Held, after: Sequen
     averages = {one.slot: tree.flatten(state.slots[one.slot]) for one in after}
     parts = [(state.params, structure.pick(held.parts)), (state.opt, list(held.opt))]  # each in two lists
     parts += [(state.slots[name], list(leaves)) for name, (leaves, _) in averages.items()]
+    lives = Lives(place.residency, len(structure.trained), len(held.opt))
     if over:
-        tensors, known = writable(state, parts, structure, lists=2)
+        tensors, known = writable(state, parts, structure, lists=2, copy=lives.copy)
         buffers = known.buffers
+        old = buffers.flat
     else:
-        copied = [x for _, some in parts for x in some]
-        others = map(tree.device_of, copied[len(held.devices) + len(held.opt) :])
-        tensors, buffers = pool.copies(copied, (structure, *held.devices, *others))
+        old = [x for _, some in parts for x in some]
+        others = map(tree.device_of, old[len(held.devices) + len(held.opt) :])
+        how = {"make": lives.make, "copied": lives.is_copied} if place.residency.kinds else {}
+        tensors, buffers = pool.copies(old, (structure, *held.devices, *others), **how)
         known = Memory.of(tensors, structure, buffers) if place.donate else None
     out = iter(tensors)
     trained = list(islice(out, len(structure.trained)))
     opt = {slot: dict(zip(want.names, out, strict=False)) for slot, want in structure.opt.items()}
     built = {name: build(islice(out, len(leaves))) for name, (leaves, build) in averages.items()}
-    return NewLeaves(structure, place, over, trained, opt, built, buffers.flat, known)
+    return NewLeaves(structure, place, over, trained, opt, built, buffers.flat, old, known)

@@ -6,7 +6,7 @@ Cost:   less: no second copy of parameters, optimizer state and averages
 Source: jax.jit's donate_argnums, as a transform
 """
 
-from fds.step import Place, Step, fill, transform
+from fds.step import Step, fill, transform
 
 
 @transform
@@ -20,6 +20,6 @@ def donate():
     """
 
     def apply(step: Step) -> Step:
-        return fill(step, place=Place(donate=True))
+        return fill(step, place={"donate": True})
 
     return apply

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.state import State
-from fds.step import Dimensions
+from fds.step import Dimensions, Place
 from fds.storage.format import manifest
 from fds.storage.format.tensors import DTYPES
 
@@ -26,6 +26,7 @@ class Template:
     composition: tuple = ("adamw(0.1)",)
     dimensions: Dimensions = Dimensions()
     everyone: None = None
+    place: Place = Place()
 
     def check(self, state: State) -> None:
         pass

@@ -38,6 +38,18 @@ def takes(number: int) -> Callable[[Any], bool]:
     return good
 
 
+_RESIDES = ('a residency: `kinds`, some of "params", "opt" and "slots"; chunks(structure), make(x, kind), '
+            "read(old, device) and write(worked, new); see `fds.step.Residency`")  # fmt: skip
+_KINDS, _METHODS = ("params", "opt", "slots"), {"chunks": 1, "make": 2, "read": 2, "write": 2}
+
+
+def _places(x: Any) -> bool:
+    """Say whether something has the form of a residency."""
+    kinds = getattr(x, "kinds", None)
+    named = isinstance(kinds, list | tuple | set | frozenset) and set(kinds) <= set(_KINDS)
+    return named and all(takes(n)(getattr(x, name, None)) for name, n in _METHODS.items())
+
+
 _EXECUTES = ("agreement", "reads", "draws", "dtypes", "pieces", "train", "agree", "evaluate")
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "topology": (lambda x: isinstance(x, Dimension), "fds.step.Dimension(axis, role, placement)"),
@@ -80,6 +92,9 @@ def form(station: str, value: Any, held: Any) -> None:
 def field(station: str, name: str, value: Any) -> None:
     """Raise `ComposeError` for what cannot fill a field of a station."""
     good = isinstance(value, Transport) and all(takes(n)(getattr(value, leg)) for leg, n in _LEGS.items())
+    if (station, name) == ("place", "residency") and not _places(value):
+        raise ComposeError("this cannot fill the station", where=f"station {station!r}, {name}",
+                           got=written(value)[:120], want=_RESIDES)  # fmt: skip
     if name == "transport" and not good:
         raise ComposeError("this cannot fill the station", where=f"station {station!r}, {name}",
                            got=written(value)[:120], want=f"a subclass of fds.step.Transport, with {_WORDS}",

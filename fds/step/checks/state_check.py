@@ -106,17 +106,18 @@ def without_graph(state: State, held: Held) -> State:
     return attrs.evolve(state, **{name: tree.map(_plain, getattr(state, name)) for name in names})
 
 
-def same_slots(state: State, opt: Mapping[str, Slot], devices: Sequence[torch.device]) -> list[Tensor]:
+def same_slots(state: State, opt: Mapping[str, Slot], devices: Sequence[torch.device] | None) -> list[Tensor]:
     """Return the tensors of the optimizer's slots, one slot after another; `devices` are those of the trained parts.
 
-    Raises `StateError` where one has not the shape, the dtype or the device of its part.
+    Raises `StateError` where one has not the shape, the dtype or the device of its part; without `devices` any will do.
     """
     found: list[Tensor] = []
     for slot, want in opt.items():
         named = state.opt[slot]
         values = list(named.values()) if tuple(named) == want.names else [named[name] for name in want.names]
-        at = devices if all(want.has) else list(compress(devices, want.has))
-        if kinds(values) != (want.shapes, want.dtypes) or list(map(tree.device_of, values)) != at:
+        at = devices if devices is None or all(want.has) else list(compress(devices, want.has))
+        if kinds(values) != (want.shapes, want.dtypes) or (at is not None and list(map(tree.device_of, values)) != at):
+            at = [None] * len(values) if at is None else at
             wanted = zip(want.names, values, want.shapes, want.dtypes, at, strict=True)
             for name, x, shape, dtype, device in wanted:
                 _demand(f"opt.{slot}.{name}", x, shape, dtype, device)

@@ -8,6 +8,7 @@ from fds import tree
 from fds.layout import Bucket
 from fds.state import State
 from fds.step.all_stations import Stations
+from fds.step.residency import READ, chunk_bytes, chunks_of
 from fds.step.sharding.shard import Shard
 from fds.step.structure import Structure
 
@@ -16,10 +17,12 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
     """Return part -> bytes that this rank holds: between steps the parts of the state, within one the others.
 
     `gradients` are their sums; `buckets` at stages 2 and 3 the two that are being filled and reduced; `whole` the
-    gathered parameters, at stage 3 never more; `viewed` what views make of one of those; `low` an unsharded step's
-    16-bit copy.
+    gathered parameters, at stage 3 never more; `low` an unsharded step's 16-bit copy; `chunks` the copies of what a
+    residency holds, of the chunk that is updated, the one before and the one after.
     """
     held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
+    if not READ.isdisjoint(step.place.residency.kinds):
+        held["chunks"] = _chunks(step, structure, state)
     gather, shard, layout = step.gather, step.shard, structure.layout
     if not structure.sharded:
         leaves = dict(zip(structure.names, tree.leaves(state.params), strict=True))
@@ -45,9 +48,14 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
             some = list(gather.passing(layout, shard).values())
             bound = gather.room(layout, shard) + shard.prefetch * max(some, default=0)
             held["whole"] = sum(sizes) - sum(some) + min(bound, sum(some))
-            if step.view:
-                held["viewed"] = _viewed(step, structure)
     return held
+
+
+def _chunks(step: Stations, structure: Structure, state: State) -> int:
+    assert step.optimizer is not None
+    opt = structure.align([state.opt[slot][name] for slot, want in structure.opt.items() for name in want.names])
+    columns = [structure.pick(tree.leaves(state.params)), *opt.values()]
+    return chunk_bytes(step.place.residency, columns, chunks_of(step.place.residency, structure, step.optimizer))
 
 
 def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
@@ -69,15 +77,6 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
             once = step.gather.transport.bytes_sent("gather", bucket.numel, _seen_dtype(step, bucket), size)
             sent["gather"] += once * (2 * n if i in passing else 1)
     return {station: round(n) for station, n in sent.items() if n}
-
-
-def _viewed(step: Stations, structure: Structure) -> int:
-    """Return the bytes of the largest parameter as views show it; of one that they were not seen to show, its own."""
-    leaves = structure.leaves.values()
-    sizes = {leaf.name: leaf.numel * step.gather.dtype_of(leaf.name, leaf.dtype).itemsize for leaf in leaves}
-    for shown in filter(None, step.runtime.viewed.values()):
-        sizes[shown.path] = shown.meta.numel() * shown.meta.itemsize
-    return max(sizes.values(), default=0)
 
 
 def _reduced(step: Stations, shard: Shard, bucket: Bucket) -> float:

@@ -17,6 +17,7 @@ from fds import tree
 from fds.layout import Layout, Sharded
 from fds.state import State
 from fds.step import Step
+from fds.step.residency import first_opt, made
 from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.format.tensors import dtype_name
 
@@ -78,17 +79,24 @@ def blank(step: Step, template: State, device: torch.device) -> State:
     sharded = isinstance(template.params, Sharded)
     shown = attrs.evolve(template, opt={}) if sharded else template
     make = torch.zeros if sharded else torch.empty  # empty: pages are first touched by reading
-    leaves = [
-        make(x.shape, dtype=x.dtype, device="cpu" if name in ON_HOST else device)
-        for name, x in tree.paths(shown).items()
-    ]
-    state = tree.flatten(shown)[1](leaves)
+    residency = step.place.residency
+
+    def leaf(name: str, x: Tensor) -> Tensor:
+        kind = step.kind_of(name) if residency.kinds and device.type != "meta" else None
+        if kind is not None and kind in residency.kinds:
+            found = made(residency, x, kind, device)
+            return found.zero_() if sharded else found
+        return make(x.shape, dtype=x.dtype, device="cpu" if name in ON_HOST else device)
+
+    state = tree.flatten(shown)[1]([leaf(name, x) for name, x in tree.paths(shown).items()])
     if not sharded:
         return state
     structure, held = step.structure_of(state.params)
     assert step.optimizer is not None
     flat = [x.view(-1) for x in structure.pick(held)]
-    return attrs.evolve(state, opt=structure.name_slots(step.optimizer.init(structure.segments, params=flat)))
+    full = [i for i, inside in enumerate(structure.segments) if sum(s.length for s in inside) == flat[i].numel()]
+    opt = first_opt(residency, step.optimizer, structure, flat, blank=full)
+    return attrs.evolve(state, opt=structure.name_slots(opt))
 
 
 def _parts_of_buckets(slices: Mapping[str, Tensor], layout: Layout, index: int) -> dict[str, LeafPart]:

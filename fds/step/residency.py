@@ -1,0 +1,238 @@
+"""Residency, of the station `place`: where leaves of a state live, and in which chunks an update visits them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.collectives import Axis
+from fds.errors import ComposeError
+from fds.optim import Optimizer
+from fds.optim.returned import first_slots, in_words
+from fds.step.structure import Structure, contiguous_copy
+
+READ = {"params", "opt"}  # kinds of leaves that an update reads and writes by chunks, where a residency holds them
+
+
+class Residency(Protocol):
+    """Where leaves live between steps, and how an update gets at them: it reads a chunk ahead and writes one back.
+
+    What is read and written are the bits that were given, so no number depends on it. Several threads may step at once.
+    """
+
+    @property
+    def kinds(self) -> Collection[str]:
+        """Which leaves live here: "params" (the masters), "opt" (the optimizer's), "slots" (what follows an update)."""
+        ...
+
+    def chunks(self, structure: Structure) -> Sequence[Sequence[int]]:
+        """Return which slices are visited together, by their index in `structure.segments`: each slice once.
+
+        The order is that of the visits. Ranks that hold slices of the same parameters return the same.
+        """
+        ...
+
+    def make(self, x: Tensor, kind: str) -> Tensor:
+        """Return memory for a leaf like `x`, of its shape and dtype, contiguous, with anything in it.
+
+        Nobody else may hold it, and it is given back when nobody holds it any more. An "opt" may be on any device;
+        losses and averages use the others where they are, so these are on the device of `x`. Nothing is to be read
+        from `x`, which may have no memory of its own.
+        """
+        ...
+
+    def read(self, old: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
+        """Begin to copy flat leaves to `device`, on which they are updated.
+
+        Return the function that waits, and returns the copies.
+        """
+        ...
+
+    def write(self, worked: list[Tensor], new: list[Tensor]) -> Callable[[], Any]:
+        """Begin to write what an update made of a chunk to the flat leaves of the new state.
+
+        Return the function that waits.
+        """
+        ...
+
+
+@attrs.frozen
+class OnDevice:
+    """Every leaf lives where the step runs, in memory that the update writes into: one chunk, nothing to read."""
+
+    kinds = ()
+
+    def chunks(self, structure: Structure) -> list[list[int]]:
+        """Return all slices."""
+        return [list(range(len(structure.segments)))]
+
+    def make(self, x: Tensor, kind: str) -> Tensor:
+        """Return fresh memory."""
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    def read(self, old: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
+        """Return copies."""
+        return lambda: [x.to(device, copy=True) for x in old]
+
+    def write(self, worked: list[Tensor], new: list[Tensor]) -> Callable[[], Any]:
+        """Write at once."""
+        torch._foreach_copy_(new, worked)
+        return lambda: None
+
+
+def chunks_of(residency: Residency, structure: Structure, optimizer: Optimizer) -> list[list[int]]:
+    """Return the chunks of a residency; one of all slices for an optimizer that does not treat each by itself.
+
+    Raises `ComposeError` where a slice is missing, or there twice.
+    """
+    everything = list(range(len(structure.segments)))
+    if not optimizer.separate or optimizer.draws:
+        return [everything] if everything else []
+    found = residency.chunks(structure)
+    try:
+        chunks = [[int(i) for i in chunk] for chunk in found]
+    except (TypeError, ValueError):
+        chunks = []
+    if sorted(i for chunk in chunks for i in chunk) != everything:
+        want = f"lists of indices, in all each of 0 to {len(everything) - 1} once" if everything else "no chunks"
+        raise _broken(residency, "chunks", repr(found)[:200], want)
+    return [chunk for chunk in chunks if chunk]
+
+
+def agreed_chunks(
+    residency: Residency, structure: Structure, optimizer: Optimizer, everyone: Axis | None, place: int
+) -> list[list[int]]:
+    """Return the chunks, alike on all ranks at the same `place`. Raises `ComposeError` on all ranks of `everyone`."""
+    mine, failed = [], None
+    try:
+        mine = chunks_of(residency, structure, optimizer)
+    except Exception as error:
+        failed = error
+    heard = []
+    if everyone is not None and residency.kinds:
+        heard = everyone.exchange([place, mine, None if failed is None else str(failed)], "step")
+    if failed is not None:
+        raise failed
+    first: dict[int, list] = {}
+    for rank, (at, theirs, error) in enumerate(heard):
+        if error is not None or theirs != first.setdefault(at, theirs):
+            raise ComposeError(
+                "ranks that hold slices of the same parameters visit them in the same chunks",
+                where=f"station 'place', chunks of {text_of(residency)}, rank {rank}",
+                got=error or str(theirs)[:200], want=str(first.get(at, "chunks"))[:200],
+            )  # fmt: skip
+    return mine
+
+
+def made(residency: Residency, x: Tensor, kind: str, device: torch.device | None = None) -> Tensor:
+    """Return memory for a leaf like `x` where it lives, with anything in it; `device` is that of an `x` on `meta`.
+
+    Raises `ComposeError` for other memory.
+    """
+    device = x.device if device is None else device
+    if kind not in residency.kinds or not x.numel():
+        return torch.empty(x.shape, dtype=x.dtype, device=device)
+    found = residency.make(torch.empty((), dtype=x.dtype, device=device).expand(x.shape) if x.is_meta else x, kind)
+    same = isinstance(found, Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype) and found.is_contiguous()
+    if not same or found.is_meta or not (kind == "opt" or found.device == device):
+        want = "" if kind == "opt" else f" on {device}"
+        raise _broken(residency, f"make(x, {kind!r})", in_words(found),
+                      f"contiguous memory {tuple(x.shape)} {x.dtype}{want}")  # fmt: skip
+    return found.detach()
+
+
+def settled(residency: Residency, x: Tensor, kind: str) -> Tensor:
+    """Return a new leaf in the memory where it lives; on `meta` it stays as it is."""
+    return x if kind not in residency.kinds or x.is_meta or not x.numel() else made(residency, x, kind).copy_(x)
+
+
+def moved(residency: Residency, x: Tensor, kind: str) -> Tensor:
+    """Return a contiguous copy of a leaf in memory of its own, where it lives."""
+    return settled(residency, x, kind) if kind in residency.kinds and x.numel() else contiguous_copy(x)
+
+
+@attrs.frozen
+class Lives:
+    """Of the leaves that an update writes, in order, where each lives: parameters, the optimizer's, what follows."""
+
+    residency: Residency
+    num_params: int
+    num_opt: int
+
+    def kind(self, i: int) -> str:
+        """Return the kind of a leaf."""
+        return "params" if i < self.num_params else "opt" if i < self.num_params + self.num_opt else "slots"
+
+    def make(self, i: int, x: Tensor) -> Tensor:
+        """Return memory for the new leaf."""
+        return made(self.residency, x, self.kind(i))
+
+    def copy(self, i: int, x: Tensor) -> Tensor:
+        """Return a copy of the leaf where it lives."""
+        return moved(self.residency, x, self.kind(i))
+
+    def is_copied(self, i: int) -> bool:
+        """Say whether the new leaf is to hold the old values before it is updated, since nobody reads them."""
+        return self.kind(i) not in READ or self.kind(i) not in self.residency.kinds
+
+
+def first_opt(
+    residency: Residency, optimizer: Optimizer, structure: Structure, flat: Sequence[Tensor],
+    blank: Collection[int] = (),
+) -> dict[str, list[Tensor | None]]:  # fmt: skip
+    """Return the optimizer's slots before the first update, where they live; what it makes elsewhere is gone by chunks.
+
+    Leaves of the slices in `blank` may hold anything, so that their values are not made at all.
+    """
+    segments = structure.segments
+    if "opt" not in residency.kinds or any(x.is_meta for x in flat):
+        return first_slots(optimizer, segments, list(flat))
+    found: dict[str, list[Tensor | None]] = {slot: [None] * len(flat) for slot in structure.opt}
+    for chunk in chunks_of(residency, structure, optimizer):
+        params = [flat[i] for i in chunk]
+        if set(chunk) <= set(blank):
+            params = [x.to("meta") for x in params]
+        for slot, leaves in first_slots(optimizer, [segments[i] for i in chunk], params).items():
+            for i, x in zip(chunk, leaves, strict=True):
+                if x is not None:
+                    memory = made(residency, x, "opt", flat[i].device)
+                    found[slot][i] = memory if x.is_meta else memory.copy_(x)
+    return found
+
+
+def chunk_bytes(residency: Residency, columns: Sequence[Sequence[Tensor | None]], chunks: Sequence[list[int]]) -> int:
+    """Return the bytes of copies that an update has at most: of the chunk that it updates, and those beside it.
+
+    `columns` are those of the parameters, then of every slot of the optimizer.
+    """
+    read = [column for c, column in enumerate(columns) if ("opt" if c else "params") in residency.kinds]
+    sizes = [sum(x.nbytes for column in read for x in (column[i] for i in chunk) if x is not None) for chunk in chunks]
+    return max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0)
+
+
+def text_of(residency: Residency) -> str:
+    """Return a residency as text."""
+    text = repr(residency)
+    return type(residency).__name__ if text.startswith("<") else text
+
+
+def read_back(residency: Residency, found: Any, old: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Return what a residency read. Raises `ComposeError` for anything but copies on the device."""
+    kind = lambda x: (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x
+    listed = isinstance(found, list | tuple) and len(found) == len(old)
+    if not listed or any(kind(x) != (y.shape, y.dtype, device) for x, y in zip(found, old, strict=True)):
+        raise _broken(residency, "read", in_words(found), f"{in_words(old)}, copied to {device}")
+    if any(x.data_ptr() == y.data_ptr() for x, y in zip(found, old, strict=True)):
+        raise _broken(residency, "read", "memory of the old state", "copies, which the update may write over")
+    return list(found)
+
+
+def _broken(residency: Residency, method: str, got: str, want: str) -> ComposeError:
+    return ComposeError(
+        "what fills a station did not return what it must", where=f"station 'place', {method} of {text_of(residency)}",
+        got=got[:200], want=want[:200],
+    )  # fmt: skip
