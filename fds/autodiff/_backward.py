@@ -13,8 +13,11 @@ from torch.autograd.graph import _engine_run_backward  # private: see `backward_
 from fds.errors import LossError
 
 
-def backward_into(total: Tensor, seed: Tensor | None, leaves: Sequence[Tensor], *, reentrant: bool = False) -> None:
-    """Add the gradients of `total` with respect to `leaves` into their `.grad`, each as soon as it is ready.
+def backward_into(
+    total: Tensor, seed: Tensor | None, leaves: Sequence[Tensor], *, more: Sequence[Tensor] = (),
+    reentrant: bool = False,
+) -> None:  # fmt: skip
+    """Add the gradients of `total` with respect to `leaves` and `more` into their `.grad`, each as soon as it is ready.
 
     `torch.autograd.grad` returns a list only when all gradients are ready; this sums microbatches in place and frees
     each gradient at once. The leaves belong to the step, so no other code sees their `.grad`. `reentrant` is the
@@ -23,12 +26,12 @@ def backward_into(total: Tensor, seed: Tensor | None, leaves: Sequence[Tensor], 
     if not (leaves and total.requires_grad):  # the loss depends on no parameters on this rank, perhaps on another one
         return
     if reentrant:
-        backward_through_reentrant([total], [seed], leaves)
+        backward_through_reentrant([total], [seed], [*leaves, *more])
         return
     # The last call in torch.autograd.backward, which before it calls two Python functions for each of its inputs.
     with _no_reentrant_checkpoint():
         _engine_run_backward(
-            (total,), (torch.ones_like(total) if seed is None else seed,), False, False, tuple(leaves),
+            (total,), (torch.ones_like(total) if seed is None else seed,), False, False, (*leaves, *more),
             allow_unreachable=True, accumulate_grad=True,
         )  # fmt: skip
 

@@ -28,12 +28,13 @@ from fds.step.structure import Structure
 from fds.step.sums import Sum
 from fds.step.topology import Dimension, Dimensions
 from fds.step.totals import Totals
+from fds.step.views import Cut
 
 __all__ = [
-    "After", "Call", "Commit", "Composition", "Description", "Dimension", "Dimensions", "Executor", "Found", "Gather",
-    "Given", "Gradients", "InTurn", "Measure", "Memory", "Microbatch", "OnDevice", "Order", "Owned", "Pass", "Pending",
-    "Place", "Placement", "Ran", "Reduce", "Replicated", "Residency", "Runtime", "Scale", "Seeds", "Shard", "Split",
-    "SplitDim", "Step", "Structure", "Sum", "Totals", "Transform", "Transport", "Whole", "beginning", "compose",
-    "demand_tree", "evaluate", "fill", "global_norm", "materialize", "profiled", "rows", "same_composition",
+    "After", "Call", "Commit", "Composition", "Cut", "Description", "Dimension", "Dimensions", "Executor", "Found",
+    "Gather", "Given", "Gradients", "InTurn", "Measure", "Memory", "Microbatch", "OnDevice", "Order", "Owned", "Pass",
+    "Pending", "Place", "Placement", "Ran", "Reduce", "Replicated", "Residency", "Runtime", "Scale", "Seeds", "Shard",
+    "Split", "SplitDim", "Step", "Structure", "Sum", "Totals", "Transform", "Transport", "Whole", "beginning",
+    "compose", "demand_tree", "evaluate", "fill", "global_norm", "materialize", "profiled", "rows", "same_composition",
     "transform", "whole",
 ]  # fmt: skip

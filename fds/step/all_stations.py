@@ -35,6 +35,7 @@ from fds.step.stations import After, Commit, Composing, Kernels, Place, Scale
 from fds.step.structure import Structure
 from fds.step.sums import InPlace, Sum
 from fds.step.topology import Dimension, Dimensions
+from fds.step.views import Views
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -119,8 +120,11 @@ class Stations:
 
     def microbatch(self, loss: Any, structure: Structure) -> Microbatch:
         """Return the stations that every microbatch passes."""
-        alone = self.shard is None
-        return Microbatch(self.view, self.context, structure.leaves, losses.name(loss), alone, self.runtime.asked)
+        shard, views = self.shard, None
+        if self.view:
+            apart = shard is not None and shard.reduces_each_microbatch
+            views = Views(self.view, structure.leaves, self.runtime.viewed, apart)
+        return Microbatch(views, self.context, losses.name(loss), shard is None, self.runtime.asked)
 
     def given(self, call: Call, batch: Any, n: int | None = None) -> Given:
         """Return a batch through the stations `batch` and `split`, in `n` microbatches or as many as `split` says.

@@ -25,7 +25,7 @@ class Description:
         stations: station -> what fills it, in program order, filled ones only.
         kernels: which run: with a state the optimizer's, on its device; and the rule for all others.
         num_bytes: part -> bytes that this rank holds: those of the state between steps; within one also `gradients`,
-            `buckets`, `whole` and `low` parameters, and `chunks`, copies of what lives elsewhere (see
+            `buckets`, `whole`, `viewed` and `low` parameters, and `chunks`, copies of what lives elsewhere (see
             `fds.step.sharding.footprint`). Empty without a state.
         lives: part -> where it lives, of those that a residency holds: `params`, `opt`, of `slots` those of averages.
         sent: station -> bytes that this rank sends in a step, where the loss uses every bucket once and ranks take

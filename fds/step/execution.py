@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fds import autodiff, loss as losses, random, tree
 from fds.collectives import Axis
-from fds.layout import Leaf
 from fds.step.call import Call
 from fds.step.checks import contracts, state_check as check
 from fds.step.given import Given
@@ -32,54 +31,52 @@ from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import same_metrics
 from fds.step.sums import InPlace, detached
 from fds.step.totals import Totals, clamped, combined, placed
+from fds.step.views import Cut, Views
 
 
 @attrs.frozen(eq=False)
 class Microbatch:
     """The stations that every microbatch passes, whoever runs it: view, context, layer, loss."""
 
-    view: tuple[Callable[[Tensor, Leaf, Call], Tensor], ...]
+    views: Views | None
     context: tuple[Callable[[Call], contextlib.AbstractContextManager], ...]
-    leaves: Mapping[str, Leaf]  # what is known of each parameter, by name
     loss: str  # how to call it in a message
     alone: bool  # no other rank adds to the gradients
     asked: dict[str, list[str]]  # what was found in earlier calls
 
     @in_range("forward")
-    def forward(self, loss: Any, params: Any, batch: Any, buffers: dict, setting: losses.Setting) -> losses.Outcome:
-        """Evaluate a whole loss. Raises `LossError` where it writes into parameters or batch."""
+    def forward(
+        self, loss: Any, params: Any, batch: Any, buffers: dict, setting: losses.Setting
+    ) -> tuple[losses.Outcome, list[Tensor]]:
+        """Evaluate a whole loss; return what came of it, and the leaves of viewed parameters that it read.
+
+        Raises `LossError` where it writes into parameters or batch.
+        """
         at = f"values given to {'eval_fn' if setting.mode.evaluating else 'the loss'}"
-        with self.opened(params, batch, setting, at, plain=losses.is_compiled(loss)) as seen:
-            return losses.run(loss, seen, batch, buffers, setting)
+        plain = losses.is_compiled(loss)
+        with self.opened(params, batch, setting, at, plain=plain) as (seen, cuts):
+            return losses.run(loss, seen, batch, buffers, setting), [cut.leaf for cut in cuts.values()]
 
     @contextlib.contextmanager
     def opened(
-        self, params: Any, given: Any, setting: losses.Setting, at: str, *, plain: bool = False
-    ) -> Iterator[Any]:
-        """Yield parameters through the views, inside the contexts.
+        self, params: Any, given: Any, setting: losses.Setting, at: str, *, plain: bool = False, in_pieces: bool = False
+    ) -> Iterator[tuple[Any, dict[str, Cut]]]:
+        """Yield parameters through the views, and what of them is cut off (see `Views.seen`), inside the contexts.
 
         Views and what runs inside get containers of their own: what they put into them is gone after this microbatch.
         `plain` ones have memory, at stage 3 too. Raises `LossError` where anything writes into what it is `given`.
         """
         held = {"params": params, "batch": given}
-        if self.view or self.context or setting.maps:  # which are given the call
+        if self.views or self.context or setting.maps:  # which are given the call
             held |= {"slots": dict(setting.record.slots), "step": setting.record.step}
         with check.intact(self.asked, at, **held), contextlib.ExitStack() as stack:
-            params = tree.map(materialize, params) if plain else tree.copied(params)
-            for i, view in enumerate(self.view):
-                params = self._viewed(params, view, i, setting)
+            if self.views is not None:
+                params, cuts = self.views.seen(params, setting, plain=plain, in_pieces=in_pieces)
+            else:
+                params, cuts = tree.map(materialize, params) if plain else tree.copied(params), {}
             for i, make in enumerate(self.context):
                 stack.enter_context(contracts.context(make(setting.at(make, "context", i)), make))
-            yield params
-
-    def _viewed(self, params: Any, view: Any, index: int, setting: losses.Setting) -> Any:
-        """Return every parameter through a view."""
-        (leaves, build), names = tree.flatten(params), tree.paths(params)
-        seen = [
-            contracts.viewed(view(x, self.leaves[name], setting.at(view, "view", index, name)), view)
-            for name, x in zip(names, leaves, strict=True)
-        ]  # fmt: skip
-        return build(seen)
+            yield params, cuts
 
     def check_graph(self, total: Tensor) -> bool:
         """Raise `LossError` for a total that no parameter of the step, or one of a module itself, decides on.
@@ -251,18 +248,19 @@ class InTurn:
         assert run.given.microbatches is not None and run.sums is not None and run.seeds is not None
         totals, buffers = Totals(), run.buffers
         for i, (microbatch, setting) in enumerate(zip(run.given.microbatches, run.settings, strict=True)):
-            outcome = run.each.forward(run.loss, run.params.tree, microbatch, buffers, setting)
+            outcome, cut = run.each.forward(run.loss, run.params.tree, microbatch, buffers, setting)
             buffers = outcome.buffers
             if run.params.trained:
                 reentrant = run.each.check_graph(outcome.total)
                 backward = functools.partial(
-                    autodiff.backward_into, outcome.total, run.seeds.seed(outcome, microbatch), reentrant=reentrant
-                )
+                    autodiff.backward_into, outcome.total, run.seeds.seed(outcome, microbatch), more=cut,
+                    reentrant=reentrant,
+                )  # fmt: skip
                 with profiled("backward"):
                     run.sums.add(backward, last=i + 1 == run.given.count, in_parts=reentrant)
                 del backward
             totals.add(outcome, run.each.loss)
-            del outcome  # and its graph
+            del outcome, cut  # and its graph
             setting.mode.release()
         totals.divisor = run.seeds.divisor
         return Ran(totals, buffers)
@@ -277,7 +275,7 @@ class InTurn:
         assert run.given.microbatches is not None
         (batch,), (setting,), totals = run.given.microbatches, run.settings, Totals()
         with random.scope(setting.devices), torch.no_grad():
-            outcome = run.each.forward(run.loss, run.params.tree, batch, run.buffers, setting)
+            outcome, _ = run.each.forward(run.loss, run.params.tree, batch, run.buffers, setting)
             totals.add(outcome, run.each.loss)
             shown = tree.map(_plain, setting.mode.seen) if run.outputs else []
         if run.order is not None:

@@ -8,6 +8,7 @@ import attrs
 
 from fds.step.pool import Pool
 from fds.step.sharding.order import LearnedOrder
+from fds.step.sharding.viewed import Known
 from fds.step.structure import Structure
 
 
@@ -24,4 +25,5 @@ class Runtime:
     fresh: dict[Structure, dict] = attrs.field(factory=dict)  # slots and buffers of a first state, on meta
     chunks: dict[Structure, list[list[int]]] = attrs.field(factory=dict)  # in which an update visits the slices
     memories: dict[tuple, LearnedOrder] = attrs.field(factory=dict)  # the order in which ranks met
+    viewed: Known = attrs.field(factory=dict)  # at stage 3: the shapes of what views return
     asked: dict[str, list[str]] = attrs.field(factory=dict)  # what the ranks have agreed on

@@ -16,7 +16,20 @@ from tests.sharding.models import data_axis
 
 LAYERS, WIDTH, BUCKET = 100, 128, 1 << 17  # 1.65M parameters; a bucket holds one layer, about 1% of all
 BETWEEN = ("params", "opt", "buffers", "slots")
+
+
+@fds.step.transform
+def normalized():
+    """Show the loss the rows of every matrix with norm 1: new memory for each, and more while it is made."""
+
+    def view(x, leaf, call):
+        return x / x.norm(dim=1, keepdim=True) if len(leaf.shape) == 2 else x
+
+    return lambda step: fds.step.fill(step, view=view)
+
+
 MODES = {
+    "viewed": (normalized(),),
     "float32": (),
     "bf16": (fds.precision(torch.bfloat16),),
     "bf16 sent": (fds.precision(torch.bfloat16, reduce=torch.bfloat16),),
@@ -72,6 +85,12 @@ def test_a_step_holds_the_bytes_of_the_formula(mode):
                 2: masters / 2 + low * masters, 3: masters / 2}[stage]  # fmt: skip
         within = sum(told.values()) - held
         assert within == pytest.approx(want, rel=0.02, abs=6 * (BUCKET + 1024))
+
+
+def test_what_views_make_is_in_memory_one_parameter_at_a_time():
+    held, peak, told = fds.simulate(lambda: measured([3], "viewed"), 2)[0][3]
+    assert told["viewed"] == 4 * WIDTH * WIDTH
+    assert_formula(held, peak, told)
 
 
 @pytest.mark.xdist_group("ranks")

@@ -17,8 +17,9 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
     """Return part -> bytes that this rank holds: between steps the parts of the state, within one the others.
 
     `gradients` are their sums; `buckets` at stages 2 and 3 the two that are being filled and reduced; `whole` the
-    gathered parameters, at stage 3 never more; `low` an unsharded step's 16-bit copy; `chunks` the copies of what a
-    residency holds, of the chunk that is updated, the one before and the one after.
+    gathered parameters, at stage 3 never more; `viewed` what views make of one of those; `low` an unsharded step's
+    16-bit copy; `chunks` the copies of what a residency holds, of the chunk that is updated, the one before and the one
+    after.
     """
     held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
     if not READ.isdisjoint(step.place.residency.kinds):
@@ -48,6 +49,8 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
             some = list(gather.passing(layout, shard).values())
             bound = gather.room(layout, shard) + shard.prefetch * max(some, default=0)
             held["whole"] = sum(sizes) - sum(some) + min(bound, sum(some))
+            if step.view:
+                held["viewed"] = _viewed(step, structure)
     return held
 
 
@@ -77,6 +80,15 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
             once = step.gather.transport.bytes_sent("gather", bucket.numel, _seen_dtype(step, bucket), size)
             sent["gather"] += once * (2 * n if i in passing else 1)
     return {station: round(n) for station, n in sent.items() if n}
+
+
+def _viewed(step: Stations, structure: Structure) -> int:
+    """Return the bytes of the largest parameter as views show it; of one that they were not seen to show, its own."""
+    leaves = structure.leaves.values()
+    sizes = {leaf.name: leaf.numel * step.gather.dtype_of(leaf.name, leaf.dtype).itemsize for leaf in leaves}
+    for shown in filter(None, step.runtime.viewed.values()):
+        sizes[shown.path] = shown.meta.numel() * shown.meta.itemsize
+    return max(sizes.values(), default=0)
 
 
 def _reduced(step: Stations, shard: Shard, bucket: Bucket) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from fds.collectives import Work
@@ -34,6 +36,7 @@ class Live:
         self.used: dict[int, Tensor] = {}  # least recently used first
         self.coming: dict[int, tuple[Tensor, Work]] = {}  # under way, or arrived and not used yet
         self.wanted: int | None = None  # what an operator is waiting for
+        self.viewed: tuple[Any, Tensor] | None = None  # what a view made of a parameter last, and by whom it is read
         self.over = False  # the step has ended
         self.bytes, self.capacity = gather.passing(layout, shard), gather.room(layout, shard)
         self.bound = self.capacity + shard.prefetch * max(self.bytes.values(), default=0)
@@ -100,7 +103,7 @@ class Live:
         """Let go of everything."""
         for index in list(self.coming):
             self._drop(index)
-        self.over = True
+        self.over, self.viewed = True, None
         self.used.clear()
         self.staying.clear()
 

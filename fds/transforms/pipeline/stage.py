@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fds import autodiff, loss as losses
-from fds.step import Microbatch
+from fds.step import Cut, Microbatch
 from fds.transforms.pipeline.halves import Rest, backward_input
 from fds.transforms.pipeline.packet import Packet
 
@@ -49,31 +49,6 @@ class Piece:
         return [x for x in self.inputs if x is not None]
 
 
-@attrs.frozen(eq=False)
-class Viewed:
-    """What views made of the trained parameters for a microbatch, and the same cut off, which its layers read.
-
-    The gradients of a parameter add up where it is cut off, so the backward of its views runs once, however many pieces
-    the layers' backward has.
-    """
-
-    made: list[Tensor]
-    leaves: list[Tensor]
-
-    @classmethod
-    def of(cls, params: dict[str, Tensor]) -> tuple[dict[str, Tensor], Viewed]:
-        """Return parameters as the layers read them, cut off."""
-        cut = {name: x.detach().requires_grad_() for name, x in params.items() if x.requires_grad}
-        return {**params, **cut}, cls([params[name] for name in cut], list(cut.values()))
-
-    def backward(self, params: Sequence[Tensor]) -> None:
-        """Run the backward of the views, to these parameters."""
-        pairs = [(get_gradient_edge(x), leaf.grad) for x, leaf in zip(self.made, self.leaves, strict=True)]
-        arrived = [(edge, grad) for edge, grad in pairs if grad is not None]
-        if arrived:
-            autodiff.backward_by([edge for edge, _ in arrived], [grad for _, grad in arrived], list(params))
-
-
 class Stage:
     """Layers `layers` of a loss, for the length of a step.
 
@@ -89,8 +64,8 @@ class Stage:
         self.add = add  # of gradients: `add(backward, last=...)`
         self.is_last = layers.stop == len(loss)
         self.held: dict[int, list[Piece]] = {}  # by microbatch
-        self.rests: dict[int, list[Rest]] = {}  # what W still has to do
-        self.viewed: dict[int, Viewed] = {}  # where there are views
+        self.rests: dict[int, list[tuple[Rest, Piece]]] = {}  # what W still has to do
+        self.cuts: dict[int, dict[str, Cut]] = {}  # by microbatch, where there are views
         self.whole: set[int] = set()  # layers that B ran whole
         names = [name for layer in layers for name in loss.layer(layer).params]
         self.ties = len(set(names)) < len(names)  # two of its layers share a parameter: its gradient comes in parts
@@ -107,9 +82,7 @@ class Stage:
         trains = torch.is_grad_enabled() and bool(self.leaves or any(packet.wants))
         rows = targets if self.layers.start else (packet.leaves, targets)
         at = f"values given to stage {self.layers}, {setting.mode.evaluating}"
-        with self.each.opened(self.params, rows, setting, at) as params:
-            if trains and self.each.view:
-                params, self.viewed[i] = Viewed.of(params)
+        with self.each.opened(self.params, rows, setting, at, in_pieces=True) as (params, self.cuts[i]):
             calls = losses.layer_calls(self.loss, self.layers, params, current, setting)
             calls = setting.mapped(calls)
             groups = _groups(calls) if split else [calls]
@@ -134,11 +107,13 @@ class Stage:
     def backward(self, i: int, grads: Grads, *, last: bool) -> list[Tensor | None]:
         """Run backward of microbatch `i` whole; return the gradients by what came in."""
         found: list[Grads] = [grads]
+        self._count_pieces(i)
 
         def run(_: list[Tensor]) -> None:
             for piece in reversed(self.held.pop(i)):
                 found[0] = self._backward(i, piece, found[0])
-            self._views_backward(i)
+                self._end_piece(i, piece)
+            del self.cuts[i]
 
         self.add(run, last=last, in_parts=self.ties)
         return list(found[0])
@@ -147,6 +122,7 @@ class Stage:
         """Run what leads to the gradients by what came in, and return them; the rest is for `backward_weight`."""
         rests = self.rests[i] = []
         found: list[Grads] = [grads]
+        self._count_pieces(i)
 
         def run(_: list[Tensor]) -> None:
             for piece in reversed(self.held.pop(i)):
@@ -157,11 +133,12 @@ class Stage:
                 if halves is not None:
                     by_input = iter(halves[0])
                     found[0] = [None if x is None else next(by_input) for x in piece.inputs]
-                    rests.append(halves[1])
+                    rests.append((halves[1], piece))
                     continue
                 if edges:
                     self.whole.update(piece.layers)
                 found[0] = self._backward(i, piece, found[0])
+                self._end_piece(i, piece)
 
         self.add(run, last=False, in_parts=self.ties)
         return list(found[0])
@@ -172,18 +149,29 @@ class Stage:
 
         def run(_: list[Tensor]) -> None:
             while rests:
-                rests.pop(0)()
-            self._views_backward(i)
+                rest, piece = rests.pop(0)
+                rest()
+                self._end_piece(i, piece)
+            del self.cuts[i]
 
         self.add(run, last=last, in_parts=self.ties)
 
     def _leaves(self, i: int) -> list[Tensor]:
         """Return where the gradients of microbatch `i` arrive: the trained parameters, or what is cut off from them."""
-        return self.viewed[i].leaves if i in self.viewed else self.leaves
+        return [cut.leaf for cut in self.cuts[i].values()] if self.each.views else self.leaves
 
-    def _views_backward(self, i: int) -> None:
-        if i in self.viewed:
-            self.viewed.pop(i).backward(self.leaves)
+    def _count_pieces(self, i: int) -> None:
+        """Say in how many pieces of backward the gradient of each viewed parameter of microbatch `i` comes."""
+        for name, cut in self.cuts[i].items():
+            cut.back.pieces = sum(name in self._names(piece) for piece in self.held[i])
+
+    def _end_piece(self, i: int, piece: Piece) -> None:
+        for name in self._names(piece) & self.cuts[i].keys():
+            self.cuts[i][name].end_piece()
+
+    def _names(self, piece: Piece) -> set[str]:
+        """Return the names of the parameters that a piece may use."""
+        return {name for layer in piece.layers for name in self.loss.layer(layer).params}
 
     def _backward(self, i: int, piece: Piece, grads: Grads) -> list[Tensor | None]:
         edges, arrived = piece.roots(grads)

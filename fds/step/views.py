@@ -1,0 +1,114 @@
+"""The station `view`: every parameter as the loss sees it in one microbatch, and the way back of its gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from fds import autodiff, loss as losses, random, tree
+from fds.layout import Leaf
+from fds.step.call import Call
+from fds.step.checks import contracts
+from fds.step.sharding.handles import Handle, materialize
+from fds.step.sharding.viewed import Known, OnUse
+
+
+@attrs.define(eq=False)
+class Back:
+    """The way back from a viewed parameter: a hook of its leaf, which runs the backward of the views.
+
+    It runs when the gradient is complete: a backward in pieces brings a part with each that uses the parameter.
+    """
+
+    run: Callable[[Tensor], None]  # the views' backward
+    pieces: int = 1  # that are not over
+
+    def __call__(self, leaf: Tensor) -> None:
+        """Run it, where a gradient has come and no other part of it may."""
+        if self.pieces <= 1 and (grad := leaf.grad) is not None:
+            leaf.grad = None
+            self.run(grad)
+
+
+@attrs.frozen(eq=False)
+class Cut:
+    """A viewed parameter, cut off from the graph of its views: a leaf, which the loss reads, and the way back."""
+
+    leaf: Tensor
+    back: Back
+
+    @classmethod
+    def of(cls, leaf: Tensor, run: Callable[[Tensor], None]) -> Cut:
+        """Make the gradient of a leaf go to `run` when it arrives."""
+        back = Back(run)  # which does not hold the leaf: no cycle
+        leaf.register_post_accumulate_grad_hook(back)
+        return cls(leaf, back)
+
+    def end_piece(self) -> None:
+        """Note that a piece of backward that uses the parameter is over."""
+        self.back.pieces -= 1
+        if not self.back.pieces:
+            self.back(self.leaf)
+
+
+@attrs.frozen(eq=False)
+class Views:
+    """The views of a step, one after another, and what is known of the parameters."""
+
+    functions: tuple[Callable[[Tensor, Leaf, Call], Tensor], ...]
+    leaves: Mapping[str, Leaf]  # by name
+    known: Known  # what they return, where parameters are gathered on use
+    apart: bool  # gradients are reduced as they come: autograd would run these backwards after the whole loss's
+
+    def seen(
+        self, params: Any, setting: losses.Setting, *, plain: bool, in_pieces: bool
+    ) -> tuple[Any, dict[str, Cut]]:  # fmt: skip
+        """Return parameters as the loss sees them, and by name those that are cut off from their views.
+
+        Of what is gathered on use these are handles, which run the views on use and are always cut off.
+
+        Args:
+            params: the tree that is gathered; trained leaves are leaves of autograd.
+            setting: of the microbatch.
+            plain: whether parameters must have memory all the same.
+            in_pieces: whether the loss's backward is run in pieces, so that each parameter must be cut off.
+        """
+        on_use = OnUse.now(self.known, setting.devices, evaluating=setting.mode.evaluating,
+                           draws=any(map(random.draws, self.functions)))  # fmt: skip
+        (leaves, build), names = tree.flatten(params), tree.paths(params)
+        shown, cuts = [], {}
+        for name, p in zip(names, leaves, strict=True):
+            view = functools.partial(self._apply, self.leaves[name], setting)
+            x, run = self._shown(p, view, on_use, plain=plain, apart=self.apart or in_pieces)
+            if run is not None:
+                cuts[name] = Cut.of(x, run)
+            shown.append(x)
+        return build(shown), cuts
+
+    def _shown(
+        self, p: Tensor, view: Callable[[Tensor], Tensor], on_use: OnUse, *, plain: bool, apart: bool
+    ) -> tuple[Tensor, Callable[[Tensor], None] | None]:
+        """Return what the loss sees of a parameter; for a leaf that was cut off, what takes its gradient, too."""
+        if isinstance(p, Handle) and not plain and (source := on_use(p, view)) is not None:
+            x = source.handle()
+            return x, source.backward if x.requires_grad else None
+        x = view(materialize(p) if plain else p)
+        if not (apart and x.requires_grad):
+            return x, None
+        return x.detach().requires_grad_(), functools.partial(_backward, get_gradient_edge(x), p)
+
+    def _apply(self, leaf: Leaf, setting: losses.Setting, x: Tensor) -> Tensor:
+        """Return what the views make of a parameter, the same each time in one microbatch."""
+        for i, view in enumerate(self.functions):
+            x = contracts.viewed(view(x, leaf, setting.at(view, "view", i, leaf.name)), view)
+        return x
+
+
+def _backward(edge: Any, p: Tensor, grad: Tensor) -> None:
+    """Run the backward of views, from the edge at which their result begins to the parameter."""
+    autodiff.backward_by([edge], [grad], [p])
