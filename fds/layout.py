@@ -25,6 +25,9 @@ SHARE, LEAST_BYTES, MOST_BYTES = 16, 2**20, 32 * 2**20
 ALIGN = 32  # elements, 64 bytes in 16 bit; at other addresses matrix products round differently on a CPU
 
 
+Box = tuple[tuple[int, int], ...]  # a rectangular piece of a tensor: by dim its first index, and how many
+
+
 @attrs.frozen(eq=False)  # segments are dict keys in every step; comparing their fields would cost 0.5 us each
 class Segment:
     """The position of one parameter in a flat slice.

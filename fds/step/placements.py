@@ -42,7 +42,7 @@ class Replicated:
 class Owned:
     """The ranks with these coordinates hold it, whole, and have the gradient of their own uses; the first comes first.
 
-    A placement that says so adds these gradients up itself.
+    A placement that says so has `owns`, and shares, adds up and collects by itself.
     """
 
     ranks: tuple[int, ...]
@@ -109,8 +109,17 @@ class Placement:
         return True
 
     def kind(self, name: str) -> Hashable:
-        """Return what a parameter may share a bucket with: others of this kind."""
-        return self.lies(name)
+        """Return what a parameter may share a bucket with: others of this kind.
+
+        Raises `ComposeError` where `lies` says something that nothing here follows from.
+        """
+        lies = self.lies(name)
+        if not isinstance(lies, Owned if self.owns else SplitDim | Replicated):
+            raise ComposeError(
+                "a placement does not say how a parameter lies", where=f"{type(self).__name__}.lies({name!r})",
+                got=repr(lies)[:80], want="SplitDim(dim), Replicated('same') or Replicated('sum')",
+            )  # fmt: skip
+        return lies
 
     def counts(self, names: Sequence[str | None]) -> list[bool]:
         """Say whether this rank's elements of each parameter count in norms: of ranks that hold the same, one's do.

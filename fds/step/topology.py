@@ -17,12 +17,11 @@ from torch import Tensor
 from fds import tree
 from fds.collectives import Axis
 from fds.errors import ComposeError
-from fds.layout import Segment
+from fds.layout import Box, Segment
 from fds.step.placements import Placement, SplitDim
 
 Role = Literal["stage", "data", "tensor"]
 ROLES: tuple[Role, ...] = ("stage", "data", "tensor")  # in which ranks are numbered, the last varies fastest
-Box = tuple[tuple[int, int], ...]  # by dim: the first index, and how many
 
 
 @attrs.frozen(repr=False)
@@ -37,6 +36,9 @@ class Dimension:
     placement: Placement = attrs.field(factory=Placement)
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.placement, Placement):
+            raise ComposeError("a dimension has a placement", where="station 'topology'",
+                               got=repr(self.placement)[:80], want="a fds.step.Placement")  # fmt: skip
         if self.axis is not None and self.axis.size > 1 and self.placement.axis is None:
             raise ComposeError(
                 "a placement does not know its axis", where=f"station 'topology', {self!r}",
@@ -129,16 +131,17 @@ class Dimensions:
         """Which slice of every flat bucket this rank holds."""
         return next((i for one in self.entries if (i := one.placement.slice) is not None), 0)
 
-    def copies(self, name: str | None, *, sliced: bool) -> tuple[int, int]:
-        """Of the ranks that hold the same elements of a leaf, which one this is, and how many they are.
+    @property
+    def pieces(self) -> bool:
+        """Whether ranks may hold pieces of parameters."""
+        return any(not placement.owns for _, placement in self.differing)
 
-        See `Placement.copies`. Of ranks that own the whole leaf, only those at this rank's place count.
+    def copies(self, name: str | None, *, sliced: bool) -> list[tuple[int, int]]:
+        """Of the ranks along each dimension that hold the same elements of a leaf, which one this is, and how many.
+
+        See `Placement.copies`.
         """
-        index, count = 0, 1
-        for one in self.entries:
-            mine, size = one.placement.copies(name, sliced=sliced)
-            index, count = index * size + mine, count * size
-        return index, count
+        return [one.placement.copies(name, sliced=sliced) for one in self.entries]
 
     def box(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], Box] | None:
         """Return the whole shape of a parameter of which this rank holds a piece of `shape`, and where that lies.

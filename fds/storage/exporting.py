@@ -26,6 +26,7 @@ from fds.step import Step
 from fds.storage.disk.paths import checked_path
 from fds.storage.disk.placing import INDEX, replace_files, write_errors
 from fds.storage.disk.writer import BLOCK
+from fds.storage.format import boxes
 from fds.storage.format.blocks import blocks
 from fds.storage.format.manifest import MAX_INT, SavedLeaf
 from fds.storage.format.tensors import CODES, DTYPES, as_bytes, check_writable, header
@@ -33,7 +34,7 @@ from fds.storage.opening import open_source
 from fds.storage.ranks.all_leaves import AllLeaves, agreement
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import parts_of
-from fds.storage.ranks.sharing import own
+from fds.storage.ranks.sharing import LeafPiece, own
 
 Pieces = Iterable[tuple[str, int, Tensor]]  # key path, first element, elements (length,)
 
@@ -106,7 +107,7 @@ def _export_state(
         state.check("export_weights")
         if step is not None and isinstance(state.params, Sharded):
             step.structure_of(state.params)  # raises an error for slices of another step
-        parts = parts_of(state, ranks.slice)
+        parts = parts_of(state, ranks)
         check_writable({name: part.tensor for name, part in parts.items()})
         exchange.mine = {"path": str(path), "dtype": str(dtype), "tree": repr(tree),
                          "size of a file": str(max_shard_bytes), **agreement(parts, ranks)}  # fmt: skip
@@ -120,10 +121,22 @@ def _export_state(
             exchange.mine = str(publishing.enter_context(export.publishing())) if ranks.index == 0 else ""
         with ranks.together(), write_errors(export.folder):
             pieces = own(mine, union, ranks)
-            export.write(Path(exchange.all[0]), ((piece.name, piece.start, piece.tensor) for piece in pieces))
+            export.write(Path(exchange.all[0]), _consecutive(pieces, union))
         with ranks.together():
             publishing.close()  # the files get their names
     return export.paths
+
+
+def _consecutive(pieces: Iterable[LeafPiece], union: AllLeaves) -> Pieces:
+    """Yield what this rank writes in parts that are consecutive in the flattened leaf."""
+    for piece in pieces:
+        if piece.box is None:
+            yield piece.name, piece.start, piece.tensor
+            continue
+        flat = piece.tensor.reshape(-1)
+        placed = boxes.rectangles(piece.box, piece.start, piece.start + len(flat))
+        for start, at, length in boxes.runs(union.leaves[piece.name].shape, placed):
+            yield piece.name, start, flat[at : at + length]
 
 
 def _check_whole_state(state: State) -> None:

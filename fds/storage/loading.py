@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,10 @@ from fds.storage.disk.folders import SAVING, find
 from fds.storage.disk.open_folder import OpenFolder
 from fds.storage.disk.paths import checked_path
 from fds.storage.disk.reader import touch_fresh
+from fds.storage.disk.writer import BLOCK
 from fds.storage.format.blocks import spans
 from fds.storage.format.manifest import Manifest, SavedLeaf, read_manifest
+from fds.storage.format.tensors import DTYPES
 from fds.storage.matching import MatchOptions, checked_slots, match
 from fds.storage.ranks import local as by_rank
 from fds.storage.ranks.all_leaves import AllLeaves, agreement
@@ -96,7 +98,7 @@ def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: 
     same_composition(step)
     with ranks.together():
         template = step.structure(params)
-        own = parts_of(template, ranks.slice)
+        own = parts_of(template, ranks)
     union = AllLeaves.of(own, ranks)
     want = union.leaves | {name: part.leaf() for name, part in own.items()}
     with ranks.together() as exchange:
@@ -108,7 +110,7 @@ def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: 
     if not missing:
         with ranks.together():
             state = blank(step, template, device)
-            _read(parts_of(state, ranks.slice), names, source)
+            _read(parts_of(state, ranks), names, source)
         return state
     if "params" in missing:
         template = step.init(params, key=key)
@@ -117,12 +119,12 @@ def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: 
             raise StorageError("a parameter that the save lacks has no values", where=source.where, got="meta tensors",
                                want="parameters with values, or a recipe")  # fmt: skip
         state = template if "params" in missing else blank(step, template, device)
-        _read(parts_of(attrs.evolve(state, opt={}, slots={}), ranks.slice), names, source)
+        _read(parts_of(attrs.evolve(state, opt={}, slots={}), ranks), names, source)
     held = state.params
     del state, template  # or what is initialised now would be in memory twice
     state = beginning(step, held, key, device)
     with ranks.together():
-        parts = parts_of(state, ranks.slice)
+        parts = parts_of(state, ranks)
         _read({n: part for n, part in parts.items() if n.partition(".")[0] != "params"}, names, source)
     return state
 
@@ -176,19 +178,25 @@ def _read(parts: Mapping[str, LeafPart], names: Mapping[str, str], source: Sourc
         flat = part.tensor.view(-1)
         if flat.device.type == "cpu" and part.leaf().dtype == leaf.dtype:
             touch_fresh(flat)
-            source.read(names[name], part.start, flat)
+            source.fill(names[name], part.box, part.start, flat)
             continue
-        for start, length in spans(leaf):
+        for start, length in spans(leaf) if part.box is None else _blocks(part, leaf):
             low, high = max(part.start, start), min(part.end, start + length)
             if low < high:
                 piece = blank_like(leaf, high - low)
-                source.read(names[name], low, piece)
+                source.fill(names[name], part.box, low, piece)
                 flat[low - part.start : high - part.start].copy_(piece)
+
+
+def _blocks(part: LeafPart, leaf: SavedLeaf) -> Iterator[tuple[int, int]]:
+    """Yield (start, length), in elements of its box, of the blocks in which a part is read."""
+    most = BLOCK // DTYPES[leaf.dtype].itemsize
+    return ((start, most) for start in range(part.start, part.end, most))
 
 
 def _place(part: LeafPart, leaf: SavedLeaf) -> tuple[str, int]:
     """Return file and offset of the first byte of a part."""
-    chunk = next((c for c in leaf.chunks if c.start + c.length > part.start), None)
+    chunk = next((c for c in leaf.chunks if c.box != part.box or c.end > part.start), None)
     return ("", 0) if chunk is None else (chunk.file, chunk.offset)
 
 

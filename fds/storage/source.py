@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from fds.errors import StorageError
+from fds.layout import Box
 from fds.storage.disk.open_folder import OpenFolder
 from fds.storage.disk.reader import Files
+from fds.storage.disk.writer import BLOCK
+from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, Manifest, SavedLeaf
 from fds.storage.format.tensors import DTYPES, as_bytes
 
@@ -31,6 +34,8 @@ class Source:
         extra: the user's data that was saved with the state.
         composition: the transforms of the step, if known.
         aliases: for each name of a leaf that has several, the first of them.
+        read_box: `read_box(name, box, start, out)` does what `read` does for a box of the leaf, flattened by itself;
+            None where all is read through `read`.
     """
 
     where: str
@@ -39,48 +44,140 @@ class Source:
     extra: dict[str, Any] = attrs.field(factory=dict)
     composition: tuple[str, ...] = ()
     aliases: Mapping[str, str] = attrs.field(factory=dict)
+    read_box: Callable[[str, Box, int, Tensor], None] | None = None
+
+    def fill(self, name: str, box: Box | None, start: int, out: Tensor) -> None:
+        """Fill `out` as `read` does with elements of a flattened leaf, or of a box of it."""
+        if box is None:
+            self.read(name, start, out)
+        elif self.read_box is not None:
+            self.read_box(name, box, start, out)
+        elif out.numel():
+            leaf = self.leaves[name]
+            wanted, most = boxes.rectangles(box, start, start + out.numel()), BLOCK // out.element_size()
+            low, high = _extent(leaf, wanted)
+            for first in range(low, high, most):
+                end = min(high, first + most)
+                held = boxes.rectangles(boxes.whole(leaf.shape), first, end)
+                if boxes.shares(wanted, held):
+                    block = blank_like(leaf, end - first)
+                    self.read(name, first, block)
+                    boxes.copied(out, wanted, block, held)
+
+
+@attrs.frozen
+class PlacedChunk:
+    """A chunk, the rectangles of those of its elements that no chunk before it has, and their extent in the leaf."""
+
+    chunk: Chunk
+    skipped: int  # elements at its beginning that the chunk before it has
+    held: list[boxes.Placed]
+    low: int
+    high: int
 
 
 def save_source(manifest: Manifest, folders: list[OpenFolder], *, verify: bool = True) -> Source:
     """Return a save as a source, given its manifest and the folders that may hold its files."""
     home = {name: next((f for f in folders if f.has(name)), folders[0]) for name in manifest.files}
-    files = Files(home, manifest.files, verify)
+    boxed = ((name, leaf) for name, leaf in manifest.leaves.items() if any(c.box is not None for c in leaf.chunks))
+    placed = {name: _placed(leaf) for name, leaf in boxed}
+    saved = _Saved(manifest, folders, Files(home, manifest.files, verify), placed)
+    return Source(str(folders[0].path), manifest.leaves, saved.read, manifest.extra, manifest.composition,
+                  read_box=saved.read_box)  # fmt: skip
 
-    def read(name: str, start: int, out: Tensor) -> None:
+
+@attrs.frozen(eq=False)
+class _Saved:
+    """How elements are read from the chunks of a save."""
+
+    manifest: Manifest
+    folders: list[OpenFolder]
+    files: Files
+    placed: dict[str, list[PlacedChunk]]  # of leaves whose chunks are of boxes, and of those of which one was read
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """Read elements of a flattened leaf."""
+        leaf = self.manifest.leaves[name]
+        if name in self.placed:
+            self.read_box(name, boxes.whole(leaf.shape), start, out)
+            return
         done, end = start, start + out.numel()
-        chunks = manifest.leaves[name].chunks
-        first = bisect.bisect_right(chunks, start, key=lambda chunk: chunk.start + chunk.length)
-        for chunk in itertools.islice(chunks, first, None):
+        first = bisect.bisect_right(leaf.chunks, start, key=lambda chunk: chunk.end)
+        for chunk in itertools.islice(leaf.chunks, first, None):
             if chunk.start > done or start < done == end:
                 break
-            files.check_file(chunk.file)  # before memory is allocated for a chunk
+            self.files.check_file(chunk.file)  # before memory is allocated for a chunk
             if done == end:
                 break
-            high = min(end, chunk.start + chunk.length)
+            high = min(end, chunk.end)
             into = out[done - start : high - start]
-            whole = into if len(into) == chunk.length else blank_like(manifest.leaves[name], chunk.length)
-            _read_chunk(whole, chunk, name)
+            whole = into if len(into) == chunk.length else blank_like(leaf, chunk.length)
+            self._read(chunk, name, whole)
             if whole is not into:
                 into.copy_(whole[done - chunk.start : high - chunk.start])
             done = high
         if done < end:
-            raise _missing_elements(name, done, end, manifest, folders)
+            raise self._missing(name, f"elements {done} to {end}")
 
-    def _read_chunk(out: Tensor, chunk: Chunk, name: str) -> None:
-        where = f"{home[chunk.file].path / chunk.file}: {name}"
-        files.read(chunk.file, chunk.offset, as_bytes(out), chunk.checksum, where)
+    def read_box(self, name: str, box: Box, start: int, out: Tensor) -> None:
+        """Read elements of a flattened box of a leaf. Chunks that have none of them are not read."""
+        leaf, length, count = self.manifest.leaves[name], out.numel(), 0
+        if name not in self.placed:
+            self.placed[name] = _placed(leaf)
+        wanted = boxes.rectangles(box, start, start + max(length, 1))
+        low, high = _extent(leaf, wanted)
+        for one in self.placed[name]:
+            if one.high <= low or high <= one.low or not boxes.shares(wanted, one.held):
+                continue
+            self.files.check_file(one.chunk.file)
+            if length:
+                whole = blank_like(leaf, one.chunk.length)
+                self._read(one.chunk, name, whole)
+                count += boxes.copied(out, wanted, whole[one.skipped :], one.held)
+        if count < length:
+            raise self._missing(name, f"elements {start} to {start + length} of {box}")
 
-    return Source(str(folders[0].path), manifest.leaves, read, manifest.extra, manifest.composition)
+    def _read(self, chunk: Chunk, name: str, out: Tensor) -> None:
+        where = f"{self.files.folders[chunk.file].path / chunk.file}: {name}"
+        self.files.read(chunk.file, chunk.offset, as_bytes(out), chunk.checksum, where)
+
+    def _missing(self, name: str, want: str) -> StorageError:
+        assert self.manifest.part is not None, "the chunks of a whole save cover its leaves"
+        return StorageError(
+            "this part of the save belongs to another rank", where=f"{self.folders[0].path}: {name}",
+            got=f"the part of rank {self.manifest.part[0]} of {self.manifest.part[1]}", want=want,
+            hint="use the ranks and axes of the save, or bring the folders rank0, rank1, ... together",
+        )  # fmt: skip
 
 
-def piece(source: Source, name: str, start: int, length: int) -> Tensor:
-    """Return elements of a flattened leaf, (length,) on the CPU; the file is checked before memory is allocated.
+def _placed(leaf: SavedLeaf) -> list[PlacedChunk]:
+    """Return the chunks of a leaf, and where their elements are."""
+    found, ends = [], dict[Box, int]()
+    for chunk in leaf.chunks:
+        box = boxes.whole(leaf.shape) if chunk.box is None else chunk.box
+        skipped = max(ends.get(box, 0) - chunk.start, 0)
+        ends[box] = chunk.end
+        held = boxes.rectangles(box, chunk.start + skipped, chunk.end)
+        found.append(PlacedChunk(chunk, skipped, held, *_extent(leaf, held)))
+    return found
+
+
+def _extent(leaf: SavedLeaf, placed: list[boxes.Placed]) -> tuple[int, int]:
+    """Return the index in the flattened leaf of the first element of rectangles, and of the one after their last."""
+    edges = [boxes.extent(leaf.shape, one) for _, one in placed]
+    return min(low for low, _ in edges), max(high for _, high in edges)
+
+
+def piece(source: Source, name: str, start: int, length: int, box: Box | None = None) -> Tensor:
+    """Return elements of a flattened leaf, or box of it, (length,) on the CPU.
+
+    The file is checked before memory is allocated.
 
     Raises `StorageError` for elements that cannot be read.
     """
-    source.read(name, start, blank_like(source.leaves[name], 0))
+    source.fill(name, box, start, blank_like(source.leaves[name], 0))
     out = blank_like(source.leaves[name], length)
-    source.read(name, start, out)
+    source.fill(name, box, start, out)
     return out
 
 
@@ -95,12 +192,3 @@ def blank_like(leaf: SavedLeaf, length: int) -> Tensor:
     except RuntimeError as error:
         raise StorageError("there is not enough memory to read this", where=str(leaf)[:80],
                            got=f"{length * dtype.itemsize} bytes at once") from error  # fmt: skip
-
-
-def _missing_elements(name: str, start: int, end: int, manifest: Manifest, folders: list[OpenFolder]) -> StorageError:
-    assert manifest.part is not None, "the chunks of a whole save cover its leaves"
-    return StorageError(
-        "this part of the save belongs to another rank", where=f"{folders[0].path}: {name}",
-        got=f"the part of rank {manifest.part[0]} of {manifest.part[1]}", want=f"elements {start} to {end}",
-        hint="use the ranks, ZeRO stage and pipeline of the save, or bring the folders rank0, rank1, ... together",
-    )  # fmt: skip

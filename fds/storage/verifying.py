@@ -31,13 +31,13 @@ def verify(path: str | os.PathLike, tag: str | None = None) -> list[str]:
         return [line(error)]
     found: dict[tuple, list[StorageError]] = {}
     for name, leaf in source.leaves.items():
-        file_at = {chunk.start: chunk.file for chunk in leaf.chunks}
-        kept = ((chunk.start, chunk.length) for chunk in leaf.chunks)  # others are with other ranks
-        for start, length in kept if is_run else spans(leaf):
+        file_at = {(chunk.box, chunk.start): chunk.file for chunk in leaf.chunks}
+        kept = ((chunk.box, chunk.start, chunk.length) for chunk in leaf.chunks)  # others are with other ranks
+        for box, start, length in kept if is_run else ((None, *span) for span in spans(leaf)):
             try:
-                piece(source, name, start, length)
+                piece(source, name, start, length, box)
             except StorageError as error:
-                found.setdefault((file_at.get(start), error.what, error.got, error.want), []).append(error)
+                found.setdefault((file_at.get((box, start)), error.what, error.got, error.want), []).append(error)
     return [line(same[0]) + (f", and {len(same) - 1} more such chunks" if same[1:] else "") for same in found.values()]
 
 

@@ -180,7 +180,7 @@ def test_a_damaged_manifest_is_a_fault_and_a_missing_save_is_refused(run, capsys
     assert code == 1 and f"{run}:step00000001: whole\n" in out
     code, out, _ = called(capsys, "show", run)
     assert code == 0 and "manifest" in out
-    rewrite(run / "step00000001", lambda record: {**record, "format": 3})
+    rewrite(run / "step00000001", lambda record: {**record, "format": 4})
     assert "another format version" in verify(run, "step00000001")[0]
     for arguments in ([run, "step00000003"], [run / "nowhere"]):
         with pytest.raises(StorageError, match="there is no save"):

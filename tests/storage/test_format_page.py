@@ -39,7 +39,7 @@ def read():
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= 42
     imported = {line.split()[1] for line in lines if re.match(r"import|from", line)}
-    assert imported == {"json", "math", "struct", "pathlib", "numpy", "xxhash"}
+    assert imported == {"json", "struct", "pathlib", "numpy", "xxhash"}
     names = {}
     exec(compile(code, str(PAGE), "exec"), names)
     return names["read"]
@@ -164,11 +164,11 @@ def written(run, tag, leaves, extra, most):
             for j in range(0, half.size, most):
                 piece = half[j : j + most]
                 told[name]["chunks"].append({
-                    "file": file, "offset": len(head) + at + j * half.itemsize, "start": start + j,
+                    "file": file, "offset": len(head) + at + j * half.itemsize, "box": None, "start": start + j,
                     "length": piece.size, "checksum": checksum(piece.tobytes()),
                 })  # fmt: skip
     fields = {
-        "format": 2, "fds": "another program", "torch": "none", "tag": tag, "calls": int(leaves["calls"]),
+        "format": 3, "fds": "another program", "torch": "none", "tag": tag, "calls": int(leaves["calls"]),
         "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"), "part": None,
         "composition": [], "files": files, "leaves": told, "extra": extra,
     }  # fmt: skip

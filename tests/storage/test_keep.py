@@ -90,7 +90,7 @@ def test_what_cannot_be_read_is_nobodys_to_remove(tmp_path):
     save(tmp_path, 1, "broken")
     (tmp_path / "broken" / "manifest.json").write_text("{")
     save(tmp_path, 2, "newer")
-    rewrite(tmp_path / "newer", lambda record: {"format": 3})
+    rewrite(tmp_path / "newer", lambda record: {"format": 4})
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("mine")
     (tmp_path / "notes").write_text("mine")

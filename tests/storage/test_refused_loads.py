@@ -171,9 +171,9 @@ def test_json_that_is_no_manifest(folder, text):
 
 
 def test_a_manifest_of_a_newer_format(folder):
-    rewrite(folder, lambda m: {"format": 3, "fds": "9.9", "news": []})
+    rewrite(folder, lambda m: {"format": 4, "fds": "9.9", "news": []})
     error = refused(folder.parent)
-    assert (error.got, error.want) == ("format 3, written by fds 9.9", "format 2")
+    assert (error.got, error.want) == ("format 4, written by fds 9.9", "format 2 or 3")
 
 
 @pytest.mark.parametrize(("edit", "path"), [
@@ -186,6 +186,9 @@ def test_a_manifest_of_a_newer_format(folder):
     (lambda m: m["leaves"]["params.out"]["chunks"][0].update(file=None), "@ $.leaves['params.out'].chunks[0].file"),
     (lambda m: m["leaves"]["params.out"]["chunks"][0].update(odd=1), "(odd) @ $.leaves['params.out'].chunks[0]"),
     (lambda m: m["leaves"]["params.out"]["chunks"][0].update(offset="0"), "$.leaves['params.out'].chunks[0].offset"),
+    (lambda m: m["leaves"]["params.out"]["chunks"][0].update(box=[[0, 5, 1]]), "$.leaves['params.out'].chunks[0].box"),
+    (lambda m: m["leaves"]["params.out"]["chunks"][0].update(box=[["0", 5]]), "$.leaves['params.out'].chunks[0].box"),
+    (lambda m: m["leaves"]["params.out"]["chunks"][0].update(box=5), "$.leaves['params.out'].chunks[0].box"),
     (lambda m: m["files"]["rank0.safetensors"].update(bytes=1.5), "@ $.files['rank0.safetensors'].bytes"),
     (lambda m: m.update(part=[0]), "@ $.part"),
     (lambda m: m.update(pickle="gASV"), "extra fields found (pickle) @ $"),
@@ -234,12 +237,18 @@ def test_a_hostile_file_name_is_refused_before_anything_is_opened(folder, file, 
     {"chunks": [(0, 0, 0), (0, 0, 5)]}, {"chunks": [(-1, 0, 5)]}, {"chunks": [(2**63, 0, 5)]},
     {"chunks": [(10**30, 0, 5)]}, {"chunks": [(10**6, 0, 5)]}, {"chunks": [(8192, 0, 5)]},
     {"shape": [10**15], "chunks": [(0, 0, 10**15)]}, {"shape": [0], "chunks": [(0, 0, 5)]},
+    {"chunks": [(4096, 0, 5, [[0, 6]])]}, {"chunks": [(4096, 0, 5, [[-1, 6]])]}, {"chunks": [(4096, 0, 5, [])]},
+    {"chunks": [(4096, 0, 5, [[0, 5], [0, 1]])]}, {"chunks": [(4096, 0, 5, [[0, 4]])]},
+    {"chunks": [(4096, 0, 4, [[0, 4]])]}, {"chunks": [(4096, 0, 3, [[0, 3]]), (4096, 0, 2, [[2, 2]])]},
+    {"chunks": [(4096, 0, 3, [[0, 3]]), (4096, 0, 3, [[2, 3]])]}, {"chunks": [(4096, 0, 5, [[10**30, 5]])]},
+    {"chunks": [(4096, 0, 3, [[0, 3]]), (4096, 0, 3, [[0, 3]])]}, {"chunks": [(4096, 0, 0, [[0, 0]])]},
+    {"chunks": [(4096, 0, 5, None), (4096, 0, 2, [[3, 2]])]},
 ])  # fmt: skip
 def test_absurd_shapes_dtypes_and_chunks(folder, edit):
     rest = {"file": "rank0.safetensors", "checksum": "xxh3:0"}
     if "chunks" in edit:
-        names = ("offset", "start", "length")
-        edit = {**edit, "chunks": [dict(zip(names, c, strict=True), **rest) for c in edit["chunks"]]}
+        names = ("offset", "start", "length", "box")
+        edit = {**edit, "chunks": [dict(zip(names, c, strict=False), **rest) for c in edit["chunks"]]}
     rewrite(folder, lambda m: m["leaves"]["params.out"].update(edit))
     error = refused(folder.parent)
     assert "$.leaves['params.out']" in error.where or error.what == "this is a save of another model: params.out"

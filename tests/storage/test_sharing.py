@@ -25,7 +25,7 @@ class Lying:
     place: int = 0
 
     def copies(self, name, *, sliced):
-        return self.sliced if sliced else self.alike
+        return [self.sliced if sliced else self.alike]
 
 
 def on(*args, **more):

@@ -50,7 +50,7 @@ class Pair(nn.Module):
     `inner` is whole on every rank, and each sees only what its own columns make of it. The buffer `seen` is split, too.
     """
 
-    def __init__(self, axis: Axis | None, width: int = 6, hidden: int = 8):
+    def __init__(self, axis: Axis | None, width: int = 6, hidden: int = 16):
         super().__init__()
         self.norm = nn.LayerNorm(width, dtype=DTYPE)
         self.up, self.down = nn.Linear(width, hidden, dtype=DTYPE), nn.Linear(hidden, width, dtype=DTYPE)

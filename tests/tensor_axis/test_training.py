@@ -110,7 +110,7 @@ def test_whole_parameters_go_back_into_a_module():
         whole = step.params(state)
         return all(torch.equal(p, whole[f"1.{name}"]) for name, p in pair.named_parameters()), pair.seen.shape
 
-    assert fds.simulate(body, 4) == [(True, (8,))] * 4
+    assert fds.simulate(body, 4) == [(True, (16,))] * 4
 
 
 class Noise:
@@ -163,7 +163,7 @@ def test_what_does_not_divide_is_refused_by_name():
             Place(3).step(optimizer=fds.adamw()).init(model(None).init)
         return caught.value.where, caught.value.got
 
-    assert fds.simulate(body, 3) == [("1.up.weight", "shape (8, 6), split along dim 0")] * 3
+    assert fds.simulate(body, 3) == [("1.up.weight", "shape (16, 6), split along dim 0")] * 3
 
 
 def test_a_placement_must_know_its_axis():
@@ -182,7 +182,27 @@ def test_a_placement_must_know_its_axis():
     fds.simulate(body, 2)
 
 
-@pytest.mark.parametrize("make", [lambda: SplitDim(-1), lambda: SplitDim(True), lambda: Replicated("max")])
+def test_a_placement_must_say_how_a_parameter_lies():
+    class Odd(Columns):
+        def lies(self, name):
+            return "whole" if name == "4.bias" else super().lies(name)
+
+    @transform
+    def odd(axis):
+        return lambda step: fill(step, topology=Dimension(axis, "tensor", Odd(axis)))
+
+    def body():
+        axis = fds.mesh(tp=2)["tp"]
+        with pytest.raises(ComposeError) as caught:
+            fds.compose(odd(axis), fds.sgd(0.1))(model(axis)).init(model(None).init)
+        return caught.value.where
+
+    assert fds.simulate(body, 2) == ["Odd.lies('4.bias')"] * 2
+
+
+@pytest.mark.parametrize("make", [
+    lambda: SplitDim(-1), lambda: SplitDim(True), lambda: Replicated("max"), lambda: Dimension(None, "tensor", Columns),
+])  # fmt: skip
 def test_a_placement_says_what_there_is(make):
     with pytest.raises(ComposeError):
         make()

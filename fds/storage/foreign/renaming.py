@@ -49,7 +49,7 @@ def renamed(source: Source, rename: Mapping[str, str] | Callable[[str], str]) ->
 
     now = {was: path for path, was in old.items()}
     return attrs.evolve(
-        source, leaves={path: source.leaves[was] for path, was in old.items()}, read=read,
+        source, leaves={path: source.leaves[was] for path, was in old.items()}, read=read, read_box=None,
         aliases={now[name]: now[first] for name, first in source.aliases.items()},
     )  # fmt: skip
 

@@ -16,10 +16,11 @@ from fds.storage.source import Source, piece
 def spans(leaf: SavedLeaf) -> Iterator[tuple[int, int]]:
     """Yield (start, length), in elements, of pieces that cover a leaf: its chunks, so that each is read once.
 
-    Elements without a chunk come in pieces of at most `BLOCK` bytes.
+    Elements without a chunk, and a leaf whose chunks are of boxes, come in pieces of at most `BLOCK` bytes.
     """
     end, most = 0, BLOCK // DTYPES[leaf.dtype].itemsize
-    for start, length in [*((c.start, c.length) for c in leaf.chunks), (math.prod(leaf.shape), 0)]:
+    kept = [] if any(c.box is not None for c in leaf.chunks) else leaf.chunks
+    for start, length in [*((c.start, c.length) for c in kept), (math.prod(leaf.shape), 0)]:
         yield from ((i, min(most, start - i)) for i in range(end, start, most))
         first, after = max(end, start), start + length  # chunks of several ranks' parts may overlap
         if first < after:

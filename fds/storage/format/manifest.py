@@ -13,12 +13,15 @@ import attrs
 import cattrs
 
 from fds.errors import StorageError
+from fds.layout import Box
 from fds.storage.disk.open_folder import OpenFolder, hint
 from fds.storage.disk.small_files import open_regular, parse_json, read_small
 from fds.storage.disk.writer import checksum
+from fds.storage.format import boxes
 from fds.storage.format.tensors import DTYPES
 
-FORMAT = 2  # incremented when a reader of the previous format could misread a file
+FORMAT = 3  # incremented when a reader of the previous format could misread a file
+READABLE = (2, 3)  # in format 2 every chunk is of the whole leaf
 NAME = "manifest.json"
 MAX_INT = 2**63 - 1  # of sizes and offsets; Python refuses to print some integers that JSON can hold
 MAX_DEPTH = 100  # levels of `extra`, which JSON readers and writers handle at any depth of the call stack
@@ -29,18 +32,28 @@ MAX_BYTES = 2**28  # of a manifest: more than two million chunks, 16 TiB of stat
 
 @attrs.frozen
 class Chunk:
-    """Elements `start` to `start + length` of a flattened leaf, stored in `file` under the leaf's key path."""
+    """Elements `start` to `start + length` of a flattened leaf, or box of it, stored in `file` under its key path."""
 
     file: str  # a plain name, in the folder of the manifest
     offset: int  # bytes from the beginning of the file
     start: int  # elements
     length: int  # elements
     checksum: str  # `fds.storage.disk.writer.checksum` of the bytes
+    box: Box | None = None  # the piece of the leaf that is flattened, None for all of it
+
+    @property
+    def end(self) -> int:
+        """The index after its last element."""
+        return self.start + self.length
+
+    def order(self) -> tuple[Box, int]:
+        """Return what chunks of a leaf are sorted by."""
+        return self.box or (), self.start
 
 
 @attrs.frozen
 class SavedLeaf:
-    """A tensor of the state: its dtype, its global shape, and chunks that cover it in order."""
+    """A tensor of the state: its dtype, its global shape, and chunks that cover it, box by box, in order."""
 
     dtype: str  # torch's name, "float32"
     shape: tuple[int, ...]
@@ -109,10 +122,11 @@ def read_manifest(folder: Path | OpenFolder) -> Manifest:
     if not isinstance(record, dict) or type(record.get("format")) is not int:
         raise StorageError("this JSON is not a manifest of fds", where=str(path), got=json.dumps(record)[:60],
                            want=f'an object with "format": {FORMAT}')  # fmt: skip
-    if record["format"] != FORMAT:
+    if record["format"] not in READABLE:
         raise StorageError(
             "the manifest has another format version", where=str(path), got=f"format {record['format']}, written by "
-            f"fds {record.get('fds')!s:.40}", want=f"format {FORMAT}", hint="load it with the version that wrote it",
+            f"fds {record.get('fds')!s:.40}", want=f"format {' or '.join(map(str, READABLE))}",
+            hint="load it with the version that wrote it",
         )  # fmt: skip
     try:
         manifest = _CONVERTER.structure(record, Manifest)
@@ -196,23 +210,32 @@ def _check_leaf(leaf: SavedLeaf, manifest: Manifest, where: str) -> None:
         numel = min(numel, MAX_INT) * max(n, 1)  # also of a shape with a zero in it
     if len(leaf.shape) > 64 or numel > MAX_INT:
         raise StorageError("a shape that is too large for a tensor", where=f"{where}.shape", got=str(leaf.shape)[:80])
-    itemsize, numel, end = DTYPES[leaf.dtype].itemsize, math.prod(leaf.shape), 0
+    itemsize, end = DTYPES[leaf.dtype].itemsize, 0
+    ends: dict[Box, int] = {}  # by box: how far it is covered
     for i, chunk in enumerate(leaf.chunks):
         at, file = f"{where}.chunks[{i}]", manifest.files.get(chunk.file)
         if file is None:
             raise StorageError("a file that the manifest does not list", where=f"{at}.file",
                                got=repr(chunk.file)[:80], want=f"one of {', '.join(manifest.files)}"[:200])  # fmt: skip
+        box = boxes.whole(leaf.shape) if chunk.box is None else chunk.box
+        if len(box) != len(leaf.shape) or boxes.common(box, boxes.whole(leaf.shape)) != box:
+            raise StorageError("a box outside its leaf", where=f"{at}.box", got=str(box)[:160],
+                               want=f"[first, number] for each dim of {leaf.shape}"[:200])  # fmt: skip
+        end = ends.get(box, 0)
         follows = chunk.start >= end if manifest.part else chunk.start == end
-        if not follows or chunk.start > numel or chunk.length <= 0:
+        if not follows or chunk.length <= 0 or chunk.end > boxes.numel(box):
             raise StorageError("chunks that do not tile their leaf", where=at, got=f"{chunk!s:.160}",
-                               want=f"start={end}, length > 0")  # fmt: skip
+                               want=f"start={end}, length > 0, inside {boxes.numel(box)} elements"[:200])  # fmt: skip
         if not 0 <= chunk.offset <= file.bytes - chunk.length * itemsize:
             raise StorageError("a chunk outside its file", where=at, got=f"{chunk!s:.160}",
                                want=f"{itemsize} bytes an element inside {file.bytes}")  # fmt: skip
-        end = chunk.start + chunk.length
-    if end > numel or (end != numel and not manifest.part):
-        raise StorageError("chunks that do not tile their leaf", where=f"{where}.chunks", got=f"{end} elements",
-                           want=f"{numel}, by its shape {leaf.shape}"[:200])  # fmt: skip
+        ends[box] = chunk.end
+    numel = math.prod(leaf.shape)
+    covered = all(end == boxes.numel(box) for box, end in ends.items()) and sum(ends.values()) == numel
+    if not boxes.apart(ends) or not (covered or manifest.part):
+        raise StorageError("chunks that do not tile their leaf", where=f"{where}.chunks",
+                           got=f"{sum(ends.values())} elements in {len(ends)} boxes",
+                           want=f"{numel}, by its shape {leaf.shape}, each once"[:200])  # fmt: skip
 
 
 def _text(record: dict) -> str:

@@ -33,7 +33,7 @@ class AllLeaves:
         if not ranks.apart:
             return cls(own, dict.fromkeys(own, 0))
         with ranks.together() as exchange:
-            reports = ranks.dimensions.copies(None, sliced=False)[0] == 0
+            reports = not any(index for index, _ in ranks.dimensions.copies(None, sliced=False))
             exchange.mine = [ranks.place, [[name, x.dtype, x.shape] for name, x in own.items()] if reports else []]
         by_place = [
             (place, {name: SavedLeaf(dtype, tuple(shape), ()) for name, dtype, shape in leaves})

@@ -85,7 +85,7 @@ class Draft:
             state.check("save")
             _check_options(keep, tag_validation)
             step.check(state)
-            parts, extra, calls = parts_of(state, ranks.slice), checked_extra(extra), int(state.calls)
+            parts, extra, calls = parts_of(state, ranks), checked_extra(extra), int(state.calls)
             tag = f"step{calls:08d}" if tag is None else checked_tag(tag)
             check_writable({name: part.tensor for name, part in parts.items()})
             same = {"calls made": str(calls), "options": f"keep={keep}, local={local}", **agreement(parts, ranks)}
@@ -125,7 +125,7 @@ class Draft:
             if _version(self.parts[leaf].tensor) != version:
                 raise StorageError("a leaf was written over while it was being saved", where=leaf,
                                    hint="wait for the save first: saving.wait()")  # fmt: skip
-        written = [[piece.name, piece.start, row] for piece, row in zip(pieces, chunks, strict=True)]
+        written = [[piece.name, piece.box, piece.start, row] for piece, row in zip(pieces, chunks, strict=True)]
         size = len(head) + sum(n for _, n in spans)
         return {"file": name, "bytes": size, "header": checksum(head), "pieces": written}
 
@@ -148,13 +148,14 @@ class Draft:
         """Return the manifest, given the records of the ranks."""
         found: dict[str, list[Chunk]] = {name: [] for name in self.union.leaves}
         for record in records:
-            for name, start, chunks in record["pieces"]:
+            for name, box, start, chunks in record["pieces"]:
                 itemsize = DTYPES[self.union.leaves[name].dtype].itemsize
+                box = None if box is None else tuple(map(tuple, box))
                 for offset, num_bytes, sum_ in chunks:
-                    found[name].append(Chunk(record["file"], offset, start, num_bytes // itemsize, sum_))
+                    found[name].append(Chunk(record["file"], offset, start, num_bytes // itemsize, sum_, box))
                     start += num_bytes // itemsize
         leaves = {
-            name: attrs.evolve(leaf, chunks=tuple(sorted(found[name], key=lambda chunk: chunk.start)))
+            name: attrs.evolve(leaf, chunks=tuple(sorted(found[name], key=Chunk.order)))
             for name, leaf in self.union.leaves.items()
         }
         files = {r["file"]: File(r["bytes"], r["header"]) for r in records if r["pieces"]}

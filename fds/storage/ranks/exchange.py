@@ -31,6 +31,7 @@ class Ranks:
     doing: str = ""  # the public function that they all call, for errors
     index: int = 0  # of this rank
     dimensions: Dimensions = Dimensions()  # how what they hold lies along the axes that they share
+    mirrors: frozenset[str] = frozenset()  # slots that lie as the parameters do
 
     @classmethod
     def of(cls, step: Step, doing: str) -> Ranks:
@@ -41,7 +42,8 @@ class Ranks:
         dims = step.dimensions
         if dims.everyone is None:
             return cls()
-        return cls(dims.everyone, doing, dims.everyone.index, dims)
+        mirrors = frozenset(name for name, memory in step.memory.items() if memory.mirrors)
+        return cls(dims.everyone, doing, dims.everyone.index, dims, mirrors)
 
     @property
     def apart(self) -> bool:

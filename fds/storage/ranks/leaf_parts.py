@@ -6,7 +6,8 @@ and of padding, which is not saved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
@@ -14,12 +15,15 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.layout import Layout, Sharded
+from fds.errors import StorageError
+from fds.layout import Box, Layout, Sharded
 from fds.state import State
 from fds.step import Step
 from fds.step.residency import first_opt, made
+from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.format.tensors import dtype_name
+from fds.storage.ranks.exchange import Ranks
 
 ON_HOST = ("calls", "key")  # leaves that are on the CPU on every device
 
@@ -32,14 +36,18 @@ class LeafPart:
     Attributes:
         tensor: the leaf; if ranks share it, a view (length,) of this rank's slice, which may be empty.
         shape: of the whole leaf.
-        start: index of the first element in the flattened leaf.
-        split: whether ranks share the leaf; else each has all of it.
+        start: index of the first element in the flattened leaf, or box of it.
+        split: whether slices of buckets hold the leaf; else this rank has all of it, or of the box.
+        box: the piece of the leaf that this is of, where ranks hold pieces; None for all of it.
+        parameter: the name of the parameter, or buffer, that the leaf is of, where that decides on how it lies.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
     start: int = 0
     split: bool = False
+    box: Box | None = None
+    parameter: str | None = None
 
     @property
     def end(self) -> int:
@@ -48,30 +56,61 @@ class LeafPart:
 
     @property
     def written(self) -> Tensor:
-        """The tensor to write: in the leaf's shape if whole, else flat."""
-        return self.tensor.view(self.shape) if self.split and self.whole else self.tensor
-
-    @property
-    def whole(self) -> bool:
-        """Whether this is all of the leaf."""
-        return self.tensor.numel() == torch.Size(self.shape).numel()
+        """The tensor to write: in the shape of the leaf, or box, if it is all of that, else flat."""
+        shape = self.shape if self.box is None else boxes.sizes(self.box)
+        return self.tensor.view(shape) if self.split and self.tensor.numel() == math.prod(shape) else self.tensor
 
     def leaf(self, chunks: tuple[Chunk, ...] = ()) -> SavedLeaf:
         """Return the manifest's record of the whole leaf."""
         return SavedLeaf(dtype_name(self.tensor.dtype), self.shape, chunks)
 
 
-def parts_of(state: State, index: int) -> dict[str, LeafPart]:
-    """Return the parts of the plain state's leaves by key path, given the state of the rank with slice `index`.
+def parts_of(state: State, ranks: Ranks) -> dict[str, LeafPart]:
+    """Return the parts of the plain state's leaves that this rank holds, by key path.
 
-    In a pipeline these are the leaves of this rank's stages.
+    Raises `StorageError` for a slot that should lie as the parameters do, and does not.
     """
+    index = ranks.slice
     if isinstance(state.params, Sharded):
         layout = state.params.layout
         opt = {slot: _parts_of_buckets(slices, layout, index) for slot, slices in state.opt.items()}
         state = attrs.evolve(state, params=_plain(state.params, index), opt=opt, slots=_plain(state.slots, index))
     whole = lambda x: LeafPart(x, tuple(getattr(x, "shape", ())))  # leaves that are not tensors raise an error later
-    return {name: x if isinstance(x, LeafPart) else whole(x) for name, x in tree.paths(state).items()}
+    parts = {name: x if isinstance(x, LeafPart) else whole(x) for name, x in tree.paths(state).items()}
+    return _pieces(parts, ranks) if ranks.dimensions.pieces else parts
+
+
+def _pieces(parts: dict[str, LeafPart], ranks: Ranks) -> dict[str, LeafPart]:
+    """Return the parts as pieces of the whole leaves, where this rank holds pieces of parameters."""
+    shapes = {path.removeprefix("params."): part.shape for path, part in parts.items() if path.startswith("params.")}
+    found = {}
+    for path, part in parts.items():
+        if (name := _parameter(path, shapes, ranks.mirrors)) is None:
+            found[path] = part
+            continue
+        place = ranks.dimensions.box(name, shapes.get(name, part.shape))
+        if place is not None and part.shape != shapes.get(name, part.shape):
+            raise StorageError(
+                "ranks hold pieces of a parameter, and nothing says how this lies over them", where=path,
+                got=f"shape {part.shape}", want=f"{shapes[name]}, that of the piece of {name}",
+                hint="a slot that every rank has alike says so: fds.step.Memory(slot, init, 'replicated')",
+            )  # fmt: skip
+        shape, box = (part.shape, None) if place is None else place
+        found[path] = attrs.evolve(part, shape=shape, box=box, parameter=name)
+    return found
+
+
+def _parameter(path: str, names: Mapping[str, Any], mirrors: Collection[str]) -> str | None:
+    """Return the name of the parameter, or buffer, that a leaf is of; None for any other leaf."""
+    kind, *words = path.split(".")
+    if kind in ("params", "buffers"):
+        return ".".join(words)
+    if kind == "opt":
+        return ".".join(words[1:])
+    if kind != "slots" or words[0] not in mirrors:
+        return None
+    ends = (".".join(words[i:]) for i in range(1, len(words)))
+    return next((name for name in ends if name in names), None)
 
 
 def blank(step: Step, template: State, device: torch.device) -> State:

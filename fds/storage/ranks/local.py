@@ -18,6 +18,7 @@ from fds.collectives import fingerprint
 from fds.errors import StorageError
 from fds.storage.disk.folders import latest, tags, versions
 from fds.storage.disk.open_folder import OpenFolder
+from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, Manifest, read_manifest
 from fds.storage.ranks.draft import directory
 from fds.storage.ranks.exchange import Ranks
@@ -57,9 +58,9 @@ def opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
                 raise StorageError("the save was replaced while it was being opened", where=str(folder.path),
                                    hint="load again")  # fmt: skip
             _check_parts_agree(manifest, manifests[0], str(folder.path), str(held[0].path))
-        exchange.mine = _common_texts(manifests[0])
+        merged, exchange.mine = _merge(manifests), _common_texts(manifests[0])
     ranks.check_equal(exchange.all)
-    return save_source(_merge(manifests), held, verify=verify)
+    return save_source(merged, held, verify=verify)
 
 
 def _visible_saves(dir: Path, own: Path, requested: str | None) -> dict[SaveId, SaveParts]:
@@ -128,13 +129,17 @@ def _merge(manifests: list[Manifest]) -> Manifest:
         name: attrs.evolve(leaf, chunks=_increasing(c for one in manifests for c in one.leaves[name].chunks))
         for name, leaf in first.leaves.items()
     }
+    for name, leaf in leaves.items():
+        if not boxes.apart({chunk.box or boxes.whole(leaf.shape) for chunk in leaf.chunks}):
+            raise StorageError("the parts of this save overlap", where=name, got="boxes that share elements",
+                               want="each element in one box", hint="is one of them of another run?")  # fmt: skip
     return attrs.evolve(first, files={n: f for one in manifests for n, f in one.files.items()}, leaves=leaves)
 
 
 def _increasing(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """Return those of overlapping chunks that are needed, in order: each ends after the one before."""
+    """Return those of overlapping chunks that are needed, in order: of each box, each ends after the one before."""
     found: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda c: (c.start, -c.length, c.file)):
-        if not found or chunk.start + chunk.length > found[-1].start + found[-1].length:
+    for chunk in sorted(chunks, key=lambda c: (*c.order(), -c.length, c.file)):
+        if not found or chunk.box != found[-1].box or chunk.end > found[-1].end:
             found.append(chunk)
     return tuple(found)

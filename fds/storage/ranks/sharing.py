@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import attrs
 from torch import Tensor
 
+from fds.layout import Box
 from fds.storage.ranks.all_leaves import AllLeaves
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import LeafPart
@@ -16,11 +17,15 @@ CUT = 4096  # bytes: leaves are divided between ranks at multiples of this
 
 @attrs.frozen
 class LeafPiece:
-    """Elements of a leaf, from `start` on, that one rank writes: a tensor (length,), or of the leaf's shape."""
+    """Elements of a leaf that one rank writes, or of a box of it, from `start` on.
+
+    The tensor is (length,), or has the shape of the leaf, or of the box, where it is all of that.
+    """
 
     name: str
     start: int
     tensor: Tensor
+    box: Box | None = None
 
 
 def own(parts: Mapping[str, LeafPart], union: AllLeaves, ranks: Ranks) -> list[LeafPiece]:
@@ -30,15 +35,23 @@ def own(parts: Mapping[str, LeafPart], union: AllLeaves, ranks: Ranks) -> list[L
     the same elements write equal shares of them.
     """
     mine = [(name, part) for name, part in sorted(parts.items()) if union.first[name] == ranks.place]
-    copies = ranks.dimensions.copies
-    split = _share([(n, p) for n, p in mine if p.split], *copies(None, sliced=True))
-    alike = _share([(n, p) for n, p in mine if not p.split], *copies(None, sliced=False))
-    return aligned([*split, *alike])
+    groups: dict[tuple, list[tuple[str, LeafPart]]] = {}  # by how copies lie: those of one are shared by the same ranks
+    indices: dict[tuple, tuple[int, int]] = {}
+    for name, part in mine:
+        copies = ranks.dimensions.copies(part.parameter, sliced=part.split)
+        key = not part.split, tuple(size for _, size in copies)
+        index, count = 0, 1
+        for i, size in copies:
+            index, count = index * size + i, count * size
+        indices[key] = index, count
+        groups.setdefault(key, []).append((name, part))
+    return aligned([piece for key in sorted(groups) for piece in _share(groups[key], *indices[key])])
 
 
 def all_held(parts: Mapping[str, LeafPart]) -> list[LeafPiece]:
     """Return all that this rank holds, which it writes to a save of its own."""
-    return aligned(LeafPiece(name, part.start, part.written) for name, part in parts.items() if part.tensor.numel())
+    held = ((name, part) for name, part in parts.items() if part.tensor.numel())
+    return aligned(LeafPiece(name, part.start, part.written, part.box) for name, part in held)
 
 
 def aligned(pieces: Iterable[LeafPiece]) -> list[LeafPiece]:
@@ -56,9 +69,9 @@ def _share(parts: list[tuple[str, LeafPart]], index: int, num_ranks: int) -> Ite
         first, last = (_cut(border - position, size) // itemsize for border in (low, high))
         if first == 0 and last * itemsize == size:
             if size:
-                yield LeafPiece(name, part.start, part.written)
+                yield LeafPiece(name, part.start, part.written, part.box)
         elif first < last:
-            yield LeafPiece(name, part.start + first, part.tensor.reshape(-1)[first:last])
+            yield LeafPiece(name, part.start + first, part.tensor.reshape(-1)[first:last], part.box)
         position += size
 
 

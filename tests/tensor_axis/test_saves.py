@@ -1,0 +1,214 @@
+"""Pieces of parameters in saves: boxes that any product of axes reads, reading no more than it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from unittest import mock
+
+import attrs
+import pytest
+import torch
+
+import fds
+from fds import storage, tree
+from fds.errors import StorageError
+from fds.storage.disk.reader import Files
+from fds.storage.source import Source
+from tests.bits import assert_same_bits
+from tests.storage.test_format_page import assert_read, read  # noqa: F401 (a fixture)
+from tests.tensor_axis.splitting import Place, model, share
+
+SPLIT = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "seen": 0}
+PLACES = [
+    Place(2), Place(4), Place(2, data=2, zero=1), Place(2, data=2, zero=3), Place(2, stages=2),
+    Place(2, data=2, stages=2, zero=2), Place(2, data=2, zero=1, replicas=2), Place(data=2, zero=3), Place(stages=2),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_power_fails_here():
+    with mock.patch.object(os, "fsync"):
+        yield
+
+
+def composed(place: Place) -> fds.Step:
+    return place.step(fds.ema(0.9), optimizer=fds.adamw(0.01))
+
+
+def trained(place: Place, calls: int = 1) -> tuple[fds.Step, fds.State]:
+    """Return this rank's step, and a state after some calls."""
+    step = composed(place)
+    state = step.init(model(None).init, key=3)
+    for call in range(calls):
+        state, _ = step(state, share(step, call))
+    return step, state
+
+
+def leaves(source: Source) -> dict[str, torch.Tensor]:
+    """Return all leaves of a source."""
+    found = {}
+    for name, leaf in source.leaves.items():
+        found[name] = torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype))
+        source.read(name, 0, found[name].view(-1))
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_any_product_of_axes_saves_what_any_other_loads(tmp_path, place):
+    """One rank loads what many saved, they load what it saved, and save the same bits again."""
+
+    def body():
+        step, state = trained(place)
+        fds.save(tmp_path / "many", state, step, "a")
+        whole = {"params": step.params(state), "averages": step.params(attrs.evolve(state, params=state.slots["ema"]))}
+        return tree.paths(whole), step.dimensions.collect(state.buffers)
+
+    for whole, buffers in fds.simulate(body, place.ranks):
+        saved = leaves(storage.open_source(tmp_path / "many"))
+        assert_same_bits(whole, {name: saved[name.replace("averages", "slots.ema")] for name in whole})
+        assert_same_bits(buffers, {name: saved[f"buffers.{name}"] for name in buffers})
+    step = composed(Place())
+    state, _ = fds.load(tmp_path / "many", step, model(None).init)
+    fds.save(tmp_path / "one", state, step, "a")
+    assert_same_bits(tree.paths(state), saved)
+
+    def again():
+        one = composed(place)
+        state, _ = fds.load(tmp_path / "one", one, model(None).init)
+        fds.save(tmp_path / "again", state, one, "a")
+        return step_of(one, state)
+
+    def step_of(one, state):
+        return tree.paths(one.params(one(state, share(one, 1))[0]))
+
+    assert storage.verify(tmp_path / "many") == []
+    fds.simulate(again, place.ranks)
+    assert storage.differences(tmp_path / "one", tmp_path / "again") == []
+    assert storage.differences(tmp_path / "many", tmp_path / "again") == []
+
+
+def test_the_pages_reader_puts_boxes_together(tmp_path, read):  # noqa: F811
+    place = Place(2, data=2, zero=1)
+
+    def body():
+        step, state = trained(place)
+        fds.save(tmp_path, state, step)
+
+    fds.simulate(body, place.ranks)
+    assert_read(read(tmp_path)[0], leaves(storage.open_source(tmp_path)))
+
+
+def test_chunks_say_their_boxes_and_whole_leaves_have_none(tmp_path):
+    fds.simulate(lambda: fds.save(tmp_path, *reversed(trained(Place(2))), "a"), 2)
+    record = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    for name, leaf in record["leaves"].items():
+        dim = next((dim for end, dim in SPLIT.items() if name.endswith(end)), None)
+        half = lambda i, dim=dim, leaf=leaf: [
+            [i * n // 2, n // 2] if dim == at else [0, n] for at, n in enumerate(leaf["shape"])
+        ]
+        assert [chunk["box"] for chunk in leaf["chunks"]] == ([None] if dim is None else [half(0), half(1)]), name
+    sizes = [(tmp_path / "a" / f"rank{i}.safetensors").stat().st_size for i in range(2)]
+    assert abs(sizes[0] - sizes[1]) <= 2 * 4096  # what both hold they write in shares
+
+
+def test_a_rank_reads_its_own_boxes_alone(tmp_path):
+    def save():
+        fds.save(tmp_path, *reversed(trained(Place(2))), "a")
+
+    seen: dict[int, list] = {}
+    plain = Files.read
+
+    def reading(self, file, offset, out, checksum, where):
+        seen.setdefault(threading.get_ident(), []).append((where.rpartition(": ")[2], out.numel()))
+        return plain(self, file, offset, out, checksum, where)
+
+    def load():
+        state, _ = fds.load(tmp_path, composed(Place(2)), model(None).init)
+        return seen[threading.get_ident()], {name: x.nbytes for name, x in tree.paths(state).items()}
+
+    fds.simulate(save, 2)
+    with mock.patch.object(Files, "read", reading):
+        ranks = fds.simulate(load, 2)
+    for found, held in ranks:
+        assert sorted(found) == sorted(held.items())
+
+
+@pytest.mark.parametrize("place", [Place(2), Place(2, data=2, zero=1)], ids=str)
+def test_parts_that_ranks_keep_to_themselves(tmp_path, place):
+    def save():
+        step, state = trained(place)
+        fds.save(tmp_path / "local", state, step, "a", local=True)
+        fds.save(tmp_path / "whole", state, step, "a")
+        return tree.paths(state)
+
+    def load(place):
+        state, _ = fds.load(tmp_path / "local", step := composed(place), model(None).init, local=True)
+        return tree.paths(state), step
+
+    states = fds.simulate(save, place.ranks)
+    for (found, _), want in zip(fds.simulate(lambda: load(place), place.ranks), states, strict=True):
+        assert_same_bits(found, want)
+    assert_same_bits(load(Place())[0], leaves(storage.open_source(tmp_path / "whole")))
+    os.rename(tmp_path / "local" / "rank1", tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="this part of the save belongs to another rank"):
+        load(Place())
+    assert storage.verify(tmp_path / "local" / "rank0") == []
+
+
+@pytest.mark.parametrize("place", [Place(2), Place(2, data=2, zero=1)], ids=str)
+def test_weights_are_exported_and_imported_in_pieces(tmp_path, place):
+    def save():
+        step, state = trained(place)
+        fds.save(tmp_path / "run", state, step)
+        fds.export_weights(state, tmp_path / "ranks.safetensors", torch.float32, step=step)
+
+    def load():
+        step = composed(place)
+        return step.params(fds.import_weights(tmp_path / "one.safetensors", step, model(None).init))
+
+    fds.simulate(save, place.ranks)
+    fds.export_weights(tmp_path / "run", tmp_path / "one.safetensors", torch.float32)
+    assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "ranks.safetensors").read_bytes()
+    want = leaves(storage.open_source(tmp_path / "run"))
+    for params in fds.simulate(load, place.ranks):
+        assert_same_bits(params, {name: want[f"params.{name}"].float().double() for name in params})
+
+
+def test_a_save_aside_has_boxes_too(tmp_path):
+    def body():
+        step, state = trained(Place(2))
+        fds.save_async(tmp_path / "aside", state, step, "a").wait()
+        fds.save(tmp_path / "here", state, step, "a")
+
+    fds.simulate(body, 2)
+    assert storage.differences(tmp_path / "aside", tmp_path / "here") == []
+
+
+def test_ranks_that_claim_one_box_are_refused(tmp_path):
+    def body():
+        step, state = trained(Place(2))
+        with pytest.raises(StorageError, match="chunks that do not tile their leaf"):
+            fds.save(tmp_path, state, step)
+
+    first = lambda self, name, shape: ((*shape[:-1], 2 * shape[-1]), tuple((0, n) for n in shape)) if shape else None
+    with mock.patch.object(fds.step.Dimensions, "box", first):
+        fds.simulate(body, 2)
+    assert not any(tmp_path.glob("*/manifest.json"))
+
+
+def test_what_is_remembered_of_a_piece_in_another_shape_is_refused(tmp_path):
+    @fds.step.transform
+    def row_sums():
+        init = lambda params, device: tree.map(lambda x: x.sum(-1) if x.dim() else x.clone(), params)
+        return lambda step: fds.step.fill(step, memory=fds.step.Memory("rows", init, "parameters"))
+
+    def body():
+        step = Place(2).step(row_sums(), optimizer=fds.sgd(0.1))
+        state = step.init(model(None).init)
+        with pytest.raises(StorageError, match="nothing says how this lies") as caught:
+            fds.save(tmp_path, state, step)
+        return caught.value.where
+
+    assert fds.simulate(body, 2) == ["slots.rows.1.up.weight"] * 2
