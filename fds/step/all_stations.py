@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fds import loss as losses, random, tree
 from fds.collectives import Axis
+from fds.errors import ComposeError
 from fds.layout import Leaf
 from fds.optim import Optimizer
 from fds.state import State
@@ -19,7 +20,7 @@ from fds.step.batch import Split
 from fds.step.call import Call
 from fds.step.checks import state_check as check
 from fds.step.execution import Executor, Found, InTurn, Microbatch, Pass, Ran, training
-from fds.step.given import Given, cut
+from fds.step.given import Given, cut, given
 from fds.step.gradients import Gradients, Measure
 from fds.step.memory import Memory
 from fds.step.parameters import open_parameters
@@ -71,6 +72,15 @@ class Stations:
         default=attrs.Factory(lambda self: shard_of(self.dimensions), takes_self=True), init=False, repr=False
     )
     runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        if set(map(id, self.topology)) != set(map(id, self.dimensions.entries)):
+            raise ComposeError(
+                "the topology of a step was replaced, and not what follows from it", where="station 'topology'",
+                got=", ".join(map(repr, self.topology)) or "no dimensions",
+                want=", ".join(map(repr, self.dimensions.entries)) or "no dimensions",
+                hint="fds.step.fill(step, topology=dimension) in a transform adds one",
+            )  # fmt: skip
 
     @property
     def everyone(self) -> Axis | None:
@@ -126,21 +136,35 @@ class Stations:
             views = Views(self.view, structure.leaves, self.runtime.viewed, apart)
         return Microbatch(views, self.context, losses.name(loss), shard is None, self.runtime.asked)
 
-    def given(self, call: Call, batch: Any, n: int | None = None) -> Given:
-        """Return a batch through the stations `batch` and `split`, in `n` microbatches or as many as `split` says.
+    def given(self, call: Call, batch: Any, *, whole: bool = False) -> Given:
+        """Return a batch through the stations `batch` and `split`; a `whole` one in one piece.
 
         Raises `BatchError`, unless the executor tells other ranks of it.
         """
-        failed = None
+        failed, split = None, Split(1) if whole else self.split
         if self.execute.reads(batch):
             try:
-                found = cut(batch, self.batch, self.split if n is None else Split(n), call)
-                return Given(batch, len(found), found)
+                return given(batch, self.batch, split, call)
             except Exception as error:
                 if not self.execute.together:
                     raise
                 failed = error
-        return Given(batch, self.split.num_microbatches if n is None else n, error=failed)
+        return Given(batch, split.num_microbatches, error=failed)
+
+    def in_pieces(self, one: Given, n: int, call: Call) -> Given:
+        """Return a batch that was given whole in `n` microbatches, mapped no second time.
+
+        Raises `BatchError`, unless the executor tells other ranks of it.
+        """
+        found, failed = None, one.error
+        if one.parts is not None:
+            try:
+                found = cut(one.parts, Split(n), call)
+            except Exception as error:
+                if not self.execute.together:
+                    raise
+                failed = error
+        return attrs.evolve(one, count=n, microbatches=found, error=failed)
 
     def order(self, what: str, structure: Structure) -> Order | None:
         """Return the order in which ranks meet where each comes at its own time, None where they come at fixed ones."""

@@ -24,16 +24,31 @@ class Given:
     count: int  # of microbatches, here and on every other rank
     microbatches: list[Any] | None = None  # None where this rank needs none
     error: Exception | None = None
+    parts: list[Any] | None = None  # the batch after the maps; of `Microbatches` every one of them
 
 
-def cut(batch: Any, maps: tuple[Map, ...], split: Split, call: Call, part: int = 0) -> list[Any]:
-    """Return the microbatches of a batch. Raises `BatchError`.
+def given(batch: Any, maps: tuple[Map, ...], split: Split, call: Call) -> Given:
+    """Return a batch through its maps and the split. Raises `BatchError`.
 
-    `Microbatches` are cut already: the maps are given each of them, `part` by `part`.
+    `Microbatches` are cut already: the maps are given each of them, which are as many as `split` makes.
     """
-    if isinstance(batch, Microbatches):
-        parts = enumerate(split.demand(batch))
-        return [one for i, held in parts for one in cut(held, maps, Split(1), call, i)]
+    is_cut = isinstance(batch, Microbatches)
+    parts = [_mapped(one, maps, call, i) for i, one in enumerate(split.demand(batch) if is_cut else [batch])]
+    found = cut(parts, Split(1) if is_cut else split, call)
+    return Given(batch, len(found), found, parts=parts)
+
+
+def cut(parts: list[Any], split: Split, call: Call) -> list[Any]:
+    """Return the microbatches of mapped parts of a batch, each cut by `split`. Raises `BatchError`."""
+    share, _ = call.dimensions.share_of_batch
+    found = []
+    for i, one in enumerate(parts):
+        with seeded(call, [split], "split", share, i):
+            found += contracts.microbatches(split(one), split)
+    return found
+
+
+def _mapped(batch: Any, maps: tuple[Map, ...], call: Call, part: int) -> Any:
     share, _ = call.dimensions.share_of_batch
     if maps:
         batch = tree.copied(batch)  # whose containers a map may fill
@@ -41,5 +56,4 @@ def cut(batch: Any, maps: tuple[Map, ...], split: Split, call: Call, part: int =
         own = call.at("batch", i, share, part)
         with seeded(own, [one]):
             batch = contracts.batch(one(batch, own), batch, one)
-    with seeded(call, [split], "split", share, part):
-        return contracts.microbatches(split(batch), split)
+    return batch

@@ -38,6 +38,25 @@ def takes(number: int) -> Callable[[Any], bool]:
     return good
 
 
+def given(*names: str) -> Callable[[Any], bool]:
+    """Return what says whether something can be called with these arguments, by position.
+
+    An argument with a default is there for something else, which the call would replace, unless it has the name.
+    """
+
+    def good(x: Any) -> bool:
+        if not takes(len(names))(x):
+            return False
+        try:
+            parameters = inspect.signature(x).parameters.values()
+        except ValueError:
+            return True
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return all(p.default is p.empty or p.name == name for p, name in zip(positional, names, strict=False))
+
+    return good
+
+
 _RESIDES = ('a residency: `kinds`, some of "params", "opt" and "slots"; chunks(structure), make(x, kind), '
             "read(old, device) and write(worked, new); see `fds.step.Residency`")  # fmt: skip
 _KINDS, _METHODS = ("params", "opt", "slots"), {"chunks": 1, "make": 2, "read": 2, "write": 2}
@@ -53,20 +72,20 @@ def _places(x: Any) -> bool:
 _EXECUTES = ("agreement", "reads", "draws", "dtypes", "pieces", "train", "agree", "evaluate")
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "topology": (lambda x: isinstance(x, Dimension), "fds.step.Dimension(axis, role, placement)"),
-    "batch": (takes(2), "a function (batch, call) -> batch"),
-    "split": (takes(1), "a function batch -> list of microbatches"),
+    "batch": (given("batch", "call"), "a function (batch, call) -> batch"),
+    "split": (given("batch"), "a function batch -> list of microbatches"),
     "frozen": (lambda x: isinstance(x, str), "a pattern of parameter names"),
-    "view": (takes(3), "a function (x, leaf, call) -> tensor, of one parameter"),
-    "context": (takes(1), "a function call -> context manager"),
+    "view": (given("x", "leaf", "call"), "a function (x, leaf, call) -> tensor, of one parameter"),
+    "context": (given("call"), "a function call -> context manager"),
     "kernels": (takes(0), "a function () -> context manager"),
-    "layer": (takes(2), "a function (list of LayerCalls, call) -> list of LayerCalls"),
+    "layer": (given("calls", "call"), "a function (list of LayerCalls, call) -> list of LayerCalls"),
     "scale": (lambda x: _has(x, "scale", "metrics"), "an object with scale(slots, device) and metrics(slots, device)"),
     "measure": (lambda x: isinstance(x, Measure), "fds.step.Measure(norm=True)"),
-    "condition": (takes(2), "a function (Gradients, call) -> Gradients"),
+    "condition": (given("gradients", "call"), "a function (Gradients, call) -> Gradients"),
     "execute": (lambda x: hasattr(x, "together") and _has(x, *_EXECUTES), "an executor, as `fds.step.InTurn` is one"),
     "optimizer": (lambda x: isinstance(x, Optimizer), "an fds.Optimizer"),
-    "commit": (takes(2), "a function (slots, skip) -> slots"),
-    "after": (lambda x: takes(4)(x) and isinstance(getattr(x, "slot", None), str),
+    "commit": (given("slots", "skip"), "a function (slots, skip) -> slots"),
+    "after": (lambda x: given("slot", "params", "skip", "call")(x) and isinstance(getattr(x, "slot", None), str),
               "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name"),
     "memory": (lambda x: hasattr(x, "slot") and hasattr(x, "lies"),
                'fds.step.Memory(slot, init, lies), of which `lies` is "parameters", "named" or "replicated"'),

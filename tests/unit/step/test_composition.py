@@ -162,3 +162,11 @@ def test_a_state_of_a_smaller_composition_is_refused():
 def test_a_station_can_be_set_by_hand():
     step = attrs.evolve(fds.compose(fds.sgd(0.1))(loss_fn), optimizer=fds.sgd(0.0))
     assert_same_bits(result(step)[0].params, make_params())
+
+
+def test_a_topology_is_filled_and_not_replaced():
+    """What follows from it (who meets whom) would stay as it was."""
+    step = fds.compose(fds.sgd(0.1))(loss_fn)
+    with pytest.raises(ComposeError, match="what follows from it") as caught:
+        attrs.evolve(step, topology=(fds.step.Dimension(None, "data"),))
+    assert "fill(step, topology=" in caught.value.hint

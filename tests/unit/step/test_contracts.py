@@ -1,5 +1,7 @@
 """What fills a station: a wrong filler is refused where it is written, and one that breaks its promise by its name."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -119,8 +121,23 @@ def test_what_the_first_state_is_made_with_is_named_too(stations, where, want):
         assert f"'{where}'" in caught.value.where and want in caught.value.want and caught.value.got
 
 
+def test_defaults_behind_the_call_or_of_the_call_are_as_they_are():
+    class Scaled:
+        def __call__(self, x, leaf, call=None, scale=2.0):
+            return x * scale
+
+    for view in (Scaled(), lambda *args: args[0] * 2.0, functools.partial(lambda x, leaf, call, by: x * by, by=2.0)):
+        step = filled(view=view)
+        assert_same_bits(*(one(one.init(make_params()), BATCH)[0].params for one in (step, filled(view=Scaled()))))
+
+
 UNFIT = {
     "batch: one argument": ({"batch": lambda batch: batch}, "(batch)", "(batch, call) -> batch"),
+    "batch: a default": ({"batch": lambda batch, scale=1.0: batch}, "scale=1.0", "(batch, call) -> batch"),
+    "view: a default": ({"view": lambda x, leaf, scale=1.0: x}, "scale=1.0", "(x, leaf, call) -> tensor"),
+    "context: a default": ({"context": lambda enabled=True: None}, "enabled=True", "call -> context manager"),
+    "layer: a default": ({"layer": lambda calls, every=2: calls}, "every=2", "call) -> list of LayerCalls"),
+    "condition: a default": ({"condition": lambda grads, by=2.0: grads}, "by=2.0", "(Gradients, call) -> Gradients"),
     "view: one argument": ({"view": lambda params: params}, "(params)", "(x, leaf, call) -> tensor"),
     "context: no argument": ({"context": lambda: None}, "()", "call -> context manager"),
     "layer: one argument": ({"layer": lambda calls: calls}, "(calls)", "call) -> list of LayerCalls"),
