@@ -30,3 +30,8 @@ def is_differentiated() -> bool:
 def in_torch_func() -> bool:
     """Return whether this is the inside of a function that `torch.func` transforms."""
     return torch._C._are_functorch_transforms_active()  # private: torch has no public function for it
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward, or what it computes again."""
+    return torch._C._current_graph_task_id() != -1  # private; torch has no public function that says so

@@ -23,6 +23,7 @@ from fds.step.execution import Executor, Found, InTurn, Microbatch, Pass, Ran, t
 from fds.step.given import Given, cut, given
 from fds.step.gradients import Gradients, Measure
 from fds.step.memory import Memory
+from fds.step.notes import Notes
 from fds.step.parameters import open_parameters
 from fds.step.residency import agreed_chunks
 from fds.step.runtime import Runtime
@@ -71,6 +72,10 @@ class Stations:
     shard: Shard | None = attrs.field(  # how data ranks share the work, where they do: it is in `topology`
         default=attrs.Factory(lambda self: shard_of(self.dimensions), takes_self=True), init=False, repr=False
     )
+    following: tuple[Memory, ...] = attrs.field(  # those whose slot changes by what is noted, or in every step
+        default=attrs.Factory(lambda self: tuple(one for one in self.memory.values() if one.follows), takes_self=True),
+        init=False, repr=False,
+    )  # fmt: skip
     runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -90,9 +95,13 @@ class Stations:
     def __repr__(self) -> str:
         return f"compose({', '.join(map(str, self.composition))})({losses.name(self.loss)})"
 
-    def call(self, state: State, *, training: bool = True) -> Call:
+    def notes(self, state: State) -> Notes:
+        """Return where fillers note in a training step with this state."""
+        return Notes.of(self.following, state, self.condition)
+
+    def call(self, state: State, notes: Notes | None = None, *, training: bool = True) -> Call:
         """Return what fillers may know of a call with this state."""
-        return Call.with_state(state, self.dimensions, training=training)
+        return Call.with_state(state, self.dimensions, notes, training=training)
 
     def gradients(
         self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None, call: Call
@@ -133,7 +142,8 @@ class Stations:
         shard, views = self.shard, None
         if self.view:
             apart = shard is not None and shard.reduces_each_microbatch
-            views = Views(self.view, structure.leaves, self.runtime.viewed, apart)
+            again = self.dimensions.repeated(structure.names) if self.following else None
+            views = Views(self.view, structure.leaves, self.runtime.viewed, apart, again)
         return Microbatch(views, self.context, losses.name(loss), shard is None, self.runtime.asked)
 
     def given(self, call: Call, batch: Any, *, whole: bool = False) -> Given:
@@ -143,6 +153,8 @@ class Stations:
         """
         failed, split = None, Split(1) if whole else self.split
         if self.execute.reads(batch):
+            if self.following:  # ranks along a pipeline or a tensor axis pass the same batch
+                call = call.counted(self.execute.runs_first and self.dimensions.tells)
             try:
                 return given(batch, self.batch, split, call)
             except Exception as error:
@@ -209,6 +221,7 @@ class Stations:
     def settings(self, call: Call, buffers: dict[str, Tensor], n: int) -> list[losses.Setting]:
         """Return the setting of each microbatch: all seeds of a call, computed before its first kernel."""
         evaluating, base = not call.training, call.words
+        call = call.counted(self.dimensions.tells) if self.following else call
         draws = self.execute.draws(self.eval_loss if evaluating else self.loss)
         first = self.dimensions.share_of_batch[0] * n
         keys = [random.folded(base, first + i) for i in range(n)]

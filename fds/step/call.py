@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -13,7 +13,16 @@ from torch import Tensor
 
 from fds import random
 from fds.state import State
+from fds.step.checks import contracts
 from fds.step.topology import Dimensions
+
+
+class Notes(Protocol):
+    """Where the notes of a call go."""
+
+    def add(self, slot: str, name: str, value: Any, merges: Sequence[str]) -> None:
+        """Note a value for an entry of a slot; where that is not merged in one of these ways, only check it."""
+        ...
 
 
 @attrs.frozen(eq=False)
@@ -39,13 +48,15 @@ class Call:
     base: random.Words = attrs.field(repr=False)  # the key that `data` are folded into
     data: tuple[int | str, ...] = ()
     _following: Mapping[str, Any] | None = attrs.field(default=None, repr=False)  # the slots after an update
+    _notes: Notes | None = attrs.field(default=None, repr=False)  # None where nothing may be noted
+    _kept: tuple[str, ...] = attrs.field(default=("max", "sum"), repr=False)  # how notes that are kept are merged
 
     @classmethod
-    def with_state(cls, state: State, dimensions: Dimensions, *, training: bool) -> Call:
+    def with_state(cls, state: State, dimensions: Dimensions, notes: Notes | None = None, *, training: bool) -> Call:
         """Return a call of a step with this state."""
         calls, kind = int(state.calls), "step" if training else "evaluate"
         base = random.words(state.key)
-        return cls(state.step, calls, state.step.device, training, state, dimensions, base, (kind, calls))
+        return cls(state.step, calls, state.step.device, training, state, dimensions, base, (kind, calls), None, notes)
 
     @property
     def slots(self) -> Mapping[str, Any]:
@@ -62,13 +73,40 @@ class Call:
         """The words of the key."""
         return random.folded(self.base, *self.data)
 
+    def note(self, slot: str, name: str, value: Tensor) -> None:
+        """Note a tensor for the entry `name` of a slot, like the entry, which the slot's `Memory` merges and accepts.
+
+        `name` is the entry's key path in the slot, "" of a slot that is a tensor. Nothing is noted in an evaluation,
+        and in a backward, which may compute a layer again.
+
+        Raises `ComposeError` for a slot without `merge`, another name, shape, dtype or device than it has, and in what
+        does not run in `batch`, `view`, `context`, `layer` or `condition` of this call.
+        """
+        if not self.training:
+            return
+        if self._notes is None:
+            raise contracts.unnoted(f"call.note({slot!r}, {name!r}, ...)")
+        self._notes.add(slot, name, value, self._kept)
+
+    def keeping(self, *merges: str) -> Call:
+        """Return the same call, of which only notes that are merged in these ways are kept, the others checked."""
+        return self if self._notes is None or self._kept == merges else attrs.evolve(self, kept=merges)
+
+    def counted(self, counts: bool) -> Call:
+        """Return the same call, whose notes are added to sums or not, since another rank or stage adds the same."""
+        return self.keeping("max", "sum") if counts else self.keeping("max")
+
+    def silent(self) -> Call:
+        """Return the same call where nothing may be noted."""
+        return self if self._notes is None else attrs.evolve(self, notes=None)
+
     def at(self, *data: int | str) -> Call:
         """Return the same call with a key of its own for `data`, integers and names."""
         return self._with(self.base, (*self.data, *data), self._following)
 
     def after(self, slots: Mapping[str, Any]) -> Call:
         """Return the same call after the update, with the slots of the new state: the old ones may be given up."""
-        return self._with(self.base, self.data, slots)
+        return self._with(self.base, self.data, slots).silent()
 
     def of(self, key: random.Words) -> Call:
         """Return the same call with another key to fold into, such as a microbatch's."""
@@ -76,7 +114,8 @@ class Call:
 
     def _with(self, base: random.Words, data: tuple[int | str, ...], slots: Mapping[str, Any] | None) -> Call:
         """Return the same call with other values of these fields; `attrs.evolve` takes three times as long."""
-        return Call(self.step, self.calls, self.device, self.training, self._state, self.dimensions, base, data, slots)
+        return Call(self.step, self.calls, self.device, self.training, self._state, self.dimensions, base, data, slots,
+                    self._notes, self._kept)  # fmt: skip
 
 
 def seeded(call: Call, functions: Iterable, *data: int | str) -> contextlib.AbstractContextManager:

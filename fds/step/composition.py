@@ -179,6 +179,9 @@ class Composition:
             contracts.loss(role, f)
         step = self.rewrite(Step(loss=loss, eval_loss=loss if eval_fn is None else eval_fn))
         for one in step.after:
+            if one.slot in step.memory and step.memory[one.slot].follows:
+                raise ComposeError("two fillers write to one slot", where="station 'after'", got=one.slot,
+                                   want="its Memory without merge and accept, or no filler of `after`")  # fmt: skip
             if one.slot not in step.memory:
                 raise ComposeError("a filler writes to a slot that nobody makes", where="station 'after'", got=one.slot,
                                    want=", ".join(step.memory) or "no slots are filled",

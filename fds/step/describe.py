@@ -88,7 +88,7 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     return Description(
         told, kernels, held_bytes(step, structure, state), {kind: text_of(residency) for kind in residency.kinds},
         sent_bytes(step, structure), frozen, unused, buckets,
-        {slot: tree.num_bytes(state.slots[slot]) for slot in step.memory},
+        {slot: tree.num_bytes(held) for slot, held in state.slots.items()},
     )  # fmt: skip
 
 
@@ -106,5 +106,6 @@ def _text(value: Any) -> str:
 
 def _unused(step: Stations, structure: Structure, state: State, batch: Any) -> tuple[str, ...]:
     same_composition(step)
-    found = step.gradients(state, structure, tree.leaves(state.params), batch, None, step.call(state))
+    call = step.call(state, step.notes(state))
+    found = step.gradients(state, structure, tree.leaves(state.params), batch, None, call)
     return tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)

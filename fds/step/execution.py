@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -59,19 +59,21 @@ class Microbatch:
 
     @contextlib.contextmanager
     def opened(
-        self, params: Any, given: Any, setting: losses.Setting, at: str, *, plain: bool = False, in_pieces: bool = False
-    ) -> Iterator[tuple[Any, dict[str, Cut]]]:
+        self, params: Any, given: Any, setting: losses.Setting, at: str, *, plain: bool = False,
+        in_pieces: bool = False, again: Collection[str] = (),
+    ) -> Iterator[tuple[Any, dict[str, Cut]]]:  # fmt: skip
         """Yield parameters through the views, and what of them is cut off (see `Views.seen`), inside the contexts.
 
         Views and what runs inside get containers of their own: what they put into them is gone after this microbatch.
-        `plain` ones have memory, at stage 3 too. Raises `LossError` where anything writes into what it is `given`.
+        `plain` ones have memory, at stage 3 too; notes of those that are viewed `again` do not count. Raises
+        `LossError` where anything writes into what it is `given`.
         """
         held = {"params": params, "batch": given}
         if self.views or self.context or setting.maps:  # which are given the call
             held |= {"slots": dict(setting.record.slots), "step": setting.record.step}
         with check.intact(self.asked, at, **held), contextlib.ExitStack() as stack:
             if self.views is not None:
-                params, cuts = self.views.seen(params, setting, plain=plain, in_pieces=in_pieces)
+                params, cuts = self.views.seen(params, setting, plain=plain, in_pieces=in_pieces, again=again)
             else:
                 params, cuts = tree.map(materialize, params) if plain else tree.copied(params), {}
             for i, make in enumerate(self.context):
@@ -152,6 +154,11 @@ class Executor(Protocol):
         """Whether ranks run every batch together: they tell each other what goes wrong, and meet after every action."""
         ...
 
+    @property
+    def runs_first(self) -> bool:
+        """Whether the first layer runs here: of ranks that pass the same batch, that one counts what is noted of it."""
+        ...
+
     def agreement(self) -> str:
         """Return in what the ranks that share the step must agree."""
         ...
@@ -218,7 +225,7 @@ def training(
 class InTurn:
     """Every rank runs its microbatches one after another, forward and backward."""
 
-    together = False
+    together, runs_first = False, True
 
     def agreement(self) -> str:
         """Return nothing."""

@@ -30,6 +30,7 @@ class Gradients:
     segments: Sequence[Sequence[Segment]] = ()  # one list per leaf
     axes: tuple[Axis, ...] = ()  # over which the leaves are slices
     norm_of: Callable[[Sequence[Tensor]], Tensor] | None = None  # where other ranks have other leaves
+    counted: Sequence[bool] = ()  # by leaf: whether it counts in a sum over all ranks, some of which have the same
 
     def measured(self) -> Gradients:
         """Return the same with its norm known."""

@@ -8,18 +8,21 @@ from typing import Any, Literal, get_args
 import attrs
 import torch
 
-from fds import random
+from fds import random, tree
 from fds.errors import ComposeError
+from fds.step.call import Call
 from fds.step.checks import contracts
 from fds.step.topology import Dimensions
 
 Lies = Literal["parameters", "named", "replicated"]
 LIES: tuple[Lies, ...] = get_args(Lies)
+Merge = Literal["max", "sum"]
+MERGES: tuple[Merge, ...] = get_args(Merge)
 
 
 @attrs.frozen(eq=False)
 class Memory:
-    """A slot of the state: how it begins, and how it lies over the ranks that share a step.
+    """A slot of the state: how it begins, what becomes of it in a step, and how it lies over the ranks that share one.
 
     Args:
         slot: its name, the key in `state.slots`.
@@ -29,6 +32,11 @@ class Memory:
         lies: `"parameters"`: where it has the structure of the parameters it is cut into slices and stages with them;
             `"named"`: a dict of tensors by the name of a parameter or a layer, the same on every rank; `"replicated"`:
             any tree, the same on every rank.
+        merge: how what fillers note (`call.note`) of one entry in the microbatches and on the ranks of a call is put
+            together, in any order: `"max"` or `"sum"`; None where nothing is noted.
+        accept: `(slot, noted, call) -> slot`, what the slot becomes after a step that is not skipped; a skipped one
+            leaves its bits. `noted` is a tree like the slot, with the lowest number, or 0 in a sum, where nothing was
+            noted; None without `merge`. By default the larger of the two, or their sum.
 
     Raises `ComposeError` for anything else.
     """
@@ -36,32 +44,53 @@ class Memory:
     slot: str
     init: Callable[[Any, torch.device], Any]
     lies: Lies
+    merge: Merge | None = None
+    accept: Callable[[Any, Any, Call], Any] | None = None
 
     def __attrs_post_init__(self) -> None:
         refuse = lambda what, got, want: ComposeError(
             f"a memory needs {what}", where=f"Memory({self.slot!r})", got=contracts.written(got)[:120], want=want)
+        among = lambda values: ", ".join(map(repr, values))
         if not (isinstance(self.slot, str) and self.slot and "." not in self.slot):
             raise refuse("the name of a slot", self.slot, "a string without dots")
         if not contracts.takes(2)(self.init):
             raise refuse("what makes its slot", self.init, "init: a function (params, device) -> slot")
         if self.lies not in LIES:
-            raise refuse("to lie over ranks in a way that a save knows", self.lies,
-                         "lies=" + ", ".join(map(repr, LIES)))  # fmt: skip
+            raise refuse("to lie over ranks in a way that a save knows", self.lies, f"lies={among(LIES)}")
+        if self.merge not in (None, *MERGES):
+            raise refuse("a way to merge what is noted in any order", self.merge, f"merge={among(MERGES)} or None")
+        if self.accept is not None and not contracts.takes(3)(self.accept):
+            raise refuse("a rule of one form", self.accept, "accept: a function (slot, noted, call) -> slot")
+        if self.mirrors and self.follows:
+            raise refuse("entries that every rank has, where it follows what is noted", self.lies,
+                         'lies="named" or "replicated"; a filler of `after` for one like the parameters')  # fmt: skip
 
     def __repr__(self) -> str:
-        return f"{self.slot} ({self.lies})"
+        return f"{self.slot} ({self.lies}{'' if self.merge is None else f', {self.merge} of what is noted'})"
 
     @property
     def mirrors(self) -> bool:
         """Whether ranks that hold other parts of the parameters hold another part of it."""
         return self.lies == "parameters"
 
+    @property
+    def follows(self) -> bool:
+        """Whether it changes by `accept`; if not, fillers of `commit` and `after` write it, or nobody."""
+        return self.merge is not None or self.accept is not None
+
     def first(self, params: Any, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> Any:
         """Return the slot at the start of a run. Raises `ComposeError` for what it must not be."""
         found = contracts.first_slot(self.init(params if self.mirrors else dict(shapes), device), self.slot, self.init)
         if self.lies == "named":
             contracts.named_slot(found, self.slot, self.init)
+        if self.merge is not None:
+            contracts.merged_slot(found, self.slot, self.init, device)
         return found
+
+    @property
+    def rule(self) -> Callable[[Any, Any, Call], Any]:
+        """What its slot becomes after a step: `accept`, or what `merge` makes of the slot and what was noted."""
+        return self.accept or (_largest if self.merge == "max" else _total)
 
 
 def first_slots(
@@ -74,3 +103,14 @@ def first_slots(
         with random.seeded(key, "slots", name, *(dimensions.coordinates if memory.mirrors else ())):
             slots[name] = memory.first(params, shapes, device)
     return slots
+
+
+def _largest(slot: Any, noted: Any, call: Call) -> Any:
+    return tree.map(torch.maximum, slot, noted)
+
+
+def _total(slot: Any, noted: Any, call: Call) -> Any:
+    return tree.map(torch.add, slot, noted)
+
+
+_largest.draws = _total.draws = False  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from fds.step.execution import Found
 from fds.step.gradients import Gradients, combined_scale
 from fds.step.initial import at_first, initial, traced
 from fds.step.into import into, whole_parameters
+from fds.step.notes import Notes, followed, may_note
 from fds.step.ranges import profiled
 from fds.step.seeds import guesses
 from fds.step.stations import unless, with_chosen_kernels
@@ -86,7 +87,8 @@ class Step(Stations):
             state, held = plain, self.check(plain)
         structure, parts = held.structure, held.parts
         assert self.optimizer is not None
-        call = self.call(state)
+        notes = self.notes(state) if self.following else None
+        call = self.call(state, notes)
 
         # from the batch to one summed gradient
         scale = None
@@ -99,7 +101,7 @@ class Step(Stations):
             demand_use(found.used, losses.name(self.loss))
 
         # from the gradient to a decision, the same on every rank
-        totals, norm, buffers = self._agree(found, call.calls)
+        totals, norm, buffers = self._agree(found, call.calls, notes)
         empty = totals.empty()
         totals = totals.filled(empty)
         divisor = found.predivide if totals.divisor is None else totals.divisor * found.predivide
@@ -111,9 +113,12 @@ class Step(Stations):
         norm_of = None
         if self.everyone is not None and self.dimensions.differing:
             norm_of = functools.partial(found.norm_of_all, everyone=self.everyone)
-        grads = known = Gradients(found.leaves, total, norm, structure.segments, self.dimensions.split, norm_of)
+        grads = known = Gradients(
+            found.leaves, total, norm, structure.segments, self.dimensions.split, norm_of, found.counted
+        )  # fmt: skip
         for i, one in enumerate(self.condition):
             own = call.at("condition", i, *self.dimensions.coordinates)
+            own = own if notes is None or may_note(one) else own.silent()
             with seeded(own, [one]):
                 grads = contracts.gradients(one(grads, own), known, one)
             tie(self.dimensions.share, one, grads.leaves, structure.segments)
@@ -138,6 +143,8 @@ class Step(Stations):
             slots = unless(empty, slots, told)  # an empty batch says nothing of the scale
         if skip is not None:
             buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
+        if notes is not None:
+            slots |= followed(notes, state, call, skip)
         for i, one in enumerate(self.after):
             own = call.after(slots).at("after", i, *self.dimensions.coordinates)
             with seeded(own, [one]):
@@ -214,7 +221,9 @@ class Step(Stations):
         at = None if "opt" in self.place.residency.kinds else devices
         return check.Held(structure, leaves, devices, check.same_slots(state, structure.opt, at))
 
-    def _agree(self, found: Found, calls: int) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
+    def _agree(
+        self, found: Found, calls: int, notes: Notes | None
+    ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""
         measured = self.commit is not None or any(m.norm for m in self.measure) or guesses(found.totals)
         norm = found.norm() if measured else None
@@ -223,7 +232,7 @@ class Step(Stations):
         some = any(found.used) or not found.used
         return agree(
             found.totals, norm, found.buffers, self.everyone, self.dimensions.data, calls=calls, used=some,
-            tells=self.dimensions.tells,
+            tells=self.dimensions.tells, also=None if notes is None or notes.late else notes,
         )  # fmt: skip
 
     def _metrics(

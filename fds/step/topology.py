@@ -113,6 +113,11 @@ class Dimensions:
         """Whether this rank's losses and metrics count: of ranks that compute the same ones, the first's do."""
         return not any(one.repeats and one.axis is not None and one.axis.index for one in self.entries)
 
+    def repeated(self, names: Sequence[str]) -> frozenset[str]:
+        """Return those parameters of which another rank that computes the same losses has the same elements."""
+        others = [one.placement for one in self.entries if one.repeats and one.axis is not None and one.axis.index]
+        return frozenset(n for n in names if any(not isinstance(one.lies(n), SplitDim) for one in others))
+
     @functools.cached_property
     def share_of_batch(self) -> tuple[int, int]:
         """Which rows of the global batch this rank passes, and how many such shares there are."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import attrs
 import torch
@@ -76,9 +77,21 @@ def _times(value: Tensor, weight: Tensor | float) -> Tensor:
     return value * weight if weight else torch.zeros_like(value)
 
 
+class Sums(Protocol):
+    """What is added up over the ranks beside the totals."""
+
+    def sums(self) -> list[Tensor]:
+        """Return what this rank has of them."""
+        ...
+
+    def put_sums(self, sums: Sequence[Tensor]) -> None:
+        """Take what all ranks have together."""
+        ...
+
+
 def agree(
     totals: Totals, norm: Tensor | None, buffers: dict[str, Tensor], everyone: Axis, data: Axis | None, *, calls: int,
-    used: bool = True, tells: bool = True,
+    used: bool = True, tells: bool = True, also: Sums | None = None,
 ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:  # fmt: skip
     """Share over the ranks of an axis all that a step decides by, in one small message; average the buffers.
 
@@ -91,6 +104,7 @@ def agree(
         calls: what this rank's state has counted.
         used: whether a gradient came on this rank.
         tells: whether the totals of this rank count; else it computes what another one does.
+        also: what else is added up, of the same shapes and dtypes on all ranks.
 
     Raises, on the CPU, where reading a number is free: `RankError` where ranks are at different calls, `LossError`
     where no rank uses any parameter.
@@ -107,6 +121,8 @@ def agree(
     if totals.divisor is not None:
         known = isinstance(totals.divisor, Tensor) or totals.divisor > 0
         parts.append(torch.stack([number(totals.divisor), number(float(known))]))
+    more = [] if also is None else also.sums()
+    parts += [x for m in more for x in _exactly(m)]
     together = data is everyone
     read = _summed(parts + (_of_first(buffers, everyone) if together else []), everyone)
     at, uses = next(read), next(read)
@@ -124,11 +140,19 @@ def agree(
     if totals.divisor is not None:
         found, knows = next(read)
         divisor = found / knows
+    if also is not None:
+        also.put_sums([_rebuilt(m, read) for m in more])
     if buffers and data is not None:
         read = read if together else _summed(_of_first(buffers, data), data)
         buffers = {name: _rebuilt(b, read, data.size) for name, b in buffers.items()}
     metrics = dict(zip(names, metrics, strict=True))
     return attrs.evolve(totals, loss=loss, weight=weight, metrics=metrics, divisor=divisor), shared, buffers
+
+
+def add_up(sums: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """Return the sums of tensors over the ranks, exact where they are integers; in a message of their own."""
+    read = _summed([x for s in sums for x in _exactly(s)], axis)
+    return [_rebuilt(s, read) for s in sums]
 
 
 def _summed(parts: list[Tensor], axis: Axis) -> Iterator[Tensor]:

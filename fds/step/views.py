@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -56,6 +57,35 @@ class Cut:
             self.back(self.leaf)
 
 
+@attrs.define(eq=False)
+class Runs:
+    """What the views of a microbatch may note: a parameter that is gathered on use is viewed each time it is read."""
+
+    again: frozenset[str]  # parameters that another stage or rank views too, which adds what is noted to sums
+    over: set[str] = attrs.field(factory=set)  # that were viewed
+    made_up: bool = False  # views are given made-up values
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """Drop what is noted inside."""
+        self.made_up = True
+        try:
+            yield
+        finally:
+            self.made_up = False
+
+    def noting(self, call: Call, name: str) -> Call:
+        """Return the call as a view of this parameter sees it."""
+        if self.made_up or name in self.over:
+            return call.keeping()
+        return call.keeping("max") if name in self.again else call.keeping("max", "sum")
+
+    def end(self, name: str) -> None:
+        """Note that a parameter was viewed."""
+        if not self.made_up:
+            self.over.add(name)
+
+
 @attrs.frozen(eq=False)
 class Views:
     """The views of a step, one after another, and what is known of the parameters."""
@@ -64,9 +94,10 @@ class Views:
     leaves: Mapping[str, Leaf]  # by name
     known: Known  # what they return, where parameters are gathered on use
     apart: bool  # gradients are reduced as they come: autograd would run these backwards after the whole loss's
+    again: frozenset[str] | None = None  # parameters that another rank views too; None where nothing is noted
 
     def seen(
-        self, params: Any, setting: losses.Setting, *, plain: bool, in_pieces: bool
+        self, params: Any, setting: losses.Setting, *, plain: bool, in_pieces: bool, again: Collection[str] = ()
     ) -> tuple[Any, dict[str, Cut]]:  # fmt: skip
         """Return parameters as the loss sees them, and by name those that are cut off from their views.
 
@@ -77,35 +108,42 @@ class Views:
             setting: of the microbatch.
             plain: whether parameters must have memory all the same.
             in_pieces: whether the loss's backward is run in pieces, so that each parameter must be cut off.
+            again: names of parameters that an earlier stage views too, which counts what is noted of them.
         """
         on_use = OnUse.now(self.known, setting.devices, evaluating=setting.mode.evaluating,
                            draws=any(map(random.draws, self.functions)))  # fmt: skip
         (leaves, build), names = tree.flatten(params), tree.paths(params)
-        shown, cuts = [], {}
+        shown, cuts, runs = [], {}, None if self.again is None else Runs(self.again.union(again))
         for name, p in zip(names, leaves, strict=True):
-            view = functools.partial(self._apply, self.leaves[name], setting)
-            x, run = self._shown(p, view, on_use, plain=plain, apart=self.apart or in_pieces)
+            view = functools.partial(self._apply, self.leaves[name], setting, runs)
+            x, run = self._shown(p, view, on_use, runs, plain=plain, apart=self.apart or in_pieces)
             if run is not None:
                 cuts[name] = Cut.of(x, run)
             shown.append(x)
         return build(shown), cuts
 
     def _shown(
-        self, p: Tensor, view: Callable[[Tensor], Tensor], on_use: OnUse, *, plain: bool, apart: bool
+        self, p: Tensor, view: Callable[[Tensor], Tensor], on_use: OnUse, runs: Runs | None, *, plain: bool, apart: bool
     ) -> tuple[Tensor, Callable[[Tensor], None] | None]:
         """Return what the loss sees of a parameter; for a leaf that was cut off, what takes its gradient, too."""
-        if isinstance(p, Handle) and not plain and (source := on_use(p, view)) is not None:
-            x = source.handle()
-            return x, source.backward if x.requires_grad else None
+        if isinstance(p, Handle) and not plain:
+            with contextlib.nullcontext() if runs is None else runs.learning():
+                source = on_use(p, view)
+            if source is not None:
+                x = source.handle()
+                return x, source.backward if x.requires_grad else None
         x = view(materialize(p) if plain else p)
         if not (apart and x.requires_grad):
             return x, None
         return x.detach().requires_grad_(), functools.partial(_backward, get_gradient_edge(x), p)
 
-    def _apply(self, leaf: Leaf, setting: losses.Setting, x: Tensor) -> Tensor:
+    def _apply(self, leaf: Leaf, setting: losses.Setting, runs: Runs | None, x: Tensor) -> Tensor:
         """Return what the views make of a parameter, the same each time in one microbatch."""
         for i, view in enumerate(self.functions):
-            x = contracts.viewed(view(x, leaf, setting.at(view, "view", i, leaf.name)), view)
+            call = setting.at(view, "view", i, leaf.name)
+            x = contracts.viewed(view(x, leaf, call if runs is None else runs.noting(call, leaf.name)), view)
+        if runs is not None:
+            runs.end(leaf.name)
         return x
 
 

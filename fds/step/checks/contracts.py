@@ -69,6 +69,8 @@ def _places(x: Any) -> bool:
     return named and all(takes(n)(getattr(x, name, None)) for name, n in _METHODS.items())
 
 
+_MERGED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32,
+           torch.int64}  # fmt: skip
 _EXECUTES = ("agreement", "reads", "draws", "dtypes", "pieces", "train", "agree", "evaluate")
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "topology": (lambda x: isinstance(x, Dimension), "fds.step.Dimension(axis, role, placement)"),
@@ -88,7 +90,7 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "after": (lambda x: given("slot", "params", "skip", "call")(x) and isinstance(getattr(x, "slot", None), str),
               "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name"),
     "memory": (lambda x: hasattr(x, "slot") and hasattr(x, "lies"),
-               'fds.step.Memory(slot, init, lies), of which `lies` is "parameters", "named" or "replicated"'),
+               'fds.step.Memory(slot, init, lies, merge=None, accept=None), lies="parameters", "named", "replicated"'),
     "slots": (lambda x: isinstance(x, dict) and all(map(takes(2), x.values())),
               "a dict: name -> function (params, device) -> slot"),
 }  # fmt: skip
@@ -159,6 +161,14 @@ def named_slot(found: Any, name: str, make: Any) -> None:
         raise _broken("memory", make, f"{name}: {in_words(found)}", "a dict: name -> tensor")
 
 
+def merged_slot(found: Any, name: str, make: Any, device: torch.device) -> None:
+    """Raise `ComposeError` for a slot of which entries cannot be merged with what is noted on a device."""
+    for path, x in tree.paths(found).items():
+        if x.dtype not in _MERGED or x.device.type != device.type:
+            at, want = ".".join(filter(None, (name, path))), f"floating or signed integer numbers on {device}"
+            raise _broken("memory", make, f"{at}: {x.dtype} on {x.device}", want)
+
+
 def reported(scale: Any, slots: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
     """Return what a scale, where there is one, reports. Raises `ComposeError` for anything but a dict of tensors."""
     found = {} if scale is None else scale.metrics(slots, device)
@@ -174,18 +184,35 @@ def gradients(found: Any, known: Gradients, one: Any) -> Gradients:
     if found.leaves is not known.leaves:
         leaves = _alike("condition", one, found.leaves, known.leaves)
         found = attrs.evolve(found, leaves=[x.contiguous() for x in leaves])
-    return attrs.evolve(found, segments=known.segments, axes=known.axes, norm_of=known.norm_of)
+    return attrs.evolve(found, segments=known.segments, axes=known.axes, norm_of=known.norm_of,
+                        counted=known.counted)  # fmt: skip
 
 
-def remembered(found: Any, given: Any, one: Any) -> Any:
-    """Return what a filler of `after` returned. Raises `ComposeError` for a slot of another structure."""
+def remembered(found: Any, given: Any, one: Any, station: str = "after") -> Any:
+    """Return a slot as a filler of `after`, or a memory, returned it. Raises `ComposeError` for another structure."""
     if found is given:
         return found
     (new, spec), (old, known) = tree.parts(found), tree.parts(given)
     if spec != known:
-        raise _broken("after", one, in_words(found), f"the slot {one.slot!r}, of the structure that it has")
-    _alike("after", one, new, old, dtypes=True)
+        raise _broken(station, one, in_words(found), f"the slot {one.slot!r}, of the structure that it has")
+    _alike(station, one, new, old, dtypes=True)
     return found
+
+
+def overwritten(memory: Any) -> ComposeError:
+    """Return the error of a rule that writes into the slot of the old state."""
+    return ComposeError("what fills a station writes over the state", where=f"station 'memory', {memory}",
+                        got="accept wrote into the slot", want="accept: (slot, noted, call) -> a new slot")  # fmt: skip
+
+
+def unnoted(where: str) -> ComposeError:
+    """Return the error of a note where nothing may be noted."""
+    return ComposeError(
+        "nothing may be noted here", where=where, got="no Memory with merge=, another station, or a call that is over",
+        want="call.note in a filler of `batch`, `view`, `context` or `layer`, or in a call that a layer map returned, "
+        "while it runs; or in one of `condition` with an attribute notes = True",
+        hint="what follows an update writes its slot itself",
+    )  # fmt: skip
 
 
 def microbatches(found: Any, split: Any) -> list[Any]:

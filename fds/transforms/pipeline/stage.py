@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import attrs
@@ -57,11 +57,12 @@ class Stage:
 
     def __init__(
         self, each: Microbatch, loss: losses.Layers, layers: range, params: Any, leaves: Sequence[Tensor],
-        buffers: dict[str, Tensor], add: Callable[..., None],
+        buffers: dict[str, Tensor], add: Callable[..., None], again: Collection[str] = (),
     ):  # fmt: skip
         self.each, self.loss, self.layers, self.params, self.buffers = each, loss, layers, params, buffers
         self.leaves = list(leaves)  # those of its parameters that are trained
         self.add = add  # of gradients: `add(backward, last=...)`
+        self.again = again  # names of parameters that an earlier stage has too, which counts what views note of them
         self.is_last = layers.stop == len(loss)
         self.held: dict[int, list[Piece]] = {}  # by microbatch
         self.rests: dict[int, list[tuple[Rest, Piece]]] = {}  # what W still has to do
@@ -82,7 +83,9 @@ class Stage:
         trains = torch.is_grad_enabled() and bool(self.leaves or any(packet.wants))
         rows = targets if self.layers.start else (packet.leaves, targets)
         at = f"values given to stage {self.layers}, {setting.mode.evaluating}"
-        with self.each.opened(self.params, rows, setting, at, in_pieces=True) as (params, self.cuts[i]):
+        with self.each.opened(
+            self.params, rows, setting, at, in_pieces=True, again=self.again
+        ) as (params, self.cuts[i]):
             calls = losses.layer_calls(self.loss, self.layers, params, current, setting)
             calls = setting.mapped(calls)
             groups = _groups(calls) if split else [calls]

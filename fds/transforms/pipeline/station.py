@@ -52,6 +52,11 @@ class Pipeline:
         """The ranks that hold other stages."""
         return self.owned.axis
 
+    @property
+    def runs_first(self) -> bool:
+        """Whether the first stage is here."""
+        return 0 in self.owned.own_stages
+
     def agreement(self) -> str:
         """Return in what all ranks must agree."""
         return f"{self}, dynamic_shapes={self.dynamic}, plan {fingerprint(self.plan.plan)}"
@@ -138,7 +143,8 @@ class Pipeline:
             held = {name: run.buffers[name] for i in layers for name in loss.layer(i).buffers}
             leaves = [x for name, x in named.items() if name in mine]
             own = {name: x for name, x in params.tree.items() if name in mine}
-            stages[index] = Stage(run.each, loss, layers, own, leaves, held, add)
+            again = {name for name in mine if self.owned.stages[name][0] != index}
+            stages[index] = Stage(run.each, loss, layers, own, leaves, held, add, again)
         failure = None if run.given.error is None else Failure.of(run.given.error)
         microbatches: list[Any] = [None] * run.given.count
         if run.given.microbatches is not None:

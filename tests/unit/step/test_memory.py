@@ -82,7 +82,7 @@ REFUSED = {
     "a path": (lambda: Memory("a.b", zero, "named"), "without dots"),
     "one argument": (lambda: Memory("a", lambda params: params, "named"), "(params, device) -> slot"),
     "elsewhere": (lambda: Memory("a", zero, "sliced"), "'parameters', 'named', 'replicated'"),
-    "no memory": (lambda: fds.compose(remembers({"a": zero}), fds.sgd(0.1))(layers()), "Memory(slot, init, lies)"),
+    "no memory": (lambda: fds.compose(remembers({"a": zero}), fds.sgd(0.1))(layers()), "Memory(slot, init, lies"),
     "no dict": (lambda: fds.compose(remembers(Memory("a", zero, "named")), fds.sgd(0.1))(layers()).init(layers().init),
                 "a dict: name -> tensor"),
     "twice": (lambda: fds.compose(remembers(Memory("ema", zero, "named")), fds.ema(0.9), fds.sgd(0.1))(layers()),

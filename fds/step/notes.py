@@ -1,0 +1,175 @@
+"""Notes: what fillers note in one call of a step, merged as it comes, and what becomes of the slots by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # private; torch has no public way to pass modes by
+
+from fds import autodiff, tree
+from fds.collectives import Axis
+from fds.errors import ComposeError, did_you_mean
+from fds.state import State
+from fds.step.call import Call, seeded
+from fds.step.checks import contracts
+from fds.step.memory import Memory, Merge
+from fds.step.sharding.handles import materialize
+from fds.step.totals import add_up
+
+Place = tuple[str, str]  # a slot and the key path of an entry in it, "" for a slot that is a tensor
+_TOGETHER = {"max": torch.maximum, "sum": torch.add}
+_MAGNITUDE = 2**63 - 1  # the bits of a float64 but for its sign
+
+
+@attrs.define(eq=False)
+class Notes:
+    """What was noted so far in one call, on this rank."""
+
+    memories: Sequence[Memory]  # those that follow what is noted, or every step
+    kinds: dict[Place, tuple[Merge, torch.Size, torch.dtype]]  # of what may be noted, in one order on all ranks
+    device: torch.device
+    late: bool  # whether gradient maps note too: then ranks share sums once more, after them
+    merged: dict[Place, Tensor] = attrs.field(factory=dict)
+    closed: bool = False
+
+    @classmethod
+    def of(cls, memories: Sequence[Memory], state: State, maps: Sequence[Any]) -> Notes:
+        """Return the empty notes of a call with a state; `maps` are those of gradients."""
+        kinds: dict[Place, tuple[Merge, torch.Size, torch.dtype]] = {
+            (memory.slot, name): (memory.merge, x.shape, x.dtype)
+            for memory in memories if memory.merge is not None
+            for name, x in sorted(tree.paths(state.slots.get(memory.slot, {})).items())
+        }  # fmt: skip
+        return cls(memories, kinds, state.step.device, any(map(may_note, maps)))
+
+    def add(self, slot: str, name: str, value: Any, merges: Sequence[str]) -> None:
+        """Merge a value into an entry that is merged in one of these ways, unless a backward computes it again.
+
+        Raises `ComposeError` for a value that does not fit.
+        """
+        self._check(slot, name, value)
+        place = slot, name
+        merge = self.kinds[place][0]
+        if merge not in merges or autodiff.in_backward():
+            return
+        value = materialize(value)
+        # selective checkpointing, a mode, counts the operators of the layers: these are none of them
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            old = self.merged.get(place)
+            value = value.detach()
+            self.merged[place] = (
+                value.clone(memory_format=torch.contiguous_format) if old is None
+                else _TOGETHER[merge](old, value)
+            )  # fmt: skip
+
+    def sums(self) -> list[Tensor]:
+        """Return the entries that ranks add up, all of them on every rank."""
+        return [self._entry(place) for place in self._places("sum")]
+
+    def put_sums(self, sums: Sequence[Tensor]) -> None:
+        """Replace the entries that ranks add up."""
+        self.merged |= zip(self._places("sum"), sums, strict=True)
+
+    def close(self, everyone: Axis | None) -> None:
+        """Merge over ranks what is not merged yet; nothing may be noted from here on."""
+        self.closed = True
+        if everyone is None:
+            return
+        if self.late and (sums := self.sums()):
+            self.put_sums(add_up(sums, everyone))
+        self._share_largest(everyone)
+
+    def like(self, slot: str, tree_: Any) -> Any:
+        """Return what was noted for a slot, in its structure."""
+        _, build = tree.flatten(tree_)
+        return build([self._entry((slot, name)) for name in tree.paths(tree_)])
+
+    def _places(self, merge: Merge) -> list[Place]:
+        return [place for place, (how, _, _) in self.kinds.items() if how == merge]
+
+    def _entry(self, place: Place) -> Tensor:
+        """Return what was noted of an entry; where nothing was, the number that changes no other."""
+        if place in self.merged:
+            return self.merged[place]
+        merge, shape, dtype = self.kinds[place]
+        least = 0 if merge == "sum" else -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+        return torch.full(shape, least, dtype=dtype, device=self.device)
+
+    def _share_largest(self, everyone: Axis) -> None:
+        """Take the maxima over ranks, of floats as integers in their order: exact, and NaN is the largest."""
+        places = sorted(self._places("max"), key=lambda place: not self.kinds[place][2].is_floating_point)
+        if not places:
+            return
+        entries = [self._entry(place).reshape(-1) for place in places]
+        floats = [x.double() for x in entries if x.is_floating_point()]
+        ints = [x.long() for x in entries if not x.is_floating_point()]
+        vector = torch.cat([*([_ordered(torch.cat(floats))] if floats else []), *ints])
+        everyone.start_all_reduce(vector, "max").wait()
+        size = sum(map(Tensor.numel, floats))
+        found = _unordered(vector[:size]).split(list(map(len, floats)))
+        found += vector[size:].split(list(map(len, ints)))
+        for place, x in zip(places, found, strict=True):
+            _, shape, dtype = self.kinds[place]
+            self.merged[place] = x.view(shape).to(dtype, copy=True)
+
+    def _check(self, slot: str, name: str, value: Any) -> None:
+        """Raise `ComposeError` for a note outside of its call, of no entry, or of another kind than its entry."""
+        where = f"call.note({slot!r}, {name!r}, ...)"
+        if self.closed:
+            raise contracts.unnoted(where)
+        if (slot, name) not in self.kinds:
+            slots = sorted({known for known, _ in self.kinds})
+            names = [known for at, known in self.kinds if at == slot]
+            raise ComposeError(
+                "a note has no entry to go to", where=where, got=repr(name if names else slot),
+                want=tree.named(names or slots) or "a Memory(slot, init, lies, merge=...) in the station 'memory'",
+                hint=did_you_mean(name, names) if names else did_you_mean(slot, slots),
+            )  # fmt: skip
+        _, shape, dtype = self.kinds[slot, name]
+        text = lambda shape, dtype, device: f"{tuple(shape)} {dtype} on {device}"
+        fits = isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == (shape, dtype, self.device)
+        if not fits:
+            got = text(value.shape, value.dtype, value.device) if isinstance(value, Tensor) else repr(value)[:80]
+            raise ComposeError("a note is not like the entry that it goes to", where=where, got=got,
+                               want=text(shape, dtype, self.device))  # fmt: skip
+
+
+def may_note(one: Any) -> bool:
+    """Say whether a gradient map notes: it says so, since ranks then share sums once more, after it."""
+    return getattr(one, "notes", False)
+
+
+def followed(notes: Notes, state: State, call: Call, skip: Tensor | None) -> dict[str, Any]:
+    """Return the slots that follow what was noted, after a step that is skipped where `skip`, () bool, is true."""
+    notes.close(call.dimensions.everyone)
+    call, slots = call.silent(), {}
+    for memory in notes.memories:
+        old, own = state.slots[memory.slot], call.at("memory", memory.slot)
+        noted = None if memory.merge is None else notes.like(memory.slot, old)
+        versions = list(map(tree.version_of, tree.leaves(old)))
+        with seeded(own, [memory.rule]):
+            new = contracts.remembered(memory.rule(old, noted, own), old, memory, "memory")
+        if list(map(tree.version_of, tree.leaves(old))) != versions:
+            raise contracts.overwritten(memory)
+        slots[memory.slot] = new if skip is None else tree.map(lambda x, y: torch.where(skip, x, y), old, new)
+    return slots
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """Return float64 numbers as int64 ones in the same order, NaN the largest."""
+    bits = torch.where(x.isnan(), torch.nan, x).view(torch.int64)
+    return torch.where(bits < 0, bits ^ _MAGNITUDE, bits)
+
+
+def _unordered(keys: Tensor) -> Tensor:
+    """Return the float64 numbers of which these are the keys.
+
+    >>> x = torch.tensor([-torch.inf, -2.5, -0.0, 0.0, 1.0, torch.inf], dtype=torch.float64)
+    >>> bool(_ordered(x).diff().gt(0).all()), _unordered(_ordered(x)).tolist()
+    (True, [-inf, -2.5, -0.0, 0.0, 1.0, inf])
+    """
+    return torch.where(keys < 0, keys ^ _MAGNITUDE, keys).view(torch.float64)
