@@ -70,7 +70,7 @@ class Setting:
 
     def at(self, function: Any, *data: int | str) -> Any:
         """Return the `Call` of a filler, and seed the generators for it from its key, where it may draw."""
-        call = self.record.at(*data)
+        call = self.record.given_to(function, *data)
         if random.draws(function):
             random.reseed(random.seed(call.base, *call.data), self.devices)
         return call

@@ -50,6 +50,7 @@ class Call:
     _following: Mapping[str, Any] | None = attrs.field(default=None, repr=False)  # the slots after an update
     _notes: Notes | None = attrs.field(default=None, repr=False)  # None where nothing may be noted
     _kept: tuple[str, ...] = attrs.field(default=("max", "sum"), repr=False)  # how notes that are kept are merged
+    _keyless: Any = attrs.field(default=None, repr=False)  # the filler that says that it draws nothing
 
     @classmethod
     def with_state(cls, state: State, dimensions: Dimensions, notes: Notes | None = None, *, training: bool) -> Call:
@@ -65,12 +66,17 @@ class Call:
 
     @property
     def key(self) -> Tensor:
-        """A random key, (2,) int64 on the CPU: another one for every call, microbatch, station and filler."""
+        """A random key, (2,) int64 on the CPU: another one for every call, microbatch, station and filler.
+
+        Raises `ComposeError` in a filler with `draws = False`.
+        """
         return random.as_key(self.words)
 
     @property
     def words(self) -> random.Words:
         """The words of the key."""
+        if self._keyless is not None:  # what ranks draw for a tied parameter would not be made equal again
+            raise contracts.keyless(self._keyless)
         return random.folded(self.base, *self.data)
 
     def note(self, slot: str, name: str, value: Tensor) -> None:
@@ -102,7 +108,11 @@ class Call:
 
     def at(self, *data: int | str) -> Call:
         """Return the same call with a key of its own for `data`, integers and names."""
-        return self._with(self.base, (*self.data, *data), self._following)
+        return self._with(self.base, (*self.data, *data), self._following, self._keyless)
+
+    def given_to(self, filler: Any, *data: int | str) -> Call:
+        """Return `at(*data)` for a filler, without a key where that says that it draws nothing."""
+        return self._with(self.base, (*self.data, *data), self._following, None if random.draws(filler) else filler)
 
     def after(self, slots: Mapping[str, Any]) -> Call:
         """Return the same call after the update, with the slots of the new state: the old ones may be given up."""
@@ -112,10 +122,12 @@ class Call:
         """Return the same call with another key to fold into, such as a microbatch's."""
         return self._with(key, (), self._following)
 
-    def _with(self, base: random.Words, data: tuple[int | str, ...], slots: Mapping[str, Any] | None) -> Call:
+    def _with(
+        self, base: random.Words, data: tuple[int | str, ...], slots: Mapping[str, Any] | None, keyless: Any = None
+    ) -> Call:
         """Return the same call with other values of these fields; `attrs.evolve` takes three times as long."""
         return Call(self.step, self.calls, self.device, self.training, self._state, self.dimensions, base, data, slots,
-                    self._notes, self._kept)  # fmt: skip
+                    self._notes, self._kept, keyless)  # fmt: skip
 
 
 def seeded(call: Call, functions: Iterable, *data: int | str) -> contextlib.AbstractContextManager:

@@ -53,7 +53,7 @@ def _mapped(batch: Any, maps: tuple[Map, ...], call: Call, part: int) -> Any:
     if maps:
         batch = tree.copied(batch)  # whose containers a map may fill
     for i, one in enumerate(maps):
-        own = call.at("batch", i, share, part)
+        own = call.given_to(one, "batch", i, share, part)
         with seeded(own, [one]):
             batch = contracts.batch(one(batch, own), batch, one)
     return batch

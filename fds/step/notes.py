@@ -148,7 +148,7 @@ def followed(notes: Notes, state: State, call: Call, skip: Tensor | None) -> dic
     notes.close(call.dimensions.everyone)
     call, slots = call.silent(), {}
     for memory in notes.memories:
-        old, own = state.slots[memory.slot], call.at("memory", memory.slot)
+        old, own = state.slots[memory.slot], call.given_to(memory.rule, "memory", memory.slot)
         noted = None if memory.merge is None else notes.like(memory.slot, old)
         versions = list(map(tree.version_of, tree.leaves(old)))
         with seeded(own, [memory.rule]):

@@ -117,7 +117,7 @@ class Step(Stations):
             found.leaves, total, norm, structure.segments, self.dimensions.split, norm_of, found.counted
         )  # fmt: skip
         for i, one in enumerate(self.condition):
-            own = call.at("condition", i, *self.dimensions.coordinates)
+            own = call.given_to(one, "condition", i, *self.dimensions.coordinates)
             own = own if notes is None or may_note(one) else own.silent()
             with seeded(own, [one]):
                 grads = contracts.gradients(one(grads, own), known, one)
@@ -146,7 +146,7 @@ class Step(Stations):
         if notes is not None:
             slots |= followed(notes, state, call, skip)
         for i, one in enumerate(self.after):
-            own = call.after(slots).at("after", i, *self.dimensions.coordinates)
+            own = call.after(slots).given_to(one, "after", i, *self.dimensions.coordinates)
             with seeded(own, [one]):
                 slots[one.slot] = contracts.remembered(
                     one(slots[one.slot], structure.put(parts, new.trained), skip, own), new.after[one.slot], one

@@ -11,6 +11,7 @@ from torch import nn
 
 import fds
 from fds import plans, tree
+from fds.errors import ComposeError
 from tests.bits import assert_same_bits
 
 ROWS = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)), torch.ones(12, 2)
@@ -212,3 +213,16 @@ def test_a_filler_that_draws_nothing_is_not_seeded(monkeypatch):
     monkeypatch.setattr(fds.random, "reseed", lambda *args: seeds.append(args))
     step(state, torch.ones(4, 2))
     assert len(seeds) == 1  # of the loss
+
+
+def test_what_says_that_it_draws_nothing_has_no_key():
+    def view(x, leaf, call):
+        return x + call.at("mine").key[0]
+
+    step = fds.compose(fds.step.Transform("mine", "mine()", lambda s: fds.step.fill(s, view=view)), fds.sgd(0.1))(
+        lambda p, x: (p["w"] * x).sum())  # fmt: skip
+    state = step.init({"w": torch.ones(2)})
+    step(state, torch.ones(2))
+    view.draws = False
+    with pytest.raises(ComposeError, match="asks for a random key"):
+        step(state, torch.ones(2))

@@ -215,6 +215,15 @@ def unnoted(where: str) -> ComposeError:
     )  # fmt: skip
 
 
+def keyless(one: Any) -> ComposeError:
+    """Return the error of a filler that says that it draws nothing and asks for a random key."""
+    return ComposeError(
+        "a filler that says that it draws nothing asks for a random key", where=written(one)[:120],
+        got="draws = False, and call.key", want="one of the two",
+        hint="what draws is drawn alike for tied parameters, so it leaves `draws` out",
+    )  # fmt: skip
+
+
 def microbatches(found: Any, split: Any) -> list[Any]:
     """Return what a split returned. Raises `ComposeError` for anything but a list of some."""
     if not (isinstance(found, list | tuple) and found):
