@@ -6,13 +6,13 @@
 """
 
 from fds.autodiff._backward import backward_by, backward_into, is_reentrant
-from fds.autodiff._memory import exclusive, is_alone, own
+from fds.autodiff._memory import exclusive, own, storage_counts
 from fds.autodiff._scopes import differentiated, in_backward, in_torch_func, is_differentiated
 from fds.autodiff._value_and_grad import check_scalar, value_and_grad, vjp
 
 __all__ = [
     "value_and_grad", "vjp", "check_scalar",
     "backward_by", "backward_into", "is_reentrant",
-    "exclusive", "is_alone", "own",
+    "exclusive", "own", "storage_counts",
     "differentiated", "in_backward", "in_torch_func", "is_differentiated",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ def exclusive(grad: Tensor) -> Tensor:
     """
     if grad.layout is not torch.strided:
         return grad.to_dense()
-    return grad if is_alone(grad) and grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
+    return grad if _is_alone(grad) and grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format)
 
 
 def own(leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -48,18 +48,18 @@ def _all_exclusive(grads: list[Tensor]) -> bool:
     return set(uses) <= {_ALONE_IN_LIST[0]} and set(counts) <= {_ALONE_IN_LIST[1]}
 
 
-def is_alone(x: Tensor) -> bool:
+def _is_alone(x: Tensor) -> bool:
     """Return whether nothing else holds the memory of `x`: no other tensor, and no storage object."""
-    return all(n <= alone for n, alone in zip(_counts(x), _ALONE, strict=True))
+    return all(n <= alone for n, alone in zip(storage_counts(x), _ALONE, strict=True))
 
 
-def _counts(x: Tensor) -> tuple[int, int]:
+def storage_counts(x: Tensor) -> tuple[int, int]:
     """Return the reference counts of a tensor's storage, in C++ and in Python."""
     storage = x.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)  # private: no public count
 
 
-_ALONE = _counts(torch.empty(1))  # the counts of a tensor that shares nothing: 2 and 3 in torch 2.13
+_ALONE = storage_counts(torch.empty(1))  # the counts of a tensor that shares nothing: 2 and 3 in torch 2.13
 
 
 def _counts_in_list(tensors: list[Tensor]) -> tuple[int, int]:

@@ -48,15 +48,20 @@ def open_parameters(
     else:
         assert shard is not None
         whole = gather.all_at_once(structure, shard, parts, pool)
-    if live is None and train:
-        whole = _as_leaves(whole, structure.is_trained)
+    if live is None:
+        whole = _as_leaves(whole, structure.is_trained, train=train, keep=not structure.sharded)
     trained = whole if all(structure.is_trained) else list(compress(whole, structure.is_trained))
     return Parameters(trained, structure.build_whole(whole), live)
 
 
-def _as_leaves(whole: list[Tensor], is_trained: Sequence[bool]) -> list[Tensor]:
-    """Return the same parameters, those that are trained as leaves that autograd records."""
-    leaves = map(Tensor.requires_grad_, map(Tensor.detach, compress(whole, is_trained)))
-    if all(is_trained):
-        return list(leaves)
-    return [next(leaves) if one else x for x, one in zip(whole, is_trained, strict=True)]
+def _as_leaves(whole: list[Tensor], is_trained: Sequence[bool], *, train: bool, keep: bool) -> list[Tensor]:
+    """Return the same parameters; with `train` those that are trained as leaves that autograd records.
+
+    Without `keep` all of them are new tensors, so that what the loss does to them is gone with them.
+    """
+    if train and all(is_trained):
+        return list(map(Tensor.requires_grad_, map(Tensor.detach, whole)))
+    found = whole if keep else list(map(Tensor.detach, whole))
+    if not train:
+        return found
+    return [x.detach().requires_grad_() if one else x for x, one in zip(found, is_trained, strict=True)]

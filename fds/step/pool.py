@@ -14,7 +14,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.autodiff import is_alone
+from fds.autodiff import storage_counts
+from fds.layout import Bucket
 
 Make = Callable[[int, Tensor], Tensor]
 
@@ -69,6 +70,45 @@ _SAMPLE = torch.empty(1)
 _ALONE = tuple(count for (count,) in Buffers.of([_SAMPLE]).counts())  # (3, 3, 2) in torch 2.13
 
 
+@attrs.define(eq=False)
+class Scratch:
+    """Memory that one step after another takes, and the views of it that they need.
+
+    To cut a bucket anew costs 1.5 us a parameter, half a step of small layers.
+    """
+
+    base: Tensor
+    cuts: dict[int, tuple[Bucket, list[Tensor], list[Tensor]]] = attrs.field(factory=dict)  # by id of the bucket
+    views: list[Tensor] = attrs.field(factory=list)  # all of those in `cuts`
+
+    def is_alone(self) -> bool:
+        """Return whether nobody else holds the memory, nor one of the views."""
+        uses, counts = storage_counts(self.base), list(map(sys.getrefcount, self.views))
+        alone = (_ALONE_STORAGE[0] + len(self.views), _ALONE_STORAGE[1])
+        return uses == alone and counts.count(_IN_TWO_LISTS) == len(counts)
+
+    def cut(self, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parameters of a bucket and its gaps as views, which whoever holds keeps from being taken again."""
+        if id(bucket) not in self.cuts:
+            views, gaps = bucket.cut(self.base)
+            self.cuts[id(bucket)] = bucket, views, gaps
+            self.views += [*views, *gaps]
+        _, views, gaps = self.cuts[id(bucket)]
+        return list(views), list(gaps)
+
+
+_ALONE_STORAGE = storage_counts(torch.empty(1))
+
+
+def _counted_in_two_lists() -> int:
+    first = [torch.empty(1)]
+    second = list(first)
+    return next(map(sys.getrefcount, second))
+
+
+_IN_TWO_LISTS = _counted_in_two_lists()
+
+
 @attrs.frozen(eq=False)
 class Set:
     """The buffers of one state."""
@@ -91,7 +131,7 @@ class Pool:
     # the top of its heap back, 560 page faults a step of the example; a hand-written loop keeps them in `.grad` too.
     ballast: list[Tensor] = attrs.field(factory=list)
     # Flat buckets, CPU only and for the same reason: what one step gathers and reduces in, the next one does too.
-    scratch: dict[tuple, list[Tensor]] = attrs.field(factory=dict)
+    scratch: dict[tuple, list[Scratch]] = attrs.field(factory=dict)
     taken: set[int] = attrs.field(factory=set)  # ids of those that were taken since the last sweep
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
@@ -150,21 +190,40 @@ class Pool:
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         with self.lock:
-            held = self.scratch.setdefault((numel, dtype), [])
-            base = next((b for b in held if is_alone(b)), None)
-            if base is None:
-                with torch.inference_mode(False):
-                    base = torch.empty(numel, dtype=dtype, device=device)
-                held.append(base)
-            self.taken.add(id(base))
-            return base.detach()
+            return self._free(numel, dtype).base.detach()
+
+    def take_bucket(
+        self, bucket: Bucket, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Return memory for a whole bucket, as `take` does, and its views: the parameters, and the gaps.
+
+        The views are the same in every step: they are given to nobody outside of it.
+        """
+        if device.type != "cpu":
+            flat = torch.empty(bucket.numel, dtype=dtype, device=device)
+            return flat, *bucket.cut(flat)
+        with self.lock:
+            found = self._free(bucket.numel, dtype)
+            return found.base.detach(), *found.cut(bucket)
+
+    def _free(self, numel: int, dtype: torch.dtype) -> Scratch:
+        """Return memory on the CPU that nobody holds."""
+        held = self.scratch.setdefault((numel, dtype), [])
+        found = next((one for one in held if one.is_alone()), None)
+        if found is None:
+            with torch.inference_mode(False):
+                found = Scratch(torch.empty(numel, dtype=dtype, device="cpu"))
+            held.append(found)
+        self.taken.add(id(found))
+        return found
 
     def sweep(self) -> None:
         """Let go of the ballast, and of the flat buckets that nobody took since the last sweep."""
         self.ballast.clear()
         with self.lock:
             self.scratch = {
-                key: [b for b in held if id(b) in self.taken or not is_alone(b)] for key, held in self.scratch.items()
+                key: [one for one in held if id(one) in self.taken or not one.is_alone()]
+                for key, held in self.scratch.items()
             }
             self.taken.clear()
 

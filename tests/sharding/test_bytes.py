@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fds
 from fds import tree
-from fds.autodiff import is_alone
 from fds.step.pool import Pool
 from tests import ranks
 from tests.memory import peak_bytes
@@ -117,11 +116,16 @@ class Watched(Pool):
 
     def take(self, numel, dtype, device):
         given = super().take(numel, dtype, device)
-        live = {}
-        for (n, kind), bases in self.scratch.items():
-            live[n, kind] = sum(not is_alone(base) for base in bases)
-        self.seen.append(live)
+        self.note()
         return given
+
+    def take_bucket(self, bucket, dtype, device):
+        given = super().take_bucket(bucket, dtype, device)
+        self.note()
+        return given
+
+    def note(self):
+        self.seen.append({key: sum(not one.is_alone() for one in held) for key, held in self.scratch.items()})
 
     @property
     def seen(self):

@@ -33,6 +33,10 @@ class Filling:
         """Write the gradients of these parameters, or add them to what is there."""
         if set(map(tree.layout_of, grads)) != {torch.strided}:
             grads = [x if x.layout is torch.strided else x.to_dense() for x in grads]
+        if not self.filled and len(which) == len(self.views):  # in order, all of them
+            torch._foreach_copy_(self.views, grads)
+            self.filled.update(which)
+            return
         views, more = [self.views[j] for j in which], [j in self.filled for j in which]
         for write, some in ((torch._foreach_copy_, [not one for one in more]), (torch._foreach_add_, more)):
             if any(some):
@@ -141,6 +145,8 @@ class Bucketed:
 
     def used(self) -> list[bool]:
         """Say of every leaf whether a gradient has come for it."""
+        if all(len(self.seen[i]) == len(bucket.leaves) for i, bucket in self.buckets.items()):
+            return [True] * len(self.places)
         return [j in self.seen[i] for i, j in self.places]
 
     @in_range("reduce")
@@ -230,8 +236,7 @@ class Bucketed:
         if i not in self.filling:
             bucket = self.buckets[i]
             dtype = self.dtypes[i] if self.order is None else self.reduce_dtype or self.dtypes[i]
-            flat = self.pool.take(bucket.numel, dtype, self.device)
-            views, gaps = bucket.cut(flat)
+            flat, views, gaps = self.pool.take_bucket(bucket, dtype, self.device)
             _zero(gaps)
             self.filling[i] = Filling(flat, views)
         return self.filling[i]
@@ -245,7 +250,8 @@ class Bucketed:
             self._take(i)
         held, bucket, shard = self._open(i), self.buckets[i], self.shard
         del self.filling[i]
-        _zero([view for j, view in enumerate(held.views) if j not in held.filled])
+        if len(held.filled) < len(held.views):
+            _zero([view for j, view in enumerate(held.views) if j not in held.filled])
         sent = held.flat if self.reduce_dtype is None else held.flat.to(self.reduce_dtype)
         if self.predivide != 1:
             sent.div_(self.predivide)

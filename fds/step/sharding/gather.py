@@ -26,13 +26,17 @@ class Gather:
     transport: Transport = LOSSLESS
 
     def all_at_once(self, structure: Structure, shard: Shard, parts: list[Tensor], pool: Pool) -> list[Tensor]:
-        """Gather every bucket; the parameters are views of them."""
+        """Gather every bucket; the parameters are views of them, which the pool keeps."""
         assert structure.layout is not None
-        started = [self.start(b, x, shard.axis, pool) for b, x in zip(structure.layout.buckets, parts, strict=True)]
-        for _, work in started:
+        taken, works = [], []
+        for bucket, part in zip(structure.layout.buckets, parts, strict=True):
+            dtype = self.dtype_of(bucket.leaves[0].name, part.dtype)
+            flat, views, _ = pool.take_bucket(bucket, dtype, part.device)
+            taken.append(views)
+            works.append(self.transport.gather(shard.axis, part, flat))
+        for work in works:
             work.wait()
-        buckets = zip(structure.layout.buckets, started, strict=True)
-        return structure.layout.collect([b.views(flat) for b, (flat, _) in buckets])
+        return structure.layout.collect(taken)
 
     def start(self, bucket: Bucket, part: Tensor, axis: Axis, pool: Pool) -> tuple[Tensor, Work]:
         """Begin to gather a bucket from the slices of all ranks; return its memory (numel,) and the work."""
