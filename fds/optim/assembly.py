@@ -193,7 +193,7 @@ def _by_segment(
     bit.
     """
     lengths = tuple(map(Tensor.numel, params))
-    if list(lengths) == [inside[0].length if len(inside) == 1 else None for inside in segments]:
+    if set(map(len, segments)) == {1} and lengths == tuple([inside[0].length for inside in segments]):
         return params, grads, opt, segments
     cuts, alone = _cuts(tuple(map(tuple, segments)), lengths, keep_empty)
     cut = lambda flats: [
