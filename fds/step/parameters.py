@@ -42,7 +42,7 @@ def open_parameters(
     if not structure.sharded:
         casts = structure.casts
         whole = parts if casts is None else [x.to(dtype) for x, dtype in zip(parts, casts, strict=True)]
-    elif shard is not None and shard.gathers_on_use and order is not None:
+    elif shard is not None and order is not None and _gathers_on_use(gather, shard, structure):
         live = Live(gather, shard, structure, parts, pool, order)
         whole = live.handles(train)
     else:
@@ -52,6 +52,11 @@ def open_parameters(
         whole = _as_leaves(whole, structure.is_trained, train=train, keep=not structure.sharded)
     trained = whole if all(structure.is_trained) else list(compress(whole, structure.is_trained))
     return Parameters(trained, structure.build_whole(whole), live)
+
+
+def _gathers_on_use(gather: Gather, shard: Shard, structure: Structure) -> bool:
+    """Say whether any parameter is gathered when it is used."""
+    return shard.gathers_on_use and structure.layout is not None and bool(gather.passing(structure.layout, shard))
 
 
 def _as_leaves(whole: list[Tensor], is_trained: Sequence[bool], *, train: bool, keep: bool) -> list[Tensor]:

@@ -43,7 +43,8 @@ def shard_optimizer(
             bytes, at least 1 MiB and at most 32, so that backward hides sending; 32 MiB where the launcher says that
             all ranks run on the CPU of one node, where it can hide nothing. `step.describe(state)` shows the sizes.
         max_live_bytes: stage 3: bound of the parameters that are whole at once; by default two buckets beside those
-            that are on their way.
+            that are on their way. Where it has room for all of them, they are gathered once, before the loss runs, and
+            are plain tensors: what is gathered on use costs the host some 10 us for each operator that reads it.
         prefetch: stage 3: buckets that are gathered ahead, in the order of the step before.
         persist_below: stage 3: parameters of fewer elements stay whole from the start of a step to its end.
         predivide: gradients are divided by this before they are sent and multiplied after. None for the number of

@@ -352,3 +352,27 @@ def test_replicas_that_use_layers_in_another_order_add_up_the_same_ones(stage):
 
     for got in fds.simulate(run, 4):
         assert largest_difference(got, want) < 1e-6
+
+
+def test_with_room_for_all_parameters_stage_3_gives_the_loss_plain_tensors():
+    def run(bound):
+        kinds = []
+
+        def loss(params, x):
+            kinds.append({type(p) for p in params.values()})
+            return torch.tanh(x @ params["a"]).matmul(params["b"] * params["c"]).square().mean()
+
+        sharding = fds.shard_optimizer(data_axis(), stage=3, bucket_bytes=256, max_live_bytes=bound)
+        step = fds.compose(sharding, fds.accumulate(2), fds.adamw(0.1))(loss)
+        state = step.init({"a": torch.eye(8), "b": torch.ones(8, 8), "c": torch.ones(8, 8)})
+        for i in range(3):
+            state, _ = step(state, torch.arange(32.0).view(4, 8) / (i + 1 + step.everyone.index))
+        bytes_held = step.describe(state).num_bytes["whole"]
+        return step.params(state), set.union(*kinds), bytes_held, step.evaluate(state, torch.ones(2, 8))["loss"]
+
+    (exact, tight, held, loss), (got, plain, whole, same) = (
+        fds.simulate(lambda bound=bound: run(bound), 2)[1] for bound in (767, 768)
+    )
+    assert tight == {fds.step.sharding.handles.Handle} and plain == {torch.Tensor}
+    assert held <= 767 and whole == 768
+    assert_same_bits((exact, loss), (got, same))

@@ -45,11 +45,15 @@ class Gather:
         return flat, self.transport.gather(axis, part, flat)
 
     def passing(self, layout: Layout, shard: Shard) -> dict[int, int]:
-        """Return the buckets that stage 3 does not keep whole for the length of a step, with their bytes if whole."""
-        return {
+        """Return the buckets that stage 3 does not keep whole for the length of a step, with their bytes if whole.
+
+        There are none where `max_live_bytes` has room for all of them.
+        """
+        sizes = {
             i: b.numel * self.dtype_of(b.leaves[0].name, b.dtype).itemsize
             for i, b in enumerate(layout.buckets) if not shard.persists(b.leaves[0].numel)
         }  # fmt: skip
+        return {} if shard.max_live_bytes is not None and sum(sizes.values()) <= shard.max_live_bytes else sizes
 
     def room(self, layout: Layout, shard: Shard) -> int:
         """Return the bytes of used buckets that stage 3 may keep whole beside those that are on their way.

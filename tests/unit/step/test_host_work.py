@@ -18,10 +18,10 @@ def network(leaves):
 
 
 @transform
-def alone(stage):
+def alone(stage, **options):
     """Shard over an axis of one rank, which `shard_optimizer` leaves as it is."""
     axis = fds.mesh(dp=-1)["dp"].channel("step")
-    shard = Shard(axis, stage, axis)
+    shard = Shard(axis, stage, axis, **options)
 
     def apply(step: Step) -> Step:
         return fill(step, topology=Dimension(shard.data, "data", shard))
@@ -34,6 +34,7 @@ CASES = {
     "donated": lambda: (fds.donate(),),
     "everything": lambda: (fds.donate(), fds.loss_scale(), fds.clip_by_global_norm(1.0), fds.ema(0.9)),
     **{f"stage {stage}": lambda stage=stage: (alone(stage),) for stage in range(4)},
+    "stage 3, room for all": lambda: (alone(3, max_live_bytes=2**30),),
 }
 
 
@@ -84,7 +85,7 @@ def test_calls_are_linear_in_the_number_of_parameters(name):
 
 BOUNDS = {  # beside what the module's own forward and backward call: calls of Python and of C a parameter
     "pure": (0.1, 1.1), "donated": (0.1, 1.1), "stage 0": (0.1, 1.6), "stage 1": (0.1, 1.1), "stage 2": (0.1, 1.1),
-    "stage 3": (20.1, 23.6),
+    "stage 3": (20.1, 23.6), "stage 3, room for all": (0.1, 1.1),
 }  # fmt: skip
 
 
