@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fds.collectives import Axis
 from fds.errors import ComposeError
+from fds.layout import Segment
 from fds.optim import Optimizer
 from fds.optim.returned import first_slots, in_words
 from fds.step.structure import Structure, contiguous_copy
@@ -90,7 +91,7 @@ def chunks_of(residency: Residency, structure: Structure, optimizer: Optimizer) 
     Raises `ComposeError` where a slice is missing, or there twice.
     """
     everything = list(range(len(structure.segments)))
-    if not optimizer.separate or optimizer.draws:
+    if not _is_separate(optimizer):
         return [everything] if everything else []
     found = residency.chunks(structure)
     try:
@@ -181,27 +182,69 @@ class Lives:
 
 
 def first_opt(
-    residency: Residency, optimizer: Optimizer, structure: Structure, flat: Sequence[Tensor],
-    blank: Collection[int] = (),
-) -> dict[str, list[Tensor | None]]:  # fmt: skip
-    """Return the optimizer's slots before the first update, where they live; what it makes elsewhere is gone by chunks.
+    residency: Residency, optimizer: Optimizer, structure: Structure, flat: Sequence[Tensor]
+) -> dict[str, list[Tensor | None]]:
+    """Return the optimizer's slots before the first update, where they live.
 
-    Leaves of the slices in `blank` may hold anything, so that their values are not made at all.
+    Their values are made on the device of the parameters, a chunk at a time.
     """
     segments = structure.segments
     if "opt" not in residency.kinds or any(x.is_meta for x in flat):
         return first_slots(optimizer, segments, list(flat))
     found: dict[str, list[Tensor | None]] = {slot: [None] * len(flat) for slot in structure.opt}
     for chunk in chunks_of(residency, structure, optimizer):
-        params = [flat[i] for i in chunk]
-        if set(chunk) <= set(blank):
-            params = [x.to("meta") for x in params]
-        for slot, leaves in first_slots(optimizer, [segments[i] for i in chunk], params).items():
+        for slot, leaves in _first_of(residency, optimizer, [segments[i] for i in chunk], [flat[i] for i in chunk]):
             for i, x in zip(chunk, leaves, strict=True):
-                if x is not None:
-                    memory = made(residency, x, "opt", flat[i].device)
-                    found[slot][i] = memory if x.is_meta else memory.copy_(x)
+                found[slot][i] = x
     return found
+
+
+def _first_of(
+    residency: Residency, optimizer: Optimizer, segments: list[list[Segment]], flat: list[Tensor]
+) -> list[tuple[str, list[Tensor | None]]]:
+    """Return the slots of some slices, where they live; those that the optimizer made are gone when it returns."""
+    settle = lambda x: None if x is None else settled(residency, x, "opt")
+    return [(slot, list(map(settle, leaves))) for slot, leaves in first_slots(optimizer, segments, flat).items()]
+
+
+def blank_opt(
+    residency: Residency, optimizer: Optimizer, structure: Structure, flat: Sequence[Tensor]
+) -> dict[str, list[Tensor | None]]:
+    """Return the optimizer's slots for values that are to be written, where they live; padding is as in `first_opt`."""
+    if "opt" not in residency.kinds or any(x.is_meta for x in flat) or not _is_separate(optimizer):
+        return first_opt(residency, optimizer, structure, flat)
+    found: dict[str, list[Tensor | None]] = {slot: [None] * len(flat) for slot in structure.opt}
+    for slot, want in structure.opt.items():
+        dtypes = iter(want.dtypes)
+        for i, has in enumerate(want.has):
+            if has:
+                x = torch.empty(flat[i].shape, dtype=next(dtypes), device="meta")
+                found[slot][i] = made(residency, x, "opt", flat[i].device)
+    for i, (inside, x) in enumerate(zip(structure.segments, flat, strict=True)):
+        if gaps := _gaps(inside, x.numel()):
+            without = [attrs.evolve(s, offset=0, start=0, length=0) for s in inside]
+            padding = first_slots(optimizer, [without], [torch.cat([x[at:end] for at, end in gaps])])
+            for slot, (values,) in padding.items():
+                leaf = found[slot][i]
+                if leaf is not None and values is not None:
+                    pieces = values.split([end - at for at, end in gaps])
+                    for (at, end), piece in zip(gaps, pieces, strict=True):
+                        leaf[at:end] = piece
+    return found
+
+
+def _is_separate(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer may be given some slices at a time."""
+    return optimizer.separate and not optimizer.draws
+
+
+def _gaps(inside: Sequence[Segment], length: int) -> list[tuple[int, int]]:
+    """Return first and last + 1 of the elements of a slice that no parameter has."""
+    gaps, end = [], 0
+    for segment in sorted((s for s in inside if s.length), key=lambda s: s.offset):
+        gaps.append((end, segment.offset))
+        end = segment.offset + segment.length
+    return [(at, to) for at, to in [*gaps, (end, length)] if to > at]
 
 
 def chunk_bytes(residency: Residency, columns: Sequence[Sequence[Tensor | None]], chunks: Sequence[list[int]]) -> int:

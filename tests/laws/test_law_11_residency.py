@@ -61,7 +61,7 @@ def test_moments_in_a_mapped_file_change_no_bit(tmp_path, optimizer, donated):
     assert len(residency.made) == moments * (1 if donated else 5)  # every state of the five is held
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
 @given(problems(), optimizers(), compositions(), KINDS, st.integers(1, 3), st.booleans())
 def test_any_kinds_of_leaves_in_any_chunks_change_no_bit(tmp_path, problem, optimizer, names, kinds, size, donated):
     plain = make(names, optimizer, problem)
@@ -69,7 +69,7 @@ def test_any_kinds_of_leaves_in_any_chunks_change_no_bit(tmp_path, problem, opti
     same_run(plain, placed, problem, [problem.batch] * 3, donated=donated)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=6)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=4)
 @given(
     st.sampled_from([held.layers, held.records]), st.sampled_from(sorted(ALL)), PLACES, KINDS, st.booleans(),
     st.integers(0, 99),

@@ -19,7 +19,7 @@ from fds.errors import StorageError
 from fds.layout import Box, Layout, Sharded
 from fds.state import State
 from fds.step import Step
-from fds.step.residency import first_opt, made
+from fds.step.residency import blank_opt, made
 from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.format.tensors import dtype_name
@@ -133,8 +133,7 @@ def blank(step: Step, template: State, device: torch.device) -> State:
     structure, held = step.structure_of(state.params)
     assert step.optimizer is not None
     flat = [x.view(-1) for x in structure.pick(held)]
-    full = [i for i, inside in enumerate(structure.segments) if sum(s.length for s in inside) == flat[i].numel()]
-    opt = first_opt(residency, step.optimizer, structure, flat, blank=full)
+    opt = blank_opt(residency, step.optimizer, structure, flat)
     return attrs.evolve(state, opt=structure.name_slots(opt))
 
 
