@@ -80,7 +80,8 @@ def evaluate(step: Stations, state: State, batches: Iterable[Any]) -> dict[str, 
             want="a list of batches, or a loader", hint="step.evaluate(state, batch) takes one",
         )  # fmt: skip
     local, sums = _local(step, state), Sums()
-    for batch in _rounds(iter(batches), step.everyone, together=step.execute.together):
+    together = step.execute.together or step.dimensions.repeats[1] > 1
+    for batch in _rounds(iter(batches), step.everyone, together=together):
         totals, _ = local(batch, False)
         if batch is not Nothing:
             sums.add(totals, losses.name(step.eval_loss))
@@ -157,7 +158,8 @@ def _rounds(batches: Iterator[Any], everyone: Axis | None, *, together: bool) ->
         if together and not all(has):
             raise BatchError(
                 "ranks have different numbers of batches", where=f"rank {has.index(False)}", got="no more batches",
-                want=f"one more, as rank {has.index(True)}", hint="the ranks of a pipeline evaluate together",
+                want=f"one more, as rank {has.index(True)}",
+                hint="ranks of a pipeline, or of a tensor axis, evaluate together",
             )  # fmt: skip
         yield batch
 
@@ -213,4 +215,4 @@ def _shared(step: Stations, state: State, totals: Totals) -> Totals:
     if step.everyone is None:
         return totals
     dims = step.dimensions
-    return agree(totals, None, {}, step.everyone, dims.data, calls=int(state.calls), tells=dims.tells)[0]
+    return agree(totals, None, {}, step.everyone, dims.data, calls=int(state.calls), repeats=dims.repeats)[0]

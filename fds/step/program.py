@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fds import loss as losses, tree
 from fds.state import State
 from fds.step.all_stations import Stations
+from fds.step.batch import checksum
 from fds.step.call import seeded
 from fds.step.checks import contracts, state_check as check
 from fds.step.checks.agreement import same_composition
@@ -101,7 +102,7 @@ class Step(Stations):
             demand_use(found.used, losses.name(self.loss))
 
         # from the gradient to a decision, the same on every rank
-        totals, norm, buffers = self._agree(found, call.calls, notes)
+        totals, norm, buffers = self._agree(found, call.calls, batch, notes)
         empty = totals.empty()
         totals = totals.filled(empty)
         divisor = found.predivide if totals.divisor is None else totals.divisor * found.predivide
@@ -223,17 +224,18 @@ class Step(Stations):
         return check.Held(structure, leaves, devices, check.same_slots(state, structure.opt, at))
 
     def _agree(
-        self, found: Found, calls: int, notes: Notes | None
+        self, found: Found, calls: int, batch: Any, notes: Notes | None
     ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""
         measured = self.commit is not None or any(m.norm for m in self.measure) or guesses(found.totals)
         norm = found.norm() if measured else None
         if self.everyone is None:
             return found.totals, norm, found.buffers
-        some = any(found.used) or not found.used
+        some, repeats = any(found.used) or not found.used, self.dimensions.repeats
+        seen = checksum(batch) if repeats[1] > 1 and self.execute.reads(batch) else 0
         return agree(
             found.totals, norm, found.buffers, self.everyone, self.dimensions.data, calls=calls, used=some,
-            tells=self.dimensions.tells, also=None if notes is None or notes.late else notes,
+            repeats=repeats, seen=seen, also=None if notes is None or notes.late else notes,
         )  # fmt: skip
 
     def _metrics(

@@ -108,10 +108,19 @@ class Dimensions:
         others = (axis for axis, placement in self.differing if not placement.split)
         return tuple(axis.index for axis in (*split, *others))
 
-    @property
+    @functools.cached_property
+    def repeats(self) -> tuple[int, int]:
+        """Of the ranks that compute the same losses, which one this is, and how many they are: the first's count."""
+        index, count = 0, 1
+        for one in self.entries:
+            if one.repeats and one.axis is not None:
+                index, count = index * one.axis.size + one.axis.index, count * one.axis.size
+        return index, count
+
+    @functools.cached_property
     def tells(self) -> bool:
-        """Whether this rank's losses and metrics count: of ranks that compute the same ones, the first's do."""
-        return not any(one.repeats and one.axis is not None and one.axis.index for one in self.entries)
+        """Whether this rank's losses and metrics count."""
+        return self.repeats[0] == 0
 
     def repeated(self, names: Sequence[str]) -> frozenset[str]:
         """Return those parameters of which another rank that computes the same losses has the same elements."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fds.collectives import Axis
-from fds.errors import LossError, RankError
+from fds.errors import BatchError, LossError, RankError
 from fds.loss import Outcome
 from fds.step.sums import detached
 
@@ -91,7 +91,7 @@ class Sums(Protocol):
 
 def agree(
     totals: Totals, norm: Tensor | None, buffers: dict[str, Tensor], everyone: Axis, data: Axis | None, *, calls: int,
-    used: bool = True, tells: bool = True, also: Sums | None = None,
+    used: bool = True, repeats: tuple[int, int] = (0, 1), seen: int = 0, also: Sums | None = None,
 ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:  # fmt: skip
     """Share over the ranks of an axis all that a step decides by, in one small message; average the buffers.
 
@@ -103,13 +103,14 @@ def agree(
         data: those of them that hold the same buffers, None for one rank; another message where that is not all.
         calls: what this rank's state has counted.
         used: whether a gradient came on this rank.
-        tells: whether the totals of this rank count; else it computes what another one does.
+        repeats: of the ranks that compute the same totals, which one this is, and how many: the first's count.
+        seen: a checksum of the batch, which these must have in common.
         also: what else is added up, of the same shapes and dtypes on all ranks.
 
     Raises, on the CPU, where reading a number is free: `RankError` where ranks are at different calls, `LossError`
-    where no rank uses any parameter.
+    where no rank uses any parameter, `BatchError` where ranks that compute the same were given different batches.
     """
-    totals = totals if tells else totals.silent()
+    totals = totals if repeats[0] == 0 else totals.silent()
     assert totals.loss is not None
     device, names = totals.loss.device, sorted(totals.metrics)
     number = lambda x: x.to(device) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)
@@ -121,6 +122,8 @@ def agree(
     if totals.divisor is not None:
         known = isinstance(totals.divisor, Tensor) or totals.divisor > 0
         parts.append(torch.stack([number(totals.divisor), number(float(known))]))
+    if repeats[1] > 1:
+        parts.append(torch.stack([number(seen), number(0 if repeats[0] else seen)]))
     more = [] if also is None else also.sums()
     parts += [x for m in more for x in _exactly(m)]
     together = data is everyone
@@ -140,6 +143,8 @@ def agree(
     if totals.divisor is not None:
         found, knows = next(read)
         divisor = found / knows
+    if repeats[1] > 1:
+        _check_repeated(next(read), repeats[1], everyone)
     if also is not None:
         also.put_sums([_rebuilt(m, read) for m in more])
     if buffers and data is not None:
@@ -153,6 +158,16 @@ def add_up(sums: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """Return the sums of tensors over the ranks, exact where they are integers; in a message of their own."""
     read = _summed([x for s in sums for x in _exactly(s)], axis)
     return [_rebuilt(s, read) for s in sums]
+
+
+def _check_repeated(sums: Tensor, count: int, everyone: Axis) -> None:
+    """Raise `BatchError` where the checksums of all ranks (2,) are not those of the ranks that count, so many times."""
+    if sums.device.type == "cpu" and float(sums[0]) != count * float(sums[1]):
+        raise BatchError(
+            "ranks that compute one loss together were given different batches", where=f"axis {everyone.name!r}",
+            got="other inputs or targets", want="one batch for all ranks that differ only along a tensor axis",
+            hint="take rows by the coordinate on the data axis, not by the global rank",
+        )  # fmt: skip
 
 
 def _summed(parts: list[Tensor], axis: Axis) -> Iterator[Tensor]:

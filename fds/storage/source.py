@@ -79,9 +79,8 @@ class PlacedChunk:
 def save_source(manifest: Manifest, folders: list[OpenFolder], *, verify: bool = True) -> Source:
     """Return a save as a source, given its manifest and the folders that may hold its files."""
     home = {name: next((f for f in folders if f.has(name)), folders[0]) for name in manifest.files}
-    boxed = ((name, leaf) for name, leaf in manifest.leaves.items() if any(c.box is not None for c in leaf.chunks))
-    placed = {name: _placed(leaf) for name, leaf in boxed}
-    saved = _Saved(manifest, folders, Files(home, manifest.files, verify), placed)
+    boxed = frozenset(n for n, leaf in manifest.leaves.items() if any(c.box is not None for c in leaf.chunks))
+    saved = _Saved(manifest, folders, Files(home, manifest.files, verify), boxed)
     return Source(str(folders[0].path), manifest.leaves, saved.read, manifest.extra, manifest.composition,
                   read_box=saved.read_box)  # fmt: skip
 
@@ -93,12 +92,13 @@ class _Saved:
     manifest: Manifest
     folders: list[OpenFolder]
     files: Files
-    placed: dict[str, list[PlacedChunk]]  # of leaves whose chunks are of boxes, and of those of which one was read
+    boxed: frozenset[str]  # leaves whose chunks are of boxes
+    placed: dict[str, list[PlacedChunk]] = attrs.field(factory=dict, init=False)  # of leaves of which a box was read
 
     def read(self, name: str, start: int, out: Tensor) -> None:
         """Read elements of a flattened leaf."""
         leaf = self.manifest.leaves[name]
-        if name in self.placed:
+        if name in self.boxed:
             self.read_box(name, boxes.whole(leaf.shape), start, out)
             return
         done, end = start, start + out.numel()

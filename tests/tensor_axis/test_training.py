@@ -11,7 +11,7 @@ import torch
 
 import fds
 from fds import tree
-from fds.errors import ComposeError, StateError
+from fds.errors import BatchError, ComposeError, StateError
 from fds.step import Dimension, Gradients, Placement, Replicated, SplitDim, fill, transform
 from tests import ranks
 from tests.tensor_axis.splitting import DTYPE, Columns, Place, model, share
@@ -164,6 +164,39 @@ def test_what_does_not_divide_is_refused_by_name():
         return caught.value.where, caught.value.got
 
     assert fds.simulate(body, 3) == [("1.up.weight", "shape (16, 6), split along dim 0")] * 3
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("place", [Place(2, data=2), Place(2, stages=2)], ids=str)
+def test_another_batch_along_the_axis_is_an_error_on_all_ranks(place, at):
+    def body():
+        step = place.step(optimizer=fds.adamw())
+        state = step.init(model(None).init)
+        batch = list(share(step, 0))
+        if step.everyone.index == step.everyone.size - 1:
+            batch[at] = batch[at] + 1
+        with pytest.raises(BatchError) as caught:
+            step(state, tuple(batch))
+        return caught.value.hint
+
+    assert len(set(fds.simulate(body, place.ranks))) == 1
+
+
+def test_ranks_along_the_axis_evaluate_together():
+    def body():
+        step = Place(2, data=2).step(optimizer=fds.adamw())
+        state = step.init(model(None).init)
+        batches = [share(step, i) for i in range(3)]
+        whole = fds.evaluate(step, state, batches)
+        with pytest.raises(BatchError, match="different numbers of batches"):
+            fds.evaluate(step, state, batches[: 2 + (step.everyone.index == 1)])
+        return whole["loss"], whole["weight"], whole["rows"]
+
+    step = Place().step(optimizer=fds.adamw())
+    state = step.init(model(None).init)
+    want = fds.evaluate(step, state, [share(step, i) for i in range(3)])
+    for loss, weight, rows in fds.simulate(body, 4):
+        assert torch.allclose(loss, want["loss"]) and weight == 6 and rows == want["rows"] == 24
 
 
 def test_a_placement_must_know_its_axis():

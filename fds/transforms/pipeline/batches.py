@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fds import tree
 from fds.errors import BatchError
+from fds.step import checksum
 
 Digest = list[int | None] | None  # of inputs and targets; None for what a rank was not given
-_ELEMENTS = 4096  # of a leaf that are looked at
 
 
 def digest(batch: Any) -> Digest:
@@ -23,7 +18,7 @@ def digest(batch: Any) -> Digest:
     """
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         return None
-    return [None if part is None else _checksum(part) for part in batch]
+    return [None if part is None else checksum(part) for part in batch]
 
 
 def refuse_different(digests: Sequence[Digest], num_ranks: int) -> None:
@@ -43,13 +38,3 @@ def refuse_different(digests: Sequence[Digest], num_ranks: int) -> None:
                     got=f"other {part}", want="one batch for all ranks that differ only along the pipeline",
                     hint="take rows by the coordinate on the data axis, not by the global rank",
                 )  # fmt: skip
-
-
-def _checksum(part: Any) -> int:
-    found = 0
-    for x in tree.leaves(part):
-        if isinstance(x, Tensor):
-            found = zlib.crc32(f"{tuple(x.shape)} {x.dtype}".encode(), found)
-            if x.device.type == "cpu" and x.layout is torch.strided and x.is_contiguous() and not x.is_complex():
-                found = zlib.crc32(x.detach().view(-1)[:_ELEMENTS].double().numpy().tobytes(), found)
-    return found
