@@ -250,10 +250,10 @@ def test_what_is_sent_between_replicas_is_told(stage):
     def run():
         mesh = fds.mesh(replicate=2, shard=2)
         sharding = fds.shard_optimizer(mesh["shard"], replicate=mesh["replicate"], stage=stage, bucket_bytes=BUCKET)
-        step = fds.compose(sharding, fds.adamw(1e-3))(deep)
+        step = fds.compose(sharding, fds.adamw(1e-3), fds.accumulate(2))(deep)
         state = step.init(deep_params(8))
         with fds.collectives.counted() as traffic:
-            state, _ = step(state, torch.ones(1, WIDTH))
+            state, _ = step(state, torch.ones(2, WIDTH))
         total = sum(count.bytes_sent for (op, _), count in traffic.counts.items() if op != "exchange")
         return total, sum(step.describe(state).sent.values())
 

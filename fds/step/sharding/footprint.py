@@ -66,14 +66,13 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
 
     Every bucket is gathered once a step at stages 1 and 2, at stage 3 at most twice a microbatch, unless the loss
     comes back to it after others or ranks take different paths; it is reduced once a step at stages 0 (which then
-    gathers the sums) and 1, once a microbatch at 2 and 3, and then over the replicas.
+    gathers the sums) and 1, once a microbatch at 2 and 3, and at the end over the replicas.
     """
     shard, layout = step.shard, structure.layout
     if layout is None or shard is None:
         return {}
     n, size = step.split.num_microbatches, shard.axis.size
-    reduced = sum(_reduced(step, shard, b) for b in layout.buckets if b.trained)
-    sent = {"gather": 0.0, "reduce": reduced * (n if shard.reduces_each_microbatch else 1)}
+    sent = {"gather": 0.0, "reduce": sum(_reduced(step, shard, b) for b in layout.buckets if b.trained)}
     if structure.sharded:
         passing = step.gather.passing(layout, shard) if shard.gathers_on_use else ()
         for i, bucket in enumerate(layout.buckets):
@@ -92,13 +91,16 @@ def _viewed(step: Stations, structure: Structure) -> int:
 
 
 def _reduced(step: Stations, shard: Shard, bucket: Bucket) -> float:
-    """Return the bytes that this rank sends to sum the gradients of a bucket, and what comes of them."""
-    dtype, sent = step.reduce.dtype or _sum_dtype(step, bucket), step.reduce.transport.bytes_sent
+    """Return the bytes that this rank sends in a step to sum the gradients of a bucket."""
+    summed, sent = _sum_dtype(step, bucket), step.reduce.transport.bytes_sent
+    dtype = step.reduce.dtype or summed
     total = sent("reduce", bucket.numel, dtype, shard.axis.size)
+    if shard.reduces_each_microbatch:
+        total *= step.split.num_microbatches
     if not shard.slices_state:
         total += sent("spread", bucket.numel, dtype, shard.axis.size)
     if shard.replicate is not None:
-        total += sent("combine", bucket.length, dtype, shard.replicate.size)
+        total += sent("combine", bucket.length, summed if shard.slices_state else dtype, shard.replicate.size)
     return total
 
 
