@@ -112,7 +112,7 @@ class Stations:
         wide = self.everyone is not None and torch.float64 in set(map(tree.dtype_of, leaves))
         totals, wide = self.execute.agree(ran, self.everyone, self.runtime, wide=wide)
         counted = self.dimensions.add_up(leaves, structure.segments)
-        return Found(totals, leaves, used, counted, ran.buffers, sums.predivide, wide)
+        return Found(totals, leaves, used, counted, ran.buffers, sums.predivide, wide, sums.kept)
 
     def _run(
         self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None, call: Call
@@ -125,11 +125,13 @@ class Stations:
         settings = self.settings(call, state.buffers, given.count)
         params = open_parameters(self.gather, self.shard, structure, parts, pool, train=True, order=order)
         kinds = self.execute.dtypes(params.trained, self.gather.dtype, self.everyone, self.runtime.asked)
-        sums = self.reduce.sums(structure, self.shard, params.trained, self.sum.dtype, pool, order, kinds)
         seeds = Seeds.of(
             scale, given.count, kinds, self.sum.dtype, (self.reduce.dtype, *map(_dtype_of, self.context)),
             data=self.dimensions.data, asked=self.runtime.asked, order=None if self.execute.together else order,
         )  # fmt: skip
+        sums = self.reduce.sums(
+            structure, self.shard, params.trained, self.sum.dtype, pool, order, kinds, seeds, state.slots
+        )
         run = Pass(
             self.loss, given, settings, params, structure.trained_names, state.buffers,
             self.microbatch(self.loss, structure), order, self.everyone, self.runtime, sums, seeds,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 import attrs
@@ -17,6 +18,7 @@ from fds.loss import Buffered
 from fds.optim import Optimizer
 from fds.step.checks import contracts
 from fds.step.memory import Memory
+from fds.step.sharding.kept import SLOT, nothing_kept
 from fds.step.sharding.shard import Shard
 from fds.step.topology import Dimension, Dimensions
 
@@ -74,7 +76,7 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
     (None: nothing).
     """
     by, changes, owners = step.composing.position, {}, dict(step.composing.owners)
-    for name, value in stations.items():
+    for name, value in itertools.chain(stations.items(), _implied(stations)):
         held = _station(step, name)
         if not isinstance(value, dict) or name in ("memory", "slots"):
             contracts.form(name, value, held)
@@ -104,6 +106,14 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
     if "topology" in changes:
         changes["dimensions"] = Dimensions.of(changes["topology"])
     return attrs.evolve(step, composing=attrs.evolve(step.composing, owners=owners), **changes)
+
+
+def _implied(stations: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the station and the filler that others call for: a transport that keeps something has a slot for it."""
+    reduce = stations.get("reduce")
+    transport = reduce.get("transport") if isinstance(reduce, dict) else getattr(reduce, "transport", None)
+    if transport is not None and transport.keeps:
+        yield "memory", Memory(SLOT, nothing_kept, "partial")
 
 
 def _memories(value: Memory | dict[str, Any]) -> dict[str, Memory]:

@@ -27,6 +27,7 @@ from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.buckets import Bucketed
 from fds.step.sharding.handles import materialize
+from fds.step.sharding.kept import Kept
 from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import same_metrics
 from fds.step.sums import InPlace, detached
@@ -132,6 +133,7 @@ class Found:
     buffers: dict[str, Tensor]
     predivide: float = 1.0  # what they were divided by before they were sent
     wide: bool = False  # some rank's gradients are float64
+    kept: Kept | None = None  # what was not sent
 
     def norm(self, leaves: Sequence[Tensor] | None = None) -> Tensor:
         """Return the norm () of the leaves, or of what became of them, that count here."""

@@ -79,7 +79,9 @@ def beginning(
     flat, key = [x.view(-1) for x in structure.pick(parts)], random.key(key)
     with random.seeded(key, "optimizer", *step.dimensions.coordinates):
         opt = first_opt(step.place.residency, step.optimizer, structure, flat)
-    slots = first_slots(step.memory, held, whole_shapes(step, structure), device, key, step.dimensions)
+    slots = first_slots(
+        step.memory, held, structure.trained_shapes, whole_shapes(step, structure), device, key, step.dimensions
+    )
     if "slots" in step.place.residency.kinds:
         settle = functools.partial(settled, step.place.residency, kind="slots")
         slots = {name: tree.map(settle, x) if step.kind_of(f"slots.{name}") else x for name, x in slots.items()}
@@ -114,10 +116,11 @@ def traced(step: Stations, params: Any) -> State:
 def at_first(step: Stations, state: State) -> dict[str, dict[str, Any]]:
     """Return slots and buffers as they are in the first state with such parameters, on `meta`."""
     buffers = losses.initial_buffers(step.loss)  # builds what is not built yet, so not on meta
-    shapes, meta = whole_shapes(step, step.structure_of(state.params)[0]), torch.device("meta")
+    structure, meta = step.structure_of(state.params)[0], torch.device("meta")
+    shapes = whole_shapes(step, structure)
     with meta, random.seeded(state.key, "slots"):
         held = tree.map(lambda x: x.to(meta), state.params)
-        slots = first_slots(step.memory, held, shapes, meta, state.key, step.dimensions)
+        slots = first_slots(step.memory, held, structure.trained_shapes, shapes, meta, state.key, step.dimensions)
         cut = lambda n, b: step.dimensions.cut(n, b.to("meta"))
         return {"slots": slots, "buffers": {n: cut(n, b) for n, b in buffers.items() if step.dimensions.holds(n)}}
 

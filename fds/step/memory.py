@@ -14,7 +14,7 @@ from fds.step.call import Call
 from fds.step.checks import contracts
 from fds.step.topology import Dimensions
 
-Lies = Literal["parameters", "named", "replicated"]
+Lies = Literal["parameters", "named", "replicated", "partial"]
 LIES: tuple[Lies, ...] = get_args(Lies)
 Merge = Literal["max", "sum"]
 MERGES: tuple[Merge, ...] = get_args(Merge)
@@ -27,11 +27,13 @@ class Memory:
     Args:
         slot: its name, the key in `state.slots`.
         init: `(params, device) -> slot`, a tree of tensors on the device. For one that lies like the parameters,
-            `params` is what this rank holds of them; else it is a dict of the whole shapes of all parameters, by name,
-            the same on every rank.
+            `params` is what this rank holds of them; for a partial one a dict of the shapes of the trained parameters
+            that this rank holds, by name; else one of the whole shapes of all parameters, the same on every rank.
         lies: `"parameters"`: where it has the structure of the parameters it is cut into slices and stages with them;
             `"named"`: a dict of tensors by the name of a parameter or a layer, the same on every rank; `"replicated"`:
-            any tree, the same on every rank.
+            any tree, the same on every rank; `"partial"`: a dict of tensors by the name of a trained parameter, of
+            which the value is the sum over the ranks that hold it. On other ranks than before rank r of n is given the
+            sum of the old ranks r, r + n, ...
         merge: how what fillers note (`call.note`) of one entry in the microbatches and on the ranks of a call is put
             together, in any order: `"max"` or `"sum"`; None where nothing is noted.
         accept: `(slot, noted, call) -> slot`, what the slot becomes after a step that is not skipped; a skipped one
@@ -61,7 +63,7 @@ class Memory:
             raise refuse("a way to merge what is noted in any order", self.merge, f"merge={among(MERGES)} or None")
         if self.accept is not None and not contracts.takes(3)(self.accept):
             raise refuse("a rule of one form", self.accept, "accept: a function (slot, noted, call) -> slot")
-        if self.mirrors and self.follows:
+        if self.lies in ("parameters", "partial") and self.follows:
             raise refuse("entries that every rank has, where it follows what is noted", self.lies,
                          'lies="named" or "replicated"; a filler of `after` for one like the parameters')  # fmt: skip
 
@@ -78,11 +80,15 @@ class Memory:
         """Whether it changes by `accept`; if not, fillers of `commit` and `after` write it, or nobody."""
         return self.merge is not None or self.accept is not None
 
-    def first(self, params: Any, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> Any:
+    def first(
+        self, params: Any, own: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+    ) -> Any:  # fmt: skip
         """Return the slot at the start of a run. Raises `ComposeError` for what it must not be."""
-        found = contracts.first_slot(self.init(params if self.mirrors else dict(shapes), device), self.slot, self.init)
-        if self.lies == "named":
-            contracts.named_slot(found, self.slot, self.init)
+        given = params if self.mirrors else dict(own if self.lies == "partial" else shapes)
+        found = contracts.first_slot(self.init(given, device), self.slot, self.init)
+        if self.lies in ("named", "partial"):
+            contracts.named_slot(found, self.slot, self.init, among=given if self.lies == "partial" else None)
         if self.merge is not None:
             contracts.merged_slot(found, self.slot, self.init, device)
         return found
@@ -94,14 +100,17 @@ class Memory:
 
 
 def first_slots(
-    memories: Mapping[str, Memory], params: Any, shapes: Mapping[str, tuple[int, ...]], device: torch.device,
-    key: torch.Tensor, dimensions: Dimensions,
+    memories: Mapping[str, Memory], params: Any, own: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]], device: torch.device, key: torch.Tensor, dimensions: Dimensions,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return all slots at the start of a run; those that every rank has alike are drawn alike."""
+    """Return all slots at the start of a run; those that every rank has alike are drawn alike.
+
+    `own` are the shapes of the trained parameters that this rank holds, `shapes` those of all parameters.
+    """
     slots = {}
     for name, memory in memories.items():
         with random.seeded(key, "slots", name, *(dimensions.coordinates if memory.mirrors else ())):
-            slots[name] = memory.first(params, shapes, device)
+            slots[name] = memory.first(params, own, shapes, device)
     return slots
 
 

@@ -27,6 +27,7 @@ from fds.step.into import into, whole_parameters
 from fds.step.notes import Notes, followed, may_note
 from fds.step.ranges import profiled
 from fds.step.seeds import guesses
+from fds.step.sharding.kept import SLOT
 from fds.step.stations import unless, with_chosen_kernels
 from fds.step.sums import demand_use
 from fds.step.totals import Totals, agree
@@ -146,6 +147,8 @@ class Step(Stations):
             buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
         if notes is not None:
             slots |= followed(notes, state, call, skip)
+        if found.kept is not None:
+            slots[SLOT] = found.kept.after(skip)
         for i, one in enumerate(self.after):
             own = call.after(slots).given_to(one, "after", i, *self.dimensions.coordinates)
             with seeded(own, [one]):

@@ -131,6 +131,11 @@ class Structure:
         """Of every name, whether it is trained."""
         return tuple(map(set(self.trained_names).__contains__, self.names))
 
+    @property
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the trained leaves by name."""
+        return {name: self.leaves[name].shape for name in self.trained_names}
+
     @functools.cached_property
     def places(self) -> list[tuple[int, int]]:
         """Of every trained leaf, its bucket and which of the bucket's leaves it is; empty without buckets."""

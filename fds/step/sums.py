@@ -33,6 +33,7 @@ class InPlace:
     left: list[Tensor] | None = attrs.field(factory=list)  # the sums as an `add` left them; None once the last began
     versions: list[int] = attrs.field(factory=list)  # and their versions
     predivide: float = 1.0  # what sums were divided by before they were sent: they are not
+    kept: None = None  # of what is sent
 
     @classmethod
     def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> InPlace:

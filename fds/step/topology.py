@@ -18,7 +18,7 @@ from fds import tree
 from fds.collectives import Axis
 from fds.errors import ComposeError
 from fds.layout import Box, Segment
-from fds.step.placements import Placement, SplitDim
+from fds.step.placements import Owned, Placement, Replicated, SplitDim
 
 Role = Literal["stage", "data", "tensor"]
 ROLES: tuple[Role, ...] = ("stage", "data", "tensor")  # in which ranks are numbered, the last varies fastest
@@ -156,6 +156,22 @@ class Dimensions:
         See `Placement.copies`.
         """
         return [one.placement.copies(name, sliced=sliced) for one in self.entries]
+
+    def terms(self, name: str) -> tuple[int, int, bool]:
+        """Of the ranks whose gradients of a parameter add up to its gradient, which one this is, and how many.
+
+        What a rank remembers of its own gradients is one term of a sum. Ranks with equal gradients have equal terms:
+        the last value says whether this rank is the first of those.
+        """
+        index, count, first = 0, 1, True
+        for axis, lies in ((one.axis, one.placement.lies(name)) for one in self.entries if one.axis is not None):
+            if lies == Replicated("same"):
+                first = first and axis.index == 0
+                continue
+            ranks = lies.ranks if isinstance(lies, Owned) else range(1 if isinstance(lies, SplitDim) else axis.size)
+            mine = 0 if isinstance(lies, SplitDim) else ranks.index(axis.index)
+            index, count = index * len(ranks) + mine, count * len(ranks)
+        return index, count, first
 
     def box(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], Box] | None:
         """Return the whole shape of a parameter of which this rank holds a piece of `shape`, and where that lies.

@@ -102,7 +102,7 @@ def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: 
     union = AllLeaves.of(own, ranks)
     want = union.leaves | {name: part.leaf() for name, part in own.items()}
     with ranks.together() as exchange:
-        names, device = match(source, want, options), _device(params)
+        names, device = match(source, want, options, ranks.partial), _device(params)
         digest = fingerprint((sorted(names.items()), options))
         exchange.mine = {"leaves that they read": f"{len(names)} leaves, {digest}", **agreement(own, ranks)}
     ranks.check_equal(exchange.all)
@@ -176,6 +176,9 @@ def _read(parts: Mapping[str, LeafPart], names: Mapping[str, str], source: Sourc
     for name, leaf in sorted(leaves_read.items(), key=lambda one: _place(parts[one[0]], one[1])):
         part = parts[name]
         flat = part.tensor.view(-1)
+        if part.term is not None and leaf.shape != part.shape:
+            _read_terms(part, leaf, names[name], source)
+            continue
         if flat.device.type == "cpu" and part.leaf().dtype == leaf.dtype:
             touch_fresh(flat)
             source.fill(names[name], part.box, part.start, flat)
@@ -192,6 +195,20 @@ def _blocks(part: LeafPart, leaf: SavedLeaf) -> Iterator[tuple[int, int]]:
     """Yield (start, length), in elements of its box, of the blocks in which a part is read."""
     most = BLOCK // DTYPES[leaf.dtype].itemsize
     return ((start, most) for start in range(part.start, part.end, most))
+
+
+def _read_terms(part: LeafPart, leaf: SavedLeaf, name: str, source: Source) -> None:
+    """Read this rank's term of a sum of which the save has another number: of n terms the r-th is r, r + n, ..."""
+    assert part.term is not None
+    length = part.tensor.numel()
+    part.tensor.zero_()
+    for term in range(part.term, leaf.shape[0] if length else 0, part.shape[0]):
+        piece = blank_like(leaf, length)
+        if part.box is None:
+            source.fill(name, None, term * length, piece)
+        else:
+            source.fill(name, ((term, 1), *part.box[1:]), 0, piece)
+        part.tensor.view(-1).add_(piece.to(part.tensor.device))
 
 
 def _place(part: LeafPart, leaf: SavedLeaf) -> tuple[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -65,8 +65,12 @@ def checked_slots(slots: Any) -> tuple[str, ...]:
     return found
 
 
-def match(source: Source, want: Mapping[str, SavedLeaf], options: MatchOptions) -> dict[str, str]:
+def match(
+    source: Source, want: Mapping[str, SavedLeaf], options: MatchOptions, partial: Collection[str] = ()
+) -> dict[str, str]:
     """Return the name in the source of each leaf of the state that is to be read.
+
+    Of leaves in `partial` slots the source may have another number of terms.
 
     Raises `StorageError` for the first leaf that does not match, parameters before others; if not strict, warns of all
     of them with a `StorageWarning` instead.
@@ -77,7 +81,10 @@ def match(source: Source, want: Mapping[str, SavedLeaf], options: MatchOptions) 
     if "init" in options.slots:
         names = _without_partial_slots(names, have, want)
     alike = (lambda a, b: a.shape == b.shape) if options.foreign else (lambda a, b: str(a) == str(b))
-    mismatched = [name for name, found in names.items() if not alike(have[found], want[name])]
+    mismatched = [
+        name for name, found in names.items()
+        if not alike(have[found], want[name]) and not (_is_of(name, partial) and _same_term(have[found], want[name]))
+    ]  # fmt: skip
     missing = [n for n in want if options.read(n) and n not in names and not options.may_lack(n)]
     taken = {source.aliases.get(name, name) for name in names.values()}
     unexpected = [
@@ -90,6 +97,11 @@ def match(source: Source, want: Mapping[str, SavedLeaf], options: MatchOptions) 
     elif mismatched or missing or unexpected:
         warnings.warn(StorageWarning(source.where, missing, unexpected, mismatched), stacklevel=5)
     return {name: found for name, found in names.items() if name not in mismatched}
+
+
+def _same_term(have: SavedLeaf, want: SavedLeaf) -> bool:
+    """Say whether two leaves are the terms of sums of the same shape, however many."""
+    return have.dtype == want.dtype and have.shape[1:] == want.shape[1:] and len(have.shape) == len(want.shape)
 
 
 def _without_partial_slots(
@@ -155,6 +167,11 @@ def _check_matched(
         want=f"{want[name]}, as this step has it" if name in want else "nothing, as this step has it",
         hint="\n".join(filter(None, hints)),
     )  # fmt: skip
+
+
+def _is_of(name: str, slots: Collection[str]) -> bool:
+    """Say whether a leaf lies in one of these slots of transforms."""
+    return _kind(name) == "slots" and name.split(".")[1] in slots
 
 
 def _is_slot(name: str) -> bool:

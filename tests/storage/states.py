@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.state import State
-from fds.step import Dimensions, Place
+from fds.step import Dimensions, Memory, Place
 from fds.storage.format import manifest
 from fds.storage.format.tensors import DTYPES
 
@@ -27,6 +29,7 @@ class Template:
     dimensions: Dimensions = Dimensions()
     everyone: None = None
     place: Place = Place()
+    memory: Mapping[str, Memory] = MappingProxyType({})
 
     def check(self, state: State) -> None:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -90,15 +90,16 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "after": (lambda x: given("slot", "params", "skip", "call")(x) and isinstance(getattr(x, "slot", None), str),
               "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name"),
     "memory": (lambda x: hasattr(x, "slot") and hasattr(x, "lies"),
-               'fds.step.Memory(slot, init, lies, merge=None, accept=None), lies="parameters", "named", "replicated"'),
+               "fds.step.Memory(slot, init, lies, merge=None, accept=None), "
+               "lies='parameters', 'named', 'replicated', 'partial'"),
     "slots": (lambda x: isinstance(x, dict) and all(map(takes(2), x.values())),
               "a dict: name -> function (params, device) -> slot"),
 }  # fmt: skip
 
 
-_LEGS = {"reduce": 3, "spread": 3, "combine": 2, "gather": 3, "bytes_sent": 4}
-_WORDS = ("reduce(axis, whole, out), spread(axis, own, whole), combine(axis, own), gather(axis, part, whole) "
-          "and bytes_sent(leg, numel, dtype, size)")  # fmt: skip
+_LEGS = {"reduce": 4, "spread": 3, "combine": 2, "gather": 3, "bytes_sent": 4}
+_WORDS = ("reduce(axis, whole, out, kept), spread(axis, own, whole), combine(axis, own), gather(axis, part, whole), "
+          "bytes_sent(leg, numel, dtype, size), keeps: bool and bound: float")  # fmt: skip
 
 
 def form(station: str, value: Any, held: Any) -> None:
@@ -112,14 +113,25 @@ def form(station: str, value: Any, held: Any) -> None:
 
 def field(station: str, name: str, value: Any) -> None:
     """Raise `ComposeError` for what cannot fill a field of a station."""
-    good = isinstance(value, Transport) and all(takes(n)(getattr(value, leg)) for leg, n in _LEGS.items())
     if (station, name) == ("place", "residency") and not _places(value):
         raise ComposeError("this cannot fill the station", where=f"station {station!r}, {name}",
                            got=written(value)[:120], want=_RESIDES)  # fmt: skip
-    if name == "transport" and not good:
+    if name == "transport" and not _sends(value):
         raise ComposeError("this cannot fill the station", where=f"station {station!r}, {name}",
                            got=written(value)[:120], want=f"a subclass of fds.step.Transport, with {_WORDS}",
                            hint="an object of it, not the class" if isinstance(value, type) else "")  # fmt: skip
+
+
+def _sends(x: Any) -> bool:
+    """Say whether this is a transport whose legs take what they are given."""
+    legs = isinstance(x, Transport) and all(takes(n)(getattr(x, leg)) for leg, n in _LEGS.items())
+    return legs and isinstance(x.keeps, bool) and isinstance(x.bound, int | float)
+
+
+def not_sent(found: Any, transport: Transport, leg: str) -> ComposeError:
+    """Return the error of a leg of a transport that returned nothing to wait for."""
+    want = f"{leg}(axis, ...) -> Work: what a started collective returns, or a fds.step.Pending(work, then)"
+    return _broken("gather" if leg == "gather" else "reduce", transport, in_words(found), want)
 
 
 def loss(role: str, function: Any) -> None:
@@ -155,10 +167,13 @@ def first_slot(found: Any, name: str, make: Any) -> Any:
     return found
 
 
-def named_slot(found: Any, name: str, make: Any) -> None:
-    """Raise `ComposeError` for a slot with entries by name that is anything but a dict of tensors by strings."""
+def named_slot(found: Any, name: str, make: Any, among: Iterable[str] | None = None) -> None:
+    """Raise `ComposeError` for a slot that is anything but a dict of tensors by strings, or by those `among` some."""
     if not (isinstance(found, dict) and all(isinstance(k, str) and isinstance(x, Tensor) for k, x in found.items())):
         raise _broken("memory", make, f"{name}: {in_words(found)}", "a dict: name -> tensor")
+    other = next((k for k in found if among is not None and k not in among), None)
+    if other is not None:
+        raise _broken("memory", make, f"{name}.{other}", "a dict: name of a trained parameter -> tensor")
 
 
 def merged_slot(found: Any, name: str, make: Any, device: torch.device) -> None:

@@ -12,8 +12,10 @@ from torch import Tensor
 from fds import tree
 from fds.collectives import Work
 from fds.errors import LossError
+from fds.step.checks import contracts
 from fds.step.pool import Pool
 from fds.step.ranges import in_range
+from fds.step.sharding.kept import Kept
 from fds.step.sharding.order import Order
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import Transport
@@ -69,6 +71,7 @@ class Bucketed:
     def __init__(
         self, structure: Structure, leaves: Sequence[Tensor], shard: Shard, transport: Transport, pool: Pool, *,
         dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, predivide: float, order: Order | None,
+        kept: Kept | None,
     ):  # fmt: skip
         assert structure.layout is not None
         self.places = structure.places
@@ -80,6 +83,7 @@ class Bucketed:
         self.dtypes = {i: dtype or held[0].dtype for i, held in self.leaves.items()}  # of the sums
         self.reduce_dtype = reduce_dtype
         self.predivide = predivide
+        self.kept = kept
         self.filling: dict[int, Filling] = {}
         self.flying: dict[int, Flight] = {}
         self.slices: dict[int, Tensor] = {}  # this rank's slices of the sums over ranks
@@ -258,7 +262,11 @@ class Bucketed:
         own = bucket.slice(shard.axis.index, sent)
         if self.order is not None and i not in self.slices and sent.dtype == self.dtypes[i]:
             own = self.pool.take(bucket.length, sent.dtype, self.device)  # the first sum is where others are added
-        self.flying[i] = Flight(held, sent, own, self.transport.reduce(shard.axis, sent, own))
+        kept = None if self.kept is None else self.kept.bucket(i, bucket)
+        work = self.transport.reduce(shard.axis, sent, own, kept)
+        if not hasattr(work, "wait"):
+            raise contracts.not_sent(work, self.transport, "reduce")
+        self.flying[i] = Flight(held, sent, own, work)
         while len(self.flying) > 1:
             self._land(next(iter(self.flying)))
 
@@ -275,6 +283,8 @@ class Bucketed:
         if not self.shard.slices_state:
             self._over_replicas(own)
             gathered = self.transport.spread(self.shard.axis, own, sent)
+            if not hasattr(gathered, "wait"):
+                raise contracts.not_sent(gathered, self.transport, "spread")
             self._spread()
             self.gathering.append((flight, gathered))
             self.whole[i] = flight.held.views
@@ -292,7 +302,10 @@ class Bucketed:
     def _over_replicas(self, own: Tensor) -> None:
         """Add up a slice over its replicas; outside of `order`, which their ranks do not share."""
         if self.shard.replicate is not None:
-            self.transport.combine(self.shard.replicate, own).wait()
+            work = self.transport.combine(self.shard.replicate, own)
+            if not hasattr(work, "wait"):
+                raise contracts.not_sent(work, self.transport, "combine")
+            work.wait()
 
     def _spread(self) -> None:
         """Let the bucket that is being gathered arrive."""

@@ -16,10 +16,10 @@ from fds.step.structure import Structure
 def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, int]:
     """Return part -> bytes that this rank holds: between steps the parts of the state, within one the others.
 
-    `gradients` are their sums; `buckets` at stages 2 and 3 the two that are being filled and reduced; `whole` the
-    gathered parameters, at stage 3 never more; `viewed` what views make of one of those; `low` an unsharded step's
-    16-bit copy; `chunks` the copies of what a residency holds, of the chunk that is updated, the one before and the one
-    after.
+    `gradients` are their sums; `buckets` at stages 2 and 3 the two that are being filled and reduced; `kept` what a
+    transport keeps of them until the step is over; `whole` the gathered parameters, at stage 3 never more; `viewed`
+    what views make of one of those; `low` an unsharded step's 16-bit copy; `chunks` the copies of what a residency
+    holds, of the chunk that is updated, the one before and the one after.
     """
     held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
     if not READ.isdisjoint(step.place.residency.kinds):
@@ -42,6 +42,8 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
         held["gradients"] = sum(b.length * _sum_dtype(step, b).itemsize for b in trained)
         filled = [b.numel * (step.reduce.dtype or _sum_dtype(step, b)).itemsize for b in trained]
         held["buckets"] = sum(sorted(filled)[-2:])
+    if step.reduce.transport.keeps:
+        held["kept"] = sum(b.numel * 4 for b in trained)
     if structure.sharded:
         sizes = [_gathered(step, b) for b in layout.buckets]
         held["whole"] = sum(sizes)

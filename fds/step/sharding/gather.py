@@ -11,6 +11,7 @@ from torch import Tensor
 from fds.collectives import Axis, Work
 from fds.errors import StateError
 from fds.layout import Bucket, Layout
+from fds.step.checks import contracts
 from fds.step.pool import Pool
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import LOSSLESS, Transport
@@ -42,7 +43,10 @@ class Gather:
         """Begin to gather a bucket from the slices of all ranks; return its memory (numel,) and the work."""
         dtype = self.dtype_of(bucket.leaves[0].name, part.dtype)
         flat = pool.take(bucket.numel, dtype, part.device)
-        return flat, self.transport.gather(axis, part, flat)
+        work = self.transport.gather(axis, part, flat)
+        if not hasattr(work, "wait"):
+            raise contracts.not_sent(work, self.transport, "gather")
+        return flat, work
 
     def passing(self, layout: Layout, shard: Shard) -> dict[int, int]:
         """Return the buckets that stage 3 does not keep whole for the length of a step, with their bytes if whole.

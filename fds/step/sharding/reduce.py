@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from fds.collectives import Axis
 from fds.errors import LossError
 from fds.step.pool import Pool
+from fds.step.seeds import Seeds
 from fds.step.sharding.buckets import Bucketed
+from fds.step.sharding.kept import SLOT, Kept
 from fds.step.sharding.order import Order
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import LOSSLESS, Transport
@@ -29,14 +32,20 @@ class Reduce:
 
     def sums(
         self, structure: Structure, shard: Shard | None, leaves: list[Tensor], dtype: torch.dtype | None, pool: Pool,
-        order: Order | None, kinds: Iterable[torch.dtype | None],
+        order: Order | None, kinds: Iterable[torch.dtype | None], seeds: Seeds, slots: Mapping[str, Any],
     ) -> InPlace | Bucketed:  # fmt: skip
-        """Prepare to sum the gradients by the trained leaves, in `dtype` or their own, on every rank of `kinds`."""
+        """Prepare to sum the gradients by the trained leaves, in `dtype` or their own, on every rank of `kinds`.
+
+        They begin at `seeds`, and `slots` have what was kept of earlier ones.
+        """
         if shard is None:
             return InPlace.over(leaves, dtype)
         predivide = shard.divisor([self.dtype or dtype or kind for kind in kinds])
+        kept = None
+        if self.transport.keeps:
+            kept = Kept(slots[SLOT], seeds.scale, predivide * (seeds.share or 1), pool)
         return Bucketed(structure, leaves, shard, self.transport, pool, dtype=dtype, reduce_dtype=self.dtype,
-                        predivide=predivide, order=order)  # fmt: skip
+                        predivide=predivide, order=order, kept=kept)  # fmt: skip
 
 
 def same_metrics(totals: Totals, everyone: Axis | None, what: str, asked: dict[str, list[str]]) -> None:

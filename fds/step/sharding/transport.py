@@ -24,14 +24,21 @@ class Transport:
     the device.
 
     Attributes:
+        keeps: whether `reduce` keeps the error of its message (error feedback): it is then given `kept`, what it kept
+            of this bucket before, and writes the new error there: what was sent plus `kept` is what was given, the
+            float32 sum of `whole` and the old `kept`. It lies in the state, in the slot `kept`, by parameter.
         bound: the largest error of an element of a message, relative to the largest absolute value in the bucket that
             it was made of; 0 where nothing is lost.
     """
 
+    keeps: bool = False
     bound: float = 0.0
 
-    def reduce(self, axis: Axis, whole: Tensor, out: Tensor) -> Work:
-        """Sum this rank's slice of every rank's `whole` into `out` (n,) of its dtype, which may be that slice."""
+    def reduce(self, axis: Axis, whole: Tensor, out: Tensor, kept: Tensor | None) -> Work:
+        """Sum this rank's slice of every rank's `whole` into `out` (n,) of its dtype, which may be that slice.
+
+        `kept` (size * n,) float32 is written over before this returns; it is None where nothing is kept.
+        """
         return axis.start_reduce_scatter(out, whole)
 
     def combine(self, axis: Axis, own: Tensor) -> Work:

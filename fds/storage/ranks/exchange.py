@@ -32,6 +32,7 @@ class Ranks:
     index: int = 0  # of this rank
     dimensions: Dimensions = Dimensions()  # how what they hold lies along the axes that they share
     mirrors: frozenset[str] = frozenset()  # slots that lie as the parameters do
+    partial: frozenset[str] = frozenset()  # slots of which every rank has a term of a sum
 
     @classmethod
     def of(cls, step: Step, doing: str) -> Ranks:
@@ -40,10 +41,11 @@ class Ranks:
             raise StorageError(f"{doing}: this is not a step", where="step", got=type(step).__name__, want="a Step",
                                hint="fds.save(dir, state, step), fds.load(dir, step, params)")  # fmt: skip
         dims = step.dimensions
+        partial = frozenset(slot for slot, memory in step.memory.items() if memory.lies == "partial")
         if dims.everyone is None:
-            return cls()
+            return cls(partial=partial)
         mirrors = frozenset(name for name, memory in step.memory.items() if memory.mirrors)
-        return cls(dims.everyone, doing, dims.everyone.index, dims, mirrors)
+        return cls(dims.everyone, doing, dims.everyone.index, dims, mirrors, partial)
 
     @property
     def apart(self) -> bool:

@@ -40,6 +40,8 @@ class LeafPart:
         split: whether slices of buckets hold the leaf; else this rank has all of it, or of the box.
         box: the piece of the leaf that this is of, where ranks hold pieces; None for all of it.
         parameter: the name of the parameter, or buffer, that the leaf is of, where that decides on how it lies.
+        term: of a leaf that is all terms of a sum, (terms, *shape), which one this is; None of any other leaf.
+        is_copy: whether a rank before this one holds the same term.
     """
 
     tensor: Tensor
@@ -48,6 +50,8 @@ class LeafPart:
     split: bool = False
     box: Box | None = None
     parameter: str | None = None
+    term: int | None = None
+    is_copy: bool = False
 
     @property
     def end(self) -> int:
@@ -77,7 +81,20 @@ def parts_of(state: State, ranks: Ranks) -> dict[str, LeafPart]:
         state = attrs.evolve(state, params=_plain(state.params, index), opt=opt, slots=_plain(state.slots, index))
     whole = lambda x: LeafPart(x, tuple(getattr(x, "shape", ())))  # leaves that are not tensors raise an error later
     parts = {name: x if isinstance(x, LeafPart) else whole(x) for name, x in tree.paths(state).items()}
-    return _pieces(parts, ranks) if ranks.dimensions.pieces else parts
+    parts = _pieces(parts, ranks) if ranks.dimensions.pieces else parts
+    for slot in ranks.partial & state.slots.keys():
+        parts |= {f"slots.{slot}.{name}": _term(name, x, ranks) for name, x in state.slots[slot].items()}
+    return parts
+
+
+def _term(name: str, x: Tensor, ranks: Ranks) -> LeafPart:
+    """Return this rank's term of a sum over the ranks that have gradients of a parameter."""
+    index, count, first = ranks.dimensions.terms(name)
+    flat, place = x.contiguous().view(-1), ranks.dimensions.box(name, x.shape)
+    if place is None:
+        return LeafPart(flat, (count, *x.shape), index * x.numel(), split=True, term=index, is_copy=not first)
+    whole, box = place
+    return LeafPart(flat, (count, *whole), split=True, box=((index, 1), *box), term=index, is_copy=not first)
 
 
 def _pieces(parts: dict[str, LeafPart], ranks: Ranks) -> dict[str, LeafPart]:

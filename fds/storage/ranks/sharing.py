@@ -32,9 +32,11 @@ def own(parts: Mapping[str, LeafPart], union: AllLeaves, ranks: Ranks) -> list[L
     """Return what this rank writes to a save of all ranks, larger element sizes first.
 
     A leaf that several places have is written by the first. Of split leaves each rank writes its part; ranks that hold
-    the same elements write equal shares of them.
+    the same elements write equal shares of them. Every rank writes its terms of sums.
     """
-    mine = [(name, part) for name, part in sorted(parts.items()) if union.first[name] == ranks.place]
+    ordered = sorted(parts.items())
+    terms = all_held({name: part for name, part in ordered if part.term is not None and not part.is_copy})
+    mine = [(name, part) for name, part in ordered if part.term is None and union.first[name] == ranks.place]
     groups: dict[tuple, list[tuple[str, LeafPart]]] = {}  # by how copies lie: those of one are shared by the same ranks
     indices: dict[tuple, tuple[int, int]] = {}
     for name, part in mine:
@@ -45,7 +47,8 @@ def own(parts: Mapping[str, LeafPart], union: AllLeaves, ranks: Ranks) -> list[L
             index, count = index * size + i, count * size
         indices[key] = index, count
         groups.setdefault(key, []).append((name, part))
-    return aligned([piece for key in sorted(groups) for piece in _share(groups[key], *indices[key])])
+    shared = (piece for key in sorted(groups) for piece in _share(groups[key], *indices[key]))
+    return aligned([*shared, *terms])
 
 
 def all_held(parts: Mapping[str, LeafPart]) -> list[LeafPiece]:
