@@ -25,9 +25,10 @@ def view(x: Tensor, leaf: Any, call: Call) -> Tensor:
 
 
 def noted(one: LayerCall, call: Call) -> LayerCall:
-    """Return a call of layers that notes what they return, under the last of them."""
+    """Return a call of layers that notes that it runs, and what they return, under the last of them."""
 
     def run(x: Any) -> Any:
+        call.note("runs", "", torch.tensor(1, device=call.device))  # a recomputation may end early: before it
         out = one(x)
         size = out.detach().double().abs()
         call.note("largest activation", str(one.layers[-1]), size.max())
@@ -65,14 +66,15 @@ def noting(width: int = 3):
 
     def apply(step: fds.Step) -> fds.Step:
         layers = list(map(str, range(len(step.loss))))
+        whole = lambda shapes, device: torch.zeros((), dtype=torch.int64, device=device)
         number = lambda shapes, device: torch.zeros((), dtype=torch.float64, device=device)
         memories = [
             Memory("largest parameter", zeros, "named", merge="max"),
             Memory("all parameters", zeros, "named", merge="sum"),
             Memory("largest activation", lambda shapes, device: zeros(layers, device), "named", merge="max"),
             Memory("all activations", lambda shapes, device: zeros(layers, device), "named", merge="sum"),
-            Memory("rows", lambda shapes, device: torch.zeros((), dtype=torch.int64, device=device), "replicated",
-                   merge="sum"),
+            Memory("rows", whole, "replicated", merge="sum"),
+            Memory("runs", whole, "replicated", merge="sum"),
             Memory("largest input", lambda shapes, device: torch.zeros(width, dtype=torch.float64, device=device),
                    "replicated", merge="max"),
             Memory("squares", number, "replicated", merge="sum", accept=lambda slot, noted, call: noted),

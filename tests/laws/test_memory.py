@@ -18,11 +18,15 @@ MICROBATCHES, ROWS = 4, 8
 EPS = torch.finfo(torch.float64).eps
 
 
+def curved(x):
+    return torch.tanh(x + x.square())
+
+
 def model():
     """Return layers, two of them tied, in different stages wherever there are two."""
     tied = lambda: fds.TiedLayerSpec("tied", nn.Linear, 4, 4, dtype=torch.float64)
     first, last = (fds.LayerSpec(nn.Linear, *size, dtype=torch.float64) for size in ((3, 4), (4, 2)))
-    return fds.Layers([first, tied(), nn.Tanh(), nn.Dropout(0.2), tied(), last], nn.MSELoss())
+    return fds.Layers([first, tied(), curved, nn.Dropout(0.2), tied(), last], nn.MSELoss())
 
 
 def batch(call, bad=False):
@@ -121,15 +125,15 @@ def test_notes_are_merged_alike_wherever_a_step_runs(name, plain):
     place = PLACES[name]
     assert_like(slots(place), plain[0])
     thrice = slots(place, calls=range(3))
-    assert_like(thrice, plain[1], exact=["largest input", "rows", "steps"])
-    assert thrice["rows"] == 3 * ROWS and thrice["steps"] == 3
+    assert_like(thrice, plain[1], exact=["largest input", "rows", "runs", "steps"])
+    assert (thrice["rows"], thrice["runs"], thrice["steps"]) == (3 * ROWS, 3 * len(model()) * MICROBATCHES, 3)
 
 
 CHECKPOINTED = ["one process", "stage 3", "zb_h1, 2 places", "1f1b x data, stage 1"]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
-@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 def test_layers_that_run_again_in_backward_are_noted_once(name, inside):
     again = fds.checkpoint_activations(policy=[torch.ops.aten.add.Tensor, torch.ops.aten.maximum.default,
                                                torch.ops.aten.clone.default])  # fmt: skip
@@ -138,7 +142,7 @@ def test_layers_that_run_again_in_backward_are_noted_once(name, inside):
         state = after(step, step.init(step.loss.init, key=7), range(2))
         return state.slots, state.params, state.opt
 
-    got = PLACES[name].run(lambda: body(*([noting(), again] if inside else [again, noting()])))
+    got = PLACES[name].run(lambda: body(*([again, noting()] if inside else [noting(), again])))
     assert_same_bits(got, PLACES[name].run(body))
 
 
@@ -176,7 +180,7 @@ def test_a_run_is_resumed_anywhere(first, then, tmp_path):
     begun, resumed = PLACES[first].run(begin), PLACES[then].run(resume)
     for slots_, new in resumed:
         assert_same_bits(slots_, begun[0][0])
-        assert_like(new.slots, begun[0][1].slots, exact=["largest input", "rows", "steps"])
+        assert_like(new.slots, begun[0][1].slots, exact=["largest input", "rows", "runs", "steps"])
     if first == then:
         assert_same_bits([new for _, new in resumed], [new for _, new in begun])
 

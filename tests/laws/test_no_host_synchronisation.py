@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fds
+from tests.laws.noting import noting
 from tests.laws.problems import OPTIMIZERS
 
 SCHEDULED = {
@@ -37,7 +38,7 @@ def test_a_step_never_waits_for_the_device(name, donated):
     layers = fds.Layers([nn.Linear(5, 6), nn.LayerNorm(6), nn.Dropout(0.1), nn.Linear(6, 3)], loss)
     step = fds.compose(
         fds.accumulate(2), fds.precision(keep_float32="1.*"), fds.loss_scale(), fds.clip_by_global_norm(1.0),
-        fds.clip_by_value(1.0), fds.ema(0.9), fds.checkpoint_activations(), *[fds.donate()] * donated,
+        fds.clip_by_value(1.0), fds.ema(0.9), fds.checkpoint_activations(), noting(width=5), *[fds.donate()] * donated,
         (OPTIMIZERS | SCHEDULED)[name](),
     )(layers)  # fmt: skip
     state = attrs.evolve(

@@ -179,7 +179,8 @@ def named_slot(found: Any, name: str, make: Any, among: Iterable[str] | None = N
 def merged_slot(found: Any, name: str, make: Any, device: torch.device) -> None:
     """Raise `ComposeError` for a slot of which entries cannot be merged with what is noted on a device."""
     for path, x in tree.paths(found).items():
-        if x.dtype not in _MERGED or x.device.type != device.type:
+        elsewhere = x.device.type != device.type != "meta"
+        if x.dtype not in _MERGED or elsewhere:
             at, want = ".".join(filter(None, (name, path))), f"floating or signed integer numbers on {device}"
             raise _broken("memory", make, f"{at}: {x.dtype} on {x.device}", want)
 

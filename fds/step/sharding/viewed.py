@@ -41,7 +41,8 @@ class Surroundings:
     def now(cls, device: torch.device) -> Surroundings:
         """Return those of the caller."""
         keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        kinds = filter(torch.is_autocast_enabled, dict.fromkeys(("cpu", device.type)))
+        known = filter(torch.amp.is_autocast_available, dict.fromkeys(("cpu", device.type)))  # not of meta tensors
+        kinds = filter(torch.is_autocast_enabled, known)
         return cls(*keys, torch.is_grad_enabled(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds))
 
     @contextlib.contextmanager
