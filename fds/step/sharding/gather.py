@@ -34,7 +34,9 @@ class Gather:
             dtype = self.dtype_of(bucket.leaves[0].name, part.dtype)
             flat, views, _ = pool.take_bucket(bucket, dtype, part.device)
             taken.append(views)
-            works.append(self.transport.gather(shard.axis, part, flat))
+            works.append(work := self.transport.gather(shard.axis, part, flat))
+            if not hasattr(work, "wait"):
+                raise contracts.not_sent(work, self.transport, "gather")
         for work in works:
             work.wait()
         return structure.layout.collect(taken)
