@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.step.residency import Residency, read_back
+from fds.step.residency import Residency, read_back, waiting
 
 Column = list  # of flat leaves, or None
 Run = Callable[[list[int], list[Column]], list[Column]]
@@ -67,7 +67,7 @@ class Chunk:
 
     def read(self, residency: Residency) -> Callable[[], list[Tensor]]:
         """Begin to read; return the function that waits."""
-        wait = residency.read(self.old, self.device)
+        wait = waiting(residency, "read", residency.read(self.old, self.device))
         return lambda: read_back(residency, wait(), self.old, self.device)
 
     def worked(self, read: list[Tensor]) -> list[Column]:
@@ -86,7 +86,7 @@ class Chunk:
                     leaf.copy_(x)
         pairs = [(columns[c][r], self.new[c][r]) for c, r in self.elsewhere]
         worked, new = [x for x, _ in pairs if x is not None], [leaf for _, leaf in pairs if leaf is not None]
-        return residency.write(worked, new)
+        return waiting(residency, "write", residency.write(worked, new))
 
 
 def _cut(kinds: Collection[str], new: list[Column], old: list[Column], indices: list[int]) -> Chunk:

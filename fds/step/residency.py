@@ -263,6 +263,13 @@ def text_of(residency: Residency) -> str:
     return type(residency).__name__ if text.startswith("<") else text
 
 
+def waiting(residency: Residency, method: str, found: Any) -> Callable[[], Any]:
+    """Return what `read` or `write` returned. Raises `ComposeError` for anything but a function that waits."""
+    if not callable(found):
+        raise _broken(residency, method, in_words(found), "a function () that waits until it is done")
+    return found
+
+
 def read_back(residency: Residency, found: Any, old: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return what a residency read. Raises `ComposeError` for anything but copies on the device."""
     kind = lambda x: (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x

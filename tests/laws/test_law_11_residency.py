@@ -24,8 +24,11 @@ ALL = {
     **OPTIMIZERS,
     "muon": lambda: fds.by_name({"*0.weight": fds.muon(0.1), "*.weight": fds.lamb(0.1), "*": fds.lion(0.01)}),
 }  # fmt: skip
-KINDS = st.sampled_from([("opt",), ("opt", "params"), ("params", "slots"), ("opt", "params", "slots")])
-SKIPPING = [fds.loss_scale(2.0**10), fds.ema(0.9), fds.clip_by_global_norm(0.5), fds.accumulate(2)]
+KINDS = st.sampled_from([("slots",), ("opt",), ("opt", "params"), ("params", "slots"), ("opt", "params", "slots")])
+SKIPPING = [
+    fds.precision(torch.float16), fds.loss_scale(2.0**10), fds.ema(0.9), fds.clip_by_global_norm(0.5),
+    fds.accumulate(2),
+]  # fmt: skip
 
 
 def bad(batch):
@@ -56,6 +59,7 @@ def test_moments_in_a_mapped_file_change_no_bit(tmp_path, optimizer, donated):
     placed = fds.compose(mapped(residency), *SKIPPING, *more, ALL[optimizer]())(problem.loss)
     batches = [problem.batch, problem.batch, bad(problem.batch), problem.batch]
     _, state = same_run(plain, placed, problem, batches, donated=donated)
+    assert int(state.step) == 3  # of the four calls
     assert all(x.data_ptr() in residency.places for x in tree.leaves(state.opt) if x.numel())
     moments = len([x for x in tree.leaves(state.opt) if x.numel()])
     assert len(residency.made) == moments * (1 if donated else 5)  # every state of the five is held
@@ -290,7 +294,9 @@ BROKEN = {
     "a number": ({"chunks": lambda s: 3}, "chunks", "lists of indices"),
     "another shape": ({"make": lambda x, kind: torch.empty(3)}, "make(x, 'params')", "contiguous memory"),
     "meta": ({"make": lambda x, kind: torch.empty_like(x, device="meta")}, "make(x, 'params')", "contiguous memory"),
-    "no function": ({"read": lambda old, device: lambda: None}, "read", "copied to cpu"),
+    "nothing read": ({"read": lambda old, device: lambda: None}, "read", "copied to cpu"),
+    "no function that reads": ({"read": lambda old, device: old}, "read", "a function () that waits"),
+    "no function that writes": ({"write": lambda worked, new: None}, "write", "a function () that waits"),
     "the old memory": ({"read": lambda old, device: lambda: old}, "read", "copies"),
 }  # fmt: skip
 
