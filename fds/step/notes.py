@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -22,6 +22,7 @@ from fds.step.totals import add_up
 
 Place = tuple[str, str]  # a slot and the key path of an entry in it, "" for a slot that is a tensor
 _TOGETHER = {"max": torch.maximum, "sum": torch.add}
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  (private, without a public twin)
 _MAGNITUDE = 2**63 - 1  # the bits of a float64 but for its sign
 
 
@@ -132,6 +133,9 @@ class Notes:
         _, shape, dtype = self.kinds[slot, name]
         text = lambda shape, dtype, device: f"{tuple(shape)} {dtype} on {device}"
         fits = isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == (shape, dtype, self.device)
+        if isinstance(value, Tensor) and _functorch.is_functorch_wrapped_tensor(value):
+            raise ComposeError("a note inside of a transform of torch.func cannot be kept", where=where,
+                               got="a value of one sample", want="a note of what it returned")  # fmt: skip
         if not fits:
             got = text(value.shape, value.dtype, value.device) if isinstance(value, Tensor) else repr(value)[:80]
             raise ComposeError("a note is not like the entry that it goes to", where=where, got=got,
@@ -140,23 +144,23 @@ class Notes:
 
 def may_note(one: Any) -> bool:
     """Say whether a gradient map notes: it says so, since ranks then share sums once more, after it."""
-    return getattr(one, "notes", False)
+    return getattr(one, "notes", False) is True
 
 
-def followed(notes: Notes, state: State, call: Call, skip: Tensor | None) -> dict[str, Any]:
-    """Return the slots that follow what was noted, after a step that is skipped where `skip`, () bool, is true."""
+def followed(notes: Notes, slots: Mapping[str, Any], call: Call, skip: Tensor | None) -> dict[str, Any]:
+    """Return those of the slots that follow what was noted; where `skip`, () bool, is true, as a commit left them."""
     notes.close(call.dimensions.everyone)
-    call, slots = call.silent(), {}
+    call, new_slots = call.silent(), {}
     for memory in notes.memories:
-        old, own = state.slots[memory.slot], call.given_to(memory.rule, "memory", memory.slot)
+        old, own = slots[memory.slot], call.given_to(memory.rule, "memory", memory.slot)
         noted = None if memory.merge is None else notes.like(memory.slot, old)
         versions = list(map(tree.version_of, tree.leaves(old)))
         with seeded(own, [memory.rule]):
             new = contracts.remembered(memory.rule(old, noted, own), old, memory, "memory")
         if list(map(tree.version_of, tree.leaves(old))) != versions:
             raise contracts.overwritten(memory)
-        slots[memory.slot] = new if skip is None else tree.map(lambda x, y: torch.where(skip, x, y), old, new)
-    return slots
+        new_slots[memory.slot] = new if skip is None else tree.map(lambda x, y: torch.where(skip, x, y), old, new)
+    return new_slots
 
 
 def _ordered(x: Tensor) -> Tensor:

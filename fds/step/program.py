@@ -146,7 +146,7 @@ class Step(Stations):
         if skip is not None:
             buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
         if notes is not None:
-            slots |= followed(notes, state, call, skip)
+            slots |= followed(notes, slots, call, skip)
         if found.kept is not None:
             slots[SLOT] = found.kept.after(skip)
         for i, one in enumerate(self.after):

@@ -7,7 +7,7 @@ from torch import nn
 import fds
 from fds import collectives, plans
 from fds.errors import ComposeError, FdsError
-from fds.step import Gradients, Memory, fill
+from fds.step import Gradients, Measure, Memory, fill
 from tests.bits import assert_same_bits
 
 BATCH = torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 1)
@@ -121,6 +121,29 @@ def test_memories_that_cannot_merge_are_refused():
             Memory("slot", zeros, **{"lies": "named", **arguments})
     with pytest.raises(ComposeError, match="two fillers write"):
         run(filled(Memory("kept", zeros, "named", merge="max"), after=After()))
+
+
+def test_a_note_of_one_sample_is_refused():
+    def mapped(one, call):
+        def of_a_row(x):
+            call.note("largest", "0.bias", x.abs().max())
+            return x
+
+        return one.replaced(lambda x: one(torch.vmap(of_a_row)(x)))
+
+    with pytest.raises(ComposeError, match=r"torch\.func"):
+        run(filled(LARGEST, layer=lambda calls, call: [mapped(one, call) for one in calls]))
+
+
+def test_a_commit_may_say_what_a_skipped_step_makes_of_a_slot():
+    def commit(slots, skip):
+        return {**slots, "total": {name: torch.where(skip, x - 1, x) for name, x in slots["total"].items()}}
+
+    view = noting("total", value=lambda x: torch.ones(()))
+    part = filled(TOTAL, view=view, commit=commit, measure=Measure(norm=True))
+    assert set(map(float, run(part).slots["total"].values())) == {1.0}
+    after = run(part, batch=(BATCH[0] * torch.inf, BATCH[1]))
+    assert set(map(float, after.slots["total"].values())) == {-1.0}
 
 
 BROKEN = {"another structure": lambda slot, noted, call: torch.zeros(()),
