@@ -139,7 +139,6 @@ class _RuleOptimizer:
             self.check(segments)
         return {name: [torch.full_like(p, x, requires_grad=False) for p in params] for name, x in self.slots.items()}
 
-    @torch.no_grad()
     def update(
         self, grads: Sequence[Tensor], opt: dict, params: list[Tensor], *, step: Tensor, lr: Tensor | None,
         grad_scale: Tensor | None, skip: Tensor | None, segments: Sequence[Sequence[Segment]], axes: Sequence[Any],
@@ -149,10 +148,11 @@ class _RuleOptimizer:
         if not params:
             return params, opt
         now = Now(step, self.hyper_at(step, lr, values), grad_scale, skip, segments, axes)
-        if self.kernel is not None and all_run_triton(params) and now.static(*self.hyper):
-            self.kernel(params, list(grads), opt, now, [None] * len(params) if out is None else list(out))
-        else:
-            self.run_rule(params, grads, opt, now, out)
+        with torch.no_grad():
+            if self.kernel is not None and all_run_triton(params) and now.static(*self.hyper):
+                self.kernel(params, list(grads), opt, now, [None] * len(params) if out is None else list(out))
+            else:
+                self.run_rule(params, grads, opt, now, out)
         return params, opt
 
     def hyper_at(self, step: Tensor, lr: Tensor | None, values: Values | None) -> dict[str, float | Tensor]:

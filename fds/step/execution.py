@@ -246,7 +246,7 @@ class InTurn:
         asked: dict[str, list[str]],
     ) -> list[torch.dtype]:  # fmt: skip
         """Return the dtypes of the parameters."""
-        return list(map(tree.dtype_of, trained))
+        return list(set(map(tree.dtype_of, trained)))
 
     def pieces(self, given: Given, everyone: Axis | None) -> int:
         """Return 1."""

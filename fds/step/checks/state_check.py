@@ -54,6 +54,9 @@ def graphless(method: Callable[P, R]) -> Callable[P, R]:
                 "torch.func cannot transform a step", got="a step inside grad, vmap, jvp or another transform",
                 want="torch.func inside the loss, around the model", hint="for several states: call the step for each",
             )  # fmt: skip
+        if not torch.is_inference_mode_enabled():
+            with torch.no_grad():
+                return method(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
 
