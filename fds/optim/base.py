@@ -137,7 +137,9 @@ class Optimizer:
             - grad_scale: () float32 by which the gradients are multiplied, or None.
             - skip: () bool, or None; if true, params and opt stay bit-equal, whatever the gradients are.
             - axes: mesh axes over which parameters are split: objects with `all_reduce(tensor) -> tensor`
-              (sum). Their ranks hold the same segments in the same order, of length 0 where a rank has none.
+              (sum). Their ranks hold the same segments in the same order, of length 0 where a rank has none. Over an
+              axis along which others are split a parameter may be replicated: all ranks have it, and sums over the
+              axis count it as often, which a ratio of two sums does not show.
             - out: one tensor per slice to which the new params are also written, in its dtype, or None; if `skip` is
               true it may stay as it is.
         lr: learning rate or its schedule `f(t)`, which the step evaluates, passes as `lr` and reports. None if

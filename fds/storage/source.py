@@ -156,9 +156,10 @@ def _placed(leaf: SavedLeaf) -> list[PlacedChunk]:
     for chunk in leaf.chunks:
         box = boxes.whole(leaf.shape) if chunk.box is None else chunk.box
         skipped = max(ends.get(box, 0) - chunk.start, 0)
-        ends[box] = chunk.end
-        held = boxes.rectangles(box, chunk.start + skipped, chunk.end)
-        found.append(PlacedChunk(chunk, skipped, held, *_extent(leaf, held)))
+        if skipped < chunk.length:
+            ends[box] = chunk.end
+            held = boxes.rectangles(box, chunk.start + skipped, chunk.end)
+            found.append(PlacedChunk(chunk, skipped, held, *_extent(leaf, held)))
     return found
 
 

@@ -7,6 +7,8 @@ from hypothesis import given, strategies as st
 
 from fds.storage.format import boxes
 from fds.storage.format.boxes import apart, copied, extent, rectangles, runs
+from fds.storage.format.manifest import Chunk, SavedLeaf
+from fds.storage.source import _placed
 
 
 @st.composite
@@ -56,6 +58,12 @@ def test_ranges_of_two_boxes_copy_what_they_have_in_common(drawn):
     assert copied(out, a, held, b) == int(both.sum())
     assert torch.equal(out, torch.where(both, wanted, -1))
     assert boxes.shares(a, b) == bool(both.any())
+
+
+def test_a_chunk_that_others_cover_is_not_read_again():
+    chunks = [Chunk("a", 0, 0, 10, ""), Chunk("b", 0, 0, 10, "", ((0, 10),)), Chunk("b", 0, 5, 5, "", ((0, 10),))]
+    (placed,) = _placed(SavedLeaf("float32", (10,), tuple(chunks)))
+    assert placed.chunk is chunks[0]
 
 
 def test_cells_of_a_grid_are_apart_and_others_are_not():

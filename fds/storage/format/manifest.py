@@ -210,27 +210,27 @@ def _check_leaf(leaf: SavedLeaf, manifest: Manifest, where: str) -> None:
         numel = min(numel, MAX_INT) * max(n, 1)  # also of a shape with a zero in it
     if len(leaf.shape) > 64 or numel > MAX_INT:
         raise StorageError("a shape that is too large for a tensor", where=f"{where}.shape", got=str(leaf.shape)[:80])
-    itemsize, end = DTYPES[leaf.dtype].itemsize, 0
+    itemsize, whole = DTYPES[leaf.dtype].itemsize, boxes.whole(leaf.shape)
     ends: dict[Box, int] = {}  # by box: how far it is covered
+    numel = math.prod(leaf.shape)
     for i, chunk in enumerate(leaf.chunks):
         at, file = f"{where}.chunks[{i}]", manifest.files.get(chunk.file)
         if file is None:
             raise StorageError("a file that the manifest does not list", where=f"{at}.file",
                                got=repr(chunk.file)[:80], want=f"one of {', '.join(manifest.files)}"[:200])  # fmt: skip
-        box = boxes.whole(leaf.shape) if chunk.box is None else chunk.box
-        if len(box) != len(leaf.shape) or boxes.common(box, boxes.whole(leaf.shape)) != box:
+        box, size = (whole, numel) if chunk.box is None else (chunk.box, boxes.numel(chunk.box))
+        if chunk.box is not None and (len(box) != len(leaf.shape) or boxes.common(box, whole) != box):
             raise StorageError("a box outside its leaf", where=f"{at}.box", got=str(box)[:160],
                                want=f"[first, number] for each dim of {leaf.shape}"[:200])  # fmt: skip
         end = ends.get(box, 0)
         follows = chunk.start >= end if manifest.part else chunk.start == end
-        if not follows or chunk.length <= 0 or chunk.end > boxes.numel(box):
+        if not follows or chunk.length <= 0 or chunk.end > size:
             raise StorageError("chunks that do not tile their leaf", where=at, got=f"{chunk!s:.160}",
-                               want=f"start={end}, length > 0, inside {boxes.numel(box)} elements"[:200])  # fmt: skip
+                               want=f"start={end}, length > 0, inside {size} elements"[:200])  # fmt: skip
         if not 0 <= chunk.offset <= file.bytes - chunk.length * itemsize:
             raise StorageError("a chunk outside its file", where=at, got=f"{chunk!s:.160}",
                                want=f"{itemsize} bytes an element inside {file.bytes}")  # fmt: skip
         ends[box] = chunk.end
-    numel = math.prod(leaf.shape)
     covered = all(end == boxes.numel(box) for box, end in ends.items()) and sum(ends.values()) == numel
     if not boxes.apart(ends) or not (covered or manifest.part):
         raise StorageError("chunks that do not tile their leaf", where=f"{where}.chunks",

@@ -31,7 +31,9 @@ from hypothesis import HealthCheck, Phase, given, strategies as st
 
 import fds
 from fds import tree
+from fds.collectives import Axis
 from fds.errors import StorageError
+from fds.step import Dimension, Placement, Replicated, SplitDim, fill, transform
 from fds.storage import __main__ as program, open_source, verify
 from fds.storage.disk import writer
 from fds.storage.format import manifest
@@ -120,18 +122,38 @@ def step() -> fds.Step:
     return fds.compose(fds.sgd(0.1, momentum=0.9), fds.ema(0.9))(lambda params, batch: params["w"].sum())
 
 
+class Columns(Placement):
+    """Every rank has some columns of `w`, and all of the rest."""
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+
+    def lies(self, name: str) -> SplitDim | Replicated:
+        return SplitDim(1) if name == "w" else Replicated()
+
+
+@transform
+def columns(axis: Axis):
+    return lambda step: fill(step, topology=Dimension(axis, "tensor", Columns(axis)))
+
+
 def write_base(root: Path) -> None:
-    """Write what is mutated: a save of two ranks in many chunks, one where each keeps its own, and weights."""
+    """Write what is mutated: a save of four ranks in many chunks, one where each keeps its own, and weights.
+
+    Two ranks share the optimizer, and two hold half of the columns of `w`.
+    """
 
     def body() -> None:
-        shared = fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=1, bucket_bytes=20_000)
-        one = fds.compose(shared, fds.sgd(0.1, momentum=0.9), fds.ema(0.9))(lambda params, batch: params["w"].sum())
+        mesh = fds.mesh(dp=2, tp=2)
+        shared = fds.shard_optimizer(mesh["dp"], stage=1, bucket_bytes=20_000)
+        parts = fds.sgd(0.1, momentum=0.9), fds.ema(0.9), columns(mesh["tp"])
+        one = fds.compose(shared, *parts)(lambda params, batch: params["w"].sum())
         state = one.init(PARAMS)
         fds.save(root / "run", state, one, "one", EXTRA)
         fds.save(root / "local", state, one, "one", EXTRA, local=True)
 
     with mock.patch.object(writer, "BLOCK", 4 * writer.ALIGN):
-        fds.simulate(body, 2)
+        fds.simulate(body, 4)
     from safetensors.torch import save_file
 
     (root / "weights").mkdir()
@@ -218,7 +240,7 @@ class Fuzz:
 
     def tensor_files(self, read: Read, data: st.DataObject) -> None:
         """Tensor files with other headers or bytes, with and without a manifest that knows of it."""
-        folder, name = self.root / "run.whole" / "one", data.draw(st.sampled_from(["rank0", "rank1"])) + ".safetensors"
+        folder, name = self.root / "run.whole" / "one", f"rank{data.draw(st.integers(0, 3))}.safetensors"
         changed = data.draw(headers((folder / name).read_bytes()))
         record = opened(folder, manifest.NAME)
         if data.draw(st.booleans()):
