@@ -134,13 +134,13 @@ def made(residency: Residency, x: Tensor, kind: str, device: torch.device | None
 
     Raises `ComposeError` for other memory.
     """
-    device = x.device if device is None else device
     if kind not in residency.kinds or not x.numel():
-        return torch.empty(x.shape, dtype=x.dtype, device=device)
-    found = residency.make(torch.empty((), dtype=x.dtype, device=device).expand(x.shape) if x.is_meta else x, kind)
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device if device is None else device)
+    like = x if device is None else torch.empty((), dtype=x.dtype, device=device).expand(x.shape)
+    found = residency.make(like, kind)
     same = isinstance(found, Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype) and found.is_contiguous()
-    if not same or found.is_meta or not (kind == "opt" or found.device == device):
-        want = "" if kind == "opt" else f" on {device}"
+    if not same or found.is_meta or not (kind == "opt" or found.device == like.device):
+        want = "" if kind == "opt" else f" on {like.device}"
         raise _broken(residency, f"make(x, {kind!r})", in_words(found),
                       f"contiguous memory {tuple(x.shape)} {x.dtype}{want}")  # fmt: skip
     return found.detach()
