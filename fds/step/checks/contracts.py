@@ -109,6 +109,8 @@ def form(station: str, value: Any, held: Any) -> None:
     if not good(value):
         raise ComposeError("this cannot fill the station", where=f"station {station!r}", got=written(value)[:120],
                            want=want)  # fmt: skip
+    for one in attrs.fields(kind) if attrs.has(kind) and isinstance(value, kind) else ():
+        field(station, one.name, getattr(value, one.name))
 
 
 def field(station: str, name: str, value: Any) -> None:
