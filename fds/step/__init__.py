@@ -1,6 +1,6 @@
 """The step: its program of stations, transforms that fill them, and what composing means."""
 
-from fds.step.batch import Split, Whole, checksum, demand_tree, rows, whole
+from fds.step.batch import Split, Whole, check_tree, checksum, rows, whole
 from fds.step.call import Call
 from fds.step.checks.agreement import same_composition
 from fds.step.composition import Composition, Transform, compose, fill, transform
@@ -32,9 +32,9 @@ from fds.step.views import Cut
 
 __all__ = [
     "After", "Call", "Commit", "Composition", "Cut", "Description", "Dimension", "Dimensions", "Executor", "Found",
-    "Gather", "Given", "Gradients", "InTurn", "Measure", "Memory", "Microbatch", "OnDevice", "Order", "Owned", "Pass",
-    "Pending", "Place", "Placement", "Ran", "Reduce", "Replicated", "Residency", "Runtime", "Scale", "Seeds", "Shard",
-    "Split", "SplitDim", "Step", "Structure", "Sum", "Totals", "Transform", "Transport", "Whole", "beginning",
-    "checksum", "compose", "demand_tree", "evaluate", "fill", "global_norm", "materialize", "profiled", "rows",
-    "same_composition", "transform", "whole",
+    "Gather", "Given", "Gradients", "InTurn", "Measure", "Memory", "Microbatch", "OnDevice", "Order", "Owned",
+    "Pass", "Pending", "Place", "Placement", "Ran", "Reduce", "Replicated", "Residency", "Runtime", "Scale",
+    "Seeds", "Shard", "Split", "SplitDim", "Step", "Structure", "Sum", "Totals", "Transform", "Transport", "Whole",
+    "beginning", "check_tree", "checksum", "compose", "evaluate", "fill", "global_norm", "materialize", "profiled",
+    "rows", "same_composition", "transform", "whole",
 ]  # fmt: skip

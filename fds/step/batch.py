@@ -30,7 +30,7 @@ def whole(x: Any) -> Whole:
     return Whole(x)
 
 
-def demand_tree(batch: Any, at: str = "") -> None:
+def check_tree(batch: Any, at: str = "") -> None:
     """Raise `BatchError` for a batch, or the part of one at a path, that hides tensors, which cannot be cast or sliced.
 
     What is marked by `whole` is not looked into.
@@ -74,7 +74,7 @@ class Split:
     num_microbatches: int = 1
     draws: ClassVar = False
 
-    def demand(self, batch: Microbatches) -> tuple[Any, ...]:
+    def checked(self, batch: Microbatches) -> tuple[Any, ...]:
         """Return the parts of a batch that is cut already. Raises `BatchError` where they are not as many as here."""
         n = self.num_microbatches
         if len(batch.parts) == n:
@@ -89,7 +89,7 @@ class Split:
         """Return the microbatches. Raises `BatchError` for leaves that disagree or do not divide."""
         n, length = self.num_microbatches, rows(batch)
         if n > 1:
-            demand_tree(batch)
+            check_tree(batch)
         if n > 1 and length is None:
             raise BatchError(
                 "the batch has no rows to split", got=type(batch).__name__, want=f"{n} microbatches",
@@ -105,7 +105,7 @@ class Split:
                 else "leave out what has no rows, on every rank",
             )  # fmt: skip
         if n > 1:
-            _demand_slices(batch)
+            _check_slices(batch)
             for path, got in _uncut(batch, length):
                 raise BatchError(
                     f"a part of the batch has an entry for each of the {length} rows, and is not cut",
@@ -137,7 +137,7 @@ def _slice(x: Any, start: int, size: int, n: int) -> Any:
     return x.narrow(0, start, size) if x.layout is torch.strided else x.narrow_copy(0, start, size)
 
 
-def _demand_slices(batch: Any) -> None:
+def _check_slices(batch: Any) -> None:
     for path, x in tree.paths(batch).items():
         if _is_sliced(x) and x.layout not in (torch.strided, torch.sparse_coo):
             raise BatchError(

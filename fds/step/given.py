@@ -33,7 +33,7 @@ def given(batch: Any, maps: tuple[Map, ...], split: Split, call: Call) -> Given:
     `Microbatches` are cut already: the maps are given each of them, which are as many as `split` makes.
     """
     is_cut = isinstance(batch, Microbatches)
-    parts = [_mapped(one, maps, call, i) for i, one in enumerate(split.demand(batch) if is_cut else [batch])]
+    parts = [_mapped(one, maps, call, i) for i, one in enumerate(split.checked(batch) if is_cut else [batch])]
     found = cut(parts, Split(1) if is_cut else split, call)
     return Given(batch, len(found), found, parts=parts)
 

@@ -1,4 +1,4 @@
-"""Let torch choose the dtype of every operator from its lists, parameters staying as they are.
+"""Let torch choose the dtype of every operator from its lists; parameters keep theirs.
 
 Fills:  context                  State:  none
 Law:    equals `with torch.autocast(...)` around the loss
@@ -17,7 +17,7 @@ from fds.step import Call, Step, fill, transform
 
 @attrs.frozen
 class Autocast:
-    """The context in which the loss is evaluated, training and held out."""
+    """The context in which the loss runs, in training and in evaluation."""
 
     dtype: torch.dtype
     draws: ClassVar = False

@@ -1,4 +1,4 @@
-"""Keep only the inputs of layers, and compute the rest again in backward.
+"""Keep only the inputs of layers, and recompute the rest in backward.
 
 Fills:  layer                    State:  none
 Law:    the identity, bit for bit, dropout on, under any policy

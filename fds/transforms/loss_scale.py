@@ -1,4 +1,4 @@
-"""Scale the loss by a factor that follows what 16-bit gradients can bear; skip the steps that overflow.
+"""Scale the loss by a factor that adapts to the range of 16-bit gradients; skip the steps that overflow.
 
 Fills:  scale, commit, measure   State:  slot `loss_scale`
 Law:    at powers of two the identity, bit for bit, while nothing is subnormal or overflows; the factor of a step
@@ -22,7 +22,7 @@ SLOT = "loss_scale"
 
 @tree.record
 class LossScale:
-    """What a dynamic loss scale remembers; scalars on the step's device."""
+    """The state of a dynamic loss scale; scalars on the step's device."""
 
     scale: Tensor  # () float64: the factor of the next step
     good_steps: Tensor  # () int64: steps since the last overflow
@@ -53,7 +53,7 @@ class DynamicScale:
         return slots[SLOT].scale
 
     def metrics(self, slots: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
-        """Return this step's `loss_scale`, and whether it can fall no further."""
+        """Return this step's `loss_scale`, and whether it is at its minimum."""
         scale = slots[SLOT].scale
         return {"loss_scale": scale.clone(), "at_minimum_scale": scale <= self.minimum}
 
@@ -87,7 +87,7 @@ def loss_scale(
 
     In float16 backward begins at scale / number of microbatches, for a `Mean` also divided by about its weight, and
     float16 messages are divided by the number of ranks: with the JSON's other numbers, steps overflow where
-    DeepSpeed's do. A batch of weight 0 is skipped and no overflow.
+    DeepSpeed's do. A batch of weight 0 is skipped, and does not count as an overflow.
 
     Metrics: `loss_scale` (the factor of this step), `skipped`, `at_minimum_scale`.
     Raises `ComposeError` for values below 1 (`minimum`, `initial`: not positive, or initial < minimum).

@@ -17,7 +17,7 @@ from torch import Tensor
 from fds import tree
 from fds.errors import ComposeError
 from fds.loss import Layers
-from fds.step import Call, Step, Sum, Whole, demand_tree, fill, transform
+from fds.step import Call, Step, Sum, Whole, check_tree, fill, transform
 
 
 @attrs.frozen
@@ -30,7 +30,7 @@ class CastInputs:
     pair: bool = False  # the batch is a pair, and its parts are called "0" and "1" even if they have names
 
     def __call__(self, batch: Any, call: Call) -> Any:
-        """Return the batch, cast. Raises `BatchError` for leaves that hide tensors."""
+        """Return the batch, cast. Raises `BatchError` for leaves in which tensors are hidden."""
         if self.pair and isinstance(batch, tuple | list):
             parts = [self.cast_all(part, str(i)) for i, part in enumerate(batch)]
             return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
@@ -38,7 +38,7 @@ class CastInputs:
 
     def cast_all(self, part: Any, at: str) -> Any:
         """Return the part of the batch at a path, cast."""
-        demand_tree(part, at)
+        check_tree(part, at)
         leaves, build = tree.flatten(part)
         paths = [".".join(filter(None, (at, path))) for path in tree.paths(part)]
         return build([self.cast(path, x) for path, x in zip(paths, leaves, strict=True)])
@@ -75,7 +75,8 @@ def precision(
     """
     for name, dtype in (("compute", compute), ("reduce", reduce or compute), ("accumulate", accumulate)):
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ComposeError(f"precision: {name} is no floating dtype", got=repr(dtype), want="say, torch.bfloat16")
+            raise ComposeError(f"precision: {name} is not a floating-point dtype", got=repr(dtype),
+                               want="say, torch.bfloat16")  # fmt: skip
     kept = (keep_float32,) if isinstance(keep_float32, str) else tuple(keep_float32)
 
     def apply(step: Step) -> Step:

@@ -30,7 +30,7 @@ class ReferenceKernels:
 def reference_kernels():
     """Run references only: in forward, recomputation, backward, the optimizer, evaluation, `init` and `describe`.
 
-    For comparing a kernel with what it stands for, and for derivatives of higher order, which kernels do not have.
+    For comparing a kernel with its reference, and for derivatives of higher order, which kernels do not have.
     While a step runs, the choice holds for all threads of the process: those of torch's backward, and others.
     """
 

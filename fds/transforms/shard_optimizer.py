@@ -7,6 +7,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.
 """
 
 import math
+from typing import Any
 
 from fds.collectives import Axis
 from fds.errors import ComposeError, is_int, is_number
@@ -25,69 +26,79 @@ def shard_optimizer(
     persist_below: int = 0,
     predivide: float | None = None,
 ):
-    """Let every rank of `axis` pass its own batch, and own one slice of what training keeps.
+    """Let every rank of `axis` pass its own batch and own one slice of the state; the step is that of all batches.
 
-    Every rank passes the batch of its coordinate; the step is that of all batches together. Stage 0 keeps everything
-    on every rank and sums gradients; stage 1 keeps a slice of masters and optimizer state; stage 2 of gradients too,
-    which are then reduced every microbatch; stage 3 gathers parameters only while the loss uses them, in forward and
-    again in backward. `fds.precision` says in which dtypes parameters and gradients travel and are summed.
+    Stage 0 keeps everything on every rank and sums gradients; stage 1 slices masters and optimizer state; stage 2 also
+    gradients, reduced every microbatch; stage 3 gathers parameters only while the loss uses them, in forward and again
+    in backward. `fds.precision` says in which dtypes parameters and gradients are sent and summed.
 
     Args:
         axis: of `fds.mesh`, over which batches and slices differ. One of size 1 changes nothing.
-        stage: 0, 1, 2 or 3. At stage 3 a loss may be anything but forward-mode AD over a parameter, which takes its
-            `fds.materialize`d values.
+        stage: 0, 1, 2 or 3. At stage 3 forward-mode AD over a parameter takes its `fds.materialize`d values.
         replicate: a second axis of the same mesh, over which batches differ and slices are alike: gathers stay on
-            `axis` (inside a node), and gradients are summed over both (hybrid sharding).
+            `axis` (inside a node), gradients are summed over both (hybrid sharding).
         bucket_bytes: bound of a bucket, in master precision: what is gathered or reduced in one message. A parameter
             that is larger has a bucket of its own. None follows the model and the axis: a sixteenth of the model's
-            bytes, at least 1 MiB and at most 32, so that backward hides sending; 32 MiB where the launcher says that
-            all ranks run on the CPU of one node, where it can hide nothing. `step.describe(state)` shows the sizes.
-        max_live_bytes: stage 3: bound of the parameters that are whole at once; by default two buckets beside those
-            that are on their way. Where it has room for all of them, they are gathered once, before the loss runs, and
-            are plain tensors: what is gathered on use costs the host some 10 us for each operator that reads it.
+            bytes, at least 1 MiB and at most 32, so that sending overlaps backward; 32 MiB where all ranks share the
+            CPU of one node, where it cannot. `step.describe(state)` shows the sizes.
+        max_live_bytes: stage 3: bound of the parameters that are whole at once; None for two buckets and the prefetch.
+            Where all fit they are gathered once, before the loss runs, as plain tensors: a parameter that is gathered
+            on use costs the host some 10 us for each operator that reads it.
         prefetch: stage 3: buckets that are gathered ahead, in the order of the step before.
         persist_below: stage 3: parameters of fewer elements stay whole from the start of a step to its end.
         predivide: gradients are divided by this before they are sent and multiplied after. None for the number of
-            data ranks where they are sent in float16, whose range a sum would leave, else for 1.
+            data ranks where they are sent in float16, which a sum could overflow, else for 1.
 
-    Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that are not those that run now;
-    `step.init` raises `StateError` where `max_live_bytes` has no room for a bucket.
+    Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that do not run now; `step.init` raises
+    `StateError` where `max_live_bytes` has no room for a bucket.
     """
-    for name, one in (("axis", axis), ("replicate", replicate)):
-        if not isinstance(one, Axis) and not (name == "replicate" and one is None):
-            raise ComposeError(f"shard_optimizer: {name} is no axis", got=repr(one)[:80], want='fds.mesh(dp=-1)["dp"]')
-    axis.demand_current()
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ComposeError("shard_optimizer: unknown stage", got=repr(stage), want="0, 1, 2 or 3")
-    counts = {"bucket_bytes": (bucket_bytes, 1), "prefetch": (prefetch, 0), "persist_below": (persist_below, 0),
-              "max_live_bytes": (max_live_bytes, 1)}  # fmt: skip
-    for name, (value, low) in counts.items():
-        if value is None and name in ("bucket_bytes", "max_live_bytes"):
-            continue
-        if not is_int(value, low):
-            raise ComposeError(f"shard_optimizer: {name} is a count", got=repr(value), want=f"an int >= {low}")
-    if predivide is not None and not (is_number(predivide) and math.isfinite(predivide) and predivide > 0):
-        raise ComposeError("shard_optimizer: predivide is no divisor", got=repr(predivide),
-                           want="a positive number, or None")  # fmt: skip
-    data = axis
-    if replicate is not None:
-        names = [name for one in (replicate, axis) for name in one.name.split(",")]
-        if replicate.mesh != axis.mesh or len(set(names)) < len(names):
-            raise ComposeError(
-                "shard_optimizer: replicate and axis are not two axes of one mesh",
-                got=f"{replicate.name!r} and {axis.name!r}", want='mesh = fds.mesh(replicate=2, shard=-1); '
-                'shard_optimizer(mesh["shard"], replicate=mesh["replicate"])',
-            )  # fmt: skip
-        data = axis.mesh[tuple(names)]
+    _check_axes(axis, replicate)
+    _check_numbers(stage, bucket_bytes, max_live_bytes, prefetch, persist_below, predivide)
+    data = axis if replicate is None else _joined(axis, replicate)
     copies = replicate.channel("step") if replicate is not None and replicate.size > 1 else None
-    shard = Shard(  # on channels of its own, which collectives of the loss cannot get between
+    shard = Shard(  # on its own channels, so that collectives of the loss are not mixed with its own
         axis.channel("step"), stage, data.channel("step"), copies, bucket_bytes, max_live_bytes, prefetch,
         persist_below, None if predivide is None else float(predivide),
     )  # fmt: skip
 
     def apply(step: Step) -> Step:
-        if data.size == 1:
-            return step
-        return fill(step, topology=Dimension(shard.data, "data", shard))
+        return step if data.size == 1 else fill(step, topology=Dimension(shard.data, "data", shard))
 
     return apply
+
+
+def _check_axes(axis: Any, replicate: Any) -> None:
+    """Raise `ComposeError` for anything but axes, `MeshError` for one of ranks other than those that run now."""
+    for name, one in (("axis", axis), ("replicate", replicate)):
+        if not isinstance(one, Axis) and not (name == "replicate" and one is None):
+            raise ComposeError(f"shard_optimizer: {name} is not an axis", got=repr(one)[:80],
+                               want='fds.mesh(dp=-1)["dp"]')  # fmt: skip
+    axis.demand_current()
+
+
+def _check_numbers(
+    stage: Any, bucket_bytes: Any, max_live_bytes: Any, prefetch: Any, persist_below: Any, predivide: Any
+) -> None:
+    """Raise `ComposeError` for a stage that does not exist, or a count or divisor that is out of range."""
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ComposeError("shard_optimizer: unknown stage", got=repr(stage), want="0, 1, 2 or 3")
+    optional = {"bucket_bytes": bucket_bytes, "max_live_bytes": max_live_bytes}
+    counts = {name: (value, 1) for name, value in optional.items() if value is not None}
+    for name, (value, low) in {**counts, "prefetch": (prefetch, 0), "persist_below": (persist_below, 0)}.items():
+        if not is_int(value, low):
+            raise ComposeError(f"shard_optimizer: {name} is a count", got=repr(value), want=f"an int >= {low}")
+    if predivide is not None and not (is_number(predivide) and math.isfinite(predivide) and predivide > 0):
+        raise ComposeError("shard_optimizer: gradients cannot be divided by predivide", got=repr(predivide),
+                           want="a positive number, or None")  # fmt: skip
+
+
+def _joined(axis: Axis, replicate: Axis) -> Axis:
+    """Return the flattened axis of both. Raises `ComposeError` unless they are two axes of one mesh."""
+    names = [name for one in (replicate, axis) for name in one.name.split(",")]
+    if replicate.mesh != axis.mesh or len(set(names)) < len(names):
+        raise ComposeError(
+            "shard_optimizer: replicate and axis are not two axes of one mesh",
+            got=f"{replicate.name!r} and {axis.name!r}", want='mesh = fds.mesh(replicate=2, shard=-1); '
+            'shard_optimizer(mesh["shard"], replicate=mesh["replicate"])',
+        )  # fmt: skip
+    return axis.mesh[tuple(names)]

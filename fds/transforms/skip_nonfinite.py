@@ -16,7 +16,7 @@ from fds.step import Measure, Step, fill, transform
 
 @attrs.frozen
 class Skip:
-    """The commit that learns nothing."""
+    """The commit: slots do not change on a skipped step."""
 
     draws: ClassVar = False
 

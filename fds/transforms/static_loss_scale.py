@@ -19,7 +19,7 @@ from fds.step import Measure, Step, fill, transform
 
 @attrs.frozen
 class StaticScale:
-    """A constant scale; as a commit it skips without learning."""
+    """A constant scale; as a commit, a skipped step does not change it."""
 
     value: float
     draws: ClassVar = False

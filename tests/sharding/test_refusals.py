@@ -57,7 +57,7 @@ def test_a_flag_is_no_divisor(predivide):
 
 @pytest.mark.parametrize("make_axis", [lambda: None, lambda: "dp", lambda: 2, lambda: fds.mesh(dp=1)])
 def test_what_is_no_axis_is_refused(make_axis):
-    with pytest.raises(ComposeError, match="axis is no axis"):
+    with pytest.raises(ComposeError, match="axis is not an axis"):
         fds.shard_optimizer(make_axis())
 
 

@@ -1,6 +1,6 @@
 """Cut the layers of a loss into stages on the ranks of an axis, and let microbatches pass through them by a schedule.
 
-Fills:  split, grads             State:  params, opt, buffers and averages of this rank's stages, under their names
+Fills:  topology, split, execute  State:  params, opt, buffers, averages of its stages on each rank, under their names
 Law:    accumulate(num_microbatches), for every schedule; schedules that sum in one order are equal bit for bit
 Cost:   sends one activation and one gradient per border and microbatch; the schedule says which ranks wait how long
 Source: Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473; Qi et al. 2024, arXiv:2401.10241
@@ -36,15 +36,14 @@ def pipeline(
     """Let every rank of `axis` hold some consecutive layers of a `Layers` loss, and run them for all microbatches.
 
     Ranks that differ only along `axis` pass the same batch; one that has neither the first stage nor the last may pass
-    None. Activations are any pytree of tensors; those of integers and truth values travel without gradients. Tied
+    None. Activations are any pytree of tensors; integers and booleans are sent without gradients. Tied
     layers on several ranks add up their gradients. What any rank raises is raised on all of them, with stage and
     microbatch. `evaluate` passes through the same stages, and its outputs are those of the last on every rank.
 
     With `shard_optimizer` on another axis of the mesh every stage is sharded among its own ranks. Its stages 2 and 3
-    reduce once per backward of a stage, and ranks then meet in one small exchange each time.
-
-    B and W cut backward between layers: an activation that a layer uses in several places and hands on besides gets
-    the sum of its gradients in another order than by BW, so such schedules agree with others to rounding there.
+    reduce once per backward of a stage, with one small exchange between ranks each time. B and W cut backward between
+    layers: the gradients of an activation that a layer uses several times and passes on are added in another order than
+    by BW, so such schedules agree with others to rounding there.
 
     Args:
         schedule: of `fds.plans`, or a function `(number of ranks, number of microbatches) -> Plan or rows of actions`.
@@ -58,38 +57,16 @@ def pipeline(
     Raises `ComposeError` for a loss that is not `Layers`, `PlanError` for a schedule that does not fit and a partition
     that cannot be, `LossError` for a layer with buffers that is tied across stages.
     """
-    ranks = axis.size if isinstance(axis, Axis) else axis
-    if not is_int(ranks, 1):
-        raise ComposeError("pipeline: axis is no axis", got=repr(axis)[:80],
-                           want='fds.mesh(pp=2, dp=-1)["pp"], or a number of ranks to play')  # fmt: skip
-    if isinstance(axis, Axis):
-        axis.demand_current()
-    if not is_int(num_microbatches, 1):
-        raise ComposeError("pipeline takes a number of microbatches", got=repr(num_microbatches), want="an int >= 1")
-    if not callable(schedule):
-        raise ComposeError("pipeline: schedule is no schedule", got=repr(schedule)[:80],
-                           want="fds.plans.one_f_one_b, or a function (ranks, microbatches) -> rows")  # fmt: skip
+    ranks = _checked_ranks(schedule, axis, num_microbatches)
     name = getattr(schedule, "__name__", None) or repr(schedule)
     plan = validate(_planned(schedule, name, ranks, num_microbatches))
-    _demand_training(plan, name, ranks, num_microbatches)
+    _check_training(plan, name, ranks, num_microbatches)
     shared = axis if isinstance(axis, Axis) and axis.size > 1 else None
     lowered = Lowered(plan, None if shared is None else shared.index, shared is None or shared.device.type == "cpu")
-    channels = {}
-    if shared is not None:
-        most = max(numbered(plan.placement).values(), default=-1)
-        channels = {(kind, i): shared.channel(f"pipeline {kind} {i}")
-                    for kind in ("activation", "gradient") for i in range(most + 1)}  # fmt: skip
-    own = None if shared is None else shared.channel("pipeline")
-    ties = None if shared is None else shared.channel("pipeline ties")
+    own, ties, channels = (None, None, {}) if shared is None else _channels(shared, plan)
 
     def apply(step: Step) -> Step:
-        _demand_layers(step)
-        loss = step.loss
-        shapes = {name: tuple(x.shape) for name, x in loss.init.trace().items()}
-        boundaries = _boundaries(loss, shapes, partition, plan.num_stages)
-        owned = Ownership(loss, boundaries, plan.placement, own, ties, shapes)
-        owned.refuse_shared_buffers()
-        _demand_order(plan, name, loss)
+        owned = _ownership(step, plan, name, partition, own, ties)
         made = Pipeline(name, owned, lowered, num_microbatches, dynamic_shapes, channels)
         hint = f"a pipeline accumulates over its microbatches: pipeline(..., num_microbatches={num_microbatches}) alone"
         stages = Dimension(own, "stage", owned)
@@ -98,8 +75,46 @@ def pipeline(
     return apply
 
 
+def _checked_ranks(schedule: Any, axis: Any, num_microbatches: Any) -> int:
+    """Return the number of ranks. Raises `ComposeError` for arguments of the wrong kind."""
+    ranks = axis.size if isinstance(axis, Axis) else axis
+    if not is_int(ranks, 1):
+        raise ComposeError("pipeline: axis is not an axis", got=repr(axis)[:80],
+                           want='fds.mesh(pp=2, dp=-1)["pp"], or a number of ranks to play')  # fmt: skip
+    if isinstance(axis, Axis):
+        axis.demand_current()
+    if not is_int(num_microbatches, 1):
+        raise ComposeError("pipeline takes a number of microbatches", got=repr(num_microbatches), want="an int >= 1")
+    if not callable(schedule):
+        raise ComposeError("pipeline: schedule is not a schedule", got=repr(schedule)[:80],
+                           want="fds.plans.one_f_one_b, or a function (ranks, microbatches) -> rows")  # fmt: skip
+    return ranks
+
+
+def _channels(axis: Axis, plan: Plan) -> tuple[Axis, Axis, dict[Any, Axis]]:
+    """Return channels of an axis for what all stages do, for tied parameters, and for messages between stages."""
+    most = max(numbered(plan.placement).values(), default=-1)
+    between = {(kind, i): axis.channel(f"pipeline {kind} {i}")
+               for kind in ("activation", "gradient") for i in range(most + 1)}  # fmt: skip
+    return axis.channel("pipeline"), axis.channel("pipeline ties"), between
+
+
+def _ownership(
+    step: Step, plan: Plan, name: str, partition: Any, own: Axis | None, ties: Axis | None
+) -> Ownership:  # fmt: skip
+    """Return which stage has which layers of a step's loss. Raises what `pipeline` says."""
+    _check_layers(step)
+    loss = step.loss
+    shapes = {name: tuple(x.shape) for name, x in loss.init.trace().items()}
+    boundaries = _boundaries(loss, shapes, partition, plan.num_stages)
+    owned = Ownership(loss, boundaries, plan.placement, own, ties, shapes)
+    owned.check_shared_buffers()
+    _check_order(plan, name, loss)
+    return owned
+
+
 def _planned(schedule: PipelineSchedule, name: str, ranks: int, num_microbatches: int) -> Plan:
-    """Return a schedule's plan. Raises `PlanError` for what is no plan, or has more than computations."""
+    """Return a schedule's plan. Raises `PlanError` for anything else, or actions that are not computations."""
     want = '(ranks, microbatches) -> a Plan, or rows such as [["0F0", "0BW0"], ["1F0", "1BW0"]]'
     try:
         inspect.signature(schedule).bind(ranks, num_microbatches)
@@ -120,7 +135,7 @@ def _planned(schedule: PipelineSchedule, name: str, ranks: int, num_microbatches
     return plan
 
 
-def _demand_training(plan: Plan, name: str, ranks: int, num_microbatches: int) -> None:
+def _check_training(plan: Plan, name: str, ranks: int, num_microbatches: int) -> None:
     """Raise `PlanError` for a plan of other ranks or microbatches, or without backwards."""
     got = f"{plan.num_ranks} ranks, {plan.num_microbatches} microbatches" + ("" if plan.trains else ", no backward")
     want = f"{ranks} ranks, {num_microbatches} microbatches"
@@ -132,7 +147,7 @@ def _demand_training(plan: Plan, name: str, ranks: int, num_microbatches: int) -
                         want="a stage on every rank", hint="fewer ranks")  # fmt: skip
 
 
-def _demand_order(plan: Plan, name: str, loss: Layers) -> None:
+def _check_order(plan: Plan, name: str, loss: Layers) -> None:
     """Raise `PlanError` where layers with buffers would see the microbatches in another order than they are in."""
     if not any(loss.layer(i).buffers for i in range(len(loss))):
         return
@@ -148,7 +163,7 @@ def _demand_order(plan: Plan, name: str, loss: Layers) -> None:
                 at[action.stage] = action.microbatch
 
 
-def _demand_layers(step: Step) -> None:
+def _check_layers(step: Step) -> None:
     """Raise `ComposeError` for losses that are not layers, or of which those of evaluation could not lie alike."""
     loss, other = step.loss, step.eval_loss
     for role, hides in (("loss", loss), ("eval_fn", other)):

@@ -21,16 +21,16 @@ def digest(batch: Any) -> Digest:
     return [None if part is None else checksum(part) for part in batch]
 
 
-def refuse_different(digests: Sequence[Digest], num_ranks: int) -> None:
+def check_same(digests: Sequence[Digest], num_ranks: int) -> None:
     """Raise `BatchError` where two of the ranks along a pipeline saw different inputs or targets.
 
     `digests` are those of all ranks, the pipeline's coordinate varying slowest.
     """
     replicas = len(digests) // num_ranks
     for replica in range(replicas):
-        told = [(rank, digests[rank]) for rank in range(replica, len(digests), replicas)]
+        ranks = [(rank, digests[rank]) for rank in range(replica, len(digests), replicas)]
         for at, part in enumerate(("inputs", "targets")):
-            known = [(rank, sums[at]) for rank, sums in told if sums is not None and sums[at] is not None]
+            known = [(rank, sums[at]) for rank, sums in ranks if sums is not None and sums[at] is not None]
             other = next((rank for rank, theirs in known if theirs != known[0][1]), None)
             if other is not None:
                 raise BatchError(

@@ -1,4 +1,4 @@
-"""Failures: what went wrong in an action, told to every rank, so that all of them raise it and none waits for it."""
+"""Failures: what went wrong in an action. Every rank learns of it and raises it, so that none waits for ever."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _text(x: object) -> str:
 
 def first(failures: Sequence[list | None]) -> tuple[int, Failure] | None:
     """Return which rank failed first, and how, given what `json` returned on those that did."""
-    found = [(told[0], rank, told) for rank, told in enumerate(failures) if told is not None]
+    found = [(one[0], rank, one) for rank, one in enumerate(failures) if one is not None]
     if not found:
         return None
     _, rank, (place, where, kind, fields) = min(found, key=lambda one: one[:2])

@@ -120,7 +120,7 @@ class Ownership(Placement):
             return (0,)
         return tuple(dict.fromkeys(self.placement[stage] for stage in self.stages[name]))
 
-    def refuse_shared_buffers(self) -> None:
+    def check_shared_buffers(self) -> None:
         """Raise `LossError` for a layer with buffers that is tied across stages: they could not be updated in order."""
         seen: dict[str, int] = {}
         for stage in range(self.num_stages):
@@ -173,8 +173,8 @@ class Ownership(Placement):
             return named
         kinds: dict[str, tuple[int, str, list[int]]] = {}
         own = {name: [str(x.dtype)[6:], list(x.shape)] for name, x in named.items()}
-        for rank, told in enumerate(self.axis.exchange(own, "params")):
-            for name, (dtype, shape) in told.items():
+        for rank, theirs in enumerate(self.axis.exchange(own, "params")):
+            for name, (dtype, shape) in theirs.items():
                 kinds.setdefault(name, (rank, dtype, shape))
         found = {}
         for name in [*(n for n in self.stages if n in kinds), *(n for n in kinds if n not in self.stages)]:
@@ -194,8 +194,8 @@ class Ownership(Placement):
         if self.index == source:
             tensors = [x.contiguous() for x in tree.leaves(value) if isinstance(x, Tensor)]
         else:
-            told = [t for t in shape.tensors if t is not None]
-            tensors = [torch.empty(s, dtype=dtype, device=self.device) for dtype, s, _ in told]
+            kinds = [kind for kind in shape.tensors if kind is not None]
+            tensors = [torch.empty(s, dtype=dtype, device=self.device) for dtype, s, _ in kinds]
         packet = shape.packet([self._broadcast(x, source) for x in tensors])
         return packet.build(packet.leaves)
 

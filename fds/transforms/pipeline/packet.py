@@ -72,8 +72,8 @@ class Shape:
     def packet(self, tensors: Sequence[Tensor]) -> Packet:
         """Return the packet with these tensors in their places."""
         left = iter(tensors)
-        leaves = [value if told is None else next(left) for told, value in zip(self.tensors, self.values, strict=True)]
-        return Packet(leaves, self.structure, tuple(told is not None and told[2] for told in self.tensors))
+        leaves = [value if kind is None else next(left) for kind, value in zip(self.tensors, self.values, strict=True)]
+        return Packet(leaves, self.structure, tuple(kind is not None and kind[2] for kind in self.tensors))
 
 
 def _described(x: Any, wants: bool, where: str) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Border:
         if packet is not None:
             tensors = [x for x in packet.leaves if isinstance(x, Tensor)]
         else:
-            kinds = [] if shape is None else [told for told in shape.tensors if told is not None]
+            kinds = [] if shape is None else [kind for kind in shape.tensors if kind is not None]
             tensors = [torch.zeros(s, dtype=dtype, device=self.activations.device) for dtype, s, _ in kinds]
         messages = _bytes(tensors)  # from here on nothing of ours can fail, and leave the other rank waiting
         if announces:
@@ -108,11 +108,11 @@ class Border:
         if shape is None:
             return []
         tensors = []
-        for at, told in enumerate(shape.tensors):
-            if told is not None and told[2]:
+        for at, kind in enumerate(shape.tensors):
+            if kind is not None and kind[2]:
                 grad = None if grads is None else grads[at]
-                zeros = lambda told=told: torch.zeros(told[1], dtype=told[0], device=self.gradients.device)
-                tensors.append(zeros() if grad is None else grad.to(told[0]))
+                zeros = lambda kind=kind: torch.zeros(kind[1], dtype=kind[0], device=self.gradients.device)
+                tensors.append(zeros() if grad is None else grad.to(kind[0]))
         messages = _bytes(tensors)
         del self.shapes[i]
         return self.gradients.send(messages)
@@ -126,7 +126,7 @@ class Border:
     def receive_gradient(self, i: int) -> None:
         """Begin to receive the gradients by a packet that was sent."""
         shape = self.shapes.setdefault(i, None)
-        kinds = [] if shape is None else [(told[0], told[1]) for told in shape.tensors if told is not None and told[2]]
+        kinds = [] if shape is None else [(kind[0], kind[1]) for kind in shape.tensors if kind is not None and kind[2]]
         self.gradients.begin(i, kinds)
 
     def activation(self, i: int) -> Packet | None:
@@ -149,8 +149,8 @@ class Border:
                 self.known = self._header()
                 self.shape = Shape.of(self.known)
             self.shapes[j] = self.shape
-            told = [] if self.shape is None else [(t[0], t[1]) for t in self.shape.tensors if t is not None]
-            self.activations.begin(j, told)
+            kinds = [] if self.shape is None else [(t[0], t[1]) for t in self.shape.tensors if t is not None]
+            self.activations.begin(j, kinds)
 
     def _header(self) -> dict[str, Any]:
         length = int(self.activations.receive(torch.int64, 1))
@@ -265,12 +265,12 @@ def _text(header: Any) -> str:
 
 
 def _other_shape(header: Any, known: Any) -> BatchError:
-    def show(told: Any, other: Any) -> str:
+    def show(header: Any, other: Any) -> str:
         leaf = lambda x: (f"{x['dtype']} {tuple(x['shape'])}" + ("" if x["wants"] else " without gradient")
                           if "dtype" in x else repr(x["value"]))  # fmt: skip
-        text = ", ".join(map(leaf, told["leaves"]))
-        alike = _text(told["structure"]) == _text(other["structure"])
-        return text if alike else f"{text} in {_text(told['structure'])}"
+        text = ", ".join(map(leaf, header["leaves"]))
+        alike = _text(header["structure"]) == _text(other["structure"])
+        return text if alike else f"{text} in {_text(header['structure'])}"
 
     return BatchError(
         "microbatches make activations of different shapes or kinds",

@@ -22,7 +22,7 @@ from fds.step import (
     rows,
 )
 from fds.transforms.pipeline import ranks, serial
-from fds.transforms.pipeline.batches import digest, refuse_different
+from fds.transforms.pipeline.batches import check_same, digest
 from fds.transforms.pipeline.failure import Failure, first
 from fds.transforms.pipeline.lowered import Lowered
 from fds.transforms.pipeline.ownership import Ownership
@@ -108,8 +108,8 @@ class Pipeline:
         if given.microbatches is not None:
             length = rows(given.microbatches[0])
             n = self.num_microbatches if length and length % self.num_microbatches == 0 else 1
-        heard = [n] if everyone is None else everyone.exchange(n, "evaluate")
-        return min((m for m in heard if m is not None), default=1)
+        counts = [n] if everyone is None else everyone.exchange(n, "evaluate")
+        return min((m for m in counts if m is not None), default=1)
 
     def evaluate(self, run: Pass) -> tuple[Totals, list]:
         """Run the plan's forwards; what the last layer returned goes to all ranks."""
@@ -178,19 +178,19 @@ class Pipeline:
                 raise failure.alone()
             self.whole.update(whole)
             return totals, wide
-        said = [failure and failure.json(), _kinds(totals), whole, wide, seen]
-        heard = everyone.exchange(said, what)
-        if failed := first([one[0] for one in heard]):
+        report = [failure and failure.json(), _kinds(totals), whole, wide, seen]
+        reports = everyone.exchange(report, what)
+        if failed := first([one[0] for one in reports]):
             rank, known = failed
             mine = failure is not None and rank == everyone.index
             known = failure if mine and failure is not None else known
             raise known.raised(f"rank {rank} of {everyone.name}")
-        refuse_different([one[4] for one in heard], 1 if self.axis is None else self.axis.size)
-        kinds = [one[1] for one in heard if one[1] is not None]
+        check_same([one[4] for one in reports], 1 if self.axis is None else self.axis.size)
+        kinds = [one[1] for one in reports if one[1] is not None]
         if any(kind != kinds[0] for kind in kinds):
             raise LossError("ranks return different metrics", got=str(kinds[-1]), want=str(kinds[0]))
-        self.whole.update(layer for one in heard for layer in one[2])
-        return _like(totals, kinds[0], self.owned.device), any(one[3] for one in heard)
+        self.whole.update(layer for one in reports for layer in one[2])
+        return _like(totals, kinds[0], self.owned.device), any(one[3] for one in reports)
 
     def __repr__(self) -> str:
         who = "one process" if self.axis is None else f"{self.axis.name} ({self.axis.size} ranks)"
