@@ -31,9 +31,9 @@ def whole(x: Any) -> Whole:
 
 
 def check_tree(batch: Any, at: str = "") -> None:
-    """Raise `BatchError` for a batch, or the part of one at a path, that hides tensors, which cannot be cast or sliced.
+    """Raise `BatchError` where a leaf of a batch, or of the part at a path, hides tensors: they could not be sliced.
 
-    What is marked by `whole` is not looked into.
+    Leaves marked by `whole` are not examined.
     """
     for path in tree.opaque(batch):
         raise BatchError(
@@ -68,7 +68,7 @@ def rows(batch: Any) -> int | None:
 class Split:
     """The station `split`: a batch as `num_microbatches` consecutive slices, views without a copy.
 
-    Of a sparse COO tensor they are copies. Other layouts have no slices.
+    Slices of a sparse COO tensor are copies. Other layouts cannot be sliced.
     """
 
     num_microbatches: int = 1
@@ -148,9 +148,9 @@ def _check_slices(batch: Any) -> None:
 
 
 def _uncut(part: Any, rows: int | None, at: str = "") -> Iterator[tuple[str, str]]:
-    """Yield path and kind of what no microbatch would get a slice of, though it has as many entries as there are rows.
+    """Yield path and kind of everything that has as many entries as there are rows and would not be sliced.
 
-    That are lists and tuples without tensors (texts, paths of files), and arrays. A tuple of numbers is a size.
+    These are lists and tuples without tensors (texts, file names), and arrays. A tuple of numbers is taken for a size.
     """
     if isinstance(part, Mapping):
         inside = list(part.items())
@@ -170,7 +170,7 @@ def _uncut(part: Any, rows: int | None, at: str = "") -> Iterator[tuple[str, str
 
 
 def _trainable(x: Any) -> Any:
-    """Return a leaf as autograd can save it for backward."""
+    """Return a leaf that autograd can save for backward: a copy of an inference tensor."""
     return x.clone() if isinstance(x, Tensor) and x.is_inference() else x
 
 

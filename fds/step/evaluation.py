@@ -29,7 +29,7 @@ Local = Callable[[Any, bool], tuple[Totals, list]]
 
 
 class Nothing:
-    """Stands for the batch of a rank that has no more, while others have."""
+    """In place of a batch on a rank that has no more, while other ranks have."""
 
 
 def evaluator(step: Stations, state: State, outputs: bool = False) -> Callable[..., dict[str, Tensor]]:
@@ -117,15 +117,15 @@ class Sums:
     def agreed(self, everyone: Axis | None, device: torch.device) -> Totals:
         """Return the totals, zeros on a rank without batches. Raises `BatchError` where no rank has any."""
         kinds = {name: str(dtype).removeprefix("torch.") for name, dtype in sorted(self.dtypes.items())}
-        heard = [kinds] if everyone is None else everyone.exchange(kinds, "evaluate")
-        told = [theirs for theirs in heard if theirs]
-        if not told:
+        answers = [kinds] if everyone is None else everyone.exchange(kinds, "evaluate")
+        known = [theirs for theirs in answers if theirs]
+        if not known:
             raise BatchError("there are no batches to evaluate", got="an iterable that is empty", want="one or more",
                              hint="a generator, or a loader that was read already, is at its end")  # fmt: skip
-        if any(theirs != told[0] for theirs in told):
-            raise LossError("ranks return different metrics", where="evaluate", got=str(told[-1]), want=str(told[0]))
+        if any(theirs != known[0] for theirs in known):
+            raise LossError("ranks return different metrics", where="evaluate", got=str(known[-1]), want=str(known[0]))
         if self.totals is None:
-            self.dtypes = {name: getattr(torch, dtype) for name, dtype in told[0].items()}
+            self.dtypes = {name: getattr(torch, dtype) for name, dtype in known[0].items()}
             zero = {name: torch.zeros((), dtype=torch.float64 if dtype.is_floating_point else dtype, device=device)
                     for name, dtype in self.dtypes.items()}  # fmt: skip
             self.totals = Totals(zero.pop("loss"), torch.zeros((), dtype=torch.float64, device=device), zero)
@@ -145,14 +145,14 @@ def _rounds(batches: Iterator[Any], everyone: Axis | None, *, together: bool) ->
             batch = next(batches, Nothing)
         except Exception as error:
             failed = error
-        said = [batch is not Nothing, None if failed is None else f"{type(failed).__name__}: {failed}"]
-        heard = [said] if everyone is None else everyone.exchange(said, "evaluate")
+        report = [batch is not Nothing, None if failed is None else f"{type(failed).__name__}: {failed}"]
+        reports = [report] if everyone is None else everyone.exchange(report, "evaluate")
         if failed is not None:
             raise failed
-        for rank, (_, error) in enumerate(heard):
+        for rank, (_, error) in enumerate(reports):
             if error is not None:
                 raise BatchError("the batches of another rank could not be read", where=f"rank {rank}", got=error)
-        has = [some for some, _ in heard]
+        has = [some for some, _ in reports]
         if not any(has):
             return
         if together and not all(has):

@@ -1,4 +1,4 @@
-"""The first state: from a tree of parameters or a recipe to what a rank holds of them."""
+"""The first state: from a tree of parameters or a recipe to this rank's part of them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
 
     settle = functools.partial(settled, step.place.residency, kind="params")
     held = structure.hold(values(), step.dimensions.slice, settle)
-    _refuse_failed(failed, everyone)
+    _check_made(failed, everyone)
     return beginning(step, held, key, device_of(held, shapes, everyone), alone=alone)
 
 
@@ -102,7 +102,7 @@ def beginning(
 
 def traced(step: Stations, params: Any) -> State:
     """Return the state that `initial` would make, on `meta`; see `Step.structure`."""
-    losses.initial_buffers(step.loss)  # builds what is not built yet, so not on meta
+    losses.initial_buffers(step.loss)  # builds modules that are not built yet: not on meta
     check.parameters(params)
     with torch.device("meta"):
         if isinstance(params, losses.Recipe):
@@ -115,7 +115,7 @@ def traced(step: Stations, params: Any) -> State:
 
 def at_first(step: Stations, state: State) -> dict[str, dict[str, Any]]:
     """Return slots and buffers as they are in the first state with such parameters, on `meta`."""
-    buffers = losses.initial_buffers(step.loss)  # builds what is not built yet, so not on meta
+    buffers = losses.initial_buffers(step.loss)  # builds modules that are not built yet: not on meta
     structure, meta = step.structure_of(state.params)[0], torch.device("meta")
     shapes = whole_shapes(step, structure)
     with meta, random.seeded(state.key, "slots"):
@@ -154,7 +154,7 @@ def _all_of(
     made: Iterator[tuple[str, Tensor]], shapes: Any, names: list[str], failed: list[Exception]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield what is made; where that fails, zeros for the rest, since other ranks wait for them."""
-    told = tree.paths(shapes)
+    known = tree.paths(shapes)
     for name in names:
         if not failed:
             try:
@@ -163,16 +163,16 @@ def _all_of(
             except Exception as error:
                 failed.append(error)
         if failed:
-            x = torch.zeros(told[name].shape, dtype=told[name].dtype)
+            x = torch.zeros(known[name].shape, dtype=known[name].dtype)
         yield name, x
 
 
-def _refuse_failed(failed: list[Exception], everyone: Axis | None) -> None:
-    """Raise what making the parameters raised; on the other ranks `StateError`."""
-    heard = [] if everyone is None else everyone.exchange(str(failed[0]) if failed else None, "init")
+def _check_made(failed: list[Exception], everyone: Axis | None) -> None:
+    """Raise the error of making the parameters; on the other ranks `StateError`."""
+    errors = [] if everyone is None else everyone.exchange(str(failed[0]) if failed else None, "init")
     if failed:
         raise failed[0]
-    for rank, theirs in enumerate(heard):
+    for rank, theirs in enumerate(errors):
         if theirs is not None:
             raise StateError("another rank could not make its parameters", where=f"rank {rank}", got=theirs)
 
@@ -202,7 +202,7 @@ def _from_tree(params: Any, everyone: Axis | None, holds: Callable[[str], bool])
 def _of_rank_0(x: Tensor, data: Axis | None) -> Tensor:
     """Return a contiguous tensor with the values of rank 0, written in place: modules that were built have their own.
 
-    Complex numbers travel as pairs, truth values as bytes.
+    Complex numbers are sent as pairs, booleans as bytes.
     """
     if data is not None and x.numel():
         flat = torch.view_as_real(x) if x.is_complex() else x.view(torch.uint8) if x.dtype is torch.bool else x
@@ -240,15 +240,15 @@ def _read(step: Stations, params: Any, key: Tensor, *, own: bool) -> tuple[Any, 
 def _agree(shapes: Any, error: FdsError | None, data: Axis) -> None:
     """Raise `StateError` on every rank where one refused its parameters, or has others than rank 0."""
     lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tree.paths(shapes).items()]
-    heard = data.exchange([fingerprint("\n".join(lines)), None if error is None else str(error)], "init")
+    answers = data.exchange([fingerprint("\n".join(lines)), None if error is None else str(error)], "init")
     if error is not None:
         return
-    for rank, (_, refused) in enumerate(heard):
+    for rank, (_, refused) in enumerate(answers):
         if refused is not None:
             raise StateError("another rank refuses its parameters", where=f"rank {rank} of {data.name}", got=refused)
-    if len({found for found, _ in heard}) > 1:
+    if len({found for found, _ in answers}) > 1:
         all_lines = data.exchange(lines, "init")
-        rank = next(r for r, (found, _) in enumerate(heard) if found != heard[0][0])
+        rank = next(r for r, (found, _) in enumerate(answers) if found != answers[0][0])
         pairs = itertools.zip_longest(all_lines[rank], all_lines[0], fillvalue="nothing")
         got, want = next(pair for pair in pairs if pair[0] != pair[1])
         raise StateError("ranks were given different parameters", where=f"rank {rank} of {data.name}", got=got,

@@ -38,21 +38,21 @@ def whole_parameters(step: Stations, state: State, doing: str, *, copies: bool) 
 
 
 def into(step: Stations, module: Any, state: State, prefix: str, buffers_prefix: str | None) -> Any:
-    """Write parameters and buffers of a state into a module; see `Step.into`. Nobody writes where a rank refuses."""
+    """Write parameters and buffers of a state into a module; see `Step.into`. No rank writes where one fails."""
     params = tree.paths(whole_parameters(step, state, "into", copies=False))
     buffers = step.dimensions.collect(state.buffers)
     error, pairs = None, []
     try:
         pairs = _pairs(module, params, buffers, prefix, prefix if buffers_prefix is None else buffers_prefix)
         for name, there, x in pairs:
-            _demand_fit(name, there, x)
-        _demand_apart(pairs)
+            _check_fit(name, there, x)
+        _check_apart(pairs)
     except StateError as caught:
         error = caught
-    heard = [] if step.everyone is None else step.everyone.exchange(None if error is None else str(error), "into")
+    errors = [] if step.everyone is None else step.everyone.exchange(None if error is None else str(error), "into")
     if error is not None:
         raise error
-    for rank, theirs in enumerate(heard):
+    for rank, theirs in enumerate(errors):
         if theirs is not None:
             raise StateError("another rank cannot write into its module", where=f"rank {rank}", got=theirs)
     for _, there, x in pairs:
@@ -63,7 +63,7 @@ def into(step: Stations, module: Any, state: State, prefix: str, buffers_prefix:
 def _pairs(module: Any, params: dict, buffers: dict, prefix: str, buffers_prefix: str) -> list[Pair]:
     """Return what is to be written where. Raises `StateError` where names do not fit."""
     if not isinstance(module, nn.Module):
-        raise StateError("this is no module", got=type(module).__name__, want="step.into(module, state)")
+        raise StateError("this is not a module", got=type(module).__name__, want="step.into(module, state)")
     wanted = dict(module.named_parameters(remove_duplicate=False))
     pairs = list(_matched(wanted, params, prefix, "parameters"))
     reached = {id(there) for _, there, _ in pairs}
@@ -102,7 +102,7 @@ def _matched(own: Mapping[str, Tensor], named: Mapping[str, Tensor], prefix: str
         yield local, there, x
 
 
-def _demand_fit(name: str, there: Tensor, x: Tensor) -> None:
+def _check_fit(name: str, there: Tensor, x: Tensor) -> None:
     """Raise `StateError` for a tensor of a module that cannot take a value."""
     if isinstance(there, nn.UninitializedParameter | nn.UninitializedBuffer):
         raise StateError("a lazy module has no shapes yet", where=name, want="a module that was called once")
@@ -119,8 +119,8 @@ def _demand_fit(name: str, there: Tensor, x: Tensor) -> None:
                          want="a tensor of its own: x.contiguous()")  # fmt: skip
 
 
-def _demand_apart(pairs: list[Pair]) -> None:
-    """Raise `StateError` where two tensors of a module share memory: what is written last would win."""
+def _check_apart(pairs: list[Pair]) -> None:
+    """Raise `StateError` where two tensors of a module share memory: the last write would win."""
     seen: dict[tuple, list[tuple[str, Tensor]]] = {}
     for name, there, _ in pairs:
         if not there.numel() or there.layout is not torch.strided:

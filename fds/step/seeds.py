@@ -1,24 +1,25 @@
-"""At which gradient the backward of each microbatch begins: the loss scale over a divisor.
+"""The gradient with which the backward of each microbatch begins: the loss scale over a divisor.
 
 A loss is a total that is divided by its weight after the last microbatch. In float16 that is too late: the gradient of
 a sum over a million tokens overflows, and so does a sum of gradients over microbatches that is not divided yet. So a
 backward begins at scale / divisor, where the divisor is the same for all microbatches and data ranks and near what is
-divided by in the end; only the rest is left for then.
+divided by in the end; only the remaining factor is applied at the end.
 
 Of a plain scalar the divisor is the number of microbatches, known on the host. Of a `Mean` it is that times a power of
 two near the weight of the first microbatch, the largest among the data ranks, which ask each other before the first
 backward by two numbers in a collective, on the device. Where that weight is 0 on all ranks, the number of elements in
 the smallest tensor of the microbatch stands in for it: as many targets as there may be. Weights that differ between
 microbatches are exact all the same; one that weighs 100 times the first has gradients 100 times as large, which the
-loss scale learns. Without a scale nothing learns it, so a step whose gradients are not finite then is skipped
+loss scale learns. Without a scale nothing adapts to it, so a step whose gradients are not finite is skipped
 (`guesses`), as it is with one.
 
 Where the total itself is of float16, that power of two is at least 1 and at most 2**24: beyond, the seed would be 0 or
 infinite as its gradient. Of other totals every unit of weights gives the same bits.
 
-With a loss scale and float16 these are the seeds of other trainers, and what overflows is what does there. Where one of
+With a loss scale and float16 these are the seeds of other trainers, and the same steps overflow. Where one of
 the two is missing, the number of microbatches is rounded down to a power of two, by which float32 is divided exactly;
-without a scale it is 1 where sums are wider than float16, since there the small vanish sooner than the large overflow.
+without a scale it is 1 where sums are wider than float16, since there small gradients vanish before large ones
+overflow.
 """
 
 from __future__ import annotations
@@ -114,9 +115,9 @@ class Seeds:
         if order is not None and known != ["scalar"]:
             order.settle()
         if known is None:
-            heard = self.data.exchange(None if outcome is None else mine)
-            known = ["Mean" if any(heard) else "scalar"]
-            if None not in heard:
+            answers = self.data.exchange(None if outcome is None else mine)
+            known = ["Mean" if any(answers) else "scalar"]
+            if None not in answers:
                 self.asked["weights"] = known
             if order is not None and known == ["scalar"]:
                 order.go_on()

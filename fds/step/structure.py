@@ -72,15 +72,15 @@ class Structure:
     ) -> Structure:  # fmt: skip
         """Read the structure of a tree of tensors, or of `Sharded` ones, for a step of this `text`.
 
-        Raises `StateError` for a leaf that is no tensor, and for what was sharded in another way.
+        Raises `StateError` for a leaf that is not a tensor, and parameters that were sharded in another way.
         """
         read = functools.partial(read_leaves, gather=gather, shard=shard, optimizer=optimizer, frozen=frozen,
                                  dimensions=dimensions)  # fmt: skip
         if isinstance(params, Sharded):
             layout = params.layout
-            told = {leaf.name: leaf for bucket in layout.buckets for leaf in bucket.leaves}
-            shapes = {n: torch.empty(told[n].shape, dtype=told[n].dtype, device="meta") for n in layout.names}
-            same = all(leaf == told[leaf.name] for leaf in read(shapes))
+            known = {leaf.name: leaf for bucket in layout.buckets for leaf in bucket.leaves}
+            shapes = {n: torch.empty(known[n].shape, dtype=known[n].dtype, device="meta") for n in layout.names}
+            same = all(leaf == known[leaf.name] for leaf in read(shapes))
             if shard is None or not shard.slices_state or layout.num_ranks != shard.axis.size or not same:
                 raise StateError(
                     "these parameters are sharded in another way", where="params",
@@ -187,7 +187,7 @@ class Structure:
         return {name: take(slot.has) for name, slot in self.opt.items()}
 
     def name_slots(self, opt: dict[str, list]) -> dict[str, dict[str, Tensor]]:
-        """Turn the optimizer's flat slices into tensors under the names of their parts, which hold no others."""
+        """Return the optimizer's flat slices as tensors under the names of their parts."""
         places = [(self.held[i], self.shapes[i]) for i in self.trained]
         return {
             slot: {name: x.view(shape).data for (name, shape), x in zip(places, parts, strict=True) if x is not None}
@@ -199,11 +199,11 @@ def read_leaves(
     named: dict[str, Any], *, gather: Gathers, shard: Shard | None, optimizer: Optimizer, frozen: Sequence[str],
     dimensions: Dimensions,
 ) -> list[Leaf]:  # fmt: skip
-    """Return what planning must know of every leaf. Raises `StateError` for one that is no real tensor."""
+    """Return what the layout depends on of every leaf. Raises `StateError` for one that is not a real tensor."""
     slices = shard is not None and shard.slices_state
     for name, x in named.items():
         if not isinstance(x, Tensor):
-            raise StateError("a parameter is no tensor", where=name, got=repr(x)[:60], want="a tensor")
+            raise StateError("a parameter is not a tensor", where=name, got=repr(x)[:60], want="a tensor")
         if x.is_complex():
             raise StateError("a parameter is complex", where=name, got=str(x.dtype), want="a real dtype",
                              hint="keep real and imaginary part: torch.view_as_real")  # fmt: skip

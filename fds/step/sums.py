@@ -24,7 +24,7 @@ class Sum:
 
 @attrs.define(eq=False)
 class InPlace:
-    """Gradients by `leaves`, summed over microbatches: `.grad` holds the sum, or `wide` where its dtype is another."""
+    """Gradients with respect to `leaves`, summed over microbatches: in `.grad`, or in `wide` for another dtype."""
 
     leaves: list[Tensor]
     dtype: torch.dtype | None = None  # of the sums, None for the leaves' own
@@ -37,7 +37,7 @@ class InPlace:
 
     @classmethod
     def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> InPlace:
-        """Prepare to sum gradients by `leaves` in `dtype`."""
+        """Prepare to sum gradients with respect to `leaves` in `dtype`."""
         if dtype is None:
             return cls(leaves, dtype, leaves)
         sums = cls(leaves, dtype, [leaf for leaf in leaves if leaf.dtype == dtype])
@@ -48,16 +48,16 @@ class InPlace:
         return sums
 
     def add(self, backward: Callable[[list[Tensor]], None], *, last: bool, in_parts: bool = False) -> None:
-        """Add the gradients that `backward(leaves)` puts into `.grad`: to one that is ours autograd adds in place.
+        """Add the gradients that `backward(leaves)` puts into `.grad`; autograd adds in place to sums that we own.
 
-        Raises `LossError` where others were added since the last, or before the first.
+        Raises `LossError` where other gradients were added since the last call, or before the first.
         """
         if self.left is not None:
             held, versions = self._held()  # lists of other lengths have other versions
             if versions != self.versions or not all(map(operator.is_, held, self.left)):
                 raise backward_inside()
             del held
-        self.left = None  # a backward that fails leaves whatever had come
+        self.left = None  # a backward that fails leaves the gradients that have arrived
         backward(self.leaves)
         if self.waiting:
             self.waiting = autodiff.own(self.waiting)

@@ -1,4 +1,4 @@
-"""What microbatches add up to besides gradients: loss, weight and metrics, and the means over all of them."""
+"""Sums over microbatches besides gradients: loss, weight and metrics, and their means."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Totals:
                 want=str(sorted(self.metrics)),
             )  # fmt: skip
         for name, value in outcome.metrics.items():
-            if isinstance(value, Tensor):  # a copy to the CPU that nobody waits for would be read too early
+            if isinstance(value, Tensor):  # an asynchronous copy to the CPU could be read too early
                 part = value.to(loss.device, non_blocking=loss.device.type != "cpu")
             else:
                 part = torch.full((), value, device=loss.device)
@@ -45,7 +45,7 @@ class Totals:
         self.weight, self.count, self.weighted = self.weight + weight, self.count + 1, self.weighted or outcome.weighted
 
     def empty(self) -> Tensor | None:
-        """Return whether nothing weighs anything, () bool; None where that cannot be."""
+        """Return whether the sum of all weights is 0, () bool; None where it cannot be."""
         assert self.loss is not None
         if not self.weighted:
             return None
@@ -58,7 +58,7 @@ class Totals:
         return self if empty is None else attrs.evolve(self, weight=torch.where(empty, 1, self.weight))
 
     def silent(self) -> Totals:
-        """Return the same as zeros: those of a rank that computes what another one tells."""
+        """Return the same as zeros: those of a rank whose totals another rank has too."""
         zero = lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else 0
         metrics = {name: zero(x) for name, x in self.metrics.items()}
         return attrs.evolve(self, loss=zero(self.loss), weight=zero(self.weight), metrics=metrics)
@@ -93,12 +93,12 @@ def agree(
     totals: Totals, norm: Tensor | None, buffers: dict[str, Tensor], everyone: Axis, data: Axis | None, *, calls: int,
     used: bool = True, repeats: tuple[int, int] = (0, 1), seen: int = 0, also: Sums | None = None,
 ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:  # fmt: skip
-    """Share over the ranks of an axis all that a step decides by, in one small message; average the buffers.
+    """Combine over ranks everything that a step's decisions depend on, in one small message; average the buffers.
 
     Args:
         totals: of this rank; metrics must be named alike on all ranks.
         norm: () of what only this rank has of the gradients, or None.
-        buffers: module statistics; floating ones are averaged, of others rank 0's values are taken.
+        buffers: module statistics; floating ones are averaged, rank 0's values are taken of others.
         everyone: the ranks that share the step.
         data: those of them that hold the same buffers, None for one rank; another message where that is not all.
         calls: what this rank's state has counted.
@@ -186,14 +186,14 @@ def _of_first(buffers: dict[str, Tensor], data: Axis) -> list[Tensor]:
 
 
 def placed(norm: Tensor, axis: Axis) -> Tensor:
-    """Return norms (N,) float64, one place a rank, with this rank's alone: squares of what is finite need not be."""
+    """Return norms (N,) float64, one place a rank, with this rank's alone: squares of finite numbers may overflow."""
     places = torch.zeros(axis.size, dtype=torch.float64, device=norm.device)
     places[axis.index] = norm
     return places
 
 
 def combined(norms: Tensor) -> Tensor:
-    """Return the norm () of all that norms (N,) are of; no square of a finite one overflows.
+    """Return the joint norm () of parts with norms (N,), without overflow where all are finite.
 
     >>> combined(torch.tensor([3e200, 4e200], dtype=torch.float64))
     tensor(5.0000e+200, dtype=torch.float64)
@@ -209,14 +209,14 @@ def clamped(norm: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _exactly(x: Tensor) -> list[Tensor]:
-    """Return a tensor as parts of which float64 holds every one, and sums of many, exactly."""
+    """Return a tensor as parts that float64 represents exactly, and sums of many of them too."""
     if x.is_complex():
         return list(torch.view_as_real(x).unbind(-1))
     return [x] if x.is_floating_point() else [x.long() >> 32, x.long() & 0xFFFFFFFF]
 
 
 def _rebuilt(x: Tensor, sums: Iterator[Tensor], size: int = 1) -> Tensor:
-    """Return the sum of what `_exactly` took apart, in the shape and dtype of `x`; if not integer, by `size`."""
+    """Return the sum of the parts of `x`, in its shape and dtype; divided by `size` unless it is an integer."""
     if x.is_complex():
         whole = torch.complex(next(sums), next(sums)) / size
     elif x.is_floating_point():

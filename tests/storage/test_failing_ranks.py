@@ -223,7 +223,7 @@ def test_loads_that_are_refused(tmp_path):
     error = told(lambda: load(tmp_path, wider if rank() == 2 else PARAMS))
     assert error.what == "rank 2: this is a save of another model: params.b"
     assert error.got == "float32 (3,) in the save" and error.want == "float32 (4,), as this step has it"
-    assert told(lambda: load(tmp_path, {"w": 3})).what == "rank 0: a parameter is no tensor"
+    assert told(lambda: load(tmp_path, {"w": 3})).what == "rank 0: a parameter is not a tensor"
 
 
 def test_a_save_that_is_replaced_while_ranks_read_it(tmp_path, monkeypatch):

@@ -39,16 +39,16 @@ def same_composition(step: Stations) -> None:
     if pipeline is not None:  # its arguments may be measured on each rank: what has come of them is compared
         plan = step.execute.agreement()
         named[pipeline] = plan, plan
-    heard = axis.exchange(fingerprint(named), "composition")
-    if len(set(heard)) > 1:
+    fingerprints = axis.exchange(fingerprint(named), "composition")
+    if len(set(fingerprints)) > 1:
         raise _refused(axis, axis.exchange(named, "composition"), pipeline)
     step.runtime.asked["composition"] = []
 
 
-def _refused(axis: Axis, heard: list[list[list[str]]], pipeline: int | None) -> ComposeError:
+def _refused(axis: Axis, compositions: list[list[list[str]]], pipeline: int | None) -> ComposeError:
     """Return the error for the first transform in which a rank differs from the first rank."""
-    rank = next(i for i, theirs in enumerate(heard) if theirs != heard[0])
-    pairs = list(itertools.zip_longest(heard[rank], heard[0], fillvalue=["nothing", "nothing"]))
+    rank = next(i for i, theirs in enumerate(compositions) if theirs != compositions[0])
+    pairs = list(itertools.zip_longest(compositions[rank], compositions[0], fillvalue=["nothing", "nothing"]))
     position = next(i for i, (theirs, first) in enumerate(pairs) if theirs != first)
     (text, all_), (want, all_wanted) = pairs[position]
     if text == want:
@@ -121,7 +121,7 @@ def _function_parts(function: types.FunctionType) -> tuple:
         try:
             captured[name] = cell.cell_contents
         except ValueError:
-            pass  # it has no value yet
+            pass  # the variable has no value yet
     # What a function writes to (a cache, a counter) each rank has filled by itself, and so may what holds other things.
     filled, assigned = _writes(code)
     kept = lambda x: not isinstance(x, dict | list | set) or (not filled and _all_plain(x))

@@ -1,4 +1,4 @@
-"""What fills a station promises: errors that name the filler where it is broken, before anything follows from it."""
+"""The contracts of fillers: errors that name the filler, before what it returned is used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fds.step.topology import Dimension
 
 
 def takes(number: int) -> Callable[[Any], bool]:
-    """Return what says whether something can be called with so many arguments."""
+    """Return a function that says whether its argument can be called with so many arguments."""
 
     def good(x: Any) -> bool:
         if not callable(x):
@@ -31,7 +31,7 @@ def takes(number: int) -> Callable[[Any], bool]:
             inspect.signature(x).bind(*range(number))
         except TypeError:
             return False
-        except ValueError:  # a function that is not written in Python: nothing tells
+        except ValueError:  # a function that is not written in Python has no signature
             return True
         return True
 
@@ -39,9 +39,9 @@ def takes(number: int) -> Callable[[Any], bool]:
 
 
 def given(*names: str) -> Callable[[Any], bool]:
-    """Return what says whether something can be called with these arguments, by position.
+    """Return a function that says whether its argument can be called with these arguments, by position.
 
-    An argument with a default is there for something else, which the call would replace, unless it has the name.
+    A parameter with a default is meant for something else, which would be replaced, unless it has the argument's name.
     """
 
     def good(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Random numbers for what several ranks hold: each rank may have drawn its own, and the first one's are kept."""
+"""Random numbers for parameters that several ranks hold: each rank may draw its own, and the first one's are kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def tie(
     share: Callable[[str, Tensor], None], one: Any, leaves: Sequence[Tensor | None],
     segments: Sequence[Sequence[Segment]],
 ) -> None:  # fmt: skip
-    """Let ranks that hold the same parameters have the same leaves for them, where `one` may have drawn for each.
+    """Make the leaves of tied parameters equal again on all their ranks, where the filler `one` may draw.
 
     `share(name, leaf)` gives a leaf the values that it has on the first rank that holds the parameter.
     """

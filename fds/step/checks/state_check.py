@@ -1,4 +1,4 @@
-"""What a step refuses before it does anything: things that are no state, no parameters, or another step's."""
+"""What a step checks before it does anything: that states and parameters are such, and its own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Held:
 
 
 def graphless(method: Callable[P, R]) -> Callable[P, R]:
-    """Make a method of a step run without gradients and outside inference mode, whatever surrounds it.
+    """Make a method of a step run without gradients and outside inference mode, wherever it is called.
 
     So nothing that it returns has a graph, and all of it may be trained later. Raises `FdsError` inside a transform of
     `torch.func`.
@@ -83,7 +83,7 @@ def undifferentiated(method: Callable[P, R]) -> Callable[P, R]:
 def usable(state: Any, doing: str) -> None:
     """Raise `StateError` for anything but a state, `DonatedStateError` for one that was given up."""
     if not isinstance(state, State):
-        raise StateError(f"{doing}: this is no state", got=type(state).__name__, want="a State",
+        raise StateError(f"{doing}: this is not a state", got=type(state).__name__, want="a State",
                          hint="what step.init(params), fds.load or a step returned")  # fmt: skip
     state.check(doing)
 
@@ -123,7 +123,7 @@ def same_slots(state: State, opt: Mapping[str, Slot], devices: Sequence[torch.de
             at = [None] * len(values) if at is None else at
             wanted = zip(want.names, values, want.shapes, want.dtypes, at, strict=True)
             for name, x, shape, dtype, device in wanted:
-                _demand(f"opt.{slot}.{name}", x, shape, dtype, device)
+                _check_kind(f"opt.{slot}.{name}", x, shape, dtype, device)
         found += values
     return found
 
@@ -135,7 +135,7 @@ def same_kinds(where: str, got: Any, want: Any) -> None:
         return
     named, wanted_by_name = tree.paths(got), tree.paths(want)
     for name in dict.fromkeys([*wanted_by_name, *named]):
-        _demand(f"{where}.{name}", named.get(name), *_kind(wanted_by_name.get(name)))
+        _check_kind(f"{where}.{name}", named.get(name), *_kind(wanted_by_name.get(name)))
 
 
 def counters(state: State) -> None:
@@ -143,11 +143,11 @@ def counters(state: State) -> None:
     host = torch.device("cpu")
     for name, x, size, device in (("step", state.step, (), None), ("calls", state.calls, (), host),
                                   ("key", state.key, (2,), host)):  # fmt: skip
-        _demand(name, x, torch.Size(size), torch.int64, device)
+        _check_kind(name, x, torch.Size(size), torch.int64, device)
 
 
 def kinds(leaves: Sequence[Any]) -> tuple[tuple, tuple]:
-    """Return the shapes and the dtypes of leaves; of what is no tensor, None."""
+    """Return the shapes and the dtypes of leaves; None for a leaf that is not a tensor."""
     try:
         return tuple(map(tree.shape_of, leaves)), tuple(map(tree.dtype_of, leaves))
     except TypeError:
@@ -159,9 +159,10 @@ def _kind(x: Any) -> tuple[torch.Size | None, torch.dtype | None]:
     return (x.shape, x.dtype) if isinstance(x, Tensor) else (None, None)
 
 
-def _demand(
+def _check_kind(
     where: str, x: Any, shape: torch.Size | None, dtype: torch.dtype | None, device: torch.device | None = None
 ) -> None:
+    """Raise `StateError` for anything but a tensor of this shape, dtype and device; None stands for no tensor."""
     if _kind(x) == (shape, dtype) and (device is None or x.device == device):
         return
     text = lambda shape, dtype, device: f"{tuple(shape)} {dtype}" + ("" if device is None else f" on {device}")
@@ -176,13 +177,13 @@ def _demand(
 def intact(looked: dict[str, list[str]], at: str, **held: Any) -> Iterator[None]:
     """Raise `LossError` where what runs inside writes into the tensors of these trees.
 
-    What is written through `.data` leaves no version: the first time that this runs `at` a place, which `looked`
-    remembers, values are compared.
+    Writing through `.data` does not change the version of a tensor, so values are compared the first time that this
+    runs `at` a place, which is then recorded in `looked`.
     """
     given = [x for one in held.values() for x in tree.leaves(one)]
     try:
         versions = list(map(tree.version_of, given))
-    except (TypeError, RuntimeError):  # no tensor, or one of inference mode, which counts no versions
+    except (TypeError, RuntimeError):  # not a tensor, or an inference tensor, which has no version counter
         given = [x for x in given if isinstance(x, Tensor) and not x.is_inference()]
         versions = list(map(tree.version_of, given))
     plain = [] if at in looked else [x for x in given if type(x) in _PLAIN and _has_values(x)]
@@ -201,7 +202,7 @@ def intact(looked: dict[str, list[str]], at: str, **held: Any) -> Iterator[None]
 
 
 def _values(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return where tensors lie, and the sums of their bits."""
+    """Return the addresses of tensors, and the sums of their bits."""
     bits = [x.detach().contiguous().view(_BITS[x.itemsize]) if x.is_floating_point() else x for x in tensors]
     sums = [x.sum(dtype=torch.int64) for x in bits]
     on = dict.fromkeys(x.device for x in sums)
@@ -219,7 +220,7 @@ def parameters(params: Any) -> None:
         raise StateError("layers are a loss, not parameters", got="layers", want="layers.init")
     if isinstance(params, torch.nn.Module):
         raise StateError(
-            "a module is no tree of parameters", got=type(params).__name__, want="a pytree of tensors, or a recipe",
+            "a module is not a tree of parameters", got=type(params).__name__, want="a pytree of tensors, or a recipe",
             hint="apply, params, buffers = fds.functional(module)",
         )  # fmt: skip
     if callable(params) and not takes(1)(params):

@@ -1,4 +1,4 @@
-"""The order in which ranks meet: collectives that each rank needs at its own time, in one order for all.
+"""The order in which ranks meet: collectives that each rank needs at its own time, in one order on all ranks.
 
 A gather at stage 3 happens when the loss uses a parameter, so ranks whose losses take different paths would meet in
 different collectives, and hang. Here every rank follows one list of events, the plan, whose events any rank can join
@@ -67,7 +67,7 @@ class Order:
             self._run(self.at + 1)
 
     def settle(self) -> list:
-        """Join what others may still need in this piece of work, until all have come here; return what they said."""
+        """Join what others may still need in this piece of work, until all have come here; return their answers."""
         self._run(self._end())
         wants = self._round(None)
         while any(isinstance(want, list) for want in wants):
@@ -103,7 +103,7 @@ class Order:
             self._join(plan[self.at - 1])
 
     def _round(self, want: Event | None) -> list:
-        """Say what this rank needs (or whether it joined gathers for nothing), hear the others, join all of it."""
+        """Exchange what every rank needs (or whether it joined gathers for nothing), and join all of it."""
         wants = self.axis.exchange(self.wasted if want is None else list(want), self.what)
         for event in dict.fromkeys(tuple(want) for want in wants if isinstance(want, list)):
             self.asked.append(event)

@@ -89,7 +89,7 @@ def test_parts_of_one_buffer_are_not_shared_memory():
 
 @pytest.mark.parametrize("leaf", [1.0, "text", None, [1, 2.0]])
 def test_a_leaf_that_is_no_tensor_is_named(leaf):
-    with pytest.raises(StateError, match="no tensor") as caught:
+    with pytest.raises(StateError, match="not a tensor") as caught:
         make().init({"w": torch.ones(2), "bad": leaf})
     assert caught.value.where.startswith("bad")
 

@@ -218,7 +218,7 @@ def test_a_loss_without_trained_parameters_is_evaluated():
 
 
 def test_something_that_is_no_state_is_refused():
-    with pytest.raises(StateError, match="no state"):
+    with pytest.raises(StateError, match="not a state"):
         make()(make_params(), BATCH)
 
 
