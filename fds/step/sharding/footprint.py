@@ -51,7 +51,7 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
             some = list(gather.passing(layout, shard).values())
             bound = gather.room(layout, shard) + shard.prefetch * max(some, default=0)
             held["whole"] = sum(sizes) - sum(some) + min(bound, sum(some))
-            if step.view:
+            if step.view and some:
                 held["viewed"] = _viewed(step, structure)
     return held
 
