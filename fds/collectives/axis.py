@@ -74,7 +74,7 @@ class Axis:
         """Whether the current world is the one in which the mesh was made."""
         return self.world is worlds.current()
 
-    def demand_current(self) -> None:
+    def check_current(self) -> None:
         """Raise `MeshError` if the current world is not the one in which the mesh was made."""
         if not self.is_current:
             raise MeshError(

@@ -35,7 +35,7 @@ def coordinate_on(axis: Any) -> Coordinate:
     if axis is None:
         return Coordinate()
     if isinstance(axis, Axis):
-        axis.demand_current()
+        axis.check_current()
         return Coordinate(axis.index, axis.size)
     if isinstance(axis, Coordinate) and 0 <= axis.index < axis.size:
         return axis

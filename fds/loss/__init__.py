@@ -15,13 +15,13 @@ from fds.loss.microbatch import (
 )  # fmt: skip
 from fds.loss.modes import Mode
 from fds.loss.modules import functional
-from fds.loss.originals import demand_none
+from fds.loss.originals import check_no_originals
 from fds.loss.recipes import Recipe, recipe
 from fds.loss.specs import LayerSpec, TiedLayerSpec
 from fds.loss.values import Buffered, Mean, Outcome, read, with_buffers
 
 __all__ = [
     "Buffered", "LayerCall", "LayerMap", "LayerSpec", "Layers", "Mean", "Mode", "Outcome", "Recipe", "Setting",
-    "TiedLayerSpec", "carried_buffers", "demand_none", "draws", "functional", "initial_buffers", "is_compiled",
+    "TiedLayerSpec", "carried_buffers", "check_no_originals", "draws", "functional", "initial_buffers", "is_compiled",
     "layer_calls", "name", "read", "recipe", "run", "with_buffers",
 ]  # fmt: skip

@@ -131,7 +131,7 @@ class Apply:
     def _check_first_call(self, now: Mode, out: Any, inputs: tuple, *, trains: bool) -> None:
         """Check that a first call used only the parameters that it was given, and warn of eval mode."""
         if trains:
-            originals.demand_none(out, inputs, self.number)
+            originals.check_no_originals(out, inputs, self.number)
         in_layers = bool(self.prefix) and not self.names  # a layer without parameters: the others are trained
         if now.busy is not None and not now.evaluating and (trains or in_layers):
             warn_of_eval_mode(self.source)

@@ -31,7 +31,7 @@ def note(module: nn.Module) -> int:
     return number
 
 
-def demand_none(out: Any, inputs: Any = (), number: int | None = None) -> None:
+def check_no_originals(out: Any, inputs: Any = (), number: int | None = None) -> None:
     """Raise `LossError` if a leaf of the graph from `inputs` to `out` is the parameter of an original module.
 
     With `number`, only parameters registered under it count. `inputs` themselves may be original parameters.

@@ -6,8 +6,7 @@ from fds.step.checks.agreement import same_composition
 from fds.step.composition import Composition, Transform, compose, fill, transform
 from fds.step.describe import Description
 from fds.step.evaluation import evaluate
-from fds.step.execution import Executor, Found, InTurn, Microbatch, Pass, Ran
-from fds.step.given import Given
+from fds.step.execution import Executor, InTurn, LocalGradients, Microbatch, Pass, PassResult
 from fds.step.gradients import Gradients, Measure, global_norm
 from fds.step.initial import beginning
 from fds.step.memory import Memory
@@ -23,6 +22,7 @@ from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import Pending, Transport
+from fds.step.split_batch import SplitBatch
 from fds.step.stations import After, Commit, Place, Scale
 from fds.step.structure import Structure
 from fds.step.sums import Sum
@@ -31,10 +31,10 @@ from fds.step.totals import Totals
 from fds.step.views import Cut
 
 __all__ = [
-    "After", "Call", "Commit", "Composition", "Cut", "Description", "Dimension", "Dimensions", "Executor", "Found",
-    "Gather", "Given", "Gradients", "InTurn", "Measure", "Memory", "Microbatch", "OnDevice", "Order", "Owned",
-    "Pass", "Pending", "Place", "Placement", "Ran", "Reduce", "Replicated", "Residency", "Runtime", "Scale",
-    "Seeds", "Shard", "Split", "SplitDim", "Step", "Structure", "Sum", "Totals", "Transform", "Transport", "Whole",
-    "beginning", "check_tree", "checksum", "compose", "evaluate", "fill", "global_norm", "materialize", "profiled",
-    "rows", "same_composition", "transform", "whole",
+    "After", "Call", "Commit", "Composition", "Cut", "Description", "Dimension", "Dimensions", "Executor", "Gather",
+    "Gradients", "InTurn", "LocalGradients", "Measure", "Memory", "Microbatch", "OnDevice", "Order", "Owned",
+    "Pass", "PassResult", "Pending", "Place", "Placement", "Reduce", "Replicated", "Residency", "Runtime", "Scale",
+    "Seeds", "Shard", "Split", "SplitBatch", "SplitDim", "Step", "Structure", "Sum", "Totals", "Transform",
+    "Transport", "Whole", "beginning", "check_tree", "checksum", "compose", "evaluate", "fill", "global_norm",
+    "materialize", "profiled", "rows", "same_composition", "transform", "whole",
 ]  # fmt: skip

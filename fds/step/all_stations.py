@@ -19,8 +19,7 @@ from fds.state import State
 from fds.step.batch import Split
 from fds.step.call import Call
 from fds.step.checks import state_check as check
-from fds.step.execution import Executor, Found, InTurn, Microbatch, Pass, Ran, training
-from fds.step.given import Given, cut, given
+from fds.step.execution import Executor, InTurn, LocalGradients, Microbatch, Pass, PassResult, training
 from fds.step.gradients import Gradients, Measure
 from fds.step.memory import Memory
 from fds.step.notes import Notes
@@ -33,6 +32,7 @@ from fds.step.sharding.gather import Gather
 from fds.step.sharding.order import LearnedOrder, Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard, shard_of
+from fds.step.split_batch import SplitBatch, cut, split_batch
 from fds.step.stations import After, Commit, Composing, Kernels, Place, Scale
 from fds.step.structure import Structure
 from fds.step.sums import InPlace, Sum
@@ -105,35 +105,35 @@ class Stations:
 
     def gradients(
         self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None, call: Call
-    ) -> Found:
+    ) -> LocalGradients:
         """Return the gradients of a batch, times `scale` / divisor, summed over microbatches and ranks."""
         ran, sums = self._run(state, structure, parts, batch, scale, call)
         used, leaves = sums.used(), sums.finish()
         wide = self.everyone is not None and torch.float64 in set(map(tree.dtype_of, leaves))
         totals, wide = self.execute.agree(ran, self.everyone, self.runtime, wide=wide)
         counted = self.dimensions.add_up(leaves, structure.segments)
-        return Found(totals, leaves, used, counted, ran.buffers, sums.predivide, wide, sums.kept)
+        return LocalGradients(totals, leaves, used, counted, ran.buffers, sums.predivide, wide, sums.kept)
 
     def _run(
         self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None, call: Call
-    ) -> tuple[Ran, InPlace | Bucketed]:
+    ) -> tuple[PassResult, InPlace | Bucketed]:
         """Run every microbatch forward and backward.
 
         What only this needs (whole or low-precision parameters, microbatches, graphs) is gone when it returns.
         """
-        given, pool, order = self.given(call, batch), self.runtime.pool, self.order("step", structure)
-        settings = self.settings(call, state.buffers, given.count)
+        microbatches, pool, order = self.split_batch(call, batch), self.runtime.pool, self.order("step", structure)
+        settings = self.settings(call, state.buffers, microbatches.count)
         params = open_parameters(self.gather, self.shard, structure, parts, pool, train=True, order=order)
         kinds = self.execute.dtypes(params.trained, self.gather.dtype, self.everyone, self.runtime.asked)
         seeds = Seeds.of(
-            scale, given.count, kinds, self.sum.dtype, (self.reduce.dtype, *map(_dtype_of, self.context)),
+            scale, microbatches.count, kinds, self.sum.dtype, (self.reduce.dtype, *map(_dtype_of, self.context)),
             data=self.dimensions.data, asked=self.runtime.asked, order=None if self.execute.together else order,
         )  # fmt: skip
         sums = self.reduce.sums(
             structure, self.shard, params.trained, self.sum.dtype, pool, order, kinds, seeds, state.slots
         )
         run = Pass(
-            self.loss, given, settings, params, structure.trained_names, state.buffers,
+            self.loss, microbatches, settings, params, structure.trained_names, state.buffers,
             self.microbatch(self.loss, structure), order, self.everyone, self.runtime, sums, seeds,
         )  # fmt: skip
         with training(settings[0], params, sums, order):
@@ -148,7 +148,7 @@ class Stations:
             views = Views(self.view, structure.leaves, self.runtime.viewed, apart, again)
         return Microbatch(views, self.context, losses.name(loss), shard is None, self.runtime.asked)
 
-    def given(self, call: Call, batch: Any, *, whole: bool = False) -> Given:
+    def split_batch(self, call: Call, batch: Any, *, whole: bool = False) -> SplitBatch:
         """Return a batch through the stations `batch` and `split`; a `whole` one in one piece.
 
         Raises `BatchError`, unless the executor tells other ranks of it.
@@ -158,27 +158,27 @@ class Stations:
             if self.following:  # ranks along a pipeline or a tensor axis pass the same batch
                 call = call.counted(self.execute.runs_first and self.dimensions.tells)
             try:
-                return given(batch, self.batch, split, call)
+                return split_batch(batch, self.batch, split, call)
             except Exception as error:
                 if not self.execute.together:
                     raise
                 failed = error
-        return Given(batch, split.num_microbatches, error=failed)
+        return SplitBatch(batch, split.num_microbatches, error=failed)
 
-    def in_pieces(self, one: Given, n: int, call: Call) -> Given:
+    def in_pieces(self, batch: SplitBatch, n: int, call: Call) -> SplitBatch:
         """Return a batch that was given whole in `n` microbatches, mapped no second time.
 
         Raises `BatchError`, unless the executor tells other ranks of it.
         """
-        found, failed = None, one.error
-        if one.parts is not None:
+        found, failed = None, batch.error
+        if batch.parts is not None:
             try:
-                found = cut(one.parts, Split(n), call)
+                found = cut(batch.parts, Split(n), call)
             except Exception as error:
                 if not self.execute.together:
                     raise
                 failed = error
-        return attrs.evolve(one, count=n, microbatches=found, error=failed)
+        return attrs.evolve(batch, count=n, microbatches=found, error=failed)
 
     def order(self, what: str, structure: Structure) -> Order | None:
         """Return the order in which ranks meet where each comes at its own time, None where they come at fixed ones."""

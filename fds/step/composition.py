@@ -84,14 +84,14 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
             made = _memories(value)
             for slot in made:
                 if (key := f"slots.{slot}") in owners:
-                    raise _refuse(step, f"the slot {slot!r}", owners[key], hint, instead=instead)
+                    raise _conflict(step, f"the slot {slot!r}", owners[key], hint, instead=instead)
                 owners[key] = by
             changes["memory"] = {**changes.get("memory", step.memory), **made}
         elif isinstance(held, tuple):
             if isinstance(value, Dimension) and isinstance(value.placement, Shard):
                 if "topology.shard" in owners:
                     first = owners["topology.shard"]
-                    raise _refuse(step, "the sharding of the state", first, hint, drop=first, instead=instead)
+                    raise _conflict(step, "the sharding of the state", first, hint, drop=first, instead=instead)
                 owners["topology.shard"] = by
             changes[name] = (*held, value)
         else:
@@ -100,7 +100,7 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
             taken = next((key for key in keys if key in owners), None)
             if taken is not None:
                 drop = by if instead is None else owners[taken]
-                raise _refuse(step, f"the station {name!r}", owners[taken], hint, drop=drop, instead=instead)
+                raise _conflict(step, f"the station {name!r}", owners[taken], hint, drop=drop, instead=instead)
             changes[name] = _evolved(name, held, value) if isinstance(value, dict) else value
             owners.update(dict.fromkeys(keys, by))
     if "topology" in changes:
@@ -288,12 +288,12 @@ def _apply(part: Transform, step: Step) -> Step:
         raise ComposeError("a transform did not return a step", where=part.text, got=repr(new)[:80], want=_REWRITING)
     earlier = [i for i, t in enumerate(step.composition[: step.composing.position]) if t.name == part.name]
     if earlier and new.memory.keys() == step.memory.keys():
-        raise _refuse(step, f"the name {part.name!r}", earlier[0], "write it once, with all its arguments",
+        raise _conflict(step, f"the name {part.name!r}", earlier[0], "write it once, with all its arguments",
                       drop=earlier[0])  # fmt: skip
     return new
 
 
-def _refuse(
+def _conflict(
     step: Step, what: str, first: int, hint: str, *, drop: int | None = None, instead: str | None = ""
 ) -> ComposeError:
     """Return the error of two fillers; `drop` is the position that the better composition leaves out."""

@@ -65,16 +65,16 @@ class Description:
 
 def describe(step: Stations, state: State | None, batch: Any) -> Description:
     """Return the description of a step; see `Step.describe`."""
-    told = {}
+    stations = {}
     for station in attrs.fields(type(step)):
         value = getattr(step, station.name)
         if station.name != "eval_loss" and value not in (station.default, None, (), {}):
-            told[station.name] = _station(station.name, value)
+            stations[station.name] = _station(station.name, value)
         if station.name == "memory":  # what follows is not a station
             break
-    kernels = told.get("kernels", "triton on a GPU, references elsewhere")
+    kernels = stations.get("kernels", "triton on a GPU, references elsewhere")
     if state is None and batch is None:
-        return Description(told, kernels)
+        return Description(stations, kernels)
     usable(state, "describe")
     assert state is not None and step.optimizer is not None
     structure, _ = step.structure_of(state.params)
@@ -86,7 +86,7 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     buckets = () if layout is None else tuple(b.numel * b.dtype.itemsize for b in layout.buckets)
     residency = step.place.residency
     return Description(
-        told, kernels, held_bytes(step, structure, state), {kind: text_of(residency) for kind in residency.kinds},
+        stations, kernels, held_bytes(step, structure, state), {kind: text_of(residency) for kind in residency.kinds},
         sent_bytes(step, structure), frozen, unused, buckets,
         {slot: tree.num_bytes(held) for slot, held in state.slots.items()},
     )  # fmt: skip

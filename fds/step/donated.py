@@ -17,7 +17,7 @@ from fds.step.pool import Buffers
 
 
 @attrs.frozen(eq=False)
-class Memory:
+class KnownMemory:
     """What is known of the tensors of a state that may be given up: a cache, kept with the token of that state."""
 
     places: list[int]  # addresses; the buffers keep them from being given to others
@@ -26,7 +26,7 @@ class Memory:
     pooled: bool  # whether these are a pool's, which holds tensors of its own there
 
     @classmethod
-    def of(cls, tensors: list[Tensor], kind: Any, buffers: Buffers | None = None) -> Memory:
+    def of(cls, tensors: list[Tensor], kind: Any, buffers: Buffers | None = None) -> KnownMemory:
         """Return the record of contiguous tensors; `buffers` are those of a pool that they came from."""
         places = list(map(Tensor.data_ptr, tensors))
         return cls(places, kind, Buffers.of(tensors) if buffers is None else buffers, buffers is not None)
@@ -35,7 +35,7 @@ class Memory:
 def writable(
     state: State, parts: Sequence[tuple[Any, list[Tensor]]], kind: Any, lists: int,
     copy: Callable[[int, Tensor], Tensor],
-) -> tuple[list[Tensor], Memory]:  # fmt: skip
+) -> tuple[list[Tensor], KnownMemory]:  # fmt: skip
     """Return tensors of a state that may be written over, and what is known of their memory.
 
     A tensor is copied if it is not contiguous, or if anything but this state and those that were given up before it
@@ -58,12 +58,12 @@ def writable(
         copied = _held(state, parts, tensors, lists)
         copied = [one or not is_dense for one, is_dense in zip(copied, dense, strict=True)]
         tensors = [x if is_dense else copy(i, x) for i, (x, is_dense) in enumerate(zip(tensors, dense, strict=True))]
-        known = Memory.of(tensors, kind)
+        known = KnownMemory.of(tensors, kind)
     shared = known.buffers.shared(others=known.pooled)
     if any(copied) or any(shared):
         copied = [a or b for a, b in zip(copied, shared, strict=True)]
         tensors = [copy(i, x) if one else x for i, (x, one) in enumerate(zip(tensors, copied, strict=True))]
-        known = Memory.of(tensors, kind)
+        known = KnownMemory.of(tensors, kind)
     return tensors, known
 
 

@@ -199,14 +199,14 @@ def _run(
 ) -> tuple[Totals, list]:  # fmt: skip
     """Pass a batch through the stations of an evaluation: batch, split, view, context, layers, loss."""
     call = step.call(state, training=False)
-    given = step.given(call, batch, whole=True)
-    n = step.execute.pieces(given, step.everyone)
+    microbatches = step.split_batch(call, batch, whole=True)
+    n = step.execute.pieces(microbatches, step.everyone)
     if n > 1:
-        given = step.in_pieces(given, n, call)
+        microbatches = step.in_pieces(microbatches, n, call)
     settings = step.settings(call, state.buffers, n)
     return step.execute.evaluate(Pass(
-        step.eval_loss, given, settings, params, (), state.buffers, step.microbatch(step.eval_loss, structure), order,
-        step.everyone, step.runtime, outputs=outputs,
+        step.eval_loss, microbatches, settings, params, (), state.buffers, step.microbatch(step.eval_loss, structure),
+        order, step.everyone, step.runtime, outputs=outputs,
     ))  # fmt: skip
 
 

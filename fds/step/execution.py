@@ -19,7 +19,6 @@ from fds import autodiff, loss as losses, random, tree
 from fds.collectives import Axis
 from fds.step.call import Call
 from fds.step.checks import contracts, state_check as check
-from fds.step.given import Given
 from fds.step.gradients import global_norm
 from fds.step.parameters import Parameters
 from fds.step.ranges import in_range, profiled
@@ -30,6 +29,7 @@ from fds.step.sharding.handles import materialize
 from fds.step.sharding.kept import Kept
 from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import same_metrics
+from fds.step.split_batch import SplitBatch
 from fds.step.sums import InPlace, detached
 from fds.step.totals import Totals, clamped, combined, placed
 from fds.step.views import Cut, Views
@@ -89,7 +89,7 @@ class Microbatch:
         if self.alone and not total.requires_grad:
             raise detached(self.loss, "a value without a graph")
         if "graph" not in self.asked:
-            losses.demand_none(total)
+            losses.check_no_originals(total)
             self.asked["graph"] = ["reentrant"] if autodiff.is_reentrant(total) else []
         return bool(self.asked["graph"])
 
@@ -99,7 +99,7 @@ class Pass:
     """One pass of a batch through a loss: all that an executor is given."""
 
     loss: Any
-    given: Given
+    batch: SplitBatch
     settings: Sequence[losses.Setting]  # of every microbatch
     params: Parameters
     trained: Sequence[str]  # names of `params.trained`
@@ -114,7 +114,7 @@ class Pass:
 
 
 @attrs.define(eq=False)
-class Ran:
+class PassResult:
     """What came of a pass on this rank."""
 
     totals: Totals
@@ -123,7 +123,7 @@ class Ran:
 
 
 @attrs.define(eq=False)
-class Found:
+class LocalGradients:
     """The gradients of a batch on this rank, and what goes with them, before ranks agree on it."""
 
     totals: Totals
@@ -183,15 +183,15 @@ class Executor(Protocol):
         """
         ...
 
-    def pieces(self, given: Given, everyone: Axis | None) -> int:
+    def pieces(self, batch: SplitBatch, everyone: Axis | None) -> int:
         """Return into how many microbatches a batch, given in one piece, is cut for evaluation: alike on all ranks."""
         ...
 
-    def train(self, run: Pass) -> Ran:
+    def train(self, run: Pass) -> PassResult:
         """Run every microbatch forward and backward."""
         ...
 
-    def agree(self, ran: Ran, everyone: Axis | None, runtime: Runtime, *, wide: bool) -> tuple[Totals, bool]:
+    def agree(self, ran: PassResult, everyone: Axis | None, runtime: Runtime, *, wide: bool) -> tuple[Totals, bool]:
         """Return the totals, and whether any rank has float64 gradients, given whether this one has.
 
         Raises what the executor or another rank found wrong, on every rank.
@@ -248,15 +248,15 @@ class InTurn:
         """Return the dtypes of the parameters."""
         return list(set(map(tree.dtype_of, trained)))
 
-    def pieces(self, given: Given, everyone: Axis | None) -> int:
+    def pieces(self, batch: SplitBatch, everyone: Axis | None) -> int:
         """Return 1."""
         return 1
 
-    def train(self, run: Pass) -> Ran:
+    def train(self, run: Pass) -> PassResult:
         """Run every microbatch forward and backward."""
-        assert run.given.microbatches is not None and run.sums is not None and run.seeds is not None
+        assert run.batch.microbatches is not None and run.sums is not None and run.seeds is not None
         totals, buffers = Totals(), run.buffers
-        for i, (microbatch, setting) in enumerate(zip(run.given.microbatches, run.settings, strict=True)):
+        for i, (microbatch, setting) in enumerate(zip(run.batch.microbatches, run.settings, strict=True)):
             outcome, cut = run.each.forward(run.loss, run.params.tree, microbatch, buffers, setting)
             buffers = outcome.buffers
             if run.params.trained:
@@ -266,23 +266,23 @@ class InTurn:
                     reentrant=reentrant,
                 )  # fmt: skip
                 with profiled("backward"):
-                    run.sums.add(backward, last=i + 1 == run.given.count, in_parts=reentrant)
+                    run.sums.add(backward, last=i + 1 == run.batch.count, in_parts=reentrant)
                 del backward
             totals.add(outcome, run.each.loss)
             del outcome, cut  # and its graph
             setting.mode.release()
         totals.divisor = run.seeds.divisor
-        return Ran(totals, buffers)
+        return PassResult(totals, buffers)
 
-    def agree(self, ran: Ran, everyone: Axis | None, runtime: Runtime, *, wide: bool) -> tuple[Totals, bool]:
+    def agree(self, ran: PassResult, everyone: Axis | None, runtime: Runtime, *, wide: bool) -> tuple[Totals, bool]:
         """Return the totals. Raises `LossError` where ranks have other metrics."""
         same_metrics(ran.totals, everyone, "step", runtime.asked)
         return ran.totals, False
 
     def evaluate(self, run: Pass) -> tuple[Totals, list]:
         """Evaluate a batch in one piece."""
-        assert run.given.microbatches is not None
-        (batch,), (setting,), totals = run.given.microbatches, run.settings, Totals()
+        assert run.batch.microbatches is not None
+        (batch,), (setting,), totals = run.batch.microbatches, run.settings, Totals()
         with random.scope(setting.devices), torch.no_grad():
             outcome, _ = run.each.forward(run.loss, run.params.tree, batch, run.buffers, setting)
             totals.add(outcome, run.each.loss)

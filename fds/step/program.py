@@ -20,7 +20,7 @@ from fds.step.checks.agreement import same_composition
 from fds.step.checks.draws import tie
 from fds.step.describe import Description, describe
 from fds.step.evaluation import evaluator
-from fds.step.execution import Found
+from fds.step.execution import LocalGradients
 from fds.step.gradients import Gradients, combined_scale
 from fds.step.initial import at_first, initial, traced
 from fds.step.into import into, whole_parameters
@@ -29,7 +29,7 @@ from fds.step.ranges import profiled
 from fds.step.seeds import guesses
 from fds.step.sharding.kept import SLOT
 from fds.step.stations import unless, with_chosen_kernels
-from fds.step.sums import demand_use
+from fds.step.sums import check_used
 from fds.step.totals import Totals, agree
 from fds.step.update import new_leaves
 
@@ -100,7 +100,7 @@ class Step(Stations):
         self.runtime.pool.sweep()
         found = self.gradients(state, structure, parts, batch, scale, call)
         if self.everyone is None:
-            demand_use(found.used, losses.name(self.loss))
+            check_used(found.used, losses.name(self.loss))
 
         # from the gradient to a decision, the same on every rank
         totals, norm, buffers = self._agree(found, call.calls, batch, notes)
@@ -141,8 +141,8 @@ class Step(Stations):
         if self.commit is not None:
             assert overflow is not None
             with seeded(call, [self.commit], "commit"):
-                told = contracts.kept(self.commit(dict(slots), overflow), slots, self.commit)
-            slots = unless(empty, slots, told)  # an empty batch says nothing of the scale
+                accepted = contracts.kept(self.commit(dict(slots), overflow), slots, self.commit)
+            slots = unless(empty, slots, accepted)  # an empty batch says nothing of the scale
         if skip is not None:
             buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
         if notes is not None:
@@ -211,7 +211,7 @@ class Step(Stations):
         """
         return describe(self, state, batch)
 
-    def check(self, state: Any) -> check.Held:
+    def check(self, state: Any) -> check.StateTensors:
         """Return the tensors of a state that this step can take. Raises `StateError` for any other."""
         check.usable(state, "step")
         structure, leaves = self.structure_of(state.params)
@@ -224,10 +224,10 @@ class Step(Stations):
                 check.same_kinds(name, got, want)
         devices = list(map(tree.device_of, structure.pick(leaves)))
         at = None if "opt" in self.place.residency.kinds else devices
-        return check.Held(structure, leaves, devices, check.same_slots(state, structure.opt, at))
+        return check.StateTensors(structure, leaves, devices, check.same_slots(state, structure.opt, at))
 
     def _agree(
-        self, found: Found, calls: int, batch: Any, notes: Notes | None
+        self, found: LocalGradients, calls: int, batch: Any, notes: Notes | None
     ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""
         measured = self.commit is not None or any(m.norm for m in self.measure) or guesses(found.totals)

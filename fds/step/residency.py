@@ -113,13 +113,13 @@ def agreed_chunks(
         mine = chunks_of(residency, structure, optimizer)
     except Exception as error:
         failed = error
-    heard = []
+    replies = []
     if everyone is not None and residency.kinds:
-        heard = everyone.exchange([place, mine, None if failed is None else str(failed)], "step")
+        replies = everyone.exchange([place, mine, None if failed is None else str(failed)], "step")
     if failed is not None:
         raise failed
     first: dict[int, list] = {}
-    for rank, (at, theirs, error) in enumerate(heard):
+    for rank, (at, theirs, error) in enumerate(replies):
         if error is not None or theirs != first.setdefault(at, theirs):
             raise ComposeError(
                 "ranks that hold slices of the same parameters visit them in the same chunks",

@@ -94,7 +94,7 @@ class InPlace:
         self.leaves, self.wide, self.waiting, self.left = [], {}, [], None
 
 
-def demand_use(used: Sequence[bool], where: str) -> None:
+def check_used(used: Sequence[bool], where: str) -> None:
     """Raise `LossError` where no trained parameter got a gradient."""
     if used and not any(used):
         raise detached(where, "a graph that leads to none of them")

@@ -17,9 +17,9 @@ from fds.optim import Optimizer, returned
 from fds.optim.base import Values
 from fds.state import State, Token
 from fds.step.checks.draws import tie
-from fds.step.checks.state_check import Held
+from fds.step.checks.state_check import StateTensors
 from fds.step.chunks import Column, visit
-from fds.step.donated import Memory, writable
+from fds.step.donated import KnownMemory, writable
 from fds.step.gradients import Gradients
 from fds.step.pool import Pool
 from fds.step.residency import READ, Lives
@@ -59,7 +59,7 @@ class NewLeaves:
     after: dict[str, Any]  # slot -> what follows an update
     flat: list[Tensor]  # all of them, in this order
     old: list[Tensor]  # the old values of all of them
-    known: Memory | None  # of their memory, where the new state may be given up
+    known: KnownMemory | None  # of their memory, where the new state may be given up
 
     def update(
         self, state: State, optimizer: Optimizer, grads: Gradients, chunks: list[list[int]], dimensions: Dimensions, *,
@@ -99,7 +99,7 @@ class NewLeaves:
         return Token.after(state, self.known) if self.over else Token(memory=self.known)
 
 
-def new_leaves(place: Place, pool: Pool, state: State, held: Held, after: Sequence[After]) -> NewLeaves:
+def new_leaves(place: Place, pool: Pool, state: State, held: StateTensors, after: Sequence[After]) -> NewLeaves:
     """Return the leaves of the new state, with the old values: the old state's own to write over, or the pool's."""
     structure, over = held.structure, place.donate and not state.token.readers
     averages = {one.slot: tree.flatten(state.slots[one.slot]) for one in after}
@@ -115,7 +115,7 @@ def new_leaves(place: Place, pool: Pool, state: State, held: Held, after: Sequen
         others = map(tree.device_of, old[len(held.devices) + len(held.opt) :])
         how = {"make": lives.make, "copied": lives.is_copied} if place.residency.kinds else {}
         tensors, buffers = pool.copies(old, (structure, *held.devices, *others), **how)
-        known = Memory.of(tensors, structure, buffers) if place.donate else None
+        known = KnownMemory.of(tensors, structure, buffers) if place.donate else None
     out = iter(tensors)
     trained = list(islice(out, len(structure.trained)))
     opt = {slot: dict(zip(want.names, out, strict=False)) for slot, want in structure.opt.items()}

@@ -73,7 +73,7 @@ def _check_axes(axis: Any, replicate: Any) -> None:
         if not isinstance(one, Axis) and not (name == "replicate" and one is None):
             raise ComposeError(f"shard_optimizer: {name} is not an axis", got=repr(one)[:80],
                                want='fds.mesh(dp=-1)["dp"]')  # fmt: skip
-    axis.demand_current()
+    axis.check_current()
 
 
 def _check_numbers(

@@ -41,11 +41,11 @@ def same_composition(step: Stations) -> None:
         named[pipeline] = plan, plan
     fingerprints = axis.exchange(fingerprint(named), "composition")
     if len(set(fingerprints)) > 1:
-        raise _refused(axis, axis.exchange(named, "composition"), pipeline)
+        raise _different(axis, axis.exchange(named, "composition"), pipeline)
     step.runtime.asked["composition"] = []
 
 
-def _refused(axis: Axis, compositions: list[list[list[str]]], pipeline: int | None) -> ComposeError:
+def _different(axis: Axis, compositions: list[list[list[str]]], pipeline: int | None) -> ComposeError:
     """Return the error for the first transform in which a rank differs from the first rank."""
     rank = next(i for i, theirs in enumerate(compositions) if theirs != compositions[0])
     pairs = list(itertools.zip_longest(compositions[rank], compositions[0], fillvalue=["nothing", "nothing"]))

@@ -30,7 +30,7 @@ _ANEW = "make the state with the init of this step, or carry it over: step.init(
 
 
 @attrs.frozen(eq=False)
-class Held:
+class StateTensors:
     """The tensors of a state, in the order of its structure."""
 
     structure: Structure
@@ -100,7 +100,7 @@ def same_composition(state: State, slots: Iterable[str], opt: Mapping[str, Slot]
             )  # fmt: skip
 
 
-def without_graph(state: State, held: Held) -> State:
+def without_graph(state: State, held: StateTensors) -> State:
     """Return a state of which no tensor requires grad or was made in inference mode."""
     leaves = [*held.parts, *held.opt, *tree.leaves(state.buffers), *tree.leaves(state.slots), state.key]
     if not any(map(tree.requires_grad_of, leaves)) and not any(map(Tensor.is_inference, leaves)):

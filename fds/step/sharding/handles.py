@@ -22,7 +22,7 @@ from fds.loss.compiled import untraced
 aten = torch.ops.aten
 
 
-class Source(Protocol):
+class BucketSource(Protocol):
     """Where handles find their memory."""
 
     def bucket(self, index: int) -> Tensor:
@@ -68,7 +68,7 @@ class Handle(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     gathered_on_use = True
-    source: Source
+    source: BucketSource
     window: Window
 
     def read(self) -> Tensor:
@@ -83,7 +83,7 @@ class Handle(Tensor):
         """Run an operator that met a handle."""
         kwargs, facts = kwargs or {}, _FACTS.get(id(func)) or _facts(func)
         if facts.written:
-            _demand_unwritten(facts, func, args, kwargs)
+            _check_unwritten(facts, func, args, kwargs)
         first = args[0] if args else None
         if facts.is_view:
             if facts.is_composite:  # only inference mode shows these: their parts say which outputs are views
@@ -126,11 +126,11 @@ class Handle(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        _refuse_write(self, "p.data = ...")
+        _raise_written(self, "p.data = ...")
 
 
 def handle(
-    source: Source, window: Window, dtype: torch.dtype, device: torch.device, requires_grad: bool = False
+    source: BucketSource, window: Window, dtype: torch.dtype, device: torch.device, requires_grad: bool = False
 ) -> Handle:
     """Return a leaf that reads as a window onto a bucket of `source`, in a dtype."""
     if torch.is_inference_mode_enabled():  # an ordinary tensor there too, since views of it have to be
@@ -191,13 +191,13 @@ def _call(func: Any, args: Sequence, kwargs: dict, read: Callable[[Handle], Tens
     return func(*given, **{name: plain(x) for name, x in kwargs.items()}) if kwargs else func(*given)
 
 
-def _demand_unwritten(facts: Facts, func: Any, args: Sequence, kwargs: dict) -> None:
+def _check_unwritten(facts: Facts, func: Any, args: Sequence, kwargs: dict) -> None:
     """Raise `LossError` where an operator would write over a handle."""
     for index, name in facts.written:
         written = args[index] if index < len(args) else kwargs.get(name)
         for x in written if isinstance(written, list | tuple) else [written]:
             if isinstance(x, Handle):
-                _refuse_write(x, func)
+                _raise_written(x, func)
 
 
 _SINGLE = {Tensor, torch.nn.Parameter, int, float, bool, type(None)}  # the arguments that most operators have
@@ -245,28 +245,28 @@ def _is_autocast(p: Handle, kwargs: dict) -> bool:
     )  # fmt: skip
 
 
-def _refuse_write(p: Handle, by: Any) -> NoReturn:
+def _raise_written(p: Handle, by: Any) -> NoReturn:
     raise LossError(
         "the loss writes over what it is given", where=p.window.path, got=f"an in-place operation ({by})",
         want="a loss that leaves its arguments as they are", hint="p.clone() gives memory that may be written",
     )  # fmt: skip
 
 
-def _refuse_address(p: Handle, by: str) -> NoReturn:
+def _raise_address(p: Handle, by: str) -> NoReturn:
     raise LossError(
         "the memory of a parameter that is gathered on use was asked for", where=p.window.path, got=f"p.{by}",
         want="an operator of torch", hint="fds.materialize(p) gives a plain tensor, through which gradients flow",
     )  # fmt: skip
 
 
-def _override(names: Sequence[str], refuse: Callable[[Handle, str], NoReturn]) -> None:
+def _override(names: Sequence[str], raise_: Callable[[Handle, str], NoReturn]) -> None:
     for name in names:
-        setattr(Handle, name, lambda self, *args, _name=name, **kwargs: refuse(self, _name))
+        setattr(Handle, name, lambda self, *args, _name=name, **kwargs: raise_(self, _name))
 
 
 # Autograd refuses to write over a leaf before the dispatcher sees it, and cannot say which leaf.
 _OPERATORS = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
 _HARMLESS = {"requires_grad_", "detach_", "rename_", "share_memory_"}
-_override(["__setitem__", *(f"__i{x}__" for x in _OPERATORS)], _refuse_write)
-_override([x for x in dir(Tensor) if x[0] != "_" and x[-1] == "_" and x not in _HARMLESS], _refuse_write)
-_override(["data_ptr", "const_data_ptr", "untyped_storage", "storage", "share_memory_"], _refuse_address)
+_override(["__setitem__", *(f"__i{x}__" for x in _OPERATORS)], _raise_written)
+_override([x for x in dir(Tensor) if x[0] != "_" and x[-1] == "_" and x not in _HARMLESS], _raise_written)
+_override(["data_ptr", "const_data_ptr", "untyped_storage", "storage", "share_memory_"], _raise_address)

@@ -57,11 +57,11 @@ def same_metrics(totals: Totals, everyone: Axis | None, what: str, asked: dict[s
         return
     kinds = [f"{name}: {'mean' if x.is_floating_point() else 'sum'}" for name, x in sorted(totals.metrics.items())]
     if what not in asked:
-        heard = everyone.exchange(kinds, what)
-        for rank, theirs in enumerate(heard):
-            if theirs != heard[0]:
+        replies = everyone.exchange(kinds, what)
+        for rank, theirs in enumerate(replies):
+            if theirs != replies[0]:
                 raise LossError("ranks return different metrics", where=f"rank {rank} of {everyone.name}",
-                                got=str(theirs), want=f"{heard[0]}, as rank 0")  # fmt: skip
+                                got=str(theirs), want=f"{replies[0]}, as rank 0")  # fmt: skip
         asked[what] = kinds
     if asked[what] != kinds:
         raise LossError("the metrics change from call to call, and ranks could not add them up", got=str(kinds),

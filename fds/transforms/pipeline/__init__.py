@@ -82,7 +82,7 @@ def _checked_ranks(schedule: Any, axis: Any, num_microbatches: Any) -> int:
         raise ComposeError("pipeline: axis is not an axis", got=repr(axis)[:80],
                            want='fds.mesh(pp=2, dp=-1)["pp"], or a number of ranks to play')  # fmt: skip
     if isinstance(axis, Axis):
-        axis.demand_current()
+        axis.check_current()
     if not is_int(num_microbatches, 1):
         raise ComposeError("pipeline takes a number of microbatches", got=repr(num_microbatches), want="an int >= 1")
     if not callable(schedule):

@@ -20,8 +20,8 @@ from torch import Tensor
 from fds.collectives import Axis, Work
 from fds.errors import BatchError, LossError
 from fds.plans import Action, Op
+from fds.transforms.pipeline.computations import Item
 from fds.transforms.pipeline.packet import Packet, Shape
-from fds.transforms.pipeline.work import Item
 
 
 @attrs.define(eq=False)

@@ -12,13 +12,13 @@ from __future__ import annotations
 from fds.errors import RankError
 from fds.plans import Action, Op
 from fds.plans.actions import COMPUTE
+from fds.transforms.pipeline.computations import Computations
 from fds.transforms.pipeline.failure import Failure
 from fds.transforms.pipeline.lowered import Lowered
 from fds.transforms.pipeline.post import Post
-from fds.transforms.pipeline.work import Work
 
 
-def run(plan: Lowered, work: Work, post: Post, failure: Failure | None) -> Failure | None:
+def run(plan: Lowered, work: Computations, post: Post, failure: Failure | None) -> Failure | None:
     """Do this rank's row; return what failed first on it, where something did. Raises `RankError` for a lost rank."""
     for action in plan.row:
         if failure is None:
@@ -38,7 +38,7 @@ def run(plan: Lowered, work: Work, post: Post, failure: Failure | None) -> Failu
     return failure
 
 
-def _do(action: Action, work: Work, post: Post, *, hollow: bool = False) -> None:
+def _do(action: Action, work: Computations, post: Post, *, hollow: bool = False) -> None:
     if action.op in COMPUTE:
         work.do(action, post)
     elif action.op in (Op.SEND_ACTIVATION, Op.SEND_GRAD):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from fds.errors import RankError
 from fds.plans import Plan, linear
+from fds.transforms.pipeline.computations import Computations, Local
 from fds.transforms.pipeline.failure import Failure
-from fds.transforms.pipeline.work import Local, Work
 
 
-def run(plan: Plan, work: Work, failure: Failure | None) -> Failure | None:
+def run(plan: Plan, work: Computations, failure: Failure | None) -> Failure | None:
     """Do the computations of a plan; return what failed first, where something did. Raises what a lost rank raises."""
     mail = Local()
     for place, (_, action) in enumerate(linear(plan)):

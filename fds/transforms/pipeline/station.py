@@ -13,23 +13,23 @@ from fds import random, tree
 from fds.collectives import Axis, fingerprint
 from fds.errors import LossError
 from fds.step import (
-    Given,
     Pass,
-    Ran,
+    PassResult,
     Runtime,
+    SplitBatch,
     Totals,
     materialize,
     rows,
 )
 from fds.transforms.pipeline import ranks, serial
 from fds.transforms.pipeline.batches import check_same, digest
+from fds.transforms.pipeline.computations import Computations
 from fds.transforms.pipeline.failure import Failure, first
 from fds.transforms.pipeline.lowered import Lowered
 from fds.transforms.pipeline.ownership import Ownership
 from fds.transforms.pipeline.packet import Packet
 from fds.transforms.pipeline.post import Post
 from fds.transforms.pipeline.stage import Stage
-from fds.transforms.pipeline.work import Work
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -82,7 +82,7 @@ class Pipeline:
             asked["kinds"] = sorted({name for one in replies for name in one})
         return [getattr(torch, name) for name in asked["kinds"]]
 
-    def train(self, run: Pass) -> Ran:
+    def train(self, run: Pass) -> PassResult:
         """Run the plan."""
         assert run.sums is not None and run.seeds is not None
         work, failure = self._work(run, self.plan, run.sums.add)
@@ -91,10 +91,10 @@ class Pipeline:
         whole = sorted({layer for stage in work.stages.values() for layer in stage.whole})
         if run.seeds.share is not None:
             work.totals.divisor = 0 if run.seeds.divisor is None else run.seeds.divisor
-        seen = digest(run.given.batch) if self.axis is not None and self.plan.reads else None
-        return Ran(work.totals, buffers, (failure, whole, seen))
+        seen = digest(run.batch.batch) if self.axis is not None and self.plan.reads else None
+        return PassResult(work.totals, buffers, (failure, whole, seen))
 
-    def agree(self, ran: Ran, everyone: Axis | None, runtime: Runtime, *, wide: bool) -> tuple[Totals, bool]:
+    def agree(self, ran: PassResult, everyone: Axis | None, runtime: Runtime, *, wide: bool) -> tuple[Totals, bool]:
         """Return the totals of the last stage. Raises, on every rank, what was raised on any."""
         try:
             return self._agree(ran.totals, everyone, *ran.report, wide=wide)
@@ -102,18 +102,18 @@ class Pipeline:
             runtime.memories.clear()  # what was learned in a step that failed is not what comes next
             raise
 
-    def pieces(self, given: Given, everyone: Axis | None) -> int:
+    def pieces(self, batch: SplitBatch, everyone: Axis | None) -> int:
         """Return the step's number of microbatches where the rows divide into them on all ranks, else 1."""
         n = None
-        if given.microbatches is not None:
-            length = rows(given.microbatches[0])
+        if batch.microbatches is not None:
+            length = rows(batch.microbatches[0])
             n = self.num_microbatches if length and length % self.num_microbatches == 0 else 1
         counts = [n] if everyone is None else everyone.exchange(n, "evaluate")
         return min((m for m in counts if m is not None), default=1)
 
     def evaluate(self, run: Pass) -> tuple[Totals, list]:
         """Run the plan's forwards; what the last layer returned goes to all ranks."""
-        n = run.given.count
+        n = run.batch.count
         if n not in self.forwards:
             self.forwards[n] = self.plan.forwards(n)
         plan = self.forwards[n]
@@ -133,7 +133,7 @@ class Pipeline:
         totals, _ = self._agree(work.totals, run.everyone, failure, [], None, wide=False, what="evaluate")
         return totals, [self.owned.from_last(*shown)] if run.outputs else []
 
-    def _work(self, run: Pass, plan: Lowered, add: Callable[..., None]) -> tuple[Work, Failure | None]:
+    def _work(self, run: Pass, plan: Lowered, add: Callable[..., None]) -> tuple[Computations, Failure | None]:
         """Return the computations of this rank, and what is wrong with its batch."""
         loss, stages, params = run.loss, {}, run.params
         named = dict(zip(run.trained, params.trained, strict=True)) if run.trained else {}
@@ -145,19 +145,19 @@ class Pipeline:
             own = {name: x for name, x in params.tree.items() if name in mine}
             again = {name for name in mine if self.owned.stages[name][0] != index}
             stages[index] = Stage(run.each, loss, layers, own, leaves, held, add, again)
-        failure = None if run.given.error is None else Failure.of(run.given.error)
-        microbatches: list[Any] = [None] * run.given.count
-        if run.given.microbatches is not None:
+        failure = None if run.batch.error is None else Failure.of(run.batch.error)
+        microbatches: list[Any] = [None] * run.batch.count
+        if run.batch.microbatches is not None:
             try:
-                microbatches = [loss.split(one) for one in run.given.microbatches]
+                microbatches = [loss.split(one) for one in run.batch.microbatches]
             except Exception as error:
                 failure = Failure.of(error)
-        return Work(
+        return Computations(
             stages, self.owned.num_stages, microbatches, run.settings, plan.split, plan.final, run.seeds, run.order,
             run.outputs,
         ), failure  # fmt: skip
 
-    def _run(self, run: Pass, plan: Lowered, work: Work, failure: Failure | None) -> Failure | None:
+    def _run(self, run: Pass, plan: Lowered, work: Computations, failure: Failure | None) -> Failure | None:
         if self.axis is None:
             return serial.run(plan.plan, work, failure)
         pool = run.runtime.pool if plan.plan.trains else None

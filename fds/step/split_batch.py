@@ -17,7 +17,7 @@ Map = Callable[[Any, Call], Any]
 
 
 @attrs.frozen(eq=False)
-class Given:
+class SplitBatch:
     """A batch after the stations `batch` and `split`: its microbatches, or what went wrong there."""
 
     batch: Any  # as it was given
@@ -27,7 +27,7 @@ class Given:
     parts: list[Any] | None = None  # the batch after the maps; of `Microbatches` every one of them
 
 
-def given(batch: Any, maps: tuple[Map, ...], split: Split, call: Call) -> Given:
+def split_batch(batch: Any, maps: tuple[Map, ...], split: Split, call: Call) -> SplitBatch:
     """Return a batch through its maps and the split. Raises `BatchError`.
 
     `Microbatches` are cut already: the maps are given each of them, which are as many as `split` makes.
@@ -35,7 +35,7 @@ def given(batch: Any, maps: tuple[Map, ...], split: Split, call: Call) -> Given:
     is_cut = isinstance(batch, Microbatches)
     parts = [_mapped(one, maps, call, i) for i, one in enumerate(split.checked(batch) if is_cut else [batch])]
     found = cut(parts, Split(1) if is_cut else split, call)
-    return Given(batch, len(found), found, parts=parts)
+    return SplitBatch(batch, len(found), found, parts=parts)
 
 
 def cut(parts: list[Any], split: Split, call: Call) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Work: the actions of a plan, done on the stages of this process; how packets travel is the mail's business."""
+"""The actions of a plan, done on the stages of this process; how packets travel is the mail's business."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Local:
 
 
 @attrs.define(eq=False)
-class Work:
+class Computations:
     """The computations of one pass through a plan, on the stages of this process."""
 
     stages: dict[int, Stage]
