@@ -173,6 +173,8 @@ def parts(tree: Tree) -> tuple[list, Any]:
         return list(tree.values()), _flat_structure(tuple(tree))
     if type(tree) in _TENSORS:
         return [tree], _LEAF
+    if _is_flat_sequence(tree):
+        return list(tree), _sequence_structure(type(tree), len(tree))
     try:
         flat, spec = pytree.tree_flatten(tree)
         while not _LEAVES.issuperset(_map(type, flat)) and _register_containers(flat):
@@ -220,6 +222,8 @@ def paths(tree: Tree) -> dict[str, Any]:
         return dict(tree)
     if type(tree) in _TENSORS:
         return {"": tree}
+    if _is_flat_sequence(tree):
+        return {str(i): x for i, x in enumerate(tree)}
     parts(tree)  # registers its containers
     named: dict[str, Any] = {}
     for keys, x in pytree.tree_flatten_with_path(tree)[0]:
@@ -428,6 +432,16 @@ def _is_flat(tree: Tree) -> bool:
     if type(tree) is not dict:
         return False
     return _TENSORS.issuperset(_map(type, tree.values())) and _STRINGS.issuperset(_map(type, tree))
+
+
+def _is_flat_sequence(tree: Tree) -> bool:
+    """Say whether a tree is a tuple or a list of plain tensors, like most batches."""
+    return type(tree) in (tuple, list) and _TENSORS.issuperset(_map(type, tree))
+
+
+@functools.lru_cache(maxsize=64)
+def _sequence_structure(kind: type, length: int) -> Any:
+    return pytree.tree_structure(kind([0] * length))
 
 
 @functools.lru_cache(maxsize=64)

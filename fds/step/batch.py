@@ -49,19 +49,18 @@ def rows(batch: Any) -> int | None:
 
     Raises `BatchError` where two leaves disagree.
     """
-    first: tuple[str, int] | None = None
-    for path, x in tree.paths(batch).items():
-        if _is_sliced(x):
-            if first is None:
-                first = (path, x.shape[0])
-            elif x.shape[0] != first[1]:
-                raise BatchError(
-                    "the leaves of the batch disagree in length", where=place(path),
-                    got=f"{x.shape[0]} rows here, {first[1]} at {place(first[0])}",
-                    want="one length along dim 0, in every step: any may be accumulated or shared over ranks",
-                    hint="mark a leaf that is not made of rows: fds.whole(x)",
-                )  # fmt: skip
-    return None if first is None else first[1]
+    lengths = {x.shape[0] for x in tree.leaves(batch) if _is_sliced(x)}
+    if len(lengths) < 2:
+        return next(iter(lengths), None)
+    sliced = [(path, x.shape[0]) for path, x in tree.paths(batch).items() if _is_sliced(x)]
+    at, length = sliced[0]
+    where, other = next(one for one in sliced if one[1] != length)
+    raise BatchError(
+        "the leaves of the batch disagree in length", where=place(where),
+        got=f"{other} rows here, {length} at {place(at)}",
+        want="one length along dim 0, in every step: any may be accumulated or shared over ranks",
+        hint="mark a leaf that is not made of rows: fds.whole(x)",
+    )  # fmt: skip
 
 
 @attrs.frozen
@@ -112,7 +111,8 @@ class Split:
                     where=place(path), got=got, want=f"a tensor, or fds.Microbatches of {n} parts",
                     hint="only tensors are cut into microbatches; fds.whole(x) gives the whole of it to each of them",
                 )  # fmt: skip
-        leaves, build = tree.flatten(tree.map(_trainable, batch))
+        leaves, build = tree.flatten(batch)
+        leaves = list(map(_trainable, leaves))
         size = 0 if length is None else length // n
         return [
             build([_slice(x, i * size, size, n) for x in leaves])
