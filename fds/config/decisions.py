@@ -28,7 +28,7 @@ class Contradiction:
 
 
 @attrs.frozen
-class Difference:
+class ListedDifference:
     """A defect of DeepSpeed that fds does not have.
 
     Attributes:
@@ -126,170 +126,170 @@ CONTRADICTIONS = (
 )
 
 INTENDED = (
-    Difference(
+    ListedDifference(
         "float16: on the update where the dynamic scale doubles, gradients are divided by the doubled scale: half an "
         "update, and clipped by half the norm",
         "gradients are divided by the scale that the loss had",
         "tests/transforms/test_loss_scale.py::test_the_update_on_the_step_where_the_scale_doubles_is_whole",
     ),
-    Difference(
+    ListedDifference(
         "float16 at stage 0, 0.18 to 0.19.8: the loss is not scaled and the gradients are divided by the scale all the "
         "same",
         "the same update at every stage",
         f"{_INTENDED}test_float16_updates_alike_at_every_stage",
     ),
-    Difference(
+    ListedDifference(
         "float16 at stage 0: an overflow halves the dynamic scale at once, whatever `hysteresis` says",
         "`hysteresis` and `consecutive_hysteresis` are followed at every stage",
         f"{_INTENDED}test_hysteresis_is_followed_at_every_stage",
     ),
-    Difference(
+    ListedDifference(
         "activations are computed again by a reentrant function, which `torch.autograd.grad` refuses",
         "`fds.checkpoint_activations` works under it, and changes no bit",
         f"{_INTENDED}test_computing_activations_again_changes_no_bit_under_torch_autograd_grad",
     ),
-    Difference(
+    ListedDifference(
         "`partition: parameters` with `seed_layers` fails on Python 3.11 and later",
         "both are taken, on every Python",
         f"{_INTENDED}test_layers_with_seeds_are_divided_by_their_parameters",
     ),
-    Difference(
+    ListedDifference(
         "the data sampler saves the state of numpy's global generator, not of its own: what is loaded repeats batches",
         "the position is `state.calls`, and what is loaded goes on bit for bit",
         "tests/data/test_resume.py::test_the_state_that_was_saved_says_where_to_go_on",
     ),
-    Difference(
+    ListedDifference(
         "warm-ups: the first two updates run at the lowest rate; counters of steps and samples advance where an update "
         "is skipped, the scheduler does not",
         "the same JSON gives the same rates, by `fds.schedules.delayed`, which `explain` shows; a warm-up of your own "
         "is not late. `state.step` counts updates and `state.calls` all calls",
         f"{_INTENDED}test_the_json_is_late_by_an_update_and_says_so_and_a_skipped_step_is_no_update",
     ),
-    Difference(
+    ListedDifference(
         "a key of the top level that is not known is ignored; so are typing errors in aio, activation_checkpointing, "
         "optimizer and pipeline",
         "refused in every group, with the path and the nearest key",
         f"{_INTENDED}test_a_typing_error_is_refused_in_every_group",
     ),
-    Difference(
+    ListedDifference(
         "the norm of the gradients is not known at stage 0 in float32, though they are clipped by it",
         "`metrics[\"grad_norm\"]` is there wherever gradients are clipped: the norm before that",
         f"{_INTENDED}test_the_norm_by_which_gradients_are_clipped_is_known_at_every_stage",
     ),
-    Difference(
+    ListedDifference(
         "settings of activation checkpointing and of `torch_autocast`, random states, layer numbers and process groups "
         "are globals: two engines in one process disturb each other",
         "a step is a value: any number of them run in turn, each as if it were alone",
         f"{_INTENDED}test_two_trainings_in_one_process_are_as_each_alone",
     ),
-    Difference(
+    ListedDifference(
         "1-bit optimizers ignore `bias_correction`, and call what torch no longer has",
         "1-bit optimizers are not there yet and are refused by name; where an optimizer takes `bias_correction`, it "
         "follows it",
         f"{_INTENDED}test_bias_correction_is_followed_or_the_optimizer_is_refused",
     ),
-    Difference(
+    ListedDifference(
         "inputs are cast under `fp16.auto_cast` alone, never under bf16",
         "`fds.precision` casts every float32 leaf of the batch, targets too; its `inputs` names those to cast",
         f"{_INTENDED}test_float_inputs_and_targets_are_cast_under_bfloat16",
     ),
-    Difference(
+    ListedDifference(
         "`torch_autocast`: gradients of linear layers and convolutions are sent in its dtype",
         "they are sent in float32",
         f"{_INTENDED}test_gradients_of_autocast_travel_in_float32",
     ),
-    Difference(
+    ListedDifference(
         "16 bit at stage 0: training begins with an update on gradients of zero, so Adam counts one update more and "
         "decays once more",
         "the first update is the first batch's",
         f"{_PEERS}test_at_stage_0_in_bfloat16_deepspeed_begins_adam_with_an_empty_update",
     ),
-    Difference(
+    ListedDifference(
         "`grad_accum_dtype` float32 under bfloat16 does nothing at stage 2",
         "gradients are summed as it says at every stage; the numbers are those of DeepSpeed's stage 3",
         f"{_PEERS}test_sums_in_float32_at_stage_2_are_those_of_stage_3_and_deepspeed_has_none",
     ),
-    Difference(
+    ListedDifference(
         "stages 2 and 3 in bfloat16 with float32 messages: what arrives is rounded before it is added to the sum",
         "it is added as it arrived",
         f"{_PEERS}test_float_messages_are_added_unrounded_to_sums_in_bfloat16",
     ),
-    Difference(
+    ListedDifference(
         "`contiguous_gradients` false at stages 1 and 2 on several ranks without a GPU: gradients are not added among "
         "the ranks (they are looked for by the type `torch.cpu.FloatTensor`, which no tensor has)",
         "the key changes no number",
         f"{_INTENDED}test_gradients_that_are_not_contiguous_are_the_same_gradients",
     ),
-    Difference(
+    ListedDifference(
         "`round_robin_gradients` on several ranks: `safe_get_full_fp32_param` gives parts of other parameters",
         "`step.params(state)` is whole parameters, whatever the JSON says",
         f"{_INTENDED}test_gradients_that_are_not_contiguous_are_the_same_gradients",
     ),
-    Difference(
+    ListedDifference(
         "`bf16.check_grad_overflow` skips no update at stage 3",
         "it skips at every stage",
         f"{_INTENDED}test_an_update_that_is_not_finite_is_skipped_at_every_stage",
     ),
-    Difference(
+    ListedDifference(
         "bfloat16 with float32 sums at stage 1: a gradient that is not finite ends the training by an assertion",
         "the update is skipped",
         f"{_INTENDED}test_an_update_that_is_not_finite_is_skipped_at_every_stage",
     ),
-    Difference(
+    ListedDifference(
         "`bf16.check_grad_overflow` false: the norm of a gradient that is not finite is reported as 1 or -1, and "
         "clipped by",
         "it is what it is",
         f"{_INTENDED}test_an_update_that_is_not_finite_is_skipped_at_every_stage",
     ),
-    Difference(
+    ListedDifference(
         "`torch_autocast` in float16: at stages 1 to 3 the gradient is clipped while it is scaled",
         "the gradient itself is clipped, at every stage",
         f"{_INTENDED}test_autocast_in_float16_clips_the_gradient_itself_at_every_stage",
     ),
-    Difference(
+    ListedDifference(
         "`torch_autocast` in float16: an update that is skipped is not counted as one, and the schedule goes on",
         "it is counted in `state.calls`, and schedules follow `state.step`",
         f"{_INTENDED}test_autocast_in_float16_clips_the_gradient_itself_at_every_stage",
     ),
-    Difference(
+    ListedDifference(
         "master weights are made of parameters that were rounded to 16 bits",
         "they are the parameters as they were given",
         f"{_INTENDED}test_master_weights_are_the_parameters_unrounded",
     ),
-    Difference(
+    ListedDifference(
         "float16: an overflow at the least scale ends the training",
         "the update is skipped and `metrics[\"at_minimum_scale\"]` says so",
         f"{_INTENDED}test_an_overflow_at_the_least_scale_is_a_skip_that_is_reported",
     ),
-    Difference(
+    ListedDifference(
         "saves that cannot be made or loaded again: with `elastic_checkpoint`, of some groups at stage 3, of "
         "parameters of no dimension where gradients are clipped, of Adagrad in 16 bit at stage 0 or with float32 sums",
         "every save is loaded, and goes on bit for bit",
         f"{_INTENDED}test_what_deepspeed_cannot_resume_goes_on_bit_for_bit",
     ),
-    Difference(
+    ListedDifference(
         "refused by the engine: `prescale_gradients` and `gradient_predivide_factor` with `reduce_scatter` from stage "
         "2 on, `grad_accum_dtype` other than that of the parameters at stage 0, an odd `allgather_bucket_size`",
         "taken at every stage; the numbers are those of the stages that have it",
         f"{_INTENDED}test_what_the_engine_refuses_at_some_stages_is_the_same_at_all",
     ),
-    Difference(
+    ListedDifference(
         "`gradient_predivide_factor` at stage 3, where it is the number of ranks: gradients are divided by it twice",
         "it changes no number but for rounding",
         f"{_INTENDED}test_what_the_engine_refuses_at_some_stages_is_the_same_at_all",
     ),
-    Difference(
+    ListedDifference(
         "float16 with `reduce_scatter` false at stages 1 and 2: the ranks' gradients are added undivided, and overflow "
         "where their mean does not",
         "they are divided before they are added, whatever the key says",
         f"{_INTENDED}test_gradients_of_ranks_are_divided_before_they_are_added_in_float16",
     ),
-    Difference(
+    ListedDifference(
         "unknown keys inside `compile`, which earlier releases had, are refused",
         "left out with a warning",
         "tests/config/test_reading.py::test_keys_of_other_releases_inside_compile_pass",
     ),
-    Difference(
+    ListedDifference(
         "a `cycle_max_mom` of 1, betas of 1, a dampening below 0, a first loss scale below the least: taken, and "
         "divided by 0 or without meaning",
         "refused with the JSON path",

@@ -26,4 +26,5 @@ class Runtime:
     chunks: dict[Structure, list[list[int]]] = attrs.field(factory=dict)  # in which an update visits the slices
     memories: dict[tuple, LearnedOrder] = attrs.field(factory=dict)  # the order in which ranks met
     viewed: Known = attrs.field(factory=dict)  # at stage 3: the shapes of what views return
+    forwards: dict[int, Any] = attrs.field(factory=dict)  # plans of evaluations, by their number of microbatches
     asked: dict[str, list[str]] = attrs.field(factory=dict)  # what the ranks have agreed on

@@ -16,7 +16,7 @@ from fds.errors import StateError
 from fds.layout import Layout, Leaf, Segment, Sharded
 from fds.optim import Optimizer
 from fds.optim.returned import first_slots
-from fds.step.sharding.handles import Window
+from fds.step.sharding.handles import BucketWindow
 from fds.step.sharding.shard import Shard
 from fds.step.topology import Dimensions
 
@@ -63,7 +63,7 @@ class Structure:
     casts: tuple[torch.dtype, ...] | None  # in which the loss sees the leaves, None where a state holds them so
     leaves: dict[str, Leaf]  # of every parameter its name, whole shape, dtype, and whether it is trained
     opt: dict[str, Slot]  # by slot of the optimizer
-    windows: list[list[Window]] = attrs.field(factory=list, init=False, repr=False)  # of stage 3's handles, by bucket
+    windows: list[list[BucketWindow]] = attrs.field(factory=list, init=False, repr=False)  # of stage 3, by bucket
 
     @classmethod
     def of(

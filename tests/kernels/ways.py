@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fds.step.sharding.handles import Window, handle
+from fds.step.sharding.handles import BucketWindow, handle
 
 # torch.compile makes an instance of every torch.autograd.Function that it traces, and warns of that itself
 traced = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -104,7 +104,7 @@ class Bucket:
 
 def as_handle(x: Tensor) -> Tensor:
     """Return a parameter that holds no memory and reads as `x`."""
-    return handle(Bucket(x), Window.whole("w", 0, 0, x.shape, x.dtype), x.dtype, x.device, requires_grad=True)
+    return handle(Bucket(x), BucketWindow.whole("w", 0, 0, x.shape, x.dtype), x.dtype, x.device, requires_grad=True)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fds.kernels.choice import runs_triton
-from fds.kernels.norms.normalization import Formulas, Kernels, check, scaled, unit
+from fds.kernels.norms.normalization import Formulas, NormFunction, check, scaled, unit
 
 
 def reference(
@@ -54,7 +54,7 @@ def layer_norm(
     """
     check(x, residual, weight, bias, eps)
     if runs_triton(x):
-        return Kernels.apply(x, residual, weight, bias, eps, True, invertible, False)[0]
+        return NormFunction.apply(x, residual, weight, bias, eps, True, invertible, False)[0]
     total = x if residual is None else x + residual
     return _by_reference(total, weight, bias, eps, invertible)
 
@@ -70,7 +70,7 @@ def add_layer_norm(
     """
     check(x, residual, weight, bias, eps)
     if runs_triton(x):
-        return Kernels.apply(x, residual, weight, bias, eps, True, invertible, True)[:2]
+        return NormFunction.apply(x, residual, weight, bias, eps, True, invertible, True)[:2]
     total = x + residual
     return _by_reference(total, weight, bias, eps, invertible), total
 

@@ -111,7 +111,7 @@ class Formulas(torch.autograd.Function):
         return dx.to(dy.dtype), dweight, dbias, None, None, None
 
 
-class Kernels(torch.autograd.Function):
+class NormFunction(torch.autograd.Function):
     """The kernels of normalization_forward and normalization_backward."""
 
     @staticmethod

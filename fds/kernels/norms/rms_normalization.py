@@ -16,7 +16,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fds.kernels.choice import runs_triton
-from fds.kernels.norms.normalization import Formulas, Kernels, check, scaled, unit
+from fds.kernels.norms.normalization import Formulas, NormFunction, check, scaled, unit
 
 
 def reference(x: Tensor, weight: Tensor | None = None, *, residual: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -45,7 +45,7 @@ def rms_norm(
     """
     check(x, residual, weight, None, eps)
     if runs_triton(x):
-        return Kernels.apply(x, residual, weight, None, eps, False, invertible, False)[0]
+        return NormFunction.apply(x, residual, weight, None, eps, False, invertible, False)[0]
     total = x if residual is None else x + residual
     return Formulas.apply(total, weight, None, eps, False, invertible)[0]
 
@@ -60,6 +60,6 @@ def add_rms_norm(
     """
     check(x, residual, weight, None, eps)
     if runs_triton(x):
-        return Kernels.apply(x, residual, weight, None, eps, False, invertible, True)[:2]
+        return NormFunction.apply(x, residual, weight, None, eps, False, invertible, True)[:2]
     total = x + residual
     return Formulas.apply(total, weight, None, eps, False, invertible)[0], total

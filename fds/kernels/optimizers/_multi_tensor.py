@@ -38,7 +38,7 @@ WIDEST = 16  # bytes of an access
 
 
 @attrs.frozen
-class Launch:
+class KernelLaunch:
     """The arguments of one launch.
 
     Attributes:
@@ -118,7 +118,7 @@ def run_triton(slices: list[Row]) -> bool:
     return all_run_triton([row[0] for row in slices])
 
 
-def launches(slices: list[Row]) -> Iterator[Launch]:
+def launches(slices: list[Row]) -> Iterator[KernelLaunch]:
     """Yield the launches that update slices on one device: one for all with the same dtypes and alignment.
 
     Large slices, and a single one, have a launch each. So has every slice where a CUDA graph is captured: its replays
@@ -139,16 +139,16 @@ def launches(slices: list[Row]) -> Iterator[Launch]:
             yield _together(group[0][0], tuple(line for _, line in group), aligned)
 
 
-def _alone(row: Row) -> Launch:
+def _alone(row: Row) -> KernelLaunch:
     meta, size = flat.LAUNCH[row[0].element_size()], row[0].numel()
-    return Launch(row, None, None, size, (cdiv(size, meta["BLOCK"]),), False, meta)
+    return KernelLaunch(row, None, None, size, (cdiv(size, meta["BLOCK"]),), False, meta)
 
 
-def _together(row: Row, lines: tuple[tuple[int, ...], ...], aligned: bool) -> Launch:
+def _together(row: Row, lines: tuple[tuple[int, ...], ...], aligned: bool) -> KernelLaunch:
     meta, device = flat.LAUNCH[row[0].element_size()], row[0].device
     stream = current_stream(device)
     tiles = _tiles(tuple(line[0] for line in lines), meta["BLOCK"], device, stream)
-    return Launch(row, tiles, _table(lines, device, stream), 0, (len(tiles),), aligned, meta)
+    return KernelLaunch(row, tiles, _table(lines, device, stream), 0, (len(tiles),), aligned, meta)
 
 
 # A table is a function of its key alone, so a cached one is always valid. Keys repeat: the caching allocator gives a

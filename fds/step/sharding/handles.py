@@ -35,14 +35,14 @@ class BucketSource(Protocol):
 
 
 @attrs.frozen(eq=False)
-class Window:
+class BucketWindow:
     """What of a bucket a handle shows: a parameter, or a view of one. It is the same in every step."""
 
     path: str  # of the parameter
     bucket: int
     offset: int  # where the parameter begins, in elements
     meta: Tensor = attrs.field(repr=False)  # in the bucket's dtype; its offset is in elements of the parameter
-    views: dict[Any, Window] = attrs.field(factory=dict, repr=False)  # by operator and arguments, those met before
+    views: dict[Any, BucketWindow] = attrs.field(factory=dict, repr=False)  # by operator and arguments
     shape: torch.Size = attrs.field(init=False, default=attrs.Factory(lambda self: self.meta.shape, True))
     stride: tuple[int, ...] = attrs.field(init=False, default=attrs.Factory(lambda self: self.meta.stride(), True))
     start: int = attrs.field(
@@ -50,14 +50,14 @@ class Window:
     )  # in elements of the bucket
 
     @classmethod
-    def whole(cls, path: str, bucket: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Window:
+    def whole(cls, path: str, bucket: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> BucketWindow:
         """Return the window onto a whole parameter, contiguous, at `offset` of a bucket of this dtype."""
         with torch.inference_mode(False):
             return cls(path, bucket, offset, torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
-    def onto(self, meta: Tensor) -> Window:
+    def onto(self, meta: Tensor) -> BucketWindow:
         """Return a window onto the same parameter."""
-        return Window(self.path, self.bucket, self.offset, meta)
+        return BucketWindow(self.path, self.bucket, self.offset, meta)
 
 
 @tree.tensor
@@ -69,7 +69,7 @@ class Handle(Tensor):
 
     gathered_on_use = True
     source: BucketSource
-    window: Window
+    window: BucketWindow
 
     def read(self) -> Tensor:
         """Return the values as a view of the gathered bucket; a copy where the dtype is another."""
@@ -130,7 +130,7 @@ class Handle(Tensor):
 
 
 def handle(
-    source: BucketSource, window: Window, dtype: torch.dtype, device: torch.device, requires_grad: bool = False
+    source: BucketSource, window: BucketWindow, dtype: torch.dtype, device: torch.device, requires_grad: bool = False
 ) -> Handle:
     """Return a leaf that reads as a window onto a bucket of `source`, in a dtype."""
     if torch.is_inference_mode_enabled():  # an ordinary tensor there too, since views of it have to be

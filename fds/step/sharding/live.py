@@ -12,7 +12,7 @@ from fds.layout import Layout
 from fds.step.pool import Pool
 from fds.step.ranges import profiled
 from fds.step.sharding.gather import Gather
-from fds.step.sharding.handles import Window, handle
+from fds.step.sharding.handles import BucketWindow, handle
 from fds.step.sharding.order import Order
 from fds.step.sharding.shard import Shard
 from fds.step.structure import Structure
@@ -112,11 +112,11 @@ class Live:
         self.order.wasted = True
 
 
-def _windows(gather: Gather, layout: Layout) -> list[list[Window]]:
+def _windows(gather: Gather, layout: Layout) -> list[list[BucketWindow]]:
     """Return the windows onto all parameters, by bucket."""
     dtype_of = gather.dtype_of
     return [
-        [Window.whole(leaf.name, i, offset, leaf.shape, dtype_of(leaf.name, leaf.dtype))
+        [BucketWindow.whole(leaf.name, i, offset, leaf.shape, dtype_of(leaf.name, leaf.dtype))
          for leaf, offset in zip(bucket.leaves, bucket.offsets, strict=True)]
         for i, bucket in enumerate(layout.buckets)
     ]  # fmt: skip

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fds import random
 from fds.errors import ComposeError, LossError
-from fds.step.sharding.handles import Handle, Window, handle
+from fds.step.sharding.handles import BucketWindow, Handle, handle
 
 View = Callable[[Tensor], Tensor]  # all views of one parameter, in one microbatch
-Known = dict[Hashable, Window | None]  # by parameter and kind of call, the window onto what views return; see `OnUse`
+Known = dict[Hashable, BucketWindow | None]  # by parameter and kind of call; see `OnUse`
 _set_dispatch_keys: Any = torch._C._ForceDispatchKeyGuard  # private, as are the two functions that read the keys
 _hooks: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]  (private)
 
@@ -89,7 +89,7 @@ class ViewedSource:
     parameter: Handle
     view: View
     how: OnUse
-    window: Window | None = None  # onto what the view returns
+    window: BucketWindow | None = None  # onto what the view returns
     unchanged: bool = False  # it returned the parameter itself, so it has no backward
 
     def bucket(self, index: int) -> Tensor:
@@ -156,7 +156,7 @@ class ViewedSource:
         return out
 
 
-def _learned(source: ViewedSource) -> Window | None:
+def _learned(source: ViewedSource) -> BucketWindow | None:
     """Return the window onto what a view returns, None for what has none; the view is given made-up values."""
     parameter, path = source.parameter, source.parameter.window.path
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
@@ -176,14 +176,14 @@ def _learned(source: ViewedSource) -> Window | None:
         return None
     with torch.inference_mode(False):
         meta = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
-        return Window(path, 0, 0, torch.empty_like(meta))  # dense: no two elements share their memory
+        return BucketWindow(path, 0, 0, torch.empty_like(meta))  # dense: no two elements share their memory
 
 
 def _is_plain(x: Tensor, parameter: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided and x.device == parameter.device
 
 
-def _flat(x: Tensor, window: Window | None, *, copies: bool) -> Tensor:
+def _flat(x: Tensor, window: BucketWindow | None, *, copies: bool) -> Tensor:
     """Return the memory of a tensor, which a window is a view of; a copy where the tensor lies in another way."""
     assert window is not None
     if copies or x.stride() != window.stride or x.storage_offset() or x.is_conj() or x.is_neg():

@@ -43,7 +43,6 @@ class Pipeline:
     dynamic: bool
     channels: Mapping[Any, Axis]
     whole: set[int] = attrs.field(factory=set)  # layers that B was seen to run whole: for `describe`
-    forwards: dict[int, Lowered] = attrs.field(factory=dict)  # by number of microbatches
 
     together = True
 
@@ -114,9 +113,7 @@ class Pipeline:
     def evaluate(self, run: Pass) -> tuple[Totals, list]:
         """Run the plan's forwards; what the last layer returned goes to all ranks."""
         n = run.batch.count
-        if n not in self.forwards:
-            self.forwards[n] = self.plan.forwards(n)
-        plan = self.forwards[n]
+        plan = run.runtime.forwards.get(n) or run.runtime.forwards.setdefault(n, self.plan.forwards(n))
         work, failure = self._work(run, plan, lambda backward, last: None)
         shown: list = []
         with random.scope(run.settings[0].devices), torch.no_grad():

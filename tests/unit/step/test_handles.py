@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fds
 from fds import tree
 from fds.errors import LossError
-from fds.step.sharding.handles import Handle, Window, handle, materialize
+from fds.step.sharding.handles import BucketWindow, Handle, handle, materialize
 from tests.bits import assert_same_bits
 
 
@@ -67,7 +67,7 @@ def handles(params, max_live=2, num_buckets=7, trained=True):
 
     def make(path, x):
         requires_grad = trained and x.is_floating_point()
-        window = Window.whole(path, *places[path], x.shape, x.dtype)
+        window = BucketWindow.whole(path, *places[path], x.shape, x.dtype)
         return handle(pages, window, x.dtype, x.device, requires_grad)
 
     return pages, build([make(path, x) for path, x in zip(named, leaves, strict=True)])
@@ -492,7 +492,7 @@ WITHOUT_GRAD = {
 @pytest.mark.parametrize("name", WRITES | WITHOUT_GRAD)
 def test_writing_over_a_parameter_is_refused(name, requires_grad):
     pages = Pages([rand(4)])
-    window = Window.whole("w", 0, 0, (4,), torch.float32)
+    window = BucketWindow.whole("w", 0, 0, (4,), torch.float32)
     p = handle(pages, window, torch.float32, torch.device("cpu"), requires_grad)
     contexts = [torch.no_grad, torch.inference_mode]
     if name in WRITES or not requires_grad:
