@@ -64,7 +64,7 @@ def test_accumulation_is_the_plain_step_to_rounding(problem, n):
 def test_microbatches_are_views(problem):
     step = make([], fds.sgd(0.1), problem, fds.accumulate(3))
     held = {x.untyped_storage().data_ptr() for x in tree.leaves(problem.batch) if isinstance(x, torch.Tensor)}
-    for microbatch in step.given(step.call(step.init(problem.params)), problem.batch).microbatches:
+    for microbatch in step.split_batch(step.call(step.init(problem.params)), problem.batch).microbatches:
         for x in tree.leaves(microbatch):
             assert x.dim() < 2 or x.untyped_storage().data_ptr() in held
 

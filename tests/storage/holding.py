@@ -55,6 +55,7 @@ def stopped_helper(dir: Path) -> int:
         pid = process._process.pid
     (dir / "warm").unlink()
     os.kill(pid, signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")  # else it reads the job
     return pid
 
 
