@@ -211,6 +211,18 @@ def test_what_stage_3_cannot_follow_is_refused():
         stepped(fails)
 
 
+def test_a_viewed_parameter_may_first_be_read_in_inference_mode():
+    def over_largest(mode):
+        def loss(p, x):
+            with mode():
+                largest = float(p["w"].abs().max())
+            return (x @ p["w"]).square().mean() / largest
+
+        return stepped(lambda x, leaf, call: x * 2, loss)  # the number becomes a tensor too
+
+    assert_same_bits(over_largest(torch.inference_mode), over_largest(torch.no_grad))
+
+
 def test_what_has_no_handle_is_made_at_once():
     sparse = lambda x, leaf, call: x.to_sparse()
     want = stepped(lambda x, leaf, call: x, lambda p, x: (p["w"] @ x.T).square().mean())

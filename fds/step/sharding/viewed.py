@@ -97,6 +97,9 @@ class ViewedSource:
         live: Any = self.parameter.source
         if live.viewed is not None and live.viewed[0] is self:
             return live.viewed[1]
+        if torch.is_inference_mode_enabled():  # what is kept may be read outside of it, and saved for backward there
+            with torch.inference_mode(False):
+                return self.bucket(index)
         live.viewed = None
         x = self.parameter.read()
         out = self.run(x)
