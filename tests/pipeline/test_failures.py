@@ -12,7 +12,7 @@ from torch import nn
 import fds
 from fds import errors, plans
 from fds.errors import BatchError, ComposeError, FdsError, LossError, PlanError, RankError
-from fds.step import Transform, fill
+from fds.step import Transform, Transport, fill, transform
 from tests.bits import assert_same_bits
 
 WIDTH, ROWS, MICROBATCHES = 4, 8, 4
@@ -185,13 +185,14 @@ def test_one_process_raises_the_error_itself_with_a_note_of_stage_and_microbatch
         assert_same_bits(found, untroubled_alone(schedule, size, good))
 
 
-def two_by_two(schedule, armed, good, stage, *, at: int = 1, more=()):
-    """Pipelines of two ranks for two halves of the batch; only the one of coordinate `at` blows up."""
-    mesh = fds.mesh(pp=2, dp=2)
+def two_by_two(schedule, armed, good, stage, *, at: int = 1, more=(), alone: bool = False):
+    """Pipelines of two ranks, or `alone` of one, for two halves of the batch; only that of coordinate `at` blows up."""
+    mesh = fds.mesh(pp=1 if alone else 2, dp=2)
     data = mesh["dp"]
     rows = lambda batch: fds.tree.map(lambda x: x.repeat(2, 1).roll(data.index * 3, 0)[:ROWS], batch)
     shard = fds.shard_optimizer(data, stage=stage, bucket_bytes=64)
-    return stumble(mesh["pp"], schedule, armed, good=good, transforms=(shard, *more), fails=data.index == at, rows=rows)
+    return stumble(2 if alone else mesh["pp"], schedule, armed, good=good, transforms=(shard, *more),
+                   fails=data.index == at, rows=rows)  # fmt: skip
 
 
 @functools.cache
@@ -210,6 +211,33 @@ def test_where_one_of_two_pipelines_fails_both_say_so(place, stage):
     for error, params, metrics in found:
         refused(error, schedule, 2, place, microbatch)
         assert_same_bits((params, metrics), want[1:])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_where_one_of_two_processes_fails_that_play_all_stages_both_say_so(stage):
+    """In the first backward and in the last one, after which other ranks have sent their gradients already."""
+    for place, microbatch in (((5, "weight"), 0), ((0, "backward"), MICROBATCHES - 1)):
+        run = functools.partial(two_by_two, plans.one_f_one_b, (place, microbatch, boom()), 1, stage, alone=True)
+        found, want = fds.simulate(run, 2), untroubled_pair(plans.one_f_one_b, 1, stage)
+        assert len({str(error) for error, *_ in found}) == 1, found
+        for error, params, metrics in found:
+            refused(error, plans.one_f_one_b, 2, place, microbatch)
+            assert_same_bits((params, metrics), want[1:])
+
+
+class Unsent(Transport):
+    """Sends no gradients."""
+
+    def reduce(self, axis, whole, out, kept):
+        raise boom()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_transport_that_fails_is_named_at_every_zero_stage(stage):
+    unsent = transform(lambda: lambda step: fill(step, reduce={"transport": Unsent()}))()
+    run = lambda: ended(lambda: two_by_two(plans.one_f_one_b, ((), 0, boom()), 0, stage, more=(unsent,)))
+    for error in fds.simulate(run, 4):
+        assert "boom" in str(error), repr(error)
 
 
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fds import loss as losses
-from fds.errors import BatchError
+from fds.errors import BatchError, RankError
 from fds.plans import Action, Op, recorder
 from fds.step import Order, Seeds, Totals, profiled
 from fds.transforms.pipeline.packet import Packet
@@ -77,7 +77,12 @@ class Computations:
         if self.seeds is not None and action.op in BACKWARDS and action.stage == self.num_stages - 1:
             self.seeds.decide(None)
         if action == self.final:
-            next(iter(self.stages.values())).add(lambda leaves: None, last=True)
+            try:
+                next(iter(self.stages.values())).add(lambda leaves: None, last=True)
+            except RankError:
+                raise
+            except Exception:  # a transport fails again: what failed first is raised, when all ranks know of it
+                pass
         self._settle(action)
 
     def _do(self, action: Action, mail: Mail) -> None:

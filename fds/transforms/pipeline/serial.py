@@ -15,13 +15,13 @@ def run(plan: Plan, work: Computations, failure: Failure | None) -> Failure | No
     """Do the computations of a plan; return what failed first, where something did. Raises what a lost rank raises."""
     mail = Local()
     for place, (_, action) in enumerate(linear(plan)):
-        if failure is not None:
-            work.skip(action)  # data ranks still meet
-            continue
-        try:
-            work.do(action, mail)
-        except RankError:
-            raise
-        except Exception as error:
-            failure = Failure.of(error, place, action)
+        if failure is None:
+            try:
+                work.do(action, mail)
+                continue
+            except RankError:
+                raise
+            except Exception as error:
+                failure = Failure.of(error, place, action)
+        work.skip(action)  # data ranks still meet
     return failure
