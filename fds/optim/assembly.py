@@ -197,9 +197,13 @@ def _by_segment(
         return params, grads, opt, segments
     cuts, alone = _cuts(tuple(map(tuple, segments)), lengths, keep_empty)
     cut = lambda flats: [
-        parts[k] for x, (sizes, kept) in zip(flats, cuts, strict=True) for parts in (x.split(sizes),) for k in kept
+        parts[k] for x, (sizes, kept) in zip(flats, cuts, strict=True) for parts in (_split(x, sizes),) for k in kept
     ]  # fmt: skip
     return cut(params), cut(grads), {slot: cut(flats) for slot, flats in opt.items()}, alone
+
+
+# Views that autograd does not know as such: 0.23 us each where `split` takes 0.35. A state has no graph.
+_split = torch.unsafe_split_with_sizes
 
 
 @functools.lru_cache(maxsize=64)  # per step, group and optimizer; 1000 parameters: 73 ms without
