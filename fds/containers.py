@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn
 
 import attrs
 from torch import Tensor, nn
@@ -31,6 +31,50 @@ class Shell:
 
     def __hash__(self) -> int:
         return hash((type(self.empty), self.keys))
+
+
+class ReadOnly(Mapping):
+    """What is in another mapping, to be read: mappings in it are shown the same way, lists and tuples as copies.
+
+    Whoever writes into it is refused by `refuse`, a function that returns the error.
+    """
+
+    __slots__ = ("held", "refuse")
+
+    def __init__(self, held: Mapping, refuse: Callable[[], Exception] = TypeError):
+        self.held, self.refuse = held, refuse
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._shown(self.held[key])
+
+    def __iter__(self) -> Iterator:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __repr__(self) -> str:
+        return repr(self.held)
+
+    def __or__(self, other: Mapping) -> dict:
+        return {**self, **other}
+
+    def __ror__(self, other: Mapping) -> dict:
+        return {**other, **self}
+
+    def copy(self) -> dict:
+        """Return a dict of the same, which may be written."""
+        return dict(self)
+
+    def _shown(self, x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return ReadOnly(x, self.refuse)
+        return type(x)(map(self._shown, x)) if type(x) in (list, tuple) else x
+
+    def _written(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self.refuse()
+
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = setdefault = clear = _written
 
 
 def is_container(cls: type) -> bool:

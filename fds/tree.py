@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fds import containers
+from fds.containers import ReadOnly as ReadOnly
 from fds.errors import FdsError, StateError, did_you_mean
 
 T = TypeVar("T")
@@ -175,6 +176,8 @@ def parts(tree: Tree) -> tuple[list, Any]:
         return [tree], _LEAF
     if _is_flat_sequence(tree):
         return list(tree), _sequence_structure(type(tree), len(tree))
+    if type(tree) is ReadOnly:  # as the tree that it shows, which it may be mapped with
+        return parts(tree.held)
     try:
         flat, spec = pytree.tree_flatten(tree)
         while not _LEAVES.issuperset(_map(type, flat)) and _register_containers(flat):
@@ -224,6 +227,8 @@ def paths(tree: Tree) -> dict[str, Any]:
         return {"": tree}
     if _is_flat_sequence(tree):
         return {str(i): x for i, x in enumerate(tree)}
+    if type(tree) is ReadOnly:
+        return paths(tree.held)
     parts(tree)  # registers its containers
     named: dict[str, Any] = {}
     for keys, x in pytree.tree_flatten_with_path(tree)[0]:
@@ -359,6 +364,8 @@ def _copied(tree: Tree) -> Tree:
 
 def _up_to(spec: Any, like: Tree, tree: Tree, what: str = "") -> list:
     """Return the subtrees of `tree` that correspond to the leaves of `like`, whose structure is `spec`."""
+    like = like.held if type(like) is ReadOnly else like
+    tree = tree.held if type(tree) is ReadOnly else tree
     try:
         return spec.flatten_up_to(tree)
     except FdsError:  # from the `check` of a record

@@ -100,17 +100,20 @@ class Setting:
 
 
 def check_calls(layer_map: LayerMap, calls: Any, given: Sequence[LayerCall]) -> list[LayerCall]:
-    """Return what a layer map returned. Raises `ComposeError` unless it is a list of functions.
+    """Return what a layer map returned. Raises `ComposeError` unless it is a list of functions, at most as many.
 
     Plain functions, as many as there were calls, stand for the calls in their places.
     """
-    if isinstance(calls, list | tuple) and calls and all(map(callable, calls)):
+    if isinstance(calls, list | tuple) and 0 < len(calls) <= len(given) and all(map(callable, calls)):
         known = given if len(calls) == len(given) else [LayerCall(call) for call in calls]
         return [call if isinstance(call, LayerCall) else before.replaced(call)
                 for call, before in zip(calls, known, strict=True)]  # fmt: skip
+    many = isinstance(calls, list | tuple) and len(calls) > len(given)
     raise ComposeError(
-        "a layer map returned no calls", where=f"station 'layer', {getattr(layer_map, '__name__', layer_map)}",
-        got=repr(calls)[:80], want="a list of LayerCalls, or of functions of one argument, at least one",
+        "a layer map returned more calls than it was given" if many else "a layer map returned no calls",
+        where=f"station 'layer', {getattr(layer_map, '__name__', layer_map)}",
+        got=f"{len(calls)} calls" if many else repr(calls)[:80],
+        want=f"a list of 1 to {len(given)} LayerCalls, or functions of one argument",
     )  # fmt: skip
 
 

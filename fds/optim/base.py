@@ -6,7 +6,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import torch
@@ -41,15 +41,19 @@ def at(value: LRSchedule, step: Tensor, name: str = "lr") -> float | Tensor:
         raise
     except Exception as error:
         raise _schedule_error(name, value, f"{type(error).__name__}: {error}", step) from error
-    if isinstance(result, Tensor):
-        result = result.detach()
-        good = result.dim() == 0 and result.dtype != torch.bool and not result.is_complex()
-        readable = good and result.device.type == "cpu"
-    else:
-        good = readable = isinstance(result, numbers.Real) and not isinstance(result, bool)
+    result = result.detach() if isinstance(result, Tensor) else result
+    good = _is_scalar(result)
+    readable = good and (not isinstance(result, Tensor) or result.device.type == "cpu")
     if not good or (readable and not math.isfinite(result)):
         raise _schedule_error(name, value, f"it returned {result!r}"[:200], step)
     return result if isinstance(result, Tensor) else float(result)
+
+
+def _is_scalar(x: Any) -> TypeGuard[float | Tensor]:
+    """Say whether a value is a real number, or a () tensor of one; booleans are none."""
+    if isinstance(x, Tensor):
+        return x.dim() == 0 and x.dtype != torch.bool and not x.is_complex()
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def _schedule_error(name: str, schedule: Callable, got: str, step: Tensor) -> ScheduleError:
@@ -158,7 +162,8 @@ class Optimizer:
         takes_shapes: True if `update` also takes gradients in the shapes of their parameters, contiguous, so that
             nobody makes 1-D views of them.
 
-    Raises `OptimizerError` for an `init` or `update` that does not take what a step passes.
+    Raises `OptimizerError` for an `init` or `update` that does not take what a step passes, and for an `lr` or a hyper-
+    parameter that is neither a number nor a schedule.
     """
 
     init: Callable[..., dict[str, list[Tensor | None]]]
@@ -176,6 +181,12 @@ class Optimizer:
     takes_shapes: bool = False
 
     def __attrs_post_init__(self) -> None:
+        for name, value in {"lr": self.lr, **self.hyper}.items():
+            if not (_is_scalar(value) or callable(value) or (name == "lr" and value is None)):
+                raise OptimizerError(
+                    f"{self.text}: {name} is not a number", where=name if name == "lr" else f"hyper, {name}",
+                    got=repr(value)[:80], want="a number, a () tensor of one, or a schedule f(t)",
+                )  # fmt: skip
         values = ("values",) if self.hyper or self.members else ()
         _check_signature("init", self.init, ("segments",), ("params",))
         _check_signature("update", self.update, ("grads", "opt", "params"), (*_KEYWORDS, *values))

@@ -77,7 +77,7 @@ def _contract_error(optimizer: Optimizer, name: str, where: str, got: str, want:
 def in_words(value: Any) -> str:
     """Describe a value in an error: a tensor by its shape, dtype and device, a list by its length."""
     if isinstance(value, list | tuple):
-        return f"{len(value)} leaves: " + ", ".join(map(in_words, value[:6]))
+        return f"{len(value)} lea{'f' if len(value) == 1 else 'ves'}: " + ", ".join(map(in_words, value[:6]))
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype} on {value.device}"
     return f"{type(value).__name__} {value!r}"[:60]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
-from fds import random
+from fds import random, tree
 from fds.state import State
 from fds.step.checks import contracts
 from fds.step.topology import Dimensions
@@ -61,8 +60,16 @@ class Call:
 
     @property
     def slots(self) -> Mapping[str, Any]:
-        """`state.slots` as they were before the call, read only; in `after` those of the new state, as far as made."""
-        return MappingProxyType(self._state.slots if self._following is None else self._following)
+        """`state.slots` as they were before the call, read only; in `after` those of the new state, as far as made.
+
+        What writes into one of its dicts raises `ComposeError`; lists in them are copies.
+        """
+        return tree.ReadOnly(self.own_slots, contracts.written_slot)
+
+    @property
+    def own_slots(self) -> Mapping[str, Any]:
+        """The same as they are in the state."""
+        return self._state.slots if self._following is None else self._following
 
     @property
     def key(self) -> Tensor:

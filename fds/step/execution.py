@@ -71,10 +71,11 @@ class Microbatch:
         """
         held = {"params": params, "batch": given}
         if self.views or self.context or setting.maps:  # which are given the call
-            held |= {"slots": dict(setting.record.slots), "step": setting.record.step}
+            held |= {"slots": dict(setting.record.own_slots), "step": setting.record.step}
         with check.intact(self.asked, at, **held), contextlib.ExitStack() as stack:
             if self.views is not None:
-                params, cuts = self.views.seen(params, setting, plain=plain, in_pieces=in_pieces, again=again)
+                with check.intact(self.asked, f"{at}, by views", by="a view", **held):
+                    params, cuts = self.views.seen(params, setting, plain=plain, in_pieces=in_pieces, again=again)
             else:
                 params, cuts = tree.map(materialize, params) if plain else tree.copied(params), {}
             for i, make in enumerate(self.context):
@@ -87,7 +88,7 @@ class Microbatch:
         Return whether the loss checkpoints reentrantly. The first graph tells.
         """
         if self.alone and not total.requires_grad:
-            raise detached(self.loss, "a value without a graph")
+            raise detached(self.loss, "a value without a graph", viewed=self.views is not None)
         if "graph" not in self.asked:
             losses.check_no_originals(total)
             self.asked["graph"] = ["reentrant"] if autodiff.is_reentrant(total) else []

@@ -18,7 +18,7 @@ from fds.step.all_stations import Stations
 from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
 from fds.step.memory import first_slots
-from fds.step.residency import first_opt, settled
+from fds.step.residency import check_apart, first_opt, settled
 from fds.step.structure import Structure, check_finite, check_own, contiguous_copy
 
 
@@ -89,6 +89,11 @@ def beginning(
         name: _of_rank_0(contiguous_copy(step.dimensions.cut(name, b.to(device))), data)
         for name, b in losses.initial_buffers(step.loss).items() if step.dimensions.holds(name)
     }  # fmt: skip
+    if kinds := step.place.residency.kinds:
+        made = parts * ("params" in kinds)
+        made += [x for leaves in opt.values() for x in leaves if x is not None] * ("opt" in kinds)
+        made += [x for name, slot in slots.items() if step.kind_of(f"slots.{name}") in kinds for x in tree.leaves(slot)]
+        check_apart(step.place.residency, made)
     return State(
         step=torch.zeros((), dtype=torch.int64, device=device),
         calls=torch.zeros((), dtype=torch.int64, device="cpu"),

@@ -56,7 +56,8 @@ class Memory:
         if not (isinstance(self.slot, str) and self.slot and "." not in self.slot):
             raise refuse("the name of a slot", self.slot, "a string without dots")
         if not contracts.takes(2)(self.init):
-            raise refuse("what makes its slot", self.init, "init: a function (params, device) -> slot")
+            first = "params" if self.lies == "parameters" else "shapes"
+            raise refuse("a function that makes its slot", self.init, f"init: a function ({first}, device) -> slot")
         if self.lies not in LIES:
             raise refuse("to lie over ranks in a way that a save knows", self.lies, f"lies={among(LIES)}")
         if self.merge not in (None, *MERGES):

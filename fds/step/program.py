@@ -100,7 +100,7 @@ class Step(Stations):
         self.runtime.pool.sweep()
         found = self.gradients(state, structure, parts, batch, scale, call)
         if self.everyone is None:
-            check_used(found.used, losses.name(self.loss))
+            check_used(found.used, losses.name(self.loss), viewed=bool(self.view))
 
         # from the gradient to a decision, the same on every rank
         totals, norm, buffers = self._agree(found, call.calls, batch, notes)

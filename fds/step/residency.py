@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -146,6 +146,18 @@ def made(residency: Residency, x: Tensor, kind: str, device: torch.device | None
     return found.detach()
 
 
+def check_apart(residency: Residency, made: Iterable[Tensor], held: Iterable[Tensor] = ()) -> None:
+    """Raise `ComposeError` where memory that a residency made is that of another leaf, one that it made or `held`."""
+    both = [(x, True) for x in made] + [(x, False) for x in held]
+    places = [(str(x.device), x.data_ptr(), x.nbytes, own) for x, own in both if x.numel() and not x.is_meta]
+    ends: dict[tuple[str, bool], int] = {}
+    for device, start, size, own in sorted(places):
+        if start < max(ends.get((device, True), 0), own * ends.get((device, False), 0)):
+            raise _broken(residency, "make(x, kind)", "memory that another leaf has",
+                          "memory of its own for each leaf, which nobody else holds")  # fmt: skip
+        ends[device, own] = max(ends.get((device, own), 0), start + size)
+
+
 def settled(residency: Residency, x: Tensor, kind: str) -> Tensor:
     """Return a new leaf in the memory where it lives; on `meta` it stays as it is."""
     return x if kind not in residency.kinds or x.is_meta or not x.numel() else made(residency, x, kind).copy_(x)
@@ -163,6 +175,7 @@ class Lives:
     residency: Residency
     num_params: int
     num_opt: int
+    fresh: list[Tensor] = attrs.field(factory=list)  # what was made
 
     def kind(self, i: int) -> str:
         """Return the kind of a leaf."""
@@ -170,7 +183,8 @@ class Lives:
 
     def make(self, i: int, x: Tensor) -> Tensor:
         """Return memory for the new leaf."""
-        return made(self.residency, x, self.kind(i))
+        self.fresh.append(made(self.residency, x, self.kind(i)))
+        return self.fresh[-1]
 
     def copy(self, i: int, x: Tensor) -> Tensor:
         """Return a copy of the leaf where it lives."""

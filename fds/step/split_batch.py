@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from fds import tree
 from fds.microbatches import Microbatches
-from fds.step.batch import Split
+from fds.step.batch import Split, place
 from fds.step.call import Call, seeded
 from fds.step.checks import contracts
 
@@ -49,11 +50,18 @@ def cut(parts: list[Any], split: Split, call: Call) -> list[Any]:
 
 
 def _mapped(batch: Any, maps: tuple[Map, ...], call: Call, part: int) -> Any:
+    if not maps:
+        return batch
     share, _ = call.dimensions.share_of_batch
-    if maps:
-        batch = tree.copied(batch)  # whose containers a map may fill
+    rows, given = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and not x.is_inference()], batch
+    versions = list(map(tree.version_of, rows))
+    batch = tree.copied(batch)  # whose containers a map may fill
     for i, one in enumerate(maps):
         own = call.given_to(one, "batch", i, share, part)
         with seeded(own, [one]):
             batch = contracts.batch(one(batch, own), batch, one)
+        if (now := list(map(tree.version_of, rows))) != versions:
+            changed = {id(x) for x, a, b in zip(rows, now, versions, strict=True) if a != b}
+            written = [place(path) for path, x in tree.paths(given).items() if id(x) in changed]
+            raise contracts.written_rows(one, tree.named(written))
     return batch

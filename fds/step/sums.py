@@ -94,17 +94,18 @@ class InPlace:
         self.leaves, self.wide, self.waiting, self.left = [], {}, [], None
 
 
-def check_used(used: Sequence[bool], where: str) -> None:
+def check_used(used: Sequence[bool], where: str, *, viewed: bool = False) -> None:
     """Raise `LossError` where no trained parameter got a gradient."""
     if used and not any(used):
-        raise detached(where, "a graph that leads to none of them")
+        raise detached(where, "a graph that leads to none of them", viewed=viewed)
 
 
-def detached(where: str, got: str) -> LossError:
-    """Return the error of a loss that does not depend on what is trained."""
+def detached(where: str, got: str, *, viewed: bool = False) -> LossError:
+    """Return the error of a loss that does not depend on what is trained, as far as it or a view says."""
     return LossError(
         "the loss does not depend on the parameters", where=where, got=got, want="a value computed from params",
-        hint="look for .detach(), .item(), torch.no_grad(), or a module called in place of its fds.functional",
+        hint="look for .detach(), .item(), torch.no_grad(), or a module called in place of its fds.functional"
+        + "; in the views of parameters, too" * viewed,
     )  # fmt: skip
 
 

@@ -36,14 +36,28 @@ class Dimension:
     placement: Placement = attrs.field(factory=Placement)
 
     def __attrs_post_init__(self) -> None:
+        if self.axis is not None and not isinstance(self.axis, Axis):
+            raise ComposeError("a dimension has an axis", where="station 'topology'", got=repr(self.axis)[:80],
+                               want="fds.step.Dimension(axis, role, placement), the axis from a mesh: mesh['tp']",
+                               hint="axis and role have changed places" * isinstance(self.axis, str))  # fmt: skip
         if not isinstance(self.placement, Placement):
-            raise ComposeError("a dimension has a placement", where="station 'topology'",
-                               got=repr(self.placement)[:80], want="a fds.step.Placement")  # fmt: skip
+            raise ComposeError(
+                "a dimension has a placement", where="station 'topology'", got=repr(self.placement)[:80],
+                want="an fds.step.Placement",
+                hint="an object of it, not the class" if isinstance(self.placement, type) else "",
+            )  # fmt: skip
         if self.axis is not None and self.axis.size > 1 and self.placement.axis is None:
             raise ComposeError(
                 "a placement does not know its axis", where=f"station 'topology', {self!r}",
                 got=type(self.placement).__name__, want="a Placement whose attribute `axis` is the axis",
             )  # fmt: skip
+        if self.axis is not None and self.placement.axis is not None:
+            own, ranks = self.placement.axis, self.axis.ranks
+            if own.ranks != ranks and not (self.batches and set(own.ranks) <= set(ranks)):  # or slices of some of them
+                raise ComposeError(
+                    "a placement is of another axis than its dimension", where=f"station 'topology', {self!r}",
+                    got=f"{type(self.placement).__name__}.axis: {own.name!r}", want=repr(self.axis.name),
+                )  # fmt: skip
 
     def __repr__(self) -> str:
         ranks = "one process" if self.axis is None else f"{self.axis.name} ({self.axis.size} ranks)"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import compress, islice
+from operator import not_
 from typing import Any
 
 import attrs
@@ -22,7 +23,7 @@ from fds.step.chunks import Column, visit
 from fds.step.donated import KnownMemory, writable
 from fds.step.gradients import Gradients
 from fds.step.pool import Pool
-from fds.step.residency import READ, Lives
+from fds.step.residency import READ, Lives, check_apart
 from fds.step.stations import After, Place
 from fds.step.structure import Structure
 from fds.step.topology import Dimensions
@@ -116,6 +117,10 @@ def new_leaves(place: Place, pool: Pool, state: State, held: StateTensors, after
         how = {"make": lives.make, "copied": lives.is_copied} if place.residency.kinds else {}
         tensors, buffers = pool.copies(old, (structure, *held.devices, *others), **how)
         known = KnownMemory.of(tensors, structure, buffers) if place.donate else None
+        if lives.fresh:
+            fresh = {x.data_ptr() for x in lives.fresh}
+            made = [x.data_ptr() in fresh for x in tensors]
+            check_apart(place.residency, compress(tensors, made), [*compress(tensors, map(not_, made)), *old])
     out = iter(tensors)
     trained = list(islice(out, len(structure.trained)))
     opt = {slot: dict(zip(want.names, out, strict=False)) for slot, want in structure.opt.items()}

@@ -1,6 +1,6 @@
 """Law 11: any placement of any leaves is the plain step bit for bit, and holds the bytes that it states."""
 
-
+import itertools
 import threading
 
 import attrs
@@ -308,6 +308,45 @@ def test_a_residency_that_breaks_its_contract_is_named(tmp_path, methods, where,
     with pytest.raises(ComposeError) as caught:
         step(step.init(problem.params), problem.batch)
     assert f"station 'place', {where} of Mapped" in caught.value.where and want in caught.value.want
+
+
+def one_memory(tmp_path, kinds=("opt",), shift=0):
+    """Return a residency that gives the same memory for all leaves, some elements further each time."""
+    memory, count = torch.zeros(4096), itertools.count()
+
+    def make(x, kind):
+        at = shift * next(count)
+        return memory[at : at + x.numel()].view(x.shape)
+
+    residency = Mapped(tmp_path, kinds)
+    residency.make = make
+    return residency
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("kinds", [("opt",), ("params",), ("slots",)], ids=", ".join)
+def test_memory_that_two_leaves_have_is_refused(tmp_path, kinds, shift):
+    problem = held.layers(5, torch.float32, 0.0, False)
+    step = fds.compose(mapped(one_memory(tmp_path, kinds, shift)), fds.ema(0.9), fds.adamw(0.01))(problem.loss)
+    plain = fds.compose(fds.ema(0.9), fds.adamw(0.01))(problem.loss)
+    state = plain.init(problem.params)
+    fds.save(tmp_path / "run", state, plain)
+    uses = [lambda: step.init(problem.params), lambda: fds.load(tmp_path / "run", step, problem.params),
+            lambda: step(state, problem.batch)]  # fmt: skip
+    for use in uses:
+        with pytest.raises(ComposeError) as caught:
+            use()
+        assert "make(x, kind) of Mapped" in caught.value.where and "memory of its own" in caught.value.want
+
+
+def test_memory_of_the_old_state_is_refused(tmp_path):
+    problem, residency = held.layers(5, torch.float32, 0.0, False), Mapped(tmp_path)
+    step = fds.compose(mapped(residency), fds.sgd(0.01, momentum=0.9))(problem.loss)
+    state = step.init(problem.params)
+    held_there = iter(tree.leaves(state.opt))
+    residency.make = lambda x, kind: next(held_there)
+    with pytest.raises(ComposeError, match="what fills a station did not return"):
+        step(state, problem.batch)
 
 
 def test_ranks_with_other_chunks_are_refused_on_all(tmp_path):

@@ -59,14 +59,14 @@ def given(*names: str) -> Callable[[Any], bool]:
 
 _RESIDES = ('a residency: `kinds`, some of "params", "opt" and "slots"; chunks(structure), make(x, kind), '
             "read(old, device) and write(worked, new); see `fds.step.Residency`")  # fmt: skip
-_KINDS, _METHODS = ("params", "opt", "slots"), {"chunks": 1, "make": 2, "read": 2, "write": 2}
+_KINDS = ("params", "opt", "slots")
+_METHODS = {"chunks": "(structure)", "make": "(x, kind)", "read": "(old, device)", "write": "(worked, new)"}
 
 
-def _places(x: Any) -> bool:
-    """Say whether something has the form of a residency."""
+def _has_kinds(x: Any) -> bool:
+    """Say whether a residency names the kinds of its leaves."""
     kinds = getattr(x, "kinds", None)
-    named = isinstance(kinds, list | tuple | set | frozenset) and set(kinds) <= set(_KINDS)
-    return named and all(takes(n)(getattr(x, name, None)) for name, n in _METHODS.items())
+    return isinstance(kinds, list | tuple | set | frozenset) and set(kinds) <= set(_KINDS)
 
 
 _MERGED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32,
@@ -75,10 +75,10 @@ _EXECUTES = ("agreement", "reads", "draws", "dtypes", "pieces", "train", "agree"
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "topology": (lambda x: isinstance(x, Dimension), "fds.step.Dimension(axis, role, placement)"),
     "batch": (given("batch", "call"), "a function (batch, call) -> batch"),
-    "split": (given("batch"), "a function batch -> list of microbatches"),
+    "split": (given("batch"), "a function (batch) -> list of microbatches"),
     "frozen": (lambda x: isinstance(x, str), "a pattern of parameter names"),
     "view": (given("x", "leaf", "call"), "a function (x, leaf, call) -> tensor, of one parameter"),
-    "context": (given("call"), "a function call -> context manager"),
+    "context": (given("call"), "a function (call) -> context manager"),
     "kernels": (takes(0), "a function () -> context manager"),
     "layer": (given("calls", "call"), "a function (list of LayerCalls, call) -> list of LayerCalls"),
     "scale": (lambda x: _has(x, "scale", "metrics"), "an object with scale(slots, device) and metrics(slots, device)"),
@@ -97,42 +97,91 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }  # fmt: skip
 
 
-_LEGS = {"reduce": 4, "spread": 3, "combine": 2, "gather": 3, "bytes_sent": 4}
-_WORDS = ("reduce(axis, whole, out, kept), spread(axis, own, whole), combine(axis, own), gather(axis, part, whole), "
-          "bytes_sent(leg, numel, dtype, size), keeps: bool and bound: float")  # fmt: skip
+_LEGS = {"reduce": "(axis, whole, out, kept)", "spread": "(axis, own, whole)", "combine": "(axis, own)",
+         "gather": "(axis, part, whole)", "bytes_sent": "(leg, numel, dtype, size)"}  # fmt: skip
 
 
 def form(station: str, value: Any, held: Any) -> None:
     """Raise `ComposeError` for what cannot fill a station; a record, such as is held where nobody fills it, can."""
     kind = type(held)
-    good, want = FORMS.get(station, (lambda x: isinstance(x, kind) or not attrs.has(kind), f"a {kind.__name__}"))
+    record = lambda x: isinstance(x, kind) or not attrs.has(kind)
+    good, want = FORMS.get(station, (record, f"a dict of the fields that it sets, or a {kind.__name__}"))
     if not good(value):
-        raise ComposeError("this cannot fill the station", where=f"station {station!r}", got=written(value)[:120],
-                           want=want)  # fmt: skip
+        got, hint = written(value), "" if station in FORMS else _as_field(station, value, kind)
+        if station == "after" and isinstance(getattr(value, "slot", None), str) and callable(value):
+            got = _signature_of(value, "__call__")
+        raise ComposeError("this cannot fill the station", where=f"station {station!r}", got=got[:120], want=want,
+                           hint=hint)  # fmt: skip
+    if station in ("loss", "eval_loss"):
+        loss(station, value)
+    if station == "topology" and not takes(1)(value.placement.lies):
+        raise _misshapen(station, "", value.placement, "lies", "(name) -> SplitDim, Replicated or Owned")
     for one in attrs.fields(kind) if attrs.has(kind) and isinstance(value, kind) else ():
         field(station, one.name, getattr(value, one.name))
 
 
 def field(station: str, name: str, value: Any) -> None:
     """Raise `ComposeError` for what cannot fill a field of a station."""
-    if (station, name) == ("place", "residency") and not _places(value):
-        raise ComposeError("this cannot fill the station", where=f"station {station!r}, {name}",
-                           got=written(value)[:120], want=_RESIDES)  # fmt: skip
-    if name == "transport" and not _sends(value):
-        raise ComposeError("this cannot fill the station", where=f"station {station!r}, {name}",
-                           got=written(value)[:120], want=f"a subclass of fds.step.Transport, with {_WORDS}",
-                           hint="an object of it, not the class" if isinstance(value, type) else "")  # fmt: skip
+    where, hint = f"station {station!r}, {name}", "an object of it, not the class" if isinstance(value, type) else ""
+    if (station, name) == ("place", "residency"):
+        if hint or not any(hasattr(value, method) for method in _METHODS):
+            raise ComposeError("this cannot fill the station", where=where, got=written(value)[:120], want=_RESIDES,
+                               hint=hint)  # fmt: skip
+        _check_methods(where, value, _METHODS)
+        if not _has_kinds(value):
+            raise ComposeError("this cannot fill the station", where=where, want=_RESIDES,
+                               got=f"kinds: {getattr(value, 'kinds', 'missing')!r}")  # fmt: skip
+    if name == "transport":
+        if not isinstance(value, Transport):
+            legs = ", ".join(f"{leg}{takes_these}" for leg, takes_these in _LEGS.items())
+            raise ComposeError("this cannot fill the station", where=where, got=written(value)[:120], hint=hint,
+                               want=f"a subclass of fds.step.Transport, with {legs}, keeps, bound")  # fmt: skip
+        _check_methods(where, value, _LEGS)
+        for field, kind in (("keeps", bool), ("bound", (int, float))):
+            if not isinstance(found := getattr(value, field), kind):
+                raise ComposeError("this cannot fill the station", where=where, got=f"{field}: {found!r}"[:120],
+                                   want="keeps: bool" if field == "keeps" else "bound: float")  # fmt: skip
 
 
-def _sends(x: Any) -> bool:
-    """Say whether this is a transport whose legs take what they are given."""
-    legs = isinstance(x, Transport) and all(takes(n)(getattr(x, leg)) for leg, n in _LEGS.items())
-    return legs and isinstance(x.keeps, bool) and isinstance(x.bound, int | float)
+def _check_methods(where: str, value: Any, methods: dict[str, str]) -> None:
+    """Raise `ComposeError` where a method is missing, or takes other arguments than these."""
+    for method, takes_these in methods.items():
+        if not takes(takes_these.count(",") + 1)(getattr(value, method, None)):
+            raise ComposeError("a method of this cannot be called as it must", where=where,
+                               got=_signature_of(value, method)[:120], want=f"{method}{takes_these}")  # fmt: skip
+
+
+def _signature_of(value: Any, method: str) -> str:
+    """Return a method as text: its class, its name and its arguments."""
+    own, name = getattr(value, method, None), f"{type(value).__name__}.{method}"
+    if not callable(own):
+        return f"{type(value).__name__} without {method}"
+    try:
+        return f"{name}{inspect.signature(own)}"
+    except (TypeError, ValueError):
+        return name
+
+
+def _as_field(station: str, value: Any, kind: type) -> str:
+    """Return what to write for a value that is one of a record's fields; "" where it is none of them."""
+    guess = {bool: "donate", torch.dtype: "dtype"}.get(type(value), "")
+    if isinstance(value, Transport):
+        guess = "transport"
+    elif any(hasattr(value, method) for method in _METHODS):
+        guess = "residency"
+    fields = [one.name for one in attrs.fields(kind)]
+    text = f"{type(value).__name__}(...)" if repr(value).startswith("<") else repr(value)
+    return f"{station}={{{guess!r}: {text}}}" if guess in fields else f"the fields are {', '.join(fields)}"
+
+
+def _misshapen(station: str, at: str, value: Any, method: str, want: str) -> ComposeError:
+    return ComposeError("a method of this cannot be called as it must", where=f"station {station!r}{at}",
+                        got=_signature_of(value, method)[:120], want=f"{method}{want}")  # fmt: skip
 
 
 def not_sent(found: Any, transport: Transport, leg: str) -> ComposeError:
     """Return the error of a leg of a transport that returned nothing to wait for."""
-    want = f"{leg}(axis, ...) -> Work: what a started collective returns, or a fds.step.Pending(work, then)"
+    want = f"{leg}(axis, ...) -> Work: what a started collective returns, or an fds.step.Pending(work, then)"
     return _broken("gather" if leg == "gather" else "reduce", transport, in_words(found), want)
 
 
@@ -151,6 +200,15 @@ def batch(found: Any, given: Any, one: Any) -> Any:
     if found is None and given is not None:
         raise _broken("batch", one, "None", "the batch")
     return found
+
+
+def written_rows(one: Any, where: str) -> ComposeError:
+    """Return the error of a batch map that writes into the rows that it is given."""
+    return ComposeError(
+        "what fills a station writes over the batch that it is given", where=f"station 'batch', {_called(one)}",
+        got=f"an in-place operation on {where}", want="(batch, call) -> batch, a new one where it differs",
+        hint="look for methods that end in _; what was written stays",
+    )  # fmt: skip
 
 
 def viewed(found: Any, view: Any) -> Tensor:
@@ -199,6 +257,10 @@ def gradients(found: Any, known: Gradients, one: Any) -> Gradients:
     """Return what a gradient map returned, knowing where it lies. Raises `ComposeError` for other leaves."""
     if not isinstance(found, Gradients):
         raise _broken("condition", one, in_words(found), "Gradients(leaves, scale), of as many leaves as it was given")
+    for name, x in (("scale", found.scale), ("norm", found.norm)):
+        if not (x is None or (isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point())):
+            raise _broken("condition", one, f"{name}: {in_words(x)}",
+                          f"{name}: None or a floating-point () tensor, as `grads.{name}` is")  # fmt: skip
     if found.leaves is not known.leaves:
         leaves = _alike("condition", one, found.leaves, known.leaves)
         found = attrs.evolve(found, leaves=[x.contiguous() for x in leaves])
@@ -221,6 +283,15 @@ def overwritten(memory: Any) -> ComposeError:
     """Return the error of a rule that writes into the slot of the old state."""
     return ComposeError("what fills a station writes over the state", where=f"station 'memory', {memory}",
                         got="accept wrote into the slot", want="accept: (slot, noted, call) -> a new slot")  # fmt: skip
+
+
+def written_slot() -> ComposeError:
+    """Return the error of a filler that writes into the slots that a call shows."""
+    return ComposeError(
+        "a filler writes into the slots of a state", where="call.slots", got="an entry that is set or deleted",
+        want="call.slots that is only read", hint="a slot changes by the notes of fillers and its Memory's merge and "
+        "accept, or by a filler of `after`, which is given it",
+    )  # fmt: skip
 
 
 def unnoted(where: str) -> ComposeError:
@@ -279,10 +350,14 @@ def _alike(station: str, one: Any, found: Any, given: Sequence[Tensor], *, dtype
 
 
 def _broken(station: str, one: Any, got: str, want: str) -> ComposeError:
+    return ComposeError("what fills a station did not return what it must",
+                        where=f"station {station!r}, {_called(one)}", got=got[:200], want=want[:200])  # fmt: skip
+
+
+def _called(one: Any) -> str:
+    """Return how to call a filler in a message."""
     text = repr(one)
-    called = getattr(one, "__name__", None) or (type(one).__name__ if text.startswith("<") else text[:60])
-    return ComposeError("what fills a station did not return what it must", where=f"station {station!r}, {called}",
-                        got=got[:200], want=want[:200])  # fmt: skip
+    return getattr(one, "__name__", None) or (type(one).__name__ if text.startswith("<") else text[:60])
 
 
 def written(x: Any) -> str:

@@ -174,7 +174,7 @@ def _check_kind(
 
 
 @contextlib.contextmanager
-def intact(looked: dict[str, list[str]], at: str, **held: Any) -> Iterator[None]:
+def intact(looked: dict[str, list[str]], at: str, *, by: str = "the loss", **held: Any) -> Iterator[None]:
     """Raise `LossError` where what runs inside writes into the tensors of these trees.
 
     Writing through `.data` does not change the version of a tensor, so values are compared the first time that this
@@ -195,8 +195,8 @@ def intact(looked: dict[str, list[str]], at: str, **held: Any) -> Iterator[None]
         changed = {*changed} | {id(x) for x, version in zip(given, versions, strict=True) if x._version != version}
         where = ", ".join(path for path, x in tree.paths(held).items() if id(x) in changed)
         raise LossError(
-            "the loss writes over what it is given", where=where, got="an in-place operation",
-            want="a loss that leaves its arguments as they are",
+            f"{by} writes over what it is given", where=where, got="an in-place operation",
+            want=f"{by.replace('the ', 'a ')} that leaves its arguments as they are",
             hint="look for inplace=True in the first layer, methods that end in _ and .data; what was written stays",
         )  # fmt: skip
 

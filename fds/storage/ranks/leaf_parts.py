@@ -19,7 +19,7 @@ from fds.errors import StorageError
 from fds.layout import Box, Layout, Sharded
 from fds.state import State
 from fds.step import Step
-from fds.step.residency import blank_opt, made
+from fds.step.residency import blank_opt, check_apart, made
 from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.format.tensors import dtype_name
@@ -135,22 +135,27 @@ def blank(step: Step, template: State, device: torch.device) -> State:
     sharded = isinstance(template.params, Sharded)
     shown = attrs.evolve(template, opt={}) if sharded else template
     make = torch.zeros if sharded else torch.empty  # empty: pages are first touched by reading
-    residency = step.place.residency
+    residency, own = step.place.residency, []
 
     def leaf(name: str, x: Tensor) -> Tensor:
         kind = step.kind_of(name) if residency.kinds and device.type != "meta" else None
         if kind is not None and kind in residency.kinds:
             found = made(residency, x, kind, device)
+            own.append(found)
             return found.zero_() if sharded else found
         return make(x.shape, dtype=x.dtype, device="cpu" if name in ON_HOST else device)
 
     state = tree.flatten(shown)[1]([leaf(name, x) for name, x in tree.paths(shown).items()])
     if not sharded:
+        check_apart(residency, own)
         return state
     structure, held = step.structure_of(state.params)
     assert step.optimizer is not None
     flat = [x.view(-1) for x in structure.pick(held)]
     opt = blank_opt(residency, step.optimizer, structure, flat)
+    if "opt" in residency.kinds:
+        own += [x for leaves in opt.values() for x in leaves if x is not None]
+    check_apart(residency, own)
     return attrs.evolve(state, opt=structure.name_slots(opt))
 
 

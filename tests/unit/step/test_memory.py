@@ -80,7 +80,7 @@ zero = lambda params, device: torch.zeros((), device=device)
 REFUSED = {
     "no name": (lambda: Memory("", zero, "named"), "a string"),
     "a path": (lambda: Memory("a.b", zero, "named"), "without dots"),
-    "one argument": (lambda: Memory("a", lambda params: params, "named"), "(params, device) -> slot"),
+    "one argument": (lambda: Memory("a", lambda params: params, "named"), "(shapes, device) -> slot"),
     "elsewhere": (lambda: Memory("a", zero, "sliced"), "'parameters', 'named', 'replicated'"),
     "no memory": (lambda: fds.compose(remembers({"a": zero}), fds.sgd(0.1))(layers()), "Memory(slot, init, lies"),
     "no dict": (lambda: fds.compose(remembers(Memory("a", zero, "named")), fds.sgd(0.1))(layers()).init(layers().init),
