@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fds.errors import ComposeError, LossError
 from fds.loss import Layers, functional, with_buffers
-from fds.step.checks.contracts import takes
+from fds.step.checks.forms import takes
 
 
 def loss_and_params(model: Any, loss: Callable | None) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from fds.collectives import Axis
 from fds.errors import ComposeError, did_you_mean
 from fds.loss import Buffered
 from fds.optim import Optimizer
-from fds.step.checks import contracts
+from fds.step.checks import forms
 from fds.step.memory import Memory
 from fds.step.sharding.kept import SLOT, nothing_kept
 from fds.step.sharding.shard import Shard
@@ -79,7 +79,7 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
     for name, value in itertools.chain(stations.items(), _implied(stations)):
         held = _station(step, name)
         if not isinstance(value, dict) or name in ("memory", "slots"):
-            contracts.form(name, value, held)
+            forms.form(name, value, held)
         if name in ("memory", "slots"):
             made = _memories(value)
             for slot in made:
@@ -150,7 +150,7 @@ def _evolved(name: str, held: Any, value: dict[str, Any]) -> Any:
             want=", ".join(known) or "a value, not a dict", hint=did_you_mean(str(other), known),
         )  # fmt: skip
     for field, one in value.items():
-        contracts.field(name, field, one)
+        forms.field(name, field, one)
     return attrs.evolve(held, **value)
 
 
@@ -186,7 +186,7 @@ class Composition:
             if wrong or not (callable(f) or isinstance(f, Buffered)):
                 raise ComposeError("a composition is applied to a loss", where=role, got=repr(f)[:80],
                                    want=f"{self}(loss_fn)")  # fmt: skip
-            contracts.loss(role, f)
+            forms.loss(role, f)
         step = self.rewrite(Step(loss=loss, eval_loss=loss if eval_fn is None else eval_fn))
         for one in step.after:
             if one.slot in step.memory and step.memory[one.slot].follows:
@@ -256,7 +256,7 @@ def compose(*transforms: Any) -> Composition:
 def _call_of(factory: Any) -> str:
     """Return how to call a factory of transforms or optimizers: `fds.donate()`, `fds.accumulate(...)`."""
     own = factory.__module__.startswith("fds.")
-    bare = hasattr(factory, "is_transform_factory") and contracts.takes(0)(factory)
+    bare = hasattr(factory, "is_transform_factory") and forms.takes(0)(factory)
     return f"{'fds.' if own else ''}{factory.__name__}({'' if bare else '...'})"
 
 
@@ -280,7 +280,7 @@ def _instead(t: Any) -> str:
 
 def _apply(part: Transform, step: Step) -> Step:
     """Apply a transform, which may stand only once unless each use remembers something under a name of its own."""
-    if not contracts.takes(1)(part.apply):
+    if not forms.takes(1)(part.apply):
         raise ComposeError("a transform is made of a function of a step", where=part.text, got=repr(part.apply)[:80],
                            want=_REWRITING)  # fmt: skip
     new = part.apply(step)

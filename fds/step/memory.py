@@ -11,7 +11,7 @@ import torch
 from fds import random, tree
 from fds.errors import ComposeError
 from fds.step.call import Call
-from fds.step.checks import contracts
+from fds.step.checks import contracts, forms
 from fds.step.topology import Dimensions
 
 Lies = Literal["parameters", "named", "replicated", "partial"]
@@ -51,18 +51,18 @@ class Memory:
 
     def __attrs_post_init__(self) -> None:
         refuse = lambda what, got, want: ComposeError(
-            f"a memory needs {what}", where=f"Memory({self.slot!r})", got=contracts.written(got)[:120], want=want)
+            f"a memory needs {what}", where=f"Memory({self.slot!r})", got=forms.written(got)[:120], want=want)
         among = lambda values: ", ".join(map(repr, values))
         if not (isinstance(self.slot, str) and self.slot and "." not in self.slot):
             raise refuse("the name of a slot", self.slot, "a string without dots")
-        if not contracts.takes(2)(self.init):
+        if not forms.takes(2)(self.init):
             first = "params" if self.lies == "parameters" else "shapes"
             raise refuse("a function that makes its slot", self.init, f"init: a function ({first}, device) -> slot")
         if self.lies not in LIES:
             raise refuse("to lie over ranks in a way that a save knows", self.lies, f"lies={among(LIES)}")
         if self.merge not in (None, *MERGES):
             raise refuse("a way to merge what is noted in any order", self.merge, f"merge={among(MERGES)} or None")
-        if self.accept is not None and not contracts.takes(3)(self.accept):
+        if self.accept is not None and not forms.takes(3)(self.accept):
             raise refuse("a rule of one form", self.accept, "accept: a function (slot, noted, call) -> slot")
         if self.lies in ("parameters", "partial") and self.follows:
             raise refuse("entries that every rank has, where it follows what is noted", self.lies,

@@ -1,9 +1,8 @@
-"""The contracts of fillers: errors that name the filler, before what it returned is used."""
+"""What fillers must return: errors that name the filler, before what it returned is used."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,187 +11,23 @@ import torch
 from torch import Tensor
 
 from fds import tree
+from fds.collectives import Work
 from fds.errors import ComposeError
-from fds.loss import Buffered
-from fds.optim import Optimizer
 from fds.optim.returned import in_words
-from fds.step.gradients import Gradients, Measure
+from fds.step.checks.forms import has, written
+from fds.step.gradients import Gradients
 from fds.step.sharding.transport import Transport
-from fds.step.topology import Dimension
-
-
-def takes(number: int) -> Callable[[Any], bool]:
-    """Return a function that says whether its argument can be called with so many arguments."""
-
-    def good(x: Any) -> bool:
-        if not callable(x):
-            return False
-        try:
-            inspect.signature(x).bind(*range(number))
-        except TypeError:
-            return False
-        except ValueError:  # a function that is not written in Python has no signature
-            return True
-        return True
-
-    return good
-
-
-def given(*names: str) -> Callable[[Any], bool]:
-    """Return a function that says whether its argument can be called with these arguments, by position.
-
-    A parameter with a default is meant for something else, which would be replaced, unless it has the argument's name.
-    """
-
-    def good(x: Any) -> bool:
-        if not takes(len(names))(x):
-            return False
-        try:
-            parameters = inspect.signature(x).parameters.values()
-        except ValueError:
-            return True
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        return all(p.default is p.empty or p.name == name for p, name in zip(positional, names, strict=False))
-
-    return good
-
-
-_RESIDES = ('a residency: `kinds`, some of "params", "opt" and "slots"; chunks(structure), make(x, kind), '
-            "read(old, device) and write(worked, new); see `fds.step.Residency`")  # fmt: skip
-_KINDS = ("params", "opt", "slots")
-_METHODS = {"chunks": "(structure)", "make": "(x, kind)", "read": "(old, device)", "write": "(worked, new)"}
-
-
-def _has_kinds(x: Any) -> bool:
-    """Say whether a residency names the kinds of its leaves."""
-    kinds = getattr(x, "kinds", None)
-    return isinstance(kinds, list | tuple | set | frozenset) and set(kinds) <= set(_KINDS)
-
 
 _MERGED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32,
            torch.int64}  # fmt: skip
-_EXECUTES = ("agreement", "reads", "draws", "dtypes", "pieces", "train", "agree", "evaluate")
-FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "topology": (lambda x: isinstance(x, Dimension), "fds.step.Dimension(axis, role, placement)"),
-    "batch": (given("batch", "call"), "a function (batch, call) -> batch"),
-    "split": (given("batch"), "a function (batch) -> list of microbatches"),
-    "frozen": (lambda x: isinstance(x, str), "a pattern of parameter names"),
-    "view": (given("x", "leaf", "call"), "a function (x, leaf, call) -> tensor, of one parameter"),
-    "context": (given("call"), "a function (call) -> context manager"),
-    "kernels": (takes(0), "a function () -> context manager"),
-    "layer": (given("calls", "call"), "a function (list of LayerCalls, call) -> list of LayerCalls"),
-    "scale": (lambda x: _has(x, "scale", "metrics"), "an object with scale(slots, device) and metrics(slots, device)"),
-    "measure": (lambda x: isinstance(x, Measure), "fds.step.Measure(norm=True)"),
-    "condition": (given("gradients", "call"), "a function (Gradients, call) -> Gradients"),
-    "execute": (lambda x: hasattr(x, "together") and _has(x, *_EXECUTES), "an executor, as `fds.step.InTurn` is one"),
-    "optimizer": (lambda x: isinstance(x, Optimizer), "an fds.Optimizer"),
-    "commit": (given("slots", "skip"), "a function (slots, skip) -> slots"),
-    "after": (lambda x: given("slot", "params", "skip", "call")(x) and isinstance(getattr(x, "slot", None), str),
-              "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name"),
-    "memory": (lambda x: hasattr(x, "slot") and hasattr(x, "lies"),
-               "fds.step.Memory(slot, init, lies, merge=None, accept=None), "
-               "lies='parameters', 'named', 'replicated', 'partial'"),
-    "slots": (lambda x: isinstance(x, dict) and all(map(takes(2), x.values())),
-              "a dict: name -> function (params, device) -> slot"),
-}  # fmt: skip
 
 
-_LEGS = {"reduce": "(axis, whole, out, kept)", "spread": "(axis, own, whole)", "combine": "(axis, own)",
-         "gather": "(axis, part, whole)", "bytes_sent": "(leg, numel, dtype, size)"}  # fmt: skip
-
-
-def form(station: str, value: Any, held: Any) -> None:
-    """Raise `ComposeError` for what cannot fill a station; a record, such as is held where nobody fills it, can."""
-    kind = type(held)
-    record = lambda x: isinstance(x, kind) or not attrs.has(kind)
-    good, want = FORMS.get(station, (record, f"a dict of the fields that it sets, or a {kind.__name__}"))
-    if not good(value):
-        got, hint = written(value), "" if station in FORMS else _as_field(station, value, kind)
-        if station == "after" and isinstance(getattr(value, "slot", None), str) and callable(value):
-            got = _signature_of(value, "__call__")
-        raise ComposeError("this cannot fill the station", where=f"station {station!r}", got=got[:120], want=want,
-                           hint=hint)  # fmt: skip
-    if station in ("loss", "eval_loss"):
-        loss(station, value)
-    if station == "topology" and not takes(1)(value.placement.lies):
-        raise _misshapen(station, "", value.placement, "lies", "(name) -> SplitDim, Replicated or Owned")
-    for one in attrs.fields(kind) if attrs.has(kind) and isinstance(value, kind) else ():
-        field(station, one.name, getattr(value, one.name))
-
-
-def field(station: str, name: str, value: Any) -> None:
-    """Raise `ComposeError` for what cannot fill a field of a station."""
-    where, hint = f"station {station!r}, {name}", "an object of it, not the class" if isinstance(value, type) else ""
-    if (station, name) == ("place", "residency"):
-        if hint or not any(hasattr(value, method) for method in _METHODS):
-            raise ComposeError("this cannot fill the station", where=where, got=written(value)[:120], want=_RESIDES,
-                               hint=hint)  # fmt: skip
-        _check_methods(where, value, _METHODS)
-        if not _has_kinds(value):
-            raise ComposeError("this cannot fill the station", where=where, want=_RESIDES,
-                               got=f"kinds: {getattr(value, 'kinds', 'missing')!r}")  # fmt: skip
-    if name == "transport":
-        if not isinstance(value, Transport):
-            legs = ", ".join(f"{leg}{takes_these}" for leg, takes_these in _LEGS.items())
-            raise ComposeError("this cannot fill the station", where=where, got=written(value)[:120], hint=hint,
-                               want=f"a subclass of fds.step.Transport, with {legs}, keeps, bound")  # fmt: skip
-        _check_methods(where, value, _LEGS)
-        for field, kind in (("keeps", bool), ("bound", (int, float))):
-            if not isinstance(found := getattr(value, field), kind):
-                raise ComposeError("this cannot fill the station", where=where, got=f"{field}: {found!r}"[:120],
-                                   want="keeps: bool" if field == "keeps" else "bound: float")  # fmt: skip
-
-
-def _check_methods(where: str, value: Any, methods: dict[str, str]) -> None:
-    """Raise `ComposeError` where a method is missing, or takes other arguments than these."""
-    for method, takes_these in methods.items():
-        if not takes(takes_these.count(",") + 1)(getattr(value, method, None)):
-            raise ComposeError("a method of this cannot be called as it must", where=where,
-                               got=_signature_of(value, method)[:120], want=f"{method}{takes_these}")  # fmt: skip
-
-
-def _signature_of(value: Any, method: str) -> str:
-    """Return a method as text: its class, its name and its arguments."""
-    own, name = getattr(value, method, None), f"{type(value).__name__}.{method}"
-    if not callable(own):
-        return f"{type(value).__name__} without {method}"
-    try:
-        return f"{name}{inspect.signature(own)}"
-    except (TypeError, ValueError):
-        return name
-
-
-def _as_field(station: str, value: Any, kind: type) -> str:
-    """Return what to write for a value that is one of a record's fields; "" where it is none of them."""
-    guess = {bool: "donate", torch.dtype: "dtype"}.get(type(value), "")
-    if isinstance(value, Transport):
-        guess = "transport"
-    elif any(hasattr(value, method) for method in _METHODS):
-        guess = "residency"
-    fields = [one.name for one in attrs.fields(kind)]
-    text = f"{type(value).__name__}(...)" if repr(value).startswith("<") else repr(value)
-    return f"{station}={{{guess!r}: {text}}}" if guess in fields else f"the fields are {', '.join(fields)}"
-
-
-def _misshapen(station: str, at: str, value: Any, method: str, want: str) -> ComposeError:
-    return ComposeError("a method of this cannot be called as it must", where=f"station {station!r}{at}",
-                        got=_signature_of(value, method)[:120], want=f"{method}{want}")  # fmt: skip
-
-
-def not_sent(found: Any, transport: Transport, leg: str) -> ComposeError:
-    """Return the error of a leg of a transport that returned nothing to wait for."""
-    want = f"{leg}(axis, ...) -> Work: what a started collective returns, or an fds.step.Pending(work, then)"
-    return _broken("gather" if leg == "gather" else "reduce", transport, in_words(found), want)
-
-
-def loss(role: str, function: Any) -> None:
-    """Raise `ComposeError` for a loss of other arguments than it is called with."""
-    words, inner = ["params", "batch"], function
-    if isinstance(function, Buffered):
-        words, inner = [*words, "buffers"], function.loss_fn
-    if not takes(len(words))(inner):
-        raise ComposeError("a loss takes other arguments", where=role, got=written(inner)[:120],
-                           want=f"a function of ({', '.join(words)})")  # fmt: skip
+def sent(found: Any, transport: Transport, leg: str) -> Work:
+    """Return what a leg of a transport returned. Raises `ComposeError` for nothing to wait for."""
+    if not hasattr(found, "wait"):
+        want = f"{leg}(axis, ...) -> Work: what a started collective returns, or an fds.step.Pending(work, then)"
+        raise _broken("gather" if leg == "gather" else "reduce", transport, in_words(found), want)
+    return found
 
 
 def batch(found: Any, given: Any, one: Any) -> Any:
@@ -322,7 +157,7 @@ def microbatches(found: Any, split: Any) -> list[Any]:
 
 def context(found: Any, make: Any, station: str = "context") -> AbstractContextManager:
     """Return the context that a filler made. Raises `ComposeError` where it is none."""
-    if not _has(type(found), "__enter__", "__exit__"):
+    if not has(type(found), "__enter__", "__exit__"):
         raise _broken(station, make, in_words(found), "a context manager")
     return found
 
@@ -358,14 +193,3 @@ def _called(one: Any) -> str:
     """Return how to call a filler in a message."""
     text = repr(one)
     return getattr(one, "__name__", None) or (type(one).__name__ if text.startswith("<") else text[:60])
-
-
-def written(x: Any) -> str:
-    """Return a filler as text; of a function its name and arguments, whatever its address is."""
-    if not inspect.isfunction(x):
-        return repr(x)
-    return f"{x.__name__}{inspect.signature(x)}"
-
-
-def _has(x: Any, *names: str) -> bool:
-    return all(callable(getattr(x, name, None)) for name in names)

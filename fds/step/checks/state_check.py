@@ -17,7 +17,7 @@ from fds.errors import FdsError, LossError, StateError
 from fds.loss import Layers
 from fds.loss.compiled import untraced
 from fds.state import State
-from fds.step.checks.contracts import takes
+from fds.step.checks.forms import takes
 from fds.step.structure import Slot, Structure
 
 P = ParamSpec("P")

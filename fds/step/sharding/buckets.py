@@ -266,9 +266,7 @@ class Bucketed:
         if self.order is not None and i not in self.slices and sent.dtype == self.dtypes[i]:
             own = self.pool.take(bucket.length, sent.dtype, self.device)  # the first sum is where others are added
         kept = None if self.kept is None else self.kept.bucket(i, bucket)
-        work = self.transport.reduce(shard.axis, sent, own, kept)
-        if not hasattr(work, "wait"):
-            raise contracts.not_sent(work, self.transport, "reduce")
+        work = contracts.sent(self.transport.reduce(shard.axis, sent, own, kept), self.transport, "reduce")
         self.flying[i] = Flight(held, sent, own, work)
         while len(self.flying) > 1:
             self._land(next(iter(self.flying)))
@@ -285,9 +283,7 @@ class Bucketed:
         own, sent = flight.own, flight.sent
         if not self.shard.slices_state:
             self._over_replicas(own)
-            gathered = self.transport.spread(self.shard.axis, own, sent)
-            if not hasattr(gathered, "wait"):
-                raise contracts.not_sent(gathered, self.transport, "spread")
+            gathered = contracts.sent(self.transport.spread(self.shard.axis, own, sent), self.transport, "spread")
             self._spread()
             self.gathering.append((flight, gathered))
             self.whole[i] = flight.held.views
@@ -305,10 +301,7 @@ class Bucketed:
     def _over_replicas(self, own: Tensor) -> None:
         """Add up a slice over its replicas; outside of `order`, which their ranks do not share."""
         if self.shard.replicate is not None:
-            work = self.transport.combine(self.shard.replicate, own)
-            if not hasattr(work, "wait"):
-                raise contracts.not_sent(work, self.transport, "combine")
-            work.wait()
+            contracts.sent(self.transport.combine(self.shard.replicate, own), self.transport, "combine").wait()
 
     def _spread(self) -> None:
         """Let the bucket that is being gathered arrive."""

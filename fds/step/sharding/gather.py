@@ -34,9 +34,7 @@ class Gather:
             dtype = self.dtype_of(bucket.leaves[0].name, part.dtype)
             flat, views, _ = pool.take_bucket(bucket, dtype, part.device)
             taken.append(views)
-            works.append(work := self.transport.gather(shard.axis, part, flat))
-            if not hasattr(work, "wait"):
-                raise contracts.not_sent(work, self.transport, "gather")
+            works.append(contracts.sent(self.transport.gather(shard.axis, part, flat), self.transport, "gather"))
         for work in works:
             work.wait()
         return structure.layout.collect(taken)
@@ -45,10 +43,7 @@ class Gather:
         """Begin to gather a bucket from the slices of all ranks; return its memory (numel,) and the work."""
         dtype = self.dtype_of(bucket.leaves[0].name, part.dtype)
         flat = pool.take(bucket.numel, dtype, part.device)
-        work = self.transport.gather(axis, part, flat)
-        if not hasattr(work, "wait"):
-            raise contracts.not_sent(work, self.transport, "gather")
-        return flat, work
+        return flat, contracts.sent(self.transport.gather(axis, part, flat), self.transport, "gather")
 
     def passing(self, layout: Layout, shard: Shard) -> dict[int, int]:
         """Return the buckets that stage 3 does not keep whole for the length of a step, with their bytes if whole.
