@@ -9,7 +9,7 @@ PEERS := .venv-peers/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-peers test-inductor laws faults fuzz-config lint bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels gallery golden clean
+.PHONY: help setup train test test-peers test-inductor laws faults fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels gallery golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -38,9 +38,14 @@ faults: $(READY)  ## kill saves and ranks, fail every write, tamper with files: 
 fuzz-config: $(PEERS)  ## train by 500 random configurations beside DeepSpeed (needs .venv-peers, large; some twenty minutes)
 	@.venv-peers/bin/python -m tests.fuzzing $(ARGS)
 
-lint: $(READY)  ## ruff and pyright
+lint: $(READY)  ## ruff, its formatter, and pyright
 	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check --quiet || { echo 'fds: make format lays it out'; exit 1; }
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+format: $(READY)  ## lay out the code as ruff does
+	@$(BIN)/ruff check --fix --quiet || true
+	@$(BIN)/ruff format --quiet
 
 bench-plain: $(READY)  ## time the plain step beside a hand-written loop
 	@$(BIN)/python benchmarks/plain.py $(ARGS)

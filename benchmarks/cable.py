@@ -53,15 +53,42 @@ def joined(rate: str) -> Iterator[list[Node]]:
     try:
         for node in nodes:
             _run("ip", "netns", "add", node.namespace)
-        _run("ip", "link", "add", first.interface, "netns", first.namespace, "type", "veth",
-             "peer", "name", second.interface, "netns", second.namespace)  # fmt: skip
+        _run(
+            "ip",
+            "link",
+            "add",
+            first.interface,
+            "netns",
+            first.namespace,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            second.interface,
+            "netns",
+            second.namespace,
+        )
         for i, node in enumerate(nodes, start=1):
             inside = ("ip", "netns", "exec", node.namespace)
             _run(*inside, "ip", "addr", "add", f"10.77.0.{i}/24", "dev", node.interface)
             for interface in (node.interface, "lo"):
                 _run(*inside, "ip", "link", "set", interface, "up")
-            _run(*inside, "tc", "qdisc", "add", "dev", node.interface, "root", "tbf",
-                 "rate", rate, "burst", "512kb", "latency", "100ms")  # fmt: skip
+            _run(
+                *inside,
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                node.interface,
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "512kb",
+                "latency",
+                "100ms",
+            )
         yield nodes
     finally:
         for node in nodes:

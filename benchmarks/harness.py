@@ -116,9 +116,16 @@ class Comparison:
 
 
 def compare(
-    rows: Sequence[Row], *, device: torch.device | None = None, pairs: int = 20, most: int = 200, width: float = 0.01,
-    warm_up: int = 3, calls: int = 1, progress: Callable[[str], None] = lambda text: None,
-) -> Comparison:  # fmt: skip
+    rows: Sequence[Row],
+    *,
+    device: torch.device | None = None,
+    pairs: int = 20,
+    most: int = 200,
+    width: float = 0.01,
+    warm_up: int = 3,
+    calls: int = 1,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Comparison:
     """Check that contenders agree, measure their memory, then time them in alternating pairs.
 
     Args:
@@ -163,10 +170,16 @@ def agreement(one: Contender, other: Contender, *, calls: int = 5) -> str:
 
 
 def timed(
-    duels: Sequence[tuple[Contender, Contender]], *, device: torch.device | None = None, pairs: int = 20,
-    most: int = 200, width: float = 0.01, warm_up: int = 3, calls: int = 1,
+    duels: Sequence[tuple[Contender, Contender]],
+    *,
+    device: torch.device | None = None,
+    pairs: int = 20,
+    most: int = 200,
+    width: float = 0.01,
+    warm_up: int = 3,
+    calls: int = 1,
     progress: Callable[[str], None] = lambda text: None,
-) -> list[Series]:  # fmt: skip
+) -> list[Series]:
     """Return the times of each duel, in alternating pairs; arguments as in `compare`."""
     device = device or torch.device("cpu")
     times: list[list[tuple[float, float]]] = [[] for _ in duels]
@@ -192,8 +205,9 @@ def timed(
         series = [Series(*zip(*kept, strict=True)) for kept in times]
         intervals = [s.interval() for s in series]
         widest = max(high - low for low, high in intervals)
-        progress(f"{len(times[0])} pairs, widest interval {widest:.4f}, ratios "
-                 + " ".join(f"{s.ratio:.4f}" for s in series))  # fmt: skip
+        progress(
+            f"{len(times[0])} pairs, widest interval {widest:.4f}, ratios " + " ".join(f"{s.ratio:.4f}" for s in series)
+        )
         if len(times[0]) >= most or (len(times[0]) >= pairs and widest <= width):
             return series
         del made, calls_of, call, other

@@ -8,8 +8,6 @@ Claims: donated at most 1.3 of the loop's time, pure at most 1.5, stages 0 to 3 
 over 8 microbatches at most 1.3.
 """
 
-
-
 from __future__ import annotations
 
 import argparse
@@ -145,9 +143,15 @@ def llama() -> tuple[nn.Module, Tensor, Callable[[object], Tensor]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=300, num_attention_heads=2,
-        num_key_value_heads=2, use_cache=False, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=300,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        use_cache=False,
+        attn_implementation="eager",
+    )
     return LlamaForCausalLM(config), torch.randint(0, 32, (8, 4)), lambda out: out.logits.pow(2).mean()
 
 

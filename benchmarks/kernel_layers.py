@@ -15,8 +15,20 @@ from fds.nn import TransformerConfig, TransformerLayer, from_bert
 
 EPS = 1e-12
 # in this order everywhere, so that results can be compared
-TRAINED = ["inter_w", "inter_b", "output_w", "output_b", "norm_w", "norm_b", "attn_nw", "attn_nb", "attn_ow", "attn_ob",
-           "attn_qkvw", "attn_qkvb"]  # fmt: skip
+TRAINED = [
+    "inter_w",
+    "inter_b",
+    "output_w",
+    "output_b",
+    "norm_w",
+    "norm_b",
+    "attn_nw",
+    "attn_nb",
+    "attn_ow",
+    "attn_ob",
+    "attn_qkvw",
+    "attn_qkvb",
+]
 COMPARED = 2 + 6  # the output, the input's gradient, and those of the first six, which Hugging Face's layer has too
 
 
@@ -48,9 +60,15 @@ class Plain(nn.Module):
 def layers(setting: Setting, *, hidden: int, heads: int, dropout: float) -> tuple[list[Way], Way]:
     """Return the layer in every way there is here, and the one to compare with, in float32."""
     make = lambda **options: TransformerConfig(
-        hidden_size=hidden, heads=heads, attn_dropout_ratio=dropout, hidden_dropout_ratio=dropout,
-        adjust_init_range=False, pre_layer_norm=False, activation="gelu_erf", **options,
-    )  # fmt: skip
+        hidden_size=hidden,
+        heads=heads,
+        attn_dropout_ratio=dropout,
+        hidden_dropout_ratio=dropout,
+        adjust_init_range=False,
+        pre_layer_norm=False,
+        activation="gelu_erf",
+        **options,
+    )
     torch.manual_seed(0)
     first, bert = TransformerLayer(make()), hugging_face(hidden, heads, dropout)
     if bert is not None:
@@ -86,9 +104,13 @@ def hugging_face(hidden: int, heads: int, dropout: float) -> nn.Module | None:
     except ImportError:
         return None
     config = BertConfig(
-        hidden_size=hidden, num_attention_heads=heads, intermediate_size=4 * hidden, layer_norm_eps=EPS,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        intermediate_size=4 * hidden,
+        layer_norm_eps=EPS,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
     config._attn_implementation = "eager"
     return BertLayer(config)
 

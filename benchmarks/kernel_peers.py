@@ -45,15 +45,23 @@ LIGER = "liger_kernel.transformers.functional"
 KNOWN: dict[str, tuple[tuple[str, str, str, Callable], ...]] = {
     "layer_norm": (
         ("Liger", LIGER, "liger_layer_norm", _normal),
-        ("apex", "apex.normalization.fused_layer_norm", "fused_layer_norm_affine",
-         lambda f: lambda x, weight, bias: f(x, weight, bias, tuple(weight.shape), EPS)),
+        (
+            "apex",
+            "apex.normalization.fused_layer_norm",
+            "fused_layer_norm_affine",
+            lambda f: lambda x, weight, bias: f(x, weight, bias, tuple(weight.shape), EPS),
+        ),
     ),
     "rms_norm": (
         ("Liger", LIGER, "liger_rms_norm", lambda f: lambda x, weight: f(x, weight, EPS, in_place=False)),
         ("quack", "quack", "rmsnorm", lambda f: lambda x, weight: f(x, weight, eps=EPS)),
-        ("apex", "apex.normalization.fused_layer_norm", "fused_rms_norm_affine",
-         lambda f: lambda x, weight: f(x, weight, tuple(weight.shape), EPS)),
+        (
+            "apex",
+            "apex.normalization.fused_layer_norm",
+            "fused_rms_norm_affine",
+            lambda f: lambda x, weight: f(x, weight, tuple(weight.shape), EPS),
+        ),
     ),
     "linear_cross_entropy": (("Liger", LIGER, "liger_fused_linear_cross_entropy", _linear_loss),),
     "flash_attention": (("flash-attn", "flash_attn", "flash_attn_func", _flash),),
-}  # fmt: skip
+}

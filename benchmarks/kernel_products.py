@@ -25,6 +25,7 @@ PHASES = ("forward", "backward", "both")
 
 def padding(b: int, s: int):
     """Return what draws a mask to be added, (b, 1, 1, s): the last tokens of each row are padding."""
+
     def draw(g: torch.Generator) -> Tensor:
         lengths = torch.randint(s // 2, s + 1, (b, 1), generator=g, device=g.device)
         hidden = torch.arange(s, device=g.device) >= lengths
@@ -49,6 +50,7 @@ def softmaxes(setting: Setting) -> Iterator[Work]:
 
 def targets(n: int, vocabulary: int):
     """Return what draws targets, one in ten of them ignored."""
+
     def draw(g: torch.Generator) -> Tensor:
         drawn = torch.randint(vocabulary, (n,), generator=g, device=g.device)
         return drawn.masked_fill(torch.rand(n, generator=g, device=g.device) < 0.1, -100)
@@ -80,8 +82,9 @@ def losses(setting: Setting) -> Iterator[Work]:
         scaled = lambda g, v=v: (torch.randn(v, h, generator=g, device=g.device) * h**-0.5).to(BF16).requires_grad_()
         given = together(hidden=drawn(n, h, dtype=BF16), weight=scaled, targets=targets(n, v))
         oracle = Way("oracle", lambda hidden, weight, targets: F.cross_entropy(hidden @ weight.t(), targets))
-        yield Work("linear_cross_entropy", words(n, h, v), "both", given, ways, oracle, goals=goals,
-                   oracle_dtype=torch.float32)  # fmt: skip
+        yield Work(
+            "linear_cross_entropy", words(n, h, v), "both", given, ways, oracle, goals=goals, oracle_dtype=torch.float32
+        )
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, p: float = 0.0) -> Tensor:
@@ -98,11 +101,22 @@ def attentions(setting: Setting) -> Iterator[Work]:
     qkv = {name: drawn(b, heads, s, d, dtype=BF16) for name in "qkv"}
     sdpa = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
     ours = lambda **x: flash_attention(**x, causal=True)
-    ways = [Way("fds", ours), Way("torch eager", eager_attention), Way("torch SDPA", sdpa),
-            *peers(setting, "flash_attention")]  # fmt: skip
+    ways = [
+        Way("fds", ours),
+        Way("torch eager", eager_attention),
+        Way("torch SDPA", sdpa),
+        *peers(setting, "flash_attention"),
+    ]
     for phase in PHASES:
-        yield Work("flash_attention, causal", words(b, heads, s, d), phase, together(**qkv), ways, ways[1],
-                   oracle_dtype=torch.float32)  # fmt: skip
+        yield Work(
+            "flash_attention, causal",
+            words(b, heads, s, d),
+            phase,
+            together(**qkv),
+            ways,
+            ways[1],
+            oracle_dtype=torch.float32,
+        )
     b, heads, s, d = (1, 2, 16, 16) if setting.tiny else (16, 16, 512, 64)
     qkv = {name: drawn(b, heads, s, d, dtype=BF16) for name in "qkv"}
     ours = lambda mask, **x: flash_attention(**x, bias=mask, seed=1)
@@ -110,8 +124,16 @@ def attentions(setting: Setting) -> Iterator[Work]:
     ways = ways_beside(setting, ours, eager_attention, Way("torch SDPA", sdpa))
     given = together(**qkv, mask=padding(b, s))
     for phase in PHASES:
-        yield Work("flash_attention, mask and dropout", words(b, heads, s, d), phase, given, ways, ways[1],
-                   dropout=DROPOUT, oracle_dtype=torch.float32)  # fmt: skip
+        yield Work(
+            "flash_attention, mask and dropout",
+            words(b, heads, s, d),
+            phase,
+            given,
+            ways,
+            ways[1],
+            dropout=DROPOUT,
+            oracle_dtype=torch.float32,
+        )
 
 
 def transformer_layers(setting: Setting) -> Iterator[Work]:
@@ -121,5 +143,15 @@ def transformer_layers(setting: Setting) -> Iterator[Work]:
         hidden, heads = (16, 2) if setting.tiny else (1024, 16)
         given = together(x=drawn(b, s, hidden, dtype=BF16), mask=padding(b, s))
         ways, oracle = layers(setting, hidden=hidden, heads=heads, dropout=DROPOUT)
-        yield Work("TransformerLayer", words(b, s, hidden), "both", given, ways, oracle, goals=goals,
-                   dropout=DROPOUT, hide_launches=False, oracle_dtype=torch.float32)  # fmt: skip
+        yield Work(
+            "TransformerLayer",
+            words(b, s, hidden),
+            "both",
+            given,
+            ways,
+            oracle,
+            goals=goals,
+            dropout=DROPOUT,
+            hide_launches=False,
+            oracle_dtype=torch.float32,
+        )

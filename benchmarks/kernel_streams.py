@@ -59,11 +59,21 @@ def updates(setting: Setting) -> Iterator[Work]:
     goals = Goals(COPY_FORWARD, {"torch fused": 1.0})
     for text, more, each in (("float32 gradients", full, 28), ("bfloat16 gradients and copy", low, 28)):
         ways = [
-            Way("fds", lambda count, **rest: adamw(**rest, **HYPER)), Way("torch eager", plain_adamw),
-            Way("torch fused", fused_adamw), Way("torch.compile", setting.compiled(plain_adamw)),
-        ]  # fmt: skip
-        yield Work("adamw", f"{n} in float32, {text}", "update", together(**state, **positive, **more, **scalars), ways,
-                   ways[1], n * each, goals)  # fmt: skip
+            Way("fds", lambda count, **rest: adamw(**rest, **HYPER)),
+            Way("torch eager", plain_adamw),
+            Way("torch fused", fused_adamw),
+            Way("torch.compile", setting.compiled(plain_adamw)),
+        ]
+        yield Work(
+            "adamw",
+            f"{n} in float32, {text}",
+            "update",
+            together(**state, **positive, **more, **scalars),
+            ways,
+            ways[1],
+            n * each,
+            goals,
+        )
     given = together(**state, **low, lr=scalars["lr"])
     few = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
     with_few = lambda f: lambda **x: f(**x, **few)
@@ -76,9 +86,14 @@ def updates(setting: Setting) -> Iterator[Work]:
 
 
 def plain_adamw(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, count: Tensor, out: Tensor | None = None,
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    count: Tensor,
+    out: Tensor | None = None,
     **_: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Update as the paper says, in torch's operators."""
     beta1, beta2 = HYPER["beta1"], HYPER["beta2"]
     g = grad.to(param.dtype)
@@ -91,14 +106,30 @@ def plain_adamw(
 
 
 def fused_adamw(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, count: Tensor, out: Tensor | None = None,
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    count: Tensor,
+    out: Tensor | None = None,
     **_: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Update as `torch.optim.AdamW(fused=True)` does, without what it does in Python before."""
     torch._fused_adamw_(
-        [param], [grad.to(param.dtype)], [exp_avg], [exp_avg_sq], [], [count], lr=LR, beta1=HYPER["beta1"],
-        beta2=HYPER["beta2"], weight_decay=HYPER["weight_decay"], eps=HYPER["eps"], amsgrad=False, maximize=False,
-    )  # fmt: skip
+        [param],
+        [grad.to(param.dtype)],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [count],
+        lr=LR,
+        beta1=HYPER["beta1"],
+        beta2=HYPER["beta2"],
+        weight_decay=HYPER["weight_decay"],
+        eps=HYPER["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
     if out is not None:
         out.copy_(param)
 
@@ -152,17 +183,25 @@ def columns(setting: Setting) -> Iterator[Work]:
 
 
 def phases(
-    family: str, rows: int, columns: int, inputs: Callable, ways: list[Way], tensors: tuple[int, int], *,
-    goals: tuple[float | None, float | None] = (COPY_FORWARD, COPY_BACKWARD), compiled: float | None = None,
+    family: str,
+    rows: int,
+    columns: int,
+    inputs: Callable,
+    ways: list[Way],
+    tensors: tuple[int, int],
+    *,
+    goals: tuple[float | None, float | None] = (COPY_FORWARD, COPY_BACKWARD),
+    compiled: float | None = None,
     dropout: float = 0.0,
-) -> Iterator[Work]:  # fmt: skip
+) -> Iterator[Work]:
     """Yield forward and backward of what reads and writes so many whole tensors in the two.
 
     Where something is claimed beside torch.compile, it is of both together.
     """
     each = rows * columns * BF16.itemsize
-    forward = Work(family, words(rows, columns), "forward", inputs, ways, ways[1], tensors[0] * each, Goals(goals[0]),
-                   dropout)  # fmt: skip
+    forward = Work(
+        family, words(rows, columns), "forward", inputs, ways, ways[1], tensors[0] * each, Goals(goals[0]), dropout
+    )
     yield forward
     yield attrs.evolve(forward, phase="backward", moved_bytes=tensors[1] * each, goals=Goals(goals[1]))
     if compiled is not None:

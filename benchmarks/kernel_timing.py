@@ -102,8 +102,13 @@ class Clock:
             for name in list(ready)[:: -1 if turn % 2 else 1]:
                 seconds[name].append(self.seconds(ready[name], calls[name], waits[name]))
         host_us = {name: 1e6 * s for name, s in host.items()}
-        return Timed(work, {name: tuple(s) for name, s in seconds.items()}, peaks,
-                     {name: text for name, text in failed.items() if text}, host_us)  # fmt: skip
+        return Timed(
+            work,
+            {name: tuple(s) for name, s in seconds.items()},
+            peaks,
+            {name: text for name, text in failed.items() if text},
+            host_us,
+        )
 
     def _sets(self, work: Work) -> int:
         if not work.moved_bytes:

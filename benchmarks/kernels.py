@@ -163,8 +163,20 @@ def tables_of(timed: list[Timed], missing: list[str]) -> list[Rows]:
             peak = "" if name == COPY else f"{one.peak_bytes[name] / 2**20:.0f}"
             host = "" if name == COPY else f"{one.host_us[name]:.0f}"
             shown = f"{name} (A/A)" if name.endswith(AGAIN) else name
-            rows.append([one.work.name, one.work.size, shown, f"{ms:.4g}", f"{beside_ms:.4g}", f"{series.ratio:.3f}",
-                         f"{low:.3f} to {high:.3f}", fraction, peak, host])  # fmt: skip
+            rows.append(
+                [
+                    one.work.name,
+                    one.work.size,
+                    shown,
+                    f"{ms:.4g}",
+                    f"{beside_ms:.4g}",
+                    f"{series.ratio:.3f}",
+                    f"{low:.3f} to {high:.3f}",
+                    fraction,
+                    peak,
+                    host,
+                ]
+            )
     header = ["contender", "size", "other", "ms", "its ms", "ratio", "95% interval", "of copy", "peak MiB", "host us"]
     title = "Time of fds's kernel, and of the other (a copy: of the bytes that must move); memory and host of the other"
     tables: list[Rows] = [(title, header, rows)]
@@ -192,7 +204,7 @@ def facts(timed: list[Timed]) -> dict[str, str]:
         "with dropout fds's against its reference in plain torch",
         "layer": "eager is plain torch" if hugging_face(16, 2, 0.0) is None else "eager is Hugging Face's BertLayer",
         "triton": language.triton.__version__,
-    }  # fmt: skip
+    }
 
 
 def parse() -> argparse.Namespace:

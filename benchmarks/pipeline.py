@@ -97,8 +97,11 @@ def time_case(case: Case, options: argparse.Namespace, tell) -> Timed:
             raise RuntimeError(f"{case}: the losses do not agree: {turns.losses}")
         for name in names:
             seconds[name] += turns.seconds[name]
-    tell(f"{case}: " + ", ".join(f"{n} {1e3 * statistics.median(s):.0f}" for n, s in seconds.items())
-         + f" ms, losses to {apart:.1g}")  # fmt: skip
+    tell(
+        f"{case}: "
+        + ", ".join(f"{n} {1e3 * statistics.median(s):.0f}" for n, s in seconds.items())
+        + f" ms, losses to {apart:.1g}"
+    )
     return Timed(case, CLAIMS, names[0], {n: tuple(s) for n, s in seconds.items()}, apart)
 
 
@@ -133,28 +136,50 @@ def tables_of_memory(held: dict[Case, dict[str, list[Resident]]]) -> list[Rows]:
     """Return ours beside the peers, and what each holds."""
     mb = lambda count: f"{count / 1e6:.0f}"
     pairs = [
-        [one, str(case), other, mb(peak(some[one])), mb(peak(some[other])), f"{ratio:.3f}",
-         report.verdict(at_most, met)]
-        for case, some in held.items() for one, other, ratio, at_most, met in compared(some)
-    ]  # fmt: skip
+        [
+            one,
+            str(case),
+            other,
+            mb(peak(some[one])),
+            mb(peak(some[other])),
+            f"{ratio:.3f}",
+            report.verdict(at_most, met),
+        ]
+        for case, some in held.items()
+        for one, other, ratio, at_most, met in compared(some)
+    ]
     alone = [
-        [name, str(case), mb(peak(runs)), f"{mb(runs[0].peak_bytes)} to {mb(runs[-1].peak_bytes)}",
-         mb(statistics.median(one.stepping_bytes for one in runs))]
-        for case, some in held.items() for name, runs in some.items()
-    ]  # fmt: skip
+        [
+            name,
+            str(case),
+            mb(peak(runs)),
+            f"{mb(runs[0].peak_bytes)} to {mb(runs[-1].peak_bytes)}",
+            mb(statistics.median(one.stepping_bytes for one in runs)),
+        ]
+        for case, some in held.items()
+        for name, runs in some.items()
+    ]
     return [
-        ("Resident memory at its peak (MB of the rank that holds most, above what it was before the layers)",
-         ["contender", "case", "beside", "MB", "MB beside", "ratio", "claim"], pairs),
-        (f"Resident memory of each (median of {MEMORY_RUNS} runs of {MEMORY_CALLS} steps; stepping: without the "
-         "making and the first 2)", ["contender", "case", "peak MB", "runs", "stepping MB"], alone),
-    ]  # fmt: skip
+        (
+            "Resident memory at its peak (MB of the rank that holds most, above what it was before the layers)",
+            ["contender", "case", "beside", "MB", "MB beside", "ratio", "claim"],
+            pairs,
+        ),
+        (
+            f"Resident memory of each (median of {MEMORY_RUNS} runs of {MEMORY_CALLS} steps; stepping: without the "
+            "making and the first 2)",
+            ["contender", "case", "peak MB", "runs", "stepping MB"],
+            alone,
+        ),
+    ]
 
 
 def facts(cases: list[Case]) -> dict[str, str]:
     """Return what ran, for the file."""
     with torch.device("meta"):
-        sizes = {case: [sum(p.numel() for p in cls(*args).parameters()) for cls, *args in layers(case)]
-                 for case in cases}  # fmt: skip
+        sizes = {
+            case: [sum(p.numel() for p in cls(*args).parameters()) for cls, *args in layers(case)] for case in cases
+        }
     try:
         deepspeed = version("deepspeed")
     except PackageNotFoundError:
@@ -174,7 +199,7 @@ def facts(cases: list[Case]) -> dict[str, str]:
         "stage 0, gradient_clipping 0, no printing, no timers",
         "torch 1F1B": "Schedule1F1B of a PipelineStage; the loss divided by the microbatches (scale_grads=False), "
         "return_outputs=False, zero_grad(set_to_none=True), the loss broadcast",
-    }  # fmt: skip
+    }
 
 
 def parse() -> argparse.Namespace:

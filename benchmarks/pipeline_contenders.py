@@ -130,15 +130,22 @@ def deepspeed_engine(case: Case) -> Call:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed("gloo")
     model = PipelineModule(
-        [LayerSpec(*layer) for layer in layers(case)], num_stages=NUM_RANKS, loss_fn=loss_of,
-        partition_method="uniform", activation_checkpoint_interval=0,
-    )  # fmt: skip
+        [LayerSpec(*layer) for layer in layers(case)],
+        num_stages=NUM_RANKS,
+        loss_fn=loss_of,
+        partition_method="uniform",
+        activation_checkpoint_interval=0,
+    )
     assert list(model.parts) == boundaries(case), f"DeepSpeed splits at {model.parts}"
     config = {
-        "train_micro_batch_size_per_gpu": case.rows, "gradient_accumulation_steps": case.accumulate,
-        "gradient_clipping": 0.0, "zero_optimization": {"stage": 0}, "steps_per_print": None,
-        "wall_clock_breakdown": False, "timers": {"throughput": {"enabled": False}},
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": case.rows,
+        "gradient_accumulation_steps": case.accumulate,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 0},
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
+    }
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
     turn = batches(case)
     return lambda: engine.train_batch(_microbatches(case, next(turn)))
@@ -152,12 +159,11 @@ def ours(schedule: fds.plans.PipelineSchedule, *, donated: bool = True) -> Calla
         loss = fds.Layers([fds.LayerSpec(*layer) for layer in layers(case)], loss_of)
         step = fds.compose(
             fds.pipeline(
-                schedule, fds.mesh(pp=NUM_RANKS)["pp"], num_microbatches=case.accumulate,
-                partition=boundaries(case),
+                schedule, fds.mesh(pp=NUM_RANKS)["pp"], num_microbatches=case.accumulate, partition=boundaries(case)
             ),
             fds.adamw(LR, BETAS, EPS, weight_decay=WEIGHT_DECAY),
             *([fds.donate()] if donated else []),
-        )(loss)  # fmt: skip
+        )(loss)
         state, turn = step.init(loss.init, key=0), batches(case)
 
         def call() -> Tensor:

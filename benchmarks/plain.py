@@ -42,8 +42,14 @@ def main() -> int:
     if options.peak:
         return show_peaks(rows, console, device)
     most = max(options.pairs, options.most)
-    comparison = compare(rows, device=device, pairs=options.pairs, most=most, width=options.interval,
-                         progress=lambda text: console.print(f"[dim]{text}[/]"))  # fmt: skip
+    comparison = compare(
+        rows,
+        device=device,
+        pairs=options.pairs,
+        most=most,
+        width=options.interval,
+        progress=lambda text: console.print(f"[dim]{text}[/]"),
+    )
     report.show(comparison, console)
     if options.out:
         size = sum(x.numel() for x in gpt_of(options).init(fds.random.key(0)).values())
@@ -101,10 +107,15 @@ def loop_of_the_example(options: argparse.Namespace, batches: list, device: torc
     model = Plain(gpt_of(options), device)
     named = model.named_like_the_example()
     optimizer = torch.optim.AdamW(
-        [{"params": [p for n, p in named.items() if "norm" not in n]},
-         {"params": [p for n, p in named.items() if "norm" in n], "weight_decay": 0.0}],
-        1.0, BETAS, weight_decay=options.weight_decay, fused=True,
-    )  # fmt: skip
+        [
+            {"params": [p for n, p in named.items() if "norm" not in n]},
+            {"params": [p for n, p in named.items() if "norm" in n], "weight_decay": 0.0},
+        ],
+        1.0,
+        BETAS,
+        weight_decay=options.weight_decay,
+        fused=True,
+    )
     curve = fds.schedules.warmup_cosine(
         options.lr, warmup_steps=options.steps // 20, total_steps=options.steps, kind="linear", end_ratio=0.02
     )
@@ -114,9 +125,13 @@ def loop_of_the_example(options: argparse.Namespace, batches: list, device: torc
 
 
 def training(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list, *, before: Callable = lambda: None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list,
+    *,
+    before: Callable = lambda: None,
     then: Callable = lambda: None,
-) -> Call:  # fmt: skip
+) -> Call:
     """Return a call that does one turn of a training loop, with what comes before and after the update."""
     turn = 0
 

@@ -41,9 +41,14 @@ from fds.plans.validation import validate
 
 AT_MOST = 10.0  # seconds
 SCHEDULES: dict[str, tuple[PipelineSchedule, int]] = {  # and how many stages a rank has
-    "gpipe": (gpipe, 1), "one_f_one_b": (one_f_one_b, 1), "interleaved(2)": (interleaved(2), 2), "zb_h1": (zb_h1, 1),
-    "zb_h2": (zb_h2, 1), "zb_v": (zb_v, 2), "dualpipe_v": (dualpipe_v, 2),
-}  # fmt: skip
+    "gpipe": (gpipe, 1),
+    "one_f_one_b": (one_f_one_b, 1),
+    "interleaved(2)": (interleaved(2), 2),
+    "zb_h1": (zb_h1, 1),
+    "zb_h2": (zb_h2, 1),
+    "zb_v": (zb_v, 2),
+    "dualpipe_v": (dualpipe_v, 2),
+}
 PASSES: dict[str, Callable[[Plan], object]] = {
     "lower": lambda plan: finish(overlap(assign_buffers(communicate(plan)))),
     "validate": validate,
@@ -68,8 +73,10 @@ def main() -> int:
     tables: list[report.Rows] = [(title, header, rows)]
     report.show_tables(tables, console)
     if options.keep:
-        facts = {"what ran": "each schedule's plan, lowered (communicate, assign_buffers, overlap, finish), checked "
-                 "(validate) and simulated at unit costs; actions are the lowered plan's"}  # fmt: skip
+        facts = {
+            "what ran": "each schedule's plan, lowered (communicate, assign_buffers, overlap, finish), checked "
+            "(validate) and simulated at unit costs; actions are the lowered plan's"
+        }
         console.print(f"written: {report.write_tables(tables, 'planning', facts)}")
     return 0 if met else 1
 

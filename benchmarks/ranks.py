@@ -125,6 +125,7 @@ def measure_resident(make: Callable[[], Call], *, calls: int) -> Resident:
 
 def _high_water(*, reset: bool) -> int:
     """Return the most bytes that were resident since the last reset; a reset starts at what is resident now."""
+
     def read(name: str) -> int:
         line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
         return int(line.split()[1]) * 1024

@@ -79,8 +79,7 @@ def machine() -> dict[str, str]:
         "CPU": f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "load": "{:.1f}, {:.1f}, {:.1f} over the last 1, 5, 15 minutes".format(*os.getloadavg()),
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"fds {version('fds')}{_commit()}",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, fds {version('fds')}{_commit()}",
     }
 
 
@@ -131,18 +130,27 @@ def _tables(comparison: Comparison) -> list[Rows]:
     time_rows += [[one.name, "itself anew (A/A)", *timed(s), "", ""] for one, s in comparison.itself]
     memory_rows = [
         [
-            r.row.contender.name, r.row.beside.name, *(f"{x.peak_bytes:,}" for x in (r.memory, r.beside_memory)),
-            f"{r.memory_ratio:.4f}", *(f"{x.held_bytes:,}" for x in (r.memory, r.beside_memory)),
+            r.row.contender.name,
+            r.row.beside.name,
+            *(f"{x.peak_bytes:,}" for x in (r.memory, r.beside_memory)),
+            f"{r.memory_ratio:.4f}",
+            *(f"{x.held_bytes:,}" for x in (r.memory, r.beside_memory)),
             verdict(r.row.memory_at_most, r.memory_met),
         ]
         for r in comparison.results
-    ]  # fmt: skip
+    ]
     return [
-        (f"Time ({pairs} pairs{per})",
-         ["contender", "beside", "ms", "ms beside", "ratio", "95% interval", "agree", "claim"], time_rows),
-        ("Memory (bytes of tensors; held: between calls)",
-         ["contender", "beside", "peak", "peak beside", "ratio", "held", "held beside", "claim"], memory_rows),
-    ]  # fmt: skip
+        (
+            f"Time ({pairs} pairs{per})",
+            ["contender", "beside", "ms", "ms beside", "ratio", "95% interval", "agree", "claim"],
+            time_rows,
+        ),
+        (
+            "Memory (bytes of tensors; held: between calls)",
+            ["contender", "beside", "peak", "peak beside", "ratio", "held", "held beside", "claim"],
+            memory_rows,
+        ),
+    ]
 
 
 def timed(series: Series) -> list[str]:

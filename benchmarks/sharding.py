@@ -50,10 +50,14 @@ CLAIMS = {
     3: {("fds 3", "DeepSpeed 3"): 0.85, ("fds 3", "FSDP2 3"): 0.85},
 }
 CLAIMS_BOUND = {
-    2: {("fds 2", "FSDP2 2"): 0.70, ("fds 2", "DeepSpeed 2"): 0.55, ("fds 2", "DDP"): 1.10,
-        ("fds 2 pure", "fds 2"): None},
+    2: {
+        ("fds 2", "FSDP2 2"): 0.70,
+        ("fds 2", "DeepSpeed 2"): 0.55,
+        ("fds 2", "DDP"): 1.10,
+        ("fds 2 pure", "fds 2"): None,
+    },
     3: {("fds 3", "FSDP2 3"): 0.70, ("fds 3", "DeepSpeed 3"): 0.70},
-}  # fmt: skip
+}
 PEERS = {0: ["DDP"], **{stage: [f"FSDP2 {stage}", f"DeepSpeed {stage}"] for stage in (1, 2, 3)}}
 
 
@@ -131,8 +135,11 @@ def time_case(case: Case, options: argparse.Namespace, tell) -> Iterator[Timed]:
             assert apart <= 1e-3, f"{case}, stage {stage}: the losses do not agree: {turns.losses}"
             for name in names:
                 seconds[name] += turns.seconds[name]
-        tell(f"{case}, stage {stage}: " + ", ".join(f"{n} {1e3 * statistics.median(s):.0f}" for n, s in seconds.items())
-             + f" ms, losses to {apart:.1g}")  # fmt: skip
+        tell(
+            f"{case}, stage {stage}: "
+            + ", ".join(f"{n} {1e3 * statistics.median(s):.0f}" for n, s in seconds.items())
+            + f" ms, losses to {apart:.1g}"
+        )
         yield Timed(case, claims, names[0], {n: tuple(s) for n, s in seconds.items()}, apart)
 
 
@@ -150,8 +157,10 @@ def memory_of(case: Case, options: argparse.Namespace, tell) -> dict[str, Reside
     for name in CONTENDERS:
         if wanted(name, options):
             held[name], _ = ranks.launch(reside, case, name, MEMORY_CALLS)
-            tell(f"{case}: {name} holds {held[name].peak_bytes / 1e6:.0f} MB, "
-                 f"{held[name].stepping_bytes / 1e6:.0f} while stepping")  # fmt: skip
+            tell(
+                f"{case}: {name} holds {held[name].peak_bytes / 1e6:.0f} MB, "
+                f"{held[name].stepping_bytes / 1e6:.0f} while stepping"
+            )
     return held
 
 
@@ -173,10 +182,16 @@ def tables_of_time(timed: list[Timed], title: str = "Time") -> list[Rows]:
     rows, medians = [], []
     for one in timed:
         rows += [
-            [contender, str(one.case), beside + (" (A/A)" if contender.endswith(AGAIN) else ""),
-             str(len(series.ratios)), *report.timed(series), report.verdict(at_most, series.reaches(at_most))]
+            [
+                contender,
+                str(one.case),
+                beside + (" (A/A)" if contender.endswith(AGAIN) else ""),
+                str(len(series.ratios)),
+                *report.timed(series),
+                report.verdict(at_most, series.reaches(at_most)),
+            ]
             for contender, beside, series, at_most in one.rows()
-        ]  # fmt: skip
+        ]
         medians += [
             [name, str(one.case), f"{1e3 * statistics.median(s):.4g}", f"{1e3 * min(s):.4g}", f"{one.apart:.1g}"]
             for name, s in one.seconds.items()
@@ -184,27 +199,42 @@ def tables_of_time(timed: list[Timed], title: str = "Time") -> list[Rows]:
     return [
         (title, ["contender", "case", "beside", "rounds", "ms", "ms beside", "ratio", "95% interval", "claim"], rows),
         ("A step (ms of the slowest rank)", ["contender", "case", "median", "least", "losses apart"], medians),
-    ]  # fmt: skip
+    ]
 
 
 def tables_of_memory(held: dict[Case, dict[str, Resident]]) -> list[Rows]:
     """Return ours beside every peer, and what each holds."""
     mb = lambda count: f"{count / 1e6:.0f}"
     pairs = [
-        [mine, str(case), peer, mb(ours.peak_bytes), mb(theirs.peak_bytes),
-         f"{ours.peak_bytes / theirs.peak_bytes:.3f}", report.verdict(1, ours.peak_bytes < theirs.peak_bytes)]
-        for case, some in held.items() for mine, peer, ours, theirs in below(some)
-    ]  # fmt: skip
+        [
+            mine,
+            str(case),
+            peer,
+            mb(ours.peak_bytes),
+            mb(theirs.peak_bytes),
+            f"{ours.peak_bytes / theirs.peak_bytes:.3f}",
+            report.verdict(1, ours.peak_bytes < theirs.peak_bytes),
+        ]
+        for case, some in held.items()
+        for mine, peer, ours, theirs in below(some)
+    ]
     alone = [
         [name, str(case), mb(one.peak_bytes), mb(one.stepping_bytes)]
-        for case, some in held.items() for name, one in some.items()
-    ]  # fmt: skip
+        for case, some in held.items()
+        for name, one in some.items()
+    ]
     return [
-        ("Resident memory at its peak (MB a rank, above what it was before the model)",
-         ["contender", "case", "beside", "MB", "MB beside", "ratio", "claim"], pairs),
-        (f"Resident memory of each ({MEMORY_CALLS} steps; stepping: without the making and the first 2)",
-         ["contender", "case", "peak MB", "stepping MB"], alone),
-    ]  # fmt: skip
+        (
+            "Resident memory at its peak (MB a rank, above what it was before the model)",
+            ["contender", "case", "beside", "MB", "MB beside", "ratio", "claim"],
+            pairs,
+        ),
+        (
+            f"Resident memory of each ({MEMORY_CALLS} steps; stepping: without the making and the first 2)",
+            ["contender", "case", "peak MB", "stepping MB"],
+            alone,
+        ),
+    ]
 
 
 def facts(cases: list[Case]) -> dict[str, str]:
@@ -229,7 +259,7 @@ def facts(cases: list[Case]) -> dict[str, str]:
         "1 reduces once a step (set_requires_gradient_sync), 2 and 3 every microbatch",
         "DeepSpeed": f"{deepspeed}, ZeRO stage 1, 2, 3; gloo; buckets of 5,000,000 elements; gradient_clipping 0 "
         "(its default is 1); at stage 3 without memory_efficient_linear, which replaces F.linear for all",
-    }  # fmt: skip
+    }
 
 
 def wanted(name: str, options: argparse.Namespace) -> bool:

@@ -152,9 +152,11 @@ def zero(stage: int) -> Callable[[Case], Call]:
         settings: dict = {"stage": stage, "reduce_bucket_size": 5_000_000}
         settings |= {"memory_efficient_linear": False} if stage == 3 else {"allgather_bucket_size": 5_000_000}
         config = {
-            "train_micro_batch_size_per_gpu": case.rows, "gradient_accumulation_steps": case.accumulate,
-            "gradient_clipping": 0.0, "zero_optimization": settings,
-        }  # fmt: skip
+            "train_micro_batch_size_per_gpu": case.rows,
+            "gradient_accumulation_steps": case.accumulate,
+            "gradient_clipping": 0.0,
+            "zero_optimization": settings,
+        }
         engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
         turn = batches(case)
 

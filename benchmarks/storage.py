@@ -54,10 +54,7 @@ CLAIMS: dict[str, dict[tuple[str, str], float | None]] = {
     },
     "cold": {("fds.load, cold", "dcp.load, cold"): 0.8, ("fds.load, cold", "torch.load, cold"): None},
     "warm": {("fds.load, warm", "dcp.load, warm"): 0.8, ("fds.load, warm", "torch.load, warm"): None},
-    "stall": {
-        ("fds stall", "dcp stall"): 0.05,
-        ("fds stall", "dcp stall, stager kept"): None,
-    },
+    "stall": {("fds stall", "dcp stall"): 0.05, ("fds stall", "dcp stall, stager kept"): None},
     "beside": {("step beside fds.save_async", "step"): 1.05, ("step beside dcp.async_save", "step"): None},
 }
 ITSELF = {"beside": "step"}  # who runs a second time; elsewhere the first one
@@ -109,17 +106,23 @@ def measure(options: argparse.Namespace, room: Path, tell) -> tuple[list[Rows], 
             tell(f"{setting}: raw writes are best in blocks of {best}")
             setting = attrs.evolve(setting, manner=best)
         timed += [
-            time_part(setting, part, options.rounds, room, tell) for part in CLAIMS
+            time_part(setting, part, options.rounds, room, tell)
+            for part in CLAIMS
             if part in options.only and not (part in NEEDS_A_FREE_CORE and setting.num_ranks > 1)
-        ]  # fmt: skip
+        ]
     beyond = {
         (Setting(options.case, num_ranks), name): memory_of(Setting(options.case, num_ranks), name, room, tell)
-        for num_ranks in options.ranks for name in WEIGHED if "memory" in options.only
-    }  # fmt: skip
+        for num_ranks in options.ranks
+        for name in WEIGHED
+        if "memory" in options.only
+    }
     met = all(series.reaches(claim) is not False for one in timed for *_, series, claim in one.rows())
     met &= all(fits(name, one) is not False for (_, name), one in beyond.items())
-    tables = [*(tables_of_time(timed) if timed else []), *([table_of_raw(raw)] if raw else []),
-              *([table_of_memory(beyond)] if beyond else [])]  # fmt: skip
+    tables = [
+        *(tables_of_time(timed) if timed else []),
+        *([table_of_raw(raw)] if raw else []),
+        *([table_of_memory(beyond)] if beyond else []),
+    ]
     return tables, met, {str(one.setting): str(one.setting.manner) for one in timed if one.part == "saving"}
 
 
@@ -177,31 +180,50 @@ def tables_of_time(timed: list[Timed]) -> list[Rows]:
     rows, medians = [], []
     for one in timed:
         rows += [
-            [contender, str(one.setting), beside + (" (A/A)" if contender.endswith(AGAIN) else ""),
-             *report.timed(series), verdict(claim, series.reaches(claim))]
+            [
+                contender,
+                str(one.setting),
+                beside + (" (A/A)" if contender.endswith(AGAIN) else ""),
+                *report.timed(series),
+                verdict(claim, series.reaches(claim)),
+            ]
             for contender, beside, series, claim in one.rows()
-        ]  # fmt: skip
+        ]
         size = one.setting.rank_bytes * one.setting.num_ranks if one.part in ("saving", "cold", "warm") else None
         medians += [
-            [name, str(one.setting), f"{1e3 * statistics.median(s):.4g}", f"{1e3 * min(s):.4g}",
-             f"{size / statistics.median(s) / 1e9:.2f}" if size else ""]
+            [
+                name,
+                str(one.setting),
+                f"{1e3 * statistics.median(s):.4g}",
+                f"{1e3 * min(s):.4g}",
+                f"{size / statistics.median(s) / 1e9:.2f}" if size else "",
+            ]
             for name, s in one.seconds.items()
-        ]  # fmt: skip
+        ]
     rounds = len(next(iter(timed[0].seconds.values())))
     return [
-        (f"Time ({rounds} rounds)",
-         ["contender", "on", "beside", "ms", "ms beside", "ratio", "95% interval", "claim"], rows),
+        (
+            f"Time ({rounds} rounds)",
+            ["contender", "on", "beside", "ms", "ms beside", "ratio", "95% interval", "claim"],
+            rows,
+        ),
         ("Each (the slowest rank)", ["contender", "on", "median ms", "least ms", "GB/s"], medians),
-    ]  # fmt: skip
+    ]
 
 
 def table_of_raw(raw: dict[Setting, dict[Manner, list[float]]]) -> Rows:
     """Return how fast raw writes were in each manner, before the rounds."""
     rows = [
-        [str(manner), str(setting), f"{1e3 * statistics.median(s):.4g}", f"{1e3 * min(s):.4g}",
-         f"{setting.rank_bytes * setting.num_ranks / statistics.median(s) / 1e9:.2f}"]
-        for setting, seconds in raw.items() for manner, s in seconds.items()
-    ]  # fmt: skip
+        [
+            str(manner),
+            str(setting),
+            f"{1e3 * statistics.median(s):.4g}",
+            f"{1e3 * min(s):.4g}",
+            f"{setting.rank_bytes * setting.num_ranks / statistics.median(s) / 1e9:.2f}",
+        ]
+        for setting, seconds in raw.items()
+        for manner, s in seconds.items()
+    ]
     header = ["a rank's blocks", "on", "median ms", "least ms", "GB/s"]
     return ("Raw writes, past the cache: which blocks are best?", header, rows)
 
@@ -215,8 +237,11 @@ def table_of_memory(beyond: dict[tuple[Setting, str], Beyond]) -> Rows:
         told = "" if claim is None else f"≤ {mb(claim)}: {WORDS[fits(name, one)]}"
         met = f"{one.met} of {SAVES}" if "steps" in name else ""
         rows.append([name, str(setting), mb(one.state_bytes), mb(one.beyond_bytes), mb(one.helper_bytes), met, told])
-    return ("Resident memory beyond the state at its peak (MB a rank)",
-            ["contender", "on", "state", "beyond", "helpers", "steps met", "claim"], rows)  # fmt: skip
+    return (
+        "Resident memory beyond the state at its peak (MB a rank)",
+        ["contender", "on", "state", "beyond", "helpers", "steps met", "claim"],
+        rows,
+    )
 
 
 def verdict(claim: float | None, met: bool | None) -> str:
@@ -242,7 +267,7 @@ def facts(options: argparse.Namespace, manners: dict[str, str]) -> dict[str, str
         "step": f"of a GPT of width {SMALL.width}, {SMALL.layers} layers, {SMALL.rows} x {SMALL.context} tokens; a "
         f"time is the mean of {STEPS} that began and ended while a save of the large state ran",
         "disk": " ".join(reversed(mount(options.dir)[:3])),
-    }  # fmt: skip
+    }
 
 
 def mount(folder: Path) -> list[str]:

@@ -44,12 +44,14 @@ def loss_fn(params, batch):
     return F.cross_entropy(apply(params, context), following)
 
 
-optimizer = fds.by_name({
-    "hidden.weight": fds.muon(lr=0.02),
-    "*.bias": fds.adamw(lr=3e-3, weight_decay=0.0),
-    "norm.*": fds.adamw(lr=3e-3, weight_decay=0.0),
-    "*": fds.adamw(lr=3e-3, weight_decay=0.1),
-})
+optimizer = fds.by_name(
+    {
+        "hidden.weight": fds.muon(lr=0.02),
+        "*.bias": fds.adamw(lr=3e-3, weight_decay=0.0),
+        "norm.*": fds.adamw(lr=3e-3, weight_decay=0.0),
+        "*": fds.adamw(lr=3e-3, weight_decay=0.1),
+    }
+)
 step = fds.compose(fds.accumulate(4), fds.clip_by_global_norm(0.5), optimizer)(loss_fn)
 state = step.init(params, key=0)
 for i in range(100):

@@ -54,11 +54,7 @@ def moved(new, old):
 low = {name: x.to(torch.bfloat16) for name, x in params.items()}
 optimizer = fds.sgd(lr=1e-3, momentum=0.9)
 naive = fds.compose(fds.accumulate(4), optimizer)(loss_fn)
-step = fds.compose(
-    fds.precision(torch.bfloat16, keep_float32="norm.*"),
-    fds.accumulate(4),
-    optimizer,
-)(loss_fn)
+step = fds.compose(fds.precision(torch.bfloat16, keep_float32="norm.*"), fds.accumulate(4), optimizer)(loss_fn)
 
 first, naive_first = step.init(params, key=0), naive.init(low, key=0)
 state, metrics = step(first, batch(0))

@@ -56,9 +56,9 @@ state = full.init(params, key=0)
 print(full.describe(state))
 trained = run(full, state, 100)
 
-step = fds.compose(
-    fds.freeze("embed.*", "hidden.*", "norm.*"), fds.clip_by_global_norm(0.5), fds.adamw(lr=3e-3)
-)(loss_fn)
+step = fds.compose(fds.freeze("embed.*", "hidden.*", "norm.*"), fds.clip_by_global_norm(0.5), fds.adamw(lr=3e-3))(
+    loss_fn
+)
 state = step.init({**full.params(trained), "head.weight": params["head.weight"]}, key=1)
 print(step.describe(state))
 tuned = run(step, state, 100)

@@ -52,8 +52,7 @@ def loss_fn(params, batch):
 def train(stage, max_live_bytes=256 * 1024):
     dp = fds.mesh(dp=-1)["dp"]
     step = fds.compose(
-        fds.shard_optimizer(dp, stage=stage, bucket_bytes=64 * 1024, max_live_bytes=max_live_bytes),
-        fds.adamw(lr=3e-3),
+        fds.shard_optimizer(dp, stage=stage, bucket_bytes=64 * 1024, max_live_bytes=max_live_bytes), fds.adamw(lr=3e-3)
     )(loss_fn)
     state = step.init(fds.recipe(Model), key=0)  # layer by layer: the whole model is never in one place
     for i in range(10):

@@ -23,11 +23,13 @@ DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 16,
     "gradient_clipping": 0.5,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {
-        "warmup_max_lr": 3e-3, "warmup_num_steps": 10, "total_num_steps": 200, "warmup_type": "linear"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 10, "total_num_steps": 200, "warmup_type": "linear"},
+    },
     "zero_optimization": {"stage": 2, "contiguous_gradients": True},
     "steps_per_print": 50,
-}  # fmt: skip
+}
 
 torch.set_num_threads(1)  # a model this small is fastest on one
 text = torch.tensor(list(inspect.getsource(textwrap).encode()))

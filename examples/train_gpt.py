@@ -69,13 +69,15 @@ def training_step(options: argparse.Namespace, mesh: Mesh) -> fds.Step:
         microbatches,
         fds.shard_optimizer(mesh["dp"], stage=options.stage),
         fds.clip_by_global_norm(1.0),
-        fds.by_name({
-            "*norm*": adamw(weight_decay=0.0),
-            "*.*.weight": matrices(weight_decay=options.weight_decay),  # of the blocks: 1.qkv.weight
-            "*": adamw(weight_decay=options.weight_decay),
-        }),
+        fds.by_name(
+            {
+                "*norm*": adamw(weight_decay=0.0),
+                "*.*.weight": matrices(weight_decay=options.weight_decay),  # of the blocks: 1.qkv.weight
+                "*": adamw(weight_decay=options.weight_decay),
+            }
+        ),
         fds.donate(),
-    )(model(options))  # fmt: skip
+    )(model(options))
 
 
 def model(options: argparse.Namespace) -> fds.Layers:
@@ -94,8 +96,13 @@ def train(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> int
     if options.resume:
         state, extra = fds.load(out / "save", step, params)
         if extra["text"] != text.digest:
-            raise StorageError("the text has changed since this run began", where=str(out), got=text.digest,
-                               want=extra["text"], hint="leave out --resume to start again")  # fmt: skip
+            raise StorageError(
+                "the text has changed since this run began",
+                where=str(out),
+                got=text.digest,
+                want=extra["text"],
+                hint="leave out --resume to start again",
+            )
     else:
         state = step.init(params, key=options.seed)
     text, done, last = text.to(device), int(state.calls), options.steps
@@ -103,9 +110,11 @@ def train(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> int
     size = sum(x.numel() for x in fds.tree.leaves(params))
     title = f"[bold]fds[/]  GPT of {size / 1e6:.1f}M parameters, {options.dtype} on {placing(options, mesh)}"
 
-    with (Log(out / "log.jsonl" if shown else Path(os.devnull), upto=done) as log,
-          Display(console, title, total=last, done=done) as display,
-          Interrupt(everyone(mesh)) as interrupt):  # fmt: skip
+    with (
+        Log(out / "log.jsonl" if shown else Path(os.devnull), upto=done) as log,
+        Display(console, title, total=last, done=done) as display,
+        Interrupt(everyone(mesh)) as interrupt,
+    ):
         while done < last:
             state, metrics = step(state, next_batch(text, state, options, mesh["dp"]))
             done += 1
@@ -131,8 +140,14 @@ def train(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> int
         command = shlex.join([sys.executable, sys.argv[0], "--resume", str(out)])
         console.print(f"stopped after step {done} of {last}, and saved. Go on with:\n\n  {command}\n", soft_wrap=True)
         return 130
-    code = generate(step.evaluator(state), options.prompt, num_bytes=options.sample, context=options.context,
-                    key=fds.random.fold_in(state.key, "sample"), device=device)  # fmt: skip
+    code = generate(
+        step.evaluator(state),
+        options.prompt,
+        num_bytes=options.sample,
+        context=options.context,
+        key=fds.random.fold_in(state.key, "sample"),
+        device=device,
+    )
     if shown:
         code = Syntax(code, "python", theme="ansi_dark", word_wrap=True)
         console.print(Panel(code, title="a sample", border_style="dim"))
@@ -189,13 +204,15 @@ def summary(log: Log, out: Path, options: argparse.Namespace) -> str:
     except ImportError:
         picture = 'not drawn: matplotlib is not installed (pip install "fds\\[plot]")'
     last = log.evaluations[-1]
-    return "\n".join((
-        f"held out  [bold]{last['held_out']:.3f}[/] bits per byte",
-        f"trained   {options.steps} steps of {options.batch * options.context:,} bytes in {last['seconds']:.0f} s",
-        f"curve     {picture}",
-        f"log       {out / 'log.jsonl'}",
-        f"save      {out / 'save'}",
-    ))  # fmt: skip
+    return "\n".join(
+        (
+            f"held out  [bold]{last['held_out']:.3f}[/] bits per byte",
+            f"trained   {options.steps} steps of {options.batch * options.context:,} bytes in {last['seconds']:.0f} s",
+            f"curve     {picture}",
+            f"log       {out / 'log.jsonl'}",
+            f"save      {out / 'save'}",
+        )
+    )
 
 
 def fastest_dtype(device: str) -> str:
@@ -238,15 +255,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         ("steps", 0, "steps to train; 0 takes what fits into --minutes"),
         ("batch", 8, "windows per step"),
         ("accumulate", 0, "microbatches of a rank's rows; 0 takes 1, with --pipeline up to four for each of its ranks"),
-        ("context", 256, "bytes per window"), ("width", 128, "of the model"), ("layers", 4, "blocks"),
-        ("heads", 2, "attention heads per block"), ("seed", 0, "of everything random"),
-        ("read-every", 10, "steps between readings of the metrics"), ("eval-every", 100, "steps between evaluations"),
-        ("eval-rows", 64, "held-out windows"), ("save-every", 250, "steps between saves"),
+        ("context", 256, "bytes per window"),
+        ("width", 128, "of the model"),
+        ("layers", 4, "blocks"),
+        ("heads", 2, "attention heads per block"),
+        ("seed", 0, "of everything random"),
+        ("read-every", 10, "steps between readings of the metrics"),
+        ("eval-every", 100, "steps between evaluations"),
+        ("eval-rows", 64, "held-out windows"),
+        ("save-every", 250, "steps between saves"),
         ("sample", 600, "bytes to generate at the end"),
         ("ranks", 1, "processes that share each batch; 0 takes one per GPU or core, as many as divide it"),
         ("restarts", 0, "times that the ranks are started again from the last save when one is lost"),
         ("stages", 0, "of --pipeline, on all its ranks together"),
-    ):  # fmt: skip
+    ):
         sizes.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (%(default)s)")
     training = parser.add_argument_group("training")
     training.add_argument("--minutes", type=float, default=2.75, help="of training, where --steps is 0 (%(default)s)")
@@ -276,8 +298,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         try:
             parser.set_defaults(**written(Path(first.resume)))
         except (OSError, ValueError) as error:
-            raise FdsError("there is no run to resume", where=first.resume, got=str(error),
-                           want="a folder that this script wrote") from None  # fmt: skip
+            raise FdsError(
+                "there is no run to resume", where=first.resume, got=str(error), want="a folder that this script wrote"
+            ) from None
     elif first.quick:
         parser.set_defaults(steps=20, batch=4, context=64, width=32, layers=2, heads=2, eval_every=10, sample=40)
     if first.pipeline == pipelines.NONE:  # a run may be resumed without its pipeline
@@ -301,8 +324,12 @@ def refuse(options: argparse.Namespace) -> None:
     pipelines.refuse_ranks(options)
     data_ranks = options.ranks // pipelines.num_ranks(options)
     if options.batch % data_ranks:
-        raise FdsError("the ranks cannot share the batch evenly", where="--batch",
-                       got=f"{options.batch} windows for {data_ranks} ranks", want="a multiple")  # fmt: skip
+        raise FdsError(
+            "the ranks cannot share the batch evenly",
+            where="--batch",
+            got=f"{options.batch} windows for {data_ranks} ranks",
+            want="a multiple",
+        )
     pipelines.refuse(options, loss)
 
 
@@ -327,8 +354,12 @@ def begin(options: argparse.Namespace, out: Path) -> None:
         return
     if not options.resume:
         if out.exists() and any(out.iterdir()) and not (out / "options.json").exists():
-            raise FdsError("this folder holds no run, and is not replaced", where="--out", got=str(out),
-                           want="a new or empty folder, or an earlier run's")  # fmt: skip
+            raise FdsError(
+                "this folder holds no run, and is not replaced",
+                where="--out",
+                got=str(out),
+                want="a new or empty folder, or an earlier run's",
+            )
         for name in ("options.json", "log.jsonl", "curve.png"):
             (out / name).unlink(missing_ok=True)
         shutil.rmtree(out / "save", ignore_errors=True)

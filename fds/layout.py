@@ -141,8 +141,15 @@ class Bucket:
         for offset, leaf in zip(self.offsets, self.leaves, strict=True):
             start, end = max(offset, low), min(offset + leaf.numel, high)
             inside = end > start
-            segments.append(Segment(leaf.name, leaf.shape, start - low if inside else 0, max(end - start, 0),
-                                    start - offset if inside else 0))  # fmt: skip
+            segments.append(
+                Segment(
+                    leaf.name,
+                    leaf.shape,
+                    start - low if inside else 0,
+                    max(end - start, 0),
+                    start - offset if inside else 0,
+                )
+            )
         return segments
 
     def fill(self, flat: Tensor, parts: Iterable[Tensor]) -> Tensor:
@@ -189,9 +196,13 @@ class Sharded:
 
     def __getitem__(self, name: Any) -> Any:
         """Raise `StateError`, since no rank has whole parameters."""
-        raise StateError("these parameters are sharded, and this rank has slices of them", where="state.params",
-                         got=f"state.params[{name!r}]", want="step.params(state), a copy of the whole tree",
-                         hint="all ranks call it")  # fmt: skip
+        raise StateError(
+            "these parameters are sharded, and this rank has slices of them",
+            where="state.params",
+            got=f"state.params[{name!r}]",
+            want="step.params(state), a copy of the whole tree",
+            hint="all ranks call it",
+        )
 
 
 def plan(leaves: Sequence[Leaf], spec: Any, *, num_ranks: int, bucket_bytes: int | None) -> Layout:

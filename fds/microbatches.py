@@ -16,8 +16,12 @@ def _parts(sequence: Any) -> tuple[Any, ...]:
     """Return the microbatches as a tuple. Raises `BatchError` unless they are a sequence of one or more."""
     parts = tuple(sequence) if isinstance(sequence, list | tuple | Iterator) else ()
     if not parts:
-        raise BatchError("not a sequence of microbatches", where="fds.Microbatches", got=repr(sequence)[:60],
-                         want="a list or tuple of microbatches, one or more")  # fmt: skip
+        raise BatchError(
+            "not a sequence of microbatches",
+            where="fds.Microbatches",
+            got=repr(sequence)[:60],
+            want="a list or tuple of microbatches, one or more",
+        )
     return parts
 
 

@@ -125,7 +125,7 @@ def _wait_for(lock: threading.Lock) -> None:
                 want="threads that step without waiting for each other",
                 hint="if a loss, or a rank of fds.simulate, waits for a thread that steps: start that "
                 "thread in a copy of the context, Thread(target=contextvars.copy_context().run, args=(f,))",
-            )  # fmt: skip
+            )
     lock.release()
 
 

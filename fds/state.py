@@ -11,13 +11,17 @@ from torch import Tensor
 from fds import tree
 from fds.errors import DonatedStateError
 
-_GIVEN_UP = "a later state", (
-    "use the result (`state, metrics = step(state, batch)`), leave out fds.donate, or copy first: "
-    "fds.tree.map(torch.clone, state)"
-)  # fmt: skip
-_LOST = "parts of one: the step that wrote over them has not returned", (
-    "if it failed, load the last save; without fds.donate a step that fails leaves its state as it was"
-)  # fmt: skip
+_GIVEN_UP = (
+    "a later state",
+    (
+        "use the result (`state, metrics = step(state, batch)`), leave out fds.donate, or copy first: "
+        "fds.tree.map(torch.clone, state)"
+    ),
+)
+_LOST = (
+    "parts of one: the step that wrote over them has not returned",
+    ("if it failed, load the last save; without fds.donate a step that fails leaves its state as it was"),
+)
 
 
 @attrs.define(eq=False)

@@ -95,9 +95,12 @@ def record(cls: type[T]) -> type[T]:
         return frozen(**dict(zip(children, parts, strict=True)), **dict(zip(fixed, context, strict=True)))
 
     pytree.register_pytree_node(
-        frozen, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys,
+        frozen,
+        flatten,
+        unflatten,
+        flatten_with_keys_fn=flatten_with_keys,
         serialized_type_name=f"{frozen.__module__}.{frozen.__qualname__}",
-    )  # fmt: skip
+    )
     return frozen
 
 
@@ -264,9 +267,11 @@ def match(patterns: Iterable[str], names: Iterable[str], *, what: str) -> set[st
         hits = fnmatch.filter(names, pattern)
         if not hits:
             raise StateError(
-                f"{what}: a pattern matches no parameter", got=repr(pattern), want="the name of a parameter, "
-                "with * for any part of it", hint=did_you_mean(pattern, names),
-            )  # fmt: skip
+                f"{what}: a pattern matches no parameter",
+                got=repr(pattern),
+                want="the name of a parameter, with * for any part of it",
+                hint=did_you_mean(pattern, names),
+            )
         found.update(hits)
     return found
 
@@ -336,8 +341,11 @@ def _register_containers(leaves: list) -> bool:
 
 
 def _register(cls: type) -> None:
-    make = pytree.MappingKey if issubclass(cls, Mapping) else (
-        pytree.SequenceKey if issubclass(cls, list | tuple) else pytree.GetAttrKey)
+    make = (
+        pytree.MappingKey
+        if issubclass(cls, Mapping)
+        else (pytree.SequenceKey if issubclass(cls, list | tuple) else pytree.GetAttrKey)
+    )
 
     def flatten_with_keys(x: Any) -> tuple[list, containers.Shell]:
         children, shell = containers.take_apart(x)
@@ -346,9 +354,11 @@ def _register(cls: type) -> None:
     with _REGISTERING:  # autograd's threads recompute layers, and flatten their arguments
         if cls not in pytree.SUPPORTED_NODES:
             pytree.register_pytree_node(
-                cls, containers.take_apart, lambda children, shell: containers.build(shell, children),
+                cls,
+                containers.take_apart,
+                lambda children, shell: containers.build(shell, children),
                 flatten_with_keys_fn=flatten_with_keys,
-            )  # fmt: skip
+            )
 
 
 def _copied(tree: Tree) -> Tree:
@@ -400,8 +410,12 @@ def _endless(tree: Tree) -> StateError:
         where = None
     if where is None:
         return StateError("a tree is too deep", got="more nested containers than Python's recursion limit")
-    return StateError("a container holds itself", where=where, got="one of the containers that it is in",
-                      want="a tree: leaves in containers, each in one place")  # fmt: skip
+    return StateError(
+        "a container holds itself",
+        where=where,
+        got="one of the containers that it is in",
+        want="a tree: leaves in containers, each in one place",
+    )
 
 
 def _loop(tree: Tree, above: tuple, path: str) -> str | None:

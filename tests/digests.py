@@ -76,7 +76,8 @@ def digests(number: int) -> tuple[str, Words]:
     place = (None, sharded, piped)[kind]
     topology = None if place is None else place(draw)
     problem = draw.choice(LAYERED if kind == 2 else KINDS)(
-        draw.randrange(2**16), torch.float32, draw.choice([0.0, 0.3]), draw.random() < 0.5)  # fmt: skip
+        draw.randrange(2**16), torch.float32, draw.choice([0.0, 0.3]), draw.random() < 0.5
+    )
     optimizer, names = draw.choice(sorted(problems.OPTIMIZERS)), composition(draw, kind)
     donated, microbatches = draw.random() < 0.5, draw.choice([1, 2])
     name = f"{number} {problem.name}, {topology or 'one process'}, {optimizer}, {names}, donated {donated}"
@@ -148,8 +149,16 @@ def piped(draw: random.Random) -> Stages:
     places, data, copies = draw.choice([(2, 1, 1), (2, 2, 1), (2, 1, 2), (3, 1, 1)])
     alone = data * copies == 1 and draw.random() < 0.3
     schedule = draw.choice([one for one in SCHEDULES if places == 2 or one is not plans.zb_v])
-    return Stages(places, schedule, data, draw.randrange(4), copies, draw.choice([64, 300, 2**20]),
-                  draw.choice(["uniform", "parameters"]), alone)  # fmt: skip
+    return Stages(
+        places,
+        schedule,
+        data,
+        draw.randrange(4),
+        copies,
+        draw.choice([64, 300, 2**20]),
+        draw.choice(["uniform", "parameters"]),
+        alone,
+    )
 
 
 if __name__ == "__main__":

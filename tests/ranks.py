@@ -33,10 +33,17 @@ import torch.distributed as dist
 GRACE = 3.0  # seconds that the other ranks get when one has failed
 
 forkserver = multiprocessing.get_context("forkserver")  # one for the whole process, for tests.programs too
-forkserver.set_forkserver_preload([
-    "torch", "torch.distributed", "torch._dynamo",  # which the first step imports
-    "fds", "fds.collectives", "hypothesis", "pytest",
-])  # fmt: skip
+forkserver.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",  # which the first step imports
+        "fds",
+        "fds.collectives",
+        "hypothesis",
+        "pytest",
+    ]
+)
 
 
 class RankFailure(AssertionError):
@@ -61,8 +68,10 @@ def spawn(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = [Process(_call, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, function, args)
-               for rank in range(world_size)]  # fmt: skip
+    started = [
+        Process(_call, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, function, args)
+        for rank in range(world_size)
+    ]
     wait([rank.process.sentinel for rank in started], timeout)
     end = time.monotonic() + timeout
     for rank in started:
@@ -181,9 +190,12 @@ def _serve(pipe: Connection, port: int) -> None:
             os._exit(0)
         try:
             dist.init_process_group(
-                "gloo", store=dist.PrefixStore(f"job {number}", store), rank=rank, world_size=world_size,
+                "gloo",
+                store=dist.PrefixStore(f"job {number}", store),
+                rank=rank,
+                world_size=world_size,
                 timeout=datetime.timedelta(seconds=timeout / 2),
-            )  # fmt: skip
+            )
             try:
                 module, name, args = pickle.loads(job)
                 answer = (True, pickle.dumps(getattr(importlib.import_module(module), name)(*args)))

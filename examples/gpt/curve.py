@@ -17,8 +17,14 @@ def draw(log: Log, path: Path) -> None:
     axes.plot(steps, losses, color="tab:blue", alpha=0.2, linewidth=0.7)
     axes.plot(steps, smooth(losses), color="tab:blue", label="training, smoothed")
     held_out = [line["held_out"] for line in log.evaluations]
-    axes.plot([line["step"] for line in log.evaluations], held_out, "o-", color="tab:orange", markersize=3.5,
-              label=f"held out: {held_out[-1]:.3f}" if held_out else "held out")  # fmt: skip
+    axes.plot(
+        [line["step"] for line in log.evaluations],
+        held_out,
+        "o-",
+        color="tab:orange",
+        markersize=3.5,
+        label=f"held out: {held_out[-1]:.3f}" if held_out else "held out",
+    )
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, min(8.5, 1.05 * max(losses, default=8.5))))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)

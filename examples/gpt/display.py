@@ -47,16 +47,20 @@ class Display:
         """Print a line if there is no panel."""
         if self._live is None and log.steps:
             words = (f"{name} {value}" for name, value in self._numbers(log).items())
-            self.console.print(f"step {log.steps[-1]['step']}/{self.total}", *words, sep="  ", highlight=False,
-                               soft_wrap=True)  # fmt: skip
+            self.console.print(
+                f"step {log.steps[-1]['step']}/{self.total}", *words, sep="  ", highlight=False, soft_wrap=True
+            )
 
     def _numbers(self, log: Log) -> dict[str, str]:
         line = log.steps[-1]
         numbers = {"loss": f"{smooth([x['bits_per_byte'] for x in log.steps[-200:]])[-1]:.3f} bits/byte"}
         if log.evaluations:
             numbers["held out"] = f"{log.evaluations[-1]['held_out']:.3f} bits/byte"
-        numbers |= {"tokens/s": f"{line['tokens_per_s']:,.0f}", "gradient norm": f"{line['grad_norm']:.3f}",
-                    "learning rate": f"{line['lr']:.2e}"}  # fmt: skip
+        numbers |= {
+            "tokens/s": f"{line['tokens_per_s']:,.0f}",
+            "gradient norm": f"{line['grad_norm']:.3f}",
+            "learning rate": f"{line['lr']:.2e}",
+        }
         if "loss_scale" in line:
             skipped = int(sum(x["skipped"] for x in log.steps))
             numbers["loss scale"] = f"{line['loss_scale']:g}" + (f" ({skipped} skipped)" if skipped else "")

@@ -24,8 +24,12 @@ def gpt(*, width: int, layers: int, heads: int, dropout: float = 0.0) -> fds.Lay
     `bits_per_byte`. Raises `FdsError` for a width that the heads do not divide into even parts.
     """
     if width % (2 * heads):
-        raise fds.FdsError("rotary positions turn pairs", where="--width", got=f"{width} over {heads} heads",
-                           want=f"a multiple of {2 * heads}")  # fmt: skip
+        raise fds.FdsError(
+            "rotary positions turn pairs",
+            where="--width",
+            got=f"{width} over {heads} heads",
+            want=f"a multiple of {2 * heads}",
+        )
     return fds.Layers(
         [
             fds.TiedLayerSpec("embedding", Embedding, width),

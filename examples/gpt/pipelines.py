@@ -49,23 +49,33 @@ def refuse_stages(options: argparse.Namespace) -> None:
     """Raise `FdsError` for stages without a pipeline, and for a number of stages that its ranks cannot hold."""
     if options.pipeline == NONE:
         if options.stages:
-            raise FdsError("only a pipeline has stages", where="--stages", got=f"--stages {options.stages} alone",
-                           want=f"--pipeline one_f_one_b --stages {options.stages}",
-                           hint="sharding by ranks is --stage")  # fmt: skip
+            raise FdsError(
+                "only a pipeline has stages",
+                where="--stages",
+                got=f"--stages {options.stages} alone",
+                want=f"--pipeline one_f_one_b --stages {options.stages}",
+                hint="sharding by ranks is --stage",
+            )
         return
     _, each = SCHEDULES[options.pipeline]
     if options.stages < 1 or options.stages % each:
-        raise FdsError("the stages do not divide among the ranks of a pipeline", where="--stages",
-                       got=f"--pipeline {options.pipeline}, which gives every rank {each}, --stages {options.stages}",
-                       want=f"a positive multiple of {each}")  # fmt: skip
+        raise FdsError(
+            "the stages do not divide among the ranks of a pipeline",
+            where="--stages",
+            got=f"--pipeline {options.pipeline}, which gives every rank {each}, --stages {options.stages}",
+            want=f"a positive multiple of {each}",
+        )
 
 
 def refuse_ranks(options: argparse.Namespace) -> None:
     """Raise `FdsError` if the ranks are not a multiple of those of a pipeline."""
     if options.ranks % num_ranks(options):
-        raise FdsError("the ranks do not divide into pipelines", where="--ranks",
-                       got=f"--ranks {options.ranks} --pipeline {options.pipeline} --stages {options.stages}",
-                       want=f"a multiple of {num_ranks(options)} ranks")  # fmt: skip
+        raise FdsError(
+            "the ranks do not divide into pipelines",
+            where="--ranks",
+            got=f"--ranks {options.ranks} --pipeline {options.pipeline} --stages {options.stages}",
+            want=f"a multiple of {num_ranks(options)} ranks",
+        )
 
 
 def refuse(options: argparse.Namespace, loss: fds.Layers) -> None:
@@ -75,8 +85,12 @@ def refuse(options: argparse.Namespace, loss: fds.Layers) -> None:
     ranks, n = num_ranks(options), num_microbatches(options)
     rows = options.batch * ranks // options.ranks
     if rows % n:
-        raise FdsError("the microbatches do not divide the rows of a rank", where="--accumulate",
-                       got=f"{n} microbatches of {rows} rows", want=f"a divisor of {rows}",
-                       hint="left out, it is one of them")  # fmt: skip
+        raise FdsError(
+            "the microbatches do not divide the rows of a rank",
+            where="--accumulate",
+            got=f"{n} microbatches of {rows} rows",
+            want=f"a divisor of {rows}",
+            hint="left out, it is one of them",
+        )
     schedule, _ = SCHEDULES[options.pipeline]
     fds.compose(fds.pipeline(schedule, ranks, num_microbatches=n), fds.adamw())(loss)

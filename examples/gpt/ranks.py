@@ -40,9 +40,15 @@ def launch(words: Sequence[str], num_ranks: int, *, restarts: int) -> int:
     logging.disable()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, max_restarts=restarts, run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
-    )  # fmt: skip
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        max_restarts=restarts,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+    )
     try:
         elastic_launch(config, sys.executable)(*words)
     except ChildFailedError as error:

@@ -11,9 +11,16 @@ import fds
 
 
 def generate(
-    evaluate: Callable, prompt: str, *, num_bytes: int, context: int, key: Tensor, device: torch.device,
-    temperature: float = 0.8, top_k: int = 40,
-) -> str:  # fmt: skip
+    evaluate: Callable,
+    prompt: str,
+    *,
+    num_bytes: int,
+    context: int,
+    key: Tensor,
+    device: torch.device,
+    temperature: float = 0.8,
+    top_k: int = 40,
+) -> str:
     """Return the prompt and `num_bytes` more, each drawn from the `top_k` likeliest next bytes.
 
     `evaluate` is a `step.evaluator(state)`. Nothing is cached: every byte runs the model on the whole window, which

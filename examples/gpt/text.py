@@ -49,9 +49,11 @@ def read(paths: Sequence[str] = (), *, context: int) -> Text:
         train, held_out = train[: max(cut, 0)], train[max(cut, 0) :]
     if len(train) <= context:
         raise fds.FdsError(
-            "there is too little text", where=", ".join(map(str, paths)), got=f"{len(train) + len(held_out):,} bytes",
+            "there is too little text",
+            where=", ".join(map(str, paths)),
+            got=f"{len(train) + len(held_out):,} bytes",
             want=f"at least {2 * context + 2:,}: a window of --context {context} to learn, and one held out",
-        )  # fmt: skip
+        )
     digest = hashlib.sha256(train + b"\0" + held_out).hexdigest()[:16]
     return Text(*(torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in (train, held_out)), digest)
 
@@ -95,8 +97,9 @@ def named(paths: Sequence[str]) -> Iterator[tuple[str, Path]]:
             continue
         found = sorted(files_below(path)) if path.is_dir() else []
         if not found:
-            raise fds.FdsError("there is no text here", where="--data", got=str(path),
-                               want="a file, or a folder with text files in it")  # fmt: skip
+            raise fds.FdsError(
+                "there is no text here", where="--data", got=str(path), want="a file, or a folder with text files in it"
+            )
         yield from ((file.relative_to(path).as_posix(), file) for file in found)
 
 

@@ -11,8 +11,17 @@ from fds.autodiff._scopes import differentiated, in_backward, in_torch_func, is_
 from fds.autodiff._value_and_grad import check_scalar, value_and_grad, vjp
 
 __all__ = [
-    "value_and_grad", "vjp", "check_scalar",
-    "backward_by", "backward_into", "is_reentrant",
-    "exclusive", "own", "storage_counts",
-    "differentiated", "in_backward", "in_torch_func", "is_differentiated",
-]  # fmt: skip
+    "value_and_grad",
+    "vjp",
+    "check_scalar",
+    "backward_by",
+    "backward_into",
+    "is_reentrant",
+    "exclusive",
+    "own",
+    "storage_counts",
+    "differentiated",
+    "in_backward",
+    "in_torch_func",
+    "is_differentiated",
+]

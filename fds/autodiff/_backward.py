@@ -14,9 +14,13 @@ from fds.errors import LossError
 
 
 def backward_into(
-    total: Tensor, seed: Tensor | None, leaves: Sequence[Tensor], *, more: Sequence[Tensor] = (),
+    total: Tensor,
+    seed: Tensor | None,
+    leaves: Sequence[Tensor],
+    *,
+    more: Sequence[Tensor] = (),
     reentrant: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Add the gradients of `total` with respect to `leaves` and `more` into their `.grad`, each as soon as it is ready.
 
     `torch.autograd.grad` returns a list only when all gradients are ready; this sums microbatches in place and frees
@@ -31,9 +35,14 @@ def backward_into(
     # The last call in torch.autograd.backward, which before it calls two Python functions for each of its inputs.
     with _no_reentrant_checkpoint():
         _engine_run_backward(
-            (total,), (torch.ones_like(total) if seed is None else seed,), False, False, (*leaves, *more),
-            allow_unreachable=True, accumulate_grad=True,
-        )  # fmt: skip
+            (total,),
+            (torch.ones_like(total) if seed is None else seed,),
+            False,
+            False,
+            (*leaves, *more),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
 
 def backward_by(ends: Sequence[Any], seeds: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> None:
@@ -51,9 +60,11 @@ def _no_reentrant_checkpoint() -> Iterator[None]:
         if "use_reentrant" not in str(error):
             raise
         raise LossError(
-            "a reentrant checkpoint cannot be differentiated here", got="torch.utils.checkpoint.checkpoint(..., "
-            "use_reentrant=True), in a pipeline or not in the first call of the step", want="use_reentrant=False",
-        ) from error  # fmt: skip
+            "a reentrant checkpoint cannot be differentiated here",
+            got="torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=True), in a pipeline or not in the first call of the step",
+            want="use_reentrant=False",
+        ) from error
 
 
 def is_reentrant(total: Tensor) -> bool:

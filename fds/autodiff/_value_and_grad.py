@@ -40,18 +40,25 @@ def value_and_grad(
     """
 
     def once(args: tuple, kwargs: dict, *, reentrant: bool = False) -> Any:
-        outs, pull = _linearize(f, argnums, has_aux, args, kwargs, "value_and_grad", create_graph=create_graph,
-                                reentrant=reentrant)  # fmt: skip
+        outs, pull = _linearize(
+            f, argnums, has_aux, args, kwargs, "value_and_grad", create_graph=create_graph, reentrant=reentrant
+        )
         if has_aux and not (isinstance(outs, tuple) and len(outs) == 2):
-            raise LossError("a function with aux returns a pair", where="value_and_grad", got=type(outs).__name__,
-                            want="(scalar, aux)")  # fmt: skip
+            raise LossError(
+                "a function with aux returns a pair",
+                where="value_and_grad",
+                got=type(outs).__name__,
+                want="(scalar, aux)",
+            )
         value: Any = outs[0] if has_aux else outs
         check_scalar(value, "value_and_grad")
         if not (value.requires_grad or in_torch_func()):
             raise LossError(
-                "the loss does not depend on the parameters", got="a value without a graph",
-                want="a value computed from params", hint="look for .detach(), .item(), torch.no_grad() or a constant",
-            )  # fmt: skip
+                "the loss does not depend on the parameters",
+                got="a value without a graph",
+                want="a value computed from params",
+                hint="look for .detach(), .item(), torch.no_grad() or a constant",
+            )
         return _result(outs, create_graph), pull(torch.ones_like(value))
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -81,13 +88,21 @@ def vjp(f: Callable, *args: Any, create_graph: bool = False) -> tuple[Any, Calla
 def check_scalar(value: Any, where: str) -> None:
     """Raise `LossError` unless `value` is a 0-d floating-point tensor."""
     if not isinstance(value, Tensor):
-        raise LossError("the loss is not a tensor", where=where, got=type(value).__name__, want="a 0-d floating tensor",
-                        hint="look for .item() or float(); a pair is (scalar, metrics)")  # fmt: skip
+        raise LossError(
+            "the loss is not a tensor",
+            where=where,
+            got=type(value).__name__,
+            want="a 0-d floating tensor",
+            hint="look for .item() or float(); a pair is (scalar, metrics)",
+        )
     if value.dim() != 0:
         raise LossError(
-            "the loss is not a scalar", where=where, got=f"shape {tuple(value.shape)}", want="shape ()",
+            "the loss is not a scalar",
+            where=where,
+            got=f"shape {tuple(value.shape)}",
+            want="shape ()",
             hint="return loss.mean(), or fds.Mean(loss.sum(), loss.numel())",
-        )  # fmt: skip
+        )
     if not value.is_floating_point():
         raise LossError("the loss is not floating point", where=where, got=str(value.dtype), want="a float dtype")
 
@@ -110,8 +125,12 @@ class _Arguments:
         """Pick the arguments `argnums`. Raises `LossError` if there is no such argument."""
         picked = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         if not all(-len(args) <= i < len(args) for i in picked):
-            raise LossError("no such argument to differentiate", where=f"{where}, argnums", got=str(argnums),
-                            want=f"indices of the {len(args)} positional arguments, from 0")  # fmt: skip
+            raise LossError(
+                "no such argument to differentiate",
+                where=f"{where}, argnums",
+                got=str(argnums),
+                want=f"indices of the {len(args)} positional arguments, from 0",
+            )
         leaves, build = tree.flatten([args[i] for i in picked])
         floats = [i for i, x in enumerate(leaves) if tree.is_float(x)]
         return cls(f, args, kwargs, argnums, picked, leaves, floats, build)
@@ -140,9 +159,17 @@ class _Arguments:
 
 
 def _linearize(
-    f: Callable, argnums: Any, has_aux: bool, args: tuple, kwargs: dict, where: str, *, create_graph: bool,
-    keep: bool = False, reentrant: bool = False,
-) -> tuple[Any, Callable]:  # fmt: skip
+    f: Callable,
+    argnums: Any,
+    has_aux: bool,
+    args: tuple,
+    kwargs: dict,
+    where: str,
+    *,
+    create_graph: bool,
+    keep: bool = False,
+    reentrant: bool = False,
+) -> tuple[Any, Callable]:
     """Return the result of `f` and the function from its cotangent (of the first part, with aux) to the gradients."""
     arguments = _Arguments.of(f, argnums, args, kwargs, where)
     if in_torch_func():
@@ -170,8 +197,9 @@ def _linearize(
                 backward_through_reentrant(ends, seeds, inputs)
                 grads = [zero if x.grad is None else x.grad for x, zero in zip(inputs, zeros(), strict=True)]
                 return arguments.gradients(grads)
-            grads = _grad(ends, inputs, seeds, where, retain_graph=keep or graph,
-                          create_graph=graph and torch.is_grad_enabled())  # fmt: skip
+            grads = _grad(
+                ends, inputs, seeds, where, retain_graph=keep or graph, create_graph=graph and torch.is_grad_enabled()
+            )
             return arguments.gradients([exclusive(grad) for grad in grads])
 
     return outs, pull
@@ -188,9 +216,11 @@ def _grad(ends: list[Tensor], inputs: list[Tensor], seeds: list, where: str, **o
     except RuntimeError as error:
         if any(map(is_reentrant, ends)):
             raise _ReentrantError(
-                "a reentrant checkpoint is differentiated by value_and_grad in first order alone", where=where,
-                got="torch.utils.checkpoint.checkpoint(..., use_reentrant=True)", want="use_reentrant=False",
-            ) from error  # fmt: skip
+                "a reentrant checkpoint is differentiated by value_and_grad in first order alone",
+                where=where,
+                got="torch.utils.checkpoint.checkpoint(..., use_reentrant=True)",
+                want="use_reentrant=False",
+            ) from error
         raise
 
 
@@ -223,8 +253,12 @@ def _in_order_of(outs: Any, cotangent: Any) -> list:
         if not fits:
             where = ".".join(filter(None, ("cotangent", path)))
             got = f"a tensor {tuple(one.shape)}" if isinstance(one, Tensor) else repr(one)[:60]
-            raise LossError("a cotangent does not have the shape of its output", where=where, got=got,
-                            want=f"a tensor {tuple(out.shape)}")  # fmt: skip
+            raise LossError(
+                "a cotangent does not have the shape of its output",
+                where=where,
+                got=got,
+                want=f"a tensor {tuple(out.shape)}",
+            )
     return cotangents
 
 
@@ -252,12 +286,14 @@ def _check_not_nested(args: Any, where: str) -> None:
         attached = attached or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
     if attached or _scopes.inside():
         raise LossError(
-            "a gradient inside a function that is differentiated has no graph", where=where,
-            got="an argument with a graph (or a tangent)" if attached else
-            f"{where} inside another one, or inside the loss of a step",
+            "a gradient inside a function that is differentiated has no graph",
+            where=where,
+            got="an argument with a graph (or a tangent)"
+            if attached
+            else f"{where} inside another one, or inside the loss of a step",
             want=f"{where}(..., create_graph=True): derivatives through it are exact",
             hint="under torch.no_grad() it is a constant",
-        )  # fmt: skip
+        )
 
 
 def _result(outs: Any, create_graph: bool) -> Any:

@@ -24,7 +24,22 @@ from fds.collectives.topology import Topology
 from fds.collectives.traffic import counted
 
 __all__ = [
-    "init_distributed", "mesh", "from_torch", "simulate", "Mesh", "Topology", "Axis", "Work",
-    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "recv", "barrier",
-    "counted", "fingerprint",
-]  # fmt: skip
+    "init_distributed",
+    "mesh",
+    "from_torch",
+    "simulate",
+    "Mesh",
+    "Topology",
+    "Axis",
+    "Work",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "send",
+    "recv",
+    "barrier",
+    "counted",
+    "fingerprint",
+]

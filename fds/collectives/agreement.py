@@ -24,9 +24,7 @@ GRACE = datetime.timedelta(seconds=5)  # for all ranks to read an error before t
 class Checked:
     """A link that starts a collective only after all ranks of the axis have announced the same one."""
 
-    def __init__(
-        self, link: Link, ranks: tuple[int, ...], index: int, timeout: datetime.timedelta, channel: str = ""
-    ):
+    def __init__(self, link: Link, ranks: tuple[int, ...], index: int, timeout: datetime.timedelta, channel: str = ""):
         self.link, self.ranks, self.index, self.timeout = link, ranks, index, timeout
         self.store: Any = dist.PrefixStore("fds-agreement", dist.distributed_c10d._get_default_store())
         self.name = ".".join(map(str, ranks)) + channel
@@ -92,7 +90,7 @@ class Checked:
             where=f"rank {self.ranks[self.index]}, waiting in {collective}",
             got="\n".join(f"rank {rank} started last: {text}" for rank, text in last.items()),
             want=f"ranks {', '.join(map(str, self.ranks))} to take part",
-        )  # fmt: skip
+        )
 
     def _await_readers(self, rows: dict[int, str]) -> None:
         """Wait up to `GRACE` for all ranks to read the rows: the store may end with the first rank that raises."""

@@ -80,9 +80,9 @@ class Axis:
             raise MeshError(
                 "this axis belongs to other ranks than those that are running",
                 got=f"axis {self.name!r} of {self.size} ranks",
-                want="a mesh made here", hint="make it after fds.init_distributed(), or inside the function that "
-                "fds.simulate runs",
-            )  # fmt: skip
+                want="a mesh made here",
+                hint="make it after fds.init_distributed(), or inside the function that fds.simulate runs",
+            )
 
     def start_all_gather(self, out: Tensor, part: Tensor) -> Work:
         """Gather the parts (n,) of all ranks into `out` (size * n,); `part` may be a view of its place in `out`."""
@@ -181,17 +181,25 @@ class Axis:
         got = f"{tuple(x.shape)} {x.dtype} into {tuple(out.shape)} {out.dtype}"
         strided = [t for t in (x, out) if not t.is_contiguous()]
         raise FdsError(
-            f"these tensors cannot take part in {op}", where=f"axis {self.name!r}, {self.size} ranks",
+            f"these tensors cannot take part in {op}",
+            where=f"axis {self.name!r}, {self.size} ranks",
             got=got + (f", strides {strided[0].stride()}" if strided else ""),
-            want={"all_gather": f"(n,) into ({self.size} * n,)", "reduce_scatter": f"({self.size} * n,) into (n,)",
-                  "all_to_all": f"({self.size} * n, ...) into the same shape"}.get(op, "a tensor")
+            want={
+                "all_gather": f"(n,) into ({self.size} * n,)",
+                "reduce_scatter": f"({self.size} * n,) into (n,)",
+                "all_to_all": f"({self.size} * n, ...) into the same shape",
+            }.get(op, "a tensor")
             + ", contiguous, of one dtype",
-        )  # fmt: skip
+        )
 
     def _check_coordinate(self, at: int, others: bool = False) -> None:
         if not 0 <= at < self.size or (others and at == self.index):
-            raise FdsError("no such rank to communicate with", where=f"axis {self.name!r}", got=f"coordinate {at}",
-                           want=f"0 to {self.size - 1}" + (f", not {self.index} itself" if others else ""))  # fmt: skip
+            raise FdsError(
+                "no such rank to communicate with",
+                where=f"axis {self.name!r}",
+                got=f"coordinate {at}",
+                want=f"0 to {self.size - 1}" + (f", not {self.index} itself" if others else ""),
+            )
 
 
 def of_handle(handle: int) -> Axis:

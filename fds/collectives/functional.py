@@ -216,6 +216,10 @@ def _dim(x: Tensor, dim: int) -> int:
 def _divided(x: Tensor, axis: Axis, dim: int, op: str) -> int:
     dim = _dim(x, dim)
     if x.shape[dim] % axis.size:
-        raise FdsError(f"{op} splits a dim into equal pieces", where=f"axis {axis.name!r}, {axis.size} ranks",
-                       got=f"dim {dim} of {tuple(x.shape)}", want=f"a multiple of {axis.size}")  # fmt: skip
+        raise FdsError(
+            f"{op} splits a dim into equal pieces",
+            where=f"axis {axis.name!r}, {axis.size} ranks",
+            got=f"dim {dim} of {tuple(x.shape)}",
+            want=f"a multiple of {axis.size}",
+        )
     return dim

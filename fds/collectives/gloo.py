@@ -45,8 +45,13 @@ class GlooLink:
     def start(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
         """Start a collective. Raises `FdsError` for tensors that are not on the CPU."""
         if x.device.type != "cpu":
-            raise FdsError("gloo carries tensors of the CPU", where=str(collective), got=f"a tensor on {x.device}",
-                           want="x.cpu()", hint='or fds.init_distributed("nccl")')  # fmt: skip
+            raise FdsError(
+                "gloo carries tensors of the CPU",
+                where=str(collective),
+                got=f"a tensor on {x.device}",
+                want="x.cpu()",
+                hint='or fds.init_distributed("nccl")',
+            )
         if collective.op in ("send", "recv"):
             counts = self.sent if collective.op == "send" else self.received
             counts[collective.peer] += 1
@@ -117,7 +122,7 @@ class GlooLink:
 
     def _reduce_scatter(
         self, collective: Collective, out: Tensor, pieces: list[Tensor], how: str, tag: int
-    ) -> Messages:  # fmt: skip
+    ) -> Messages:
         messages, own = Messages(self, collective), pieces[self.index]
         # On two ranks the piece received is added in place; `out` receives it unless it is this rank's own piece.
         direct = self.size == 2 and not same_memory(out, own)
@@ -255,9 +260,12 @@ def _digest(data: tuple, modulus: int) -> int:
 
 @contextlib.contextmanager
 def naming(
-    collective: Collective, ranks: tuple[int, ...], index: int, peer: int | None,
+    collective: Collective,
+    ranks: tuple[int, ...],
+    index: int,
+    peer: int | None,
     closed: Callable[[], bool] = lambda: False,
-) -> Iterator[None]:  # fmt: skip
+) -> Iterator[None]:
     """Raise `RankError` in place of torch's error when another rank failed, or Ctrl-C closed connections (`closed`)."""
     try:
         yield
@@ -267,8 +275,10 @@ def naming(
         if closed():
             raise RankError(
                 "Ctrl-C was pressed while this rank waited for others, which closed its connections to them",
-                where=f"rank {ranks[index]}, in {collective}", want="all ranks to end", hint="go on from the last save",
-            ) from error  # fmt: skip
+                where=f"rank {ranks[index]}, in {collective}",
+                want="all ranks to end",
+                hint="go on from the last save",
+            ) from error
         raise lost(collective, ranks, index, peer, error) from error
 
 
@@ -293,8 +303,10 @@ def lost(
     lost_rank = f"rank {peer}" if peer is not None else "a rank"
     return RankError(
         f"{lost_rank} did not answer in time" if late else f"{lost_rank} was lost",
-        where=f"rank {ranks[index]}, in {collective}", got=message[:300],
+        where=f"rank {ranks[index]}, in {collective}",
+        got=message[:300],
         want=f"ranks {', '.join(map(str, ranks))} to take part",
-        hint="fds.init_distributed(check=True) reports what each rank does" if late else
-        "look at the output of the rank that ended first",
-    )  # fmt: skip
+        hint="fds.init_distributed(check=True) reports what each rank does"
+        if late
+        else "look at the output of the rank that ended first",
+    )

@@ -56,8 +56,11 @@ def _launch(rank: int | None, world_size: int | None, init_method: str | None) -
     if rank is None and world_size is None:
         return launched(os.environ)
     if rank is None or world_size is None or not 0 <= rank < world_size or (init_method is None and world_size > 1):
-        raise MeshError("these arguments do not make a rank", got=f"rank={rank}, world_size={world_size}, "
-                        f"init_method={init_method!r}", want="all three, with 0 <= rank < world_size")  # fmt: skip
+        raise MeshError(
+            "these arguments do not make a rank",
+            got=f"rank={rank}, world_size={world_size}, init_method={init_method!r}",
+            want="all three, with 0 <= rank < world_size",
+        )
     local = os.environ.get("LOCAL_RANK", rank)
     return Launch(rank, world_size, int(local))
 
@@ -75,11 +78,17 @@ def _start(backend: str | None, timeout: float | datetime.timedelta, launch: Lau
     store = meet(launch, init_method, limit)
     try:
         dist.init_process_group(
-            backend, store=dist.PrefixStore("fds-group", store), rank=launch.rank, world_size=launch.world_size,
+            backend,
+            store=dist.PrefixStore("fds-group", store),
+            rank=launch.rank,
+            world_size=launch.world_size,
             timeout=limit,
-        )  # fmt: skip
+        )
     except RuntimeError as error:
-        raise RankError("the ranks could not connect to each other", where=f"rank {launch.rank}",
-                        got=str(error).strip().partition("\n")[0][:300],
-                        want="every rank to keep running, and to reach all others",
-                        hint="GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the network interface") from error
+        raise RankError(
+            "the ranks could not connect to each other",
+            where=f"rank {launch.rank}",
+            got=str(error).strip().partition("\n")[0][:300],
+            want="every rank to keep running, and to reach all others",
+            hint="GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the network interface",
+        ) from error

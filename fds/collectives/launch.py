@@ -59,15 +59,22 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
         if rank not in environ or size not in environ:
             has, lacks = (rank, size) if rank in environ else (size, rank)
             raise MeshError(
-                f"the environment says {has} and not {lacks}", where=starter, got=f"{has}={environ[has]}",
-                want="both, or neither for one process", hint=f"start with {starter}, or unset {has}",
-            )  # fmt: skip
+                f"the environment says {has} and not {lacks}",
+                where=starter,
+                got=f"{has}={environ[has]}",
+                want="both, or neither for one process",
+                hint=f"start with {starter}, or unset {has}",
+            )
         if starter == "Slurm" and "SLURM_STEP_NUM_TASKS" in environ:
             size = "SLURM_STEP_NUM_TASKS"  # in salloc's own shell SLURM_NTASKS is that of future steps
         number, count = _integer(environ, rank), _integer(environ, size)
         if not 0 <= number < count:
-            raise MeshError("the rank is not among the ranks", where=starter, got=f"{rank}={number}, {size}={count}",
-                            want=f"0 to {count - 1}")  # fmt: skip
+            raise MeshError(
+                "the rank is not among the ranks",
+                where=starter,
+                got=f"{rank}={number}, {size}={count}",
+                want=f"0 to {count - 1}",
+            )
         at = _integer(environ, local) if local in environ else 0
         if count == 1:
             return Launch(number, count, at)
@@ -113,9 +120,12 @@ def _address(environ: Mapping[str, str], starter: str, rank: int, world_size: in
         if on_one_node(environ, world_size):
             return "127.0.0.1", port
     raise MeshError(
-        "the address of rank 0 is not known", where=starter, got="no MASTER_ADDR in the environment",
-        want="MASTER_ADDR=<host of rank 0>", hint=HINTS.get(starter, ""),
-    )  # fmt: skip
+        "the address of rank 0 is not known",
+        where=starter,
+        got="no MASTER_ADDR in the environment",
+        want="MASTER_ADDR=<host of rank 0>",
+        hint=HINTS.get(starter, ""),
+    )
 
 
 def first_host(nodes: str) -> str:

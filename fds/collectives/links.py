@@ -77,10 +77,11 @@ DONE = Done()
 def different(where: str, calls: dict[int, str]) -> RankError:
     """Return the error for ranks (by number) that started different collectives where they should be the same."""
     return RankError(
-        "the ranks started different collectives", where=where,
+        "the ranks started different collectives",
+        where=where,
         got="\n".join(f"rank {rank}: {collective}" for rank, collective in calls.items()),
         want="the same collectives, in the same order, with the same shapes and dtypes",
-    )  # fmt: skip
+    )
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

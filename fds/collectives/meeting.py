@@ -36,9 +36,13 @@ def meet(launch: Launch, init_method: str | None, limit: datetime.timedelta) -> 
         _compare_jobs(store, launch, end)
         _call_the_roll(store, launch, limit, end)
     except (dist.DistError, RuntimeError) as error:  # for example, rank 0 has ended, and the store with it
-        raise RankError("the ranks could not meet", where=f"rank {launch.rank} of {launch.world_size}",
-                        got=str(error).partition("\n")[0][:300], want="rank 0 to run until all have arrived",
-                        hint="look at the output of rank 0") from error  # fmt: skip
+        raise RankError(
+            "the ranks could not meet",
+            where=f"rank {launch.rank} of {launch.world_size}",
+            got=str(error).partition("\n")[0][:300],
+            want="rank 0 to run until all have arrived",
+            hint="look at the output of rank 0",
+        ) from error
     return store
 
 
@@ -48,8 +52,12 @@ def _store(launch: Launch, init_method: str | None, limit: datetime.timedelta, e
         try:
             return next(dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=limit))[0]
         except (ValueError, RuntimeError, OSError) as error:
-            raise MeshError("not a rendezvous URL", where="init_method", got=f"{init_method!r}: {error}"[:300],
-                            want="'tcp://host:port' or 'file:///path'") from error  # fmt: skip
+            raise MeshError(
+                "not a rendezvous URL",
+                where="init_method",
+                got=f"{init_method!r}: {error}"[:300],
+                want="'tcp://host:port' or 'file:///path'",
+            ) from error
     host, port = (launch.address, launch.port) if init_method is None else _parsed(init_method)
     agent = init_method is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = launch.rank == 0 and not agent
@@ -62,9 +70,11 @@ def _store(launch: Launch, init_method: str | None, limit: datetime.timedelta, e
     except RuntimeError as error:
         raise MeshError(
             "rank 0 cannot wait for the others at this port" if serves else "rank 0 does not answer",
-            where=f"{host}:{port}", got=str(error).partition("\n")[0][:300], want="a free port",
+            where=f"{host}:{port}",
+            got=str(error).partition("\n")[0][:300],
+            want="a free port",
             hint="another job, or a second rank 0, may use it: set a different MASTER_PORT for this job",
-        ) from error  # fmt: skip
+        ) from error
     # torchrun keeps one store for all restarts, which still has the addresses of ranks that died
     # (pytorch/pytorch#135712), so every start uses its own keys.
     return dist.PrefixStore(_name_of_start(store, launch, limit, end), store) if agent else store
@@ -78,8 +88,12 @@ def _parsed(url: str) -> tuple[str, int]:
     except ValueError:
         host = port = None
     if not host or not port:
-        raise MeshError("not the address of rank 0", where="init_method", got=repr(url), want="'tcp://host:port', "
-                        "with a port from 1 to 65535")  # fmt: skip
+        raise MeshError(
+            "not the address of rank 0",
+            where="init_method",
+            got=repr(url),
+            want="'tcp://host:port', with a port from 1 to 65535",
+        )
     return host, port
 
 
@@ -92,10 +106,12 @@ def _await_server(host: str, port: int, launch: Launch, end: float) -> None:
         except OSError as error:
             if time.monotonic() >= end:
                 raise RankError(
-                    "rank 0 did not arrive in time", where=f"rank {launch.rank} of {launch.world_size}",
-                    got=f"{host}:{port}: {error.strerror or error}", want="rank 0 to wait there for the others",
+                    "rank 0 did not arrive in time",
+                    where=f"rank {launch.rank} of {launch.world_size}",
+                    got=f"{host}:{port}: {error.strerror or error}",
+                    want="rank 0 to wait there for the others",
                     hint="is it started, and does every node reach that host and port?",
-                ) from error  # fmt: skip
+                ) from error
         time.sleep(0.05)
 
 
@@ -105,13 +121,21 @@ def _compare_jobs(store: dist.Store, launch: Launch, end: float) -> None:
     if launch.rank == 0:
         store.set("job", mine)
     elif not _await_key(store, "job", end):
-        raise RankError("rank 0 did not arrive in time", where=f"rank {launch.rank} of {launch.world_size}",
-                        want="rank 0 to wait for the others")  # fmt: skip
+        raise RankError(
+            "rank 0 did not arrive in time",
+            where=f"rank {launch.rank} of {launch.world_size}",
+            want="rank 0 to wait for the others",
+        )
     theirs = store.get("job").decode()
     if theirs != mine:
         store.set("another", f"; {_place(_name())} came as rank {launch.rank} of {mine}")
-        raise MeshError("another job uses this address", where=f"rank {launch.rank}", got=theirs, want=mine,
-                        hint="set a different MASTER_PORT for each job")  # fmt: skip
+        raise MeshError(
+            "another job uses this address",
+            where=f"rank {launch.rank}",
+            got=theirs,
+            want=mine,
+            hint="set a different MASTER_PORT for each job",
+        )
 
 
 def _call_the_roll(store: dist.Store, launch: Launch, limit: datetime.timedelta, end: float) -> None:
@@ -148,10 +172,12 @@ def _fail_all(store: dist.Store, kind: str, what: str) -> None:
 def _failure(launch: Launch, kind: str, what: str) -> FdsError:
     where = f"rank {launch.rank} of {launch.world_size}"
     if kind == "RankError":
-        return RankError(what, where=where, want=f"{launch.world_size} ranks",
-                         hint="were they started, and with these ranks?")  # fmt: skip
-    return MeshError(what, where=where, want="one process for each rank",
-                     hint="for two jobs, set a different MASTER_PORT for each")  # fmt: skip
+        return RankError(
+            what, where=where, want=f"{launch.world_size} ranks", hint="were they started, and with these ranks?"
+        )
+    return MeshError(
+        what, where=where, want="one process for each rank", hint="for two jobs, set a different MASTER_PORT for each"
+    )
 
 
 def _name() -> str:
@@ -184,8 +210,11 @@ def _name_of_start(store: dist.Store, launch: Launch, limit: datetime.timedelta,
     if launch.rank:
         store.set(f"asks {launch.rank}", own)
         if not _await_key(store, f"answer to {own}", end):
-            raise RankError(f"rank 0 did not arrive within {limit.total_seconds():g} s",
-                            where=f"rank {launch.rank} of {launch.world_size}", want="rank 0 to answer")  # fmt: skip
+            raise RankError(
+                f"rank 0 did not arrive within {limit.total_seconds():g} s",
+                where=f"rank {launch.rank} of {launch.world_size}",
+                want="rank 0 to answer",
+            )
         name = store.get(f"answer to {own}").decode()
         store.set(f"{name} {launch.rank} confirmed", "")
         return name
@@ -199,6 +228,7 @@ def _name_of_start(store: dist.Store, launch: Launch, limit: datetime.timedelta,
     if unconfirmed:
         raise RankError(
             f"{', '.join(f'rank {i}' for i in unconfirmed[:16])} did not arrive within {limit.total_seconds():g} s",
-            where=f"rank 0 of {launch.world_size}", want="all ranks to start",
-        )  # fmt: skip
+            where=f"rank 0 of {launch.world_size}",
+            want="all ranks to start",
+        )
     return own

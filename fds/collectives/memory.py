@@ -39,7 +39,7 @@ class Hub:
 
     def join(
         self, key: tuple, rendezvous: Rendezvous, index: int, collective: Collective, out: Any, x: Any
-    ) -> Rendezvous:  # fmt: skip
+    ) -> Rendezvous:
         """Start a collective on one rank; the last rank runs it for all. Raises `RankError` on a mismatch."""
         if self.turns is None:
             raise RankError(
@@ -62,10 +62,16 @@ class Hub:
     def check_complete(self) -> None:
         """Raise `RankError` for collectives that some ranks never started."""
         if self.pending:
-            lines = [f"rank {r.ranks[i]} started {r.describe(collective)}"
-                     for r in self.pending.values() for i, (collective, _, _) in r.arrived.items()]  # fmt: skip
-            raise RankError("all ranks have ended, and some collectives were not started by all", got="\n".join(lines),
-                            want="every rank of an axis to start the same collectives")  # fmt: skip
+            lines = [
+                f"rank {r.ranks[i]} started {r.describe(collective)}"
+                for r in self.pending.values()
+                for i, (collective, _, _) in r.arrived.items()
+            ]
+            raise RankError(
+                "all ranks have ended, and some collectives were not started by all",
+                got="\n".join(lines),
+                want="every rank of an axis to start the same collectives",
+            )
 
 
 class MemoryLink:

@@ -80,8 +80,11 @@ class Mesh:
     def to_torch(self) -> DeviceMesh:
         """Return a `DeviceMesh` of the same ranks and names; all ranks call it. Raises `MeshError` in other worlds."""
         if not isinstance(self.world, worlds.TorchWorld):
-            raise MeshError("only torch.distributed's ranks have a DeviceMesh", got=f"a mesh of {self.size} ranks, "
-                            f"{type(self.world).__name__}", want="fds.init_distributed() under torchrun")  # fmt: skip
+            raise MeshError(
+                "only torch.distributed's ranks have a DeviceMesh",
+                got=f"a mesh of {self.size} ranks, {type(self.world).__name__}",
+                want="fds.init_distributed() under torchrun",
+            )
         ranks = torch.tensor(self.topology.ranks, device="cpu").view(self.topology.sizes)
         return DeviceMesh(self.world.device.type, ranks, mesh_dim_names=self.topology.names)
 
@@ -97,9 +100,12 @@ def mesh(**axes: int) -> Mesh:
     if not axes:
         raise MeshError("a mesh needs an axis", got=text, want="mesh(dp=-1)")
     if world is worlds.SINGLE and launch is not None and launch.world_size > 1:
-        raise MeshError("the ranks that were started together are not connected yet", got=text,
-                        want="fds.init_distributed() before it",
-                        hint=f"the environment names rank {launch.rank} of {launch.world_size}")  # fmt: skip
+        raise MeshError(
+            "the ranks that were started together are not connected yet",
+            got=text,
+            want="fds.init_distributed() before it",
+            hint=f"the environment names rank {launch.rank} of {launch.world_size}",
+        )
     for name, size in axes.items():
         if not is_int(size) or (size < 1 and size != -1):
             raise MeshError("not a size of an axis", where=name, got=repr(size), want="1 or more, or -1 for the rest")
@@ -109,10 +115,11 @@ def mesh(**axes: int) -> Mesh:
     product = math.prod(size for size in axes.values() if size != -1)
     if world.size % product if free else world.size != product:
         raise MeshError(
-            f"these axes do not fit {world.size} rank{'s' * (world.size > 1)}", got=text,
+            f"these axes do not fit {world.size} rank{'s' * (world.size > 1)}",
+            got=text,
             want=f"sizes that multiply to {world.size}" if not free else f"sizes that divide {world.size}",
             hint="fds.init_distributed() comes first, under torchrun" if world.size == 1 else "",
-        )  # fmt: skip
+        )
     sizes = {name: world.size // product if size == -1 else size for name, size in axes.items()}
     return Mesh(world, Topology.of(**sizes))
 

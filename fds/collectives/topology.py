@@ -37,8 +37,12 @@ class Topology:
     def get_rank(self, **coords: int) -> int:
         """Return the rank with these coordinates, one for every axis. Raises `MeshError`."""
         if missing := [name for name in self.names if name not in coords]:
-            raise MeshError("a rank is identified by a coordinate on every axis", got=_text(coords),
-                            want=", ".join(missing) + " too", hint="filter_match takes some of them")  # fmt: skip
+            raise MeshError(
+                "a rank is identified by a coordinate on every axis",
+                got=_text(coords),
+                want=", ".join(missing) + " too",
+                hint="filter_match takes some of them",
+            )
         return self.filter_match(**coords)[0]
 
     def get_coord(self, rank: int) -> dict[str, int]:
@@ -73,8 +77,12 @@ class Topology:
         """Raise `MeshError` for an unknown or repeated name of an axis."""
         for name in names:
             if name not in self.names:
-                raise MeshError(f"the mesh has no axis {name!r}", got=repr(name), want="one of " + _text(self.shape),
-                                hint=did_you_mean(str(name), self.names))  # fmt: skip
+                raise MeshError(
+                    f"the mesh has no axis {name!r}",
+                    got=repr(name),
+                    want="one of " + _text(self.shape),
+                    hint=did_you_mean(str(name), self.names),
+                )
         if len(set(names)) < len(names):
             raise MeshError("an axis is named twice", got=", ".join(names), want="each axis once")
 

@@ -55,9 +55,17 @@ class Turns:
     """Run one function per rank, in threads that take turns in rank order."""
 
     def __init__(self, bodies: list[Callable[[], Any]]):
-        self.seats = [Seat(threading.Thread(target=self._run, args=(rank, contextvars.copy_context(), body),
-                                            name=f"fds rank {rank}", daemon=True))
-                      for rank, body in enumerate(bodies)]  # fmt: skip
+        self.seats = [
+            Seat(
+                threading.Thread(
+                    target=self._run,
+                    args=(rank, contextvars.copy_context(), body),
+                    name=f"fds rank {rank}",
+                    daemon=True,
+                )
+            )
+            for rank, body in enumerate(bodies)
+        ]
         self.error: BaseException | None = None
         self.stopped = False
         self.over = threading.Event()
@@ -96,10 +104,12 @@ class Turns:
         seat = self.seats[rank]
         if threading.current_thread() is not seat.thread:
             raise RankError(
-                "a collective of a simulated rank was awaited on another thread", where=f"rank {rank}",
-                got=threading.current_thread().name, want=seat.thread.name,
+                "a collective of a simulated rank was awaited on another thread",
+                where=f"rank {rank}",
+                got=threading.current_thread().name,
+                want=seat.thread.name,
                 hint="make the mesh inside the function that is simulated; tensors must be on the CPU",
-            )  # fmt: skip
+            )
         if self.stopped:
             raise Stopped
         if ready():
@@ -148,8 +158,11 @@ class Turns:
     def _deadlock(self) -> RankError:
         describe = lambda seat: "has ended" if seat.waiting is None else f"waits in {seat.waiting()}"
         lines = [f"rank {rank} {describe(seat)}" for rank, seat in enumerate(self.seats)]
-        return RankError("no rank can run: each waits for another, or has ended", got="\n".join(lines),
-                         want="every rank of an axis to start the same collectives, in the same order")  # fmt: skip
+        return RankError(
+            "no rank can run: each waits for another, or has ended",
+            got="\n".join(lines),
+            want="every rank of an axis to start the same collectives, in the same order",
+        )
 
 
 def check_size(world_size: int) -> None:

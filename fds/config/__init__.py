@@ -11,7 +11,18 @@ from fds.config.record import Config
 from fds.config.training import TrainingConfig
 
 __all__ = [
-    "AmpConfig", "BF16Config", "BatchConfig", "ClippingConfig", "CommunicationConfig", "Config", "DataTypesConfig",
-    "FP16Config", "OptimizerConfig", "SchedulerConfig", "TorchAutocastConfig", "TrainingConfig", "ZeroConfig",
+    "AmpConfig",
+    "BF16Config",
+    "BatchConfig",
+    "ClippingConfig",
+    "CommunicationConfig",
+    "Config",
+    "DataTypesConfig",
+    "FP16Config",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "TorchAutocastConfig",
+    "TrainingConfig",
+    "ZeroConfig",
     "training_arguments",
 ]

@@ -52,9 +52,12 @@ def _axes(sizes: dict[str, int], world_size: int | None) -> dict[str, int]:
     ranks = others * max(sizes.get("dp", 1), 1) if world_size is None else world_size
     axes = sizes if sizes.get("dp", -1) != -1 else {**sizes, "dp": ranks // others}
     if math.prod(axes.values()) != ranks:
-        raise MeshError("the axes of the mesh do not multiply to the number of ranks", where="--mesh, --world-size",
-                        got=f"{', '.join(f'{name}={size}' for name, size in sizes.items())} of {ranks} ranks",
-                        want="sizes whose product is the number of ranks")  # fmt: skip
+        raise MeshError(
+            "the axes of the mesh do not multiply to the number of ranks",
+            where="--mesh, --world-size",
+            got=f"{', '.join(f'{name}={size}' for name, size in sizes.items())} of {ranks} ranks",
+            want="sizes whose product is the number of ranks",
+        )
     return axes
 
 
@@ -92,29 +95,50 @@ def _count(text: str) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(
-        prog="python -m fds.config", description="Explain configurations of DeepSpeed.",
+        prog="python -m fds.config",
+        description="Explain configurations of DeepSpeed.",
         epilog="Every key: docs/config-keys.md.",
-    )  # fmt: skip
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    explain = commands.add_parser("explain", help="explain a file",
-                                  description="Print the composition as Python, batch sizes, memory, and keys "
-                                  "without effect.")  # fmt: skip
+    explain = commands.add_parser(
+        "explain",
+        help="explain a file",
+        description="Print the composition as Python, batch sizes, memory, and keys without effect.",
+    )
     explain.add_argument("config", metavar="FILE", help="a JSON file, or JSON in base64")
     explain.add_argument("--world-size", type=_count, metavar="N", help="number of ranks (default: of --mesh, or 1)")
-    explain.add_argument("--mesh", type=_mesh, default={}, metavar="AXES",
-                         help="sizes of the axes: pp=2,dp=4; dp takes the remaining ranks")  # fmt: skip
+    explain.add_argument(
+        "--mesh",
+        type=_mesh,
+        default={},
+        metavar="AXES",
+        help="sizes of the axes: pp=2,dp=4; dp takes the remaining ranks",
+    )
     explain.add_argument("--parameters", type=_count, metavar="P", help="parameters of the model, to show bytes: 7e9")
-    explain.add_argument("--defaults", choices=EDITIONS, default=EDITIONS[0],
-                         help="edition of the defaults (%(default)s): DeepSpeed's code or its docs")
-    explain.add_argument("--unknown", choices=get_args(Unknown), default="error",
-                         help="how unknown keys are treated (%(default)s)")
-    explain.add_argument("--auto", type=_auto, action="append", default=[], metavar="KEY=VALUE",
-                         help='value of a key that is "auto": optimizer.params.lr=3e-4; may be repeated')
+    explain.add_argument(
+        "--defaults",
+        choices=EDITIONS,
+        default=EDITIONS[0],
+        help="edition of the defaults (%(default)s): DeepSpeed's code or its docs",
+    )
+    explain.add_argument(
+        "--unknown", choices=get_args(Unknown), default="error", help="how unknown keys are treated (%(default)s)"
+    )
+    explain.add_argument(
+        "--auto",
+        type=_auto,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help='value of a key that is "auto": optimizer.params.lr=3e-4; may be repeated',
+    )
     explain.set_defaults(run=_explain)
 
-    outputs = (("schema", "print a JSON Schema for editors", lambda _: json.dumps(schema(), indent=2)),
-               ("table", "print docs/config-keys.md", lambda _: table()))  # fmt: skip
+    outputs = (
+        ("schema", "print a JSON Schema for editors", lambda _: json.dumps(schema(), indent=2)),
+        ("table", "print docs/config-keys.md", lambda _: table()),
+    )
     for name, text, run in outputs:
         commands.add_parser(name, help=text, description=f"{text.capitalize()}.").set_defaults(run=run)
     return parser.parse_args(arguments)

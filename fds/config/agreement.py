@@ -33,8 +33,12 @@ def resolve_on_all_ranks(mesh: Mesh, resolve: Callable[[], TrainingConfig], key:
     for rank, (other, _, _) in enumerate(replies):
         paths = [path for path in sorted({*mine, *other}) if mine.get(path) != other.get(path)]
         if paths:
-            raise ConfigError("the ranks have different configurations", where=", ".join(paths[:8]),
-                              got=f"{other.get(paths[0])!r} on rank {rank}", want=f"{mine.get(paths[0])!r}, as here")
+            raise ConfigError(
+                "the ranks have different configurations",
+                where=", ".join(paths[:8]),
+                got=f"{other.get(paths[0])!r} on rank {rank}",
+                want=f"{mine.get(paths[0])!r}, as here",
+            )
     return config
 
 

@@ -19,8 +19,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """
     group = parser.add_argument_group("fds", "training by fds")
     group.add_argument("--fds", "--deepspeed", dest="fds", action="store_true", help="train with fds")
-    group.add_argument("--fds_config", "--fds-config", "--deepspeed_config", dest="fds_config", metavar="PATH",
-                       help="DeepSpeed's configuration, a JSON file")
+    group.add_argument(
+        "--fds_config",
+        "--fds-config",
+        "--deepspeed_config",
+        dest="fds_config",
+        metavar="PATH",
+        help="DeepSpeed's configuration, a JSON file",
+    )
     return parser
 
 
@@ -29,6 +35,10 @@ def config_of(args: Any, config: Any) -> Any:
     paths = [value for name in ("fds_config", "deepspeed_config") if (value := getattr(args, name, None)) is not None]
     configs = [config] * (config is not None) + paths[:1]
     if len(configs) != 1:
-        raise ConfigError("exactly one configuration is needed", where="config, args.fds_config",
-                          got="both" if configs else "neither", want="one of them: a TrainingConfig, a dict or a path")
+        raise ConfigError(
+            "exactly one configuration is needed",
+            where="config, args.fds_config",
+            got="both" if configs else "neither",
+            want="one of them: a TrainingConfig, a dict or a path",
+        )
     return configs[0]

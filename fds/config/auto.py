@@ -26,8 +26,10 @@ _OF_ARGUMENTS = {  # JSON path -> attribute of transformers' TrainingArguments
     "bf16.enabled": "bf16",
 }
 _NOT_OF_ARGUMENTS = {  # may differ from the JSON, whose value then stays
-    "scheduler.params.warmup_min_lr", "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.stage3_param_persistence_threshold",
+    "scheduler.params.warmup_min_lr",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
 }
 
 
@@ -90,8 +92,10 @@ def hint(data: Mapping[str, Any], values: Mapping[str, Any], where: str) -> str:
     if not missing:
         return ""
     steps = "num_training_steps=" if "total_num_steps" in where else "..."
-    return (f'"auto" without a value: {", ".join(missing)}; pass auto={{{missing[0]!r}: ..., ...}}, or of '
-            f"transformers' arguments auto=fds.config.training_arguments(arguments, {steps})")
+    return (
+        f'"auto" without a value: {", ".join(missing)}; pass auto={{{missing[0]!r}: ..., ...}}, or of '
+        f"transformers' arguments auto=fds.config.training_arguments(arguments, {steps})"
+    )
 
 
 def fill(data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,8 +106,12 @@ def fill(data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in values.items():
         in_json = _value_at(data, path.split("."))
         if in_json not in (None, AUTO, value) and path not in _NOT_OF_ARGUMENTS:
-            raise ConfigError('a key that is not "auto" has another value', where=path, got=repr(in_json)[:80],
-                              want=f'{value!r:.80}, or "auto"')
+            raise ConfigError(
+                'a key that is not "auto" has another value',
+                where=path,
+                got=repr(in_json)[:80],
+                want=f'{value!r:.80}, or "auto"',
+            )
     return _fill(data, values, "")
 
 

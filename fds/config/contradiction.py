@@ -34,8 +34,13 @@ def check_needed(config: Config, switch: str, *needed: str) -> None:
     """Raise `ConfigError` if a switch is on and a key that it needs is null or empty."""
     absent = [path for path in needed if _at(config, path) in (None, (), {})]
     if config[switch] is True and absent:
-        raise contradiction(config, "a feature is enabled without the keys that it needs", switch, *absent,
-                            want=f"{' and '.join(absent)} where {switch} is true")
+        raise contradiction(
+            config,
+            "a feature is enabled without the keys that it needs",
+            switch,
+            *absent,
+            want=f"{' and '.join(absent)} where {switch} is true",
+        )
 
 
 def _at(config: Config, path: str) -> Any:

@@ -173,7 +173,7 @@ INTENDED = (
     ),
     ListedDifference(
         "the norm of the gradients is not known at stage 0 in float32, though they are clipped by it",
-        "`metrics[\"grad_norm\"]` is there wherever gradients are clipped: the norm before that",
+        '`metrics["grad_norm"]` is there wherever gradients are clipped: the norm before that',
         f"{_INTENDED}test_the_norm_by_which_gradients_are_clipped_is_known_at_every_stage",
     ),
     ListedDifference(
@@ -258,7 +258,7 @@ INTENDED = (
     ),
     ListedDifference(
         "float16: an overflow at the least scale ends the training",
-        "the update is skipped and `metrics[\"at_minimum_scale\"]` says so",
+        'the update is skipped and `metrics["at_minimum_scale"]` says so',
         f"{_INTENDED}test_an_overflow_at_the_least_scale_is_a_skip_that_is_reported",
     ),
     ListedDifference(

@@ -27,8 +27,10 @@ def explain(config: Groups, axes: Mapping[str, int], num_parameters: int | None)
         _program(calls, axes, resolved),
         _section("batch", [*_batch(resolved, axes), *_casts(calls)]),
         _section("not supported yet: these keys are refused, and left out above", _unsupported(config)),
-        _section(f"bytes on each rank, P parameters{' of its stage' * (axes.get('pp', 1) > 1)}",
-                 _memory(resolved, calls, axes, num_parameters)),
+        _section(
+            f"bytes on each rank, P parameters{' of its stage' * (axes.get('pp', 1) > 1)}",
+            _memory(resolved, calls, axes, num_parameters),
+        ),
         _section(f"defaults in force, of edition {config.defaults}", _defaults(resolved)),
         _section('"auto" without a value: the default', auto_paths(config.to_dict())),
         _section("given, without effect here", _without_effect(config, calls, axes)),
@@ -61,8 +63,10 @@ def _section(title: str, lines: Any) -> str:
 def _batch(config: Groups, axes: Mapping[str, int]) -> Iterator[str]:
     batch, ranks = config.batch, data_ranks(axes)
     assert batch.train_batch_size is not None
-    yield (f"train_batch_size {batch.train_batch_size} = {batch.train_micro_batch_size_per_gpu} rows "
-           f"x {batch.gradient_accumulation_steps} microbatches x {ranks} data ranks")
+    yield (
+        f"train_batch_size {batch.train_batch_size} = {batch.train_micro_batch_size_per_gpu} rows "
+        f"x {batch.gradient_accumulation_steps} microbatches x {ranks} data ranks"
+    )
     yield f"a rank passes {batch.train_batch_size // ranks} rows to each call of the step"
 
 

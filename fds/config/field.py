@@ -76,10 +76,20 @@ def same(value: Any) -> Any:
 
 
 def key(
-    default: Any, doc: str, meaning: Meaning | None = None, *, unit: str = "", documented: Any = ABSENT,
-    low: float | None = None, high: float | None = None, over: float | None = None, under: float | None = None,
-    old: Mapping[str, Callable[[Any], Any]] | tuple[str, ...] = (), flat: bool = False, null: bool | None = None,
-) -> Any:  # fmt: skip
+    default: Any,
+    doc: str,
+    meaning: Meaning | None = None,
+    *,
+    unit: str = "",
+    documented: Any = ABSENT,
+    low: float | None = None,
+    high: float | None = None,
+    over: float | None = None,
+    under: float | None = None,
+    old: Mapping[str, Callable[[Any], Any]] | tuple[str, ...] = (),
+    flat: bool = False,
+    null: bool | None = None,
+) -> Any:
     """Return the attrs field of a key; the arguments are described in `Key`."""
     spellings = old if isinstance(old, Mapping) else dict.fromkeys(old, same)
     known = Key(doc, meaning, unit, default, documented, low, high, over, under, spellings, flat, null)

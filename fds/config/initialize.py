@@ -108,17 +108,28 @@ def _check_given_once(config: TrainingConfig, optimizer: Any, schedule: Any) -> 
     for name, argument, group in (("optimizer", optimizer, config.optimizer), ("schedule", schedule, config.scheduler)):
         key = "scheduler" if name == "schedule" else name
         if argument is not None and group is not None and group.type is not None:
-            raise ConfigError(f"the {name} is given twice", where=f"{name}=, {key}.type",
-                              got=f"{argument!r:.60} and {group.type!r}", want="one of them")
+            raise ConfigError(
+                f"the {name} is given twice",
+                where=f"{name}=, {key}.type",
+                got=f"{argument!r:.60} and {group.type!r}",
+                want="one of them",
+            )
     cycle = config.scheduler is not None and config.scheduler.type == "OneCycle"
     if optimizer is not None and cycle and config["scheduler"].arguments.cycle_momentum:
-        raise ConfigError("OneCycle can only move the betas of an optimizer in the JSON",
-                          where="optimizer=, scheduler.params.cycle_momentum", got=f"{optimizer!r:.60} and true",
-                          want='"cycle_momentum": false, or the optimizer in the JSON')
+        raise ConfigError(
+            "OneCycle can only move the betas of an optimizer in the JSON",
+            where="optimizer=, scheduler.params.cycle_momentum",
+            got=f"{optimizer!r:.60} and true",
+            want='"cycle_momentum": false, or the optimizer in the JSON',
+        )
     scheduled = schedule is not None or (config.scheduler is not None and config.scheduler.type is not None)
     if isinstance(optimizer, Optimizer) and scheduled:
-        raise ConfigError("the optimizer already has a schedule", where="optimizer=",
-                          got=f"{optimizer!r} and a schedule", want="a function of the schedule, such as fds.adamw")
+        raise ConfigError(
+            "the optimizer already has a schedule",
+            where="optimizer=",
+            got=f"{optimizer!r} and a schedule",
+            want="a function of the schedule, such as fds.adamw",
+        )
 
 
 def _transforms(config: TrainingConfig, mesh: Mesh, optimizer: Any, schedule: Any) -> list[Any]:
@@ -128,11 +139,19 @@ def _transforms(config: TrainingConfig, mesh: Mesh, optimizer: Any, schedule: An
             configured[-1] = attrs.evolve(configured[-1], args=(schedule,))
         return [call.build(mesh) for call in configured]
     if optimizer is None:
-        raise ConfigError("there is no optimizer", where="optimizer, optimizer=", got="neither",
-                          want='"optimizer": {"type": "AdamW", ...} in the JSON, or optimizer=fds.adamw(3e-4)')
+        raise ConfigError(
+            "there is no optimizer",
+            where="optimizer, optimizer=",
+            got="neither",
+            want='"optimizer": {"type": "AdamW", ...} in the JSON, or optimizer=fds.adamw(3e-4)',
+        )
     if isinstance(optimizer, type) or not (callable(optimizer) or isinstance(optimizer, Optimizer)):
-        raise ConfigError("not an optimizer of fds", where="optimizer=", got=type(optimizer).__name__,
-                          want="fds.adamw, which receives the schedule, or fds.adamw(3e-4)")
+        raise ConfigError(
+            "not an optimizer of fds",
+            where="optimizer=",
+            got=type(optimizer).__name__,
+            want="fds.adamw, which receives the schedule, or fds.adamw(3e-4)",
+        )
     if not isinstance(optimizer, Optimizer):
         optimizer = optimizer() if schedule is None else optimizer(schedule)
     return [*(call.build(mesh) for call in configured), optimizer]
@@ -152,8 +171,15 @@ def _loader(
     assert batch.train_batch_size is not None and batch.gradient_accumulation_steps is not None
     last = "drop" if config["dataloader_drop_last"] else "wrap"
     try:
-        return DistributedLoader(data, batch.train_batch_size, _data_axis(mesh), seed=key, last=last,
-                                 collate=collate_fn, num_microbatches=batch.gradient_accumulation_steps)
+        return DistributedLoader(
+            data,
+            batch.train_batch_size,
+            _data_axis(mesh),
+            seed=key,
+            last=last,
+            collate=collate_fn,
+            num_microbatches=batch.gradient_accumulation_steps,
+        )
     except DataError as error:
         hint = error.hint
         if "last=" in hint:  # not an argument of `initialize`: name the key instead

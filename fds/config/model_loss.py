@@ -21,14 +21,22 @@ def loss_and_params(model: Any, loss: Callable | None) -> tuple[Any, Any]:
     """
     if isinstance(model, Layers):
         if loss is not None:
-            raise ComposeError("`Layers` have their own criterion", where="loss", got=f"{loss!r:.60} and Layers",
-                               want="fds.Layers(layers, criterion)")
+            raise ComposeError(
+                "`Layers` have their own criterion",
+                where="loss",
+                got=f"{loss!r:.60} and Layers",
+                want="fds.Layers(layers, criterion)",
+            )
         return model, model.init
     if not isinstance(model, nn.Module):
         raise ComposeError("not a model", where="model", got=type(model).__name__, want="a module, or fds.Layers")
     if any(x.is_meta for x in model.parameters()):
-        raise ComposeError("the parameters of the module have no values", where="model", got="parameters on meta",
-                           want="step.init(fds.recipe(Model)) of fds.compose(*config.transforms(mesh))(loss_fn)")
+        raise ComposeError(
+            "the parameters of the module have no values",
+            where="model",
+            got="parameters on meta",
+            want="step.init(fds.recipe(Model)) of fds.compose(*config.transforms(mesh))(loss_fn)",
+        )
     if loss is not None and not takes(2)(loss):
         raise ComposeError("not a loss", where="loss", got=repr(loss)[:60], want="loss(model, batch) -> scalar")
     apply, params, buffers = functional(model)
@@ -68,11 +76,13 @@ class _Model:
 
     def __getattr__(self, name: str) -> Any:
         raise _AttributeError(
-            "the model that a loss receives can be called, but has no attributes", where="loss(model, batch)",
-            got=f"model.{name}", want="model(...)",
+            "the model that a loss receives can be called, but has no attributes",
+            where="loss(model, batch)",
+            got=f"model.{name}",
+            want="model(...)",
             hint="read settings from the module itself; for the parameters of the step, use loss_fn(params, batch) "
             "with fds.compose(*config.transforms(mesh))(loss_fn)",
-        )  # fmt: skip
+        )
 
 
 def _loss_of_module(model: Callable, batch: Any) -> Any:
@@ -86,5 +96,6 @@ def _loss_of_module(model: Callable, batch: Any) -> Any:
 
 def _changes_buffers(model: nn.Module) -> bool:
     """Return whether the module has batch statistics; changes of other buffers are refused when they happen."""
-    return any(isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-               for module in model.modules())
+    return any(
+        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats for module in model.modules()
+    )

@@ -33,8 +33,12 @@ def read(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]:
         text = _decoded(source)
         if text is None:
             reason = getattr(error, "strerror", None) or "not text in UTF-8"
-            raise ConfigError("the configuration cannot be read", where=where, got=str(reason),
-                              want="a file of JSON, or JSON in urlsafe base64") from None
+            raise ConfigError(
+                "the configuration cannot be read",
+                where=where,
+                got=str(reason),
+                want="a file of JSON, or JSON in urlsafe base64",
+            ) from None
     return _parsed(text, where)
 
 
@@ -53,13 +57,18 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
     try:
         data = _loaded(text)
     except RepeatedKeys as error:
-        raise ConfigError("a key is given twice", where=f"{where}: {', '.join(error.keys)}",
-                          got=f"{error.count} keys", want="once") from None  # fmt: skip
+        raise ConfigError(
+            "a key is given twice", where=f"{where}: {', '.join(error.keys)}", got=f"{error.count} keys", want="once"
+        ) from None
     except (RecursionError, ValueError) as error:
         if hasattr(error, "lineno"):  # a syntax error
             raise _unreadable(error, text, where) from None
-        raise ConfigError("the JSON is nested too deeply, or has too large a number", where=where, got=str(error)[:80],
-                          want="a configuration") from None  # fmt: skip
+        raise ConfigError(
+            "the JSON is nested too deeply, or has too large a number",
+            where=where,
+            got=str(error)[:80],
+            want="a configuration",
+        ) from None
     if not isinstance(data, dict):
         raise ConfigError("a configuration is a JSON object", where=where, got=text.strip()[:40], want="{...}")
     return data
@@ -70,9 +79,12 @@ def _unreadable(error: Any, text: str, where: str) -> ConfigError:
     line = "".join(text.splitlines()[error.lineno - 1 : error.lineno]).strip() or "the end of the file"
     of_json = isinstance(error, json.JSONDecodeError)
     return ConfigError(
-        "not valid JSON" if of_json else "not valid HJSON", where=f"{where}, line {error.lineno}", got=line[:80],
-        want=error.msg, hint=_hint(text[error.pos :]) if of_json else "",
-    )  # fmt: skip
+        "not valid JSON" if of_json else "not valid HJSON",
+        where=f"{where}, line {error.lineno}",
+        got=line[:80],
+        want=error.msg,
+        hint=_hint(text[error.pos :]) if of_json else "",
+    )
 
 
 def _loaded(text: str) -> Any:

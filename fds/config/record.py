@@ -41,8 +41,12 @@ class Config:
 
     def __attrs_post_init__(self) -> None:
         if self.defaults not in EDITIONS:
-            raise ConfigError("there is no such edition of the defaults", where="defaults", got=repr(self.defaults),
-                              want=" or ".join(map(repr, EDITIONS)))  # fmt: skip
+            raise ConfigError(
+                "there is no such edition of the defaults",
+                where="defaults",
+                got=repr(self.defaults),
+                want=" or ".join(map(repr, EDITIONS)),
+            )
         given = set()
         for name, (type_, key) in keys(type(self)).items():
             value = getattr(self, name)
@@ -141,10 +145,16 @@ def walk(config: Config, path: str = "") -> Iterator[tuple[str, Any, Key, bool]]
 
 def _arguments(cls: type[Config], data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of a record: keys of flat groups nested in their group, old spellings replaced."""
-    fields = {name: (field, key) for field, (type_, key) in keys(cls).items()
-              for name in (keys(type_) if key.flat else (field,))}  # fmt: skip
-    old = {spelling: (name, conversion) for name, (_, key) in flat_keys(cls).items()
-           for spelling, conversion in key.old.items()}  # fmt: skip
+    fields = {
+        name: (field, key)
+        for field, (type_, key) in keys(cls).items()
+        for name in (keys(type_) if key.flat else (field,))
+    }
+    old = {
+        spelling: (name, conversion)
+        for name, (_, key) in flat_keys(cls).items()
+        for spelling, conversion in key.old.items()
+    }
     out: dict[str, Any] = {}
     for spelling, value in data.items():
         if not isinstance(spelling, str):
@@ -159,16 +169,21 @@ def _arguments(cls: type[Config], data: Mapping[str, Any]) -> dict[str, Any]:
             warnings.warn(f"{spelling!r} is an old spelling: write {name!r}", FutureWarning, stacklevel=4)
             others = [other for other in data if other != spelling and name in (other, *old.get(other, ())[:1])]
             if others:
-                raise ConfigError("a key is given in two spellings", where=f"{spelling}, {others[0]}",
-                                  got=f"{spelling!r} and {others[0]!r}", want=repr(name))  # fmt: skip
+                raise ConfigError(
+                    "a key is given in two spellings",
+                    where=f"{spelling}, {others[0]}",
+                    got=f"{spelling!r} and {others[0]!r}",
+                    want=repr(name),
+                )
         if name not in fields:
             raise _unknown(name, [*fields, *old])
         field, key = fields[name]
         if value is None and key.null is not None:
             if not key.null:
                 want = describe_type(keys(cls)[field][0], null=False)
-                raise ConfigError("a value has the wrong type", where=spelling, got="None", want=want,
-                                  hint="or leave the key out")
+                raise ConfigError(
+                    "a value has the wrong type", where=spelling, got="None", want=want, hint="or leave the key out"
+                )
             continue
         if key.flat:
             out.setdefault(field, {})[name] = value
@@ -180,8 +195,13 @@ def _arguments(cls: type[Config], data: Mapping[str, Any]) -> dict[str, Any]:
 def _unknown(name: Any, names: list[str]) -> ConfigError:
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError("there is no such key", where=str(name), got=repr(name), want="a known key",
-                       hint=f'{hint}Or leave it out with a warning: unknown="warn"')  # fmt: skip
+    return ConfigError(
+        "there is no such key",
+        where=str(name),
+        got=repr(name),
+        want="a known key",
+        hint=f'{hint}Or leave it out with a warning: unknown="warn"',
+    )
 
 
 def _structure(value: Any, type_: Any, key: Key, name: str, edition: Edition) -> Any:
@@ -195,16 +215,18 @@ def _structure(value: Any, type_: Any, key: Key, name: str, edition: Edition) ->
     of = typing.get_args(type_)
     if typing.get_origin(type_) is dict and isinstance(of[1], type) and issubclass(of[1], Config):
         if not isinstance(value, Mapping):
-            raise ConfigError("a value has the wrong type", where=name, got=repr(value)[:80],
-                              want="an object of objects")
+            raise ConfigError(
+                "a value has the wrong type", where=name, got=repr(value)[:80], want="an object of objects"
+            )
         return {one: _record_at(f"{name}.{one}.", inner, of[1], edition) for one, inner in value.items()}
     if isinstance(value, str) and value == AUTO:
         return value
     try:
         value = convert(value, type_)
     except TypeError:
-        raise ConfigError("a value has the wrong type", where=name, got=repr(value)[:80],
-                          want=describe_type(type_)) from None
+        raise ConfigError(
+            "a value has the wrong type", where=name, got=repr(value)[:80], want=describe_type(type_)
+        ) from None
     _check_bounds(value, key, name)
     return value
 
@@ -240,9 +262,11 @@ def _check_bounds(value: Any, key: Key, name: str) -> None:
     if not math.isfinite(value) and key.high != math.inf:
         raise ConfigError("a number must be finite", where=name, got=repr(value), want="a number")
     for bound, holds, relation in (
-        (key.low, lambda b: value >= b, "at least"), (key.high, lambda b: value <= b, "at most"),
-        (key.over, lambda b: value > b, "more than"), (key.under, lambda b: value < b, "less than"),
-    ):  # fmt: skip
+        (key.low, lambda b: value >= b, "at least"),
+        (key.high, lambda b: value <= b, "at most"),
+        (key.over, lambda b: value > b, "more than"),
+        (key.under, lambda b: value < b, "less than"),
+    ):
         if bound is not None and not holds(bound):
             raise ConfigError("a number is out of range", where=name, got=repr(value), want=f"{relation} {bound:g}")
 

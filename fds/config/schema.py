@@ -67,8 +67,13 @@ def alternatives(type_: Any, key: Key) -> list[dict[str, Any]]:
 def _record(cls: type[Config], records: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the schema of a record's JSON object, and add the schemas of the records below it to `records`."""
     known = flat_keys(cls)
-    out = {"type": "object", "description": _first_line(cls), "properties": {},
-           "patternProperties": {COMMENT: True}, "additionalProperties": False}  # fmt: skip
+    out = {
+        "type": "object",
+        "description": _first_line(cls),
+        "properties": {},
+        "patternProperties": {COMMENT: True},
+        "additionalProperties": False,
+    }
     for name, (type_, key) in known.items():
         out["properties"][name] = _key(type_, key)
         _add(type_, records)
@@ -77,9 +82,13 @@ def _record(cls: type[Config], records: dict[str, dict[str, Any]]) -> dict[str, 
         out["properties"][spelling] = _old(name, spelling, *known[name])
     if old:
         out["dependentSchemas"] = {
-            spelling: {"properties": {other: False for other in (name, *(o for o in old if old[o] == name)) if
-                                      other != spelling}} for spelling, name in old.items()
-        }  # fmt: skip
+            spelling: {
+                "properties": {
+                    other: False for other in (name, *(o for o in old if old[o] == name)) if other != spelling
+                }
+            }
+            for spelling, name in old.items()
+        }
     return out
 
 
@@ -148,9 +157,13 @@ def _one_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add_types(
-    records: dict[str, dict[str, Any]], cls: type[Config], kinds: Mapping[str, type[Config]],
-    required: Mapping[str, tuple[str, ...]], *, of_optimizer: bool,
-) -> None:  # fmt: skip
+    records: dict[str, dict[str, Any]],
+    cls: type[Config],
+    kinds: Mapping[str, type[Config]],
+    required: Mapping[str, tuple[str, ...]],
+    *,
+    of_optimizer: bool,
+) -> None:
     """Make the schema of `params` depend on `type`, and let editors offer the known types."""
     names = [optimizer.SPELLED.get(kind, kind) for kind in kinds]
     record = records[cls.__name__]

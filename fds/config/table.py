@@ -108,9 +108,11 @@ def _old_spellings() -> Iterator[str]:
 
 def _contradictions() -> Iterator[str]:
     yield "## Where documentation and code disagree\n"
-    yield ("Defaults. `defaults=\"0.19.6\"`, which is what holds where nothing is said, takes the code's; "
-           "`defaults=\"docs\"` the documentation's. Held by "
-           "`tests/config/test_decisions.py::test_a_default_is_that_of_its_edition`.\n")
+    yield (
+        'Defaults. `defaults="0.19.6"`, which is what holds where nothing is said, takes the code\'s; '
+        '`defaults="docs"` the documentation\'s. Held by '
+        "`tests/config/test_decisions.py::test_a_default_is_that_of_its_edition`.\n"
+    )
     rows = [(f"`{path}`", _json(key.documented), _json(key.default)) for path, key in differing()]
     yield from _section("", ("key", "documentation", "0.19.6"), rows)
     yield "And what is no key's default:\n"

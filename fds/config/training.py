@@ -87,8 +87,9 @@ class TrainingConfig(Groups):
             num_parameters: of the model, to show bytes beside the formulas.
         """
         if num_parameters is not None and (type(num_parameters) is not int or num_parameters < 1):
-            raise ConfigError("not a number of parameters", where="num_parameters", got=repr(num_parameters),
-                              want="1 or more")
+            raise ConfigError(
+                "not a number of parameters", where="num_parameters", got=repr(num_parameters), want="1 or more"
+            )
         return explanation.explain(self, mesh if isinstance(mesh, Mapping) else _sizes(mesh), num_parameters)
 
 

@@ -22,8 +22,12 @@ def with_known_keys(cls: type[Config], data: Mapping[str, Any], unknown: Unknown
     Raises `ConfigError` if `unknown` is neither `"error"` nor `"warn"`.
     """
     if unknown not in typing.get_args(Unknown):
-        raise ConfigError("not a way to treat unknown keys", where="unknown", got=repr(unknown),
-                          want=" or ".join(map(repr, typing.get_args(Unknown))))  # fmt: skip
+        raise ConfigError(
+            "not a way to treat unknown keys",
+            where="unknown",
+            got=repr(unknown),
+            want=" or ".join(map(repr, typing.get_args(Unknown))),
+        )
     return data if unknown == "error" else _known(cls, data, "")
 
 

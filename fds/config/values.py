@@ -83,8 +83,10 @@ def _tuple(value: Sequence[Any], types_: tuple) -> tuple:
 
 def _dict(value: Any, type_: Any) -> dict[str, Any]:
     of = typing.get_args(type_)[1]
-    return {_converter.structure(name, str): copy.deepcopy(x) if of is Any else _converter.structure(x, of)
-            for name, x in _check(isinstance(value, Mapping), value).items()}  # fmt: skip
+    return {
+        _converter.structure(name, str): copy.deepcopy(x) if of is Any else _converter.structure(x, of)
+        for name, x in _check(isinstance(value, Mapping), value).items()
+    }
 
 
 _converter.register_structure_hook_func(is_union, _union)

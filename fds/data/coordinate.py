@@ -40,6 +40,9 @@ def coordinate_on(axis: Any) -> Coordinate:
     if isinstance(axis, Coordinate) and 0 <= axis.index < axis.size:
         return axis
     raise DataError(
-        "not an axis", where="axis", got=repr(axis), want="an axis of a mesh, a Coordinate with index < size, or "
-        "None", hint='the axis of data ranks: fds.mesh(dp=-1)["dp"]',
-    )  # fmt: skip
+        "not an axis",
+        where="axis",
+        got=repr(axis),
+        want="an axis of a mesh, a Coordinate with index < size, or None",
+        hint='the axis of data ranks: fds.mesh(dp=-1)["dp"]',
+    )

@@ -144,8 +144,14 @@ class DistributedLoader:
 
     def _new_workers(self, key: Tensor) -> Workers:
         orders = Orders(len(self.dataset), key, self.shuffle, self.sampler)
-        shares = Shares(self.dataset, Stream(orders.length(), self.batch_size, self.last), self.axis,
-                        self.collate or default_collate, random.fold_in(key, "draws"), orders)  # fmt: skip
+        shares = Shares(
+            self.dataset,
+            Stream(orders.length(), self.batch_size, self.last),
+            self.axis,
+            self.collate or default_collate,
+            random.fold_in(key, "draws"),
+            orders,
+        )
         return Workers(shares, self.num_workers, self.persistent_workers, self.prefetch_factor, self.pin_memory)
 
     def _check_workers(self) -> None:
@@ -163,26 +169,34 @@ class DistributedLoader:
             f"{what} does not divide among {ranks} rank{'s' * (ranks > 1)}"
             + f", {parts} microbatches each" * (parts > 1),
             where="batch_size" if rows == self.batch_size else "last",
-            got=f"{rows} rows" + (f": {self.stream.length} in the data set, batch_size={self.batch_size}"
-                                  if rows != self.batch_size else ""),
-            want=f"a multiple of {ranks * parts}", hint=hint,
-        )  # fmt: skip
+            got=f"{rows} rows"
+            + (
+                f": {self.stream.length} in the data set, batch_size={self.batch_size}"
+                if rows != self.batch_size
+                else ""
+            ),
+            want=f"a multiple of {ranks * parts}",
+            hint=hint,
+        )
 
 
 def _check_dataset(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise DataError(
-            "the data set has no random access, so ranks cannot share it by row numbers", got=type(dataset).__name__,
+            "the data set has no random access, so ranks cannot share it by row numbers",
+            got=type(dataset).__name__,
             want="a data set with len(dataset) and dataset[i]",
             hint="if it fits into memory: list(dataset)\n"
             "else pass its batches to the step, each rank its own; fds.data.RepeatingLoader repeats them;\n"
             "to resume, skip used batches: itertools.islice(batches, int(state.calls), None)",
-        )  # fmt: skip
+        )
     if isinstance(dataset, Mapping):
         raise DataError(
-            "a dict is not a data set of rows", got=", ".join(map(repr, list(dataset)[:4])),
-            want="rows under the numbers from 0", hint="of columns: torch.utils.data.StackDataset(**columns)",
-        )  # fmt: skip
+            "a dict is not a data set of rows",
+            got=", ".join(map(repr, list(dataset)[:4])),
+            want="rows under the numbers from 0",
+            hint="of columns: torch.utils.data.StackDataset(**columns)",
+        )
     try:
         len(dataset)
     except (TypeError, NotImplementedError):
@@ -197,8 +211,12 @@ def _check_count(name: str, value: Any, least: int) -> None:
 def _position(at: Any) -> int:
     if isinstance(at, Tensor):
         if at.shape != () or at.is_floating_point() or at.is_complex() or at.dtype == torch.bool or at.is_meta:
-            raise DataError("not a position", where="starting", got=f"{tuple(at.shape)} {at.dtype} on {at.device}",
-                            want="an int, or state.calls")  # fmt: skip
+            raise DataError(
+                "not a position",
+                where="starting",
+                got=f"{tuple(at.shape)} {at.dtype} on {at.device}",
+                want="an int, or state.calls",
+            )
         return int(at)
     if not is_int(at):
         raise DataError("not a position", where="starting", got=repr(at), want="an int, or state.calls")

@@ -72,18 +72,29 @@ class Orders:
         except (ValueError, TypeError):
             order = np.asarray("lists")
         if order.ndim != 1 or not len(order) or order.dtype.kind not in "iu":
-            raise DataError("the sampler did not give a sequence of row numbers", where=f"sampler, epoch {epoch}",
-                            got=f"{type(result).__name__} {str(result)[:40]}", want="integers, one or more",
-                            hint="batch_size forms the batches: pass a sampler of rows, not of batches")  # fmt: skip
+            raise DataError(
+                "the sampler did not give a sequence of row numbers",
+                where=f"sampler, epoch {epoch}",
+                got=f"{type(result).__name__} {str(result)[:40]}",
+                want="integers, one or more",
+                hint="batch_size forms the batches: pass a sampler of rows, not of batches",
+            )
         if order.min() < 0 or order.max() >= self.rows:
-            raise DataError("the sampler gave a row that the data set does not have", where=f"sampler, epoch {epoch}",
-                            got=str(order.min() if order.min() < 0 else order.max()),
-                            want=f"0 to {self.rows - 1}")  # fmt: skip
+            raise DataError(
+                "the sampler gave a row that the data set does not have",
+                where=f"sampler, epoch {epoch}",
+                got=str(order.min() if order.min() < 0 else order.max()),
+                want=f"0 to {self.rows - 1}",
+            )
         if not self.lengths:
             self.lengths.append(len(order))
         if len(order) != self.lengths[0]:
-            raise DataError("the epochs of the sampler differ in length", where=f"sampler, epoch {epoch}",
-                            got=f"{len(order)} rows", want=f"{self.lengths[0]} rows in every epoch")  # fmt: skip
+            raise DataError(
+                "the epochs of the sampler differ in length",
+                where=f"sampler, epoch {epoch}",
+                got=f"{len(order)} rows",
+                want=f"{self.lengths[0]} rows in every epoch",
+            )
         return order.astype(np.int64)
 
 
@@ -91,9 +102,12 @@ def check_sampler(sampler: Any) -> None:
     """Raise `DataError` unless this is a sampler of the rows of all ranks, or None."""
     if isinstance(sampler, DistributedSampler):
         raise DataError(
-            "a DistributedSampler selects a rank's share, which the loader does itself", where="sampler",
-            got="DistributedSampler", want="a sampler of all ranks' rows", hint="leave it out: axis= selects the share",
-        )  # fmt: skip
+            "a DistributedSampler selects a rank's share, which the loader does itself",
+            where="sampler",
+            got="DistributedSampler",
+            want="a sampler of all ranks' rows",
+            hint="leave it out: axis= selects the share",
+        )
     if sampler is None or isinstance(sampler, Sampler):
         return
     hint = ""
@@ -105,8 +119,13 @@ def check_sampler(sampler: Any) -> None:
         hint = f"it is called with an epoch and a key: {error}"
     except ValueError:  # functions not written in Python may have no signature
         return
-    raise DataError("not a sampler", where="sampler", got=repr(sampler)[:60], hint=hint,
-                    want="a torch Sampler, or a function of (epoch, key) that returns the numbers of rows")
+    raise DataError(
+        "not a sampler",
+        where="sampler",
+        got=repr(sampler)[:60],
+        hint=hint,
+        want="a torch Sampler, or a function of (epoch, key) that returns the numbers of rows",
+    )
 
 
 def _at_epoch(sampler: Any, epoch: int, key: Tensor) -> Any:

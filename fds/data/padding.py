@@ -23,9 +23,11 @@ class PerMicrobatch:
         size, rest = divmod(len(rows), self.num_microbatches)
         if rest or not size:
             raise DataError(
-                f"the share does not divide into {self.num_microbatches} microbatches", where="collate",
-                got=f"{len(rows)} rows", want=f"a positive multiple of {self.num_microbatches}",
-            )  # fmt: skip
+                f"the share does not divide into {self.num_microbatches} microbatches",
+                where="collate",
+                got=f"{len(rows)} rows",
+                want=f"a positive multiple of {self.num_microbatches}",
+            )
         parts = []
         for begin in range(0, len(rows), size):
             seed(begin)

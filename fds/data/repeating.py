@@ -47,10 +47,11 @@ class RepeatingLoader:
             return batch
         self._current = None
         raise DataError(
-            "an epoch without a batch", got=f"{type(self.loader).__name__} that yields nothing",
+            "an epoch without a batch",
+            got=f"{type(self.loader).__name__} that yields nothing",
             want="a loader that yields batches each time it is iterated",
             hint="a generator can be iterated only once: pass an object whose __iter__ makes a new one",
-        )  # fmt: skip
+        )
 
     def _advance(self) -> None:
         """Move on to the next epoch."""

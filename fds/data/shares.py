@@ -44,9 +44,11 @@ class Shares:
         except StopIteration as error:  # a DataLoader would take it for the end of the epoch
             raise DataError(
                 "a row of the data set, or collate, raised StopIteration, which would end the epoch",
-                where=f"batch {batch}", got="StopIteration", want="dataset[i] to return the row",
+                where=f"batch {batch}",
+                got="StopIteration",
+                want="dataset[i] to return the row",
                 hint="an iterator that next() reads inside it is exhausted",
-            ) from error  # fmt: skip
+            ) from error
 
     def _share(self, batch: int) -> Any:
         begin, end = self.coordinate.share(self.stream.begin(batch), self.stream.begin(batch + 1))

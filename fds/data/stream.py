@@ -24,14 +24,20 @@ class Stream:
 
     def __attrs_post_init__(self) -> None:
         if self.last not in LAST:
-            raise DataError("unknown way to end an epoch", where="last", got=repr(self.last),
-                            want=" or ".join(map(repr, LAST)), hint=did_you_mean(str(self.last), LAST))  # fmt: skip
+            raise DataError(
+                "unknown way to end an epoch",
+                where="last",
+                got=repr(self.last),
+                want=" or ".join(map(repr, LAST)),
+                hint=did_you_mean(str(self.last), LAST),
+            )
         if not self.used:
             raise DataError(
-                "the data set does not fill one batch", got=f"{self.length} rows, batch_size={self.batch_size}",
+                "the data set does not fill one batch",
+                got=f"{self.length} rows, batch_size={self.batch_size}",
                 want="at least one batch" if self.length else "at least one row",
                 hint='a smaller batch_size, or last="keep" or "wrap"' if self.length else "",
-            )  # fmt: skip
+            )
 
     @property
     def rest(self) -> int:

@@ -62,10 +62,15 @@ class Workers:
     def _loader(self, positions: Positions, *, persistent: bool) -> DataLoader:
         return DataLoader(
             self.shares,  # type: ignore[arg-type]  # a mapping from batch indices
-            batch_size=None, sampler=positions, collate_fn=_identity, num_workers=self.num_workers,
-            pin_memory=self.pin_memory and torch.accelerator.is_available(), persistent_workers=persistent,
-            prefetch_factor=self.prefetch_factor, generator=random.generator(self.shares.key),
-        )  # fmt: skip
+            batch_size=None,
+            sampler=positions,
+            collate_fn=_identity,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory and torch.accelerator.is_available(),
+            persistent_workers=persistent,
+            prefetch_factor=self.prefetch_factor,
+            generator=random.generator(self.shares.key),
+        )
 
     def __reduce__(self) -> tuple:
         return _none, ()  # processes cannot be pickled; an unpickled loader starts its own

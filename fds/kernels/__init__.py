@@ -26,4 +26,4 @@ __all__ = [
     "add_layer_norm", "add_rms_norm", "adamw", "attention", "bias_dropout_add", "bias_gelu", "bias_gelu_linear",
     "chosen", "cross_entropy", "dropout", "flash_attention", "lamb", "layer_norm", "linear_cross_entropy", "lion",
     "masked_softmax", "only", "rms_norm", "rotary", "sgd", "swiglu",
-]  # fmt: skip
+]

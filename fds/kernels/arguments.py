@@ -22,13 +22,13 @@ def floating(**tensors: Tensor | None) -> None:
             raise KernelError(
                 f"{name} is not a floating-point tensor", where=name, got=_kind(x),
                 want="float32, float16, bfloat16 or float64",
-            )  # fmt: skip
+            )
         first = first or (name, x)
         if x.device != first[1].device:
             raise KernelError(
                 f"{name} is on another device than {first[0]}", where=name, got=str(x.device),
                 want=str(first[1].device), hint=f"{name}.to({first[0]}.device)",
-            )  # fmt: skip
+            )
 
 
 def required(**tensors: Tensor | None) -> None:
@@ -46,7 +46,7 @@ def same_dtype(**tensors: Tensor | None) -> None:
             raise KernelError(
                 f"{name} has another dtype than {first}", where=name, got=str(x.dtype), want=str(like.dtype),
                 hint=f"{name}.to({first}.dtype)",
-            )  # fmt: skip
+            )
 
 
 def shape(want: tuple[int | None, ...], **tensors: Tensor | None) -> None:

@@ -77,12 +77,12 @@ def runs_triton(x: Tensor) -> bool:
             "Triton kernels were requested, and cannot run here", where="kernels.only('triton')",
             got=f"a tensor on {x.device}" if is_there else "no triton", want="a tensor on a GPU, or TRITON_INTERPRET=1",
             hint="references run everywhere: leave only('triton') out",
-        )  # fmt: skip
+        )
     if x.dtype not in DTYPES:
         raise KernelError(
             "Triton kernels were requested, and do not take this dtype", where="kernels.only('triton')",
             got=str(x.dtype), want="float32, float16 or bfloat16", hint="the reference takes float64",
-        )  # fmt: skip
+        )
     return True
 
 

@@ -28,7 +28,7 @@ class _FirstOrder(torch.autograd.Function):
         raise KernelError(
             "a kernel has no second derivative", where=ctx.name, got="a gradient of its gradient",
             hint="references have one: with fds.kernels.only('reference'): ...",
-        )  # fmt: skip
+        )
 
 
 def first_order(op: Callable, *args: Any) -> Any:

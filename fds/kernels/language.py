@@ -20,7 +20,7 @@ except ImportError:  # not on Linux: references run, and requesting a kernel rai
 __all__ = [
     "cdiv", "current_stream", "is_capturing", "is_interpreted", "is_there", "jit", "next_power_of_2", "num_processors",
     "on", "tl", "to_device", "triton",
-]  # fmt: skip
+]
 
 is_there = triton is not None
 # Whether kernels run in Triton's interpreter, on CPU tensors; decided where they are defined, on import of fds.

@@ -86,4 +86,4 @@ def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     raise KernelError(
         "dropout needs a seed", where="seed", got=got, want=f"an int of 64 bits, or a () int64 tensor on {device}",
         hint="torch.randint(2**62, (), device=x.device) draws one from torch's generator",
-    )  # fmt: skip
+    )

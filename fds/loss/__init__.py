@@ -12,7 +12,7 @@ from fds.loss.microbatch import (
     layer_calls,
     name,
     run,
-)  # fmt: skip
+)
 from fds.loss.modes import Mode
 from fds.loss.modules import functional
 from fds.loss.originals import check_no_originals
@@ -21,7 +21,27 @@ from fds.loss.specs import LayerSpec, TiedLayerSpec
 from fds.loss.values import Buffered, Mean, Outcome, read, with_buffers
 
 __all__ = [
-    "Buffered", "LayerCall", "LayerMap", "LayerSpec", "Layers", "Mean", "Mode", "Outcome", "Recipe", "Setting",
-    "TiedLayerSpec", "carried_buffers", "check_no_originals", "draws", "functional", "initial_buffers", "is_compiled",
-    "layer_calls", "name", "read", "recipe", "run", "with_buffers",
-]  # fmt: skip
+    "Buffered",
+    "LayerCall",
+    "LayerMap",
+    "LayerSpec",
+    "Layers",
+    "Mean",
+    "Mode",
+    "Outcome",
+    "Recipe",
+    "Setting",
+    "TiedLayerSpec",
+    "carried_buffers",
+    "check_no_originals",
+    "draws",
+    "functional",
+    "initial_buffers",
+    "is_compiled",
+    "layer_calls",
+    "name",
+    "read",
+    "recipe",
+    "run",
+    "with_buffers",
+]

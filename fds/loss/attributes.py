@@ -25,9 +25,21 @@ from fds.loss.copies import Absent
 from fds.loss.watching import Watching
 
 _COPYING = {  # operators whose result holds the values of their input, possibly rearranged
-    "_to_copy", "clone", "copy_", "cat", "stack", "repeat", "constant_pad_nd", "_unsafe_view", "_reshape_alias",
-    "index", "index_select", "slice_scatter", "lift_fresh", "slice_copy",
-}  # fmt: skip
+    "_to_copy",
+    "clone",
+    "copy_",
+    "cat",
+    "stack",
+    "repeat",
+    "constant_pad_nd",
+    "_unsafe_view",
+    "_reshape_alias",
+    "index",
+    "index_select",
+    "slice_scatter",
+    "lift_fresh",
+    "slice_copy",
+}
 _OVERWRITING = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "resize_", "set_", "index_put_"}
 
 
@@ -116,12 +128,13 @@ class ObservedCall:
         lost = {n for n, x in self.tensors.items() if n in now and now[n] is not x and by.is_result(n, now[n])}
         if lost := sorted(lost | by.changed):
             raise LossError(
-                "the module keeps a state in a plain attribute, and no step would keep it", where=", ".join(lost),
+                "the module keeps a state in a plain attribute, and no step would keep it",
+                where=", ".join(lost),
                 got=f"forward computes self.{lost[0].rpartition('.')[2]} from its own old value",
                 want=f'self.register_buffer("{lost[0].rpartition(".")[2]}", ...) in __init__',
                 hint="buffers that change go through apply.with_buffers and fds.with_buffers, into state.buffers; or "
                 "pass it as an argument, and return the new one",
-            )  # fmt: skip
+            )
 
     def warn_of_losses(self, out: Any) -> None:
         """Warn of new scalars that have a graph and that the output does not depend on, such as an auxiliary loss."""
@@ -141,8 +154,9 @@ class ObservedCall:
                 f"forward of a {type(self.module).__name__} keeps a scalar in {', '.join(alone)}, which its output does"
                 " not depend on. If it is a part of the loss, return it: fds.functional runs a copy of the module, so"
                 " the module itself does not have it. If it is kept for inspection: .detach() it",
-                LossWarning, stacklevel=2,
-            )  # fmt: skip
+                LossWarning,
+                stacklevel=2,
+            )
 
     def counted(self) -> dict[str, float]:
         """Return the numbers that changed, and by how much; 0 for floats, whose changes vary."""
@@ -160,8 +174,9 @@ def _warn_of_counts(names: list[str]) -> None:
             f"forward changes numbers in every call: {', '.join(names)}. They are kept in a copy of the module, not in"
             " the state, so no save has them, and a step that is repeated goes on counting: count in a buffer"
             " (register_buffer), or pass the number as an argument",
-            LossWarning, stacklevel=2,
-        )  # fmt: skip
+            LossWarning,
+            stacklevel=2,
+        )
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -11,9 +11,17 @@ from torch import nn
 
 from fds.errors import LossWarning
 
-_DRAWING = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
-            nn.MultiheadAttention, nn.RNNBase, nn.Transformer, nn.TransformerEncoderLayer,
-            nn.TransformerDecoderLayer)  # fmt: skip
+_DRAWING = (
+    nn.modules.dropout._DropoutNd,
+    nn.RReLU,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.Transformer,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
 
 
 def may_draw(module: Any) -> bool:
@@ -21,10 +29,13 @@ def may_draw(module: Any) -> bool:
     if not isinstance(module, nn.Module):
         return True
     return any(
-        isinstance(m, _DRAWING) or not type(m).__module__.startswith("torch.nn.modules.") or "forward" in vars(m)
-        or m._forward_hooks or m._forward_pre_hooks
+        isinstance(m, _DRAWING)
+        or not type(m).__module__.startswith("torch.nn.modules.")
+        or "forward" in vars(m)
+        or m._forward_hooks
+        or m._forward_pre_hooks
         for m in module.modules()
-    )  # fmt: skip
+    )
 
 
 def warn_of_eval_mode(module: nn.Module) -> None:
@@ -43,8 +54,9 @@ def warn_of_eval_mode(module: nn.Module) -> None:
             f" (first: {first!r}). from_pretrained returns modules in eval mode: call module.train() before"
             " fds.functional, fds.Layers or fds.initialize, and .eval() of the parts that should stay in eval mode. If"
             " all of it is intended: warnings.simplefilter('ignore', fds.errors.LossWarning)",
-            LossWarning, stacklevel=2,
-        )  # fmt: skip
+            LossWarning,
+            stacklevel=2,
+        )
 
 
 def warn_of_hooks(module: nn.Module) -> None:
@@ -55,8 +67,9 @@ def warn_of_hooks(module: nn.Module) -> None:
             f"parameters of a {type(module).__name__} have hooks of their own (p.register_hook, wandb.watch), which no"
             f" step calls: {len(hooked)}, first {hooked[0]!r}. Change gradients by a transform, such as"
             " fds.clip_by_value, or one of your own (docs/write-your-own.md); hooks on modules are called.",
-            LossWarning, stacklevel=3,
-        )  # fmt: skip
+            LossWarning,
+            stacklevel=3,
+        )
 
 
 def _depends_on_mode(part: nn.Module) -> bool:

@@ -53,11 +53,13 @@ class Carried:
 
 def _raise_ambiguous(applied: _Applied, got: str) -> None:
     raise LossError(
-        "eval_fn calls a module, and nothing says which buffers to use", where=", ".join(sorted(applied.initial)),
-        got=got, want="apply(params, ..., buffers=...)",
+        "eval_fn calls a module, and nothing says which buffers to use",
+        where=", ".join(sorted(applied.initial)),
+        got=got,
+        want="apply(params, ..., buffers=...)",
         hint="fds.with_buffers(eval_fn, buffers) makes an eval_fn(params, batch, buffers) that receives the state's; "
         "module.eval() before fds.functional(module) selects the module's own",
-    )  # fmt: skip
+    )
 
 
 def _address(x: Tensor) -> tuple | None:

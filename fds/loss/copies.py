@@ -51,14 +51,17 @@ class Absent(nn.Parameter):
         name = "" if found is None else found.path
         if found is not None and found.computed:
             raise LossError(
-                "the module reads a tensor that was computed before the call and is not computed in it", where=name,
+                "the module reads a tensor that was computed before the call and is not computed in it",
+                where=name,
                 got="an attribute with a graph, as it was at fds.functional(module)",
-                want=f"self.{name} set in forward, before it is read", hint="a constant: self.x = y.detach()",
-            )  # fmt: skip
+                want=f"self.{name} set in forward, before it is read",
+                hint="a constant: self.x = y.detach()",
+            )
         raise out_of_reach(
-            name, "a parameter from a place where its values cannot be set",
+            name,
+            "a parameter from a place where its values cannot be set",
             "a view made before (self.w.data); or a set, a weak reference or an object with slots that holds it",
-        )  # fmt: skip
+        )
 
     def __repr__(self, **kwargs: Any) -> str:
         return f"Absent({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -72,19 +75,51 @@ class Absent(nn.Parameter):
 
 _ATOMS = {bool, int, float, str}
 _ABOUT = {
-    "shape", "size", "dim", "ndim", "ndimension", "stride", "storage_offset", "numel", "nelement", "dtype", "device",
-    "layout", "itemsize", "nbytes", "element_size", "requires_grad", "is_leaf", "grad", "grad_fn", "_version",
-    "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested", "is_floating_point", "is_complex",
-    "is_inference", "is_contiguous", "_backward_hooks", "__hash__", "__len__",
-}  # fmt: skip
+    "shape",
+    "size",
+    "dim",
+    "ndim",
+    "ndimension",
+    "stride",
+    "storage_offset",
+    "numel",
+    "nelement",
+    "dtype",
+    "device",
+    "layout",
+    "itemsize",
+    "nbytes",
+    "element_size",
+    "requires_grad",
+    "is_leaf",
+    "grad",
+    "grad_fn",
+    "_version",
+    "is_meta",
+    "is_cuda",
+    "is_cpu",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "is_floating_point",
+    "is_complex",
+    "is_inference",
+    "is_contiguous",
+    "_backward_hooks",
+    "__hash__",
+    "__len__",
+}
 
 
 def out_of_reach(name: str, what: str, got: str) -> LossError:
     """Return the error for a module that reads a parameter through `got`, where a copy cannot replace it."""
     return LossError(
-        f"the module reads {what}", where=name, got=got, want=f"self.{name} in forward",
+        f"the module reads {what}",
+        where=name,
+        got=got,
+        want=f"self.{name} in forward",
         hint="attributes, lists, tuples, dicts and functions made in __init__ may hold it",
-    )  # fmt: skip
+    )
 
 
 def references(module: nn.Module) -> list[int]:
@@ -112,10 +147,12 @@ def structural(module: nn.Module) -> tuple[nn.Module, list[Location]]:
         copied = copy.deepcopy(module, memo)
     except Exception as error:
         raise LossError(
-            "the module cannot be copied", where=type(module).__name__, got=f"{type(error).__name__}: {error}"[:200],
+            "the module cannot be copied",
+            where=type(module).__name__,
+            got=f"{type(error).__name__}: {error}"[:200],
             want="a module that copy.deepcopy takes",
             hint="one that keeps activations in other objects must release them",
-        ) from error  # fmt: skip
+        ) from error
     return copied, list(_rebound(copied, _Rebinding(memo, _memory(module)), live))
 
 
@@ -199,8 +236,11 @@ def _holders(x: Any, held: Any, key: Any) -> list[Any]:
     if isinstance(x, tuple):
         return [_Items(lambda: held[key], lambda new: held.__setitem__(key, new))]
     if isinstance(x, types.FunctionType):
-        cells = [_Items(lambda c=c: (c.cell_contents,), lambda new, c=c: setattr(c, "cell_contents", new[0]))
-                 for c in x.__closure__ or () if _held_by(c)]  # fmt: skip
+        cells = [
+            _Items(lambda c=c: (c.cell_contents,), lambda new, c=c: setattr(c, "cell_contents", new[0]))
+            for c in x.__closure__ or ()
+            if _held_by(c)
+        ]
         defaults = _Items(lambda: x.__defaults__ or (), lambda new: setattr(x, "__defaults__", new))
         return [*cells, defaults, x.__kwdefaults__ or {}, x.__dict__]
     if isinstance(x, functools.partial):
@@ -330,8 +370,6 @@ def _flat(x: Any) -> Iterator[Any]:
         yield x
 
 
-def _absent(
-    name: str, shape: tuple, stride: tuple, dtype: torch.dtype, requires_grad: bool, computed: bool
-) -> Absent:  # fmt: skip
+def _absent(name: str, shape: tuple, stride: tuple, dtype: torch.dtype, requires_grad: bool, computed: bool) -> Absent:
     like = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
     return Absent.of(like, name, computed=computed)

@@ -59,17 +59,22 @@ def _children(layers: Any) -> tuple[tuple[str, ...], tuple]:
     if not isinstance(layers, nn.Sequential):
         if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList):
             raise LossError(
-                "this module does not say which layers it calls in which order", got=type(layers).__name__,
+                "this module does not say which layers it calls in which order",
+                got=type(layers).__name__,
                 want="an nn.Sequential, or a list of layers: fds.Layers([embedding, *blocks, head], criterion)",
                 hint="as one function: fds.functional(module); as one layer: fds.Layers([module], criterion)",
-            )  # fmt: skip
+            )
         if not isinstance(layers, Iterable) or isinstance(layers, str | Tensor | dict):
             raise LossError("these are not layers", got=f"{layers!r}"[:80], want="a list of layers or an nn.Sequential")
         layers = tuple(layers)
         return tuple(map(str, range(len(layers)))), layers
     if type(layers).forward is not nn.Sequential.forward or layers._forward_hooks or layers._forward_pre_hooks:
-        raise LossError("this nn.Sequential does more than call its layers in order", got=type(layers).__name__,
-                        want="a plain nn.Sequential without hooks", hint="use fds.functional(module)")  # fmt: skip
+        raise LossError(
+            "this nn.Sequential does more than call its layers in order",
+            got=type(layers).__name__,
+            want="a plain nn.Sequential without hooks",
+            hint="use fds.functional(module)",
+        )
     return tuple(layers._modules), tuple(layers)
 
 
@@ -98,18 +103,31 @@ class Layers:
         self.__attrs_init__(layers, criterion, names, {})  # pyright: ignore[reportAttributeAccessIssue] (attrs makes it)
         for i, layer in enumerate(layers):
             if isinstance(layer, type) or not (isinstance(layer, LayerSpec) or callable(layer)):
-                raise LossError("not a layer", where=f"layers[{i}]", got=repr(layer)[:80],
-                                want="a LayerSpec, a module or a function")  # fmt: skip
+                raise LossError(
+                    "not a layer",
+                    where=f"layers[{i}]",
+                    got=repr(layer)[:80],
+                    want="a LayerSpec, a module or a function",
+                )
             if isinstance(layer, nn.Module):
                 self.layer(i)  # copied now, since the caller may change it later
         if not callable(criterion) or isinstance(criterion, type):
-            raise LossError("not a criterion", where="criterion", got=repr(criterion)[:80],
-                            want="criterion(output, targets) -> scalar, or a module such as nn.MSELoss()")  # fmt: skip
+            raise LossError(
+                "not a criterion",
+                where="criterion",
+                got=repr(criterion)[:80],
+                want="criterion(output, targets) -> scalar, or a module such as nn.MSELoss()",
+            )
         if isinstance(criterion, nn.Module):
             apply, params, _ = functional(criterion)
             if params:
-                raise LossError("the criterion has parameters, which would not be trained", where="criterion",
-                                got=", ".join(params), want="none", hint="put them into a layer")  # fmt: skip
+                raise LossError(
+                    "the criterion has parameters, which would not be trained",
+                    where="criterion",
+                    got=", ".join(params),
+                    want="none",
+                    hint="put them into a layer",
+                )
             self.built["criterion"] = functools.partial(apply, {})
 
     def __len__(self) -> int:
@@ -144,8 +162,9 @@ class Layers:
             got = params.keys() if isinstance(params, dict) else set()
             raise LossError(
                 "the parameters are not those of the layers",
-                got=f"missing {sorted(names - got)}, unknown {sorted(got - names)}", want="the dict of layers.init",
-            )  # fmt: skip
+                got=f"missing {sorted(names - got)}, unknown {sorted(got - names)}",
+                want="the dict of layers.init",
+            )
 
     def layer(self, index: int) -> Layer:
         """Return layer `index`, built at its first use."""
@@ -155,8 +174,12 @@ class Layers:
                 layer = self._describe(index, self._trace(index) if isinstance(spec, LayerSpec) else spec)
             first = layer if self.owner(index) == index else self.layer(self.owner(index))
             if layer.params.keys() != first.params.keys():
-                raise LossError("layers of one key have different parameters", where=f"layers[{index}]",
-                                got=str(sorted(layer.params)), want=str(sorted(first.params)))  # fmt: skip
+                raise LossError(
+                    "layers of one key have different parameters",
+                    where=f"layers[{index}]",
+                    got=str(sorted(layer.params)),
+                    want=str(sorted(first.params)),
+                )
             self.built[index] = layer
         return self.built[index]
 
@@ -247,10 +270,14 @@ class Layers:
             use, local = _Use(module, spec_forward), "module."
         apply = attrs.evolve(functional(use)[0], prefix=prefix)
         return Layer(
-            apply, None, {prefix + n: local + n for n in names}, {prefix + n: local + n for n in held},
-            {prefix + n: values[n].detach().clone() for n in held}, may_draw(use),
+            apply,
+            None,
+            {prefix + n: local + n for n in names},
+            {prefix + n: local + n for n in held},
+            {prefix + n: values[n].detach().clone() for n in held},
+            may_draw(use),
             _writes_over_input(module),
-        )  # fmt: skip
+        )
 
 
 def _writes_over_input(module: nn.Module) -> bool:

@@ -87,8 +87,10 @@ class Setting:
             calls = check_calls(layer_map, layer_map(list(given), known), given)
             if random.draws(layer_map):
                 old = {id(call) for call in given}  # they are alive: nobody else has their id
-                calls = [call if id(call) in old else self._seeded(call, "layer", index, first + at)
-                         for at, call in enumerate(calls)]  # fmt: skip
+                calls = [
+                    call if id(call) in old else self._seeded(call, "layer", index, first + at)
+                    for at, call in enumerate(calls)
+                ]
         return calls
 
     def _seeded(self, call: LayerCall, kind: str, index: int, at: int) -> LayerCall:
@@ -106,15 +108,17 @@ def check_calls(layer_map: LayerMap, calls: Any, given: Sequence[LayerCall]) -> 
     """
     if isinstance(calls, list | tuple) and 0 < len(calls) <= len(given) and all(map(callable, calls)):
         known = given if len(calls) == len(given) else [LayerCall(call) for call in calls]
-        return [call if isinstance(call, LayerCall) else before.replaced(call)
-                for call, before in zip(calls, known, strict=True)]  # fmt: skip
+        return [
+            call if isinstance(call, LayerCall) else before.replaced(call)
+            for call, before in zip(calls, known, strict=True)
+        ]
     many = isinstance(calls, list | tuple) and len(calls) > len(given)
     raise ComposeError(
         "a layer map returned more calls than it was given" if many else "a layer map returned no calls",
         where=f"station 'layer', {getattr(layer_map, '__name__', layer_map)}",
         got=f"{len(calls)} calls" if many else repr(calls)[:80],
         want=f"a list of 1 to {len(given)} LayerCalls, or functions of one argument",
-    )  # fmt: skip
+    )
 
 
 def draws(loss: Any) -> list[bool]:

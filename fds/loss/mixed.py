@@ -51,7 +51,9 @@ def raise_if_mixed(error: RuntimeError, params: dict, buffers: dict) -> None:
     low = next((str(p.dtype).removeprefix("torch.") for p in params.values() if tree.is_low(p)), "bfloat16")
     raise LossError(
         "an operator received both 16-bit and float32 tensors, and the module has float32 buffers",
-        where=", ".join(wide), got=str(error).partition("\n")[0], want=f"self.{wide[0]}.to(x.dtype) in forward",
+        where=", ".join(wide),
+        got=str(error).partition("\n")[0],
+        want=f"self.{wide[0]}.to(x.dtype) in forward",
         hint=f"or module.{wide[0]} = module.{wide[0]}.{low}() before fds.functional(module): precision casts no "
         "buffers, since some (rotary frequencies, counts) are wrong in 16 bits",
-    ) from error  # fmt: skip
+    ) from error

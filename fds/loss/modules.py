@@ -63,9 +63,15 @@ class Apply:
 
     def __deepcopy__(self, memo: dict) -> Apply:
         copied = attrs.evolve(
-            self, source=structural(self.source)[0], constants=copy.deepcopy(self.constants, memo),
-            initial=copy.deepcopy(self.initial, memo), variants={}, probed=set(), looked=set(), watches={},
-        )  # fmt: skip
+            self,
+            source=structural(self.source)[0],
+            constants=copy.deepcopy(self.constants, memo),
+            initial=copy.deepcopy(self.initial, memo),
+            variants={},
+            probed=set(),
+            looked=set(),
+            watches={},
+        )
         return memo.setdefault(id(self), copied)
 
     @untraced(_UNTRACED)
@@ -123,10 +129,12 @@ class Apply:
         trained = [name for name in self.frozen if params[name].requires_grad]
         if trained:
             raise LossError(
-                "the module wants no gradient for parameters that are being trained", where=", ".join(sorted(trained)),
-                got="requires_grad=False in the module", want="fds.freeze(...) with their names",
+                "the module wants no gradient for parameters that are being trained",
+                where=", ".join(sorted(trained)),
+                got="requires_grad=False in the module",
+                want="fds.freeze(...) with their names",
                 hint="or module.requires_grad_(True) before fds.functional(module)",
-            )  # fmt: skip
+            )
 
     def _check_first_call(self, now: Mode, out: Any, inputs: tuple, *, trains: bool) -> None:
         """Check that a first call used only the parameters that it was given, and warn of eval mode."""
@@ -150,11 +158,13 @@ class Apply:
             self.probed.add(key)
         else:
             raise LossError(
-                "the module changes its buffers, and this call would lose the change", where=", ".join(sorted(changed)),
-                got="apply(params, ...)", want="apply.with_buffers(params, buffers, ...) -> (out, new_buffers)",
+                "the module changes its buffers, and this call would lose the change",
+                where=", ".join(sorted(changed)),
+                got="apply(params, ...)",
+                want="apply.with_buffers(params, buffers, ...) -> (out, new_buffers)",
                 hint="make the loss with fds.with_buffers(loss_fn, buffers), or module.eval() before functional; "
                 "in Layers, register the buffer as persistent",
-            )  # fmt: skip
+            )
 
     def _take(self, now: Mode, params: dict) -> tuple[Variant, Callable[[], None]]:
         """Return a copy of the module for this call alone, and the function that returns it to the idle ones.
@@ -208,17 +218,28 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     tuple or dict, and that share nothing with it, are not copied: calls use them as they are.
     """
     if not isinstance(module, nn.Module):
-        raise LossError("fds.functional takes a module", got=repr(module)[:60], want="an nn.Module",
-                        hint="GPT(), not GPT" if isinstance(module, type) else "")  # fmt: skip
+        raise LossError(
+            "fds.functional takes a module",
+            got=repr(module)[:60],
+            want="an nn.Module",
+            hint="GPT(), not GPT" if isinstance(module, type) else "",
+        )
     for path, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise LossError(
-                "an embedding with max_norm writes over its own weight in forward", where=path, got=f"{part}",
-                want="max_norm=None", hint="divide the rows by their norms in the loss",
-            )  # fmt: skip
+                "an embedding with max_norm writes over its own weight in forward",
+                where=path,
+                got=f"{part}",
+                want="max_norm=None",
+                hint="divide the rows by their norms in the loss",
+            )
         if any(isinstance(p, nn.UninitializedParameter) for p in part.parameters(recurse=False)):
-            raise LossError("a lazy module has no shapes yet", where=path, got=f"{part}",
-                            want="a module that was called once, or one that is not lazy")  # fmt: skip
+            raise LossError(
+                "a lazy module has no shapes yet",
+                where=path,
+                got=f"{part}",
+                want="a module that was called once, or one that is not lazy",
+            )
     warn_of_hooks(module)
     params = {name: p.detach() for name, p in module.named_parameters()}
     buffers = {name: b.detach() for name, b in module.named_buffers()}
@@ -232,8 +253,17 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
     silent = frozenset(name for path, name in buffer_paths.items() if _may_change_silently(module, path))
     source, _ = structural(module)
-    apply = Apply(source, param_paths, buffer_paths, frozenset(params), constants, buffers, frozen=frozen,
-                  silent=silent, number=originals.note(module))  # fmt: skip
+    apply = Apply(
+        source,
+        param_paths,
+        buffer_paths,
+        frozenset(params),
+        constants,
+        buffers,
+        frozen=frozen,
+        silent=silent,
+        number=originals.note(module),
+    )
     return apply, params, dict(buffers)
 
 
@@ -254,6 +284,7 @@ def _check_names(got: dict, want: Any, what: str) -> None:
     if got.keys() != want:
         missing, extra = sorted(want - got.keys()), sorted(got.keys() - want)
         raise LossError(
-            f"the {what} are not the module's", got=f"missing {missing}, unknown {extra}",
+            f"the {what} are not the module's",
+            got=f"missing {missing}, unknown {extra}",
             want="the dict that fds.functional returned, with other values",
-        )  # fmt: skip
+        )

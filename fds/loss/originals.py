@@ -78,11 +78,14 @@ def _check(leaf: Tensor, number: int | None) -> None:
 def _raise_original(name: str, *, inside: bool) -> NoReturn:
     if inside:
         raise out_of_reach(
-            name, "a parameter of the original module, which is not trained",
+            name,
+            "a parameter of the original module, which is not trained",
             "a global variable, or an object that copy.deepcopy does not copy, through which forward reaches it",
-        )  # fmt: skip
+        )
     raise LossError(
-        "the loss reads a parameter of a module itself, which is not trained", where=name,
-        got="a parameter of a module that was passed to fds.functional", want=f"params[{name!r}], apply(params, ...)",
+        "the loss reads a parameter of a module itself, which is not trained",
+        where=name,
+        got="a parameter of a module that was passed to fds.functional",
+        want=f"params[{name!r}], apply(params, ...)",
         hint="if it should stay constant: under torch.no_grad(), or .detach()",
-    )  # fmt: skip
+    )

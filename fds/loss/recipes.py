@@ -60,9 +60,12 @@ def recipe(module_factory: Callable[[], nn.Module]) -> Recipe:
     `recipe` raises `LossError` if it is passed a module.
     """
     if isinstance(module_factory, nn.Module) or not callable(module_factory):
-        raise LossError("a recipe needs a function that builds a module", got=type(module_factory).__name__,
-                        want="fds.recipe(lambda: nn.Linear(3, 2))",
-                        hint="the parameters of a module that is built: fds.functional(module)")  # fmt: skip
+        raise LossError(
+            "a recipe needs a function that builds a module",
+            got=type(module_factory).__name__,
+            want="fds.recipe(lambda: nn.Linear(3, 2))",
+            hint="the parameters of a module that is built: fds.functional(module)",
+        )
 
     def pieces(key: Tensor, wanted: Callable[[str], bool] = every) -> Iterator[dict[str, Tensor]]:
         with random.python_seeded(key):
@@ -97,8 +100,11 @@ def _built(module_factory: Callable[[], nn.Module], key: Tensor) -> dict[str, Te
     with random.python_seeded(key), random.seeded(key):
         module = module_factory()
         if not isinstance(module, nn.Module):
-            raise LossError("a recipe needs a function that builds a module", got=type(module).__name__,
-                            want="fds.recipe(lambda: nn.Linear(3, 2))")  # fmt: skip
+            raise LossError(
+                "a recipe needs a function that builds a module",
+                got=type(module).__name__,
+                want="fds.recipe(lambda: nn.Linear(3, 2))",
+            )
         return {name: p.detach() for name, p in module.named_parameters()}
 
 

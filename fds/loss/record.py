@@ -125,8 +125,9 @@ def _as_recorded(x: Tensor, window: Window) -> torch.UntypedStorage:
     if (x.stride(), x.storage_offset()) != (window.stride, window.offset):
         copy = torch.empty_strided(window.shape, window.stride, dtype=x.dtype, device=x.device)
         if window.offset:
-            whole = torch.empty(copy.untyped_storage().nbytes() // x.itemsize + window.offset, dtype=x.dtype,
-                                device=x.device)  # fmt: skip
+            whole = torch.empty(
+                copy.untyped_storage().nbytes() // x.itemsize + window.offset, dtype=x.dtype, device=x.device
+            )
             copy = whole.as_strided(window.shape, window.stride, window.offset)
         x = copy.copy_(x)
     return x.untyped_storage()

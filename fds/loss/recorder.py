@@ -148,9 +148,15 @@ class _Recorder(TorchDispatchMode):
             raise _Unrecordable("draws from a generator that was seeded")
 
     def _add(
-        self, run: Any, args: tuple, kwargs: dict, writes: frozenset[int], created: dict[int, Window], draws: bool,
+        self,
+        run: Any,
+        args: tuple,
+        kwargs: dict,
+        writes: frozenset[int],
+        created: dict[int, Window],
+        draws: bool,
         overwriting: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         windows = [x for x in tree.leaves((args, kwargs)) if isinstance(x, Window)]
         if overwriting and self._covers(windows[0]):  # the first argument is what it writes to
             windows = windows[1:]

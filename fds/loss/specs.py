@@ -28,14 +28,20 @@ class LayerSpec:
         self.cls, self.args, self.kwargs = cls, args, kwargs
         for x in _arguments((cls, args, kwargs)):
             if isinstance(x, TiedLayerSpec):
-                raise LossError("a tied layer inside another layer", where=repr(self), got=repr(x),
-                                want="Layers([..., TiedLayerSpec(...), ...], criterion)")  # fmt: skip
+                raise LossError(
+                    "a tied layer inside another layer",
+                    where=repr(self),
+                    got=repr(x),
+                    want="Layers([..., TiedLayerSpec(...), ...], criterion)",
+                )
             if _has_values(x):
                 raise LossError(
-                    "an argument of a layer was already initialised, from torch's global generator", where=_name(cls),
-                    got=f"{x}"[:80], want=f"LayerSpec({_name(cls)}, LayerSpec(nn.Linear, ...), ...)",
+                    "an argument of a layer was already initialised, from torch's global generator",
+                    where=_name(cls),
+                    got=f"{x}"[:80],
+                    want=f"LayerSpec({_name(cls)}, LayerSpec(nn.Linear, ...), ...)",
                     hint="to keep the values of a module, make it a layer: Layers([module, ...])",
-                )  # fmt: skip
+                )
 
     def build(self) -> nn.Module:
         """Build the layer and return it; every call builds another one."""
@@ -59,8 +65,9 @@ class TiedLayerSpec(LayerSpec):
     ):
         super().__init__(cls, *args, **kwargs)
         if key[:1].isdecimal():
-            raise LossError("the key of a tied layer begins with a digit, as other layers' names do", got=repr(key),
-                            want="a word")  # fmt: skip
+            raise LossError(
+                "the key of a tied layer begins with a digit, as other layers' names do", got=repr(key), want="a word"
+            )
         self.key, self.forward_fn = key, forward_fn
 
 

@@ -59,8 +59,12 @@ def with_buffers(loss_fn: Callable, buffers: dict[str, Tensor]) -> Buffered:
     Raises `LossError` if `buffers` is not such a dict.
     """
     if not (isinstance(buffers, Mapping) and all(isinstance(x, Tensor) for x in buffers.values())):
-        raise LossError("these are not buffers", where="with_buffers", got=repr(buffers)[:60],
-                        want="a dict: name -> tensor, such as fds.functional returns")  # fmt: skip
+        raise LossError(
+            "these are not buffers",
+            where="with_buffers",
+            got=repr(buffers)[:60],
+            want="a dict: name -> tensor, such as fds.functional returns",
+        )
     return Buffered(loss_fn, dict(buffers))
 
 
@@ -84,17 +88,21 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
     if threaded:
         if not (isinstance(value, tuple) and len(value) == 3):
             raise LossError(
-                "a loss with buffers returns three things", where=where, got=_kind(value),
+                "a loss with buffers returns three things",
+                where=where,
+                got=_kind(value),
                 want="(scalar, metrics, new_buffers)",
-            )  # fmt: skip
+            )
         buffers, value = _check_buffers(value[2], buffers, where), value[:2]
     metrics: dict = {}
     if isinstance(value, tuple):
         if len(value) != 2 or not isinstance(value[1], dict):
             raise LossError(
-                "a loss returns a scalar, or a scalar and a dict of metrics", where=where, got=_kind(value),
+                "a loss returns a scalar, or a scalar and a dict of metrics",
+                where=where,
+                got=_kind(value),
                 want="scalar or (scalar, metrics)",
-            )  # fmt: skip
+            )
         value, metrics = value
     weighted = isinstance(value, Mean)
     total, weight = (value.total, value.weight) if weighted else (value, 1)
@@ -104,8 +112,12 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
         if weight.device.type == "cpu" and total.device.type != "cpu":
             weight = float(weight)  # copying it to the device would wait for the work queued there
     elif not is_number(weight) or not 0 <= weight <= _LARGEST:
-        raise LossError("the weight of a Mean is not a number of rows, tokens, ...", where=where, got=_kind(weight),
-                        want="a 0-d tensor, a float or an int, finite and not negative")  # fmt: skip
+        raise LossError(
+            "the weight of a Mean is not a number of rows, tokens, ...",
+            where=where,
+            got=_kind(weight),
+            want="a 0-d tensor, a float or an int, finite and not negative",
+        )
     elif weighted:
         weight = float(weight)
     half = total.dtype is torch.float16
@@ -117,13 +129,22 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
 def _metric(name: str, value: Any, where: str) -> Tensor | float | int:
     path = f"{where}, metrics[{name!r}]"
     if not isinstance(name, str) or name in RESERVED or name.startswith("lr/"):
-        raise LossError("the name of a metric is reserved", where=path, got=repr(name), want="a string other than "
-                        + ", ".join(RESERVED))  # fmt: skip
+        raise LossError(
+            "the name of a metric is reserved",
+            where=path,
+            got=repr(name),
+            want="a string other than " + ", ".join(RESERVED),
+        )
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
         return _wide(value.detach())
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise LossError("an integer metric is beyond int64", where=path, got=_kind(value), want="-2**63 to 2**63 - 1",
-                        hint="float(x) is averaged, not summed")  # fmt: skip
+        raise LossError(
+            "an integer metric is beyond int64",
+            where=path,
+            got=_kind(value),
+            want="-2**63 to 2**63 - 1",
+            hint="float(x) is averaged, not summed",
+        )
     if isinstance(value, int | float):
         return int(value) if isinstance(value, bool) else value
     raise LossError("a metric is not a number", where=path, got=_kind(value), want="a 0-d tensor, a float or an int")
@@ -132,14 +153,19 @@ def _metric(name: str, value: Any, where: str) -> Tensor | float | int:
 def _check_buffers(new: Any, old: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     if not isinstance(new, dict) or new.keys() != old.keys():
         got = sorted(new) if isinstance(new, dict) else _kind(new)
-        raise LossError("a loss returned other buffers than it was given", where=where, got=str(got),
-                        want=str(sorted(old)))  # fmt: skip
+        raise LossError(
+            "a loss returned other buffers than it was given", where=where, got=str(got), want=str(sorted(old))
+        )
     for name, value in new.items():
         if not isinstance(value, Tensor) or (value.shape, value.dtype) != (old[name].shape, old[name].dtype):
-            raise LossError("a loss returned a buffer of another shape or dtype", where=f"{where}, buffers[{name!r}]",
-                            got=_kind(value), want=_kind(old[name]),
-                            hint="a buffer keeps its shape and dtype: allocate a cache at its largest "
-                            "size and write into it, or return it as an output and pass it in the batch")  # fmt: skip
+            raise LossError(
+                "a loss returned a buffer of another shape or dtype",
+                where=f"{where}, buffers[{name!r}]",
+                got=_kind(value),
+                want=_kind(old[name]),
+                hint="a buffer keeps its shape and dtype: allocate a cache at its largest "
+                "size and write into it, or return it as an output and pass it in the batch",
+            )
     return {name: value.detach().clone() for name, value in new.items()}
 
 

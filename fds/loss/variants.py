@@ -41,8 +41,12 @@ class Variant:
         parts = [part for one in self.module.modules() if is_compiled(one) for part in one.modules()]
         own = {id(part._parameters) for part in parts}
         object.__setattr__(self, "compiled", [at for at in self.params if id(at[0]) in own])
-        unset = [(part._buffers, n, f"{path}.{n}" if path else n, n in part._non_persistent_buffers_set)
-                 for path, part in self.module.named_modules() for n, x in part._buffers.items() if x is None]
+        unset = [
+            (part._buffers, n, f"{path}.{n}" if path else n, n in part._non_persistent_buffers_set)
+            for path, part in self.module.named_modules()
+            for n, x in part._buffers.items()
+            if x is None
+        ]
         object.__setattr__(self, "unset", unset)
 
     def locations(self) -> Iterator[Location]:
@@ -86,10 +90,13 @@ class Variant:
 
 def _raise_buffer_set_changed(name: str, got: str) -> NoReturn:
     raise LossError(
-        "the module adds a buffer to its state, or removes one, and the call would lose that", where=name, got=got,
-        want="a tensor from the start", hint="call the module once before fds.functional(module); or "
+        "the module adds a buffer to its state, or removes one, and the call would lose that",
+        where=name,
+        got=got,
+        want="a tensor from the start",
+        hint="call the module once before fds.functional(module); or "
         "register_buffer(..., None, persistent=False) for a cache that every call computes anew",
-    )  # fmt: skip
+    )
 
 
 def _version(x: Tensor) -> int:

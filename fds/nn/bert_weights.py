@@ -11,12 +11,17 @@ from fds.errors import KernelError
 
 QKV = ("attention.self.query", "attention.self.key", "attention.self.value")  # stacked, in this order
 NAMES = {
-    "attn_ow": "attention.output.dense.weight", "attn_ob": "attention.output.dense.bias",
-    "attn_nw": "attention.output.LayerNorm.weight", "attn_nb": "attention.output.LayerNorm.bias",
-    "inter_w": "intermediate.dense.weight", "inter_b": "intermediate.dense.bias",
-    "output_w": "output.dense.weight", "output_b": "output.dense.bias",
-    "norm_w": "output.LayerNorm.weight", "norm_b": "output.LayerNorm.bias",
-}  # fmt: skip
+    "attn_ow": "attention.output.dense.weight",
+    "attn_ob": "attention.output.dense.bias",
+    "attn_nw": "attention.output.LayerNorm.weight",
+    "attn_nb": "attention.output.LayerNorm.bias",
+    "inter_w": "intermediate.dense.weight",
+    "inter_b": "intermediate.dense.bias",
+    "output_w": "output.dense.weight",
+    "output_b": "output.dense.bias",
+    "norm_w": "output.LayerNorm.weight",
+    "norm_b": "output.LayerNorm.bias",
+}
 
 
 def from_bert(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -31,15 +36,18 @@ def from_bert(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             this prefix.
     """
     if not isinstance(weights, Mapping):
-        raise KernelError("the weights are not a mapping", where="weights", got=type(weights).__name__,
-                          want="bert_layer.state_dict()")  # fmt: skip
+        raise KernelError(
+            "the weights are not a mapping", where="weights", got=type(weights).__name__, want="bert_layer.state_dict()"
+        )
     want = {*NAMES.values(), *(f"{name}.{kind}" for name in QKV for kind in ("weight", "bias"))}
     if weights.keys() != want:
         raise KernelError(
-            "these are not the weights of one BertLayer", where="weights",
+            "these are not the weights of one BertLayer",
+            where="weights",
             got=f"missing {_some(want - weights.keys())}; unknown {_some(weights.keys() - want)}",
-            want="bert_layer.state_dict()", hint="of a model's state_dict, the part under 'encoder.layer.3.'",
-        )  # fmt: skip
+            want="bert_layer.state_dict()",
+            hint="of a model's state_dict, the part under 'encoder.layer.3.'",
+        )
     qkv = {f"attn_qkv{kind[0]}": torch.cat([weights[f"{name}.{kind}"] for name in QKV]) for kind in ("weight", "bias")}
     return qkv | {ours: weights[theirs] for ours, theirs in NAMES.items()}
 

@@ -32,8 +32,9 @@ def _flag(config: Any, field: attrs.Attribute, value: Any) -> None:
 
 def _not_negative(config: Any, field: attrs.Attribute, value: Any) -> None:
     if not (is_number(value) and math.isfinite(value) and value >= 0):
-        raise KernelError(f"{field.name} is negative or not a number", where=field.name, got=repr(value),
-                          want="a finite number >= 0")  # fmt: skip
+        raise KernelError(
+            f"{field.name} is negative or not a number", where=field.name, got=repr(value), want="a finite number >= 0"
+        )
 
 
 def _setting(validator: Any, *default: Any) -> Any:
@@ -109,7 +110,7 @@ class TransformerConfig:
     num_hidden_layers: int | None = _setting(_optional_count, None)
     intermediate_size: int = attrs.field(
         default=None, converter=attrs.Converter(_four_times_hidden, takes_self=True), validator=_count
-    )  # fmt: skip
+    )
     batch_size: int | None = _setting(_optional_count, None)
     attn_dropout_ratio: float = _setting(_ratio, 0.1)
     hidden_dropout_ratio: float = _setting(_ratio, 0.1)
@@ -129,17 +130,23 @@ class TransformerConfig:
     def __attrs_post_init__(self) -> None:
         if self.hidden_size % self.heads:
             raise KernelError(
-                "hidden_size is not divisible by heads", where="hidden_size",
-                got=f"hidden_size={self.hidden_size}, heads={self.heads}", want="a multiple of heads",
-            )  # fmt: skip
+                "hidden_size is not divisible by heads",
+                where="hidden_size",
+                got=f"hidden_size={self.hidden_size}, heads={self.heads}",
+                want="a multiple of heads",
+            )
         if self.activation not in GELU:
-            raise KernelError("unknown activation", where="activation", got=repr(self.activation),
-                              want=" or ".join(map(repr, GELU)))  # fmt: skip
+            raise KernelError(
+                "unknown activation", where="activation", got=repr(self.activation), want=" or ".join(map(repr, GELU))
+            )
         if self.adjust_init_range and self.num_hidden_layers is None:
             raise KernelError(
-                "adjust_init_range needs the number of layers", where="num_hidden_layers", got="None",
-                want="the number of layers of the model", hint="or adjust_init_range=False",
-            )  # fmt: skip
+                "adjust_init_range needs the number of layers",
+                where="num_hidden_layers",
+                got="None",
+                want="the number of layers of the model",
+                hint="or adjust_init_range=False",
+            )
 
     @classmethod
     def from_deepspeed(cls, settings: Mapping[str, Any]) -> TransformerConfig:
@@ -152,8 +159,12 @@ class TransformerConfig:
         unknown = settings.keys() - known - ELSEWHERE
         if unknown:
             name = min(unknown)
-            raise KernelError(f"{name} is not a setting of DeepSpeed's transformer kernel", where=name,
-                              got=repr(settings[name]), hint=did_you_mean(name, known | ELSEWHERE))  # fmt: skip
+            raise KernelError(
+                f"{name} is not a setting of DeepSpeed's transformer kernel",
+                where=name,
+                got=repr(settings[name]),
+                hint=did_you_mean(name, known | ELSEWHERE),
+            )
         values: dict = dict.fromkeys(("hidden_size", "heads", "attn_dropout_ratio", "hidden_dropout_ratio"), -1)
         values |= {"return_tuple": settings.get("huggingface", False)} | dict(settings)
         optional = {"batch_size", "intermediate_size", "num_hidden_layers", "initializer_range"}

@@ -61,8 +61,12 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         if not isinstance(config, TransformerConfig):
-            raise KernelError("the argument is not a TransformerConfig", where="config", got=type(config).__name__,
-                              want="fds.nn.TransformerConfig")  # fmt: skip
+            raise KernelError(
+                "the argument is not a TransformerConfig",
+                where="config",
+                got=type(config).__name__,
+                want="fds.nn.TransformerConfig",
+            )
         super().__init__()
         self.config = config
         h, i = config.hidden_size, config.intermediate_size
@@ -82,15 +86,23 @@ class TransformerLayer(nn.Module):
         Raises `KernelError` with `return_tuple`, since the next layer does not take such a tuple.
         """
         if config.return_tuple:
-            raise KernelError("the next layer does not take a tuple of one", where="return_tuple", got="True",
-                              want="return_tuple=False")  # fmt: skip
+            raise KernelError(
+                "the next layer does not take a tuple of one",
+                where="return_tuple",
+                got="True",
+                want="return_tuple=False",
+            )
         return LayerSpec(TransformerLayer, config)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the initial values."""
-        ranges = {"attn_qkvw": self.config.initializer_range, "inter_w": self.config.initializer_range,
-                  "attn_ow": self.config.output_range, "output_w": self.config.output_range}  # fmt: skip
+        ranges = {
+            "attn_qkvw": self.config.initializer_range,
+            "inter_w": self.config.initializer_range,
+            "attn_ow": self.config.output_range,
+            "output_w": self.config.output_range,
+        }
         for name, p in self.named_parameters():
             if name in ranges:
                 p.normal_(0.0, ranges[name])
@@ -183,9 +195,12 @@ class TransformerLayer(nn.Module):
         arguments.shape((None, None, config.hidden_size), hidden_states=x)
         if config.batch_size is not None and x.shape[0] > config.batch_size:
             raise KernelError(
-                "the batch is larger than config.batch_size", where="batch_size", got=f"{x.shape[0]} sequences",
-                want=f"at most {config.batch_size}", hint="batch_size=None allows any",
-            )  # fmt: skip
+                "the batch is larger than config.batch_size",
+                where="batch_size",
+                got=f"{x.shape[0]} sequences",
+                want=f"at most {config.batch_size}",
+                hint="batch_size=None allows any",
+            )
         if mask is not None:
             _check_mask(mask, x, config.heads)
 
@@ -207,10 +222,11 @@ def _empty(*shape: int) -> nn.Parameter:
 def _pair(pair: tuple, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     if len(pair) != 2 or mask is not None:
         raise KernelError(
-            "the hidden states are not a pair with the mask", where="hidden_states",
+            "the hidden states are not a pair with the mask",
+            where="hidden_states",
             got=f"a tuple of {len(pair)}{'' if mask is None else ', and a mask beside it'}",
             want="a tensor, or (hidden_states, attention_mask)",
-        )  # fmt: skip
+        )
     return pair
 
 
@@ -230,16 +246,24 @@ def _check_mask(mask: Tensor, x: Tensor, heads: int) -> None:
     is_tensor = isinstance(mask, Tensor)
     is_bool = is_tensor and mask.dtype == torch.bool
     is_padding = is_bool and mask.shape == (b, s)
-    is_bias = is_tensor and (is_bool or mask.is_floating_point()) and mask.dim() == 4 and all(
-        m in (1, n) for m, n in zip(mask.shape, (b, heads, s, s), strict=True)
-    )  # fmt: skip
+    is_bias = (
+        is_tensor
+        and (is_bool or mask.is_floating_point())
+        and mask.dim() == 4
+        and all(m in (1, n) for m, n in zip(mask.shape, (b, heads, s, s), strict=True))
+    )
     if not (is_padding or is_bias):
         raise KernelError(
-            "attention_mask does not fit the hidden states", where="attention_mask",
+            "attention_mask does not fit the hidden states",
+            where="attention_mask",
             got=f"{mask.dtype} {tuple(mask.shape)}" if is_tensor else type(mask).__name__,
             want=f"bool ({b}, {s}); or of four dimensions, bool or floating, broadcastable to ({b}, {heads}, {s}, {s})",
             hint="for a mask of zeros and ones pass mask.bool(), for a floating (B, S) mask mask[:, None, None, :]",
-        )  # fmt: skip
+        )
     if mask.device != x.device:
-        raise KernelError("attention_mask is on another device than hidden_states", where="attention_mask",
-                          got=str(mask.device), want=str(x.device))  # fmt: skip
+        raise KernelError(
+            "attention_mask is on another device than hidden_states",
+            where="attention_mask",
+            got=str(mask.device),
+            want=str(x.device),
+        )

@@ -10,6 +10,16 @@ from fds.optim._sgd import sgd
 from fds.optim.base import LRSchedule, Optimizer, Segment, Values
 
 __all__ = [
-    "LRSchedule", "Optimizer", "Segment", "Values",
-    "adagrad", "adam", "adamw", "by_name", "lamb", "lion", "muon", "sgd",
-]  # fmt: skip
+    "LRSchedule",
+    "Optimizer",
+    "Segment",
+    "Values",
+    "adagrad",
+    "adam",
+    "adamw",
+    "by_name",
+    "lamb",
+    "lion",
+    "muon",
+    "sgd",
+]

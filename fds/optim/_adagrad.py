@@ -13,9 +13,12 @@ from fds.optim.base import LRSchedule, Optimizer
 
 
 def adagrad(
-    lr: LRSchedule = 1e-2, lr_decay: float = 0.0, weight_decay: LRSchedule = 0.0,
-    initial_accumulator_value: float = 0.0, eps: float = 1e-10,
-) -> Optimizer:  # fmt: skip
+    lr: LRSchedule = 1e-2,
+    lr_decay: float = 0.0,
+    weight_decay: LRSchedule = 0.0,
+    initial_accumulator_value: float = 0.0,
+    eps: float = 1e-10,
+) -> Optimizer:
     """Divide each gradient by the root of the sum of its squares so far.
 
     Element by element::

@@ -15,9 +15,13 @@ from fds.optim.base import LRSchedule, Optimizer, one_dimensional
 
 
 def adam(
-    lr: LRSchedule = 1e-3, betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999), eps: float = 1e-8,
-    weight_decay: LRSchedule = 0.0, *, bias_correction: bool = True,
-) -> Optimizer:  # fmt: skip
+    lr: LRSchedule = 1e-3,
+    betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: LRSchedule = 0.0,
+    *,
+    bias_correction: bool = True,
+) -> Optimizer:
     """Divide the running mean of each gradient by the root of the running mean of its square.
 
     With n = t + 1, element by element::
@@ -49,9 +53,13 @@ def adam(
 
 
 def adamw(
-    lr: LRSchedule = 1e-3, betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999), eps: float = 1e-8,
-    weight_decay: LRSchedule = 0.01, *, bias_correction: bool = True,
-) -> Optimizer:  # fmt: skip
+    lr: LRSchedule = 1e-3,
+    betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: LRSchedule = 0.01,
+    *,
+    bias_correction: bool = True,
+) -> Optimizer:
     """Update as `adam` does, with weight decay applied to the parameters instead of the gradients.
 
     The first line of `adam` is replaced by p = p - lr * weight_decay * p; arguments, slots and errors are the same,
@@ -66,35 +74,70 @@ def adamw(
 
 
 def _family(
-    text: str, lr: LRSchedule, betas: tuple[LRSchedule, LRSchedule], eps: float, weight_decay: LRSchedule,
-    bias_correction: bool, decoupled: bool,
-) -> Optimizer:  # fmt: skip
+    text: str,
+    lr: LRSchedule,
+    betas: tuple[LRSchedule, LRSchedule],
+    eps: float,
+    weight_decay: LRSchedule,
+    bias_correction: bool,
+    decoupled: bool,
+) -> Optimizer:
     name = text.partition("(")[0]
     check_numbers(name, lr=lr, weight_decay=weight_decay)
     check_numbers(name, eps=eps, schedule=False)
     check_betas(name, betas)
     fixed = {"eps": eps, "bias_correction": bias_correction, "decoupled": decoupled}
     hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
-    return assemble(partial(_rule, **fixed), text=text, hyper=hyper, slots={"exp_avg": 0.0, "exp_avg_sq": 0.0},
-                    kernel=partial(_kernel, **fixed), fused=lambda device: True, takes_shapes=True)  # fmt: skip
+    return assemble(
+        partial(_rule, **fixed),
+        text=text,
+        hyper=hyper,
+        slots={"exp_avg": 0.0, "exp_avg_sq": 0.0},
+        kernel=partial(_kernel, **fixed),
+        fused=lambda device: True,
+        takes_shapes=True,
+    )
 
 
 def _kernel(
-    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, out: list[Tensor | None], *,
-    eps: float, bias_correction: bool, decoupled: bool,
-) -> None:  # fmt: skip
+    params: list[Tensor],
+    grads: list[Tensor],
+    opt: dict[str, list[Tensor]],
+    now: Now,
+    out: list[Tensor | None],
+    *,
+    eps: float,
+    bias_correction: bool,
+    decoupled: bool,
+) -> None:
     beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
     adam_update.adamw(
-        params, one_dimensional(grads), opt["exp_avg"], opt["exp_avg_sq"], step=now.step, beta1=beta1, beta2=beta2,
-        eps=eps, weight_decay=weight_decay, bias_correction=bias_correction, decoupled=decoupled, out=out,
+        params,
+        one_dimensional(grads),
+        opt["exp_avg"],
+        opt["exp_avg_sq"],
+        step=now.step,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        bias_correction=bias_correction,
+        decoupled=decoupled,
+        out=out,
         **now.read_on_device(),
-    )  # fmt: skip
+    )
 
 
 def _rule(
-    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, *,
-    eps: float, bias_correction: bool, decoupled: bool,
-) -> None:  # fmt: skip
+    params: list[Tensor],
+    grads: list[Tensor],
+    opt: dict[str, list[Tensor]],
+    now: Now,
+    *,
+    eps: float,
+    bias_correction: bool,
+    decoupled: bool,
+) -> None:
     static = now.static("beta1", "beta2", "weight_decay")
     if not static or now.step.device.type != "cpu":  # torch's fused function takes any shapes on the CPU alone
         grads = one_dimensional(grads)
@@ -106,14 +149,24 @@ def _rule(
     now.fused(
         torch.ops.aten._fused_adamw_ if decoupled else torch.ops.aten._fused_adam_,
         [params, grads, opt["exp_avg"], opt["exp_avg_sq"], [], [count] * len(params)],
-        beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False,
-    )  # fmt: skip
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+    )
 
 
 def _formula(
-    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, *,
-    eps: float, bias_correction: bool, decoupled: bool,
-) -> None:  # fmt: skip
+    params: list[Tensor],
+    grads: list[Tensor],
+    opt: dict[str, list[Tensor]],
+    now: Now,
+    *,
+    eps: float,
+    bias_correction: bool,
+    decoupled: bool,
+) -> None:
     lr, beta1, beta2, weight_decay = now.read("lr", "beta1", "beta2", "weight_decay")
     n = now.updates()
     correction1, correction2 = (1 - beta1**n, 1 - beta2**n) if bias_correction else (1.0, 1.0)

@@ -40,30 +40,44 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
     members = groups.members
     same = all(m.lr == members[0].lr for m in members)
     return Optimizer(
-        groups.init, groups.update, whole=groups.needs_whole if any(m.whole for m in members) else False,
-        lr=members[0].lr if same else None, text=f"by_name({{{', '.join(_entries(optimizers))}}})", group=groups.index,
-        check=groups.check, runs=groups.runs, members=groups.optimizers,
-        separate=all(m.separate for m in members), draws=any(m.draws for m in members),
+        groups.init,
+        groups.update,
+        whole=groups.needs_whole if any(m.whole for m in members) else False,
+        lr=members[0].lr if same else None,
+        text=f"by_name({{{', '.join(_entries(optimizers))}}})",
+        group=groups.index,
+        check=groups.check,
+        runs=groups.runs,
+        members=groups.optimizers,
+        separate=all(m.separate for m in members),
+        draws=any(m.draws for m in members),
         takes_shapes=True,  # which `returned.update` makes 1-D for those that do not
-    )  # fmt: skip
+    )
 
 
 def _check_optimizers(optimizers: object) -> None:
     """Raise `OptimizerError` unless this maps at least one pattern to an optimizer."""
     if not isinstance(optimizers, Mapping):
-        raise OptimizerError("by_name: not a mapping", where="optimizers", got=repr(optimizers)[:60],
-                             want="{pattern: optimizer, ...}")  # fmt: skip
+        raise OptimizerError(
+            "by_name: not a mapping", where="optimizers", got=repr(optimizers)[:60], want="{pattern: optimizer, ...}"
+        )
     for pattern, optimizer in optimizers.items():
         if not isinstance(optimizer, Optimizer):
             raise OptimizerError(
-                "by_name: a pattern's value is not an optimizer", where=repr(pattern), got=repr(optimizer),
-                want="adamw(...), sgd(...), ...", hint="write by_name({pattern: optimizer, ...})",
-            )  # fmt: skip
+                "by_name: a pattern's value is not an optimizer",
+                where=repr(pattern),
+                got=repr(optimizer),
+                want="adamw(...), sgd(...), ...",
+                hint="write by_name({pattern: optimizer, ...})",
+            )
     if not optimizers:
         raise OptimizerError(
-            "by_name: no optimizer", where="optimizers", got="{}", want="{pattern: optimizer, ...}",
+            "by_name: no optimizer",
+            where="optimizers",
+            got="{}",
+            want="{pattern: optimizer, ...}",
             hint='a last entry "*" takes all other parameters',
-        )  # fmt: skip
+        )
 
 
 @attrs.frozen(eq=False)
@@ -83,9 +97,12 @@ class _Groups:
             if fnmatch.fnmatchcase(name, pattern):
                 return index
         raise OptimizerError(
-            "by_name: a parameter matches no pattern", where=name, got=", ".join(map(repr, self.optimizers)),
-            want="a pattern for every parameter", hint='end with "*": adamw(...)',
-        )  # fmt: skip
+            "by_name: a parameter matches no pattern",
+            where=name,
+            got=", ".join(map(repr, self.optimizers)),
+            want="a pattern for every parameter",
+            hint='end with "*": adamw(...)',
+        )
 
     def needs_whole(self, name: str) -> bool:
         """Return whether the optimizer of this parameter needs it whole."""
@@ -96,10 +113,12 @@ class _Groups:
         for pattern in self.optimizers:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 raise OptimizerError(
-                    "by_name: a pattern matches no parameter", where=repr(pattern), got=f"{len(names)} parameters",
+                    "by_name: a pattern matches no parameter",
+                    where=repr(pattern),
+                    got=f"{len(names)} parameters",
                     want="the name of a parameter, with * for any part of it",
                     hint=did_you_mean(pattern, names) if names else "there is no trainable parameter",
-                )  # fmt: skip
+                )
         for index, member in enumerate(self.members):
             member.check([name for name in names if self.index(name) == index])
 
@@ -126,10 +145,18 @@ class _Groups:
         return opt
 
     def update(
-        self, grads: list[Tensor], opt: dict, params: list[Tensor], *, step: Tensor, lr: Tensor | None,
-        segments: Sequence[Sequence[Segment]], out: list[Tensor] | None = None, values: Values | None = None,
+        self,
+        grads: list[Tensor],
+        opt: dict,
+        params: list[Tensor],
+        *,
+        step: Tensor,
+        lr: Tensor | None,
+        segments: Sequence[Sequence[Segment]],
+        out: list[Tensor] | None = None,
+        values: Values | None = None,
         **rest: Any,
-    ) -> tuple[list[Tensor], dict]:  # fmt: skip
+    ) -> tuple[list[Tensor], dict]:
         """Update the slices of every group with its optimizer, at its own learning rate."""
         members = self.members
         known = [m.values(step) for m in members] if values is None else list(values.members.values())
@@ -140,9 +167,15 @@ class _Groups:
             part = {slot: _pick(tensors, slices) for slot, tensors in opt.items()}
             part = {slot: tensors for slot, tensors in part.items() if any(x is not None for x in tensors)}
             moved, slots = returned.update(
-                member, _pick(grads, slices), part, _pick(params, slices), step=step, segments=_pick(segments, slices),
-                **(rest if out is None else {"out": _pick(out, slices), **rest}), **member.given(now),
-            )  # fmt: skip
+                member,
+                _pick(grads, slices),
+                part,
+                _pick(params, slices),
+                step=step,
+                segments=_pick(segments, slices),
+                **(rest if out is None else {"out": _pick(out, slices), **rest}),
+                **member.given(now),
+            )
             _put(new, slices, moved)
             for slot, tensors in slots.items():
                 _put(after.setdefault(slot, [None] * len(params)), slices, tensors)

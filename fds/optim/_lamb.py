@@ -15,10 +15,16 @@ from fds.optim.base import LRSchedule, Optimizer
 
 
 def lamb(
-    lr: LRSchedule = 1e-3, betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999), eps: float = 1e-8,
-    weight_decay: LRSchedule = 0.0, *, min_coeff: float = 0.01, max_coeff: float = 10.0,
-    bias_correction: bool = True, eps_inside_sqrt: bool = False,
-) -> Optimizer:  # fmt: skip
+    lr: LRSchedule = 1e-3,
+    betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: LRSchedule = 0.0,
+    *,
+    min_coeff: float = 0.01,
+    max_coeff: float = 10.0,
+    bias_correction: bool = True,
+    eps_inside_sqrt: bool = False,
+) -> Optimizer:
     """Make the update of each parameter proportional to the norm of the parameter.
 
     With n = t + 1, and norms over one whole parameter::
@@ -57,26 +63,49 @@ def lamb(
     check_betas("lamb", betas)
     if min_coeff > max_coeff:
         raise OptimizerError(
-            "lamb: min_coeff is larger than max_coeff", where="min_coeff",
-            got=f"min_coeff={min_coeff}, max_coeff={max_coeff}", want="min_coeff <= max_coeff", hint="swap them",
-        )  # fmt: skip
+            "lamb: min_coeff is larger than max_coeff",
+            where="min_coeff",
+            got=f"min_coeff={min_coeff}, max_coeff={max_coeff}",
+            want="min_coeff <= max_coeff",
+            hint="swap them",
+        )
     fixed = {
-        "eps": eps, "bounds": (min_coeff, max_coeff), "bias_correction": bias_correction,
+        "eps": eps,
+        "bounds": (min_coeff, max_coeff),
+        "bias_correction": bias_correction,
         "eps_inside_sqrt": eps_inside_sqrt,
-    }  # fmt: skip
+    }
     hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
-    return assemble(partial(_rule, **fixed), text=text, hyper=hyper, slots={"exp_avg": 0.0, "exp_avg_sq": 0.0},
-                    keep_empty=True, kernel=partial(_kernel, **fixed))  # fmt: skip
+    return assemble(
+        partial(_rule, **fixed),
+        text=text,
+        hyper=hyper,
+        slots={"exp_avg": 0.0, "exp_avg_sq": 0.0},
+        keep_empty=True,
+        kernel=partial(_kernel, **fixed),
+    )
 
 
 def _kernel(
-    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, out: list[Tensor | None], *,
-    eps: float, bounds: tuple[float, float], bias_correction: bool, eps_inside_sqrt: bool,
-) -> None:  # fmt: skip
+    params: list[Tensor],
+    grads: list[Tensor],
+    opt: dict[str, list[Tensor]],
+    now: Now,
+    out: list[Tensor | None],
+    *,
+    eps: float,
+    bounds: tuple[float, float],
+    bias_correction: bool,
+    eps_inside_sqrt: bool,
+) -> None:
     beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
     fixed = {
-        "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "eps_inside_sqrt": eps_inside_sqrt,
-    }  # fmt: skip
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "eps_inside_sqrt": eps_inside_sqrt,
+    }
     device = now.read_on_device()
     lr, skip = device.pop("lr"), device["skip"]
     spans = [[(s.offset, s.length) for s in inside] for inside in now.segments]
@@ -93,15 +122,33 @@ def _kernel(
     # in reverse, since the slices written last are still in the cache
     for (p, m, v, inside), part, low in list(zip(slices, parts, out, strict=True))[::-1]:
         lamb_update.lamb_params(
-            p, m, v, part, segments=inside, step=now.step, lr=lr, min_coeff=bounds[0], max_coeff=bounds[1],
-            bias_correction=bias_correction, skip=skip, out=low, **fixed,
-        )  # fmt: skip
+            p,
+            m,
+            v,
+            part,
+            segments=inside,
+            step=now.step,
+            lr=lr,
+            min_coeff=bounds[0],
+            max_coeff=bounds[1],
+            bias_correction=bias_correction,
+            skip=skip,
+            out=low,
+            **fixed,
+        )
 
 
 def _rule(
-    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, *,
-    eps: float, bounds: tuple[float, float], bias_correction: bool, eps_inside_sqrt: bool,
-) -> None:  # fmt: skip
+    params: list[Tensor],
+    grads: list[Tensor],
+    opt: dict[str, list[Tensor]],
+    now: Now,
+    *,
+    eps: float,
+    bounds: tuple[float, float],
+    bias_correction: bool,
+    eps_inside_sqrt: bool,
+) -> None:
     lr, beta1, beta2, weight_decay = now.read("lr", "beta1", "beta2", "weight_decay")
     for p, g, m, v in zip(params, now.unscale(grads), opt["exp_avg"], opt["exp_avg_sq"], strict=True):
         now.write(m, lerp(m, g, 1 - beta1))

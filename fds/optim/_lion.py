@@ -48,8 +48,16 @@ def _kernel(
     params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, out: list[Tensor | None]
 ) -> None:
     beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
-    lion_update.lion(params, grads, opt["exp_avg"], beta1=beta1, beta2=beta2, weight_decay=weight_decay, out=out,
-                     **now.read_on_device())  # fmt: skip
+    lion_update.lion(
+        params,
+        grads,
+        opt["exp_avg"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        out=out,
+        **now.read_on_device(),
+    )
 
 
 def _rule(params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now) -> None:

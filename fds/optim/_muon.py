@@ -22,10 +22,16 @@ RATIOS = {
 
 
 def muon(
-    lr: LRSchedule = 1e-3, weight_decay: LRSchedule = 0.1, momentum: LRSchedule = 0.95, *, nesterov: bool = True,
-    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315), eps: float = 1e-7, ns_steps: int = 5,
+    lr: LRSchedule = 1e-3,
+    weight_decay: LRSchedule = 0.1,
+    momentum: LRSchedule = 0.95,
+    *,
+    nesterov: bool = True,
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+    eps: float = 1e-7,
+    ns_steps: int = 5,
     adjust_lr: str = "original",
-) -> Optimizer:  # fmt: skip
+) -> Optimizer:
     """Move every matrix along the orthogonal matrix nearest to its momentum.
 
     For a parameter p of shape (A, B)::
@@ -61,14 +67,20 @@ def muon(
     check_numbers("muon", schedule=False, eps=eps, ns_steps=ns_steps)
     if adjust_lr not in RATIOS:
         raise OptimizerError(
-            "muon: unknown way to adjust the learning rate", where="adjust_lr", got=repr(adjust_lr),
-            want=" or ".join(map(repr, RATIOS)), hint=did_you_mean(str(adjust_lr), RATIOS),
-        )  # fmt: skip
+            "muon: unknown way to adjust the learning rate",
+            where="adjust_lr",
+            got=repr(adjust_lr),
+            want=" or ".join(map(repr, RATIOS)),
+            hint=did_you_mean(str(adjust_lr), RATIOS),
+        )
     if len(ns_coefficients) != 3:
         raise OptimizerError(
-            "muon: ns_coefficients is not a triple", where="ns_coefficients", got=repr(ns_coefficients),
-            want="(a, b, c)", hint="leave it out: (3.4445, -4.775, 2.0315)",
-        )  # fmt: skip
+            "muon: ns_coefficients is not a triple",
+            where="ns_coefficients",
+            got=repr(ns_coefficients),
+            want="(a, b, c)",
+            hint="leave it out: (3.4445, -4.775, 2.0315)",
+        )
     orthogonal = partial(orthogonalize, coefficients=ns_coefficients, num_steps=ns_steps, eps=eps)
     rule = partial(_rule, orthogonal=orthogonal, nesterov=nesterov, ratio=RATIOS[adjust_lr])
     hyper = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
@@ -104,6 +116,9 @@ def _check_matrices(segments: Sequence[Sequence[Segment]]) -> None:
     for segment in (s for inside in segments for s in inside):
         if len(segment.shape) != 2:
             raise OptimizerError(
-                "muon updates matrices only", where=segment.name, got=f"shape {segment.shape}", want="two dimensions",
+                "muon updates matrices only",
+                where=segment.name,
+                got=f"shape {segment.shape}",
+                want="two dimensions",
                 hint='give the others to another optimizer: by_name({"*.weight": muon(), "*": adamw()})',
-            )  # fmt: skip
+            )

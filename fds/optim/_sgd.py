@@ -16,9 +16,13 @@ from fds.tree import is_low
 
 
 def sgd(
-    lr: LRSchedule = 1e-3, momentum: LRSchedule = 0.0, weight_decay: LRSchedule = 0.0, *,
-    dampening: float = 0.0, nesterov: bool = False,
-) -> Optimizer:  # fmt: skip
+    lr: LRSchedule = 1e-3,
+    momentum: LRSchedule = 0.0,
+    weight_decay: LRSchedule = 0.0,
+    *,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+) -> Optimizer:
     """Subtract the gradient, or a decaying sum of gradients, times the learning rate.
 
     Element by element, with b = g at t = 0::
@@ -50,32 +54,60 @@ def sgd(
     check_numbers("sgd", dampening=dampening, schedule=False)
     if nesterov and (momentum == 0 or dampening != 0):
         raise OptimizerError(
-            "sgd: nesterov needs momentum and no dampening", where="nesterov", got=text,
-            want="sgd(momentum=0.9, nesterov=True)", hint="leave out nesterov, or dampening",
-        )  # fmt: skip
+            "sgd: nesterov needs momentum and no dampening",
+            where="nesterov",
+            got=text,
+            want="sgd(momentum=0.9, nesterov=True)",
+            hint="leave out nesterov, or dampening",
+        )
     hyper = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
     slots = {"momentum_buffer": 0.0} if momentum != 0 else {}
     fixed = {"dampening": dampening, "nesterov": nesterov}
     dampened = momentum != 0 and dampening != 0
-    return assemble(partial(_rule, **fixed), text=text, hyper=hyper, slots=slots, kernel=partial(_kernel, **fixed),
-                    fused=lambda device: device.type == "cpu" or not dampened)  # fmt: skip
+    return assemble(
+        partial(_rule, **fixed),
+        text=text,
+        hyper=hyper,
+        slots=slots,
+        kernel=partial(_kernel, **fixed),
+        fused=lambda device: device.type == "cpu" or not dampened,
+    )
 
 
 def _kernel(
-    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, out: list[Tensor | None], *,
-    dampening: float, nesterov: bool,
-) -> None:  # fmt: skip
+    params: list[Tensor],
+    grads: list[Tensor],
+    opt: dict[str, list[Tensor]],
+    now: Now,
+    out: list[Tensor | None],
+    *,
+    dampening: float,
+    nesterov: bool,
+) -> None:
     momentum, weight_decay = now.read("momentum", "weight_decay")
     sgd_update.sgd(
-        params, grads, opt.get("momentum_buffer"), step=now.step, momentum=momentum, weight_decay=weight_decay,
-        dampening=dampening, nesterov=nesterov, out=out, **now.read_on_device(),
-    )  # fmt: skip
+        params,
+        grads,
+        opt.get("momentum_buffer"),
+        step=now.step,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        dampening=dampening,
+        nesterov=nesterov,
+        out=out,
+        **now.read_on_device(),
+    )
 
 
 def _rule(
-    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, *,
-    dampening: float, nesterov: bool,
-) -> None:  # fmt: skip
+    params: list[Tensor],
+    grads: list[Tensor],
+    opt: dict[str, list[Tensor]],
+    now: Now,
+    *,
+    dampening: float,
+    nesterov: bool,
+) -> None:
     momentum, weight_decay = now.read("momentum", "weight_decay")
     buffers = opt.get("momentum_buffer", [])
     # torch's fused function needs to know whether this is the first update. A CPU tensor can be read at no cost; on an
@@ -93,16 +125,26 @@ def _rule(
     if any(low) or not fits:
         return _formula(params, grads, opt, now, dampening=dampening, nesterov=nesterov)
     now.fused(
-        torch.ops.aten._fused_sgd_, [params, grads, buffers], momentum=momentum, weight_decay=weight_decay,
-        dampening=dampening, nesterov=nesterov, is_first_step=on_host and int(now.step) == 0,
-    )  # fmt: skip
+        torch.ops.aten._fused_sgd_,
+        [params, grads, buffers],
+        momentum=momentum,
+        weight_decay=weight_decay,
+        dampening=dampening,
+        nesterov=nesterov,
+        is_first_step=on_host and int(now.step) == 0,
+    )
     return None
 
 
 def _formula(
-    params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, *,
-    dampening: float, nesterov: bool,
-) -> None:  # fmt: skip
+    params: list[Tensor],
+    grads: list[Tensor],
+    opt: dict[str, list[Tensor]],
+    now: Now,
+    *,
+    dampening: float,
+    nesterov: bool,
+) -> None:
     lr, momentum, weight_decay = now.read("lr", "momentum", "weight_decay")
     weight = 1 - dampening * (now.step != 0).double()
     buffers = opt.get("momentum_buffer", [None] * len(params))

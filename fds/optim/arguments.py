@@ -29,19 +29,24 @@ def check_numbers(factory: str, *, low: float = 0.0, high: float = inf, schedule
         if is_number(value) and low <= value < high:
             continue
         raise OptimizerError(
-            f"{factory}: {name} is out of range", where=name, got=repr(value),
+            f"{factory}: {name} is out of range",
+            where=name,
+            got=repr(value),
             want=bounds + (", or a schedule f(t)" if schedule else ""),
             hint="" if schedule or not callable(value) else f"{name} cannot follow a schedule",
-        )  # fmt: skip
+        )
 
 
 def check_betas(factory: str, betas: Any) -> None:
     """Raise `OptimizerError` unless `betas` is a pair of values in [0, 1) or schedules."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise OptimizerError(
-            f"{factory}: betas is not a pair", where="betas", got=repr(betas), want="(beta1, beta2)",
+            f"{factory}: betas is not a pair",
+            where="betas",
+            got=repr(betas),
+            want="(beta1, beta2)",
             hint="to schedule a beta, write (beta1, lambda t: ...)",
-        )  # fmt: skip
+        )
     check_numbers(factory, high=1.0, **{"betas[0]": betas[0], "betas[1]": betas[1]})
 
 

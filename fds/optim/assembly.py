@@ -88,10 +88,18 @@ class Now:
 
 
 def assemble(
-    rule: Rule, *, text: str, hyper: Mapping[str, LRSchedule], slots: Mapping[str, float],
-    whole: bool = False, check: Check | None = None, keep_empty: bool = False, kernel: Kernel | None = None,
-    fused: Callable[[torch.device], bool] = lambda device: False, takes_shapes: bool = False,
-) -> Optimizer:  # fmt: skip
+    rule: Rule,
+    *,
+    text: str,
+    hyper: Mapping[str, LRSchedule],
+    slots: Mapping[str, float],
+    whole: bool = False,
+    check: Check | None = None,
+    keep_empty: bool = False,
+    kernel: Kernel | None = None,
+    fused: Callable[[torch.device], bool] = lambda device: False,
+    takes_shapes: bool = False,
+) -> Optimizer:
     """Make an optimizer from an in-place rule, and from a kernel that computes the same on accelerators.
 
     A kernel updates whole slices: an element's result does not depend on its position, and zero padding stays zero. It
@@ -113,8 +121,18 @@ def assemble(
     hyper = {name: float(value) if isinstance(value, Tensor) else value for name, value in hyper.items()}
     lr = hyper.pop("lr")
     ours = _RuleOptimizer(rule, text.partition("(")[0], lr, hyper, slots, check, keep_empty, kernel, fused)
-    return Optimizer(ours.init, ours.update, whole, lr=lr, text=text, runs=ours.runs, hyper=hyper, separate=True,
-                     draws=False, takes_shapes=takes_shapes)  # fmt: skip
+    return Optimizer(
+        ours.init,
+        ours.update,
+        whole,
+        lr=lr,
+        text=text,
+        runs=ours.runs,
+        hyper=hyper,
+        separate=True,
+        draws=False,
+        takes_shapes=takes_shapes,
+    )
 
 
 @attrs.frozen(eq=False)
@@ -140,10 +158,20 @@ class _RuleOptimizer:
         return {name: [torch.full_like(p, x, requires_grad=False) for p in params] for name, x in self.slots.items()}
 
     def update(
-        self, grads: Sequence[Tensor], opt: dict, params: list[Tensor], *, step: Tensor, lr: Tensor | None,
-        grad_scale: Tensor | None, skip: Tensor | None, segments: Sequence[Sequence[Segment]], axes: Sequence[Any],
-        out: list[Tensor] | None = None, values: Values | None = None,
-    ) -> tuple[list[Tensor], dict]:  # fmt: skip
+        self,
+        grads: Sequence[Tensor],
+        opt: dict,
+        params: list[Tensor],
+        *,
+        step: Tensor,
+        lr: Tensor | None,
+        grad_scale: Tensor | None,
+        skip: Tensor | None,
+        segments: Sequence[Sequence[Segment]],
+        axes: Sequence[Any],
+        out: list[Tensor] | None = None,
+        values: Values | None = None,
+    ) -> tuple[list[Tensor], dict]:
         """Write into params, slots and gradients by the kernel where it can run, else by the rule."""
         if not params:
             return params, opt
@@ -198,7 +226,7 @@ def _by_segment(
     cuts, alone = _cuts(tuple(map(tuple, segments)), lengths, keep_empty)
     cut = lambda flats: [
         parts[k] for x, (sizes, kept) in zip(flats, cuts, strict=True) for parts in (_split(x, sizes),) for k in kept
-    ]  # fmt: skip
+    ]
     return cut(params), cut(grads), {slot: cut(flats) for slot, flats in opt.items()}, alone
 
 

@@ -60,11 +60,13 @@ def _schedule_error(name: str, schedule: Callable, got: str, step: Tensor) -> Sc
     label = getattr(schedule, "__qualname__", None) or repr(schedule)
     t = "" if step.is_meta else f", t = {int(step)}"
     return ScheduleError(
-        "a schedule did not return a number", where=f"{name}, {label}{t}", got=got,
+        "a schedule did not return a number",
+        where=f"{name}, {label}{t}",
+        got=got,
         want="a finite number, or a () tensor of one",
         hint=f"t is a () float64 tensor on {step.device.type!r}, the number of updates before this one: choose between "
         "values with torch.where(t < 10, ...); int(t) can index a list or a dict, but synchronizes with a GPU",
-    )  # fmt: skip
+    )
 
 
 _KEYWORDS = ("step", "lr", "grad_scale", "skip", "segments", "axes")  # that a step passes to `update`
@@ -74,8 +76,9 @@ def _check_signature(name: str, function: Any, first: Sequence[str], keywords: S
     """Raise `OptimizerError` for a function that cannot be called with these arguments."""
     want = f"{name}({', '.join([*first, '*', *keywords])})"
     if not callable(function):
-        raise OptimizerError(f"the {name} of an optimizer is not a function", where=name, got=repr(function)[:80],
-                             want=want)  # fmt: skip
+        raise OptimizerError(
+            f"the {name} of an optimizer is not a function", where=name, got=repr(function)[:80], want=want
+        )
     try:
         signature = inspect.signature(function)
     except ValueError:  # functions not written in Python may have no signature
@@ -84,9 +87,12 @@ def _check_signature(name: str, function: Any, first: Sequence[str], keywords: S
         signature.bind(*first, **dict.fromkeys(keywords))
     except TypeError as error:
         raise OptimizerError(
-            f"the {name} of an optimizer does not take what a step passes", where=name, got=f"{name}{signature}"[:200],
-            want=want, hint=str(error),
-        ) from None  # fmt: skip
+            f"the {name} of an optimizer does not take what a step passes",
+            where=name,
+            got=f"{name}{signature}"[:200],
+            want=want,
+            hint=str(error),
+        ) from None
 
 
 @attrs.frozen(eq=False)
@@ -184,9 +190,11 @@ class Optimizer:
         for name, value in {"lr": self.lr, **self.hyper}.items():
             if not (_is_scalar(value) or callable(value) or (name == "lr" and value is None)):
                 raise OptimizerError(
-                    f"{self.text}: {name} is not a number", where=name if name == "lr" else f"hyper, {name}",
-                    got=repr(value)[:80], want="a number, a () tensor of one, or a schedule f(t)",
-                )  # fmt: skip
+                    f"{self.text}: {name} is not a number",
+                    where=name if name == "lr" else f"hyper, {name}",
+                    got=repr(value)[:80],
+                    want="a number, a () tensor of one, or a schedule f(t)",
+                )
         values = ("values",) if self.hyper or self.members else ()
         _check_signature("init", self.init, ("segments",), ("params",))
         _check_signature("update", self.update, ("grads", "opt", "params"), (*_KEYWORDS, *values))

@@ -47,8 +47,9 @@ def update(
         raise _contract_error(optimizer, "update", "", in_words(result), "(params, opt), lists as `update` gets them")
     new, slots = result
     if slots.keys() != opt.keys():
-        raise _contract_error(optimizer, "update", ", opt", ", ".join(map(str, slots)) or "no slots",
-                              ", ".join(opt) or "no slots")  # fmt: skip
+        raise _contract_error(
+            optimizer, "update", ", opt", ", ".join(map(str, slots)) or "no slots", ", ".join(opt) or "no slots"
+        )
     lists = [("", new, params), *((f", slot {slot!r}", slots[slot], opt[slot]) for slot in opt)]
     in_place = [_same_tensors(optimizer, where, tensors, old) for where, tensors, old in lists]
     if all(in_place):
@@ -69,9 +70,11 @@ def _same_tensors(optimizer: Optimizer, where: str, tensors: Any, old: Sequence[
 
 def _contract_error(optimizer: Optimizer, name: str, where: str, got: str, want: str) -> ComposeError:
     return ComposeError(
-        "what fills a station did not return what it must", where=f"station 'optimizer', {name} of {optimizer}{where}",
-        got=got[:200], want=want[:200],
-    )  # fmt: skip
+        "what fills a station did not return what it must",
+        where=f"station 'optimizer', {name} of {optimizer}{where}",
+        got=got[:200],
+        want=want[:200],
+    )
 
 
 def in_words(value: Any) -> str:

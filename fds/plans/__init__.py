@@ -41,16 +41,47 @@ from fds.plans.validation import validate
 
 __all__ = [
     # what a plan is
-    "Action", "Op", "Plan", "PipelineSchedule",
+    "Action",
+    "Op",
+    "Plan",
+    "PipelineSchedule",
     # schedules
-    "data_parallel", "dualpipe_v", "forwards_of", "gpipe", "inference", "interleaved", "one_f_one_b", "searched",
-    "zb_h1", "zb_h2", "zb_v",
+    "data_parallel",
+    "dualpipe_v",
+    "forwards_of",
+    "gpipe",
+    "inference",
+    "interleaved",
+    "one_f_one_b",
+    "searched",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
     # passes
-    "assign_buffers", "communicate", "finish", "linear", "num_buffers", "overlap", "validate",
+    "assign_buffers",
+    "communicate",
+    "finish",
+    "linear",
+    "num_buffers",
+    "overlap",
+    "validate",
     # time and memory
-    "Costs", "Event", "LayerCosts", "Recording", "Timeline", "joined", "measure", "record", "recorder", "simulate",
+    "Costs",
+    "Event",
+    "LayerCosts",
+    "Recording",
+    "Timeline",
+    "joined",
+    "measure",
+    "record",
+    "recorder",
+    "simulate",
     # stages of layers
-    "boundaries_of", "partition_balanced", "partition_uniform",
+    "boundaries_of",
+    "partition_balanced",
+    "partition_uniform",
     # pictures
-    "draw_png", "draw_text", "to_chrome",
-]  # fmt: skip
+    "draw_png",
+    "draw_text",
+    "to_chrome",
+]

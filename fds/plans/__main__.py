@@ -78,16 +78,27 @@ def _show(options: Options) -> None:
 
 def _plan(options: Options, costs: Costs) -> Plan:
     if options.schedule not in SCHEDULES:
-        raise PlanError("unknown schedule", got=repr(options.schedule), want=", ".join(SCHEDULES),
-                        hint=did_you_mean(options.schedule, SCHEDULES))  # fmt: skip
+        raise PlanError(
+            "unknown schedule",
+            got=repr(options.schedule),
+            want=", ".join(SCHEDULES),
+            hint=did_you_mean(options.schedule, SCHEDULES),
+        )
     if options.memory_bound is not None and options.schedule != "searched":
-        raise PlanError("only the schedule searched has a memory bound", got=f"{options.schedule} --memory-bound",
-                        want="searched --memory-bound")  # fmt: skip
+        raise PlanError(
+            "only the schedule searched has a memory bound",
+            got=f"{options.schedule} --memory-bound",
+            want="searched --memory-bound",
+        )
     schedule, per_rank = SCHEDULES[options.schedule](options, costs)
     ranks, rest = divmod(options.stages, per_rank)
     if rest:
-        raise PlanError("the number of stages is not a multiple of the stages per rank", where=options.schedule,
-                        got=f"--stages {options.stages}", want=f"a multiple of {per_rank}")  # fmt: skip
+        raise PlanError(
+            "the number of stages is not a multiple of the stages per rank",
+            where=options.schedule,
+            got=f"--stages {options.stages}",
+            want=f"a multiple of {per_rank}",
+        )
     return Plan.of(schedule(ranks, options.microbatches))
 
 

@@ -54,8 +54,12 @@ class Action:
         match = _FORM.fullmatch(text)
         word = match and (match[2] or match[5])
         if match is None or word not in _OPS:
-            raise PlanError("not an action", got=repr(text), want="such as 2F0: stage, operation, microbatch",
-                            hint=_hint(text, word))  # fmt: skip
+            raise PlanError(
+                "not an action",
+                got=repr(text),
+                want="such as 2F0: stage, operation, microbatch",
+                hint=_hint(text, word),
+            )
         stage, _, microbatch, buffer, _ = match.groups()
         number = lambda digits: None if digits is None else int(digits)
         return cls(number(stage), _OPS[word], number(microbatch), number(buffer))

@@ -16,8 +16,9 @@ def _numbers(name: str):
     def check(_self: object, _field: object, value: PerStage) -> None:
         values = [value] if isinstance(value, int | float) else list(value)
         if not values or any(isinstance(v, bool) or not v >= 0 or math.isinf(v) for v in values):
-            raise PlanError("a cost is negative or not finite", where=name, got=repr(value),
-                            want="one number, or one per stage")  # fmt: skip
+            raise PlanError(
+                "a cost is negative or not finite", where=name, got=repr(value), want="one number, or one per stage"
+            )
 
     return check
 
@@ -45,8 +46,9 @@ class Costs:
     @bytes_per_second.validator  # type: ignore[attr-defined]
     def _check_bandwidth(self, _field: object, value: float) -> None:
         if not is_number(value) or not value > 0:
-            raise PlanError("the bandwidth is not positive", where="bytes_per_second", got=repr(value),
-                            want="a number above 0")  # fmt: skip
+            raise PlanError(
+                "the bandwidth is not positive", where="bytes_per_second", got=repr(value), want="a number above 0"
+            )
 
     def at(self, name: str, stage: int) -> float:
         """Return a cost at a stage: `costs.at("forward", 2)`. Raises `PlanError` for a stage without cost."""
@@ -54,8 +56,12 @@ class Costs:
         if isinstance(value, int | float):
             return value
         if not 0 <= stage < len(value):
-            raise PlanError("there is no cost for this stage", where=f"costs.{name}", got=f"{len(value)} numbers",
-                            want=f"one for every stage up to {stage}, or one for all")  # fmt: skip
+            raise PlanError(
+                "there is no cost for this stage",
+                where=f"costs.{name}",
+                got=f"{len(value)} numbers",
+                want=f"one for every stage up to {stage}, or one for all",
+            )
         return value[stage]
 
     def message(self, stage: int) -> float:

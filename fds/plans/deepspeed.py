@@ -111,21 +111,35 @@ def _rules(plan: Plan, edition: str, schedule: str | None) -> Rules:
     if schedule is None:
         schedule = "TrainSchedule" if plan.trains else "InferenceSchedule"
     if schedule not in EDITIONS[edition]:
-        raise PlanError("unknown schedule", where="schedule", got=repr(schedule),
-                        want=", ".join(EDITIONS[edition]), hint=did_you_mean(schedule, EDITIONS[edition]))  # fmt: skip
+        raise PlanError(
+            "unknown schedule",
+            where="schedule",
+            got=repr(schedule),
+            want=", ".join(EDITIONS[edition]),
+            hint=did_you_mean(schedule, EDITIONS[edition]),
+        )
     if plan.trains == (schedule == "InferenceSchedule") or (schedule == "DataParallelSchedule" and plan.num_ranks > 1):
-        raise PlanError("the plan does not fit this schedule", where=schedule,
-                        got=f"{plan.num_ranks} stages, {'with' if plan.trains else 'without'} backwards",
-                        want="backwards, but for InferenceSchedule; one stage for DataParallelSchedule")  # fmt: skip
+        raise PlanError(
+            "the plan does not fit this schedule",
+            where=schedule,
+            got=f"{plan.num_ranks} stages, {'with' if plan.trains else 'without'} backwards",
+            want="backwards, but for InferenceSchedule; one stage for DataParallelSchedule",
+        )
     compute = [a for row in plan.rows for a in row if a.op in COMPUTE]
     if any(a.op not in _WORDS for a in compute):
         raise PlanError("DeepSpeed has no split backward", got="B and W", want="F and BW only")
     if any(a.stage != rank for rank, row in enumerate(plan.rows) for a in row if a.op in COMPUTE):
-        raise PlanError("DeepSpeed's ranks hold one stage each", want="stage i on rank i only",
-                        got=f"{plan.num_stages} stages on {plan.num_ranks} ranks")  # fmt: skip
+        raise PlanError(
+            "DeepSpeed's ranks hold one stage each",
+            want="stage i on rank i only",
+            got=f"{plan.num_stages} stages on {plan.num_ranks} ranks",
+        )
     if len(set(compute)) < len(compute):
-        raise PlanError("an action is in the plan twice", got=str(next(a for a in compute if compute.count(a) > 1)),
-                        want="every action once")  # fmt: skip
+        raise PlanError(
+            "an action is in the plan twice",
+            got=str(next(a for a in compute if compute.count(a) > 1)),
+            want="every action once",
+        )
     return EDITIONS[edition][schedule]
 
 
@@ -161,8 +175,11 @@ def _when(plan: Plan, rules: Rules) -> dict[Action, int]:
                 done[rank] += 1
         if sum(done) == before:
             stuck = {rank: row[done[rank]] for rank, row in enumerate(rows) if done[rank] < len(row)}
-            raise PlanError("the plan deadlocks", where=", ".join(f"rank {r} at {a}" for r, a in stuck.items()),
-                            want="an order in which every action follows its dependencies")  # fmt: skip
+            raise PlanError(
+                "the plan deadlocks",
+                where=", ".join(f"rank {r} at {a}" for r, a in stuck.items()),
+                want="an order in which every action follows its dependencies",
+            )
     return when
 
 

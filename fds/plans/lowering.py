@@ -59,8 +59,7 @@ def overlap(plan: Plan | Rows, *, ahead: int = 1) -> Plan:
     (1RECV_ACT0, 1LOAD0, 1RECV_ACT1, 1F0, 1BW0, 1SEND_GRAD0, 1LOAD1, 1F1)
     """
     if not is_int(ahead, 0):
-        raise PlanError("ahead is not a count", where="overlap",
-                        got=f"ahead={ahead!r}", want="ahead >= 0")  # fmt: skip
+        raise PlanError("ahead is not a count", where="overlap", got=f"ahead={ahead!r}", want="ahead >= 0")
     return Plan(tuple(_post_early(row, ahead) for row in Plan.of(plan).rows))
 
 
@@ -76,13 +75,18 @@ def finish(plan: Plan | Rows, *, tied: Iterable[int] = ()) -> Plan:
     """
     plan, tied = Plan.of(plan), set(tied)
     if not plan.trains:
-        raise PlanError("a plan without backwards has no gradients to reduce", where="finish",
-                        want="a plan with BW, or B and W")  # fmt: skip
+        raise PlanError(
+            "a plan without backwards has no gradients to reduce", where="finish", want="a plan with BW, or B and W"
+        )
     if any(action.stage is None for row in plan.rows for action in row):
         raise PlanError("the plan is finished", where="finish", want="a plan without REDUCE, REDUCE_TIED and STEP")
     if unknown := tied - set(plan.placement):
-        raise PlanError("unknown stages", where="finish(tied=...)", got=f"{sorted(unknown)}",
-                        want=f"stages of 0 to {plan.num_stages - 1}")  # fmt: skip
+        raise PlanError(
+            "unknown stages",
+            where="finish(tied=...)",
+            got=f"{sorted(unknown)}",
+            want=f"stages of 0 to {plan.num_stages - 1}",
+        )
     owners = {plan.placement[stage] for stage in tied}
     reduce, reduce_tied, step = (Action(None, op) for op in (Op.REDUCE_GRADS, Op.REDUCE_TIED_GRADS, Op.OPTIMIZER_STEP))
     end = lambda rank: (reduce, reduce_tied, step) if rank in owners else (reduce, step)
@@ -93,9 +97,13 @@ def _check_computations(plan: Plan) -> None:
     for rank, row in enumerate(plan.rows):
         for place, action in enumerate(row):
             if action.op not in COMPUTE or action.buffer is not None:
-                raise PlanError("only a plan of computations can be lowered", got=str(action),
-                                where=f"rank {rank}, action {place}: {action}", want="F, B, W and BW, without buffers",
-                                hint="first communicate, then overlap, assign_buffers and finish")  # fmt: skip
+                raise PlanError(
+                    "only a plan of computations can be lowered",
+                    got=str(action),
+                    where=f"rank {rank}, action {place}: {action}",
+                    want="F, B, W and BW, without buffers",
+                    hint="first communicate, then overlap, assign_buffers and finish",
+                )
 
 
 def _message(plan: Plan, rank: int, action: Action) -> Iterator[tuple[int, Action]]:

@@ -49,8 +49,7 @@ class LayerCosts:
     def __attrs_post_init__(self) -> None:
         lengths = {field.name: len(getattr(self, field.name)) for field in attrs.fields(LayerCosts)}
         if len(set(lengths.values())) > 1:
-            raise PlanError("the costs have different lengths", got=str(lengths),
-                            want="one number per layer")  # fmt: skip
+            raise PlanError("the costs have different lengths", got=str(lengths), want="one number per layer")
 
     def __len__(self) -> int:
         return len(self.forward)
@@ -68,8 +67,9 @@ class LayerCosts:
         """
         cuts = [operator.index(b) for b in boundaries]
         if cuts[:1] != [0] or cuts[-1] != len(self) or any(a >= b for a, b in itertools.pairwise(cuts)):
-            raise PlanError("not boundaries of these layers", got=repr(boundaries),
-                            want=f"increasing numbers from 0 to {len(self)}")  # fmt: skip
+            raise PlanError(
+                "not boundaries of these layers", got=repr(boundaries), want=f"increasing numbers from 0 to {len(self)}"
+            )
         total = lambda values: tuple(math.fsum(values[a:b]) for a, b in itertools.pairwise(cuts))
         return Costs(
             forward=total(self.forward),
@@ -149,8 +149,11 @@ def _measure(layers: Any, batch: Any, params: Mapping[str, Tensor] | None, repea
                 layer = _Bound.of(layers.layer(i), known, buffers, criterion)
                 out, new, kept_bytes = layer.watch(x)
                 if not _tensors(out):
-                    raise PlanError("a layer returns no tensor", got=type(out).__name__,
-                                    want="tensors, or tuples, lists and dicts of them")  # fmt: skip
+                    raise PlanError(
+                        "a layer returns no tensor",
+                        got=type(out).__name__,
+                        want="tensors, or tuples, lists and dicts of them",
+                    )
                 rows.append((*layer.seconds(x, device, repeats), kept_bytes, sum(map(_bytes, _tensors(out)))))
             except Exception as error:
                 error.add_note(f"while layers[{i}] was measured")

@@ -21,8 +21,13 @@ def check_messages(plan: Plan, places: Mapping[Item, tuple[int, int]]) -> None:
             for item in needs_here(action, plan):
                 if item not in here:
                     late = "comes after it" if places.get(item, (None, 0))[0] == rank else "is missing"
-                    raise blame(f"what this action needs {late}", plan, rank, place,
-                                want=f"{Action(item[1], item[0], item[2])} before it on rank {rank}")  # fmt: skip
+                    raise blame(
+                        f"what this action needs {late}",
+                        plan,
+                        rank,
+                        place,
+                        want=f"{Action(item[1], item[0], item[2])} before it on rank {rank}",
+                    )
             here.add(gives(action))
 
 

@@ -39,20 +39,27 @@ def boundaries_of(
         types, parameters = [""] * len(partition), [0] * len(partition)
     by_parameters = isinstance(partition, str) and partition == "parameters"
     if by_parameters and not parameters:
-        raise PlanError("the numbers of parameters of the layers are missing", where="partition", got=repr(partition),
-                        want="parameters=, one number per layer",
-                        hint="LayerCosts, as plans.measure returns them, do not need them")  # fmt: skip
+        raise PlanError(
+            "the numbers of parameters of the layers are missing",
+            where="partition",
+            got=repr(partition),
+            want="parameters=, one number per layer",
+            hint="LayerCosts, as plans.measure returns them, do not need them",
+        )
     if by_parameters and not types:
         types = [""] * len(parameters)
     num_layers = len(types)
     if len(parameters) != num_layers:
-        raise PlanError("types and parameters differ in length", got=f"{len(parameters)} counts",
-                        want=f"{num_layers}")  # fmt: skip
+        raise PlanError("types and parameters differ in length", got=f"{len(parameters)} counts", want=f"{num_layers}")
     if num_stages < 1:
         raise PlanError("num_stages is not positive", where="num_stages", got=str(num_stages), want="1 or more")
     if num_layers < num_stages:
-        raise PlanError("there are fewer layers than stages", got=f"{num_layers} layers, {num_stages} stages",
-                        want="a layer for every stage", hint="fewer ranks or chunks, or smaller layers")  # fmt: skip
+        raise PlanError(
+            "there are fewer layers than stages",
+            got=f"{num_layers} layers, {num_stages} stages",
+            want="a layer for every stage",
+            hint="fewer ranks or chunks, or smaller layers",
+        )
     if isinstance(partition, LayerCosts):
         return _of_costs(partition.seconds, num_layers, num_stages)
     if not isinstance(partition, str):
@@ -63,8 +70,13 @@ def boundaries_of(
         return smallest_largest(parameters, num_stages)
     if partition.startswith("type:"):
         return smallest_largest(_matches(partition, types), num_stages)
-    raise PlanError("unknown partition", where="partition", got=repr(partition),
-                    want=f"{_WANTED}, LayerCosts or boundaries", hint=did_you_mean(partition, NAMES))  # fmt: skip
+    raise PlanError(
+        "unknown partition",
+        where="partition",
+        got=repr(partition),
+        want=f"{_WANTED}, LayerCosts or boundaries",
+        hint=did_you_mean(partition, NAMES),
+    )
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
@@ -210,8 +222,9 @@ def _fill(total: list, num_parts: int, limit: float) -> tuple[list[int], bool]:
 
 
 _EDITIONS: dict[str, Callable[[Sequence[float], int], list[int]]] = {
-    "bottleneck": _least_bottleneck, "spread": _least_spread,
-}  # fmt: skip
+    "bottleneck": _least_bottleneck,
+    "spread": _least_spread,
+}
 
 
 def _matches(partition: str, types: Sequence[str]) -> list[int]:
@@ -219,19 +232,28 @@ def _matches(partition: str, types: Sequence[str]) -> list[int]:
     try:
         compiled = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise PlanError("not a regular expression", where="partition", got=repr(partition),
-                        hint=str(error)) from None  # fmt: skip
+        raise PlanError("not a regular expression", where="partition", got=repr(partition), hint=str(error)) from None
     matches = [int(compiled.search(name) is not None) for name in types]
     if not pattern or not any(matches):
-        raise PlanError("the pattern matches no layer type", where="partition", got=repr(partition),
-                        want="type:REGEX", hint=did_you_mean(pattern, dict.fromkeys(types)))  # fmt: skip
+        raise PlanError(
+            "the pattern matches no layer type",
+            where="partition",
+            got=repr(partition),
+            want="type:REGEX",
+            hint=did_you_mean(pattern, dict.fromkeys(types)),
+        )
     return matches
 
 
 def _of_costs(seconds: Sequence[float], num_layers: int, num_stages: int) -> tuple[int, ...]:
     if len(seconds) != num_layers:
-        raise PlanError("the costs have another number of layers", where="partition", got=f"{len(seconds)} layers",
-                        want=f"{num_layers}", hint="measure the layers that are trained")  # fmt: skip
+        raise PlanError(
+            "the costs have another number of layers",
+            where="partition",
+            got=f"{len(seconds)} layers",
+            want=f"{num_layers}",
+            hint="measure the layers that are trained",
+        )
     return smallest_largest(seconds, num_stages)
 
 

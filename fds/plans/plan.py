@@ -34,8 +34,12 @@ def _read_row(row: Any) -> tuple[Action, ...]:
 
 
 def _not_a_plan(got: Any) -> PlanError:
-    return PlanError("not a plan", got=repr(got)[:80], want='rows such as [["0F0", "0BW0"], ["1F0", "1BW0"]]',
-                     hint="Plan.parse reads the text of a whole plan" if isinstance(got, str) else "")  # fmt: skip
+    return PlanError(
+        "not a plan",
+        got=repr(got)[:80],
+        want='rows such as [["0F0", "0BW0"], ["1F0", "1BW0"]]',
+        hint="Plan.parse reads the text of a whole plan" if isinstance(got, str) else "",
+    )
 
 
 @attrs.frozen(slots=False, repr=False)
@@ -64,8 +68,7 @@ class Plan:
         for i, line in enumerate(filter(None, map(str.strip, text.splitlines()))):
             rank, colon, actions = line.partition(":")
             if not colon or rank.strip() != str(i):
-                raise PlanError("a row does not begin with its rank", where=f"row {i}", got=line[:60],
-                                want=f"{i}: ...")  # fmt: skip
+                raise PlanError("a row does not begin with its rank", where=f"row {i}", got=line[:60], want=f"{i}: ...")
             rows.append(actions.split())
         return cls.of(rows)
 

@@ -73,6 +73,10 @@ def _read(rank: int, text: str) -> list[tuple[Action, float, float]]:
     except PlanError:
         raise
     except (ValueError, TypeError) as error:
-        raise PlanError("not a recording", where=f"rank {rank}", got=f"{str(text)[:60]!r}",
-                        want='the json() of a recording: [["0F0", 0.0, 0.5], ...]') from error  # fmt: skip
+        raise PlanError(
+            "not a recording",
+            where=f"rank {rank}",
+            got=f"{str(text)[:60]!r}",
+            want='the json() of a recording: [["0F0", 0.0, 0.5], ...]',
+        ) from error
     return sorted(rows, key=lambda row: row[1])

@@ -25,10 +25,15 @@ from fds.plans.timeline import Event, Timeline, peaks
 RankItem = tuple[int, str, int, int]  # (rank, operation, stage, microbatch) that another action may wait for
 Wait = tuple[RankItem, float]  # an item, and the time that it takes to arrive
 _WORDS = {
-    Op.FORWARD: "F", Op.BACKWARD_INPUT: "B", Op.BACKWARD: "B", Op.BACKWARD_WEIGHT: "W",  # a BW counts as B
-    Op.SEND_ACTIVATION: "SEND_ACT", Op.SEND_GRAD: "SEND_GRAD",
-    Op.RECV_ACTIVATION: "RECV_ACT", Op.RECV_GRAD: "RECV_GRAD",
-}  # fmt: skip
+    Op.FORWARD: "F",
+    Op.BACKWARD_INPUT: "B",
+    Op.BACKWARD: "B",
+    Op.BACKWARD_WEIGHT: "W",  # a BW counts as B
+    Op.SEND_ACTIVATION: "SEND_ACT",
+    Op.SEND_GRAD: "SEND_GRAD",
+    Op.RECV_ACTIVATION: "RECV_ACT",
+    Op.RECV_GRAD: "RECV_GRAD",
+}
 
 
 def simulate(plan: Plan | Rows, costs: Costs = Costs()) -> Timeline:  # noqa: B008 (a frozen record)
@@ -50,8 +55,7 @@ def costs_by_stage(costs: Any, where: str) -> Costs:
     """Return the costs. Raises `PlanError` unless they are `Costs`."""
     if not isinstance(costs, Costs):
         hint = "costs.by_stage(boundaries)" if hasattr(costs, "by_stage") else ""
-        raise PlanError("not costs of stages", where=where, got=type(costs).__name__, want="plans.Costs",
-                        hint=hint)  # fmt: skip
+        raise PlanError("not costs of stages", where=where, got=type(costs).__name__, want="plans.Costs", hint=hint)
     return costs
 
 
@@ -59,8 +63,12 @@ def _check_num_costs(costs: Costs, num_stages: int) -> None:
     for name in ("forward", "backward_input", "backward_weight", "activation_bytes", "message_bytes"):
         value = getattr(costs, name)
         if not isinstance(value, int | float) and len(value) > num_stages:
-            raise PlanError("there are more costs than stages", where=f"costs.{name}",
-                            got=f"{len(value)} numbers", want=f"{num_stages}, or one for all")  # fmt: skip
+            raise PlanError(
+                "there are more costs than stages",
+                where=f"costs.{name}",
+                got=f"{len(value)} numbers",
+                want=f"{num_stages}, or one for all",
+            )
 
 
 class _Run:
@@ -157,8 +165,11 @@ class _Run:
             need, delay = self.sent("SEND_GRAD" if back else "SEND_ACT", stage, other, i)
             if need in self.done:
                 return max(posted, self.done[need] + delay)
-        raise PlanError("a receive has no send", got=str(action),
-                        want=f"a {'SEND_GRAD' if back else 'SEND_ACT'} of microbatch {i} by stage {other}")  # fmt: skip
+        raise PlanError(
+            "a receive has no send",
+            got=str(action),
+            want=f"a {'SEND_GRAD' if back else 'SEND_ACT'} of microbatch {i} by stage {other}",
+        )
 
     def timeline(self) -> Timeline:
         """Return the events and the peaks of memory."""
@@ -189,5 +200,8 @@ class _Run:
             where = "is not in the plan" if other is None else f"is later in the row of rank {other}"
             lines.append(f"rank {rank} is at {action} and waits for {wanted}, which {where}")
         shown = lines if len(lines) <= 16 else [*lines[:16], f"and {len(lines) - 16} more"]
-        return PlanError("the plan deadlocks: every rank that is not at its end waits", got="\n".join(shown),
-                         want="each action after its dependencies")  # fmt: skip
+        return PlanError(
+            "the plan deadlocks: every rank that is not at its end waits",
+            got="\n".join(shown),
+            want="each action after its dependencies",
+        )

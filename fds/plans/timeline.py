@@ -71,8 +71,13 @@ class Timeline:
 def check_timeline(value: object, where: str) -> None:
     """Raise `PlanError` unless this is a timeline."""
     if not isinstance(value, Timeline):
-        raise PlanError("not a timeline", where=where, got=type(value).__name__, want="a Timeline",
-                        hint=f"{where}(plans.simulate(plan), ...)")  # fmt: skip
+        raise PlanError(
+            "not a timeline",
+            where=where,
+            got=type(value).__name__,
+            want="a Timeline",
+            hint=f"{where}(plans.simulate(plan), ...)",
+        )
 
 
 def computing(row: Iterable[Event]) -> list[Event]:

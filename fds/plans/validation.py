@@ -73,8 +73,9 @@ def _check_once(plan: Plan) -> dict[Item, tuple[int, int]]:
             if stage is None or microbatch is None:
                 continue
             if homes.setdefault(stage, rank) != rank:
-                raise blame("a stage is on two ranks", plan, rank, place,
-                            want=f"stage {stage} on rank {homes[stage]} only")  # fmt: skip
+                raise blame(
+                    "a stage is on two ranks", plan, rank, place, want=f"stage {stage} on rank {homes[stage]} only"
+                )
             for op in (B, W) if action.op is Op.BACKWARD else (action.op,):
                 if (op, stage, microbatch) in places:
                     first = places[op, stage, microbatch][1]
@@ -112,11 +113,21 @@ def _check_end(plan: Plan) -> None:
         ops = [row[place].op for place in end]
         steps_last = Op.OPTIMIZER_STEP not in ops[:-1]
         if end != list(range(len(row) - len(end), len(row))) or len(set(ops)) < len(ops) or not steps_last:
-            raise blame("the end of a step is not at the end", plan, rank, end[0],
-                        want="REDUCE and REDUCE_TIED once after all other work, then STEP")  # fmt: skip
+            raise blame(
+                "the end of a step is not at the end",
+                plan,
+                rank,
+                end[0],
+                want="REDUCE and REDUCE_TIED once after all other work, then STEP",
+            )
         if row and (lacking := everywhere - set(ops)):
-            raise blame("a step ends on some ranks only", plan, rank, len(row) - 1,
-                        want=" and ".join(sorted(op.value for op in lacking)) + " on every rank")  # fmt: skip
+            raise blame(
+                "a step ends on some ranks only",
+                plan,
+                rank,
+                len(row) - 1,
+                want=" and ".join(sorted(op.value for op in lacking)) + " on every rank",
+            )
 
 
 def _check_buffers(plan: Plan) -> None:
@@ -130,12 +141,22 @@ def _check_buffers(plan: Plan) -> None:
             if stage is None or microbatch is None or buffer is None:
                 continue
             if held.setdefault((stage, microbatch), buffer) != buffer:
-                raise blame("a microbatch changes its buffer", plan, rank, place,
-                            want=f"buffer {held[stage, microbatch]}, as before")  # fmt: skip
+                raise blame(
+                    "a microbatch changes its buffer",
+                    plan,
+                    rank,
+                    place,
+                    want=f"buffer {held[stage, microbatch]}, as before",
+                )
             if owner.setdefault((stage, buffer), microbatch) != microbatch:
                 other = owner[stage, buffer]
-                raise blame("two microbatches share a buffer", plan, rank, place,
-                            want=f"another buffer: {buffer} is in use until {row[last[stage, other]]}")  # fmt: skip
+                raise blame(
+                    "two microbatches share a buffer",
+                    plan,
+                    rank,
+                    place,
+                    want=f"another buffer: {buffer} is in use until {row[last[stage, other]]}",
+                )
             if last[stage, microbatch] == place:
                 del owner[stage, buffer]
 
@@ -143,8 +164,12 @@ def _check_buffers(plan: Plan) -> None:
 def _bounds(plan: Plan, memory_bound: int | Sequence[int]) -> list[int]:
     bounds = list(memory_bound) if isinstance(memory_bound, Sequence) else [memory_bound] * plan.num_ranks
     if len(bounds) != plan.num_ranks or not all(map(is_int, bounds)):
-        raise PlanError("the memory bound is not a number of microbatches", where="validate(memory_bound=...)",
-                        got=repr(memory_bound), want=f"one, or one for each of {plan.num_ranks} ranks")  # fmt: skip
+        raise PlanError(
+            "the memory bound is not a number of microbatches",
+            where="validate(memory_bound=...)",
+            got=repr(memory_bound),
+            want=f"one, or one for each of {plan.num_ranks} ranks",
+        )
     return bounds
 
 
@@ -155,6 +180,11 @@ def _check_memory(plan: Plan, bounds: list[int]) -> None:
         for place, action in enumerate(row):
             live += action.op is F
             if live > bounds[rank]:
-                raise blame("more microbatches are live on this rank than its memory bound", plan, rank, place,
-                            want=f"at most {bounds[rank]}")  # fmt: skip
+                raise blame(
+                    "more microbatches are live on this rank than its memory bound",
+                    plan,
+                    rank,
+                    place,
+                    want=f"at most {bounds[rank]}",
+                )
             live -= action.op in (W, Op.BACKWARD) or (action.op is F and not plan.trains)

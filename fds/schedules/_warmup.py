@@ -12,10 +12,7 @@ from fds.errors import ScheduleError, did_you_mean
 from fds.schedules.curve import schedule
 
 Kind = Literal["log", "linear"]
-RISES = {
-    "log": lambda t, steps: (t + 1).log() / math.log(steps),
-    "linear": lambda t, steps: t / steps,
-}
+RISES = {"log": lambda t, steps: (t + 1).log() / math.log(steps), "linear": lambda t, steps: t / steps}
 
 
 @schedule

@@ -74,18 +74,20 @@ class Stations:
     )
     following: tuple[Memory, ...] = attrs.field(  # those whose slot changes by what is noted, or in every step
         default=attrs.Factory(lambda self: tuple(one for one in self.memory.values() if one.follows), takes_self=True),
-        init=False, repr=False,
-    )  # fmt: skip
+        init=False,
+        repr=False,
+    )
     runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         if set(map(id, self.topology)) != set(map(id, self.dimensions.entries)):
             raise ComposeError(
-                "the topology of a step was replaced, and not what follows from it", where="station 'topology'",
+                "the topology of a step was replaced, and not what follows from it",
+                where="station 'topology'",
                 got=", ".join(map(repr, self.topology)) or "no dimensions",
                 want=", ".join(map(repr, self.dimensions.entries)) or "no dimensions",
                 hint="fds.step.fill(step, topology=dimension) in a transform adds one",
-            )  # fmt: skip
+            )
 
     @property
     def everyone(self) -> Axis | None:
@@ -126,16 +128,32 @@ class Stations:
         params = open_parameters(self.gather, self.shard, structure, parts, pool, train=True, order=order)
         kinds = self.execute.dtypes(params.trained, self.gather.dtype, self.everyone, self.runtime.asked)
         seeds = Seeds.of(
-            scale, microbatches.count, kinds, self.sum.dtype, (self.reduce.dtype, *map(_dtype_of, self.context)),
-            data=self.dimensions.data, asked=self.runtime.asked, order=None if self.execute.together else order,
-        )  # fmt: skip
+            scale,
+            microbatches.count,
+            kinds,
+            self.sum.dtype,
+            (self.reduce.dtype, *map(_dtype_of, self.context)),
+            data=self.dimensions.data,
+            asked=self.runtime.asked,
+            order=None if self.execute.together else order,
+        )
         sums = self.reduce.sums(
             structure, self.shard, params.trained, self.sum.dtype, pool, order, kinds, seeds, state.slots
         )
         run = Pass(
-            self.loss, microbatches, settings, params, structure.trained_names, state.buffers,
-            self.microbatch(self.loss, structure), order, self.everyone, self.runtime, sums, seeds,
-        )  # fmt: skip
+            self.loss,
+            microbatches,
+            settings,
+            params,
+            structure.trained_names,
+            state.buffers,
+            self.microbatch(self.loss, structure),
+            order,
+            self.everyone,
+            self.runtime,
+            sums,
+            seeds,
+        )
         with training(settings[0], params, sums, order):
             return self.execute.train(run), sums
 
@@ -197,9 +215,14 @@ class Stations:
             if key not in self.runtime.structures:
                 assert self.optimizer is not None
                 self.runtime.structures[key] = Structure.of(
-                    params, gather=self.gather, shard=self.shard, optimizer=self.optimizer, frozen=self.frozen,
-                    dimensions=self.dimensions, text=repr(self),
-                )  # fmt: skip
+                    params,
+                    gather=self.gather,
+                    shard=self.shard,
+                    optimizer=self.optimizer,
+                    frozen=self.frozen,
+                    dimensions=self.dimensions,
+                    text=repr(self),
+                )
             structure = self.runtime.structures[key]
             self.runtime.recent[0] = key, structure
         return structure, leaves
@@ -232,10 +255,15 @@ class Stations:
         seen, busy = ([], None) if evaluating else (None, [])
         mode = losses.Mode(evaluating, self.gather.float32, held, low, seen, busy)
         return [
-            losses.Setting([random.seed(k, j) if d else None for j, d in enumerate(draws)], (call.device,), mode,
-                           () if evaluating else self.layer, call.of(k))
+            losses.Setting(
+                [random.seed(k, j) if d else None for j, d in enumerate(draws)],
+                (call.device,),
+                mode,
+                () if evaluating else self.layer,
+                call.of(k),
+            )
             for k in keys
-        ]  # fmt: skip
+        ]
 
 
 def _dtype_of(context: Any) -> torch.dtype | None:

@@ -37,11 +37,12 @@ def check_tree(batch: Any, at: str = "") -> None:
     """
     for path in tree.opaque(batch):
         raise BatchError(
-            "a leaf of the batch hides tensors", where=place(".".join(filter(None, (at, path)))),
+            "a leaf of the batch hides tensors",
+            where=place(".".join(filter(None, (at, path)))),
             got=type(tree.paths(batch)[path]).__name__,
             want="tensors in dicts, lists, tuples, Mappings, named tuples, attrs classes or dataclasses",
             hint="take it apart, or register its class with torch.utils._pytree",
-        )  # fmt: skip
+        )
 
 
 def rows(batch: Any) -> int | None:
@@ -56,11 +57,12 @@ def rows(batch: Any) -> int | None:
     at, length = sliced[0]
     where, other = next(one for one in sliced if one[1] != length)
     raise BatchError(
-        "the leaves of the batch disagree in length", where=place(where),
+        "the leaves of the batch disagree in length",
+        where=place(where),
         got=f"{other} rows here, {length} at {place(at)}",
         want="one length along dim 0, in every step: any may be accumulated or shared over ranks",
         hint="mark a leaf that is not made of rows: fds.whole(x)",
-    )  # fmt: skip
+    )
 
 
 @attrs.frozen
@@ -79,10 +81,11 @@ class Split:
         if len(batch.parts) == n:
             return batch.parts
         raise BatchError(
-            f"the batch is cut already, and not into {n}", got=f"{len(batch.parts)} microbatches",
+            f"the batch is cut already, and not into {n}",
+            got=f"{len(batch.parts)} microbatches",
             want=f"{n} microbatch{'es' * (n > 1)}",
             hint=f"accumulate({len(batch.parts)})" if n > 1 else "fds.evaluate(step, state, list(batch.parts))",
-        )  # fmt: skip
+        )
 
     def __call__(self, batch: Any) -> list[Any]:
         """Return the microbatches. Raises `BatchError` for leaves that disagree or do not divide."""
@@ -91,33 +94,37 @@ class Split:
             check_tree(batch)
         if n > 1 and length is None:
             raise BatchError(
-                "the batch has no rows to split", got=type(batch).__name__, want=f"{n} microbatches",
+                "the batch has no rows to split",
+                got=type(batch).__name__,
+                want=f"{n} microbatches",
                 hint="a batch is a pytree (dict, list, tuple, record) of tensors; convert other containers",
-            )  # fmt: skip
+            )
         if length is not None and (length % n or length < n):
             where = next(path for path, x in tree.paths(batch).items() if _is_sliced(x))
             what = f"does not divide into {n} microbatches" if length else "has no rows"
             raise BatchError(
-                f"the batch {what}", where=place(where), got=f"{length} rows",
+                f"the batch {what}",
+                where=place(where),
+                got=f"{length} rows",
                 want=f"a positive multiple of {n}" if n > 1 else "one or more",
-                hint="drop the last rows, or mark a leaf that is not made of rows: fds.whole(x)" if length
+                hint="drop the last rows, or mark a leaf that is not made of rows: fds.whole(x)"
+                if length
                 else "leave out what has no rows, on every rank",
-            )  # fmt: skip
+            )
         if n > 1:
             _check_slices(batch)
             for path, got in _uncut(batch, length):
                 raise BatchError(
                     f"a part of the batch has an entry for each of the {length} rows, and is not cut",
-                    where=place(path), got=got, want=f"a tensor, or fds.Microbatches of {n} parts",
+                    where=place(path),
+                    got=got,
+                    want=f"a tensor, or fds.Microbatches of {n} parts",
                     hint="only tensors are cut into microbatches; fds.whole(x) gives the whole of it to each of them",
-                )  # fmt: skip
+                )
         leaves, build = tree.flatten(batch)
         leaves = list(map(_trainable, leaves))
         size = 0 if length is None else length // n
-        return [
-            build([_slice(x, i * size, size, n) for x in leaves])
-            for i in range(n)
-        ]  # fmt: skip
+        return [build([_slice(x, i * size, size, n) for x in leaves]) for i in range(n)]
 
 
 def place(path: str) -> str:
@@ -141,10 +148,12 @@ def _check_slices(batch: Any) -> None:
     for path, x in tree.paths(batch).items():
         if _is_sliced(x) and x.layout not in (torch.strided, torch.sparse_coo):
             raise BatchError(
-                "a leaf of the batch has no slices", where=place(path), got=str(x.layout),
+                "a leaf of the batch has no slices",
+                where=place(path),
+                got=str(x.layout),
                 want="a dense tensor, or a sparse one in the COO layout",
                 hint="fds.whole(x) gives it whole to every microbatch; fds.Microbatches takes parts",
-            )  # fmt: skip
+            )
 
 
 def _uncut(part: Any, rows: int | None, at: str = "") -> Iterator[tuple[str, str]]:

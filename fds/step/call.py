@@ -133,8 +133,20 @@ class Call:
         self, base: random.Words, data: tuple[int | str, ...], slots: Mapping[str, Any] | None, keyless: Any = None
     ) -> Call:
         """Return the same call with other values of these fields; `attrs.evolve` takes three times as long."""
-        return Call(self.step, self.calls, self.device, self.training, self._state, self.dimensions, base, data, slots,
-                    self._notes, self._kept, keyless)  # fmt: skip
+        return Call(
+            self.step,
+            self.calls,
+            self.device,
+            self.training,
+            self._state,
+            self.dimensions,
+            base,
+            data,
+            slots,
+            self._notes,
+            self._kept,
+            keyless,
+        )
 
 
 def seeded(call: Call, functions: Iterable, *data: int | str) -> contextlib.AbstractContextManager:

@@ -17,9 +17,13 @@ Run = Callable[[list[int], list[Column]], list[Column]]
 
 
 def visit(
-    residency: Residency, new: list[Column], old: list[Column], chunks: list[list[int]], run: Run,
+    residency: Residency,
+    new: list[Column],
+    old: list[Column],
+    chunks: list[list[int]],
+    run: Run,
     first: Callable[[], None],
-) -> None:  # fmt: skip
+) -> None:
     """Update one chunk after another, while the next one is read and the last one is written.
 
     Args:

@@ -130,8 +130,9 @@ def _station(step: Step, name: str) -> Any:
     if name == "slots":
         return step.memory
     if name not in known:
-        raise ComposeError("there is no such station", where="fill", got=name, want=", ".join(known),
-                           hint=did_you_mean(name, known))  # fmt: skip
+        raise ComposeError(
+            "there is no such station", where="fill", got=name, want=", ".join(known), hint=did_you_mean(name, known)
+        )
     return getattr(step, name)
 
 
@@ -146,9 +147,12 @@ def _evolved(name: str, held: Any, value: dict[str, Any]) -> Any:
     other = next((field for field in value if field not in known), None)
     if other is not None:
         raise ComposeError(
-            "the station has no such field", where=f"station {name!r}", got=str(other),
-            want=", ".join(known) or "a value, not a dict", hint=did_you_mean(str(other), known),
-        )  # fmt: skip
+            "the station has no such field",
+            where=f"station {name!r}",
+            got=str(other),
+            want=", ".join(known) or "a value, not a dict",
+            hint=did_you_mean(str(other), known),
+        )
     for field, one in value.items():
         forms.field(name, field, one)
     return attrs.evolve(held, **value)
@@ -178,24 +182,35 @@ class Composition:
             return self.rewrite(loss)
         if isinstance(loss, torch.nn.Module):
             raise ComposeError(
-                "a module is not a loss", got=type(loss).__name__, want=f"{self}(loss_fn)",
+                "a module is not a loss",
+                got=type(loss).__name__,
+                want=f"{self}(loss_fn)",
                 hint="apply, params, buffers = fds.functional(module); loss_fn(params, batch) calls apply(params, ...)",
-            )  # fmt: skip
+            )
         for role, f in (("loss", loss), ("eval_fn", loss if eval_fn is None else eval_fn)):
             wrong = isinstance(f, Transform | Composition | Optimizer | torch.nn.Module) or _factory(f)
             if wrong or not (callable(f) or isinstance(f, Buffered)):
-                raise ComposeError("a composition is applied to a loss", where=role, got=repr(f)[:80],
-                                   want=f"{self}(loss_fn)")  # fmt: skip
+                raise ComposeError(
+                    "a composition is applied to a loss", where=role, got=repr(f)[:80], want=f"{self}(loss_fn)"
+                )
             forms.loss(role, f)
         step = self.rewrite(Step(loss=loss, eval_loss=loss if eval_fn is None else eval_fn))
         for one in step.after:
             if one.slot in step.memory and step.memory[one.slot].follows:
-                raise ComposeError("two fillers write to one slot", where="station 'after'", got=one.slot,
-                                   want="its Memory without merge and accept, or no filler of `after`")  # fmt: skip
+                raise ComposeError(
+                    "two fillers write to one slot",
+                    where="station 'after'",
+                    got=one.slot,
+                    want="its Memory without merge and accept, or no filler of `after`",
+                )
             if one.slot not in step.memory:
-                raise ComposeError("a filler writes to a slot that nobody makes", where="station 'after'", got=one.slot,
-                                   want=", ".join(step.memory) or "no slots are filled",
-                                   hint=f"fill(step, after=..., memory=Memory({one.slot!r}, init, lies))")  # fmt: skip
+                raise ComposeError(
+                    "a filler writes to a slot that nobody makes",
+                    where="station 'after'",
+                    got=one.slot,
+                    want=", ".join(step.memory) or "no slots are filled",
+                    hint=f"fill(step, after=..., memory=Memory({one.slot!r}, init, lies))",
+                )
         if step.optimizer is None:
             raise ComposeError(
                 "the composition has no optimizer", got=repr(self), want=_show([*self.parts, "adamw(3e-4)"])
@@ -206,10 +221,12 @@ class Composition:
                 has = "flat slices of them" if split else "those of its own stages"
                 raise ComposeError(
                     f"a gradient map may need all gradients, and each rank has {has}",
-                    where="station 'condition'", got=_word(one), want="a map with takes_slices = True",
+                    where="station 'condition'",
+                    got=_word(one),
+                    want="a map with takes_slices = True",
                     hint="set it on a map that treats every element alike, wherever it lies"
                     + ("" if differs else "; or shard at stage 0"),
-                )  # fmt: skip
+                )
         return step
 
     def rewrite(self, step: Step) -> Step:
@@ -237,8 +254,12 @@ def compose(*transforms: Any) -> Composition:
     parts: list[Transform] = []
     for i, t in enumerate(transforms):
         if _factory(t):
-            raise ComposeError("a transform or an optimizer is what calling this returns", where=f"position {i}",
-                               got=t.__name__, want=_call_of(t))  # fmt: skip
+            raise ComposeError(
+                "a transform or an optimizer is what calling this returns",
+                where=f"position {i}",
+                got=t.__name__,
+                want=_call_of(t),
+            )
         if isinstance(t, Optimizer):
             t = optimize(t)
         if isinstance(t, Composition):
@@ -246,9 +267,12 @@ def compose(*transforms: Any) -> Composition:
             continue
         if not isinstance(t, Transform):
             raise ComposeError(
-                "this is no transform", where=f"position {i}", got=repr(t)[:80],
-                want="a transform, a composition or an optimizer", hint=_instead(t),
-            )  # fmt: skip
+                "this is no transform",
+                where=f"position {i}",
+                got=repr(t)[:80],
+                want="a transform, a composition or an optimizer",
+                hint=_instead(t),
+            )
         parts.append(t)
     return Composition(tuple(parts))
 
@@ -273,23 +297,25 @@ def _instead(t: Any) -> str:
     if isinstance(t, list | tuple):
         return "compose(*parts)"
     return (
-        "the loss goes in the second call: compose(accumulate(8), adamw(3e-4))(loss_fn)" +
-        "; of a function Step -> Step @fds.step.transform makes a transform: docs/write-your-own.md" * callable(t)
-    )  # fmt: skip
+        "the loss goes in the second call: compose(accumulate(8), adamw(3e-4))(loss_fn)"
+        + "; of a function Step -> Step @fds.step.transform makes a transform: docs/write-your-own.md" * callable(t)
+    )
 
 
 def _apply(part: Transform, step: Step) -> Step:
     """Apply a transform, which may stand only once unless each use remembers something under a name of its own."""
     if not forms.takes(1)(part.apply):
-        raise ComposeError("a transform is made of a function of a step", where=part.text, got=repr(part.apply)[:80],
-                           want=_REWRITING)  # fmt: skip
+        raise ComposeError(
+            "a transform is made of a function of a step", where=part.text, got=repr(part.apply)[:80], want=_REWRITING
+        )
     new = part.apply(step)
     if not isinstance(new, type(step)):
         raise ComposeError("a transform did not return a step", where=part.text, got=repr(new)[:80], want=_REWRITING)
     earlier = [i for i, t in enumerate(step.composition[: step.composing.position]) if t.name == part.name]
     if earlier and new.memory.keys() == step.memory.keys():
-        raise _conflict(step, f"the name {part.name!r}", earlier[0], "write it once, with all its arguments",
-                      drop=earlier[0])  # fmt: skip
+        raise _conflict(
+            step, f"the name {part.name!r}", earlier[0], "write it once, with all its arguments", drop=earlier[0]
+        )
     return new
 
 
@@ -304,8 +330,11 @@ def _conflict(
     want = [better.get(i, t) for i, t in enumerate(written) if better.get(i, t) is not None]
     return ComposeError(
         f"{what} is already filled by {written[first]} (position {first}); {written[second]} fills it too.",
-        where=f"position {second}", got=_show(written), want=_show(want), hint=hint,
-    )  # fmt: skip
+        where=f"position {second}",
+        got=_show(written),
+        want=_show(want),
+        hint=hint,
+    )
 
 
 def _show(parts: Any) -> str:

@@ -86,10 +86,16 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     buckets = () if layout is None else tuple(b.numel * b.dtype.itemsize for b in layout.buckets)
     residency = step.place.residency
     return Description(
-        stations, kernels, held_bytes(step, structure, state), {kind: text_of(residency) for kind in residency.kinds},
-        sent_bytes(step, structure), frozen, unused, buckets,
+        stations,
+        kernels,
+        held_bytes(step, structure, state),
+        {kind: text_of(residency) for kind in residency.kinds},
+        sent_bytes(step, structure),
+        frozen,
+        unused,
+        buckets,
         {slot: tree.num_bytes(held) for slot, held in state.slots.items()},
-    )  # fmt: skip
+    )
 
 
 def _station(name: str, value: Any) -> str:

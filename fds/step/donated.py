@@ -33,9 +33,12 @@ class KnownMemory:
 
 
 def writable(
-    state: State, parts: Sequence[tuple[Any, list[Tensor]]], kind: Any, lists: int,
+    state: State,
+    parts: Sequence[tuple[Any, list[Tensor]]],
+    kind: Any,
+    lists: int,
     copy: Callable[[int, Tensor], Tensor],
-) -> tuple[list[Tensor], KnownMemory]:  # fmt: skip
+) -> tuple[list[Tensor], KnownMemory]:
     """Return tensors of a state that may be written over, and what is known of their memory.
 
     A tensor is copied if it is not contiguous, or if anything but this state and those that were given up before it

@@ -41,10 +41,12 @@ def evaluator(step: Stations, state: State, outputs: bool = False) -> Callable[.
         totals, shown = local(batch, outputs)
         if outputs and not shown:
             raise LossError(
-                "this loss shows no outputs", where=losses.name(step.eval_loss), got="outputs=True",
+                "this loss shows no outputs",
+                where=losses.name(step.eval_loss),
+                got="outputs=True",
                 want="Layers, or a loss that calls what fds.functional returned",
                 hint="return what you want to see as a metric",
-            )  # fmt: skip
+            )
         same_metrics(totals, step.everyone, "evaluate", step.runtime.asked)
         means = _shared(step, state, totals).means()
         return {**means, "step": state.step.clone(), **({"outputs": shown[0]} if outputs else {})}
@@ -72,13 +74,17 @@ def evaluate(step: Stations, state: State, batches: Iterable[Any]) -> dict[str, 
     and on the other ranks where reading them failed on one; `LossError` for metrics that change.
     """
     if isinstance(step, State):
-        raise StateError("state and step have changed places", got="a State first",
-                         want="fds.evaluate(step, state, batches)")  # fmt: skip
+        raise StateError(
+            "state and step have changed places", got="a State first", want="fds.evaluate(step, state, batches)"
+        )
     if isinstance(batches, Tensor | Mapping | tuple) or not isinstance(batches, Iterable):
         raise BatchError(
-            "evaluate takes many batches", where="batches", got=type(batches).__name__,
-            want="a list of batches, or a loader", hint="step.evaluate(state, batch) takes one",
-        )  # fmt: skip
+            "evaluate takes many batches",
+            where="batches",
+            got=type(batches).__name__,
+            want="a list of batches, or a loader",
+            hint="step.evaluate(state, batch) takes one",
+        )
     local, sums = _local(step, state), Sums()
     together = step.execute.together or step.dimensions.repeats[1] > 1
     for batch in _rounds(iter(batches), step.everyone, together=together):
@@ -120,14 +126,20 @@ class Sums:
         answers = [kinds] if everyone is None else everyone.exchange(kinds, "evaluate")
         known = [theirs for theirs in answers if theirs]
         if not known:
-            raise BatchError("there are no batches to evaluate", got="an iterable that is empty", want="one or more",
-                             hint="a generator, or a loader that was read already, is at its end")  # fmt: skip
+            raise BatchError(
+                "there are no batches to evaluate",
+                got="an iterable that is empty",
+                want="one or more",
+                hint="a generator, or a loader that was read already, is at its end",
+            )
         if any(theirs != known[0] for theirs in known):
             raise LossError("ranks return different metrics", where="evaluate", got=str(known[-1]), want=str(known[0]))
         if self.totals is None:
             self.dtypes = {name: getattr(torch, dtype) for name, dtype in known[0].items()}
-            zero = {name: torch.zeros((), dtype=torch.float64 if dtype.is_floating_point else dtype, device=device)
-                    for name, dtype in self.dtypes.items()}  # fmt: skip
+            zero = {
+                name: torch.zeros((), dtype=torch.float64 if dtype.is_floating_point else dtype, device=device)
+                for name, dtype in self.dtypes.items()
+            }
             self.totals = Totals(zero.pop("loss"), torch.zeros((), dtype=torch.float64, device=device), zero)
         return self.totals
 
@@ -157,10 +169,12 @@ def _rounds(batches: Iterator[Any], everyone: Axis | None, *, together: bool) ->
             return
         if together and not all(has):
             raise BatchError(
-                "ranks have different numbers of batches", where=f"rank {has.index(False)}", got="no more batches",
+                "ranks have different numbers of batches",
+                where=f"rank {has.index(False)}",
+                got="no more batches",
                 want=f"one more, as rank {has.index(True)}",
                 hint="ranks of a pipeline, or of a tensor axis, evaluate together",
-            )  # fmt: skip
+            )
         yield batch
 
 
@@ -170,8 +184,9 @@ def _local(step: Stations, state: State) -> Local:
     usable(state, "evaluate")
     structure, parts = step.structure_of(state.params)
     waits = step.order("evaluate", structure) is not None
-    opened = functools.partial(open_parameters, step.gather, step.shard, structure, parts, step.runtime.pool,
-                               train=False)  # fmt: skip
+    opened = functools.partial(
+        open_parameters, step.gather, step.shard, structure, parts, step.runtime.pool, train=False
+    )
     kept = None if waits else opened(order=None)
 
     def local(batch: Any, outputs: bool) -> tuple[Totals, list]:
@@ -194,9 +209,14 @@ def _local(step: Stations, state: State) -> Local:
 
 
 def _run(
-    step: Stations, state: State, structure: Structure, params: Parameters, batch: Any, order: Order | None,
+    step: Stations,
+    state: State,
+    structure: Structure,
+    params: Parameters,
+    batch: Any,
+    order: Order | None,
     outputs: bool,
-) -> tuple[Totals, list]:  # fmt: skip
+) -> tuple[Totals, list]:
     """Pass a batch through the stations of an evaluation: batch, split, view, context, layers, loss."""
     call = step.call(state, training=False)
     microbatches = step.split_batch(call, batch, whole=True)
@@ -204,10 +224,21 @@ def _run(
     if n > 1:
         microbatches = step.in_pieces(microbatches, n, call)
     settings = step.settings(call, state.buffers, n)
-    return step.execute.evaluate(Pass(
-        step.eval_loss, microbatches, settings, params, (), state.buffers, step.microbatch(step.eval_loss, structure),
-        order, step.everyone, step.runtime, outputs=outputs,
-    ))  # fmt: skip
+    return step.execute.evaluate(
+        Pass(
+            step.eval_loss,
+            microbatches,
+            settings,
+            params,
+            (),
+            state.buffers,
+            step.microbatch(step.eval_loss, structure),
+            order,
+            step.everyone,
+            step.runtime,
+            outputs=outputs,
+        )
+    )
 
 
 def _shared(step: Stations, state: State, totals: Totals) -> Totals:

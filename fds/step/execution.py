@@ -60,9 +60,16 @@ class Microbatch:
 
     @contextlib.contextmanager
     def opened(
-        self, params: Any, given: Any, setting: losses.Setting, at: str, *, plain: bool = False,
-        in_pieces: bool = False, again: Collection[str] = (),
-    ) -> Iterator[tuple[Any, dict[str, Cut]]]:  # fmt: skip
+        self,
+        params: Any,
+        given: Any,
+        setting: losses.Setting,
+        at: str,
+        *,
+        plain: bool = False,
+        in_pieces: bool = False,
+        again: Collection[str] = (),
+    ) -> Iterator[tuple[Any, dict[str, Cut]]]:
         """Yield parameters through the views, and what of them is cut off (see `Views.seen`), inside the contexts.
 
         Views and what runs inside get containers of their own: what they put into them is gone after this microbatch.
@@ -175,9 +182,12 @@ class Executor(Protocol):
         ...
 
     def dtypes(
-        self, trained: Sequence[Tensor], computed: torch.dtype | None, everyone: Axis | None,
+        self,
+        trained: Sequence[Tensor],
+        computed: torch.dtype | None,
+        everyone: Axis | None,
         asked: dict[str, list[str]],
-    ) -> list[torch.dtype]:  # fmt: skip
+    ) -> list[torch.dtype]:
         """Return the dtypes in which the loss sees parameters, on all ranks that add gradients up with this one.
 
         `computed` is that of the station `gather`, None for the parameters' own.
@@ -243,9 +253,12 @@ class InTurn:
         return losses.draws(loss)
 
     def dtypes(
-        self, trained: Sequence[Tensor], computed: torch.dtype | None, everyone: Axis | None,
+        self,
+        trained: Sequence[Tensor],
+        computed: torch.dtype | None,
+        everyone: Axis | None,
         asked: dict[str, list[str]],
-    ) -> list[torch.dtype]:  # fmt: skip
+    ) -> list[torch.dtype]:
         """Return the dtypes of the parameters."""
         return list(set(map(tree.dtype_of, trained)))
 
@@ -263,9 +276,12 @@ class InTurn:
             if run.params.trained:
                 reentrant = run.each.check_graph(outcome.total)
                 backward = functools.partial(
-                    autodiff.backward_into, outcome.total, run.seeds.seed(outcome, microbatch), more=cut,
+                    autodiff.backward_into,
+                    outcome.total,
+                    run.seeds.seed(outcome, microbatch),
+                    more=cut,
                     reentrant=reentrant,
-                )  # fmt: skip
+                )
                 with profiled("backward"):
                     run.sums.add(backward, last=i + 1 == run.batch.count, in_parts=reentrant)
                 del backward

@@ -45,8 +45,11 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
     recipe = isinstance(params, losses.Recipe)
     alone = everyone is None
     data = None if alone else step.dimensions.data
-    made = _from_recipe(params, random.fold_in(key, "params"), step.dimensions.holds) if recipe else _from_tree(
-        params, everyone, step.dimensions.holds)
+    made = (
+        _from_recipe(params, random.fold_in(key, "params"), step.dimensions.holds)
+        if recipe
+        else _from_tree(params, everyone, step.dimensions.holds)
+    )
 
     failed: list[Exception] = []
 
@@ -66,9 +69,7 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
     return beginning(step, held, key, device_of(held, shapes, everyone), alone=alone)
 
 
-def beginning(
-    step: Stations, held: Any, key: int | Tensor, device: torch.device, *, alone: bool = False
-) -> State:
+def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device, *, alone: bool = False) -> State:
     """Return the state of a step that begins with these parameters, as this rank holds them: everything else is fresh.
 
     Where ranks share the step and it is not `alone`, they get the module buffers of the first one at their place.
@@ -87,8 +88,9 @@ def beginning(
         slots = {name: tree.map(settle, x) if step.kind_of(f"slots.{name}") else x for name, x in slots.items()}
     buffers = {
         name: _of_rank_0(contiguous_copy(step.dimensions.cut(name, b.to(device))), data)
-        for name, b in losses.initial_buffers(step.loss).items() if step.dimensions.holds(name)
-    }  # fmt: skip
+        for name, b in losses.initial_buffers(step.loss).items()
+        if step.dimensions.holds(name)
+    }
     if kinds := step.place.residency.kinds:
         made = parts * ("params" in kinds)
         made += [x for leaves in opt.values() for x in leaves if x is not None] * ("opt" in kinds)
@@ -182,9 +184,7 @@ def _check_made(failed: list[Exception], everyone: Axis | None) -> None:
             raise StateError("another rank could not make its parameters", where=f"rank {rank}", got=theirs)
 
 
-def _from_recipe(
-    recipe: losses.Recipe, key: Tensor, holds: Callable[[str], bool]
-) -> Iterator[tuple[str, Tensor]]:
+def _from_recipe(recipe: losses.Recipe, key: Tensor, holds: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter that this rank holds or that was given built, one layer at a time in memory."""
     for piece in recipe.pieces(key, holds):
         for name, x in piece.items():
@@ -256,5 +256,9 @@ def _agree(shapes: Any, error: FdsError | None, data: Axis) -> None:
         rank = next(r for r, (found, _) in enumerate(answers) if found != answers[0][0])
         pairs = itertools.zip_longest(all_lines[rank], all_lines[0], fillvalue="nothing")
         got, want = next(pair for pair in pairs if pair[0] != pair[1])
-        raise StateError("ranks were given different parameters", where=f"rank {rank} of {data.name}", got=got,
-                         want=f"{want}, as on rank 0")  # fmt: skip
+        raise StateError(
+            "ranks were given different parameters",
+            where=f"rank {rank} of {data.name}",
+            got=got,
+            want=f"{want}, as on rank 0",
+        )

@@ -70,17 +70,22 @@ def _pairs(module: Any, params: dict, buffers: dict, prefix: str, buffers_prefix
     missing = [name for name, p in module.named_parameters() if id(p) not in reached]
     if missing:
         raise StateError(
-            "the state lacks parameters of the module", where=", ".join(missing[:8]), got=_some(params),
-            want="a module whose parameters are those of the state", hint="prefix= names a part of the state",
-        )  # fmt: skip
+            "the state lacks parameters of the module",
+            where=", ".join(missing[:8]),
+            got=_some(params),
+            want="a module whose parameters are those of the state",
+            hint="prefix= names a part of the state",
+        )
     held = dict(module.named_buffers(remove_duplicate=False))
     found = list(_matched(held, buffers, buffers_prefix, "buffers"))
     elsewhere = [name for name in buffers if any(name == n or name.endswith(f".{n}") for n in held)]
     if not found and elsewhere:
         raise StateError(
-            "the module's buffers are in the state under another prefix", where=", ".join(elsewhere[:8]),
-            got=f"buffers_prefix={buffers_prefix!r}", want="what stands before the module's own names of them",
-        )  # fmt: skip
+            "the module's buffers are in the state under another prefix",
+            where=", ".join(elsewhere[:8]),
+            got=f"buffers_prefix={buffers_prefix!r}",
+            want="what stands before the module's own names of them",
+        )
     return [*pairs, *found]
 
 
@@ -92,12 +97,21 @@ def _matched(own: Mapping[str, Tensor], named: Mapping[str, Tensor], prefix: str
             continue
         local = name[len(prefix) :]
         if local not in own:
-            raise StateError(f"the module lacks {what} of the state", where=name, got=_some(own),
-                             want=local, hint="prefix= names a part of the state")  # fmt: skip
+            raise StateError(
+                f"the module lacks {what} of the state",
+                where=name,
+                got=_some(own),
+                want=local,
+                hint="prefix= names a part of the state",
+            )
         there = own[local]
         if id(there) in taken:
-            raise StateError(f"{what} that the module ties are apart in the state", where=name,
-                             got=f"{taken[id(there)]} and {name}", want="one of them")  # fmt: skip
+            raise StateError(
+                f"{what} that the module ties are apart in the state",
+                where=name,
+                got=f"{taken[id(there)]} and {name}",
+                want="one of them",
+            )
         taken[id(there)] = name
         yield local, there, x
 
@@ -107,16 +121,30 @@ def _check_fit(name: str, there: Tensor, x: Tensor) -> None:
     if isinstance(there, nn.UninitializedParameter | nn.UninitializedBuffer):
         raise StateError("a lazy module has no shapes yet", where=name, want="a module that was called once")
     if there.is_meta:
-        raise StateError("the module has no memory to write to", where=name, got="a tensor on meta",
-                         hint="module.to_empty(device=...)")  # fmt: skip
-    if there.shape != x.shape or there.is_floating_point() != x.is_floating_point() or (
-        not x.is_floating_point() and there.dtype != x.dtype
-    ):  # fmt: skip
-        raise StateError("the module's is of another kind", where=name, got=f"{there.dtype} {tuple(there.shape)}",
-                         want=f"{x.dtype} {tuple(x.shape)}, as in the state")  # fmt: skip
+        raise StateError(
+            "the module has no memory to write to",
+            where=name,
+            got="a tensor on meta",
+            hint="module.to_empty(device=...)",
+        )
+    if (
+        there.shape != x.shape
+        or there.is_floating_point() != x.is_floating_point()
+        or (not x.is_floating_point() and there.dtype != x.dtype)
+    ):
+        raise StateError(
+            "the module's is of another kind",
+            where=name,
+            got=f"{there.dtype} {tuple(there.shape)}",
+            want=f"{x.dtype} {tuple(x.shape)}, as in the state",
+        )
     if any(step == 0 and n > 1 for n, step in zip(there.shape, there.stride(), strict=True)):
-        raise StateError("elements of the module's tensor share their memory", where=name, got="an expanded tensor",
-                         want="a tensor of its own: x.contiguous()")  # fmt: skip
+        raise StateError(
+            "elements of the module's tensor share their memory",
+            where=name,
+            got="an expanded tensor",
+            want="a tensor of its own: x.contiguous()",
+        )
 
 
 def _check_apart(pairs: list[Pair]) -> None:
@@ -128,8 +156,12 @@ def _check_apart(pairs: list[Pair]) -> None:
         others = seen.setdefault((there.device, there.untyped_storage().data_ptr()), [])
         for other, y in others:
             if overlap(there, y):
-                raise StateError("two tensors of the module share their memory, and the state has both", where=name,
-                                 got=f"memory of {other!r}", want="one parameter under two names")  # fmt: skip
+                raise StateError(
+                    "two tensors of the module share their memory, and the state has both",
+                    where=name,
+                    got=f"memory of {other!r}",
+                    want="one parameter under two names",
+                )
         others.append((name, there))
 
 

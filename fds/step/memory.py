@@ -51,7 +51,8 @@ class Memory:
 
     def __attrs_post_init__(self) -> None:
         refuse = lambda what, got, want: ComposeError(
-            f"a memory needs {what}", where=f"Memory({self.slot!r})", got=forms.written(got)[:120], want=want)
+            f"a memory needs {what}", where=f"Memory({self.slot!r})", got=forms.written(got)[:120], want=want
+        )
         among = lambda values: ", ".join(map(repr, values))
         if not (isinstance(self.slot, str) and self.slot and "." not in self.slot):
             raise refuse("the name of a slot", self.slot, "a string without dots")
@@ -65,8 +66,11 @@ class Memory:
         if self.accept is not None and not forms.takes(3)(self.accept):
             raise refuse("a rule of one form", self.accept, "accept: a function (slot, noted, call) -> slot")
         if self.lies in ("parameters", "partial") and self.follows:
-            raise refuse("entries that every rank has, where it follows what is noted", self.lies,
-                         'lies="named" or "replicated"; a filler of `after` for one like the parameters')  # fmt: skip
+            raise refuse(
+                "entries that every rank has, where it follows what is noted",
+                self.lies,
+                'lies="named" or "replicated"; a filler of `after` for one like the parameters',
+            )
 
     def __repr__(self) -> str:
         return f"{self.slot} ({self.lies}{'' if self.merge is None else f', {self.merge} of what is noted'})"
@@ -82,9 +86,12 @@ class Memory:
         return self.merge is not None or self.accept is not None
 
     def first(
-        self, params: Any, own: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]],
+        self,
+        params: Any,
+        own: Mapping[str, tuple[int, ...]],
+        shapes: Mapping[str, tuple[int, ...]],
         device: torch.device,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Return the slot at the start of a run. Raises `ComposeError` for what it must not be."""
         given = params if self.mirrors else dict(own if self.lies == "partial" else shapes)
         found = contracts.first_slot(self.init(given, device), self.slot, self.init)
@@ -101,9 +108,14 @@ class Memory:
 
 
 def first_slots(
-    memories: Mapping[str, Memory], params: Any, own: Mapping[str, tuple[int, ...]],
-    shapes: Mapping[str, tuple[int, ...]], device: torch.device, key: torch.Tensor, dimensions: Dimensions,
-) -> dict[str, Any]:  # fmt: skip
+    memories: Mapping[str, Memory],
+    params: Any,
+    own: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+    key: torch.Tensor,
+    dimensions: Dimensions,
+) -> dict[str, Any]:
     """Return all slots at the start of a run; those that every rank has alike are drawn alike.
 
     `own` are the shapes of the trained parameters that this rank holds, `shapes` those of all parameters.

@@ -42,9 +42,10 @@ class Notes:
         """Return the empty notes of a call with a state; `maps` are those of gradients."""
         kinds: dict[Place, tuple[Merge, torch.Size, torch.dtype]] = {
             (memory.slot, name): (memory.merge, x.shape, x.dtype)
-            for memory in memories if memory.merge is not None
+            for memory in memories
+            if memory.merge is not None
             for name, x in sorted(tree.paths(state.slots.get(memory.slot, {})).items())
-        }  # fmt: skip
+        }
         return cls(memories, kinds, state.step.device, any(map(may_note, maps)))
 
     def add(self, slot: str, name: str, value: Any, merges: Sequence[str]) -> None:
@@ -63,9 +64,8 @@ class Notes:
             old = self.merged.get(place)
             value = value.detach()
             self.merged[place] = (
-                value.clone(memory_format=torch.contiguous_format) if old is None
-                else _TOGETHER[merge](old, value)
-            )  # fmt: skip
+                value.clone(memory_format=torch.contiguous_format) if old is None else _TOGETHER[merge](old, value)
+            )
 
     def sums(self) -> list[Tensor]:
         """Return the entries that ranks add up, all of them on every rank."""
@@ -126,20 +126,30 @@ class Notes:
             slots = sorted({known for known, _ in self.kinds})
             names = [known for at, known in self.kinds if at == slot]
             raise ComposeError(
-                "a note has no entry to go to", where=where, got=repr(name if names else slot),
+                "a note has no entry to go to",
+                where=where,
+                got=repr(name if names else slot),
                 want=tree.named(names or slots) or "a Memory(slot, init, lies, merge=...) in the station 'memory'",
                 hint=did_you_mean(name, names) if names else did_you_mean(slot, slots),
-            )  # fmt: skip
+            )
         _, shape, dtype = self.kinds[slot, name]
         text = lambda shape, dtype, device: f"{tuple(shape)} {dtype} on {device}"
         fits = isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == (shape, dtype, self.device)
         if isinstance(value, Tensor) and _functorch.is_functorch_wrapped_tensor(value):
-            raise ComposeError("a note inside of a transform of torch.func cannot be kept", where=where,
-                               got="a value of one sample", want="a note of what it returned")  # fmt: skip
+            raise ComposeError(
+                "a note inside of a transform of torch.func cannot be kept",
+                where=where,
+                got="a value of one sample",
+                want="a note of what it returned",
+            )
         if not fits:
             got = text(value.shape, value.dtype, value.device) if isinstance(value, Tensor) else repr(value)[:80]
-            raise ComposeError("a note is not like the entry that it goes to", where=where, got=got,
-                               want=text(shape, dtype, self.device))  # fmt: skip
+            raise ComposeError(
+                "a note is not like the entry that it goes to",
+                where=where,
+                got=got,
+                want=text(shape, dtype, self.device),
+            )
 
 
 def may_note(one: Any) -> bool:

@@ -34,9 +34,15 @@ class Parameters:
 
 @in_range("gather")
 def open_parameters(
-    gather: Gather, shard: Shard | None, structure: Structure, parts: list[Tensor], pool: Pool, *, train: bool,
+    gather: Gather,
+    shard: Shard | None,
+    structure: Structure,
+    parts: list[Tensor],
+    pool: Pool,
+    *,
+    train: bool,
     order: Order | None,
-) -> Parameters:  # fmt: skip
+) -> Parameters:
     """Return what the loss sees, cast once a step; with `train` the trained leaves require gradients."""
     live = None
     if not structure.sharded:

@@ -101,8 +101,9 @@ class Placement:
             return shapes
         size = self.axis.size
         along = lambda lies, i: size if isinstance(lies, SplitDim) and lies.dim == i else 1
-        return {name: tuple(n * along(self.lies(name), i) for i, n in enumerate(shape))
-                for name, shape in shapes.items()}  # fmt: skip
+        return {
+            name: tuple(n * along(self.lies(name), i) for i, n in enumerate(shape)) for name, shape in shapes.items()
+        }
 
     def holds(self, name: str) -> bool:
         """Say whether this rank holds a parameter, or a buffer, or a piece of it."""
@@ -116,9 +117,11 @@ class Placement:
         lies = self.lies(name)
         if not isinstance(lies, Owned if self.owns else SplitDim | Replicated):
             raise ComposeError(
-                "a placement does not say how a parameter lies", where=f"{type(self).__name__}.lies({name!r})",
-                got=repr(lies)[:80], want="SplitDim(dim), Replicated('same') or Replicated('sum')",
-            )  # fmt: skip
+                "a placement does not say how a parameter lies",
+                where=f"{type(self).__name__}.lies({name!r})",
+                got=repr(lies)[:80],
+                want="SplitDim(dim), Replicated('same') or Replicated('sum')",
+            )
         return lies
 
     def counts(self, names: Sequence[str | None]) -> list[bool]:
@@ -137,9 +140,11 @@ class Placement:
         dim, size = lies.dim, self.axis.size
         if dim >= x.dim() or x.shape[dim] % size:
             raise StateError(
-                "this cannot be split over an axis", where=name, got=f"shape {tuple(x.shape)}, split along dim {dim}",
+                "this cannot be split over an axis",
+                where=name,
+                got=f"shape {tuple(x.shape)}, split along dim {dim}",
                 want=f"a multiple of {size} there, the ranks of {self.axis.name!r}",
-            )  # fmt: skip
+            )
         length = x.shape[dim] // size
         return x.narrow(dim, self.axis.index * length, length)
 

@@ -140,9 +140,13 @@ class Pool:
         _POOLS.add(self)
 
     def copies(
-        self, tensors: list[Tensor], kind: Hashable = None, *, make: Make | None = None,
+        self,
+        tensors: list[Tensor],
+        kind: Hashable = None,
+        *,
+        make: Make | None = None,
         copied: Callable[[int], bool] | None = None,
-    ) -> tuple[list[Tensor], Buffers]:  # fmt: skip
+    ) -> tuple[list[Tensor], Buffers]:
         """Return contiguous copies of `tensors`, and the buffers that they are in; sets that are free are let go.
 
         Args:

@@ -117,7 +117,7 @@ class Step(Stations):
             norm_of = functools.partial(found.norm_of_all, everyone=self.everyone)
         grads = known = Gradients(
             found.leaves, total, norm, structure.segments, self.dimensions.split, norm_of, found.counted
-        )  # fmt: skip
+        )
         for i, one in enumerate(self.condition):
             own = call.given_to(one, "condition", i, *self.dimensions.coordinates)
             own = own if notes is None or may_note(one) else own.silent()
@@ -157,9 +157,15 @@ class Step(Stations):
                 )
         step = state.step + (1 if skip is None else ~skip)
         after = State(
-            step=step, calls=state.calls + 1, params=structure.put(parts, new.trained), opt=new.opt, buffers=buffers,
-            slots=slots, key=state.key, token=new.token(state),
-        )  # fmt: skip
+            step=step,
+            calls=state.calls + 1,
+            params=structure.put(parts, new.trained),
+            opt=new.opt,
+            buffers=buffers,
+            slots=slots,
+            key=state.key,
+            token=new.token(state),
+        )
         return after, self._metrics(totals, state, step, values.rates(), norm, skip)
 
     def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
@@ -237,13 +243,26 @@ class Step(Stations):
         some, repeats = any(found.used) or not found.used, self.dimensions.repeats
         seen = checksum(batch) if repeats[1] > 1 and self.execute.reads(batch) else 0
         return agree(
-            found.totals, norm, found.buffers, self.everyone, self.dimensions.data, calls=calls, used=some,
-            repeats=repeats, seen=seen, also=None if notes is None or notes.late else notes,
-        )  # fmt: skip
+            found.totals,
+            norm,
+            found.buffers,
+            self.everyone,
+            self.dimensions.data,
+            calls=calls,
+            used=some,
+            repeats=repeats,
+            seen=seen,
+            also=None if notes is None or notes.late else notes,
+        )
 
     def _metrics(
-        self, totals: Totals, state: State, step: Tensor, rates: dict[str, Tensor], norm: Tensor | None,
-        skip: Tensor | None
+        self,
+        totals: Totals,
+        state: State,
+        step: Tensor,
+        rates: dict[str, Tensor],
+        norm: Tensor | None,
+        skip: Tensor | None,
     ) -> dict[str, Tensor]:
         metrics = {**totals.means(), "step": step.clone(), **rates}
         if norm is not None:

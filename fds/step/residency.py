@@ -124,8 +124,9 @@ def agreed_chunks(
             raise ComposeError(
                 "ranks that hold slices of the same parameters visit them in the same chunks",
                 where=f"station 'place', chunks of {text_of(residency)}, rank {rank}",
-                got=error or str(theirs)[:200], want=str(first.get(at, "chunks"))[:200],
-            )  # fmt: skip
+                got=error or str(theirs)[:200],
+                want=str(first.get(at, "chunks"))[:200],
+            )
     return mine
 
 
@@ -141,8 +142,9 @@ def made(residency: Residency, x: Tensor, kind: str, device: torch.device | None
     same = isinstance(found, Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype) and found.is_contiguous()
     if not same or found.is_meta or not (kind == "opt" or found.device == like.device):
         want = "" if kind == "opt" else f" on {like.device}"
-        raise _broken(residency, f"make(x, {kind!r})", in_words(found),
-                      f"contiguous memory {tuple(x.shape)} {x.dtype}{want}")  # fmt: skip
+        raise _broken(
+            residency, f"make(x, {kind!r})", in_words(found), f"contiguous memory {tuple(x.shape)} {x.dtype}{want}"
+        )
     return found.detach()
 
 
@@ -153,8 +155,12 @@ def check_apart(residency: Residency, made: Iterable[Tensor], held: Iterable[Ten
     ends: dict[tuple[str, bool], int] = {}
     for device, start, size, own in sorted(places):
         if start < max(ends.get((device, True), 0), own * ends.get((device, False), 0)):
-            raise _broken(residency, "make(x, kind)", "memory that another leaf has",
-                          "memory of its own for each leaf, which nobody else holds")  # fmt: skip
+            raise _broken(
+                residency,
+                "make(x, kind)",
+                "memory that another leaf has",
+                "memory of its own for each leaf, which nobody else holds",
+            )
         ends[device, own] = max(ends.get((device, own), 0), start + size)
 
 
@@ -297,6 +303,8 @@ def read_back(residency: Residency, found: Any, old: list[Tensor], device: torch
 
 def _broken(residency: Residency, method: str, got: str, want: str) -> ComposeError:
     return ComposeError(
-        "what fills a station did not return what it must", where=f"station 'place', {method} of {text_of(residency)}",
-        got=got[:200], want=want[:200],
-    )  # fmt: skip
+        "what fills a station did not return what it must",
+        where=f"station 'place', {method} of {text_of(residency)}",
+        got=got[:200],
+        want=want[:200],
+    )

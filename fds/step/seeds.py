@@ -55,9 +55,17 @@ class Seeds:
 
     @classmethod
     def of(
-        cls, scale: Tensor | None, num_microbatches: int, kinds: list[torch.dtype], sum_dtype: torch.dtype | None,
-        others: Iterable[torch.dtype | None], *, data: Axis | None, asked: dict[str, list[str]], order: Order | None,
-    ) -> Seeds:  # fmt: skip
+        cls,
+        scale: Tensor | None,
+        num_microbatches: int,
+        kinds: list[torch.dtype],
+        sum_dtype: torch.dtype | None,
+        others: Iterable[torch.dtype | None],
+        *,
+        data: Axis | None,
+        asked: dict[str, list[str]],
+        order: Order | None,
+    ) -> Seeds:
         """Return the seeds of a call.
 
         Args:
@@ -125,9 +133,10 @@ class Seeds:
         if mine and not agreed:
             raise LossError(
                 "the loss is a Mean now and was a scalar in earlier calls, and ranks have agreed on that",
-                got="fds.Mean(total, weight)", want="fds.Mean in every call, or in none",
+                got="fds.Mean(total, weight)",
+                want="fds.Mean in every call, or in none",
                 hint="a scalar is fds.Mean(loss, 1)",
-            )  # fmt: skip
+            )
         return agreed
 
 

@@ -67,15 +67,23 @@ class Structure:
 
     @classmethod
     def of(
-        cls, params: Any, *, gather: Gathers, shard: Shard | None, optimizer: Optimizer, frozen: Sequence[str],
-        dimensions: Dimensions, text: str,
-    ) -> Structure:  # fmt: skip
+        cls,
+        params: Any,
+        *,
+        gather: Gathers,
+        shard: Shard | None,
+        optimizer: Optimizer,
+        frozen: Sequence[str],
+        dimensions: Dimensions,
+        text: str,
+    ) -> Structure:
         """Read the structure of a tree of tensors, or of `Sharded` ones, for a step of this `text`.
 
         Raises `StateError` for a leaf that is not a tensor, and parameters that were sharded in another way.
         """
-        read = functools.partial(read_leaves, gather=gather, shard=shard, optimizer=optimizer, frozen=frozen,
-                                 dimensions=dimensions)  # fmt: skip
+        read = functools.partial(
+            read_leaves, gather=gather, shard=shard, optimizer=optimizer, frozen=frozen, dimensions=dimensions
+        )
         if isinstance(params, Sharded):
             layout = params.layout
             known = {leaf.name: leaf for bucket in layout.buckets for leaf in bucket.leaves}
@@ -83,11 +91,13 @@ class Structure:
             same = all(leaf == known[leaf.name] for leaf in read(shapes))
             if shard is None or not shard.slices_state or layout.num_ranks != shard.axis.size or not same:
                 raise StateError(
-                    "these parameters are sharded in another way", where="params",
+                    "these parameters are sharded in another way",
+                    where="params",
                     got=f"slices of {len(layout.buckets)} buckets for {layout.num_ranks} ranks",
-                    want=f"those of {text}", hint="ranks, optimizer groups, frozen and float32 parameters "
+                    want=f"those of {text}",
+                    hint="ranks, optimizer groups, frozen and float32 parameters "
                     "decide on them; fds.save and fds.load carry a state over, step.params(state) gives whole ones",
-                )  # fmt: skip
+                )
             return cls._of_layout(layout, shard, optimizer)
         leaves = read(tree.paths(params))
         if shard is not None and shard.slices_state:
@@ -97,10 +107,20 @@ class Structure:
         build, names = tree.flatten(params)[1], tuple(leaf.name for leaf in leaves)
         segments = [[Segment(leaf.name, leaf.shape, 0, leaf.numel)] for leaf in live]
         made = cls(
-            names, tuple(leaf.name for leaf in live), names, tuple(torch.Size(leaf.shape) for leaf in leaves),
-            tuple(i for i, leaf in enumerate(leaves) if leaf.trained), build, build, segments, layout, False,
-            _casts(leaves, gather), {leaf.name: leaf for leaf in leaves}, {},
-        )  # fmt: skip
+            names,
+            tuple(leaf.name for leaf in live),
+            names,
+            tuple(torch.Size(leaf.shape) for leaf in leaves),
+            tuple(i for i, leaf in enumerate(leaves) if leaf.trained),
+            build,
+            build,
+            segments,
+            layout,
+            False,
+            _casts(leaves, gather),
+            {leaf.name: leaf for leaf in leaves},
+            {},
+        )
         return made._with_slots(optimizer, [(leaf.numel, leaf.dtype) for leaf in live])
 
     @classmethod
@@ -108,12 +128,20 @@ class Structure:
         buckets = layout.buckets
         trained = {leaf.name for b in buckets if b.trained for leaf in b.leaves}
         made = cls(
-            layout.names, tuple(n for n in layout.names if n in trained), tuple(b.name for b in buckets),
-            tuple(torch.Size((b.length,)) for b in buckets), tuple(i for i, b in enumerate(buckets) if b.trained),
+            layout.names,
+            tuple(n for n in layout.names if n in trained),
+            tuple(b.name for b in buckets),
+            tuple(torch.Size((b.length,)) for b in buckets),
+            tuple(i for i, b in enumerate(buckets) if b.trained),
             lambda parts: Sharded(dict(zip((b.name for b in buckets), parts, strict=True)), layout),
-            tree.builder(layout.spec), [b.segments(shard.axis.index) for b in buckets if b.trained], layout, True,
-            None, {leaf.name: leaf for b in buckets for leaf in b.leaves}, {},
-        )  # fmt: skip
+            tree.builder(layout.spec),
+            [b.segments(shard.axis.index) for b in buckets if b.trained],
+            layout,
+            True,
+            None,
+            {leaf.name: leaf for b in buckets for leaf in b.leaves},
+            {},
+        )
         return made._with_slots(optimizer, [(b.length, b.dtype) for b in buckets if b.trained])
 
     def _with_slots(self, optimizer: Optimizer, flat: list[tuple[int, torch.dtype]]) -> Structure:
@@ -196,27 +224,39 @@ class Structure:
 
 
 def read_leaves(
-    named: dict[str, Any], *, gather: Gathers, shard: Shard | None, optimizer: Optimizer, frozen: Sequence[str],
+    named: dict[str, Any],
+    *,
+    gather: Gathers,
+    shard: Shard | None,
+    optimizer: Optimizer,
+    frozen: Sequence[str],
     dimensions: Dimensions,
-) -> list[Leaf]:  # fmt: skip
+) -> list[Leaf]:
     """Return what the layout depends on of every leaf. Raises `StateError` for one that is not a real tensor."""
     slices = shard is not None and shard.slices_state
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise StateError("a parameter is not a tensor", where=name, got=repr(x)[:60], want="a tensor")
         if x.is_complex():
-            raise StateError("a parameter is complex", where=name, got=str(x.dtype), want="a real dtype",
-                             hint="keep real and imaginary part: torch.view_as_real")  # fmt: skip
+            raise StateError(
+                "a parameter is complex",
+                where=name,
+                got=str(x.dtype),
+                want="a real dtype",
+                hint="keep real and imaginary part: torch.view_as_real",
+            )
     still = tree.match(frozen, dimensions.names(tuple(named)), what="freeze")
     leaves = []
     for name, x in named.items():
         trained = tree.is_float(x) and name not in still
         if trained and optimizer.needs_whole(name) and dimensions.box(name, x.shape) is not None:
             raise StateError(
-                "the optimizer needs whole parameters, and each rank has a piece of this one", where=name,
-                got=repr(optimizer), want="an optimizer that works on pieces, as adamw and lamb do",
+                "the optimizer needs whole parameters, and each rank has a piece of this one",
+                where=name,
+                got=repr(optimizer),
+                want="an optimizer that works on pieces, as adamw and lamb do",
                 hint=f"by_name({{{name!r}: adamw(), ...}})",
-            )  # fmt: skip
+            )
         group = optimizer.group(name) if trained else None
         stays = shard is not None and shard.persists(x.numel())
         kind = (group, gather.casts(name), stays, dimensions.kind(name))
@@ -241,10 +281,12 @@ def check_own(params: Any) -> None:
             for other, y in others.items():
                 if overlap(x, y):
                     raise StateError(
-                        "two parameters share their memory, and a copy would untie them", where=name,
-                        got=f"memory of {other!r}", want="each parameter once",
+                        "two parameters share their memory, and a copy would untie them",
+                        where=name,
+                        got=f"memory of {other!r}",
+                        want="each parameter once",
                         hint="leave one name out (fds.functional and TiedLayerSpec do), and use it twice in the loss",
-                    )  # fmt: skip
+                    )
             others[name] = x
         check_finite(name, x)
 
@@ -253,8 +295,12 @@ def check_finite(name: str, x: Tensor) -> None:
     """Raise `StateError` for a leaf with NaN or infinite elements."""
     if x.is_floating_point() and not x.is_meta and not bool(torch.isfinite(x).all()):
         bad = int((~torch.isfinite(x)).sum())
-        raise StateError("a parameter is not finite", where=name, got=f"{bad} of {x.numel()} elements NaN or "
-                         "infinite", want="finite initial values")  # fmt: skip
+        raise StateError(
+            "a parameter is not finite",
+            where=name,
+            got=f"{bad} of {x.numel()} elements NaN or infinite",
+            want="finite initial values",
+        )
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:

@@ -103,19 +103,23 @@ def check_used(used: Sequence[bool], where: str, *, viewed: bool = False) -> Non
 def detached(where: str, got: str, *, viewed: bool = False) -> LossError:
     """Return the error of a loss that does not depend on what is trained, as far as it or a view says."""
     return LossError(
-        "the loss does not depend on the parameters", where=where, got=got, want="a value computed from params",
+        "the loss does not depend on the parameters",
+        where=where,
+        got=got,
+        want="a value computed from params",
         hint="look for .detach(), .item(), torch.no_grad(), or a module called in place of its fds.functional"
         + "; in the views of parameters, too" * viewed,
-    )  # fmt: skip
+    )
 
 
 def backward_inside() -> LossError:
     """Return the error of a loss that adds gradients by itself."""
     return LossError(
-        "the loss runs a backward pass of its own, whose gradients would be added to the step's", got=".backward()",
+        "the loss runs a backward pass of its own, whose gradients would be added to the step's",
+        got=".backward()",
         want="a loss that returns a scalar, which the step differentiates",
         hint="for gradients inside a loss: fds.autodiff.value_and_grad(..., create_graph=True)",
-    )  # fmt: skip
+    )
 
 
 def _widen(wide: dict[int, Tensor | None], i: int, dtype: torch.dtype) -> Callable[[Tensor], None]:

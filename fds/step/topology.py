@@ -37,27 +37,37 @@ class Dimension:
 
     def __attrs_post_init__(self) -> None:
         if self.axis is not None and not isinstance(self.axis, Axis):
-            raise ComposeError("a dimension has an axis", where="station 'topology'", got=repr(self.axis)[:80],
-                               want="fds.step.Dimension(axis, role, placement), the axis from a mesh: mesh['tp']",
-                               hint="axis and role have changed places" * isinstance(self.axis, str))  # fmt: skip
+            raise ComposeError(
+                "a dimension has an axis",
+                where="station 'topology'",
+                got=repr(self.axis)[:80],
+                want="fds.step.Dimension(axis, role, placement), the axis from a mesh: mesh['tp']",
+                hint="axis and role have changed places" * isinstance(self.axis, str),
+            )
         if not isinstance(self.placement, Placement):
             raise ComposeError(
-                "a dimension has a placement", where="station 'topology'", got=repr(self.placement)[:80],
+                "a dimension has a placement",
+                where="station 'topology'",
+                got=repr(self.placement)[:80],
                 want="an fds.step.Placement",
                 hint="an object of it, not the class" if isinstance(self.placement, type) else "",
-            )  # fmt: skip
+            )
         if self.axis is not None and self.axis.size > 1 and self.placement.axis is None:
             raise ComposeError(
-                "a placement does not know its axis", where=f"station 'topology', {self!r}",
-                got=type(self.placement).__name__, want="a Placement whose attribute `axis` is the axis",
-            )  # fmt: skip
+                "a placement does not know its axis",
+                where=f"station 'topology', {self!r}",
+                got=type(self.placement).__name__,
+                want="a Placement whose attribute `axis` is the axis",
+            )
         if self.axis is not None and self.placement.axis is not None:
             own, ranks = self.placement.axis, self.axis.ranks
             if own.ranks != ranks and not (self.batches and set(own.ranks) <= set(ranks)):  # or slices of some of them
                 raise ComposeError(
-                    "a placement is of another axis than its dimension", where=f"station 'topology', {self!r}",
-                    got=f"{type(self.placement).__name__}.axis: {own.name!r}", want=repr(self.axis.name),
-                )  # fmt: skip
+                    "a placement is of another axis than its dimension",
+                    where=f"station 'topology', {self!r}",
+                    got=f"{type(self.placement).__name__}.axis: {own.name!r}",
+                    want=repr(self.axis.name),
+                )
 
     def __repr__(self) -> str:
         ranks = "one process" if self.axis is None else f"{self.axis.name} ({self.axis.size} ranks)"
@@ -94,8 +104,12 @@ class Dimensions:
         """Put dimensions together. Raises `ComposeError` for axes of two meshes, or one in two roles."""
         other = next((one.role for one in dimensions if one.role not in ROLES), None)
         if other is not None:
-            raise ComposeError("there is no such role of an axis", where="station 'topology'", got=repr(other),
-                               want=", ".join(map(repr, ROLES)))  # fmt: skip
+            raise ComposeError(
+                "there is no such role of an axis",
+                where="station 'topology'",
+                got=repr(other),
+                want=", ".join(map(repr, ROLES)),
+            )
         entries = tuple(sorted(dimensions, key=lambda one: ROLES.index(one.role)))
         real = [(one.axis, one.batches) for one in entries if one.axis is not None]
         return cls(entries, _joined([axis for axis, _ in real]), _joined([axis for axis, batches in real if batches]))
@@ -271,7 +285,8 @@ def _joined(axes: list[Axis]) -> Axis | None:
     names = [name for axis in axes for name in axis.name.split(",")]
     if any(axis.mesh != axes[0].mesh for axis in axes) or len(set(names)) < len(names):
         raise ComposeError(
-            "these axes are not two axes of one mesh", got=" and ".join(repr(axis.name) for axis in axes),
+            "these axes are not two axes of one mesh",
+            got=" and ".join(repr(axis.name) for axis in axes),
             want='mesh = fds.mesh(pp=2, dp=-1); pipeline(..., mesh["pp"]), shard_optimizer(mesh["dp"])',
-        )  # fmt: skip
+        )
     return axes[0].mesh[tuple(names)].channel("step")

@@ -32,9 +32,11 @@ class Totals:
         self.loss = loss if self.loss is None else self.loss + loss
         if self.count and self.metrics.keys() != outcome.metrics.keys():
             raise LossError(
-                "microbatches return different metrics", where=where, got=str(sorted(outcome.metrics)),
+                "microbatches return different metrics",
+                where=where,
+                got=str(sorted(outcome.metrics)),
                 want=str(sorted(self.metrics)),
-            )  # fmt: skip
+            )
         for name, value in outcome.metrics.items():
             if isinstance(value, Tensor):  # an asynchronous copy to the CPU could be read too early
                 part = value.to(loss.device, non_blocking=loss.device.type != "cpu")
@@ -90,9 +92,18 @@ class Sums(Protocol):
 
 
 def agree(
-    totals: Totals, norm: Tensor | None, buffers: dict[str, Tensor], everyone: Axis, data: Axis | None, *, calls: int,
-    used: bool = True, repeats: tuple[int, int] = (0, 1), seen: int = 0, also: Sums | None = None,
-) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:  # fmt: skip
+    totals: Totals,
+    norm: Tensor | None,
+    buffers: dict[str, Tensor],
+    everyone: Axis,
+    data: Axis | None,
+    *,
+    calls: int,
+    used: bool = True,
+    repeats: tuple[int, int] = (0, 1),
+    seen: int = 0,
+    also: Sums | None = None,
+) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
     """Combine over ranks everything that a step's decisions depend on, in one small message; average the buffers.
 
     Args:
@@ -131,9 +142,13 @@ def agree(
     at, uses = next(read), next(read)
     if device.type == "cpu":
         if float(at) != calls * everyone.size:
-            raise RankError("ranks are at different calls of the step", where=f"axis {everyone.name!r}",
-                            got=f"call {calls} on this rank", want=f"{float(at) / everyone.size:g} on average",
-                            hint="a rank that caught an error of a step is behind: end all of them")  # fmt: skip
+            raise RankError(
+                "ranks are at different calls of the step",
+                where=f"axis {everyone.name!r}",
+                got=f"call {calls} on this rank",
+                want=f"{float(at) / everyone.size:g} on average",
+                hint="a rank that caught an error of a step is behind: end all of them",
+            )
         if not float(uses):
             raise detached("on any rank", "a graph that leads to none of them")
     loss, weight = next(read).view(()).to(totals.loss.dtype), next(read).view(()).to(weight.dtype)
@@ -164,10 +179,12 @@ def _check_repeated(sums: Tensor, count: int, everyone: Axis) -> None:
     """Raise `BatchError` where the checksums of all ranks (2,) are not those of the ranks that count, so many times."""
     if sums.device.type == "cpu" and float(sums[0]) != count * float(sums[1]):
         raise BatchError(
-            "ranks that compute one loss together were given different batches", where=f"axis {everyone.name!r}",
-            got="other inputs or targets", want="one batch for all ranks that differ only along a tensor axis",
+            "ranks that compute one loss together were given different batches",
+            where=f"axis {everyone.name!r}",
+            got="other inputs or targets",
+            want="one batch for all ranks that differ only along a tensor axis",
             hint="take rows by the coordinate on the data axis, not by the global rank",
-        )  # fmt: skip
+        )
 
 
 def _summed(parts: list[Tensor], axis: Axis) -> Iterator[Tensor]:

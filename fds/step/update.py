@@ -30,15 +30,25 @@ from fds.step.topology import Dimensions
 
 
 def _run(
-    optimizer: Optimizer, grads: list[Tensor], slots: list[str], segments: list[list[Segment]],
-    share: Callable[[str, Tensor], None], now: dict[str, Any], indices: list[int], columns: list[Column],
-) -> list[Column]:  # fmt: skip
+    optimizer: Optimizer,
+    grads: list[Tensor],
+    slots: list[str],
+    segments: list[list[Segment]],
+    share: Callable[[str, Tensor], None],
+    now: dict[str, Any],
+    indices: list[int],
+    columns: list[Column],
+) -> list[Column]:
     """Update some slices; return the columns that the optimizer returned."""
     inside = [segments[i] for i in indices]
     params, opt = returned.update(
-        optimizer, [grads[i] for i in indices], dict(zip(slots, columns[1:], strict=True)), columns[0],
-        segments=inside, **now,
-    )  # fmt: skip
+        optimizer,
+        [grads[i] for i in indices],
+        dict(zip(slots, columns[1:], strict=True)),
+        columns[0],
+        segments=inside,
+        **now,
+    )
     found = [params, *(opt[slot] for slot in slots)]
     for column in found:
         tie(share, optimizer, column, inside)
@@ -63,9 +73,16 @@ class NewLeaves:
     known: KnownMemory | None  # of their memory, where the new state may be given up
 
     def update(
-        self, state: State, optimizer: Optimizer, grads: Gradients, chunks: list[list[int]], dimensions: Dimensions, *,
-        skip: Tensor | None, values: Values,
-    ) -> None:  # fmt: skip
+        self,
+        state: State,
+        optimizer: Optimizer,
+        grads: Gradients,
+        chunks: list[list[int]],
+        dimensions: Dimensions,
+        *,
+        skip: Tensor | None,
+        values: Values,
+    ) -> None:
         """Update parameters and optimizer state; from the first write on, a state that is given up is marked so."""
         structure, n, segments = self.structure, len(self.trained), self.structure.segments
         flat, flat_opt = self.flat[:n], structure.align(self.flat[n:])

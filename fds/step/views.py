@@ -98,7 +98,7 @@ class Views:
 
     def seen(
         self, params: Any, setting: losses.Setting, *, plain: bool, in_pieces: bool, again: Collection[str] = ()
-    ) -> tuple[Any, dict[str, Cut]]:  # fmt: skip
+    ) -> tuple[Any, dict[str, Cut]]:
         """Return parameters as the loss sees them, and by name those that are cut off from their views.
 
         Of what is gathered on use these are handles, which run the views on use and are always cut off.
@@ -110,8 +110,12 @@ class Views:
             in_pieces: whether the loss's backward is run in pieces, so that each parameter must be cut off.
             again: names of parameters that an earlier stage views too, which counts what is noted of them.
         """
-        on_use = OnUse.now(self.known, setting.devices, evaluating=setting.mode.evaluating,
-                           draws=any(map(random.draws, self.functions)))  # fmt: skip
+        on_use = OnUse.now(
+            self.known,
+            setting.devices,
+            evaluating=setting.mode.evaluating,
+            draws=any(map(random.draws, self.functions)),
+        )
         (leaves, build), names = tree.flatten(params), tree.paths(params)
         shown, cuts, runs = [], {}, None if self.again is None else Runs(self.again.union(again))
         for name, p in zip(names, leaves, strict=True):

@@ -26,6 +26,20 @@ from fds.storage.source import Source
 from fds.storage.verifying import verify
 
 __all__ = [
-    "Chunk", "Difference", "File", "Leaf", "Manifest", "Saving", "Source", "differences", "export_weights",
-    "import_deepspeed", "import_weights", "load", "open_source", "save", "save_async", "verify",
-]  # fmt: skip
+    "Chunk",
+    "Difference",
+    "File",
+    "Leaf",
+    "Manifest",
+    "Saving",
+    "Source",
+    "differences",
+    "export_weights",
+    "import_deepspeed",
+    "import_weights",
+    "load",
+    "open_source",
+    "save",
+    "save_async",
+    "verify",
+]

@@ -66,9 +66,10 @@ def _diff(options: Options) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(
-        prog="python -m fds.storage", description="Look into saves, and take weights out of them.",
+        prog="python -m fds.storage",
+        description="Look into saves, and take weights out of them.",
         epilog="DIR is a run's directory, DIR:TAG or DIR/TAG one save of it; or what others saved.",
-    )  # fmt: skip
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     show = commands.add_parser("show", help="say what is in it", description="List the saves, or what is in one.")
@@ -76,26 +77,37 @@ def _parse(arguments: Sequence[str] | None) -> Options:
     show.add_argument("--tag", help="which save to show leaf by leaf")
     show.set_defaults(run=_show)
 
-    check = commands.add_parser("verify", help="say whether it is whole",
-                                description="Compare every checksum; exit with 1 if anything is wrong.")  # fmt: skip
+    check = commands.add_parser(
+        "verify",
+        help="say whether it is whole",
+        description="Compare every checksum; exit with 1 if anything is wrong.",
+    )
     check.add_argument("dir", metavar="DIR")
     which = check.add_mutually_exclusive_group()
     which.add_argument("--tag", help="which save (the last)")
     which.add_argument("--all", action="store_true", help="all saves")
     check.set_defaults(run=_verify)
 
-    export = commands.add_parser("export", help="write its weights as Hugging Face safetensors",
-                                 description="Write weights as Hugging Face safetensors.")  # fmt: skip
+    export = commands.add_parser(
+        "export",
+        help="write its weights as Hugging Face safetensors",
+        description="Write weights as Hugging Face safetensors.",
+    )
     export.add_argument("dir", metavar="DIR")
     export.add_argument("path", metavar="PATH", help="a file that ends in .safetensors, or a directory")
-    export.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32", "own"],
-                        help="of floating-point weights (%(default)s); own: as they are")  # fmt: skip
+    export.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=["bfloat16", "float16", "float32", "own"],
+        help="of floating-point weights (%(default)s); own: as they are",
+    )
     export.add_argument("--tag", help="which save (the last)")
     export.add_argument("--tree", default="params", help="slots.ema: averages in the place of params")
     export.set_defaults(run=_export)
 
-    diff = commands.add_parser("diff", help="say in what two differ",
-                               description="Compare leaf by leaf; exit with 1 if they differ.")  # fmt: skip
+    diff = commands.add_parser(
+        "diff", help="say in what two differ", description="Compare leaf by leaf; exit with 1 if they differ."
+    )
     diff.add_argument("a", metavar="A", help="DIR, DIR:TAG or DIR/TAG")
     diff.add_argument("b", metavar="B", help="likewise")
     diff.add_argument("--tags", nargs=2, metavar=("TAG_A", "TAG_B"), help="which saves (the last ones)")

@@ -79,8 +79,12 @@ class Saving:
 
     def _join(self) -> None:
         if os.getpid() != self.pid:
-            raise StorageError("a process that was forked cannot wait for its parent's save", where=str(self.folder),
-                               got=f"process {os.getpid()}", want=f"process {self.pid}")  # fmt: skip
+            raise StorageError(
+                "a process that was forked cannot wait for its parent's save",
+                where=str(self.folder),
+                got=f"process {os.getpid()}",
+                want=f"process {self.pid}",
+            )
         assert self.thread is not None
         self.thread.join()
 
@@ -242,10 +246,12 @@ def _write_and_publish(
                     raise _FailedElsewhere
                 if time.monotonic() >= end:
                     raise RankError(
-                        f"rank {rank} did not write its part of the save in time", where=str(draft.folder),
-                        got=f"nothing from it in {draft.ranks.timeout:g} s", want="all ranks to go on",
+                        f"rank {rank} did not write its part of the save in time",
+                        where=str(draft.folder),
+                        got=f"nothing from it in {draft.ranks.timeout:g} s",
+                        want="all ranks to go on",
                         hint="earlier saves are unchanged",
-                    )  # fmt: skip
+                    )
                 time.sleep(POLL)
     draft.finish(resources, [record, *map(functools.partial(_report_of, draft), range(1, draft.ranks.size))])
 

@@ -88,9 +88,11 @@ def _compared(leaf: Difference, one: Source, other: Source) -> Difference:
         if count:
             far, relative = _distances(x[differ], y[differ])
             leaf = attrs.evolve(
-                leaf, num_different=leaf.num_different + count, max_abs=max(leaf.max_abs, far),
+                leaf,
+                num_different=leaf.num_different + count,
+                max_abs=max(leaf.max_abs, far),
                 max_relative=max(leaf.max_relative, relative),
-            )  # fmt: skip
+            )
         leaf = attrs.evolve(leaf, numel=leaf.numel + len(x))
     return leaf
 

@@ -77,8 +77,12 @@ def export_weights(
             raise StorageError("a state has no tags", where="export_weights", got=f"tag={tag!r:.40}", want="no tag")
         return _export_state(source, to, dtype, step, tree, max_shard_bytes)
     if step is not None:
-        raise StorageError("a saved run is exported by one process, without a step", where="export_weights",
-                           got="step=...", want="a state with its step, or a directory without one")  # fmt: skip
+        raise StorageError(
+            "a saved run is exported by one process, without a step",
+            where="export_weights",
+            got="step=...",
+            want="a state with its step, or a directory without one",
+        )
     saved = open_source(source, tag)
     export = Export.of(saved.leaves, to, dtype, tree, max_shard_bytes)
     with export.publishing() as folder, write_errors(export.folder):
@@ -90,11 +94,19 @@ def _check_options(dtype: Any, max_shard_bytes: Any) -> None:
     """Raise `StorageError` for a dtype or a shard size that cannot be exported."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES):
         floats = ", ".join(name for name, x in DTYPES.items() if x.is_floating_point)
-        raise StorageError("weights cannot be cast to this", where="dtype", got=repr(dtype)[:40],
-                           want=f"None, or of torch's dtypes {floats}")  # fmt: skip
+        raise StorageError(
+            "weights cannot be cast to this",
+            where="dtype",
+            got=repr(dtype)[:40],
+            want=f"None, or of torch's dtypes {floats}",
+        )
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
-        raise StorageError("not a size of a file", where="max_shard_bytes", got=repr(max_shard_bytes)[:40],
-                           want="a number of bytes, 1 or more")  # fmt: skip
+        raise StorageError(
+            "not a size of a file",
+            where="max_shard_bytes",
+            got=repr(max_shard_bytes)[:40],
+            want="a number of bytes, 1 or more",
+        )
 
 
 def _export_state(
@@ -109,8 +121,13 @@ def _export_state(
             step.structure_of(state.params)  # raises an error for slices of another step
         parts = parts_of(state, ranks)
         check_writable({name: part.tensor for name, part in parts.items()})
-        exchange.mine = {"path": str(path), "dtype": str(dtype), "tree": repr(tree),
-                         "size of a file": str(max_shard_bytes), **agreement(parts, ranks)}  # fmt: skip
+        exchange.mine = {
+            "path": str(path),
+            "dtype": str(dtype),
+            "tree": repr(tree),
+            "size of a file": str(max_shard_bytes),
+            **agreement(parts, ranks),
+        }
     ranks.check_equal(exchange.all)
     union = AllLeaves.of(parts, ranks)
     with ranks.together():
@@ -145,10 +162,12 @@ def _check_whole_state(state: State) -> None:
     if isinstance(state.params, Sharded) or size > 1:
         where = f", on one of {size} ranks" if size > 1 else ""
         raise StorageError(
-            "a rank may hold a part of the state, which only the step knows", where="export_weights",
-            got=f"a state without its step{where}", want="export_weights(state, path, step=step) on every rank",
+            "a rank may hold a part of the state, which only the step knows",
+            where="export_weights",
+            got=f"a state without its step{where}",
+            want="export_weights(state, path, step=step) on every rank",
             hint="one process can export a saved run alone: export_weights(dir, path)",
-        )  # fmt: skip
+        )
 
 
 @attrs.frozen
@@ -253,15 +272,21 @@ def _names(leaves: Mapping[str, SavedLeaf], tree: str) -> dict[str, str]:
 
     Raises `StorageError` for a tree that does not exist or does not match the parameters, and for equal names.
     """
-    below = {root: {n.removeprefix(f"{root}."): n for n in leaves if n.startswith(f"{root}.")}
-             for root in ("params", "buffers", tree)}  # fmt: skip
+    below = {
+        root: {n.removeprefix(f"{root}."): n for n in leaves if n.startswith(f"{root}.")}
+        for root in ("params", "buffers", tree)
+    }
     chosen, params, buffers = below[tree], below["params"], below["buffers"]
     if not chosen:
         above = {n.rsplit(".", i)[0]: None for n in leaves for i in range(1, n.count(".") + 1)}
         known = sorted(above, key=lambda n: (n.count("."), n))
-        raise StorageError("there is nothing to export here", where="tree", got=repr(tree)[:80],
-                           want="the key path of a tree of tensors: params, or slots.ema",
-                           hint=did_you_mean(tree, known))  # fmt: skip
+        raise StorageError(
+            "there is nothing to export here",
+            where="tree",
+            got=repr(tree)[:80],
+            want="the key path of a tree of tensors: params, or slots.ema",
+            hint=did_you_mean(tree, known),
+        )
     for name in {**params, **chosen} if params else ():
         have, want = (str(leaves[x[name]].shape) if name in x else "nothing" for x in (chosen, params))
         if have != want:

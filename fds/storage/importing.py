@@ -86,7 +86,12 @@ def import_deepspeed(
 
 
 def _filled(
-    doing: str, open_: Callable[[], Source], step: Step, params: Any, options: MatchOptions, rename: Rename | None,
+    doing: str,
+    open_: Callable[[], Source],
+    step: Step,
+    params: Any,
+    options: MatchOptions,
+    rename: Rename | None,
     key: int | Tensor,
 ) -> tuple[State, dict[str, Any]]:
     ranks = Ranks.of(step, doing)

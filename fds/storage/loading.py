@@ -81,9 +81,13 @@ def load(
     ranks = Ranks.of(step, "load")
     with ranks.together():
         if isinstance(params, Sharded):
-            raise StorageError("the structure of whole parameters cannot be derived from slices", where="params",
-                               got="the sharded params of a state", want="the argument of step.init",
-                               hint="dict(module.named_parameters()); only structure is read")  # fmt: skip
+            raise StorageError(
+                "the structure of whole parameters cannot be derived from slices",
+                where="params",
+                got="the sharded params of a state",
+                want="the argument of step.init",
+                hint="dict(module.named_parameters()); only structure is read",
+            )
         path = checked_path(dir, "dir")
         options = MatchOptions(checked_slots(slots), strict, params_only, without_optimizer, without_schedule)
     source = by_rank.opened(path, tag, ranks, verify) if local else _open_save(path, tag, ranks, verify)
@@ -116,8 +120,12 @@ def fill(source: Source, step: Step, params: Any, options: MatchOptions, ranks: 
         template = step.init(params, key=key)
     with ranks.together():
         if "params" in missing and device.type != "meta" and any(x.is_meta for x in tree.leaves(template.params)):
-            raise StorageError("a parameter that the save lacks has no values", where=source.where, got="meta tensors",
-                               want="parameters with values, or a recipe")  # fmt: skip
+            raise StorageError(
+                "a parameter that the save lacks has no values",
+                where=source.where,
+                got="meta tensors",
+                want="parameters with values, or a recipe",
+            )
         state = template if "params" in missing else blank(step, template, device)
         _read(parts_of(attrs.evolve(state, opt={}, slots={}), ranks), names, source)
     held = state.params

@@ -60,8 +60,12 @@ def checked_slots(slots: Any) -> tuple[str, ...]:
     """Return the argument `slots` of `load` as a tuple. Raises `StorageError`."""
     found = (slots,) if isinstance(slots, str) else tuple(slots) if isinstance(slots, Iterable) else (slots,)
     if any(one not in SLOTS for one in found):
-        raise StorageError("unknown value of slots", where="slots", got=repr(slots)[:60],
-                           want="'init', 'drop' or both: ('init', 'drop')")  # fmt: skip
+        raise StorageError(
+            "unknown value of slots",
+            where="slots",
+            got=repr(slots)[:60],
+            want="'init', 'drop' or both: ('init', 'drop')",
+        )
     return found
 
 
@@ -82,9 +86,10 @@ def match(
         names = _without_partial_slots(names, have, want)
     alike = (lambda a, b: a.shape == b.shape) if options.foreign else (lambda a, b: str(a) == str(b))
     mismatched = [
-        name for name, found in names.items()
+        name
+        for name, found in names.items()
         if not alike(have[found], want[name]) and not (_is_of(name, partial) and _same_term(have[found], want[name]))
-    ]  # fmt: skip
+    ]
     missing = [n for n in want if options.read(n) and n not in names and not options.may_lack(n)]
     taken = {source.aliases.get(name, name) for name in names.values()}
     unexpected = [
@@ -162,11 +167,12 @@ def _check_matched(
         by = ", ".join(source.composition)
         hints.append(f"it was saved by compose({by})" if have[next(iter(have))].chunks else f"it was written by {by}")
     raise StorageError(
-        f"{what}: {name}", where=source.where,
+        f"{what}: {name}",
+        where=source.where,
         got=f"{have[name]} in the save" if name in have else "nothing in the save",
         want=f"{want[name]}, as this step has it" if name in want else "nothing, as this step has it",
         hint="\n".join(filter(None, hints)),
-    )  # fmt: skip
+    )
 
 
 def _is_of(name: str, slots: Collection[str]) -> bool:

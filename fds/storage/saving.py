@@ -51,9 +51,7 @@ def save(
     place.
     """
     background.await_previous()
-    draft = Draft.of(
-        dir, state, step, tag, extra, doing="save", keep=keep, tag_validation=tag_validation, local=local
-    )
+    draft = Draft.of(dir, state, step, tag, extra, doing="save", keep=keep, tag_validation=tag_validation, local=local)
     with contextlib.ExitStack() as saving:
         with draft.ranks.together():
             draft.begin(saving)

@@ -66,9 +66,11 @@ def save(source: Source) -> Iterator[RenderableType]:
     yield ""
     yield table(
         ["", "leaves >", "elements >", "bytes >"],
-        [[name, f"{len(of):,}", f"{sum(math.prod(x.shape) for x in of):,}", decimal(sum(map(num_bytes, of)))]
-         for name, of in totals.items()],
-    )  # fmt: skip
+        [
+            [name, f"{len(of):,}", f"{sum(math.prod(x.shape) for x in of):,}", decimal(sum(map(num_bytes, of)))]
+            for name, of in totals.items()
+        ],
+    )
     if source.extra:
         yield f"\nextra: {json.dumps(source.extra, indent=2)}"
 
@@ -81,8 +83,14 @@ def comparison(found: list[Difference], num_leaves: int) -> Iterator[RenderableT
     rows = []
     for d in found:
         numbers = [f"{d.num_different:,} of {d.numel:,}", f"{d.max_abs:.4g}", f"{d.max_relative:.4g}"]
-        rows.append([d.name, d.left or "missing", d.right if d.right != d.left else "same" if d.right else "missing",
-                     *(numbers if d.numel else ["", "", ""])])  # fmt: skip
+        rows.append(
+            [
+                d.name,
+                d.left or "missing",
+                d.right if d.right != d.left else "same" if d.right else "missing",
+                *(numbers if d.numel else ["", "", ""]),
+            ]
+        )
     yield table(["leaf", "left", "right", "differing >", "max abs >", "max relative >"], rows)
     yield f"{len(found):,} of {num_leaves:,} leaves differ"
 

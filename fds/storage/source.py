@@ -81,8 +81,9 @@ def save_source(manifest: Manifest, folders: list[OpenFolder], *, verify: bool =
     home = {name: next((f for f in folders if f.has(name)), folders[0]) for name in manifest.files}
     boxed = frozenset(n for n, leaf in manifest.leaves.items() if any(c.box is not None for c in leaf.chunks))
     saved = _Saved(manifest, folders, Files(home, manifest.files, verify), boxed)
-    return Source(str(folders[0].path), manifest.leaves, saved.read, manifest.extra, manifest.composition,
-                  read_box=saved.read_box)  # fmt: skip
+    return Source(
+        str(folders[0].path), manifest.leaves, saved.read, manifest.extra, manifest.composition, read_box=saved.read_box
+    )
 
 
 @attrs.frozen(eq=False)
@@ -144,10 +145,12 @@ class _Saved:
     def _missing(self, name: str, want: str) -> StorageError:
         assert self.manifest.part is not None, "the chunks of a whole save cover its leaves"
         return StorageError(
-            "this part of the save belongs to another rank", where=f"{self.folders[0].path}: {name}",
-            got=f"the part of rank {self.manifest.part[0]} of {self.manifest.part[1]}", want=want,
+            "this part of the save belongs to another rank",
+            where=f"{self.folders[0].path}: {name}",
+            got=f"the part of rank {self.manifest.part[0]} of {self.manifest.part[1]}",
+            want=want,
             hint="use the ranks and axes of the save, or bring the folders rank0, rank1, ... together",
-        )  # fmt: skip
+        )
 
 
 def _placed(leaf: SavedLeaf) -> list[PlacedChunk]:
@@ -191,5 +194,8 @@ def blank_like(leaf: SavedLeaf, length: int) -> Tensor:
     try:
         return torch.empty(length, dtype=dtype, device="cpu")
     except RuntimeError as error:
-        raise StorageError("there is not enough memory to read this", where=str(leaf)[:80],
-                           got=f"{length * dtype.itemsize} bytes at once") from error  # fmt: skip
+        raise StorageError(
+            "there is not enough memory to read this",
+            where=str(leaf)[:80],
+            got=f"{length * dtype.itemsize} bytes at once",
+        ) from error

@@ -20,12 +20,15 @@ from fds.loss import LayerCall
 from fds.step import Call, Step, fill, transform
 
 MATMULS = (
-    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
-    torch.ops.aten.baddbmm.default, torch.ops.aten.convolution.default,
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.convolution.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
-)  # fmt: skip
+)
 
 
 @attrs.frozen
@@ -46,9 +49,9 @@ class Recompute:
                 groups.append([])
             groups[-1].append(one)  # one that writes over its input stays with the layer that computes it
         return [
-            LayerCall(functools.partial(self.run, group), sum((one.layers for one in group), ()),
-                      recomputes=True) for group in groups
-        ]  # fmt: skip
+            LayerCall(functools.partial(self.run, group), sum((one.layers for one in group), ()), recomputes=True)
+            for group in groups
+        ]
 
     def run(self, group: list[LayerCall], *args: Any) -> Any:
         """Run a group; its seeds are set anew inside it, so no generator state is kept.
@@ -67,10 +70,11 @@ class Recompute:
             out = call()
         if any(x._version != version for x, version in given):
             raise LossError(
-                "a checkpointed layer writes over its input", got="an in-place operation",
+                "a checkpointed layer writes over its input",
+                got="an in-place operation",
                 want="layers that leave their input as it is, since they are computed from it again",
                 hint="inplace=False, or an `every` that puts it in one group with the layer before it",
-            )  # fmt: skip
+            )
         return out
 
 
@@ -86,9 +90,7 @@ def _chain(group: list[LayerCall], *args: Any) -> Any:
 
 
 @transform
-def checkpoint_activations(
-    *, policy: str | Sequence | Callable | None = None, store: str = "device", every: int = 1
-):
+def checkpoint_activations(*, policy: str | Sequence | Callable | None = None, store: str = "device", every: int = 1):
     """Recompute activations in backward: per layer of `Layers`, per `every` layers, or the whole of an opaque loss.
 
     Args:
@@ -105,14 +107,21 @@ def checkpoint_activations(
     Raises `ComposeError` for anything else.
     """
     if store not in ("device", "host"):
-        raise ComposeError("checkpoint_activations: unknown store", got=repr(store), want="'device' or 'host'",
-                           hint=did_you_mean(str(store), ["device", "host"]))  # fmt: skip
+        raise ComposeError(
+            "checkpoint_activations: unknown store",
+            got=repr(store),
+            want="'device' or 'host'",
+            hint=did_you_mean(str(store), ["device", "host"]),
+        )
     if not is_int(every, 1):
         raise ComposeError("checkpoint_activations: every counts layers", got=repr(every), want="an int >= 1")
     operators = not isinstance(policy, str) and isinstance(policy, Sequence)
     if policy is not None and not (policy == "matmuls" or callable(policy) or (operators and all(map(_is_op, policy)))):
-        raise ComposeError("checkpoint_activations: unknown policy", got=repr(policy),
-                           want="None, 'matmuls', a list of operators or a function")  # fmt: skip
+        raise ComposeError(
+            "checkpoint_activations: unknown policy",
+            got=repr(policy),
+            want="None, 'matmuls', a list of operators or a function",
+        )
     kept: Any = list(MATMULS) if policy == "matmuls" else policy if policy is None or callable(policy) else list(policy)
 
     def apply(step: Step) -> Step:

@@ -49,9 +49,12 @@ class Average:
         averages, leaves = tree.paths(slot), tree.paths(params)
         if averages.keys() != leaves.keys():
             raise StateError(
-                "the average is of other parameters", where=f"slots.{self.slot}", got=", ".join(averages)[:200],
-                want=", ".join(leaves)[:200], hint="load(slots=\"init\") begins an average anew",
-            )  # fmt: skip
+                "the average is of other parameters",
+                where=f"slots.{self.slot}",
+                got=", ".join(averages)[:200],
+                want=", ".join(leaves)[:200],
+                hint='load(slots="init") begins an average anew',
+            )
         return [(e, leaves[name]) for name, e in averages.items()]
 
 
@@ -69,7 +72,12 @@ def ema(decay: float, *, name: str = "ema"):
 
     def apply(step: Step) -> Step:
         average = Average(name, float(decay))
-        return fill(step, after=average, memory=Memory(name, average.init, "parameters"),
-                    instead=f"ema({decay}, name={name + '_2'!r})", hint="give one of them another name")  # fmt: skip
+        return fill(
+            step,
+            after=average,
+            memory=Memory(name, average.init, "parameters"),
+            instead=f"ema({decay}, name={name + '_2'!r})",
+            hint="give one of them another name",
+        )
 
     return apply

@@ -97,13 +97,21 @@ def loss_scale(
             raise ComposeError(f"loss_scale: {name} counts steps", got=repr(value), want=f"an int >= {low}")
     numbers = all(isinstance(x, int | float) for x in (initial, minimum))
     if not (numbers and 0 < minimum <= initial < float("inf")):
-        raise ComposeError("loss_scale: the scale has no room", got=f"initial={initial!r}, minimum={minimum!r}",
-                           want="0 < minimum <= initial")  # fmt: skip
+        raise ComposeError(
+            "loss_scale: the scale has no room",
+            got=f"initial={initial!r}, minimum={minimum!r}",
+            want="0 < minimum <= initial",
+        )
 
     def apply(step: Step) -> Step:
         rule = DynamicScale(float(initial), window, hysteresis, consecutive_hysteresis, float(minimum))
-        return fill(step, scale=rule, commit=rule, measure=Measure(norm=True),
-                    memory=Memory(SLOT, rule.init, "replicated"),
-                    hint="one loss scale is enough, and it skips what is not finite")  # fmt: skip
+        return fill(
+            step,
+            scale=rule,
+            commit=rule,
+            measure=Measure(norm=True),
+            memory=Memory(SLOT, rule.init, "replicated"),
+            hint="one loss scale is enough, and it skips what is not finite",
+        )
 
     return apply

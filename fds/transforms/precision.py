@@ -75,16 +75,20 @@ def precision(
     """
     for name, dtype in (("compute", compute), ("reduce", reduce or compute), ("accumulate", accumulate)):
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ComposeError(f"precision: {name} is not a floating-point dtype", got=repr(dtype),
-                               want="say, torch.bfloat16")  # fmt: skip
+            raise ComposeError(
+                f"precision: {name} is not a floating-point dtype", got=repr(dtype), want="say, torch.bfloat16"
+            )
     kept = (keep_float32,) if isinstance(keep_float32, str) else tuple(keep_float32)
 
     def apply(step: Step) -> Step:
         own = ("0", "0.*") if isinstance(step.loss, Layers) else ("*",)
         cast = own if inputs is None else (inputs,) if isinstance(inputs, str) else tuple(inputs)
         return fill(
-            step, batch=CastInputs(compute, cast, isinstance(step.loss, Layers) and inputs is None),
-            gather={"dtype": compute, "float32": kept}, sum=Sum(accumulate), reduce={"dtype": reduce},
-        )  # fmt: skip
+            step,
+            batch=CastInputs(compute, cast, isinstance(step.loss, Layers) and inputs is None),
+            gather={"dtype": compute, "float32": kept},
+            sum=Sum(accumulate),
+            reduce={"dtype": reduce},
+        )
 
     return apply

@@ -57,9 +57,16 @@ def shard_optimizer(
     data = axis if replicate is None else _joined(axis, replicate)
     copies = replicate.channel("step") if replicate is not None and replicate.size > 1 else None
     shard = Shard(  # on its own channels, so that collectives of the loss are not mixed with its own
-        axis.channel("step"), stage, data.channel("step"), copies, bucket_bytes, max_live_bytes, prefetch,
-        persist_below, None if predivide is None else float(predivide),
-    )  # fmt: skip
+        axis.channel("step"),
+        stage,
+        data.channel("step"),
+        copies,
+        bucket_bytes,
+        max_live_bytes,
+        prefetch,
+        persist_below,
+        None if predivide is None else float(predivide),
+    )
 
     def apply(step: Step) -> Step:
         return step if data.size == 1 else fill(step, topology=Dimension(shard.data, "data", shard))
@@ -71,8 +78,9 @@ def _check_axes(axis: Any, replicate: Any) -> None:
     """Raise `ComposeError` for anything but axes, `MeshError` for one of ranks other than those that run now."""
     for name, one in (("axis", axis), ("replicate", replicate)):
         if not isinstance(one, Axis) and not (name == "replicate" and one is None):
-            raise ComposeError(f"shard_optimizer: {name} is not an axis", got=repr(one)[:80],
-                               want='fds.mesh(dp=-1)["dp"]')  # fmt: skip
+            raise ComposeError(
+                f"shard_optimizer: {name} is not an axis", got=repr(one)[:80], want='fds.mesh(dp=-1)["dp"]'
+            )
     axis.check_current()
 
 
@@ -88,8 +96,11 @@ def _check_numbers(
         if not is_int(value, low):
             raise ComposeError(f"shard_optimizer: {name} is a count", got=repr(value), want=f"an int >= {low}")
     if predivide is not None and not (is_number(predivide) and math.isfinite(predivide) and predivide > 0):
-        raise ComposeError("shard_optimizer: gradients cannot be divided by predivide", got=repr(predivide),
-                           want="a positive number, or None")  # fmt: skip
+        raise ComposeError(
+            "shard_optimizer: gradients cannot be divided by predivide",
+            got=repr(predivide),
+            want="a positive number, or None",
+        )
 
 
 def _joined(axis: Axis, replicate: Axis) -> Axis:
@@ -98,7 +109,7 @@ def _joined(axis: Axis, replicate: Axis) -> Axis:
     if replicate.mesh != axis.mesh or len(set(names)) < len(names):
         raise ComposeError(
             "shard_optimizer: replicate and axis are not two axes of one mesh",
-            got=f"{replicate.name!r} and {axis.name!r}", want='mesh = fds.mesh(replicate=2, shard=-1); '
-            'shard_optimizer(mesh["shard"], replicate=mesh["replicate"])',
-        )  # fmt: skip
+            got=f"{replicate.name!r} and {axis.name!r}",
+            want='mesh = fds.mesh(replicate=2, shard=-1); shard_optimizer(mesh["shard"], replicate=mesh["replicate"])',
+        )
     return axis.mesh[tuple(names)]

@@ -97,8 +97,10 @@ def test_a_message_is_received_and_its_gradient_is_sent_back(size, seed):
             zero = c.send(x, a, right)
         # one half of the ring first, lest all wait for a gradient that nobody has sent
         first, second = ((got**2).sum(), zero) if a.index == 0 else (zero, (got**2).sum())
-        grads = [torch.autograd.grad(part, of)[0] for part, of in (
-            ((first, like), (second, x)) if a.index == 0 else ((first, x), (second, like)))]  # fmt: skip
+        grads = [
+            torch.autograd.grad(part, of)[0]
+            for part, of in (((first, like), (second, x)) if a.index == 0 else ((first, x), (second, like)))
+        ]
         return got.detach(), grads[0] if a.index else grads[1], grads[1] if a.index else grads[0]
 
     for i, (got, grad, of_like) in enumerate(on_ranks(around, xs)):
@@ -155,8 +157,13 @@ def test_the_raw_core_writes_into_the_memory_that_it_is_given(size, n, inside, s
 def test_an_axis_of_one_rank_gives_back_what_it_got():
     x = torch.randn(2, 2)
     a = axis()
-    for name, arguments in {"all_gather": (1,), "reduce_scatter": (), "all_reduce": (), "all_to_all": (0, 1),
-                            "broadcast": ()}.items():  # fmt: skip
+    for name, arguments in {
+        "all_gather": (1,),
+        "reduce_scatter": (),
+        "all_reduce": (),
+        "all_to_all": (0, 1),
+        "broadcast": (),
+    }.items():
         assert CASES[name].function(x, a, *arguments) is x
     assert a.all_reduce(x) is x
     assert a.exchange({"a": 1}) == [{"a": 1}]

@@ -13,10 +13,20 @@ from fds.collectives.launch import STARTERS, Launch, first_host, launched
 from fds.errors import MeshError
 
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
-SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "gpu[07-09]",
-         "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0"}  # fmt: skip
-OMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_NODELIST": "gpu[07-09]",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+}
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 
 ENVIRONMENTS = {
@@ -75,9 +85,15 @@ def test_mpi_tells_the_address_of_rank_0(monkeypatch):
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("a", "a"), ("a,b", "a"), ("n[3-5]", "n3"), ("n[003,007-9]-ib,m1", "n003-ib"), ("r[1-2]n[04-5]", "r1n04"),
-     ("login-1,gpu[1-2]", "login-1")],
-)  # fmt: skip
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("n[3-5]", "n3"),
+        ("n[003,007-9]-ib,m1", "n003-ib"),
+        ("r[1-2]n[04-5]", "r1n04"),
+        ("login-1,gpu[1-2]", "login-1"),
+    ],
+)
 def test_the_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
 
@@ -106,9 +122,14 @@ def test_one_process_stays_alone(monkeypatch):
 @pytest.mark.usefixtures("nobody_started_us")
 @pytest.mark.parametrize(
     "arguments",
-    [{"rank": 0}, {"world_size": 2}, {"rank": 0, "world_size": 2}, {"rank": 2, "world_size": 2, "init_method": "x"},
-     {"rank": 0, "world_size": 2, "init_method": "tcp://localhost:1", "backend": "mpi"}],
-)  # fmt: skip
+    [
+        {"rank": 0},
+        {"world_size": 2},
+        {"rank": 0, "world_size": 2},
+        {"rank": 2, "world_size": 2, "init_method": "x"},
+        {"rank": 0, "world_size": 2, "init_method": "tcp://localhost:1", "backend": "mpi"},
+    ],
+)
 def test_half_of_the_arguments_are_refused(arguments):
     with pytest.raises(MeshError):
         c.init_distributed(**arguments)
@@ -129,7 +150,11 @@ def test_torchrun_starts_ranks(tmp_path):
     script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script],
-        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 11;") == 2

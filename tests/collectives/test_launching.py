@@ -32,35 +32,67 @@ ROOT = Path(__file__).parents[2]
 SEEN = {
     # Open MPI 4.1.4: mpirun -np 2
     "mpirun": {
-        "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "OMPI_UNIVERSE_SIZE": "2",
-        "OMPI_MCA_orte_num_nodes": "1", "PMIX_RANK": "1", "PMIX_NAMESPACE": "323354625", "PMIX_HOSTNAME": "vm",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_NODE_RANK": "1",
+        "OMPI_UNIVERSE_SIZE": "2",
+        "OMPI_MCA_orte_num_nodes": "1",
+        "PMIX_RANK": "1",
+        "PMIX_NAMESPACE": "323354625",
+        "PMIX_HOSTNAME": "vm",
     },
     # MPICH 4.0.2: mpirun -np 2
     "MPICH's mpirun": {
-        "PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
+        "PMI_RANK": "1",
+        "PMI_SIZE": "2",
+        "PMI_FD": "8",
+        "MPI_LOCALRANKID": "1",
+        "MPI_LOCALNRANKS": "2",
         "MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "vm",
     },
     # Slurm 22.05.8: srun -n 2
     "srun": {
-        "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_LOCALID": "1", "SLURM_NNODES": "1",
-        "SLURM_NODEID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "vm", "SLURM_JOB_NODELIST": "vm",
-        "SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_NPROCS": "2",
+        "SLURM_LOCALID": "1",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "vm",
+        "SLURM_JOB_NODELIST": "vm",
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
     },
     # srun -N 2 --ntasks-per-node=2, two slurmd
     "srun on two nodes": {
-        "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_LOCALID": "1",
-        "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "2",
+        "SLURM_PROCID": "3",
+        "SLURM_NTASKS": "4",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_ID": "2",
         "SLURMD_NODENAME": "n2",
     },
     # a batch script of sbatch -n 2, outside srun
     "sbatch": {
-        "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
-        "SLURM_JOB_NODELIST": "vm", "SLURM_JOB_ID": "2", "SLURM_GTIDS": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_NPROCS": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_NODELIST": "vm",
+        "SLURM_JOB_ID": "2",
+        "SLURM_GTIDS": "0",
     },
     # the shell of salloc -n 2
     "salloc": {"SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "vm"},
-}  # fmt: skip
+}
 PMI2 = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "13", "PMI_JOBID": "2.2"}  # besides, under srun --mpi=pmi2
 
 MEANING = {
@@ -193,8 +225,13 @@ def test_two_processes_train_in_the_environment_of(who):
 def shown(document: str) -> list[str]:
     """Return the lines of the console blocks of a document that start ranks."""
     text = (ROOT / document).read_text().replace("\\\n", "")
-    lines = [line[2:].split("#")[0] for language, code, _ in blocks(text) if language == "console"
-             for line in code.splitlines() if line.startswith("$ ")]  # fmt: skip
+    lines = [
+        line[2:].split("#")[0]
+        for language, code, _ in blocks(text)
+        if language == "console"
+        for line in code.splitlines()
+        if line.startswith("$ ")
+    ]
     return [" ".join(line.split()) for line in lines if re.match(r"(torchrun|srun|mpirun)\b", line)]
 
 

@@ -103,12 +103,23 @@ def test_what_is_no_port_is_refused(port):
 
 
 JOBS = {
-    "torchrun": ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "TORCHELASTIC_RUN_ID": "x",
-                  "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "2"}, "x"),
+    "torchrun": (
+        {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "a",
+            "TORCHELASTIC_RUN_ID": "x",
+            "SLURM_JOB_ID": "1",
+            "SLURM_STEP_ID": "2",
+        },
+        "x",
+    ),
     "by hand": ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ""),
-    "srun": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "3", "SLURM_JOB_ID": "7",
-              "MASTER_ADDR": "a"}, "7.3"),
-}  # fmt: skip
+    "srun": (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "3", "SLURM_JOB_ID": "7", "MASTER_ADDR": "a"},
+        "7.3",
+    ),
+}
 
 
 @pytest.mark.parametrize(("environ", "job"), JOBS.values(), ids=JOBS)

@@ -34,8 +34,17 @@ def test_a_rank_runs_until_it_waits_or_ends():
         events.append(f"{a.index} goes on")
 
     c.simulate(run, 3)
-    assert events == ["0 starts", "0 waits", "1 starts", "1 waits", "2 starts", "2 waits", "2 goes on", "0 goes on",
-                      "1 goes on"]  # fmt: skip
+    assert events == [
+        "0 starts",
+        "0 waits",
+        "1 starts",
+        "1 waits",
+        "2 starts",
+        "2 waits",
+        "2 goes on",
+        "0 goes on",
+        "1 goes on",
+    ]
 
 
 def test_what_is_in_flight_on_several_axes_is_matched_by_order():

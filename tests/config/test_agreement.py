@@ -15,8 +15,9 @@ def told(*configs: dict, keys: tuple[int, ...] = (0, 0)) -> list:
     def body():
         rank = fds.mesh(dp=2)["dp"].index
         try:
-            fds.initialize(nn.Linear(2, 1), lambda model, batch: model(batch).sum(), config=configs[rank],
-                           key=keys[rank])  # fmt: skip
+            fds.initialize(
+                nn.Linear(2, 1), lambda model, batch: model(batch).sum(), config=configs[rank], key=keys[rank]
+            )
         except FdsError as error:
             return type(error), error.where, error.got
         return None
@@ -24,13 +25,16 @@ def told(*configs: dict, keys: tuple[int, ...] = (0, 0)) -> list:
     return fds.simulate(body, 2)
 
 
-@pytest.mark.parametrize(("other", "where"), [
-    ({"optimizer": {"type": "AdamW", "params": {"lr": 0.2}}}, "optimizer.params.lr"),
-    ({"gradient_clipping": 0.0}, "gradient_clipping"),
-    ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage"),
-    ({"train_batch_size": 16}, "train_batch_size, train_micro_batch_size_per_gpu"),
-    ({"bf16": {"enabled": True}}, "bf16.enabled"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("other", "where"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.2}}}, "optimizer.params.lr"),
+        ({"gradient_clipping": 0.0}, "gradient_clipping"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage"),
+        ({"train_batch_size": 16}, "train_batch_size, train_micro_batch_size_per_gpu"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled"),
+    ],
+)
 def test_other_keys_are_named_on_every_rank(other, where):
     found = told(BASE, {**BASE, **other})
     assert [(kind, path) for kind, path, _ in found] == [(ConfigError, where)] * 2

@@ -42,8 +42,11 @@ def test_resolving_changes_nothing_that_was_given_and_resolves_only_once():
     whole = batch.resolve(world_size=5)
     assert (batch.train_batch_size, whole.train_batch_size) == (None, 30)
     assert whole.resolve(world_size=5) == whole
-    assert whole.to_dict() == {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 2,
-                               "gradient_accumulation_steps": 3}  # fmt: skip
+    assert whole.to_dict() == {
+        "train_batch_size": 30,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+    }
 
 
 def test_auto_is_a_number_that_is_not_there():
@@ -52,15 +55,24 @@ def test_auto_is_a_number_that_is_not_there():
 
 
 TRANSFORMERS = [  # (given, rows of a device, its accumulation, ranks) and what transformers 5 and DeepSpeed make of it
-    (("auto", None, None), 4, 2, 1, [8, 8, 1]), (("auto", None, None), 4, 2, 2, [16, 8, 1]),
-    (("auto", "auto", None), 4, 2, 1, [8, 4, 2]), (("auto", "auto", None), 4, 2, 2, [16, 4, 2]),
-    (("auto", "auto", "auto"), 4, 2, 2, [16, 4, 2]), (("auto", None, "auto"), 4, 2, 2, [16, 4, 2]),
-    (("auto", None, 2), 4, 2, 1, [8, 4, 2]), (("auto", 4, None), 4, 2, 2, [16, 4, 2]),
-    ((None, "auto", None), 4, 2, 2, [8, 4, 1]), ((None, "auto", "auto"), 4, 2, 2, [16, 4, 2]),
-    ((16, "auto", "auto"), 4, 2, 2, [16, 4, 2]), ((16, None, None), 4, 2, 2, [16, 8, 1]),
-    ((16, "auto", None), 4, 2, 1, None), ((12, None, None), 4, 2, 1, None), ((8, None, "auto"), 4, 2, 2, None),
-    (("auto", 8, "auto"), 4, 2, 1, None), (("auto", "auto", 1), 4, 2, 1, None),
-]  # fmt: skip
+    (("auto", None, None), 4, 2, 1, [8, 8, 1]),
+    (("auto", None, None), 4, 2, 2, [16, 8, 1]),
+    (("auto", "auto", None), 4, 2, 1, [8, 4, 2]),
+    (("auto", "auto", None), 4, 2, 2, [16, 4, 2]),
+    (("auto", "auto", "auto"), 4, 2, 2, [16, 4, 2]),
+    (("auto", None, "auto"), 4, 2, 2, [16, 4, 2]),
+    (("auto", None, 2), 4, 2, 1, [8, 4, 2]),
+    (("auto", 4, None), 4, 2, 2, [16, 4, 2]),
+    ((None, "auto", None), 4, 2, 2, [8, 4, 1]),
+    ((None, "auto", "auto"), 4, 2, 2, [16, 4, 2]),
+    ((16, "auto", "auto"), 4, 2, 2, [16, 4, 2]),
+    ((16, None, None), 4, 2, 2, [16, 8, 1]),
+    ((16, "auto", None), 4, 2, 1, None),
+    ((12, None, None), 4, 2, 1, None),
+    ((8, None, "auto"), 4, 2, 2, None),
+    (("auto", 8, "auto"), 4, 2, 1, None),
+    (("auto", "auto", 1), 4, 2, 1, None),
+]
 
 
 @pytest.mark.parametrize(("given", "rows", "steps", "ranks", "becomes"), TRANSFORMERS)
@@ -76,8 +88,11 @@ def test_the_whole_batch_is_what_transformers_makes_of_its_arguments(given, rows
 
 
 def test_auto_without_arguments_names_every_key_and_how_to_give_them():
-    data = {"train_batch_size": "auto", "gradient_clipping": "auto",
-            "optimizer": {"type": "Lion", "params": {"lr": "auto"}}}  # fmt: skip
+    data = {
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "Lion", "params": {"lr": "auto"}},
+    }
     with pytest.raises(ConfigError) as error:
         TrainingConfig.of(data).resolve()
     assert all(path in error.value.hint for path in ("train_batch_size", "gradient_clipping", "optimizer.params.lr"))

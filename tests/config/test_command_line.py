@@ -15,9 +15,11 @@ from fds.config.schema import schema
 from fds.config.table import table
 
 JSON = {
-    "train_batch_size": 32, "zero_optimization": {"stage": 3, "contiguous_gradients": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, "steps_per_print": 10,
-}  # fmt: skip
+    "train_batch_size": 32,
+    "zero_optimization": {"stage": 3, "contiguous_gradients": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+    "steps_per_print": 10,
+}
 
 
 @pytest.fixture
@@ -39,17 +41,20 @@ def explained(axes, **options) -> str:
     return config.explain(axes, **options).rstrip("\n") + "\n"
 
 
-@pytest.mark.parametrize(("arguments", "axes", "options"), [
-    ([], {"dp": 1}, {}),
-    (["--world-size", 8], {"dp": 8}, {}),
-    (["--world-size", 8, "--mesh", "pp=2,dp=4"], {"pp": 2, "dp": 4}, {}),
-    (["--world-size", 8, "--mesh", "pp=2"], {"pp": 2, "dp": 4}, {}),
-    (["--world-size", 8, "--mesh", "replicate=2, dp=-1"], {"replicate": 2, "dp": 4}, {}),
-    (["--mesh", "pp=2,dp=4"], {"pp": 2, "dp": 4}, {}),
-    (["--mesh", "pp=2"], {"pp": 2, "dp": 1}, {}),
-    (["--world-size", 8, "--parameters", "7e9"], {"dp": 8}, {"num_parameters": 7_000_000_000}),
-    (["--world-size", 8, "--defaults", "docs"], {"dp": 8}, {"defaults": "docs"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "axes", "options"),
+    [
+        ([], {"dp": 1}, {}),
+        (["--world-size", 8], {"dp": 8}, {}),
+        (["--world-size", 8, "--mesh", "pp=2,dp=4"], {"pp": 2, "dp": 4}, {}),
+        (["--world-size", 8, "--mesh", "pp=2"], {"pp": 2, "dp": 4}, {}),
+        (["--world-size", 8, "--mesh", "replicate=2, dp=-1"], {"replicate": 2, "dp": 4}, {}),
+        (["--mesh", "pp=2,dp=4"], {"pp": 2, "dp": 4}, {}),
+        (["--mesh", "pp=2"], {"pp": 2, "dp": 1}, {}),
+        (["--world-size", 8, "--parameters", "7e9"], {"dp": 8}, {"num_parameters": 7_000_000_000}),
+        (["--world-size", 8, "--defaults", "docs"], {"dp": 8}, {"defaults": "docs"}),
+    ],
+)
 def test_explain_prints_what_explain_says(file, capsys, arguments, axes, options):
     code, out, err = called(capsys, "explain", file, *arguments)
     assert (code, err) == (0, "") and out == explained(axes, **options)
@@ -73,15 +78,18 @@ def test_an_old_spelling_is_told_beside_the_explanation(tmp_path, capsys):
     assert code == 0 and "adamw" in out and err == "FutureWarning: 'bfloat16' is an old spelling: write 'bf16'\n"
 
 
-@pytest.mark.parametrize(("text", "arguments", "words"), [
-    (None, [], "cannot be read"),
-    ("{", [], "ConfigError: not valid JSON"),
-    ('{"graidient_clipping": 1}', [], "did you mean 'gradient_clipping'?"),
-    ('{"train_batch_size": "5"}', [], "where: train_batch_size"),
-    ('{"train_batch_size": 5}', ["--world-size", 2], "do not multiply"),
-    ('{"train_batch_size": 4}', ["--world-size", 4, "--mesh", "pp=2,dp=4"], "MeshError: the axes of the mesh"),
-    ('{"train_batch_size": 4}', ["--world-size", 1, "--mesh", "pp=2"], "MeshError: the axes of the mesh"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "arguments", "words"),
+    [
+        (None, [], "cannot be read"),
+        ("{", [], "ConfigError: not valid JSON"),
+        ('{"graidient_clipping": 1}', [], "did you mean 'gradient_clipping'?"),
+        ('{"train_batch_size": "5"}', [], "where: train_batch_size"),
+        ('{"train_batch_size": 5}', ["--world-size", 2], "do not multiply"),
+        ('{"train_batch_size": 4}', ["--world-size", 4, "--mesh", "pp=2,dp=4"], "MeshError: the axes of the mesh"),
+        ('{"train_batch_size": 4}', ["--world-size", 1, "--mesh", "pp=2"], "MeshError: the axes of the mesh"),
+    ],
+)
 def test_what_is_refused_is_told_in_its_own_words_and_without_a_traceback(tmp_path, capsys, text, arguments, words):
     path = tmp_path / "ds_config.json"
     if text is not None:
@@ -91,11 +99,21 @@ def test_what_is_refused_is_told_in_its_own_words_and_without_a_traceback(tmp_pa
     assert re.match(r"(Config|Mesh)Error: ", err)
 
 
-@pytest.mark.parametrize(("option", "value"), [
-    ("--world-size", "0"), ("--world-size", "2.5"), ("--world-size", "many"), ("--parameters", "nan"),
-    ("--mesh", "pp"), ("--mesh", "pp=0"), ("--mesh", "pp=-1"), ("--mesh", "pp=2,pp=2"), ("--mesh", "=2"),
-    ("--defaults", "0.19.8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--world-size", "0"),
+        ("--world-size", "2.5"),
+        ("--world-size", "many"),
+        ("--parameters", "nan"),
+        ("--mesh", "pp"),
+        ("--mesh", "pp=0"),
+        ("--mesh", "pp=-1"),
+        ("--mesh", "pp=2,pp=2"),
+        ("--mesh", "=2"),
+        ("--defaults", "0.19.8"),
+    ],
+)
 def test_a_bad_option_is_refused_by_name(file, capsys, option, value):
     with pytest.raises(SystemExit) as ended:
         main(["explain", str(file), option, value])
@@ -103,17 +121,33 @@ def test_a_bad_option_is_refused_by_name(file, capsys, option, value):
 
 
 def test_values_of_auto_are_given_beside_the_file(tmp_path, capsys):
-    (tmp_path / "auto.json").write_text(json.dumps({
-        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "bf16": {"enabled": "auto"},
-    }))  # fmt: skip
+    (tmp_path / "auto.json").write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": "auto",
+                "gradient_accumulation_steps": "auto",
+                "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+                "bf16": {"enabled": "auto"},
+            }
+        )
+    )
     assert main(["explain", str(tmp_path / "auto.json"), "--world-size", "2"]) == 2
     told = capsys.readouterr().err
     assert '"auto" without a value: train_micro_batch_size_per_gpu, ' in told and "optimizer.params.lr" in told
     assert "pass auto={'train_micro_batch_size_per_gpu': ...," in told
     given = ["train_micro_batch_size_per_gpu=4", "optimizer.params.lr=0.5", "bf16.enabled=true"]
-    assert main(["explain", str(tmp_path / "auto.json"), "--world-size", "2",
-                 *(word for one in given for word in ("--auto", one))]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "explain",
+                str(tmp_path / "auto.json"),
+                "--world-size",
+                "2",
+                *(word for one in given for word in ("--auto", one)),
+            ]
+        )
+        == 0
+    )
     told = capsys.readouterr().out
     assert "fds.adamw(0.5, weight_decay=0.0)" in told and "fds.precision(torch.bfloat16" in told
     assert "train_batch_size 8 = 4 rows x 1 microbatches x 2 data ranks" in told
@@ -131,6 +165,10 @@ def test_table_prints_the_page(capsys):
 
 def test_it_is_a_program(file):
     """Of its own process: its exit code and its streams."""
-    done = subprocess.run([sys.executable, "-m", "fds.config", "explain", str(file.with_name("absent.json"))],
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "fds.config", "explain", str(file.with_name("absent.json"))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("ConfigError: ")

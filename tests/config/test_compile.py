@@ -13,13 +13,16 @@ def test_a_whole_section_comes_back_as_it_went_in():
     assert CapturingConfig.from_dict({"vocabulary_size": 50257}).to_dict() == {"vocabulary_size": 50257}
 
 
-@pytest.mark.parametrize(("record", "wrong", "where"), [
-    (CompileConfig, {"deepcompile": "true"}, "deepcompile"),
-    (CompileConfig, {"passes": ["z2"]}, "passes"),
-    (CompileConfig, {"free_activation_threshold": -1}, "free_activation_threshold"),
-    (CapturingConfig, {"vocabulary_size": 0}, "vocabulary_size"),
-    (CapturingConfig, {"graph_harvesting": {}}, "graph_harvesting"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("record", "wrong", "where"),
+    [
+        (CompileConfig, {"deepcompile": "true"}, "deepcompile"),
+        (CompileConfig, {"passes": ["z2"]}, "passes"),
+        (CompileConfig, {"free_activation_threshold": -1}, "free_activation_threshold"),
+        (CapturingConfig, {"vocabulary_size": 0}, "vocabulary_size"),
+        (CapturingConfig, {"graph_harvesting": {}}, "graph_harvesting"),
+    ],
+)
 def test_a_wrong_key_or_value_is_refused_with_its_path(record, wrong, where):
     with pytest.raises(ConfigError) as refused:
         record.from_dict(wrong)

@@ -64,89 +64,167 @@ ROWS: list[tuple[dict[str, Any], dict[str, int], list[str]]] = [
     ({}, DP2, []),
     ({"train_micro_batch_size_per_gpu": 2}, DP2, ["fds.accumulate(2)"]),
     ({"gradient_accumulation_steps": 4}, DP2, ["fds.accumulate(4)"]),
-    ({"train_micro_batch_size_per_gpu": 2}, REPLICAS, ['fds.shard_optimizer(mesh["dp"], stage=0, '
-                                                       'replicate=mesh["replicate"])']),
+    (
+        {"train_micro_batch_size_per_gpu": 2},
+        REPLICAS,
+        ['fds.shard_optimizer(mesh["dp"], stage=0, replicate=mesh["replicate"])'],
+    ),
     ({}, PP2, ['fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=1)']),
-    ({"gradient_accumulation_steps": 4, "pipeline": {"partition": "uniform"}}, PP2, [
-        'fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=4, partition=\'uniform\')']),
-    ({"pipeline": {"partition": "type:Linear"}}, PP2, [
-        'fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=1, partition=\'type:Linear\')']),
-    ({"pipeline": {"partition": "parameters"}}, PP2, [
-        'fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=1)']),
+    (
+        {"gradient_accumulation_steps": 4, "pipeline": {"partition": "uniform"}},
+        PP2,
+        ["fds.pipeline(fds.plans.one_f_one_b, mesh[\"pp\"], num_microbatches=4, partition='uniform')"],
+    ),
+    (
+        {"pipeline": {"partition": "type:Linear"}},
+        PP2,
+        ["fds.pipeline(fds.plans.one_f_one_b, mesh[\"pp\"], num_microbatches=1, partition='type:Linear')"],
+    ),
+    (
+        {"pipeline": {"partition": "parameters"}},
+        PP2,
+        ['fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=1)'],
+    ),
     ({"pipeline": {"partition": "uniform"}}, {"pp": 1, "dp": 2}, []),
     # recomputation
     ({"pipeline": {"activation_checkpoint_interval": 1}}, DP2, ["fds.checkpoint_activations()"]),
     ({"pipeline": {"activation_checkpoint_interval": 3}}, DP2, ["fds.checkpoint_activations(every=3)"]),
     ({"activation_checkpointing": {"cpu_checkpointing": True}}, DP2, ["fds.checkpoint_activations(store='host')"]),
-    ({"activation_checkpointing": {"cpu_checkpointing": True}, "pipeline": {"activation_checkpoint_interval": 2}}, DP2,
-     ["fds.checkpoint_activations(store='host', every=2)"]),
+    (
+        {"activation_checkpointing": {"cpu_checkpointing": True}, "pipeline": {"activation_checkpoint_interval": 2}},
+        DP2,
+        ["fds.checkpoint_activations(store='host', every=2)"],
+    ),
     # sharding: the sizes of messages are elements of 4 bytes, those that stay whole have the step's
     (zero(1), DP2, ['fds.shard_optimizer(mesh["dp"])']),
     (zero(2), DP2, ['fds.shard_optimizer(mesh["dp"], stage=2)']),
     (zero(2, reduce_bucket_size=1000), DP2, ['fds.shard_optimizer(mesh["dp"], stage=2, bucket_bytes=4000)']),
-    (zero(1, reduce_bucket_size=1000, allgather_bucket_size=600), DP2, [
-        'fds.shard_optimizer(mesh["dp"], bucket_bytes=2400)']),
+    (
+        zero(1, reduce_bucket_size=1000, allgather_bucket_size=600),
+        DP2,
+        ['fds.shard_optimizer(mesh["dp"], bucket_bytes=2400)'],
+    ),
     (zero(1, allgather_bucket_size=0), DP2, ['fds.shard_optimizer(mesh["dp"])']),
     (zero(0, reduce_bucket_size=1000), DP2, []),
     (zero(3), DP2, ['fds.shard_optimizer(mesh["dp"], stage=3, persist_below=100001)']),
     (zero(3, stage3_param_persistence_threshold=0), DP2, ['fds.shard_optimizer(mesh["dp"], stage=3, persist_below=1)']),
-    (zero(3, reduce_bucket_size=1000, stage3_prefetch_bucket_size=2001), DP2, [
-        'fds.shard_optimizer(mesh["dp"], stage=3, bucket_bytes=4000, prefetch=3, persist_below=100001)']),
-    (zero(3, stage3_prefetch_bucket_size=0), DP2, [
-        'fds.shard_optimizer(mesh["dp"], stage=3, prefetch=0, persist_below=100001)']),
-    (zero(3, stage3_prefetch_bucket_size=2**23), DP2, [
-        'fds.shard_optimizer(mesh["dp"], stage=3, persist_below=100001)']),
-    (zero(3, stage3_max_live_parameters=10**8), DP2, [  # has room for three buckets as they are
-        'fds.shard_optimizer(mesh["dp"], stage=3, persist_below=100001)']),
-    (zero(3, stage3_max_live_parameters=0), DP2, [
-        'fds.shard_optimizer(mesh["dp"], stage=3, persist_below=100001)']),
-    (zero(3, stage3_max_live_parameters=3000, stage3_prefetch_bucket_size=0), DP2, [
-        'fds.shard_optimizer(mesh["dp"], stage=3, bucket_bytes=4000, prefetch=0, persist_below=100001)']),
-    (zero(3, stage3_max_live_parameters=3000, reduce_bucket_size=900, stage3_prefetch_bucket_size=9000), DP2, [
-        'fds.shard_optimizer(mesh["dp"], stage=3, bucket_bytes=3600, persist_below=100001)']),
-    (zero(3, stage3_max_live_parameters=3000) | BF16, DP2, [
-        'fds.shard_optimizer(mesh["dp"], stage=3, bucket_bytes=4000, persist_below=100001)', BRAIN,
-        "fds.skip_nonfinite()"]),
+    (
+        zero(3, reduce_bucket_size=1000, stage3_prefetch_bucket_size=2001),
+        DP2,
+        ['fds.shard_optimizer(mesh["dp"], stage=3, bucket_bytes=4000, prefetch=3, persist_below=100001)'],
+    ),
+    (
+        zero(3, stage3_prefetch_bucket_size=0),
+        DP2,
+        ['fds.shard_optimizer(mesh["dp"], stage=3, prefetch=0, persist_below=100001)'],
+    ),
+    (
+        zero(3, stage3_prefetch_bucket_size=2**23),
+        DP2,
+        ['fds.shard_optimizer(mesh["dp"], stage=3, persist_below=100001)'],
+    ),
+    (
+        zero(3, stage3_max_live_parameters=10**8),
+        DP2,
+        [  # has room for three buckets as they are
+            'fds.shard_optimizer(mesh["dp"], stage=3, persist_below=100001)'
+        ],
+    ),
+    (zero(3, stage3_max_live_parameters=0), DP2, ['fds.shard_optimizer(mesh["dp"], stage=3, persist_below=100001)']),
+    (
+        zero(3, stage3_max_live_parameters=3000, stage3_prefetch_bucket_size=0),
+        DP2,
+        ['fds.shard_optimizer(mesh["dp"], stage=3, bucket_bytes=4000, prefetch=0, persist_below=100001)'],
+    ),
+    (
+        zero(3, stage3_max_live_parameters=3000, reduce_bucket_size=900, stage3_prefetch_bucket_size=9000),
+        DP2,
+        ['fds.shard_optimizer(mesh["dp"], stage=3, bucket_bytes=3600, persist_below=100001)'],
+    ),
+    (
+        zero(3, stage3_max_live_parameters=3000) | BF16,
+        DP2,
+        [
+            'fds.shard_optimizer(mesh["dp"], stage=3, bucket_bytes=4000, persist_below=100001)',
+            BRAIN,
+            "fds.skip_nonfinite()",
+        ],
+    ),
     (zero(1), REPLICAS, ['fds.shard_optimizer(mesh["dp"], replicate=mesh["replicate"])']),
-    (zero(3, mics_shard_size=2), REPLICAS, [
-        'fds.shard_optimizer(mesh["dp"], stage=3, replicate=mesh["replicate"], persist_below=100001)']),
+    (
+        zero(3, mics_shard_size=2),
+        REPLICAS,
+        ['fds.shard_optimizer(mesh["dp"], stage=3, replicate=mesh["replicate"], persist_below=100001)'],
+    ),
     # gradients on their way
     ({"gradient_predivide_factor": 4.0}, DP2, ['fds.shard_optimizer(mesh["dp"], stage=0, predivide=4.0)']),
     ({"prescale_gradients": True}, DP2, ['fds.shard_optimizer(mesh["dp"], stage=0, predivide=2.0)']),
-    ({"prescale_gradients": True, "gradient_predivide_factor": 8}, REPLICAS, [
-        'fds.shard_optimizer(mesh["dp"], stage=0, replicate=mesh["replicate"], predivide=4.0)']),
+    (
+        {"prescale_gradients": True, "gradient_predivide_factor": 8},
+        REPLICAS,
+        ['fds.shard_optimizer(mesh["dp"], stage=0, replicate=mesh["replicate"], predivide=4.0)'],
+    ),
     ({"communication_data_type": "fp16"}, DP2, ["fds.precision(torch.float32, reduce=torch.float16)"]),
     ({"communication_data_type": "fp32"}, DP2, []),
     ({"gradient_clipping": 0.5}, DP2, ["fds.clip_by_global_norm(0.5)"]),
     # precision
     (BF16, DP2, [BRAIN, "fds.skip_nonfinite()"]),
     ({"bf16": {"enabled": True, "check_grad_overflow": False}}, DP2, [BRAIN]),
-    (BF16 | {"communication_data_type": "fp32"}, DP2, [
-        "fds.precision(torch.bfloat16, reduce=torch.float32, accumulate=torch.bfloat16)", "fds.skip_nonfinite()"]),
-    (BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}, DP2, [
-        "fds.precision(torch.bfloat16, reduce=torch.bfloat16)", "fds.skip_nonfinite()"]),
-    (BF16 | {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}, DP2, [
-        "fds.precision(torch.bfloat16)", "fds.skip_nonfinite()"]),
-    ({"data_types": {"grad_accum_dtype": "bf16"}}, DP2, [
-        "fds.precision(torch.float32, reduce=torch.float32, accumulate=torch.bfloat16)"]),
+    (
+        BF16 | {"communication_data_type": "fp32"},
+        DP2,
+        ["fds.precision(torch.bfloat16, reduce=torch.float32, accumulate=torch.bfloat16)", "fds.skip_nonfinite()"],
+    ),
+    (
+        BF16 | {"data_types": {"grad_accum_dtype": "fp32"}},
+        DP2,
+        ["fds.precision(torch.bfloat16, reduce=torch.bfloat16)", "fds.skip_nonfinite()"],
+    ),
+    (
+        BF16 | {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
+        DP2,
+        ["fds.precision(torch.bfloat16)", "fds.skip_nonfinite()"],
+    ),
+    (
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        DP2,
+        ["fds.precision(torch.float32, reduce=torch.float32, accumulate=torch.bfloat16)"],
+    ),
     ({"data_types": {"param_dtype": "bf16"}} | BF16, DP2, [BRAIN, "fds.skip_nonfinite()"]),
     (FP16, DP2, [HALF, "fds.loss_scale()"]),
     ({"fp16": {"enabled": True, "loss_scale": 128}}, DP2, [HALF, "fds.static_loss_scale(128.0)"]),
-    ({"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 7, "hysteresis": 3,
-               "consecutive_hysteresis": True, "min_loss_scale": 2}}, DP2, [
-        HALF, "fds.loss_scale(initial=256.0, window=7, hysteresis=3, consecutive_hysteresis=True, minimum=2)"]),
+    (
+        {
+            "fp16": {
+                "enabled": True,
+                "initial_scale_power": 8,
+                "loss_scale_window": 7,
+                "hysteresis": 3,
+                "consecutive_hysteresis": True,
+                "min_loss_scale": 2,
+            }
+        },
+        DP2,
+        [HALF, "fds.loss_scale(initial=256.0, window=7, hysteresis=3, consecutive_hysteresis=True, minimum=2)"],
+    ),
     ({"fp16": {"enabled": False, "loss_scale": 128}}, DP2, []),
     (AMP, DP2, ["fds.autocast(torch.float16)", GRAD_SCALER]),
-    ({"amp": {"enabled": True, "loss_scale": "dynamic", "min_loss_scale": 2.0}}, DP2, [
-        "fds.autocast(torch.float16)", "fds.loss_scale(window=2000, hysteresis=1, minimum=2.0)"]),
+    (
+        {"amp": {"enabled": True, "loss_scale": "dynamic", "min_loss_scale": 2.0}},
+        DP2,
+        ["fds.autocast(torch.float16)", "fds.loss_scale(window=2000, hysteresis=1, minimum=2.0)"],
+    ),
     ({"amp": {"enabled": True, "loss_scale": 64}}, DP2, ["fds.autocast(torch.float16)", "fds.static_loss_scale(64.0)"]),
     ({"torch_autocast": {"enabled": True}}, DP2, ["fds.autocast(torch.bfloat16)"]),
     ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, DP2, ["fds.autocast(torch.float16)", GRAD_SCALER]),
     # optimizers: Adam is AdamW, and decays nothing unless told
     (adam(), DP2, ["fds.adamw(0.001, weight_decay=0.0)"]),
     (update("AdamW", lr=3e-4, weight_decay=0.01), DP2, ["fds.adamw(0.0003)"]),
-    (update("adamw", betas=[0.8, 0.99], eps=1e-6, bias_correction=False, weight_decay=0.1), DP2, [
-        "fds.adamw(0.001, betas=(0.8, 0.99), eps=1e-06, bias_correction=False, weight_decay=0.1)"]),
+    (
+        update("adamw", betas=[0.8, 0.99], eps=1e-6, bias_correction=False, weight_decay=0.1),
+        DP2,
+        ["fds.adamw(0.001, betas=(0.8, 0.99), eps=1e-06, bias_correction=False, weight_decay=0.1)"],
+    ),
     (adam(torch_adam=True), DP2, ["fds.adamw(0.001)"]),
     (adam(torch_adam=True, weight_decay=0.0), DP2, ["fds.adamw(0.001, weight_decay=0.0)"]),
     (adam(adam_w_mode=False), DP2, ["fds.adam(0.001)"]),
@@ -154,45 +232,123 @@ ROWS: list[tuple[dict[str, Any], dict[str, int], list[str]]] = [
     (adam(adam_w_mode=False, weight_decay=0.1), DP2, ["fds.adam(0.001, weight_decay=0.1)"]),
     (update("AdamW", adam_w_mode=False, weight_decay=0.1), DP2, ["fds.adamw(0.001, weight_decay=0.1)"]),
     (update("Lamb"), DP2, ["fds.lamb(0.001)"]),
-    (update("Lamb", betas=[0.8, 0.99], eps=1e-6, weight_decay=0.1, min_coeff=0.1, max_coeff=3.0, bias_correction=False,
-            eps_inside_sqrt=True), DP2, [
-        "fds.lamb(0.001, betas=(0.8, 0.99), eps=1e-06, weight_decay=0.1, min_coeff=0.1, max_coeff=3.0, "
-        "bias_correction=False, eps_inside_sqrt=True)"]),
+    (
+        update(
+            "Lamb",
+            betas=[0.8, 0.99],
+            eps=1e-6,
+            weight_decay=0.1,
+            min_coeff=0.1,
+            max_coeff=3.0,
+            bias_correction=False,
+            eps_inside_sqrt=True,
+        ),
+        DP2,
+        [
+            "fds.lamb(0.001, betas=(0.8, 0.99), eps=1e-06, weight_decay=0.1, min_coeff=0.1, max_coeff=3.0, "
+            "bias_correction=False, eps_inside_sqrt=True)"
+        ],
+    ),
     (update("Lion", weight_decay=0.1), DP2, ["fds.lion(0.001, betas=(0.9, 0.999), weight_decay=0.1)"]),
-    (update("Adagrad", lr_decay=0.1, weight_decay=0.2, initial_accumulator_value=0.3, eps=1e-6), DP2, [
-        "fds.adagrad(0.01, lr_decay=0.1, weight_decay=0.2, initial_accumulator_value=0.3, eps=1e-06)"]),
-    (update("SGD", momentum=0.9, dampening=0.1, weight_decay=0.2), DP2, [
-        "fds.sgd(0.001, momentum=0.9, weight_decay=0.2, dampening=0.1)"]),
+    (
+        update("Adagrad", lr_decay=0.1, weight_decay=0.2, initial_accumulator_value=0.3, eps=1e-6),
+        DP2,
+        ["fds.adagrad(0.01, lr_decay=0.1, weight_decay=0.2, initial_accumulator_value=0.3, eps=1e-06)"],
+    ),
+    (
+        update("SGD", momentum=0.9, dampening=0.1, weight_decay=0.2),
+        DP2,
+        ["fds.sgd(0.001, momentum=0.9, weight_decay=0.2, dampening=0.1)"],
+    ),
     (update("SGD", momentum=0.9, nesterov=True), DP2, ["fds.sgd(0.001, momentum=0.9, nesterov=True)"]),
     # schedulers
     (adam(lr=0.02) | rate("WarmupLR"), DP2, [f"fds.adamw({LATE}warmup(0.02)), weight_decay=0.0)"]),
-    (update("SGD", lr=0.02) | rate("WarmupLR", warmup_max_lr=0.3, warmup_min_lr=0.1, warmup_num_steps=9,
-                                   warmup_type="linear"), DP2, [
-        f"fds.sgd({LATE}warmup(0.3, warmup_steps=9, start=0.1, kind='linear')))"]),
-    (update("SGD") | rate("WarmupDecayLR", total_num_steps=50, warmup_max_lr=0.3, warmup_min_lr=0.1, warmup_num_steps=9,
-                          warmup_type="linear"), DP2, [
-        f"fds.sgd({LATE}warmup_decay(0.3, total_steps=50, warmup_steps=9, start=0.1, kind='linear')))"]),
-    (update("SGD", lr=0.3) | rate("WarmupCosineLR", total_num_steps=50, warmup_min_ratio=0.1, cos_min_ratio=0.2,
-                                  warmup_num_steps=9, warmup_type="linear"), DP2, [
-        f"fds.sgd({LATE}warmup_cosine(0.3, total_steps=50, warmup_steps=9, start_ratio=0.1, end_ratio=0.2, "
-        "kind='linear')))"]),
-    (update("SGD") | rate("LRRangeTest", lr_range_test_min_lr=0.01, lr_range_test_step_size=20,
-                          lr_range_test_step_rate=5.0, lr_range_test_staircase=True), DP2, [
-        f"fds.sgd({LATE}lr_range_test(0.01, steps=20, rate=5.0, staircase=True)))"]),
-    (update("SGD", momentum=0.9) | rate("OneCycle", **CYCLE), DP2, [
-        f"fds.sgd({LATE}one_cycle(0.1, 0.4)), momentum=0.9)"]),
-    (update("Lion") | rate("OneCycle", **CYCLE), DP2, [
-        f"fds.lion({LATE}one_cycle(0.1, 0.4)), betas=({LATE}one_cycle_momentum(0.8, 0.9), before=0.8), 0.99))"]),
-    (update("Lion") | rate("OneCycle", cycle_momentum=False, **CYCLE), DP2, [
-        f"fds.lion({LATE}one_cycle(0.1, 0.4)), betas=(0.9, 0.999))"]),
-    (update("Lamb", betas=[0.5, 0.6]) | rate(
-        "OneCycle", **CYCLE, cycle_first_step_size=20, cycle_second_step_size=10, cycle_first_stair_count=4,
-        cycle_second_stair_count=2, decay_step_size=5, decay_lr_rate=0.1, cycle_min_mom=0.7, cycle_max_mom=0.95,
-        decay_mom_rate=0.2), DP2, [
-        f"fds.lamb({LATE}one_cycle(0.1, 0.4, first_steps=20, second_steps=10, first_stairs=4, second_stairs=2, "
-        f"decay_steps=5, decay_rate=0.1)), betas=({LATE}one_cycle_momentum(0.7, 0.95, first_steps=20, second_steps=10, "
-        "first_stairs=4, second_stairs=2, decay_steps=5, decay_rate=0.2), before=0.7), 0.99))"]),
-]  # fmt: skip
+    (
+        update("SGD", lr=0.02)
+        | rate("WarmupLR", warmup_max_lr=0.3, warmup_min_lr=0.1, warmup_num_steps=9, warmup_type="linear"),
+        DP2,
+        [f"fds.sgd({LATE}warmup(0.3, warmup_steps=9, start=0.1, kind='linear')))"],
+    ),
+    (
+        update("SGD")
+        | rate(
+            "WarmupDecayLR",
+            total_num_steps=50,
+            warmup_max_lr=0.3,
+            warmup_min_lr=0.1,
+            warmup_num_steps=9,
+            warmup_type="linear",
+        ),
+        DP2,
+        [f"fds.sgd({LATE}warmup_decay(0.3, total_steps=50, warmup_steps=9, start=0.1, kind='linear')))"],
+    ),
+    (
+        update("SGD", lr=0.3)
+        | rate(
+            "WarmupCosineLR",
+            total_num_steps=50,
+            warmup_min_ratio=0.1,
+            cos_min_ratio=0.2,
+            warmup_num_steps=9,
+            warmup_type="linear",
+        ),
+        DP2,
+        [
+            f"fds.sgd({LATE}warmup_cosine(0.3, total_steps=50, warmup_steps=9, start_ratio=0.1, end_ratio=0.2, "
+            "kind='linear')))"
+        ],
+    ),
+    (
+        update("SGD")
+        | rate(
+            "LRRangeTest",
+            lr_range_test_min_lr=0.01,
+            lr_range_test_step_size=20,
+            lr_range_test_step_rate=5.0,
+            lr_range_test_staircase=True,
+        ),
+        DP2,
+        [f"fds.sgd({LATE}lr_range_test(0.01, steps=20, rate=5.0, staircase=True)))"],
+    ),
+    (
+        update("SGD", momentum=0.9) | rate("OneCycle", **CYCLE),
+        DP2,
+        [f"fds.sgd({LATE}one_cycle(0.1, 0.4)), momentum=0.9)"],
+    ),
+    (
+        update("Lion") | rate("OneCycle", **CYCLE),
+        DP2,
+        [f"fds.lion({LATE}one_cycle(0.1, 0.4)), betas=({LATE}one_cycle_momentum(0.8, 0.9), before=0.8), 0.99))"],
+    ),
+    (
+        update("Lion") | rate("OneCycle", cycle_momentum=False, **CYCLE),
+        DP2,
+        [f"fds.lion({LATE}one_cycle(0.1, 0.4)), betas=(0.9, 0.999))"],
+    ),
+    (
+        update("Lamb", betas=[0.5, 0.6])
+        | rate(
+            "OneCycle",
+            **CYCLE,
+            cycle_first_step_size=20,
+            cycle_second_step_size=10,
+            cycle_first_stair_count=4,
+            cycle_second_stair_count=2,
+            decay_step_size=5,
+            decay_lr_rate=0.1,
+            cycle_min_mom=0.7,
+            cycle_max_mom=0.95,
+            decay_mom_rate=0.2,
+        ),
+        DP2,
+        [
+            f"fds.lamb({LATE}one_cycle(0.1, 0.4, first_steps=20, second_steps=10, first_stairs=4, second_stairs=2, "
+            f"decay_steps=5, decay_rate=0.1)), "
+            f"betas=({LATE}one_cycle_momentum(0.7, 0.95, first_steps=20, second_steps=10, "
+            "first_stairs=4, second_stairs=2, decay_steps=5, decay_rate=0.2), before=0.7), 0.99))"
+        ],
+    ),
+]
 
 
 @pytest.mark.parametrize(("said", "axes", "expected"), ROWS, ids=str)
@@ -201,12 +357,19 @@ def test_keys_become_these_calls(said, axes, expected):
 
 
 def test_everything_at_once_stands_in_the_order_of_the_program():
-    said = merged(adam(weight_decay=0.1) | FP16 | {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2},
-                  zero(2) | {"pipeline": {"activation_checkpoint_interval": 1}})  # fmt: skip
+    said = merged(
+        adam(weight_decay=0.1) | FP16 | {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2},
+        zero(2) | {"pipeline": {"activation_checkpoint_interval": 1}},
+    )
     assert texts(said) == [
-        "fds.accumulate(2)", 'fds.shard_optimizer(mesh["dp"], stage=2)', HALF, "fds.checkpoint_activations()",
-        "fds.loss_scale()", "fds.clip_by_global_norm(1.0)", "fds.adamw(0.001, weight_decay=0.1)",
-    ]  # fmt: skip
+        "fds.accumulate(2)",
+        'fds.shard_optimizer(mesh["dp"], stage=2)',
+        HALF,
+        "fds.checkpoint_activations()",
+        "fds.loss_scale()",
+        "fds.clip_by_global_norm(1.0)",
+        "fds.adamw(0.001, weight_decay=0.1)",
+    ]
 
 
 def test_gradients_are_clipped_at_1_where_nothing_is_said():
@@ -237,11 +400,14 @@ def test_shards_that_the_mesh_does_not_have_are_refused(axes):
     assert e.value.where == "zero_optimization.mics_shard_size" and e.value.got == "4, and the mesh has 2"
 
 
-@pytest.mark.parametrize(("said", "axes", "where"), [
-    ({"data_parallel_size": 4}, DP2, "data_parallel_size"),
-    ({"pipeline": {"stages": 4}}, DP2, "pipeline.stages"),
-    ({"pipeline": {"stages": 4}}, {"pp": 2, "dp": 2}, "pipeline.stages"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "axes", "where"),
+    [
+        ({"data_parallel_size": 4}, DP2, "data_parallel_size"),
+        ({"pipeline": {"stages": 4}}, DP2, "pipeline.stages"),
+        ({"pipeline": {"stages": 4}}, {"pp": 2, "dp": 2}, "pipeline.stages"),
+    ],
+)
 def test_sizes_that_the_mesh_does_not_have_are_refused(said, axes, where):
     with pytest.raises(ConfigError, match="another size") as e:
         texts(said, axes)
@@ -285,9 +451,16 @@ def test_a_schedule_without_an_optimizer_that_is_known_has_no_peak_and_one_that_
 def test_what_is_whole_stays_within_the_bound_of_live_parameters(live, ahead):
     """In buckets of one layer each. A bound of less than three layers gives way: DeepSpeed's is as soft."""
     layer = 1024
-    config = TrainingConfig.of(BATCH | zero(
-        3, reduce_bucket_size=layer, stage3_max_live_parameters=live * layer, stage3_param_persistence_threshold=0,
-        stage3_prefetch_bucket_size=ahead * layer))  # fmt: skip
+    config = TrainingConfig.of(
+        BATCH
+        | zero(
+            3,
+            reduce_bucket_size=layer,
+            stage3_max_live_parameters=live * layer,
+            stage3_param_persistence_threshold=0,
+            stage3_prefetch_bucket_size=ahead * layer,
+        )
+    )
 
     def whole_bytes() -> int:
         step = fds.compose(*config.transforms(fds.mesh(dp=2)), fds.sgd(0.1))(lambda params, batch: params["h"])
@@ -312,9 +485,12 @@ def arguments_in(cls: type[Config], path: str = "") -> dict[str, Argument]:
     return out
 
 
-KINDS = {f"{group}[{kind}]": (group, kind, cls)
-         for group, kinds in (("optimizer", optimizer.PARAMETERS), ("scheduler", scheduler.PARAMETERS))
-         for kind, cls in kinds.items() if kind != "adamw"}  # fmt: skip
+KINDS = {
+    f"{group}[{kind}]": (group, kind, cls)
+    for group, kinds in (("optimizer", optimizer.PARAMETERS), ("scheduler", scheduler.PARAMETERS))
+    for kind, cls in kinds.items()
+    if kind != "adamw"
+}
 ARGUMENTS = arguments_in(TrainingConfig)
 for _name, (_, _, _cls) in KINDS.items():
     ARGUMENTS |= arguments_in(_cls, f"{_name}.params.")
@@ -355,7 +531,7 @@ ON: dict[str, tuple[dict[str, Any], Any, Any]] = {  # path -> where it counts, a
     "pipeline.activation_checkpoint_interval": ({}, 2, 2),
 }
 WITH = {  # what goes with it: gradients travel in the parameters' dtype still, and are summed in it
-    "data_types.grad_accum_dtype": {("precision", "reduce")},
+    "data_types.grad_accum_dtype": {("precision", "reduce")}
 }
 OTHER: dict[str, Any] = {"betas": [0.5, 0.25], "warmup_type": "linear", "warmup_max_lr": 0.5}  # the rest by type
 

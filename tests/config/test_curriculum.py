@@ -6,9 +6,13 @@ from fds.config.keys.curriculum import CurriculumConfig, CurriculumScheduleConfi
 from fds.errors import ConfigError
 
 EXAMPLE = {
-    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 1024,
-    "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 40000, "difficulty_step": 8},
-}  # fmt: skip
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 8,
+    "max_difficulty": 1024,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 40000, "difficulty_step": 8},
+}
 
 
 def test_the_documented_example_comes_back_as_it_went_in():
@@ -16,14 +20,17 @@ def test_the_documented_example_comes_back_as_it_went_in():
     assert config.to_dict() == EXAMPLE and config["schedule_config.total_curriculum_step"] == 40000
 
 
-@pytest.mark.parametrize(("wrong", "where"), [
-    ({"enabled": "yes"}, "enabled"),
-    ({"min_difficulty": 0}, "min_difficulty"),
-    ({"schedule_type": "fixed_cube"}, "schedule_type"),
-    ({"total_curriculum_step": 10}, "total_curriculum_step"),
-    ({"schedule_config": {"total_curriculum_step": "10"}}, "schedule_config.total_curriculum_step"),
-    ({"schedule_config": {"total_curriculum_steps": 10}}, "schedule_config.total_curriculum_steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        ({"enabled": "yes"}, "enabled"),
+        ({"min_difficulty": 0}, "min_difficulty"),
+        ({"schedule_type": "fixed_cube"}, "schedule_type"),
+        ({"total_curriculum_step": 10}, "total_curriculum_step"),
+        ({"schedule_config": {"total_curriculum_step": "10"}}, "schedule_config.total_curriculum_step"),
+        ({"schedule_config": {"total_curriculum_steps": 10}}, "schedule_config.total_curriculum_steps"),
+    ],
+)
 def test_a_wrong_key_or_value_is_refused_with_its_path(wrong, where):
     with pytest.raises(ConfigError) as refused:
         CurriculumConfig.from_dict(wrong)
@@ -37,13 +44,16 @@ def test_lengths_that_would_shrink_are_refused():
     assert CurriculumConfig.from_dict({**EXAMPLE, "min_difficulty": "auto"}).min_difficulty == "auto"
 
 
-@pytest.mark.parametrize(("type_", "lacks"), [
-    ("fixed_linear", []),
-    ("fixed_root", ["schedule_config.root_degree"]),
-    ("fixed_discrete", ["schedule_config.difficulty", "schedule_config.max_step"]),
-    ("custom", []),
-    (None, ["schedule_type"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("type_", "lacks"),
+    [
+        ("fixed_linear", []),
+        ("fixed_root", ["schedule_config.root_degree"]),
+        ("fixed_discrete", ["schedule_config.difficulty", "schedule_config.max_step"]),
+        ("custom", []),
+        (None, ["schedule_type"]),
+    ],
+)
 def test_each_schedule_has_the_numbers_that_it_needs_where_the_curriculum_is_on(type_, lacks):
     data = {**EXAMPLE, "schedule_type": type_}
     assert CurriculumConfig.from_dict({**data, "enabled": False}).schedule_type == type_
@@ -55,12 +65,10 @@ def test_each_schedule_has_the_numbers_that_it_needs_where_the_curriculum_is_on(
     assert refused.value.where == ", ".join(["enabled", *lacks])
 
 
-@pytest.mark.parametrize(("ends", "where"), [
-    ([10, 20], None),
-    ([10], "difficulty, max_step"),
-    ([10, 20, 30], "difficulty, max_step"),
-    ([20, 10], "max_step"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ends", "where"),
+    [([10, 20], None), ([10], "difficulty, max_step"), ([10, 20, 30], "difficulty, max_step"), ([20, 10], "max_step")],
+)
 def test_stretches_of_steps_have_ends_in_order_but_for_the_last(ends, where):
     data = {"difficulty": [1, 2, 3], "max_step": ends}
     if where is None:

@@ -20,20 +20,36 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "config_defaults.json").read_text())["keys"]
 DIFFERING = dict(differing())
 TOPICS = [  # features.md 0.2, row by row: what the page names it
-    "order of instructions in `TrainSchedule`", "`TrainSchedule.num_pipe_buffers`", "`partition_balanced`",
-    "`gradient_clipping`", "steps_per_print", "timeout of `init_distributed`",
-    "zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.stage3_param_persistence_threshold",
-    "zero_optimization.sub_group_size", "zero_optimization.overlap_comm",
-    "zero_optimization.offload_param.pin_memory", "zero_optimization.offload_optimizer.pin_memory",
-    "zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device",
-    "zero_optimization.offload_param.nvme_path", "zero_optimization.offload_optimizer.nvme_path",
-    "`zero_optimization.grad_hooks`", "`aio.thread_count`", "autotuning.tuner_type", "autotuning.overwrite",
+    "order of instructions in `TrainSchedule`",
+    "`TrainSchedule.num_pipe_buffers`",
+    "`partition_balanced`",
+    "`gradient_clipping`",
+    "steps_per_print",
+    "timeout of `init_distributed`",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.sub_group_size",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.offload_param.pin_memory",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_param.device",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "`zero_optimization.grad_hooks`",
+    "`aio.thread_count`",
+    "autotuning.tuner_type",
+    "autotuning.overwrite",
     "compression_training.activation_quantization.shared_parameters.range_calibration",
-    *(f"compression_training.{technique}.shared_parameters.schedule_offset" for technique in
-      ("activation_quantization", "sparse_pruning", "row_pruning", "head_pruning", "channel_pruning")),
-    "`elasticity.prefer_large_batch`", "sparse_attention.num_different_global_patterns", "optimizer type `Adam`",
+    *(
+        f"compression_training.{technique}.shared_parameters.schedule_offset"
+        for technique in ("activation_quantization", "sparse_pruning", "row_pruning", "head_pruning", "channel_pruning")
+    ),
+    "`elasticity.prefer_large_batch`",
+    "sparse_attention.num_different_global_patterns",
+    "optimizer type `Adam`",
     "first dynamic loss scale",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("topic", TOPICS)

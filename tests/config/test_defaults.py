@@ -36,8 +36,11 @@ def every_key(cls: type[Config] = TrainingConfig, path: str = "") -> dict:
 
 
 def parameters(group: str, kinds: dict[str, type[Config]]) -> dict:
-    return {f"{group}[{kind}].{path}": known for kind, cls in kinds.items()
-            for path, known in every_key(cls, "params.").items()}
+    return {
+        f"{group}[{kind}].{path}": known
+        for kind, cls in kinds.items()
+        for path, known in every_key(cls, "params.").items()
+    }
 
 
 KNOWN = every_key()
@@ -58,8 +61,11 @@ CHECKED = "tensor_parallel.partition_config.layer_specs.*."  # objects of a list
 
 
 def test_every_key_that_0_19_6_reads_is_known():
-    groups = {path for path, entry in GOLDEN.items() if path.endswith((".*", "].params")) and entry["type"] in
-              ("section", "object")}  # fmt: skip
+    groups = {
+        path
+        for path, entry in GOLDEN.items()
+        if path.endswith((".*", "].params")) and entry["type"] in ("section", "object")
+    }
     missing = {path for path in GOLDEN if ours(path) not in KNOWN} - OLD - REFUSED - groups
     assert {path for path in missing if not path.startswith(CHECKED)} == set()
 
@@ -134,15 +140,18 @@ def test_every_key_says_in_a_line_what_it_is_and_every_value_what_it_means():
         assert known.meaning is not None or any(other.startswith(f"{path}.") for other in KNOWN), path
 
 
-@pytest.mark.parametrize(("path", "code", "docs"), [
-    ("steps_per_print", None, 10),
-    ("zero_optimization.stage3_prefetch_bucket_size", 50_000_000, 500_000_000),
-    ("zero_optimization.stage3_param_persistence_threshold", 100_000, 1_000_000),
-    ("zero_optimization.sub_group_size", 10**9, 10**12),
-    ("zero_optimization.overlap_comm", None, False),
-    ("autotuning.tuner_type", "gridsearch", "model_based"),
-    ("autotuning.overwrite", True, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "code", "docs"),
+    [
+        ("steps_per_print", None, 10),
+        ("zero_optimization.stage3_prefetch_bucket_size", 50_000_000, 500_000_000),
+        ("zero_optimization.stage3_param_persistence_threshold", 100_000, 1_000_000),
+        ("zero_optimization.sub_group_size", 10**9, 10**12),
+        ("zero_optimization.overlap_comm", None, False),
+        ("autotuning.tuner_type", "gridsearch", "model_based"),
+        ("autotuning.overwrite", True, False),
+    ],
+)
 def test_the_edition_decides_what_an_absent_key_is(path, code, docs):
     assert TrainingConfig()[path] == code
     assert TrainingConfig(defaults="docs")[path] == docs

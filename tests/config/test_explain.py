@@ -16,14 +16,24 @@ LOSS = fds.Layers([nn.Linear(4, 8), torch.tanh, nn.Linear(8, 3)], nn.MSELoss())
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}}
 BF16 = {"bf16": {"enabled": True}}
 ALL: dict[str, Any] = {
-    "train_batch_size": 48, "gradient_accumulation_steps": 3, **BF16, "steps_per_print": 10,
-    "optimizer": {"type": "Adam", "params": {"lr": "auto"}}, "scheduler": {"type": "WarmupLR"},
-    "zero_optimization": {"stage": 3, "contiguous_gradients": False, "stage3_prefetch_bucket_size": "auto",
-                          "zero_quantized_weights": True, "elastic_checkpoint": True},
+    "train_batch_size": 48,
+    "gradient_accumulation_steps": 3,
+    **BF16,
+    "steps_per_print": 10,
+    "optimizer": {"type": "Adam", "params": {"lr": "auto"}},
+    "scheduler": {"type": "WarmupLR"},
+    "zero_optimization": {
+        "stage": 3,
+        "contiguous_gradients": False,
+        "stage3_prefetch_bucket_size": "auto",
+        "zero_quantized_weights": True,
+        "elastic_checkpoint": True,
+    },
     "flops_profiler": {"enabled": True},
-}  # fmt: skip
+}
 SOME: dict[str, Any] = {key: value for key, value in ALL.items() if key != "flops_profiler"} | {
-    "zero_optimization": {"stage": 2, "contiguous_gradients": False}}
+    "zero_optimization": {"stage": 2, "contiguous_gradients": False}
+}
 TITLES = [
     "batch",
     "not supported yet: these keys are refused, and left out above",
@@ -43,7 +53,7 @@ def sections(text: str) -> dict[str, list[str]]:
     """Return title -> lines of what stands below the program."""
     out: dict[str, list[str]] = {}
     title = ""
-    for line in text[text.index("\n# batch\n"):].splitlines():
+    for line in text[text.index("\n# batch\n") :].splitlines():
         if line.startswith("#   "):
             out[title].append(line.removeprefix("#   "))
         elif line:
@@ -57,8 +67,14 @@ def test_all_parts_stand_in_one_order():
 
 
 def test_a_part_with_nothing_to_say_is_not_there():
-    said = {"train_batch_size": 2, "gradient_clipping": 0, "optimizer": {"type": "SGD", "params": {
-        "lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}}}  # fmt: skip
+    said = {
+        "train_batch_size": 2,
+        "gradient_clipping": 0,
+        "optimizer": {
+            "type": "SGD",
+            "params": {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+        },
+    }
     assert list(sections(explained(said))) == ["batch", "bytes on each rank, P parameters", "taken by other calls"]
 
 
@@ -69,9 +85,11 @@ def test_all_but_the_program_is_comment(said):
     assert program.startswith("import fds\n")
 
 
-@pytest.mark.parametrize(("axes", "num_ranks"), [
-    ({"dp": 2}, 2), ({"replicate": 2, "dp": 2}, 4), ({"pp": 2, "dp": 2}, 4), ({"pp": 2, "replicate": 2, "dp": 1}, 4),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("axes", "num_ranks"),
+    [({"dp": 2}, 2), ({"replicate": 2, "dp": 2}, 4), ({"pp": 2, "dp": 2}, 4), ({"pp": 2, "replicate": 2, "dp": 1}, 4)],
+    ids=str,
+)
 def test_the_whole_text_runs_and_makes_the_composition(axes, num_ranks):
     config = TrainingConfig.of(SOME)
 
@@ -98,15 +116,21 @@ def test_without_an_optimizer_it_says_where_one_goes_and_its_learning_rate():
         exec(text, {"loss_fn": LOSS})
 
 
-@pytest.mark.parametrize(("axes", "arithmetic", "share"), [
-    ({"dp": 2}, "8 rows x 3 microbatches x 2 data ranks", 24),
-    ({"replicate": 2, "dp": 2}, "4 rows x 3 microbatches x 4 data ranks", 12),
-    ({"pp": 4, "dp": 2}, "8 rows x 3 microbatches x 2 data ranks", 24),
-    ({"dp": 1}, "16 rows x 3 microbatches x 1 data ranks", 48),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("axes", "arithmetic", "share"),
+    [
+        ({"dp": 2}, "8 rows x 3 microbatches x 2 data ranks", 24),
+        ({"replicate": 2, "dp": 2}, "4 rows x 3 microbatches x 4 data ranks", 12),
+        ({"pp": 4, "dp": 2}, "8 rows x 3 microbatches x 2 data ranks", 24),
+        ({"dp": 1}, "16 rows x 3 microbatches x 1 data ranks", 48),
+    ],
+    ids=str,
+)
 def test_the_batch_is_told_as_a_product(axes, arithmetic, share):
     assert sections(explained(ALL, axes))["batch"][:2] == [
-        f"train_batch_size 48 = {arithmetic}", f"a rank passes {share} rows to each call of the step"]
+        f"train_batch_size 48 = {arithmetic}",
+        f"a rank passes {share} rows to each call of the step",
+    ]
 
 
 def test_clipping_at_1_is_told_where_nobody_said_it():
@@ -135,7 +159,9 @@ def test_the_edition_of_the_documentation_does_not_say_that_it_differs_from_itse
 def test_what_is_not_there_is_told_and_left_out():
     told = sections(explained(ALL))[TITLES[1]]
     assert [line.split(": ")[0] for line in told] == [
-        "zero_optimization.zero_quantized_weights", "flops_profiler.enabled"]
+        "zero_optimization.zero_quantized_weights",
+        "flops_profiler.enabled",
+    ]
     assert TITLES[1] not in sections(explained(SOME))
 
 
@@ -165,15 +191,38 @@ def test_autos_that_nobody_filled_are_told():
     assert '"auto"' not in text and "fds.schedules.warmup(0.5)" in text
 
 
-@pytest.mark.parametrize(("stage", "expected"), [
-    (0, ["master weights and optimizer state: 12 P", "16-bit parameters: 2 P", "sums of gradients: 2 P"]),
-    (1, ["master weights and optimizer state, among 4 ranks: 3 P", "whole parameters: 2 P", "sums of gradients: 2 P"]),
-    (2, ["master weights and optimizer state, among 4 ranks: 3 P", "whole parameters: 2 P",
-         "sums of gradients, among 4 ranks: 0.5 P", "two buckets of gradients: 2 P, at most 33,554,432"]),
-    (3, ["master weights and optimizer state, among 4 ranks: 3 P",
-         "parameters that are whole at once, beside small ones: 2 P, at most 50,331,648",
-         "sums of gradients, among 4 ranks: 0.5 P", "two buckets of gradients: 2 P, at most 33,554,432"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (0, ["master weights and optimizer state: 12 P", "16-bit parameters: 2 P", "sums of gradients: 2 P"]),
+        (
+            1,
+            [
+                "master weights and optimizer state, among 4 ranks: 3 P",
+                "whole parameters: 2 P",
+                "sums of gradients: 2 P",
+            ],
+        ),
+        (
+            2,
+            [
+                "master weights and optimizer state, among 4 ranks: 3 P",
+                "whole parameters: 2 P",
+                "sums of gradients, among 4 ranks: 0.5 P",
+                "two buckets of gradients: 2 P, at most 33,554,432",
+            ],
+        ),
+        (
+            3,
+            [
+                "master weights and optimizer state, among 4 ranks: 3 P",
+                "parameters that are whole at once, beside small ones: 2 P, at most 50,331,648",
+                "sums of gradients, among 4 ranks: 0.5 P",
+                "two buckets of gradients: 2 P, at most 33,554,432",
+            ],
+        ),
+    ],
+)
 def test_memory_is_told_by_formula(stage, expected):
     said = {"train_batch_size": 48, **BF16, **ADAM, "zero_optimization": {"stage": stage}}
     assert sections(explained(said, {"dp": 4}))["bytes on each rank, P parameters"] == expected
@@ -182,11 +231,15 @@ def test_memory_is_told_by_formula(stage, expected):
 def test_memory_is_told_in_bytes_for_a_number_of_parameters_and_for_the_stages_of_a_pipeline():
     config = TrainingConfig.of({"train_batch_size": 48, **ADAM, "zero_optimization": {"stage": 1}})
     whole = sections(config.explain({"dp": 4}, num_parameters=10**9))["bytes on each rank, P parameters"]
-    assert whole == ["master weights and optimizer state, among 4 ranks: 3 P = 3,000,000,000",
-                     "whole parameters: 4 P = 4,000,000,000", "sums of gradients: 4 P = 4,000,000,000"]  # fmt: skip
+    assert whole == [
+        "master weights and optimizer state, among 4 ranks: 3 P = 3,000,000,000",
+        "whole parameters: 4 P = 4,000,000,000",
+        "sums of gradients: 4 P = 4,000,000,000",
+    ]
     half = sections(config.explain({"pp": 2, "dp": 4}, num_parameters=10**9))
     assert half["bytes on each rank, P parameters of its stage"][0] == (
-        "master weights and optimizer state, among 4 ranks: 3 P = 1,500,000,000")
+        "master weights and optimizer state, among 4 ranks: 3 P = 1,500,000,000"
+    )
     copied = sections(config.explain({"replicate": 8, "dp": 2}))["bytes on each rank, P parameters"]
     assert copied[0] == "master weights and optimizer state, among 2 ranks: 6 P"
 

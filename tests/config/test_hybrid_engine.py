@@ -6,18 +6,23 @@ from fds.config.keys.hybrid_engine import HybridEngineConfig
 from fds.errors import ConfigError
 
 EXAMPLE = {
-    "enabled": True, "max_out_tokens": 512, "inference_tp_size": 1, "release_inference_cache": False,
-    "pin_parameters": True, "tp_gather_partition_size": 8,
-}  # fmt: skip
+    "enabled": True,
+    "max_out_tokens": 512,
+    "inference_tp_size": 1,
+    "release_inference_cache": False,
+    "pin_parameters": True,
+    "tp_gather_partition_size": 8,
+}
 
 
 def test_a_whole_section_comes_back_as_it_went_in():
     assert HybridEngineConfig.from_dict(EXAMPLE).to_dict() == EXAMPLE
 
 
-@pytest.mark.parametrize(("wrong", "where"), [
-    ({"enabled": None}, "enabled"), ({"max_out_tokens": 0}, "max_out_tokens"), ({"max_tokens": 8}, "max_tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [({"enabled": None}, "enabled"), ({"max_out_tokens": 0}, "max_out_tokens"), ({"max_tokens": 8}, "max_tokens")],
+)
 def test_a_wrong_key_or_value_is_refused_with_its_path(wrong, where):
     with pytest.raises(ConfigError) as refused:
         HybridEngineConfig.from_dict(wrong)

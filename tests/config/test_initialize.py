@@ -194,10 +194,14 @@ def outputs(model, batch):
     return model(batch[0])
 
 
-@pytest.mark.parametrize(("model", "given", "name"), [
-    (module(), outputs, "outputs"), (module(norm=True), outputs, "outputs"),
-    (Scored(lambda loss, out: out), None, "Scored"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "given", "name"),
+    [
+        (module(), outputs, "outputs"),
+        (module(norm=True), outputs, "outputs"),
+        (Scored(lambda loss, out: out), None, "Scored"),
+    ],
+)
 def test_errors_of_a_loss_bear_the_name_of_what_was_given(model, given, name):
     step, state, *_ = fds.initialize(model, given, config=JSON)
     with pytest.raises(LossError, match="the loss is not a scalar") as refused:
@@ -287,12 +291,21 @@ REFUSED = {
     "no optimizer": (ConfigError, "there is no optimizer", {"config": BARE}),
     "two optimizers": (ConfigError, "the optimizer is given twice", {"config": JSON, "optimizer": fds.sgd(0.1)}),
     "two functions to an optimizer": (ConfigError, "optimizer is given twice", {"config": JSON, "optimizer": fds.sgd}),
-    "two schedules": (ConfigError, "the schedule is given twice",
-                      {"config": {**JSON, "scheduler": WARMUP}, "schedule": lambda t: 0.1}),
-    "an optimizer and a scheduler": (ConfigError, "already has a schedule",
-                                     {"config": {**BARE, "scheduler": WARMUP}, "optimizer": fds.sgd(0.1)}),
-    "an optimizer and a schedule": (ConfigError, "already has a schedule",
-                                    {"config": BARE, "schedule": lambda t: 0.1, "optimizer": fds.sgd(0.1)}),
+    "two schedules": (
+        ConfigError,
+        "the schedule is given twice",
+        {"config": {**JSON, "scheduler": WARMUP}, "schedule": lambda t: 0.1},
+    ),
+    "an optimizer and a scheduler": (
+        ConfigError,
+        "already has a schedule",
+        {"config": {**BARE, "scheduler": WARMUP}, "optimizer": fds.sgd(0.1)},
+    ),
+    "an optimizer and a schedule": (
+        ConfigError,
+        "already has a schedule",
+        {"config": BARE, "schedule": lambda t: 0.1, "optimizer": fds.sgd(0.1)},
+    ),
     "an optimizer of torch": (ConfigError, "not an optimizer of fds", {"config": BARE, "optimizer": TORCHS}),
     "a class of torch": (ConfigError, "not an optimizer of fds", {"config": BARE, "optimizer": torch.optim.SGD}),
     "a loss of layers": (ComposeError, "have their own criterion", {"config": JSON, "model": layers()}),
@@ -300,16 +313,25 @@ REFUSED = {
     "a loss of one argument": (ComposeError, "not a loss", {"config": JSON, "loss": lambda model: 0}),
     "a function as model": (ComposeError, "not a model", {"config": JSON, "model": loss}),
     "a mesh without data ranks": (MeshError, "'dp'", {"config": JSON, "mesh": fds.mesh(x=1)}),
-    "offloading": (NotSupportedError, "zero_optimization.offload_optimizer.device",
-                   {"config": {**JSON, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}),
+    "offloading": (
+        NotSupportedError,
+        "zero_optimization.offload_optimizer.device",
+        {"config": {**JSON, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+    ),
     "a key of nothing": (ConfigError, "gradient_clipping", {"config": {**JSON, "graidient_clipping": 1.0}}),
     "batches that do not multiply": (ConfigError, "train_batch_size", {"config": {**JSON, "train_batch_size": 18}}),
-    "a known value that the JSON contradicts": (ConfigError, "optimizer.params.lr",
-                                                {"config": JSON, "auto": {"optimizer.params.lr": 1e-3}}),
-    "rows that fill no batch": (DataError, '"dataloader_drop_last": false', {
-        "config": {**JSON, "dataloader_drop_last": True}, "training_data": DATA[:3][0]}),
+    "a known value that the JSON contradicts": (
+        ConfigError,
+        "optimizer.params.lr",
+        {"config": JSON, "auto": {"optimizer.params.lr": 1e-3}},
+    ),
+    "rows that fill no batch": (
+        DataError,
+        '"dataloader_drop_last": false',
+        {"config": {**JSON, "dataloader_drop_last": True}, "training_data": DATA[:3][0]},
+    ),
     "a stream of rows": (DataError, "random access", {"config": JSON, "training_data": iter([1])}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -359,8 +381,9 @@ def test_arguments_of_deepspeeds_own_parser_name_it_too(tmp_path):
 def test_a_record_and_a_dict_and_a_path_are_one(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(JSON))
-    made = [repr(fds.initialize(module(), loss, config=one)[0]) for one in (JSON, path, str(path),
-                                                                            TrainingConfig.of(JSON))]  # fmt: skip
+    made = [
+        repr(fds.initialize(module(), loss, config=one)[0]) for one in (JSON, path, str(path), TrainingConfig.of(JSON))
+    ]
     assert made == made[:1] * 4
 
 
@@ -368,8 +391,9 @@ def test_autos_are_filled_in():
     asked = {**JSON, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "train_micro_batch_size_per_gpu": "auto"}
     auto = {"optimizer.params.lr": 0.125, "train_micro_batch_size_per_gpu": 2}
     step, *_ = fds.initialize(module(), loss, config=asked, auto=auto)
-    assert repr(step.composition) == ("(accumulate(8), shard_optimizer(mesh['dp'], stage=2), "
-                                      "adamw(lr=0.125, weight_decay=0.0))")  # fmt: skip
+    assert repr(step.composition) == (
+        "(accumulate(8), shard_optimizer(mesh['dp'], stage=2), adamw(lr=0.125, weight_decay=0.0))"
+    )
 
 
 # ------------------------------------------------------------------------------------------- data
@@ -411,8 +435,9 @@ def test_a_collate_function_sees_the_rows_of_a_share():
 
 
 def test_the_key_orders_the_data():
-    orders = [next(iter(fds.initialize(module(), loss, config=JSON, training_data=DATA, key=key)[2]))
-              for key in (1, 1, 2)]  # fmt: skip
+    orders = [
+        next(iter(fds.initialize(module(), loss, config=JSON, training_data=DATA, key=key)[2])) for key in (1, 1, 2)
+    ]
     assert_same_bits(list(orders[0]), list(orders[1]))
     assert not torch.equal(orders[0][0], orders[2][0])
 
@@ -435,8 +460,12 @@ def test_copies_of_shards_read_rows_of_their_own():
 
 def resumable(micro, stage):
     model = module(drop=0.5).double()
-    config = {**BARE, "train_micro_batch_size_per_gpu": micro, "zero_optimization": {"stage": stage},
-              "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-2}}}  # fmt: skip
+    config = {
+        **BARE,
+        "train_micro_batch_size_per_gpu": micro,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-2}},
+    }
     data = TensorDataset(*(x.double() for x in DATA.tensors))
     step, state, loader, _ = fds.initialize(model, loss, config=config, training_data=data)
     return step, state, loader, dict(model.named_parameters())
@@ -493,6 +522,7 @@ def joins():
 @pytest.mark.xdist_group("ranks")
 def test_ranks_that_were_launched_are_joined():
     """In the environment of torchrun, and nothing else called."""
+
     def run():
         step, state, loader, _ = fds.initialize(module(), loss, config=JSON, training_data=DATA)
         return float(train(step, state, loader, 3)[1]["loss"]).hex()
@@ -510,16 +540,19 @@ WARM = "scheduler.params.warmup_num_steps"
 TOTAL = "scheduler.params.total_num_steps"
 
 
-@pytest.mark.parametrize(("arguments", "total", "found"), [
-    ({}, None, {WARM: 1}),  # DeepSpeed takes no 0, so transformers says 1
-    ({"warmup_steps": 7}, None, {WARM: 7}),
-    ({"warmup_steps": 7, "max_steps": 30}, None, {WARM: 7, TOTAL: 30}),
-    ({"warmup_steps": 7}, 40, {WARM: 7, TOTAL: 40}),
-    ({"warmup_steps": 0.1}, 45, {WARM: 5, TOTAL: 45}),  # a share, as transformers 5 has it
-    ({"warmup_ratio": 0.1, "max_steps": 45}, None, {WARM: 5, TOTAL: 45}),  # and 4
-    ({"warmup_ratio": 0.1}, None, {}),  # of nobody knows how many
-    ({"warmup_ratio": 0.1, "warmup_steps": 3}, 45, {WARM: 3, TOTAL: 45}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "total", "found"),
+    [
+        ({}, None, {WARM: 1}),  # DeepSpeed takes no 0, so transformers says 1
+        ({"warmup_steps": 7}, None, {WARM: 7}),
+        ({"warmup_steps": 7, "max_steps": 30}, None, {WARM: 7, TOTAL: 30}),
+        ({"warmup_steps": 7}, 40, {WARM: 7, TOTAL: 40}),
+        ({"warmup_steps": 0.1}, 45, {WARM: 5, TOTAL: 45}),  # a share, as transformers 5 has it
+        ({"warmup_ratio": 0.1, "max_steps": 45}, None, {WARM: 5, TOTAL: 45}),  # and 4
+        ({"warmup_ratio": 0.1}, None, {}),  # of nobody knows how many
+        ({"warmup_ratio": 0.1, "warmup_steps": 3}, 45, {WARM: 3, TOTAL: 45}),
+    ],
+)
 def test_the_steps_of_a_warm_up_are_those_of_transformers(arguments, total, found):
     given = types.SimpleNamespace(**{**ARGUMENTS, **arguments})
     auto = fds.config.training_arguments(given, num_training_steps=total)
@@ -528,8 +561,12 @@ def test_the_steps_of_a_warm_up_are_those_of_transformers(arguments, total, foun
 
 def test_what_transformers_only_fills_in_contradicts_nothing():
     params = {"warmup_min_lr": 1e-6, "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
-    asked = {**JSON, "optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR", "params": params},
-             "zero_optimization": {"stage": 2, "reduce_bucket_size": 500}}  # fmt: skip
+    asked = {
+        **JSON,
+        "optimizer": {"type": "AdamW"},
+        "scheduler": {"type": "WarmupLR", "params": params},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 500},
+    }
     auto = fds.config.training_arguments(types.SimpleNamespace(**ARGUMENTS), hidden_size=64)
     config = TrainingConfig.of(asked).resolve(auto=auto)
     assert config["zero_optimization.reduce_bucket_size"] == 500
@@ -544,20 +581,27 @@ def test_a_model_of_transformers_trains_by_its_arguments():
     from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
     asked = {
-        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2,
-        "gradient_clipping": "auto", "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"},
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
         "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
-        "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(
-            ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+        },
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": "auto"},
-    }  # fmt: skip
+    }
     arguments = types.SimpleNamespace(**{one.name: one.default for one in dataclasses.fields(TrainingArguments)})
     arguments.gradient_accumulation_steps, arguments.max_steps = 2, 50
     arguments.learning_rate, arguments.per_device_train_batch_size = 1e-2, 4
     auto = fds.config.training_arguments(arguments, hidden_size=16)
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2,
-                                        bos_token_id=0, eos_token_id=0))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    )
     tokens = torch.arange(8 * 8).view(8, 8) % 32
     batch = {"input_ids": tokens, "labels": tokens}
 
@@ -584,13 +628,20 @@ def test_the_left_side_of_the_guide_runs_in_deepspeed_and_what_it_saves_goes_on_
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-             "DS_ACCELERATOR": "cpu"}  # fmt: skip
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "DS_ACCELERATOR": "cpu",
+    }
     # without the kernel for ranks of one machine, whose build waits for ever on a lock that a killed build has left
     first = "import sys, deepspeed\nsys.modules['deepspeed.comm.torch'].build_shm_op = lambda: None\n"
     (tmp_path / "left.py").write_text("".join([first, before, *left, 'print("found", float(found))\n']))
-    done = subprocess.run([sys.executable, "left.py"], cwd=tmp_path, env=os.environ | alone,
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "left.py"], cwd=tmp_path, env=os.environ | alone, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     expected = float(re.search(r"^found (.*)$", done.stdout, re.MULTILINE)[1])
 

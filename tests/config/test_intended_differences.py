@@ -34,8 +34,11 @@ def updates(step, params, batches: list) -> list:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_float16_updates_alike_at_every_stage(stage):
     """At stage 0 DeepSpeed divides by a scale that it never multiplied by: a move of 0.125 / 256."""
-    data = {"fp16": {"enabled": True, "initial_scale_power": 8}, "optimizer": SGD,
-            "zero_optimization": {"stage": stage}}  # fmt: skip
+    data = {
+        "fp16": {"enabled": True, "initial_scale_power": 8},
+        "optimizer": SGD,
+        "zero_optimization": {"stage": stage},
+    }
 
     def moves():
         step = composed(data, dp=2)
@@ -48,8 +51,11 @@ def test_float16_updates_alike_at_every_stage(stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_hysteresis_is_followed_at_every_stage(stage):
     """At stage 0 DeepSpeed halves the scale at the first overflow."""
-    data = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 3}, "optimizer": SGD,
-            "zero_optimization": {"stage": stage}}  # fmt: skip
+    data = {
+        "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 3},
+        "optimizer": SGD,
+        "zero_optimization": {"stage": stage},
+    }
     told = updates(composed(data), {"w": torch.zeros(2)}, [torch.full((2, 2), torch.inf)] * 4)
     assert [float(metrics["loss_scale"]) for _, metrics in told] == [256, 256, 256, 128]
 
@@ -89,8 +95,14 @@ def test_layers_with_seeds_are_divided_by_their_parameters():
 
 def test_the_json_is_late_by_an_update_and_says_so_and_a_skipped_step_is_no_update():
     warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}}
-    config = TrainingConfig.of({"train_batch_size": 2, "optimizer": SGD, "scheduler": warmup,
-                                "fp16": {"enabled": True, "hysteresis": 1, "initial_scale_power": 8}})  # fmt: skip
+    config = TrainingConfig.of(
+        {
+            "train_batch_size": 2,
+            "optimizer": SGD,
+            "scheduler": warmup,
+            "fp16": {"enabled": True, "hysteresis": 1, "initial_scale_power": 8},
+        }
+    )
     assert "fds.schedules.delayed(fds.schedules.warmup(1.0" in config.explain({"dp": 1})
     good, bad = torch.ones(2, 2), torch.full((2, 2), torch.inf)
     step = fds.compose(*config.transforms(fds.mesh(dp=1)))(linear)
@@ -106,17 +118,23 @@ def test_the_json_is_late_by_an_update_and_says_so_and_a_skipped_step_is_no_upda
     assert [float(metrics["lr"]) for _, metrics in told] == [0.0, 0.25, 0.5]
 
 
-@pytest.mark.parametrize(("data", "where", "near"), [
-    ({"graidient_clipping": 0.1}, "graidient_clipping", "gradient_clipping"),
-    ({"zero_optimisation": {"stage": 2}}, "zero_optimisation", "zero_optimization"),
-    ({"aio": {"blok_size": 1}}, "aio.blok_size", "block_size"),
-    ({"activation_checkpointing": {"cpu_checkpoint": True}}, "activation_checkpointing.cpu_checkpoint",
-     "cpu_checkpointing"),
-    ({"optimizer": {"type": "Adam", "param": {"lr": 1e-4}}}, "optimizer.param", "params"),
-    ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, "optimizer.params.learning_rate", ""),
-    ({"pipeline": {"partitions": "uniform"}}, "pipeline.partitions", "partition"),
-    ({"zero_optimization": {"stag": 2}}, "zero_optimization.stag", "stage"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "where", "near"),
+    [
+        ({"graidient_clipping": 0.1}, "graidient_clipping", "gradient_clipping"),
+        ({"zero_optimisation": {"stage": 2}}, "zero_optimisation", "zero_optimization"),
+        ({"aio": {"blok_size": 1}}, "aio.blok_size", "block_size"),
+        (
+            {"activation_checkpointing": {"cpu_checkpoint": True}},
+            "activation_checkpointing.cpu_checkpoint",
+            "cpu_checkpointing",
+        ),
+        ({"optimizer": {"type": "Adam", "param": {"lr": 1e-4}}}, "optimizer.param", "params"),
+        ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, "optimizer.params.learning_rate", ""),
+        ({"pipeline": {"partitions": "uniform"}}, "pipeline.partitions", "partition"),
+        ({"zero_optimization": {"stag": 2}}, "zero_optimization.stag", "stage"),
+    ],
+)
 def test_a_typing_error_is_refused_in_every_group(data, where, near):
     with pytest.raises(ConfigError, match="no such key") as error:
         TrainingConfig.of(data)
@@ -216,8 +234,10 @@ DRAWN = list(torch.randn(3, 8, 2, generator=torch.Generator().manual_seed(0)))
 @STAGES
 @pytest.mark.parametrize("key", ["contiguous_gradients", "round_robin_gradients"])
 def test_gradients_that_are_not_contiguous_are_the_same_gradients(stage, key):
-    one, other = (trained({"gradient_accumulation_steps": 2, "optimizer": SGD, **zero(stage, **{key: value})}, DRAWN)
-                  for value in (True, False))  # fmt: skip
+    one, other = (
+        trained({"gradient_accumulation_steps": 2, "optimizer": SGD, **zero(stage, **{key: value})}, DRAWN)
+        for value in (True, False)
+    )
     assert_same_bits(one, other)
 
 
@@ -237,8 +257,9 @@ def test_an_update_that_is_not_finite_is_skipped_at_every_stage(stage, sums):
 @STAGES
 def test_autocast_in_float16_clips_the_gradient_itself_at_every_stage(stage):
     data = {"optimizer": SGD, "gradient_clipping": 1.0, "torch_autocast": {"enabled": True, "dtype": "float16"}}
-    (_, skipped), (params, metrics) = trained({**data, **zero(stage)}, [
-        torch.full((4, 2), torch.inf), torch.tensor([[3.0, 4.0]] * 4)])  # fmt: skip
+    (_, skipped), (params, metrics) = trained(
+        {**data, **zero(stage)}, [torch.full((4, 2), torch.inf), torch.tensor([[3.0, 4.0]] * 4)]
+    )
     assert skipped["skipped"] and metrics["step"] == 1
     moved = params["w"] - torch.tensor([0.5, -0.25])
     assert metrics["grad_norm"] == 5 and moved.norm() == pytest.approx(1.0, abs=2**-20)  # 2^-10 of float16 cancels
@@ -256,8 +277,10 @@ def test_master_weights_are_the_parameters_unrounded(stage):
 def test_gradients_of_ranks_are_divided_before_they_are_added_in_float16(stage):
     """Both ranks have 40,000 after scaling: float16 ends at 65,504."""
     fp16 = {"enabled": True, "loss_scale": 40000.0}
-    ((params, told),) = trained({"optimizer": SGD, "fp16": fp16, "gradient_clipping": 0.0,
-                                 **zero(stage, reduce_scatter=False)}, [torch.ones(4, 2)])  # fmt: skip
+    ((params, told),) = trained(
+        {"optimizer": SGD, "fp16": fp16, "gradient_clipping": 0.0, **zero(stage, reduce_scatter=False)},
+        [torch.ones(4, 2)],
+    )
     assert not told["skipped"] and params["w"].tolist() == [-0.5, -1.25]
 
 
@@ -268,12 +291,23 @@ def test_an_overflow_at_the_least_scale_is_a_skip_that_is_reported():
     assert said == [(2.0, True, True)] * 3 + [(2.0, True, False)]
 
 
-@pytest.mark.parametrize(("data", "params"), [
-    (zero(2, elastic_checkpoint=True), {"w": torch.ones(2)}), (zero(3, sub_group_size=20), {"w": torch.ones(2)}),
-    ({**zero(1), "gradient_clipping": 0.5}, {"w": torch.ones(2), "s": torch.ones(())}),
-    ({"bf16": {"enabled": True}, "optimizer": {"type": "Adagrad", "params": {"lr": 0.5}},
-      "data_types": {"grad_accum_dtype": "fp32"}, **zero(1)}, {"w": torch.ones(2)}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "params"),
+    [
+        (zero(2, elastic_checkpoint=True), {"w": torch.ones(2)}),
+        (zero(3, sub_group_size=20), {"w": torch.ones(2)}),
+        ({**zero(1), "gradient_clipping": 0.5}, {"w": torch.ones(2), "s": torch.ones(())}),
+        (
+            {
+                "bf16": {"enabled": True},
+                "optimizer": {"type": "Adagrad", "params": {"lr": 0.5}},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                **zero(1),
+            },
+            {"w": torch.ones(2)},
+        ),
+    ],
+)
 def test_what_deepspeed_cannot_resume_goes_on_bit_for_bit(data, params, tmp_path):
     loss = lambda params, batch: (params["w"] * batch).pow(2).mean() * params.get("s", torch.ones(()))
     adam = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
@@ -289,28 +323,42 @@ def test_what_deepspeed_cannot_resume_goes_on_bit_for_bit(data, params, tmp_path
         assert_same_bits(resumed, straight)
 
 
-@pytest.mark.parametrize("data", [
-    {"prescale_gradients": True}, {"gradient_predivide_factor": 2.0},
-    {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "float32"}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"prescale_gradients": True},
+        {"gradient_predivide_factor": 2.0},
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "float32"}},
+    ],
+)
 def test_what_the_engine_refuses_at_some_stages_is_the_same_at_all(data):
     runs = [trained({"optimizer": SGD, **data, **zero(stage, allgather_bucket_size=11)}, DRAWN) for stage in range(4)]
     for run in runs[1:]:
         assert_same_bits([params for params, _ in run], [params for params, _ in runs[0]])
 
 
-@pytest.mark.parametrize(("data", "where"), [
-    ({"optimizer": {"type": "SGD", "params": {"dampening": -0.5, "momentum": 0.9}}}, "optimizer.params.dampening"),
-    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.0]}}}, "optimizer.params.betas"),
-    ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov"),
-    ({"optimizer": {"type": "Lamb", "params": {"min_coeff": 3, "max_coeff": 2}}}, "optimizer.params.min_coeff"),
-    ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "fp16.initial_scale_power"),
-    ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_max_mom": 1.0}}},
-     "scheduler.params.cycle_max_mom"),
-    ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": None, "cycle_max_lr": 2}}},
-     "scheduler.params.cycle_min_lr"),
-    ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": None}}}, "scheduler.params.total_num_steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "where"),
+    [
+        ({"optimizer": {"type": "SGD", "params": {"dampening": -0.5, "momentum": 0.9}}}, "optimizer.params.dampening"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.0]}}}, "optimizer.params.betas"),
+        ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov"),
+        ({"optimizer": {"type": "Lamb", "params": {"min_coeff": 3, "max_coeff": 2}}}, "optimizer.params.min_coeff"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "fp16.initial_scale_power"),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_max_mom": 1.0}}},
+            "scheduler.params.cycle_max_mom",
+        ),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": None, "cycle_max_lr": 2}}},
+            "scheduler.params.cycle_min_lr",
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": None}}},
+            "scheduler.params.total_num_steps",
+        ),
+    ],
+)
 def test_values_without_meaning_are_refused_with_their_path(data, where):
     with pytest.raises(ConfigError) as error:
         TrainingConfig.of(data)

@@ -52,10 +52,18 @@ def loss_fn(params: Any, batch: Any) -> Any:
 
 
 def said(stage: int, optimizer: str, precision: str, **zero: Any) -> dict[str, Any]:
-    sizes = {"reduce_bucket_size": LAYER, "stage3_param_persistence_threshold": 0} if stage == 3 else \
-        {"reduce_bucket_size": LAYER}  # fmt: skip
-    return {"train_batch_size": 8, "gradient_clipping": 0, "optimizer": OPTIMIZERS[optimizer],
-            "zero_optimization": {"stage": stage, **sizes, **zero}, **PRECISIONS[precision]}  # fmt: skip
+    sizes = (
+        {"reduce_bucket_size": LAYER, "stage3_param_persistence_threshold": 0}
+        if stage == 3
+        else {"reduce_bucket_size": LAYER}
+    )
+    return {
+        "train_batch_size": 8,
+        "gradient_clipping": 0,
+        "optimizer": OPTIMIZERS[optimizer],
+        "zero_optimization": {"stage": stage, **sizes, **zero},
+        **PRECISIONS[precision],
+    }
 
 
 def by_formula(data: dict[str, Any], axes: dict[str, int], num_parameters: int) -> dict[str, int]:
@@ -99,8 +107,15 @@ def test_it_is_so_on_other_meshes(axes, stage, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("zero", [{"stage3_prefetch_bucket_size": 0}, {"stage3_prefetch_bucket_size": 2 * LAYER},
-                                  {"stage3_max_live_parameters": 4 * LAYER}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage3_prefetch_bucket_size": 0},
+        {"stage3_prefetch_bucket_size": 2 * LAYER},
+        {"stage3_max_live_parameters": 4 * LAYER},
+    ],
+    ids=str,
+)
 def test_what_is_whole_at_once_follows_its_keys(zero, precision):
     data, axes = said(3, "adamw", precision, **zero), {"dp": 2}
     assert_equal(by_formula(data, axes, LAYERS * LAYER), by_step(data, axes, layers()))

@@ -8,7 +8,9 @@ from fds.config.meaning import NotYet
 from fds.errors import ConfigError
 
 TENSORS = {
-    "autotp_size": 4, "preset_model": "llama", "tp_overlap_comm": True,
+    "autotp_size": 4,
+    "preset_model": "llama",
+    "tp_overlap_comm": True,
     "tp": {"tp_size": 4, "tp_grain_size": 64},
     "partition_config": {
         "use_default_specs": False,
@@ -17,24 +19,33 @@ TENSORS = {
             {"patterns": [".*\\.gate_up_proj\\.weight$"], "shape": [[4096, 1024], -1], "partition_dim": 0},
         ],
     },
-}  # fmt: skip
+}
 EXPERTS = {
-    "enabled": True, "autoep_size": 4, "preset_model": "mixtral", "score_func": "softmax", "top_k": 2,
-    "num_expert_groups": 8, "num_limited_groups": 4, "routed_scaling_factor": "auto", "expert_w3": None,
-}  # fmt: skip
+    "enabled": True,
+    "autoep_size": 4,
+    "preset_model": "mixtral",
+    "score_func": "softmax",
+    "top_k": 2,
+    "num_expert_groups": 8,
+    "num_limited_groups": 4,
+    "routed_scaling_factor": "auto",
+    "expert_w3": None,
+}
 SIZES = {"data_parallel_size": 4, "sequence_parallel_size": 2, "use_data_before_expert_parallelism": True}
 
 
-@pytest.mark.parametrize(("record", "example"), [
-    (TensorParallelConfig, TENSORS), (ExpertParallelConfig, EXPERTS), (ParallelSizesConfig, SIZES)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("record", "example"),
+    [(TensorParallelConfig, TENSORS), (ExpertParallelConfig, EXPERTS), (ParallelSizesConfig, SIZES)],
+)
 def test_a_whole_section_comes_back_as_it_went_in(record, example):
     assert record.from_dict(example).to_dict() == example
 
 
-@pytest.mark.parametrize(("record", "name", "nothing"), [
-    (TensorParallelConfig, "autotp_size", {0, 1}),
-    (ParallelSizesConfig, "sequence_parallel_size", {None, 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("record", "name", "nothing"),
+    [(TensorParallelConfig, "autotp_size", {0, 1}), (ParallelSizesConfig, "sequence_parallel_size", {None, 1})],
+)
 def test_one_rank_is_no_parallelism(record, name, nothing):
     meaning = keys(record)[name][1].meaning
     assert isinstance(meaning, NotYet) and set(meaning.nothing) == nothing
@@ -47,29 +58,41 @@ def test_the_second_names_of_keys_are_taken_with_a_warning():
     assert config.to_dict() == {"tp": {"tp_size": 1}, "kernel_inject": True}
 
 
-@pytest.mark.parametrize(("record", "wrong", "where"), [
-    (TensorParallelConfig, {"autotp_size": -1}, "autotp_size"),
-    (TensorParallelConfig, {"tp": {"size": 2}}, "tp.size"),
-    (TensorParallelConfig, {"partition_config": {"strict": True}}, "partition_config.strict"),
-    (TensorParallelConfig, {"partition_config": {"layer_specs": [{}, {"partition_type": "diagonal"}]}},
-     "partition_config.layer_specs.1.partition_type"),
-    (TensorParallelConfig, {"partition_config": {"layer_specs": [{"pattern": ["a"]}]}},
-     "partition_config.layer_specs.0.pattern"),
-    (ExpertParallelConfig, {"top_k": "two"}, "top_k"),
-    (ExpertParallelConfig, {"score_apply": "both"}, "score_apply"),
-    (ExpertParallelConfig, {"ep_size": 2}, "ep_size"),
-    (ParallelSizesConfig, {"sequence_parallel_size": 0}, "sequence_parallel_size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("record", "wrong", "where"),
+    [
+        (TensorParallelConfig, {"autotp_size": -1}, "autotp_size"),
+        (TensorParallelConfig, {"tp": {"size": 2}}, "tp.size"),
+        (TensorParallelConfig, {"partition_config": {"strict": True}}, "partition_config.strict"),
+        (
+            TensorParallelConfig,
+            {"partition_config": {"layer_specs": [{}, {"partition_type": "diagonal"}]}},
+            "partition_config.layer_specs.1.partition_type",
+        ),
+        (
+            TensorParallelConfig,
+            {"partition_config": {"layer_specs": [{"pattern": ["a"]}]}},
+            "partition_config.layer_specs.0.pattern",
+        ),
+        (ExpertParallelConfig, {"top_k": "two"}, "top_k"),
+        (ExpertParallelConfig, {"score_apply": "both"}, "score_apply"),
+        (ExpertParallelConfig, {"ep_size": 2}, "ep_size"),
+        (ParallelSizesConfig, {"sequence_parallel_size": 0}, "sequence_parallel_size"),
+    ],
+)
 def test_a_wrong_key_or_value_is_refused_with_its_path(record, wrong, where):
     with pytest.raises(ConfigError) as refused:
         record.from_dict(wrong)
     assert refused.value.where == where
 
 
-@pytest.mark.parametrize(("record", "changes", "where"), [
-    (TensorParallelConfig, {**TENSORS, "autotp_size": 2}, "autotp_size, tp.tp_size"),
-    (ExpertParallelConfig, {**EXPERTS, "num_limited_groups": 9}, "num_limited_groups, num_expert_groups"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("record", "changes", "where"),
+    [
+        (TensorParallelConfig, {**TENSORS, "autotp_size": 2}, "autotp_size, tp.tp_size"),
+        (ExpertParallelConfig, {**EXPERTS, "num_limited_groups": 9}, "num_limited_groups, num_expert_groups"),
+    ],
+)
 def test_contradictions_name_all_keys_of_them(record, changes, where):
     with pytest.raises(ConfigError) as refused:
         record.from_dict(changes)

@@ -11,9 +11,10 @@ def test_a_whole_section_comes_back_as_it_went_in():
     assert ProgressiveLayerDropConfig.from_dict(example).to_dict() == example
 
 
-@pytest.mark.parametrize(("wrong", "where"), [
-    ({"enabled": 1}, "enabled"), ({"theta": 1.5}, "theta"), ({"gamma": "small"}, "gamma"), ({"beta": 1}, "beta"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [({"enabled": 1}, "enabled"), ({"theta": 1.5}, "theta"), ({"gamma": "small"}, "gamma"), ({"beta": 1}, "beta")],
+)
 def test_a_wrong_key_or_value_is_refused_with_its_path(wrong, where):
     with pytest.raises(ConfigError) as refused:
         ProgressiveLayerDropConfig.from_dict(wrong)

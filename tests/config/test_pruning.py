@@ -8,22 +8,33 @@ from fds.errors import ConfigError
 HALF = {"params": {"dense_ratio": 0.5}}
 SPARSE = {
     "shared_parameters": {
-        "enabled": True, "schedule_offset": 30, "schedule_offset_end": 90, "schedule_offset_stride": 15,
-        "method": "snip_momentum", "block_pattern": "4x1", "dense_ratio": 0.4,
+        "enabled": True,
+        "schedule_offset": 30,
+        "schedule_offset_end": 90,
+        "schedule_offset_stride": 15,
+        "method": "snip_momentum",
+        "block_pattern": "4x1",
+        "dense_ratio": 0.4,
         "excluded_modules": ["classifier", "pooler"],
     },
     "different_groups": {},
-}  # fmt: skip
+}
 ROWS = {
     "shared_parameters": {"enabled": True, "schedule_offset": 20, "method": "topk"},
-    "different_groups": {"rp1": {**HALF, "modules": ["intermediate.dense"],
-                                 "related_modules": [["layer.\\w+.output.dense"]]}},
-}  # fmt: skip
+    "different_groups": {
+        "rp1": {**HALF, "modules": ["intermediate.dense"], "related_modules": [["layer.\\w+.output.dense"]]}
+    },
+}
 HEADS = {
     "shared_parameters": {"enabled": True, "schedule_offset": 10, "method": "topk", "num_heads": 12},
-    "different_groups": {"rp1": {**HALF, "modules": ["attention.output.dense"],
-                                 "related_modules": [["self.query", "self.key", "self.value"]]}},
-}  # fmt: skip
+    "different_groups": {
+        "rp1": {
+            **HALF,
+            "modules": ["attention.output.dense"],
+            "related_modules": [["self.query", "self.key", "self.value"]],
+        }
+    },
+}
 KINDS = [(SparsePruningConfig, SPARSE), (RowPruningConfig, ROWS), (HeadPruningConfig, HEADS)]
 
 
@@ -38,15 +49,25 @@ def test_pruning_begins_at_once_in_the_documentation_only(record, _):
     assert record(defaults="docs")["shared_parameters.schedule_offset"] == 0
 
 
-@pytest.mark.parametrize(("record", "wrong", "where"), [
-    (RowPruningConfig, {"shared_parameters": {"method": "snip_momentum"}}, "shared_parameters.method"),
-    (RowPruningConfig, {"shared_parameters": {"num_heads": 12}}, "shared_parameters.num_heads"),
-    (RowPruningConfig, {"different_groups": {"a": {"params": {"dense_ratio": 2}}}},
-     "different_groups.a.params.dense_ratio"),
-    (HeadPruningConfig, {"shared_parameters": {"num_heads": 0}}, "shared_parameters.num_heads"),
-    (SparsePruningConfig, {"shared_parameters": {"excluded_modules": "pooler"}}, "shared_parameters.excluded_modules"),
-    (SparsePruningConfig, {"shared_parameters": {"dense_ratio": 0}}, "shared_parameters.dense_ratio"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("record", "wrong", "where"),
+    [
+        (RowPruningConfig, {"shared_parameters": {"method": "snip_momentum"}}, "shared_parameters.method"),
+        (RowPruningConfig, {"shared_parameters": {"num_heads": 12}}, "shared_parameters.num_heads"),
+        (
+            RowPruningConfig,
+            {"different_groups": {"a": {"params": {"dense_ratio": 2}}}},
+            "different_groups.a.params.dense_ratio",
+        ),
+        (HeadPruningConfig, {"shared_parameters": {"num_heads": 0}}, "shared_parameters.num_heads"),
+        (
+            SparsePruningConfig,
+            {"shared_parameters": {"excluded_modules": "pooler"}},
+            "shared_parameters.excluded_modules",
+        ),
+        (SparsePruningConfig, {"shared_parameters": {"dense_ratio": 0}}, "shared_parameters.dense_ratio"),
+    ],
+)
 def test_a_wrong_key_or_value_is_refused_with_its_path(record, wrong, where):
     with pytest.raises(ConfigError) as refused:
         record.from_dict(wrong)

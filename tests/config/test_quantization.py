@@ -7,9 +7,13 @@ from fds.errors import ConfigError
 
 ACTIVATIONS = {
     "shared_parameters": {
-        "enabled": True, "quantization_type": "asymmetric", "range_calibration": "dynamic", "schedule_offset": 50},
+        "enabled": True,
+        "quantization_type": "asymmetric",
+        "range_calibration": "dynamic",
+        "schedule_offset": 50,
+    },
     "different_groups": {"aq1": {"params": {"bits": 8}, "modules": ["attention.output"]}},
-}  # fmt: skip
+}
 BITS = {"start_bits": 8, "target_bits": 4, "quantization_period": 50}
 
 
@@ -33,14 +37,17 @@ def test_a_group_is_of_all_modules_or_of_those_that_are_named():
     assert groups["all"].modules == "*" and groups["some"].modules == ("attention",)
 
 
-@pytest.mark.parametrize(("wrong", "where"), [
-    ({"shared_parameters": {"rounding": "up"}}, "shared_parameters.rounding"),
-    ({"shared_parameters": {"fp16_mixed_quantize": True}}, "shared_parameters.fp16_mixed_quantize"),
-    ({"shared_parameters": {"fp16_mixed_quantize": {"ratio": 0.1}}}, "shared_parameters.fp16_mixed_quantize.ratio"),
-    ({"different_groups": {"wq1": {"params": {"start_bits": "8"}}}}, "different_groups.wq1.params.start_bits"),
-    ({"different_groups": {"wq1": {"module": ["a"]}}}, "different_groups.wq1.module"),
-    ({"different_groups": {"wq1": {"modules": [1]}}}, "different_groups.wq1.modules"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        ({"shared_parameters": {"rounding": "up"}}, "shared_parameters.rounding"),
+        ({"shared_parameters": {"fp16_mixed_quantize": True}}, "shared_parameters.fp16_mixed_quantize"),
+        ({"shared_parameters": {"fp16_mixed_quantize": {"ratio": 0.1}}}, "shared_parameters.fp16_mixed_quantize.ratio"),
+        ({"different_groups": {"wq1": {"params": {"start_bits": "8"}}}}, "different_groups.wq1.params.start_bits"),
+        ({"different_groups": {"wq1": {"module": ["a"]}}}, "different_groups.wq1.module"),
+        ({"different_groups": {"wq1": {"modules": [1]}}}, "different_groups.wq1.modules"),
+    ],
+)
 def test_a_wrong_key_or_value_is_refused_with_its_path(wrong, where):
     with pytest.raises(ConfigError) as refused:
         WeightQuantizationConfig.from_dict(wrong)
@@ -53,11 +60,14 @@ def test_bits_do_not_grow():
     assert refused.value.where == "target_bits, start_bits"
 
 
-@pytest.mark.parametrize(("groups", "lacks"), [
-    ({}, "different_groups"),
-    ({"wq1": {"params": BITS}, "wq2": {"params": {"start_bits": 8}}}, "different_groups.wq2.params.target_bits"),
-    ({"wq1": {}}, "different_groups.wq1.params.start_bits, different_groups.wq1.params.target_bits"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("groups", "lacks"),
+    [
+        ({}, "different_groups"),
+        ({"wq1": {"params": BITS}, "wq2": {"params": {"start_bits": 8}}}, "different_groups.wq2.params.target_bits"),
+        ({"wq1": {}}, "different_groups.wq1.params.start_bits, different_groups.wq1.params.target_bits"),
+    ],
+)
 def test_a_technique_that_is_on_has_groups_and_their_bits(groups, lacks):
     data = {"shared_parameters": {"enabled": True}, "different_groups": groups}
     with pytest.raises(ConfigError) as refused:

@@ -41,32 +41,39 @@ def test_a_mark_of_the_byte_order_is_no_part_of_the_json(tmp_path):
     assert TrainingConfig.of(written(tmp_path / "a.json", json.dumps(MEANT), "utf-8-sig")).to_dict() == MEANT
 
 
-@pytest.mark.parametrize(("text", "what", "hint"), [
-    ("", "the configuration is empty", ""), ("\n \n", "the configuration is empty", ""),
-    ('{"fp16": {"enabled": True}}', "not valid JSON", "JSON writes true"),
-    ('{"optimizer": None}', "not valid JSON", "JSON writes null"),
-    ('{"gradient_clipping": 1.0', "not valid JSON", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "what", "hint"),
+    [
+        ("", "the configuration is empty", ""),
+        ("\n \n", "the configuration is empty", ""),
+        ('{"fp16": {"enabled": True}}', "not valid JSON", "JSON writes true"),
+        ('{"optimizer": None}', "not valid JSON", "JSON writes null"),
+        ('{"gradient_clipping": 1.0', "not valid JSON", ""),
+    ],
+)
 def test_what_is_no_json_is_refused_with_what_to_write(tmp_path, text, what, hint):
     with pytest.raises(ConfigError) as error:
         TrainingConfig.of(written(tmp_path / "a.json", text))
     assert (error.value.what, error.value.hint) == (what, hint)
 
 
-@pytest.mark.parametrize("text", [
-    '{"x": {"b": 1, "a": 1, "b": 2, "a": 2, "c": 3}}', "{x: {b: 1, a: 1, b: 2, a: 2, c: 3}}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text", ['{"x": {"b": 1, "a": 1, "b": 2, "a": 2, "c": 3}}', "{x: {b: 1, a: 1, b: 2, a: 2, c: 3}}"]
+)
 def test_keys_that_stand_twice_in_one_object_are_named(tmp_path, text):
     with pytest.raises(ConfigError, match="a key is given twice") as error:
         TrainingConfig.of(written(tmp_path / "a.json", text))
     assert error.value.where.endswith("a.json: a, b") and (error.value.got, error.value.want) == ("5 keys", "once")
 
 
-@pytest.mark.parametrize(("text", "line", "want"), [
-    ("# a comment\n{\n  fp16: {enabled: true\n}", 4, "Bad key name"),
-    ('{\n  // a comment\n  "fp16": {"enabled" true}\n}', 3, "':'"),
-    ("{\n  train_batch_size: 4\n  zero_optimization: [1\n}", 4, "punctuator"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "line", "want"),
+    [
+        ("# a comment\n{\n  fp16: {enabled: true\n}", 4, "Bad key name"),
+        ('{\n  // a comment\n  "fp16": {"enabled" true}\n}', 3, "':'"),
+        ("{\n  train_batch_size: 4\n  zero_optimization: [1\n}", 4, "punctuator"),
+    ],
+)
 def test_a_mistake_in_hjson_is_not_told_as_one_of_json(tmp_path, text, line, want):
     with pytest.raises(ConfigError) as error:
         TrainingConfig.of(written(tmp_path / "a.hjson", text))
@@ -92,20 +99,33 @@ def test_without_the_package_the_hint_names_it(tmp_path, monkeypatch):
 
 
 def test_keys_that_begin_with_an_underscore_are_comments():
-    data = {"_why": "a test", "zero_optimization": {"_stage": 3, "stage": 2}, "gradient_clipping": 0.5,
-            "optimizer": {"type": "AdamW", "_": {}, "params": {"lr": 0.5, "_lr": "was 1"}}}  # fmt: skip
+    data = {
+        "_why": "a test",
+        "zero_optimization": {"_stage": 3, "stage": 2},
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "_": {}, "params": {"lr": 0.5, "_lr": "was 1"}},
+    }
     config = TrainingConfig.of({**data, "train_batch_size": 4})
     assert config["zero_optimization.stage"] == 2 and config.optimizer.arguments.lr == 0.5
 
 
 NOBODYS = {
-    "flops": 1, "zero_optimization": {"stage": 2, "stge": 3}, "train_batch_size": 4,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "beta": 0.9}}, "bfloat16": {"enabled": True, "x": 1},
+    "flops": 1,
+    "zero_optimization": {"stage": 2, "stge": 3},
+    "train_batch_size": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "beta": 0.9}},
+    "bfloat16": {"enabled": True, "x": 1},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}},
     "compression_training": {"weight_quantization": {"different_groups": {"g": {"modul": []}}}},
-}  # fmt: skip
-NAMES = ["flops", "zero_optimization.stge", "optimizer.params.beta", "bfloat16.x", "scheduler.params.warmup_steps",
-         "compression_training.weight_quantization.different_groups.g.modul"]  # fmt: skip
+}
+NAMES = [
+    "flops",
+    "zero_optimization.stge",
+    "optimizer.params.beta",
+    "bfloat16.x",
+    "scheduler.params.warmup_steps",
+    "compression_training.weight_quantization.different_groups.g.modul",
+]
 
 
 def test_unknown_keys_are_left_out_where_that_is_asked_for_each_with_a_warning():

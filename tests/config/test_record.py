@@ -67,41 +67,60 @@ def test_only_what_was_given_is_written_again_unless_all_is_asked_for():
     assert TrainingConfig.of(full) == config
 
 
-@pytest.mark.parametrize(("data", "where", "hint"), [
-    ({"graidient_clipping": 1.0}, "graidient_clipping", "gradient_clipping"),
-    ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge", "stage"),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"pin": True}}}, "zero_optimization.offload_param.pin",
-     "pin_memory"),
-    ({"optimizer": {"type": "adamw", "params": {"beta": [0.9, 0.99]}}}, "optimizer.params.beta", "betas"),
-    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}, "scheduler.params.warmup_steps",
-     "warmup_num_steps"),
-    ({"compression_training": {"weight_quantization": {"different_groups": {"g": {"modul": []}}}}},
-     "compression_training.weight_quantization.different_groups.g.modul", "modules"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "where", "hint"),
+    [
+        ({"graidient_clipping": 1.0}, "graidient_clipping", "gradient_clipping"),
+        ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge", "stage"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"pin": True}}},
+            "zero_optimization.offload_param.pin",
+            "pin_memory",
+        ),
+        ({"optimizer": {"type": "adamw", "params": {"beta": [0.9, 0.99]}}}, "optimizer.params.beta", "betas"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}},
+            "scheduler.params.warmup_steps",
+            "warmup_num_steps",
+        ),
+        (
+            {"compression_training": {"weight_quantization": {"different_groups": {"g": {"modul": []}}}}},
+            "compression_training.weight_quantization.different_groups.g.modul",
+            "modules",
+        ),
+    ],
+)
 def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_known_one(data, where, hint):
     error = refused(TrainingConfig.of, data)
     assert error.where == where
     assert error.hint == f'did you mean {hint!r}? Or leave it out with a warning: unknown="warn"'
 
 
-@pytest.mark.parametrize(("data", "where", "want"), [
-    ({"train_batch_size": "8"}, "train_batch_size", "an integer or null"),
-    ({"train_batch_size": 8.5}, "train_batch_size", "an integer or null"),
-    ({"train_batch_size": True}, "train_batch_size", "an integer or null"),
-    ({"train_batch_size": 0}, "train_batch_size", "more than 0"),
-    ({"fp16": {"enabled": 1}}, "fp16.enabled", "true or false"),
-    ({"fp16": True}, "fp16", "{...}: FP16Config"),
-    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage", "0 or 1 or 2 or 3"),
-    ({"zero_optimization": {"stage": True}}, "zero_optimization.stage", "0 or 1 or 2 or 3"),
-    ({"zero_optimization": {"stage": None}}, "zero_optimization.stage", "0 or 1 or 2 or 3"),
-    ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "optimizer.params.betas", "a list of 2 x a number"),
-    ({"optimizer": {"type": "Adam", "params": []}}, "optimizer.params", "an object"),
-    ({"communication_data_type": "fp8"}, "communication_data_type", "'fp32' or 'fp16' or 'bf16' or null"),
-    ({"gradient_clipping": float("nan")}, "gradient_clipping", "a number"),
-    ({"gradient_clipping": float("inf")}, "gradient_clipping", "a number"),
-    ({"gradient_clipping": 10**400}, "gradient_clipping", "a number"),
-    ({"fp16": None}, "fp16", "an object"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "where", "want"),
+    [
+        ({"train_batch_size": "8"}, "train_batch_size", "an integer or null"),
+        ({"train_batch_size": 8.5}, "train_batch_size", "an integer or null"),
+        ({"train_batch_size": True}, "train_batch_size", "an integer or null"),
+        ({"train_batch_size": 0}, "train_batch_size", "more than 0"),
+        ({"fp16": {"enabled": 1}}, "fp16.enabled", "true or false"),
+        ({"fp16": True}, "fp16", "{...}: FP16Config"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage", "0 or 1 or 2 or 3"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage", "0 or 1 or 2 or 3"),
+        ({"zero_optimization": {"stage": None}}, "zero_optimization.stage", "0 or 1 or 2 or 3"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
+            "optimizer.params.betas",
+            "a list of 2 x a number",
+        ),
+        ({"optimizer": {"type": "Adam", "params": []}}, "optimizer.params", "an object"),
+        ({"communication_data_type": "fp8"}, "communication_data_type", "'fp32' or 'fp16' or 'bf16' or null"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping", "a number"),
+        ({"gradient_clipping": float("inf")}, "gradient_clipping", "a number"),
+        ({"gradient_clipping": 10**400}, "gradient_clipping", "a number"),
+        ({"fp16": None}, "fp16", "an object"),
+    ],
+)
 def test_a_wrong_value_is_refused_with_its_path_and_what_would_do(data, where, want):
     error = refused(TrainingConfig.of, data)
     assert (error.where, error.want) == (where, want)
@@ -113,34 +132,56 @@ def test_a_whole_number_may_be_written_as_people_write_large_ones():
     assert FP16Config(loss_scale=0).loss_scale == 0
 
 
-@pytest.mark.parametrize(("data", "where"), [
-    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled, bf16.enabled"),
-    ({"amp": {"enabled": True}, "zero_optimization": {"stage": 1}}, "amp.enabled, zero_optimization.stage"),
-    ({"amp": {"enabled": True}, "torch_autocast": {"enabled": True}}, "amp.enabled, torch_autocast.enabled"),
-    ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window, fp16.loss_scale"),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-     "zero_optimization.offload_param.device, zero_optimization.offload_param.nvme_path"),
-    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-     "zero_optimization.stage, zero_optimization.offload_param.device"),
-    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
-     "zero_optimization.stage, zero_optimization.offload_optimizer.device"),
-    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
-     "zero_optimization.stage, zero_optimization.offload_optimizer.ratio"),
-    ({"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 1}},
-     "optimizer.type, zero_optimization.stage"),
-    ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
-     "gradient_allreduce_op, zero_optimization.stage"),
-    ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm"),
-    ({"scheduler": {"type": "OneCycle", "params": {}}},
-     "scheduler.params.cycle_min_lr, scheduler.params.cycle_max_lr"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "where"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled, bf16.enabled"),
+        ({"amp": {"enabled": True}, "zero_optimization": {"stage": 1}}, "amp.enabled, zero_optimization.stage"),
+        ({"amp": {"enabled": True}, "torch_autocast": {"enabled": True}}, "amp.enabled, torch_autocast.enabled"),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window, fp16.loss_scale"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "zero_optimization.offload_param.device, zero_optimization.offload_param.nvme_path",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.stage, zero_optimization.offload_param.device",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
+            "zero_optimization.stage, zero_optimization.offload_optimizer.device",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            "zero_optimization.stage, zero_optimization.offload_optimizer.ratio",
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 1}},
+            "optimizer.type, zero_optimization.stage",
+        ),
+        (
+            {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
+            "gradient_allreduce_op, zero_optimization.stage",
+        ),
+        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm"),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {}}},
+            "scheduler.params.cycle_min_lr, scheduler.params.cycle_max_lr",
+        ),
+    ],
+)
 def test_contradictions_name_every_key_involved(data, where):
     assert refused(TrainingConfig.of, data).where == where
 
 
 def test_auto_contradicts_nothing():
-    TrainingConfig.of({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"},
-                       "zero_optimization": {"stage": "auto", "stage3_max_live_parameters": 5}})  # fmt: skip
+    TrainingConfig.of(
+        {
+            "fp16": {"enabled": "auto"},
+            "bf16": {"enabled": "auto"},
+            "zero_optimization": {"stage": "auto", "stage3_max_live_parameters": 5},
+        }
+    )
 
 
 def test_an_old_spelling_is_taken_and_said_and_both_at_once_refused():

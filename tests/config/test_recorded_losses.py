@@ -25,9 +25,13 @@ def test_a_json_trains_as_it_did_under_deepspeed(case):
 
 @pytest.mark.parametrize(
     ("changes", "same"),
-    [({"zero_optimization": {"stage": 3}}, True), ({"gradient_clipping": 1.401}, False), ({"scheduler": {}}, False),
-     ({"bf16": {"enabled": True}}, False)],
-)  # fmt: skip
+    [
+        ({"zero_optimization": {"stage": 3}}, True),
+        ({"gradient_clipping": 1.401}, False),
+        ({"scheduler": {}}, False),
+        ({"bf16": {"enabled": True}}, False),
+    ],
+)
 def test_what_a_json_says_moves_losses_further_than_rounding_and_a_stage_does_not(changes, same):
     case = next(case for case in CASES if case["name"] == "1 clip accumulate cosine")
     run = fds.simulate(lambda: by_fds(case["json"] | changes), RANKS)[0]

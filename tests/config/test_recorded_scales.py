@@ -11,8 +11,13 @@ from tests.peers.float16 import by_fds
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "float16_scales.json").read_text())["cases"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "{ranks}-{gradient_accumulation_steps}-{stage}".format(
-    **case, **case["json"], **case["json"]["zero_optimization"]))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    CASES,
+    ids=lambda case: "{ranks}-{gradient_accumulation_steps}-{stage}".format(
+        **case, **case["json"], **case["json"]["zero_optimization"]
+    ),
+)
 def test_the_loss_scale_is_deepspeeds_at_every_step(case):
     first, *others = fds.simulate(lambda: by_fds(case), case["ranks"])
     assert first == list(map(tuple, case["steps"])) and others == [first] * (case["ranks"] - 1)

@@ -18,20 +18,53 @@ from fds.errors import ConfigError
 
 MONITOR = {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"}
 EXAMPLES: list[tuple[type[Config], dict]] = [
-    (LoggingConfig, {"steps_per_print": 10, "wall_clock_breakdown": False, "dump_state": False,
-                     "timers": {"throughput": {"enabled": True, "synchronized": False}}}),
+    (
+        LoggingConfig,
+        {
+            "steps_per_print": 10,
+            "wall_clock_breakdown": False,
+            "dump_state": False,
+            "timers": {"throughput": {"enabled": True, "synchronized": False}},
+        },
+    ),
     (TensorBoardConfig, MONITOR),
     (CsvMonitorConfig, MONITOR),
     (WandbConfig, {"enabled": True, "group": "my_group", "team": "my_team", "project": "my_project"}),
     # reference/003 says 32 to 50 characters of a key, and has one of 31 in its example: lengths are Comet's to check
-    (CometConfig, {"enabled": True, "project": "my_project", "samples_log_interval": 50, "mode": "get",
-                   "experiment_name": "llama-fine-tuning", "experiment_key": "0c4a1c4a90664f2a8084e600b19a9d7",
-                   "online": False}),
-    (CommsLoggerConfig, {"enabled": True, "verbose": False, "prof_all": False, "debug": False,
-                         "prof_ops": ["all_reduce", "all_gather"]}),
-    (FlopsProfilerConfig, {"enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True,
-                           "output_file": None}),
-]  # fmt: skip
+    (
+        CometConfig,
+        {
+            "enabled": True,
+            "project": "my_project",
+            "samples_log_interval": 50,
+            "mode": "get",
+            "experiment_name": "llama-fine-tuning",
+            "experiment_key": "0c4a1c4a90664f2a8084e600b19a9d7",
+            "online": False,
+        },
+    ),
+    (
+        CommsLoggerConfig,
+        {
+            "enabled": True,
+            "verbose": False,
+            "prof_all": False,
+            "debug": False,
+            "prof_ops": ["all_reduce", "all_gather"],
+        },
+    ),
+    (
+        FlopsProfilerConfig,
+        {
+            "enabled": True,
+            "profile_step": 1,
+            "module_depth": -1,
+            "top_modules": 1,
+            "detailed": True,
+            "output_file": None,
+        },
+    ),
+]
 
 
 @pytest.mark.parametrize(("record", "example"), EXAMPLES, ids=lambda it: getattr(it, "__name__", ""))
@@ -60,21 +93,24 @@ def test_a_level_may_be_in_capitals():
     assert LoggingConfig(log_level="INFO") != LoggingConfig(log_level="info")
 
 
-@pytest.mark.parametrize(("record", "wrong", "where"), [
-    (LoggingConfig, {"steps_per_print": "10"}, "steps_per_print"),
-    (LoggingConfig, {"steps_per_print": 0}, "steps_per_print"),
-    (LoggingConfig, {"log_level": "loud"}, "log_level"),
-    (LoggingConfig, {"dump_states": True}, "dump_states"),
-    (LoggingConfig, {"timers": {"throughput": {"synchronised": True}}}, "timers.throughput.synchronised"),
-    (TensorBoardConfig, {"enabled": "yes"}, "enabled"),
-    (CsvMonitorConfig, {"job_name": 3}, "job_name"),
-    (WandbConfig, {"entity": "me"}, "entity"),
-    (CometConfig, {"mode": "append"}, "mode"),
-    (CometConfig, {"samples_log_interval": 0}, "samples_log_interval"),
-    (CommsLoggerConfig, {"prof_ops": "all_reduce"}, "prof_ops"),
-    (FlopsProfilerConfig, {"module_depth": -2}, "module_depth"),
-    (FlopsProfilerConfig, {"profile_step": 1.5}, "profile_step"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("record", "wrong", "where"),
+    [
+        (LoggingConfig, {"steps_per_print": "10"}, "steps_per_print"),
+        (LoggingConfig, {"steps_per_print": 0}, "steps_per_print"),
+        (LoggingConfig, {"log_level": "loud"}, "log_level"),
+        (LoggingConfig, {"dump_states": True}, "dump_states"),
+        (LoggingConfig, {"timers": {"throughput": {"synchronised": True}}}, "timers.throughput.synchronised"),
+        (TensorBoardConfig, {"enabled": "yes"}, "enabled"),
+        (CsvMonitorConfig, {"job_name": 3}, "job_name"),
+        (WandbConfig, {"entity": "me"}, "entity"),
+        (CometConfig, {"mode": "append"}, "mode"),
+        (CometConfig, {"samples_log_interval": 0}, "samples_log_interval"),
+        (CommsLoggerConfig, {"prof_ops": "all_reduce"}, "prof_ops"),
+        (FlopsProfilerConfig, {"module_depth": -2}, "module_depth"),
+        (FlopsProfilerConfig, {"profile_step": 1.5}, "profile_step"),
+    ],
+)
 def test_a_wrong_key_or_value_is_refused_with_its_path(record, wrong, where):
     with pytest.raises(ConfigError) as refused:
         record.from_dict(wrong)

@@ -20,12 +20,52 @@ WHOLE = schema()
 VALIDATOR = jsonschema.Draft202012Validator(WHOLE)
 SHAPES = sorted((Path(__file__).parent / "shapes").glob("*.json"))
 OF_ONE_VALUE = {  # refusals that a schema can say; others are of several keys together
-    "a value has the wrong type", "a number is out of range", "there is no such key",
-    "a group of keys is a JSON object", "a key is given in two spellings", "the scheduler lacks required parameters",
-}  # fmt: skip
-PROBES = [None, True, False, 0, 1, 2, 3, -1, -2, 0.5, 1.5, 5e8, 2.0, 1e30, math.inf, "auto", "AUTO", "", "x", "fp32",
-          "none", [], {}, [1], [0.9, 0.999], [0.9, 0.999, 0.5], [1.5], ["a"], [["a"]], [None], [{}], ["auto"], {"a": 1},
-          {"a": {}}, {"a": "b"}, {"a": None}, {"nobody": 1}]  # fmt: skip
+    "a value has the wrong type",
+    "a number is out of range",
+    "there is no such key",
+    "a group of keys is a JSON object",
+    "a key is given in two spellings",
+    "the scheduler lacks required parameters",
+}
+PROBES = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    2,
+    3,
+    -1,
+    -2,
+    0.5,
+    1.5,
+    5e8,
+    2.0,
+    1e30,
+    math.inf,
+    "auto",
+    "AUTO",
+    "",
+    "x",
+    "fp32",
+    "none",
+    [],
+    {},
+    [1],
+    [0.9, 0.999],
+    [0.9, 0.999, 0.5],
+    [1.5],
+    ["a"],
+    [["a"]],
+    [None],
+    [{}],
+    ["auto"],
+    {"a": 1},
+    {"a": {}},
+    {"a": "b"},
+    {"a": None},
+    {"nobody": 1},
+]
 
 
 def records(cls: type[Config], found: dict) -> dict[str, type[Config]]:
@@ -103,9 +143,13 @@ def test_a_key_that_is_not_known_is_refused_in_every_object(name):
 
 
 def old_spellings() -> list[tuple[str, str, str, bool]]:
-    return [(name, old, key, turn is same) for name, cls in RECORDS.items()
-            for key, (_, about) in flat_keys(cls).items()
-            for old, turn in about.old.items() if old not in flat_keys(cls)]  # fmt: skip
+    return [
+        (name, old, key, turn is same)
+        for name, cls in RECORDS.items()
+        for key, (_, about) in flat_keys(cls).items()
+        for old, turn in about.old.items()
+        if old not in flat_keys(cls)
+    ]
 
 
 @pytest.mark.parametrize(("name", "old", "key", "is_same"), old_spellings())
@@ -133,8 +177,19 @@ KINDS += [("scheduler", kind, record) for kind, record in scheduler.PARAMETERS.i
 def test_parameters_follow_the_type(group, kind, record):
     needed = {name: 1 for name in ("total_num_steps", "cycle_min_lr", "cycle_max_lr") if name in flat_keys(record)}
     for type_ in (kind, optimizer.SPELLED.get(kind, kind), kind.upper()):
-        for params in ({}, needed, {**needed, "nobody": 1}, {**needed, "lr": 1}, {**needed, "total_num_steps": 0.5},
-                       {"lr": -1.0}, {"lr": "auto"}, {"warmup_num_steps": 0}, "auto", None, []):  # fmt: skip
+        for params in (
+            {},
+            needed,
+            {**needed, "nobody": 1},
+            {**needed, "lr": 1},
+            {**needed, "total_num_steps": 0.5},
+            {"lr": -1.0},
+            {"lr": "auto"},
+            {"warmup_num_steps": 0},
+            "auto",
+            None,
+            [],
+        ):
             assert_agree(TrainingConfig, {group: {"type": type_, "params": params}}, VALIDATOR)
     assert not VALIDATOR.is_valid({group: {"type": kind, "params": {**needed, "nobody": 1}}})
 
@@ -146,8 +201,11 @@ def test_a_scheduler_needs_what_it_has_no_default_for():
 
 
 def test_parameters_of_a_type_that_is_not_known_are_free():
-    for data in ({"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}}}, {"optimizer": {"params": {"alpha": 1}}},
-                 {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 9}}}):  # fmt: skip
+    for data in (
+        {"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}}},
+        {"optimizer": {"params": {"alpha": 1}}},
+        {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 9}}},
+    ):
         assert_agree(TrainingConfig, data, VALIDATOR)
         assert VALIDATOR.is_valid(data)
 

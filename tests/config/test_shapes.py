@@ -36,10 +36,13 @@ REFUSED = {  # shape -> the keys that ask for what is not there
     "gpt_random_ltd": ["data_efficiency.data_routing.random_ltd.enabled"],
     "hf_autotuning": ["autotuning.enabled"],
     "megatron_curriculum": ["curriculum_learning.enabled"],
-    "megatron_infinity": ["zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device",
-                          "wall_clock_breakdown"],
+    "megatron_infinity": [
+        "zero_optimization.offload_param.device",
+        "zero_optimization.offload_optimizer.device",
+        "wall_clock_breakdown",
+    ],
     "squad_onebit_adam": ["optimizer.type"],
-}  # fmt: skip
+}
 UNKNOWN = {  # shape -> (the first key that 0.19.6 drops in silence, the nearest that is known)
     "llama_factory_zero2": ("comms_config", "comms_logger"),
     "moq": ("quantize_training.enabled", "eigenvalue"),
@@ -109,8 +112,7 @@ def said(name: str) -> dict[str, Any]:
 def spelled_anew(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
-    return {OLD.get(name, name): None if name == "cpu_offload" else spelled_anew(value)
-            for name, value in data.items()}  # fmt: skip
+    return {OLD.get(name, name): None if name == "cpu_offload" else spelled_anew(value) for name, value in data.items()}
 
 
 def old_in(data: Any) -> list[str]:

@@ -8,17 +8,34 @@ from fds.config.meaning import NotYet
 from fds.errors import ConfigError
 
 EXAMPLE = {  # of reference/003: the keys of all modes, in one section
-    "mode": "fixed", "block": 16, "different_layout_per_head": True, "num_local_blocks": 4, "num_global_blocks": 1,
-    "attention": "bidirectional", "horizontal_global_attention": False, "num_different_global_patterns": 4,
-    "num_random_blocks": 0, "local_window_blocks": [4], "global_block_indices": [0], "global_block_end_indices": None,
+    "mode": "fixed",
+    "block": 16,
+    "different_layout_per_head": True,
+    "num_local_blocks": 4,
+    "num_global_blocks": 1,
+    "attention": "bidirectional",
+    "horizontal_global_attention": False,
+    "num_different_global_patterns": 4,
+    "num_random_blocks": 0,
+    "local_window_blocks": [4],
+    "global_block_indices": [0],
+    "global_block_end_indices": None,
     "num_sliding_window_blocks": 3,
-}  # fmt: skip
+}
 CHANGED = {  # a value of each key that is not its default, and that any mode may have which reads the key
-    "block": 32, "different_layout_per_head": True, "num_local_blocks": 8, "num_global_blocks": 2,
-    "attention": "unidirectional", "horizontal_global_attention": True, "num_different_global_patterns": 2,
-    "num_random_blocks": 1, "local_window_blocks": [2, 4], "global_block_indices": [1], "global_block_end_indices": [2],
+    "block": 32,
+    "different_layout_per_head": True,
+    "num_local_blocks": 8,
+    "num_global_blocks": 2,
+    "attention": "unidirectional",
+    "horizontal_global_attention": True,
+    "num_different_global_patterns": 2,
+    "num_random_blocks": 1,
+    "local_window_blocks": [2, 4],
+    "global_block_indices": [1],
+    "global_block_end_indices": [2],
     "num_sliding_window_blocks": 5,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mode", READS)
@@ -59,16 +76,26 @@ def test_a_mode_that_is_not_known_yet_reads_every_key():
     assert SparseAttentionConfig.from_dict({**CHANGED, "mode": "auto"}).to_dict() == {**CHANGED, "mode": "auto"}
 
 
-@pytest.mark.parametrize(("wrong", "where"), [
-    ({"num_local_blocks": 4, "num_global_blocks": 3}, "num_local_blocks, num_global_blocks"),
-    ({"num_different_global_patterns": 2}, "different_layout_per_head, num_different_global_patterns"),
-    ({"num_different_global_patterns": 3, "num_global_blocks": 2, "different_layout_per_head": True},
-     "num_local_blocks, num_global_blocks, num_different_global_patterns"),
-    ({"attention": "unidirectional", "horizontal_global_attention": True}, "attention, horizontal_global_attention"),
-    ({"mode": "variable", "global_block_end_indices": [1, 2]}, "global_block_indices, global_block_end_indices"),
-    ({"mode": "bslongformer", "global_block_indices": [2], "global_block_end_indices": [2]},
-     "global_block_indices, global_block_end_indices"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        ({"num_local_blocks": 4, "num_global_blocks": 3}, "num_local_blocks, num_global_blocks"),
+        ({"num_different_global_patterns": 2}, "different_layout_per_head, num_different_global_patterns"),
+        (
+            {"num_different_global_patterns": 3, "num_global_blocks": 2, "different_layout_per_head": True},
+            "num_local_blocks, num_global_blocks, num_different_global_patterns",
+        ),
+        (
+            {"attention": "unidirectional", "horizontal_global_attention": True},
+            "attention, horizontal_global_attention",
+        ),
+        ({"mode": "variable", "global_block_end_indices": [1, 2]}, "global_block_indices, global_block_end_indices"),
+        (
+            {"mode": "bslongformer", "global_block_indices": [2], "global_block_end_indices": [2]},
+            "global_block_indices, global_block_end_indices",
+        ),
+    ],
+)
 def test_a_pattern_that_cannot_be_laid_out_is_refused_with_all_keys_of_it(wrong, where):
     with pytest.raises(ConfigError) as refused:
         SparseAttentionConfig.from_dict(wrong)
@@ -77,13 +104,16 @@ def test_a_pattern_that_cannot_be_laid_out_is_refused_with_all_keys_of_it(wrong,
     assert SparseAttentionConfig.from_dict(unknown).to_dict() == unknown
 
 
-@pytest.mark.parametrize(("wrong", "where"), [
-    ({"mode": "sliding"}, "mode"),
-    ({"block": 0}, "block"),
-    ({"block": "16"}, "block"),
-    ({"local_window_blocks": 4}, "local_window_blocks"),
-    ({"blocks": 16}, "blocks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        ({"mode": "sliding"}, "mode"),
+        ({"block": 0}, "block"),
+        ({"block": "16"}, "block"),
+        ({"local_window_blocks": 4}, "local_window_blocks"),
+        ({"blocks": 16}, "blocks"),
+    ],
+)
 def test_a_wrong_key_or_value_is_refused_with_its_path(wrong, where):
     with pytest.raises(ConfigError) as refused:
         SparseAttentionConfig.from_dict(wrong)

@@ -33,11 +33,17 @@ def test_every_key_has_one_row_with_its_default_unit_and_words():
     rows = {row[0]: row for row in rows_of("All keys")}
     paths = [path for path, _, _ in every_key(TrainingConfig)]
     assert len(paths) == len(set(paths)) and {f"`{path}`" for path in paths} - set(rows) == {
-        f"`{name}`" for name, (_, known) in keys(TrainingConfig).items() if not known.flat}  # fmt: skip
+        f"`{name}`" for name, (_, known) in keys(TrainingConfig).items() if not known.flat
+    }
     assert rows["`zero_optimization.stage3_prefetch_bucket_size`"] == [
-        "`zero_optimization.stage3_prefetch_bucket_size`", "integer, ≥ 0", "`50000000`", "`500000000`", "elements",
-        "elements gathered ahead of use", "`fds.shard_optimizer(prefetch=)`: as whole buckets, rounded up",
-    ]  # fmt: skip
+        "`zero_optimization.stage3_prefetch_bucket_size`",
+        "integer, ≥ 0",
+        "`50000000`",
+        "`500000000`",
+        "elements",
+        "elements gathered ahead of use",
+        "`fds.shard_optimizer(prefetch=)`: as whole buckets, rounded up",
+    ]
     assert rows["`zero_optimization.stage`"][1:3] == ["`0` or `1` or `2` or `3`", "`0`"]
     assert rows["`zero_optimization.offload_param`"][1:3] == ["object or null", "`null`"]
     group = "`compression_training.weight_quantization.different_groups.*.modules`"

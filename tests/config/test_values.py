@@ -21,18 +21,33 @@ GROUPS = tuple(f"{group}." for group in GOLDEN["declared"])
 FREE = ("tensor_parallel.partition_config.", "zero_optimization.zeropp_loco_param.")  # any object, to those models
 STRICT = {"0", "1", "true"}  # pydantic takes 0 and 1 for a truth value, and true for a number
 NARROWER = {  # it takes numbers without meaning: negative sizes and counts, and any word for a mode
-    "comet.mode", "comet.samples_log_interval", "compile.free_activation_threshold", "fp16.hysteresis",
-    "fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.min_loss_scale", "hybrid_engine.inference_tp_size",
-    "hybrid_engine.max_out_tokens", "hybrid_engine.tp_gather_partition_size", "tensor_parallel.autotp_size",
-    "tensor_parallel.tp.tp_grain_size", "tensor_parallel.tp.tp_size", "weight_quantization.num_bits",
+    "comet.mode",
+    "comet.samples_log_interval",
+    "compile.free_activation_threshold",
+    "fp16.hysteresis",
+    "fp16.initial_scale_power",
+    "fp16.loss_scale_window",
+    "fp16.min_loss_scale",
+    "hybrid_engine.inference_tp_size",
+    "hybrid_engine.max_out_tokens",
+    "hybrid_engine.tp_gather_partition_size",
+    "tensor_parallel.autotp_size",
+    "tensor_parallel.tp.tp_grain_size",
+    "tensor_parallel.tp.tp_size",
+    "weight_quantization.num_bits",
     "weight_quantization.q_groups",
-}  # fmt: skip
+}
 WIDER = {  # it refuses true without another key, and an old spelling by its new name, as fds does
-    "bf16.bf16_optimizer_states", "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-}  # fmt: skip
+    "bf16.bf16_optimizer_states",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+}
 ELSEWHERE = (  # null for what is needed only where its group is switched on, and for one side of the batch
-    "curriculum_learning.", "data_efficiency.", "train_batch_size", "train_micro_batch_size_per_gpu", "bfloat16",
-)  # fmt: skip
+    "curriculum_learning.",
+    "data_efficiency.",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "bfloat16",
+)
 
 
 def takes(path: str, value: object) -> bool:
@@ -76,10 +91,14 @@ def test_null_is_refused_where_deepspeed_refuses_it_and_groups_may_be_null_where
     assert len(others) > 250 and len(groups) > 20
 
 
-@pytest.mark.parametrize(("data", "path"), [
-    ({"torch_autocast": {"enabled": True, "dtype": None}}, "torch_autocast.dtype"), ({"optimizer": None}, "optimizer"),
-    ({"csv_monitor": {"output_path": None}}, "csv_monitor.output_path"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "path"),
+    [
+        ({"torch_autocast": {"enabled": True, "dtype": None}}, "torch_autocast.dtype"),
+        ({"optimizer": None}, "optimizer"),
+        ({"csv_monitor": {"output_path": None}}, "csv_monitor.output_path"),
+    ],
+)
 def test_a_refused_null_says_to_leave_the_key_out(data, path):
     with pytest.raises(ConfigError) as refused:
         TrainingConfig.of(data)

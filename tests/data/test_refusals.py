@@ -28,10 +28,12 @@ REFUSED = {
     "ranks that do not divide it": ({"axis": Coordinate(0, 3)}, "batch_size", "want:  a multiple of 3"),
     "nor microbatches": (
         {"axis": Coordinate(0, 2), "num_microbatches": 4},
-        "among 2 ranks, 4 microbatches each", "want:  a multiple of 8",
+        "among 2 ranks, 4 microbatches each",
+        "want:  a multiple of 8",
     ),
     "a last batch that does not": (
-        {"axis": Coordinate(0, 4), "last": "keep"}, "the last batch of an epoch does not divide among 4 ranks",
+        {"axis": Coordinate(0, 4), "last": "keep"},
+        "the last batch of an epoch does not divide among 4 ranks",
         "got:   2 rows: 10 in the data set, batch_size=4\n  want:  a multiple of 4\n"
         '  hint:  last="drop" or last="wrap"',
     ),

@@ -96,18 +96,27 @@ def backwards(epoch, key):
     return [(6 - i + epoch) % 7 for i in range(7)]
 
 
-@pytest.mark.parametrize("sampler", [
-    WEIGHTED, WeightedRandomSampler([1.0] * 7, 12, generator=torch.Generator()), RandomSampler(range(7), num_samples=9),
-    SequentialSampler(range(7)), backwards, lambda epoch, key: permutation(key, 7)[:6],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        WEIGHTED,
+        WeightedRandomSampler([1.0] * 7, 12, generator=torch.Generator()),
+        RandomSampler(range(7), num_samples=9),
+        SequentialSampler(range(7)),
+        backwards,
+        lambda epoch, key: permutation(key, 7)[:6],
+    ],
+)
 @pytest.mark.parametrize("last", ["drop", "wrap"])
 def test_a_sampler_gives_the_same_rows_from_any_position_and_on_any_number_of_ranks(sampler, last):
     loader = DistributedLoader(Numbers(7), 2, sampler=sampler, last=last, seed=3)
     rows = stream_of(loader, 14)
     torch.manual_seed(5)  # nothing else decides
     assert stream_of(loader.starting(3), 11) == rows[3:] and stream_of(loader, 14) == rows
-    shares = [stream_of(DistributedLoader(Numbers(7), 2, Coordinate(r, 2), sampler=sampler, last=last, seed=3), 14)
-              for r in range(2)]  # fmt: skip
+    shares = [
+        stream_of(DistributedLoader(Numbers(7), 2, Coordinate(r, 2), sampler=sampler, last=last, seed=3), 14)
+        for r in range(2)
+    ]
     assert [one + other for one, other in zip(*shares, strict=True)] == rows
     assert set(chain(*rows)) <= set(range(7))
 
@@ -119,13 +128,21 @@ def test_epochs_of_a_sampler_differ_and_rows_that_come_twice_draw_anew():
     assert len({row[1:] for row in first}) == 12 > len({row[0] for row in first})
 
 
-@pytest.mark.parametrize(("sampler", "what"), [
-    (DistributedSampler(range(7), 2, 0), "selects a rank's share"), (3, "not a sampler"), ([1, 2], "not a sampler"),
-    (lambda epoch: range(7), "too many positional arguments"), (torch.utils.data.RandomSampler, "not a sampler"),
-    (BatchSampler(SequentialSampler(range(7)), 3, False), "row numbers"), (lambda epoch, key: [], "row numbers"),
-    (lambda epoch, key: [0.5], "sequence of row numbers"), (lambda epoch, key: [0, 7], "does not have"),
-    (lambda epoch, key: [0, -1], "does not have"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sampler", "what"),
+    [
+        (DistributedSampler(range(7), 2, 0), "selects a rank's share"),
+        (3, "not a sampler"),
+        ([1, 2], "not a sampler"),
+        (lambda epoch: range(7), "too many positional arguments"),
+        (torch.utils.data.RandomSampler, "not a sampler"),
+        (BatchSampler(SequentialSampler(range(7)), 3, False), "row numbers"),
+        (lambda epoch, key: [], "row numbers"),
+        (lambda epoch, key: [0.5], "sequence of row numbers"),
+        (lambda epoch, key: [0, 7], "does not have"),
+        (lambda epoch, key: [0, -1], "does not have"),
+    ],
+)
 def test_what_is_no_sampler_of_rows_is_refused(sampler, what):
     with pytest.raises(fds.errors.DataError, match=what):
         DistributedLoader(Numbers(7), 1, sampler=sampler)

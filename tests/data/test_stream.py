@@ -59,8 +59,7 @@ def test_iterating_yields_the_rest_of_the_epoch_and_the_length_counts_it(loader)
 
 
 @pytest.mark.parametrize(
-    ("last", "sizes"),
-    [("drop", [4, 4, 4, 4]), ("keep", [4, 4, 2, 4, 4, 2]), ("wrap", [4, 4, 4, 4, 4])],
+    ("last", "sizes"), [("drop", [4, 4, 4, 4]), ("keep", [4, 4, 2, 4, 4, 2]), ("wrap", [4, 4, 4, 4, 4])]
 )
 def test_what_becomes_of_the_rows_that_fill_no_batch(last, sizes):
     loader = DistributedLoader(Numbers(10), 4, last=last, shuffle=False)
@@ -83,8 +82,9 @@ def test_rows_in_order_are_in_order_in_every_epoch():
 def test_epochs_and_seeds_have_orders_of_their_own():
     orders = {
         tuple(rows_of(DistributedLoader(Numbers(50), 50, seed=seed, start=epoch))[0])
-        for seed in (0, 1, fds.random.key(2)) for epoch in range(3)
-    }  # fmt: skip
+        for seed in (0, 1, fds.random.key(2))
+        for epoch in range(3)
+    }
     assert len(orders) == 9
 
 

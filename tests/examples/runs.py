@@ -36,8 +36,13 @@ def command(*arguments: object) -> Program:
 def fresh(*arguments: object, by: tuple[object, ...] = ()) -> subprocess.Popen:
     """Start the script in a fresh interpreter, or a launcher that does."""
     words = [sys.executable, *by, SCRIPT, *arguments]
-    return subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env={**os.environ, **STRICT})  # fmt: skip
+    return subprocess.Popen(
+        [str(word) for word in words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **STRICT},
+    )
 
 
 def as_ranks(number: int, *arguments: object) -> list[Program]:

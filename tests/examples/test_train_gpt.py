@@ -49,8 +49,23 @@ def test_a_run_leaves_a_log_a_curve_a_save_and_prints_a_sample(tmp_path: Path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_run_that_was_interrupted_and_resumed_equals_one_that_was_not(tmp_path: Path, book: Path, number: int):
-    options = ["--quick", "--data", book, "--steps", 120, "--eval-every", 50, "--read-every", 7, "--dropout", 0.1,
-               "--accumulate", 2, "--dtype", "float16" if number == signal.SIGINT else "bfloat16"]  # fmt: skip
+    options = [
+        "--quick",
+        "--data",
+        book,
+        "--steps",
+        120,
+        "--eval-every",
+        50,
+        "--read-every",
+        7,
+        "--dropout",
+        0.1,
+        "--accumulate",
+        2,
+        "--dtype",
+        "float16" if number == signal.SIGINT else "bfloat16",
+    ]
     whole, broken = command(*options, "--out", tmp_path / "whole"), command(*options, "--out", tmp_path / "broken")
     log = tmp_path / "broken" / "log.jsonl"
     while broken.poll() is None and not (log.exists() and log.read_text()):
@@ -233,8 +248,22 @@ def test_the_panel_shows_every_number(tmp_path: Path):
         log.read(tokens_per_step=1000)
         log.evaluation(50, 2.6)
         display.show(log)
-    for word in ("loss", "2.500", "held out", "2.600", "tokens/s", "gradient norm", "0.500", "learning rate",
-                 "1.00e-03", "loss scale", "65536 (1 skipped)", "time left", "50", "100"):  # fmt: skip
+    for word in (
+        "loss",
+        "2.500",
+        "held out",
+        "2.600",
+        "tokens/s",
+        "gradient norm",
+        "0.500",
+        "learning rate",
+        "1.00e-03",
+        "loss scale",
+        "65536 (1 skipped)",
+        "time left",
+        "50",
+        "100",
+    ):
         assert word in screen.getvalue()
 
 

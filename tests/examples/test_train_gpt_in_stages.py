@@ -62,8 +62,10 @@ def test_a_run_in_stages_is_stopped_and_resumed_with_others_and_without(tmp_path
     until(lambda: logged(out) > begun, staged)
     staged.send_signal(signal.SIGINT)
     assert "zb_v through 4 stages" in ended(staged, 130)
-    for run in (command("--resume", out, "--ranks", 1, "--pipeline", "none"),
-                command(*options, "--out", tmp_path / "alone")):  # fmt: skip
+    for run in (
+        command("--resume", out, "--ranks", 1, "--pipeline", "none"),
+        command(*options, "--out", tmp_path / "alone"),
+    ):
         ended(run)
     equal_curves(out, tmp_path / "alone")
 
@@ -80,8 +82,23 @@ def test_stages_are_sharded_over_the_ranks_that_are_left(tmp_path: Path, book: P
 
 @pytest.mark.xdist_group("ranks")
 def test_a_run_in_stages_that_lost_a_rank_is_started_again_and_equals_one_that_did_not(tmp_path: Path, book: Path):
-    options = ["--quick", "--data", book, "--steps", 90, "--save-every", 20, "--eval-every", 45, "--sample", 3,
-               "--pipeline", "zb_h1", "--stages", 2]  # fmt: skip
+    options = [
+        "--quick",
+        "--data",
+        book,
+        "--steps",
+        90,
+        "--save-every",
+        20,
+        "--eval-every",
+        45,
+        "--sample",
+        3,
+        "--pipeline",
+        "zb_h1",
+        "--stages",
+        2,
+    ]
     killed = command(*options, "--ranks", 2, "--restarts", 1, "--out", tmp_path / "killed")
     until(lambda: logged(tmp_path / "killed") > 30, killed)
     os.kill(ranks_of(killed)[1], signal.SIGKILL)
@@ -108,11 +125,13 @@ PIPELINE = ["--pipeline", "one_f_one_b", "--stages", "2"]
         ([*PIPELINE, "--ranks", "6"], ["cannot share the batch evenly", "4 windows for 3 ranks"]),
         ([*PIPELINE, "--ranks", "2", "--accumulate", "3"], ["3 microbatches of 4 rows", "a divisor of 4"]),
         (["--pipeline", "gpipe", "--stages", "8", "--ranks", "8"], ["fewer layers than stages", "5 layers, 8 stages"]),
-        (["--pipeline", "dualpipe_v", "--stages", "4", "--ranks", "2", "--accumulate", "2"],
-         ["too few microbatches", "num_microbatches >= 4"]),
+        (
+            ["--pipeline", "dualpipe_v", "--stages", "4", "--ranks", "2", "--accumulate", "2"],
+            ["too few microbatches", "num_microbatches >= 4"],
+        ),
         (["--pipeline", "zb_h3", "--stages", "2"], ["invalid choice: 'zb_h3'", "zb_h2"]),
     ],
-)  # fmt: skip
+)
 def test_what_no_pipeline_can_run_is_refused_before_ranks_are_started(
     words: list[str], said: list[str], book: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ):

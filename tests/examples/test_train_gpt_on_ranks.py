@@ -49,8 +49,25 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_run_on_two_ranks_is_stopped_resumed_on_one_and_follows_the_curve_of_one(tmp_path: Path, book: Path):
-    options = ["--quick", "--data", book, "--steps", 80, "--eval-every", 20, "--eval-rows", 7, "--read-every", 3,
-               "--accumulate", 2, "--sample", 3, "--dtype", "float32"]  # fmt: skip
+    options = [
+        "--quick",
+        "--data",
+        book,
+        "--steps",
+        80,
+        "--eval-every",
+        20,
+        "--eval-rows",
+        7,
+        "--read-every",
+        3,
+        "--accumulate",
+        2,
+        "--sample",
+        3,
+        "--dtype",
+        "float32",
+    ]
     out = tmp_path / "shared"
     shared = command(*options, "--ranks", 2, "--stage", 3, "--out", out)
     until(lambda: logged(out) > 0, shared)

@@ -1,7 +1,7 @@
 """Train by random configurations, by fds and by DeepSpeed 0.19.6, and say what differs: `make fuzz-config`.
 
-    python -m tests.fuzzing --cases 500 --first 0
-    python -m tests.fuzzing --case 137
+python -m tests.fuzzing --cases 500 --first 0
+python -m tests.fuzzing --case 137
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ def _deepspeed_alone_moves(number: int, here: Run, there: Run) -> bool:
     On a busy machine DeepSpeed's stage 3 now and then has another loss in a single step: in 2 of 500 cases.
     """
     for _, ours, others in runs([number]):
-        return (_text(ours) == _text(here) and _text(others) != _text(there)
-                and not any(differences(drawn(number), ours, others, LISTED)))  # fmt: skip
+        return (
+            _text(ours) == _text(here)
+            and _text(others) != _text(there)
+            and not any(differences(drawn(number), ours, others, LISTED))
+        )
     return False
 
 
@@ -79,12 +82,26 @@ def _together(ranks: int, numbers: list[int]) -> Iterable[tuple[int, Run, Run]]:
         out, rest = Path(folder) / "runs.jsonl", list(numbers)
         while rest:
             out.write_text("")
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-                       "-m", "tests.fuzzing.worker", str(out), *map(str, rest)]  # fmt: skip
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={ranks}",
+                "-m",
+                "tests.fuzzing.worker",
+                str(out),
+                *map(str, rest),
+            ]
             ended = subprocess.run(
-                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+                command,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
                 env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+            )
             lines = [json.loads(line) for line in out.read_text().splitlines()]
             yield from ((line["number"], Run(**line["fds"]), Run(**line["deepspeed"])) for line in lines)
             rest = rest[len(lines) :]

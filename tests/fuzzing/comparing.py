@@ -18,6 +18,7 @@ from tests.fuzzing.training import CLASSES, INPUTS, WIDTH, Run
 FLOAT32, BFLOAT16, FLOAT16 = 2.0**-23, 2.0**-7, 2.0**-10
 ADDITIONS = INPUTS + WIDTH + CLASSES
 
+
 @attrs.frozen
 class Listed:
     """A difference that `fds.config.decisions` lists.
@@ -60,9 +61,15 @@ def differences(case: Case, here: Run, there: Run, listed: tuple[Listed, ...]) -
     for field, limit in limits.items():
         least = _least_norm(case, there) if field == "norms" else 1e-3
         pairs = enumerate(zip(getattr(here, field), getattr(there, field), strict=True))
-        apart = [(step, a, b) for step, (a, b) in pairs
-                 if a is not None and b is not None and not close(a, b, limit, least)
-                 and not (field == "norms" and _has_no_norm(there, step)) and not excused(field, step)]  # fmt: skip
+        apart = [
+            (step, a, b)
+            for step, (a, b) in pairs
+            if a is not None
+            and b is not None
+            and not close(a, b, limit, least)
+            and not (field == "norms" and _has_no_norm(there, step))
+            and not excused(field, step)
+        ]
         if apart:
             yield f"{field} from step {apart[0][0]}: fds {apart[0][1]!r}, DeepSpeed {apart[0][2]!r}"
     for field, limit, behind, oracle in (

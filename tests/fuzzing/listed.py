@@ -80,45 +80,121 @@ NORMS, SCALES = frozenset(("norms",)), frozenset(("scales",))
 PARAMS, ERROR = frozenset(("params",)), frozenset(("error",))
 
 LISTED: tuple[Listed, ...] = (
-    Listed("float16 at stage 0: an overflow halves the dynamic scale",
-           where(lambda case, run: kind(case) == "fp16" and stage(case) == 0 and not case.json["fp16"].get("loss_scale")
-                 and case.json["fp16"].get("hysteresis", 2) > 1, skips), UPDATES | SKIPS | SCALES),
-    Listed("float16: on the update where the dynamic scale doubles",
-           where(lambda case, run: kind(case) == "fp16", doublings), UPDATES | SKIPS | SCALES),
-    Listed("`gradient_predivide_factor` at stage 3",
-           where(lambda case, run: stage(case) == 3 and case.json.get("gradient_predivide_factor") == case.ranks > 1),
-           UPDATES),
-    Listed("`bf16.check_grad_overflow` skips no update at stage 3",
-           where(lambda case, run: kind(case) == "bf16" and stage(case) == 3, ruined), UPDATES | SKIPS),
-    Listed("bfloat16 with float32 sums at stage 1",
-           failed(lambda case, run: kind(case) == "bf16" and stage(case) == 1 and of_a_microbatch(case)
-                  and bool(case.loud) and run.error.startswith("AssertionError")), ERROR),
-    Listed("saves that cannot be made or loaded again",
-           failed(lambda case, run: kind(case) in ("fp16", "bf16") and case.json["optimizer"]["type"] == "Adagrad"
-                  and (stage(case) == 0 or of_a_microbatch(case)) and bool(case.saved)
-                  and run.error.startswith("KeyError")), ERROR),
-    Listed("`bf16.check_grad_overflow` false",
-           where(unchecked, norms_of_1), NORMS, lasting=False),
-    Listed("`bf16.check_grad_overflow` false",  # a gradient of zero, clipped by NaN, is none
-           where(lambda case, run: unchecked(case, run) and clips(case) and case.unused, norms_of_1), PARAMS),
-    Listed("`torch_autocast` in float16: at stages 1 to 3",
-           where(lambda case, run: in_autocast_float16(case) and stage(case) > 0), NORMS),
-    Listed("`torch_autocast` in float16: at stages 1 to 3",
-           where(lambda case, run: in_autocast_float16(case) and stage(case) > 0 and clips(case)),
-           UPDATES - NORMS),
-    Listed("`torch_autocast` in float16: an update that is skipped",
-           where(lambda case, run: in_autocast_float16(case), loud), NORMS | {"skipped"}, lasting=False),
-    Listed("`torch_autocast` in float16: an update that is skipped",
-           where(lambda case, run: in_autocast_float16(case) and "scheduler" in case.json, loud), UPDATES | SKIPS),
-    Listed("float16 with `reduce_scatter` false at stages 1 and 2",
-           where(lambda case, run: kind(case) == "fp16" and stage(case) in (1, 2) and case.ranks > 1
-                 and case.json["zero_optimization"].get("reduce_scatter") is False, skips), UPDATES | SKIPS | SCALES),
-    Listed("float16: an overflow at the least scale ends the training",
-           failed(lambda case, run: kind(case) == "fp16" and "already at minimum" in run.error), ERROR),
-    Listed("`grad_accum_dtype` float32 under bfloat16 does nothing at stage 2",
-           where(lambda case, run: of_a_microbatch(case) and stage(case) == 2 and case.microbatches > 1), UPDATES),
-    Listed("stages 2 and 3 in bfloat16 with float32 messages",
-           where(lambda case, run: kind(case) == "bf16" and stage(case) > 1 and case.ranks > 1
-                 and case.microbatches > 1 and case.json.get("communication_data_type") == "fp32"),
-           frozenset(("norms", "params"))),
-)  # fmt: skip
+    Listed(
+        "float16 at stage 0: an overflow halves the dynamic scale",
+        where(
+            lambda case, run: (
+                kind(case) == "fp16"
+                and stage(case) == 0
+                and not case.json["fp16"].get("loss_scale")
+                and case.json["fp16"].get("hysteresis", 2) > 1
+            ),
+            skips,
+        ),
+        UPDATES | SKIPS | SCALES,
+    ),
+    Listed(
+        "float16: on the update where the dynamic scale doubles",
+        where(lambda case, run: kind(case) == "fp16", doublings),
+        UPDATES | SKIPS | SCALES,
+    ),
+    Listed(
+        "`gradient_predivide_factor` at stage 3",
+        where(lambda case, run: stage(case) == 3 and case.json.get("gradient_predivide_factor") == case.ranks > 1),
+        UPDATES,
+    ),
+    Listed(
+        "`bf16.check_grad_overflow` skips no update at stage 3",
+        where(lambda case, run: kind(case) == "bf16" and stage(case) == 3, ruined),
+        UPDATES | SKIPS,
+    ),
+    Listed(
+        "bfloat16 with float32 sums at stage 1",
+        failed(
+            lambda case, run: (
+                kind(case) == "bf16"
+                and stage(case) == 1
+                and of_a_microbatch(case)
+                and bool(case.loud)
+                and run.error.startswith("AssertionError")
+            )
+        ),
+        ERROR,
+    ),
+    Listed(
+        "saves that cannot be made or loaded again",
+        failed(
+            lambda case, run: (
+                kind(case) in ("fp16", "bf16")
+                and case.json["optimizer"]["type"] == "Adagrad"
+                and (stage(case) == 0 or of_a_microbatch(case))
+                and bool(case.saved)
+                and run.error.startswith("KeyError")
+            )
+        ),
+        ERROR,
+    ),
+    Listed("`bf16.check_grad_overflow` false", where(unchecked, norms_of_1), NORMS, lasting=False),
+    Listed(
+        "`bf16.check_grad_overflow` false",  # a gradient of zero, clipped by NaN, is none
+        where(lambda case, run: unchecked(case, run) and clips(case) and case.unused, norms_of_1),
+        PARAMS,
+    ),
+    Listed(
+        "`torch_autocast` in float16: at stages 1 to 3",
+        where(lambda case, run: in_autocast_float16(case) and stage(case) > 0),
+        NORMS,
+    ),
+    Listed(
+        "`torch_autocast` in float16: at stages 1 to 3",
+        where(lambda case, run: in_autocast_float16(case) and stage(case) > 0 and clips(case)),
+        UPDATES - NORMS,
+    ),
+    Listed(
+        "`torch_autocast` in float16: an update that is skipped",
+        where(lambda case, run: in_autocast_float16(case), loud),
+        NORMS | {"skipped"},
+        lasting=False,
+    ),
+    Listed(
+        "`torch_autocast` in float16: an update that is skipped",
+        where(lambda case, run: in_autocast_float16(case) and "scheduler" in case.json, loud),
+        UPDATES | SKIPS,
+    ),
+    Listed(
+        "float16 with `reduce_scatter` false at stages 1 and 2",
+        where(
+            lambda case, run: (
+                kind(case) == "fp16"
+                and stage(case) in (1, 2)
+                and case.ranks > 1
+                and case.json["zero_optimization"].get("reduce_scatter") is False
+            ),
+            skips,
+        ),
+        UPDATES | SKIPS | SCALES,
+    ),
+    Listed(
+        "float16: an overflow at the least scale ends the training",
+        failed(lambda case, run: kind(case) == "fp16" and "already at minimum" in run.error),
+        ERROR,
+    ),
+    Listed(
+        "`grad_accum_dtype` float32 under bfloat16 does nothing at stage 2",
+        where(lambda case, run: of_a_microbatch(case) and stage(case) == 2 and case.microbatches > 1),
+        UPDATES,
+    ),
+    Listed(
+        "stages 2 and 3 in bfloat16 with float32 messages",
+        where(
+            lambda case, run: (
+                kind(case) == "bf16"
+                and stage(case) > 1
+                and case.ranks > 1
+                and case.microbatches > 1
+                and case.json.get("communication_data_type") == "fp32"
+            )
+        ),
+        frozenset(("norms", "params")),
+    ),
+)

@@ -21,9 +21,7 @@ def engine(model: torch.nn.Module, trained: list, data: dict[str, Any]) -> Any:
     """
     import deepspeed  # pyright: ignore[reportMissingImports]
     from deepspeed.runtime import torch_autocast  # pyright: ignore[reportMissingImports]
-    from deepspeed.runtime.fp16.unfused_optimizer import (  # pyright: ignore[reportMissingImports]
-        FP16_UnfusedOptimizer as Unfused,
-    )
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer as Unfused  # pyright: ignore[reportMissingImports]
     from deepspeed.runtime.zero import stage_1_and_2  # pyright: ignore[reportMissingImports]
 
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # or an engine of another JSON before it would decide

@@ -65,8 +65,11 @@ def test_a_listed_difference_excuses_its_fields_behind_the_step_that_it_strikes_
 
 @pytest.mark.parametrize("wanted", ["fp32", "bf16"])
 def test_a_mean_of_gradients_that_cancel_is_as_inexact_in_16_bits_as_they_are(wanted):
-    case = next(case for case in map(drawn, NUMBERS) if kind(case) == wanted
-                and "communication_data_type" not in case.json and STEPS - 1 not in case.loud)
+    case = next(
+        case
+        for case in map(drawn, NUMBERS)
+        if kind(case) == wanted and "communication_data_type" not in case.json and STEPS - 1 not in case.loud
+    )
     run = Run([1.0] * STEPS, [0.1] * STEPS, [1.0] * STEPS, [None] * (STEPS + 1), [False] * STEPS, {})
     one, other = ([*run.norms[:-1], norm] for norm in (0.1, 0.102))
     told = list(differences(case, attrs.evolve(run, norms=one), attrs.evolve(run, norms=other), ()))

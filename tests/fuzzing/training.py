@@ -87,8 +87,10 @@ def by_fds(case: Case, saves: Path | None) -> Run:
     whole = {name: x.double().flatten().tolist() for name, x in step.params(state).items()}
     run = Run(losses, lrs, norms, scales, [bool(one) for one in skipped], whole)
     if saves is not None:
-        ways = {"fds": lambda: fds.load(saves / "fds", step, params)[0],
-                "deepspeed": lambda: fds.import_deepspeed(saves / "deepspeed", step, params)[0]}  # fmt: skip
+        ways = {
+            "fds": lambda: fds.load(saves / "fds", step, params)[0],
+            "deepspeed": lambda: fds.import_deepspeed(saves / "deepspeed", step, params)[0],
+        }
         run.resumed = {who: _behind(step, load(), rest[case.saved :]) for who, load in ways.items()}
     return run
 
@@ -119,8 +121,15 @@ def by_deepspeed(case: Case, saves: Path | None, start: Callable) -> Run:
         forward = lambda rows: engine(rows.to(dtype))
         losses, lr = updated(engine, forward, x.split(case.rows), targets.split(case.rows))
         norm = engine.get_global_grad_norm()
-        seen.append((_mean(torch.stack(losses)), lr, None if norm is None else float(norm), scale,
-                     engine.skipped_steps > before))  # fmt: skip
+        seen.append(
+            (
+                _mean(torch.stack(losses)),
+                lr,
+                None if norm is None else float(norm),
+                scale,
+                engine.skipped_steps > before,
+            )
+        )
         if saves is not None and number == case.saved:
             engine.save_checkpoint(str(saves / "deepspeed"))
     losses, lrs, norms, scales, skipped = map(list, zip(*seen, strict=True))

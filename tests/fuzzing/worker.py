@@ -1,6 +1,6 @@
 """Ranks that train case after case, by DeepSpeed together and by fds simulated on the first; a line for every case.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.fuzzing.worker OUT NUMBER ...
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.fuzzing.worker OUT NUMBER ...
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def main(out: str, *numbers: str) -> None:
             saved = saves if not there.error else None
             here = _run(lambda case=case, saved=saved: fds.simulate(lambda: by_fds(case, saved), case.ranks)[0])
             with Path(out).open("a") as file:
-                file.write(json.dumps({"number": number, "fds": attrs.asdict(here),
-                                       "deepspeed": attrs.asdict(there)}) + "\n")  # fmt: skip
+                file.write(
+                    json.dumps({"number": number, "fds": attrs.asdict(here), "deepspeed": attrs.asdict(there)}) + "\n"
+                )
             if saves is not None:
                 shutil.rmtree(saves)
         dist.barrier()

@@ -74,9 +74,14 @@ def build(h: int, heads: int, i: int):
     from transformers.models.bert.modeling_bert import BertLayer  # pyright: ignore[reportMissingImports]
 
     config = BertConfig(
-        hidden_size=h, num_attention_heads=heads, intermediate_size=i, hidden_act="gelu", layer_norm_eps=EPS,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_size=h,
+        num_attention_heads=heads,
+        intermediate_size=i,
+        hidden_act="gelu",
+        layer_norm_eps=EPS,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     config._attn_implementation = "eager"
     return BertLayer(config)
 

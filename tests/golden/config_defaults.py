@@ -49,13 +49,21 @@ CURRICULA = {
     "fixed_discrete": {"difficulty": [1, 2], "max_step": [5]},
 }
 LTD = {
-    "enabled": True, "total_layer_num": 4, "random_ltd_layer_num": 2, "random_ltd_layer_id": [1, 2],
-    "model_mask_name": "mask", "model_type": "decoder", "hidden_state_order": "batch_seq_dim",
-    "layer_token_lr_schedule": {"enabled": False}, "random_ltd_schedule": {
-        "min_value": 8, "max_value": 16, "schedule_type": "fixed_linear",
+    "enabled": True,
+    "total_layer_num": 4,
+    "random_ltd_layer_num": 2,
+    "random_ltd_layer_id": [1, 2],
+    "model_mask_name": "mask",
+    "model_type": "decoder",
+    "hidden_state_order": "batch_seq_dim",
+    "layer_token_lr_schedule": {"enabled": False},
+    "random_ltd_schedule": {
+        "min_value": 8,
+        "max_value": 16,
+        "schedule_type": "fixed_linear",
         "schedule_config": {"require_steps": 10, "seq_per_step": 8},
     },
-}  # fmt: skip
+}
 
 
 def technique(params: dict, **shared: object) -> dict:
@@ -77,56 +85,76 @@ COMPRESSION = {
     "head_pruning": technique({"dense_ratio": 0.5}, num_heads=2),
     "channel_pruning": technique({"dense_ratio": 0.5}),
     "layer_reduction": {
-        "enabled": True, "keep_number_layer": 1, "module_name_prefix": "", "teacher_layer": [0],
+        "enabled": True,
+        "keep_number_layer": 1,
+        "module_name_prefix": "",
+        "teacher_layer": [0],
         "other_module_name": ["b"],
     },
-}  # fmt: skip
+}
 PROBES: dict[str, dict] = {  # sections that are valid, switched on, and say no more than they must
     "": BATCH,
     "accumulation": {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1},
     "old": BATCH | {"zero_optimization": True, "bfloat16": {}},
-    "sections": BATCH | {
+    "sections": BATCH
+    | {
         **{name: {} for name in ("activation_checkpointing", "flops_profiler", "data_types", "aio", "nebula")},
         **{name: {} for name in ("pipeline", "optimizer", "scheduler", "comms_logger", "compile", "hybrid_engine")},
         **{name: {} for name in ("fp16", "bf16", "tensorboard", "wandb", "csv_monitor", "comet")},
         "weight_quantization": {},
-        "amp": {"enabled": True}, "progressive_layer_drop": {"enabled": True}, "zero_optimization": {
-            "stage": 3, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}},
-        "autotuning": {"model_info": {}}, "checkpoint": {"parallel_write": {}, "writer": {}},
-        "torch_autocast": {"dtype": "bf16", "lower_precision_safe_modules": []}, "timers": {"throughput": {}},
-        "tensor_parallel": {}, "expert_parallel": {"enabled": True},
+        "amp": {"enabled": True},
+        "progressive_layer_drop": {"enabled": True},
+        "zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}},
+        "autotuning": {"model_info": {}},
+        "checkpoint": {"parallel_write": {}, "writer": {}},
+        "torch_autocast": {"dtype": "bf16", "lower_precision_safe_modules": []},
+        "timers": {"throughput": {}},
+        "tensor_parallel": {},
+        "expert_parallel": {"enabled": True},
     },
     "named": BATCH | {"optimizer": {"type": "Adam", "params": {}}, "scheduler": {"type": "WarmupLR", "params": {}}},
-    "data": BATCH | {"data_efficiency": {
-        "data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 8, "metrics_path": ""}},
-        "data_routing": {"random_ltd": LTD},
-    }},
-    "compression": BATCH | {"compression_training": COMPRESSION},
-    "eigenvalue": BATCH | {
-        "compression_training": {"shared_parameters": {"enabled": True}}, "quantize_training": {"eigenvalue": {}},
+    "data": BATCH
+    | {
+        "data_efficiency": {
+            "data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 8, "metrics_path": ""}},
+            "data_routing": {"random_ltd": LTD},
+        }
     },
+    "compression": BATCH | {"compression_training": COMPRESSION},
+    "eigenvalue": BATCH
+    | {"compression_training": {"shared_parameters": {"enabled": True}}, "quantize_training": {"eigenvalue": {}}},
     "elasticity": {"elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}},
     "no elasticity": BATCH | {"elasticity": {"enabled": False}},
     "autotp": BATCH | {"tensor_parallel": {"partition_config": {"layer_specs": [{}]}}},
-    **{f"sparse_attention[{mode}]": BATCH | {"sparse_attention": {"mode": mode}}
-       for mode in ("dense", "fixed", "variable", "bigbird", "bslongformer")},
+    **{
+        f"sparse_attention[{mode}]": BATCH | {"sparse_attention": {"mode": mode}}
+        for mode in ("dense", "fixed", "variable", "bigbird", "bslongformer")
+    },
     **{f"schedule_config[{kind}]": curriculum(kind) for kind in CURRICULA},
-}  # fmt: skip
+}
 # read by `in` or [] rather than with a default, or by what needs a model, data or a compiler: (default, type)
 KNOWN = {
-    "optimizer.type": (None, "str|null"), "optimizer.params": (None, "section|null"),
+    "optimizer.type": (None, "str|null"),
+    "optimizer.params": (None, "section|null"),
     "optimizer.legacy_fusion": (False, "bool"),
-    "scheduler.type": (None, "str|null"), "scheduler.params": (None, "section|null"),
-    "pipeline.stages": ("auto", "int|str"), "pipeline.partition": ("best", "str"),
+    "scheduler.type": (None, "str|null"),
+    "scheduler.params": (None, "section|null"),
+    "pipeline.stages": ("auto", "int|str"),
+    "pipeline.partition": ("best", "str"),
     "pipeline.seed_layers": (False, "bool"),
-    "pipeline.activation_checkpoint_interval": (0, "int"), "pipeline.pipe_partitioned": (True, "bool"),
-    "pipeline.grad_partitioned": (True, "bool"), "pipeline.use_reentrant": (True, "bool"),
-    "torch_autocast.dtype": (None, "str|null"), "torch_autocast.lower_precision_safe_modules": (None, "list[str]|null"),
+    "pipeline.activation_checkpoint_interval": (0, "int"),
+    "pipeline.pipe_partitioned": (True, "bool"),
+    "pipeline.grad_partitioned": (True, "bool"),
+    "pipeline.use_reentrant": (True, "bool"),
+    "torch_autocast.dtype": (None, "str|null"),
+    "torch_autocast.lower_precision_safe_modules": (None, "list[str]|null"),
     "data_efficiency.data_sampling.dynamic_batching.max_batch_size": (None, "int|null"),
     "sparse_attention.mode": ("fixed", "str"),
-    "sequence_parallel_size": (None, "int|null"), "data_parallel_size": (None, "int|null"),
-    "expert_parallel.load_balance_coeff": (None, "null"), "expert_parallel.expert_w3": (None, "str|null"),
-}  # fmt: skip
+    "sequence_parallel_size": (None, "int|null"),
+    "data_parallel_size": (None, "int|null"),
+    "expert_parallel.load_balance_coeff": (None, "null"),
+    "expert_parallel.expert_w3": (None, "str|null"),
+}
 TYPES = {  # of what is null where it is absent
     "int|null": """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print
         vocabulary_size autotuning.max_train_batch_size autotuning.model_info.num_params
@@ -139,33 +167,59 @@ TYPES = {  # of what is null where it is absent
         expert_parallel.expert_w1 expert_parallel.expert_w2 expert_parallel.num_experts_attr expert_parallel.top_k_attr
         expert_parallel.shared_experts_pattern expert_parallel.shared_experts_gate_pattern""",
     "bool|null": "expert_parallel.route_norm expert_parallel.has_shared_experts",
-    "object|null": "autotuning.arg_mappings", "object|bool": "datastates_ckpt",
+    "object|null": "autotuning.arg_mappings",
+    "object|bool": "datastates_ckpt",
     "list[int]|null": """sparse_attention[variable].global_block_end_indices
         sparse_attention[bslongformer].global_block_end_indices""",
 }
 ENDS = {  # what one default does not tell
-    ".modules": "list[str]|str", ".related_modules": "list[list[str]]|null", "zero_optimization": "section|bool",
-    ".layer_specs": "list[section]", ".shape": "list|null", ".partition_dim": "int|null",
-    ".model_types": "list[str]|null", ".prof_ops": "list[str]", ".patterns": "list[str]",
-    ".excluded_modules": "list[str]", ".top_k": "int|str", ".routed_scaling_factor": "float|str",
-}  # fmt: skip
+    ".modules": "list[str]|str",
+    ".related_modules": "list[list[str]]|null",
+    "zero_optimization": "section|bool",
+    ".layer_specs": "list[section]",
+    ".shape": "list|null",
+    ".partition_dim": "int|null",
+    ".model_types": "list[str]|null",
+    ".prof_ops": "list[str]",
+    ".patterns": "list[str]",
+    ".excluded_modules": "list[str]",
+    ".top_k": "int|str",
+    ".routed_scaling_factor": "float|str",
+}
 SOURCES = {  # of what only a model, data or a compiler asks for; the first that fits
-    "curriculum_type": "runtime/engine.py", "random_ltd_layer_id": "runtime/engine.py",
+    "curriculum_type": "runtime/engine.py",
+    "random_ltd_layer_id": "runtime/engine.py",
     "random_ltd.random_ltd_schedule": "runtime/data_pipeline/data_routing/scheduler.py",
     "random_ltd": "runtime/data_pipeline/data_routing/basic_layer.py",
     "dynamic_batching": "runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py",
     "data_sampling": "runtime/data_pipeline/data_sampling/data_sampler.py",
-    "layer_reduction": "compression/compress.py", "zeropp_loco_param": "runtime/comm/coalesced_collectives.py",
-    "use_reentrant": "runtime/pipe/engine.py", "pipeline": "runtime/config.py",
-}  # fmt: skip
+    "layer_reduction": "compression/compress.py",
+    "zeropp_loco_param": "runtime/comm/coalesced_collectives.py",
+    "use_reentrant": "runtime/pipe/engine.py",
+    "pipeline": "runtime/config.py",
+}
 VALUES = {  # of keys that no class of values declares
     "communication_data_type": ["bf16", "fp16", "fp32"],
     "seq_parallel_communication_data_type": ["bf16", "fp16", "fp32"],
-    "gradient_allreduce_op": ["mean", "sum"], "checkpoint.tag_validation": ["FAIL", "IGNORE", "WARN"],
+    "gradient_allreduce_op": ["mean", "sum"],
+    "checkpoint.tag_validation": ["FAIL", "IGNORE", "WARN"],
     "checkpoint.writer.type": ["FAST", "MOCK", "PYTHON"],
     "checkpoint.writer.data_parallel": ["MACHINE", "REPLICA", "SOCKET"],
-    "torch_autocast.dtype": ["bf16", "bfloat16", "float", "float16", "float32", "fp16", "fp32", "half", "int8",
-                             "torch.bfloat16", "torch.float16", "torch.float32", "torch.int8"],
+    "torch_autocast.dtype": [
+        "bf16",
+        "bfloat16",
+        "float",
+        "float16",
+        "float32",
+        "fp16",
+        "fp32",
+        "half",
+        "int8",
+        "torch.bfloat16",
+        "torch.float16",
+        "torch.float32",
+        "torch.int8",
+    ],
     "data_types.grad_accum_dtype": ["bf16", "fp16", "fp32"],
     "autotuning.metric": ["flops", "latency", "throughput"],
     "autotuning.tuner_type": ["gridsearch", "model_based", "random"],
@@ -178,15 +232,18 @@ VALUES = {  # of keys that no class of values declares
     "compression_training.activation_quantization.shared_parameters.quantization_type": ["asymmetric", "symmetric"],
     "compression_training.activation_quantization.shared_parameters.range_calibration": ["dynamic", "static"],
     "compression_training.sparse_pruning.shared_parameters.method": ["l1", "snip_momentum", "topk"],
-    **{f"compression_training.{part}_pruning.shared_parameters.method": ["l1", "topk"]
-       for part in ("row", "head", "channel")},
+    **{
+        f"compression_training.{part}_pruning.shared_parameters.method": ["l1", "topk"]
+        for part in ("row", "head", "channel")
+    },
     "data_efficiency.data_sampling.dynamic_batching.lr_scaling_method": ["linear", "none", "sqrt"],
     "data_efficiency.data_sampling.dynamic_batching.sequence_picking_order": ["dataloader", "random", "seqlen"],
     "expert_parallel.combine_impl": ["auto", "legacy_bmm", "weighted_sum"],
     "expert_parallel.score_apply": ["auto", "post", "pre"],
     "expert_parallel.score_func": ["auto", "sigmoid", "softmax"],
-    "elasticity.version": [0.1, 0.2], "zero_optimization.zenflow.select_strategy": ["auto", "epoch", "step"],
-}  # fmt: skip
+    "elasticity.version": [0.1, 0.2],
+    "zero_optimization.zenflow.select_strategy": ["auto", "epoch", "step"],
+}
 MISREAD = "compression_training.shared_parameters"  # asked for, where weight_quantization's was meant
 
 
@@ -245,12 +302,8 @@ def drive(config: dict) -> None:
     from deepspeed.elasticity.config import ElasticityConfig  # pyright: ignore[reportMissingImports]
     from deepspeed.module_inject.autotp_config import AutoTPConfig  # pyright: ignore[reportMissingImports]
     from deepspeed.runtime.config import DeepSpeedConfig  # pyright: ignore[reportMissingImports]
-    from deepspeed.runtime.data_pipeline.curriculum_scheduler import (  # pyright: ignore[reportMissingImports]
-        CurriculumScheduler,
-    )
-    from deepspeed.runtime.data_pipeline.data_routing.scheduler import (  # pyright: ignore[reportMissingImports]
-        RandomLTDScheduler,
-    )
+    from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler  # pyright: ignore[reportMissingImports]
+    from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler  # pyright: ignore[reportMissingImports]
 
     curricula = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
     DeepSpeedConfig(config)
@@ -344,6 +397,7 @@ def watched_entries() -> dict[str, dict]:
 
 def restrictions(probe: dict, raw: str, path: str, entry: dict) -> dict:
     """Return the bounds and the values that are enforced while the dictionary is read."""
+
     def takes(value: object) -> bool:
         return drives(altered(probe, raw, value))
 
@@ -394,22 +448,26 @@ def models() -> dict[str, type]:
     from deepspeed.inference.config import WeightQuantConfig  # pyright: ignore[reportMissingImports]
     from deepspeed.monitor import config as monitor  # pyright: ignore[reportMissingImports]
     from deepspeed.runtime.config import HybridEngineConfig  # pyright: ignore[reportMissingImports]
-    from deepspeed.runtime.precision_config import (  # pyright: ignore[reportMissingImports]
-        DeepSpeedBF16Config,
-        DeepSpeedFP16Config,
-    )
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config  # pyright: ignore[reportMissingImports]
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig  # pyright: ignore[reportMissingImports]
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # pyright: ignore[reportMissingImports]
     from deepspeed.utils.config import DeepSpeedThroughputTimerConfig  # pyright: ignore[reportMissingImports]
 
     return {
-        "bf16": DeepSpeedBF16Config, "comet": monitor.CometConfig, "comms_logger": CommsLoggerConfig,
-        "compile": CompileConfig, "csv_monitor": monitor.CSVConfig, "fp16": DeepSpeedFP16Config,
-        "hybrid_engine": HybridEngineConfig, "tensor_parallel": TPTrainingConfig,
-        "tensorboard": monitor.TensorBoardConfig, "timers.throughput": DeepSpeedThroughputTimerConfig,
-        "wandb": monitor.WandbConfig, "weight_quantization": WeightQuantConfig,
+        "bf16": DeepSpeedBF16Config,
+        "comet": monitor.CometConfig,
+        "comms_logger": CommsLoggerConfig,
+        "compile": CompileConfig,
+        "csv_monitor": monitor.CSVConfig,
+        "fp16": DeepSpeedFP16Config,
+        "hybrid_engine": HybridEngineConfig,
+        "tensor_parallel": TPTrainingConfig,
+        "tensorboard": monitor.TensorBoardConfig,
+        "timers.throughput": DeepSpeedThroughputTimerConfig,
+        "wandb": monitor.WandbConfig,
+        "weight_quantization": WeightQuantConfig,
         "zero_optimization": DeepSpeedZeroConfig,
-    }  # fmt: skip
+    }
 
 
 def model_entries(section: str, model: Any) -> dict[str, dict]:
@@ -421,8 +479,14 @@ def model_entries(section: str, model: Any) -> dict[str, dict]:
     for name, field in model.model_fields.items():
         path = f"{section}.{field.alias or name}"
         default = field.get_default(call_default_factory=True)
-        inner = next((t for t in (field.annotation, *get_args(field.annotation)) if inspect.isclass(t)
-                      and not get_args(t) and issubclass(t, BaseModel)), None)  # fmt: skip
+        inner = next(
+            (
+                t
+                for t in (field.annotation, *get_args(field.annotation))
+                if inspect.isclass(t) and not get_args(t) and issubclass(t, BaseModel)
+            ),
+            None,
+        )
         entry: dict = {} if inner and default is not None else {"default": plain(default)}
         entry |= {"type": word(field.annotation), "source": source}
         for bound in field.metadata:
@@ -548,10 +612,7 @@ def engine_entries(found: dict[str, dict]) -> dict[str, dict]:
 
 def entries() -> dict[str, dict]:
     """Return every key's entry, by path."""
-    from deepspeed.runtime.config import (  # pyright: ignore[reportMissingImports]
-        DEEPSPEED_OPTIMIZERS,
-        get_pipeline_config,
-    )
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, get_pipeline_config  # pyright: ignore[reportMissingImports]
     from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES  # pyright: ignore[reportMissingImports]
 
     found = watched_entries()

@@ -91,9 +91,11 @@ def make_universal(folder: Path, into: Path) -> None:
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *options]
     tag = (folder / "latest").read_text()
     subprocess.run(
-        [*command, "--input_folder", str(folder / tag), "--output_folder", str(into / tag)], check=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"}, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        [*command, "--input_folder", str(folder / tag), "--output_folder", str(into / tag)],
+        check=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.DEVNULL,
+    )
     shutil.copy(folder / "expected.json", into)
 
 
@@ -134,10 +136,13 @@ def run(folder: Path, ranks: int, stages: int, zero: int, more: dict) -> None:
     data_ranks = ranks // max(stages, 1)
     config = {
         "train_micro_batch_size_per_gpu": trained.ROWS // data_ranks // max(stages, 1),
-        "gradient_accumulation_steps": max(stages, 1), "gradient_clipping": 0.0, "steps_per_print": None,
+        "gradient_accumulation_steps": max(stages, 1),
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 10, **more.pop("zero", {})}, **more,
-    }  # fmt: skip
+        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 10, **more.pop("zero", {})},
+        **more,
+    }
     torch.manual_seed(1)
     if stages:
         specs = trained.layers(LayerSpec, TiedLayerSpec if tied else None)
@@ -150,9 +155,7 @@ def run(folder: Path, ranks: int, stages: int, zero: int, more: dict) -> None:
         given |= {"betas": trained.BETAS, "eps": trained.EPS}
     if momentum:
         given |= {"momentum": momentum}
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=getattr(torch.optim, kind)(groups, **given), config=config
-    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=getattr(torch.optim, kind)(groups, **given), config=config)
 
     def step(i: int) -> float:
         data_rank = engine.grid.get_data_parallel_rank() if stages else dist.get_rank()
@@ -179,9 +182,7 @@ def run(folder: Path, ranks: int, stages: int, zero: int, more: dict) -> None:
     expected["scale"] = scale_of(engine)
     readable = zero and not stages and "data_types" not in config  # else its zero_to_fp32 says that it is not ZeRO
     if readable and dist.get_rank() == 0:
-        from deepspeed.utils.zero_to_fp32 import (  # pyright: ignore[reportMissingImports]
-            get_fp32_state_dict_from_zero_checkpoint,
-        )
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # pyright: ignore[reportMissingImports]
 
         found = get_fp32_state_dict_from_zero_checkpoint(str(folder))
         expected["consolidated"] = {n: x.tolist() for n, x in found.items()}
@@ -205,10 +206,7 @@ def groups_of(model, several: bool, trainable: bool) -> list:
 def gathered(engine, model, stages: int, slot: str | None = None) -> dict[str, list]:
     """Return whole float32 parameters, or a slot of the optimizer, by name; all ranks call this."""
     from deepspeed.runtime.zero import GatheredParameters  # pyright: ignore[reportMissingImports]
-    from deepspeed.utils import (  # pyright: ignore[reportMissingImports]
-        safe_get_full_fp32_param,
-        safe_get_full_optimizer_state,
-    )
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state  # pyright: ignore[reportMissingImports]
 
     found = {}
     zero3 = engine.zero_optimization_stage() == 3

@@ -120,9 +120,11 @@ def loads_anything(tree: ast.Module, package: str) -> bool:
     """Tell whether torch.load is used in any other way than by a call with weights_only=True."""
     known = dict(imports(ast.walk(tree), package))
     safe = {
-        id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)
+        id(node.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
         and any(k.arg == "weights_only" and getattr(k.value, "value", None) is True for k in node.keywords)
-    }  # fmt: skip
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Name):
             root, *rest = ast.unparse(node).split(".")
@@ -212,29 +214,14 @@ BROKEN = {
         {"fds/tree.py": "from fds import state", "fds/state.py": ""},
         "may not import state",
     ),
-    "a relative one": (
-        {"fds/plans/a.py": "from ..tree import map", "fds/tree.py": ""},
-        "may not import tree",
-    ),
-    "inside a function": (
-        {"fds/errors.py": "def f():\n    import fds.tree as t"},
-        "errors may not import tree",
-    ),
-    "for the type checker": (
-        {"fds/tree.py": "if TYPE_CHECKING:\n    from fds.state import State"},
-        "tree may not",
-    ),
+    "a relative one": ({"fds/plans/a.py": "from ..tree import map", "fds/tree.py": ""}, "may not import tree"),
+    "inside a function": ({"fds/errors.py": "def f():\n    import fds.tree as t"}, "errors may not import tree"),
+    "for the type checker": ({"fds/tree.py": "if TYPE_CHECKING:\n    from fds.state import State"}, "tree may not"),
     "from the roof": ({"fds/__init__.py": "", "fds/step.py": "from fds import compose"}, "from the roof"),
     "through the roof": ({"fds/__init__.py": "", "fds/step.py": "import fds\nfds.adamw"}, "from the roof"),
     "an unknown room": ({"fds/attic.py": ""}, "'attic' is not in the table"),
-    "pytree outside tree": (
-        {"fds/state.py": "import torch\ntorch.utils._pytree.tree_map"},
-        "for fds/tree alone",
-    ),
-    "distributed outside collectives": (
-        {"fds/step.py": "from torch import distributed"},
-        "collectives alone",
-    ),
+    "pytree outside tree": ({"fds/state.py": "import torch\ntorch.utils._pytree.tree_map"}, "for fds/tree alone"),
+    "distributed outside collectives": ({"fds/step.py": "from torch import distributed"}, "collectives alone"),
     "triton outside kernels": ({"fds/nn/norm.py": "import triton.language as tl"}, "for fds/kernels alone"),
     "transforms among themselves": (
         {"fds/transforms/a.py": "from fds.transforms.b import f", "fds/transforms/b.py": ""},
@@ -308,18 +295,20 @@ def test_an_open_door_is_seen(sources, words):
 
 
 def test_what_is_allowed_is_not_reported():
-    assert not violations({
-        "fds/__init__.py": "from fds import random\nfrom fds.step import fill\n__all__ = ['fill', 'random']",
-        "fds/random.py": "from .errors import FdsError",
-        "fds/errors.py": "",
-        "fds/step/__init__.py": "from fds.step import program\nfrom fds.step.program import compose",
-        "fds/step/program.py": '"""Fill.' + "\n" * 400 + '"""\nfrom fds import random\nrandom.key',
-        "fds/transforms/pipeline/run.py": "from .send import send\nfrom fds.step import compose",
-        "fds/transforms/pipeline/send.py": "",
-        "fds/kernels/adam.py": "import triton.language as tl",
-        "fds/kernels/__init__.py": "from fds.kernels.norms._rms import rms_norm",
-        "fds/kernels/norms/_rms.py": "",
-        "fds/kernels/norms/_layer.py": "from fds.kernels.norms import _rms",
-        "fds/storage/foreign/files.py": "import torch\nwith torch.serialization.safe_globals([]):\n"
-        "    torch.load('x', weights_only=True)",
-    })
+    assert not violations(
+        {
+            "fds/__init__.py": "from fds import random\nfrom fds.step import fill\n__all__ = ['fill', 'random']",
+            "fds/random.py": "from .errors import FdsError",
+            "fds/errors.py": "",
+            "fds/step/__init__.py": "from fds.step import program\nfrom fds.step.program import compose",
+            "fds/step/program.py": '"""Fill.' + "\n" * 400 + '"""\nfrom fds import random\nrandom.key',
+            "fds/transforms/pipeline/run.py": "from .send import send\nfrom fds.step import compose",
+            "fds/transforms/pipeline/send.py": "",
+            "fds/kernels/adam.py": "import triton.language as tl",
+            "fds/kernels/__init__.py": "from fds.kernels.norms._rms import rms_norm",
+            "fds/kernels/norms/_rms.py": "",
+            "fds/kernels/norms/_layer.py": "from fds.kernels.norms import _rms",
+            "fds/storage/foreign/files.py": "import torch\nwith torch.serialization.safe_globals([]):\n"
+            "    torch.load('x', weights_only=True)",
+        }
+    )

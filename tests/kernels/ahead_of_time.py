@@ -79,9 +79,11 @@ def resources(made: Any) -> dict[str, int]:
     wide = r"(?:ld|st)\.global[^;]*\.v(?:4\.b32|2\.b64)|cp\.async\.c[ag]\.shared\.global [^;]*, 0x10"
     vectors = len(re.findall(wide, made.asm["ptx"]))
     return {
-        "registers": took["REG"], "spilled bytes": took["STACK"] + took["LOCAL"],
-        "shared bytes": made.metadata.shared, "vectors": vectors,
-    }  # fmt: skip
+        "registers": took["REG"],
+        "spilled bytes": took["STACK"] + took["LOCAL"],
+        "shared bytes": made.metadata.shared,
+        "vectors": vectors,
+    }
 
 
 def table(rows: list[dict]) -> str:
@@ -100,8 +102,12 @@ def table(rows: list[dict]) -> str:
 def rows_of(names: list[str]) -> list[dict]:
     """Compile what the cases of some kernels launch, and return a row for each variant."""
     return [
-        {"kernel": f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}",
-         "dtype": str(dtype).removeprefix("torch."), **resources(made), "case": case}
+        {
+            "kernel": f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}",
+            "dtype": str(dtype).removeprefix("torch."),
+            **resources(made),
+            "case": case,
+        }
         for case, fn, dtype, made in launches(names, list(choice.DTYPES))
     ]
 
@@ -118,8 +124,10 @@ def main(arguments: list[str]) -> None:
         print(table(rows))
         return
     for row in [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]:
-        print(f"{row['kernel']:<40}{row['dtype']:<10}{row['registers']:>10}{row['spilled bytes']:>15}"
-              f"{row['shared bytes']:>14}{row['vectors']:>9}  {row['case']}")  # fmt: skip
+        print(
+            f"{row['kernel']:<40}{row['dtype']:<10}{row['registers']:>10}{row['spilled bytes']:>15}"
+            f"{row['shared bytes']:>14}{row['vectors']:>9}  {row['case']}"
+        )
 
 
 if __name__ == "__main__":

@@ -31,9 +31,12 @@ def in_float64(norm: str, of: dict[str, Tensor], *, returns_sum: bool = False) -
 
 
 def example(
-    norm: str, *shape: int, dtype: torch.dtype = torch.float32, among: str = "x weight bias",
+    norm: str,
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    among: str = "x weight bias",
     params: torch.dtype = torch.float32,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Return arguments by name; weights lie around 1, so that they can be divided by."""
     made = {}
     for i, name in enumerate(LEAVES):

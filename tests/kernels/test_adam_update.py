@@ -20,8 +20,18 @@ def test_several_updates_are_those_of_torch(decoupled, twin, low):
     for t in range(NUM_STEPS):
         g = (64 * random(SIZE, seed=1 + t)).to(low)
         with only("triton"):
-            adamw(p, g, m, v, step=torch.tensor(t), lr=torch.tensor(0.02, dtype=torch.float64), out=out,
-                  grad_scale=torch.tensor(64.0), skip=torch.tensor(False), **hyper)  # fmt: skip
+            adamw(
+                p,
+                g,
+                m,
+                v,
+                step=torch.tensor(t),
+                lr=torch.tensor(0.02, dtype=torch.float64),
+                out=out,
+                grad_scale=torch.tensor(64.0),
+                skip=torch.tensor(False),
+                **hyper,
+            )
         theirs.grad = g.double() / 64
         optimizer.step()
     state = optimizer.state[theirs]

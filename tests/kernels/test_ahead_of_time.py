@@ -15,9 +15,10 @@ FILES = sorted((ROOT / "fds/kernels").rglob("*.py"))
 DTYPES = {"float32", "float16", "bfloat16"}
 # Where the cases of a file's kernels are, if not under its own name.
 ELSEWHERE = {
-    "normalization_forward": "layer_normalization", "normalization_backward": "layer_normalization",
+    "normalization_forward": "layer_normalization",
+    "normalization_backward": "layer_normalization",
     "flash_backward": "flash",
-}  # fmt: skip
+}
 
 
 def case_of(path: Path) -> str:
@@ -28,10 +29,14 @@ def case_of(path: Path) -> str:
 def launched_in(path: Path) -> set[str]:
     """Return the functions that a file launches: `name[grid](...)`."""
     return {
-        f"{path.stem}.{node.func.value.id}" for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
-        and isinstance(node.func.value.ctx, ast.Load) and node.func.value.id.startswith("_")
-    }  # fmt: skip
+        f"{path.stem}.{node.func.value.id}"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and isinstance(node.func.value, ast.Name)
+        and isinstance(node.func.value.ctx, ast.Load)
+        and node.func.value.id.startswith("_")
+    }
 
 
 @pytest.fixture(scope="module")

@@ -24,12 +24,16 @@ def masks(b=2, n=9):
     seen = random(b, n, seed=4) < 0.5
     seen[0] = False  # queries that see nothing
     return {
-        "nothing": {}, "causal": {"causal": True}, "key_padding": {"key_padding": seen},
-        "bias": {"bias": random(4, 1, n, seed=5)}, "causal padding": {"causal": True, "key_padding": seen},
+        "nothing": {},
+        "causal": {"causal": True},
+        "key_padding": {"key_padding": seen},
+        "bias": {"bias": random(4, 1, n, seed=5)},
+        "causal padding": {"causal": True, "key_padding": seen},
         "all": {"causal": True, "key_padding": seen, "bias": random(6, n, seed=5), "scale": 0.2},
         "least": {"bias": torch.zeros(2, 1, 1, n).masked_fill(~seen[:, None, None], torch.finfo(torch.float32).min)},
-        "dropout": {"p": 0.3, "seed": SEED, "offset": 2}, "wide bias": {"bias": random(1, 1, 1, n).double()},
-    }  # fmt: skip
+        "dropout": {"p": 0.3, "seed": SEED, "offset": 2},
+        "wide bias": {"bias": random(1, 1, 1, n).double()},
+    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,9 +65,7 @@ def test_torch_runs_where_there_is_no_dropout(monkeypatch):
 
 
 def test_masks_are_merged_as_narrowly_as_they_are_given(monkeypatch):
-    shapes = {
-        "key_padding": (2, 1, 1, 9), "bias": (1, 4, 1, 9), "causal padding": (2, 1, 6, 9), "all": (2, 1, 6, 9)
-    }  # fmt: skip
+    shapes = {"key_padding": (2, 1, 1, 9), "bias": (1, 4, 1, 9), "causal padding": (2, 1, 6, 9), "all": (2, 1, 6, 9)}
     for name, shape in shapes.items():
         options = {"causal": False, "key_padding": None, "bias": None, **masks()[name]}
         options.pop("scale", None)
@@ -97,9 +99,13 @@ def test_a_head_of_any_width_is_taken():
 def test_bad_arguments_are_refused_by_name():
     q, k, v = qkv()
     for name, options in [
-        ("key_padding", {"key_padding": torch.ones(2, 9)}), ("bias", {"bias": torch.zeros(9, requires_grad=True)}),
-        ("p", {"p": -0.1}), ("p", {"p": True}), ("seed", {"p": 0.1}), ("scale", {"scale": torch.ones(())}),
-    ]:  # fmt: skip
+        ("key_padding", {"key_padding": torch.ones(2, 9)}),
+        ("bias", {"bias": torch.zeros(9, requires_grad=True)}),
+        ("p", {"p": -0.1}),
+        ("p", {"p": True}),
+        ("seed", {"p": 0.1}),
+        ("scale", {"scale": torch.ones(())}),
+    ]:
         with pytest.raises(KernelError) as error:
             attention(q, k, v, **options)
         assert error.value.where == name

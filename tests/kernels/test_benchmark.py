@@ -60,8 +60,16 @@ def test_torchs_compiler_takes_what_is_compiled():
 
 
 def test_goals_are_met_where_the_interval_reaches_them():
-    work = Work("norm", "tiny", "forward", lambda g: {}, [Way("fds", None), Way("torch eager", None)], Way("", None),
-                COPIED_BYTES // 2, Goals(0.9, {"torch eager": 0.5}, {"torch eager": 0.25}))  # fmt: skip
+    work = Work(
+        "norm",
+        "tiny",
+        "forward",
+        lambda g: {},
+        [Way("fds", None), Way("torch eager", None)],
+        Way("", None),
+        COPIED_BYTES // 2,
+        Goals(0.9, {"torch eager": 0.5}, {"torch eager": 0.25}),
+    )
     seconds = {"fds": (1.0,) * 20, "torch eager": (1.5,) * 20, "copy": (1.9,) * 20}
     timed = Timed(work, seconds, {"fds": 1, "torch eager": 4}, {}, {"fds": 1.0, "torch eager": 2.0})
     assert [(got, met) for _, got, met in kernels.goals(timed)] == [("0.950", True), ("0.667", False), ("0.250", True)]
@@ -105,11 +113,17 @@ def pretended_gpu(monkeypatch):
     """Let the CPU stand for a GPU, with a cache of 1 KB."""
     nothing, zero = (lambda *_: None), (lambda *_: 0)
     for name, value in {
-        "is_available": lambda: True, "Event": Event, "synchronize": nothing, "_sleep": nothing, "empty_cache": nothing,
+        "is_available": lambda: True,
+        "Event": Event,
+        "synchronize": nothing,
+        "_sleep": nothing,
+        "empty_cache": nothing,
         "get_device_properties": lambda device: types.SimpleNamespace(L2_cache_size=1024),
-        "get_device_name": lambda *_: "none", "reset_peak_memory_stats": nothing, "memory_allocated": zero,
+        "get_device_name": lambda *_: "none",
+        "reset_peak_memory_stats": nothing,
+        "memory_allocated": zero,
         "max_memory_allocated": lambda *_: 1000,
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(kernel_timing, "COPIED_BYTES", 4096)
     monkeypatch.setattr(kernels, "setting", lambda: TINY)

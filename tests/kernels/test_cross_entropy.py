@@ -67,10 +67,14 @@ def test_it_is_the_loss_and_so_is_its_gradient(dtype, options):
 
 
 @given(
-    n=st.integers(1, 4), num_classes=st.integers(2, 60), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
-    smoothing=st.sampled_from([0.0, 0.2]), z_loss=st.sampled_from([0.0, 0.1]),
+    n=st.integers(1, 4),
+    num_classes=st.integers(2, 60),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+    smoothing=st.sampled_from([0.0, 0.2]),
+    z_loss=st.sampled_from([0.0, 0.1]),
     reduction=st.sampled_from(token_loss.REDUCTIONS),
-)  # fmt: skip
+)
 def test_any_shape(n, num_classes, dtype, smoothing, z_loss, reduction, seed):
     logits, targets = made(n, num_classes, dtype=dtype, seed=seed)
     compare(logits, targets, label_smoothing=smoothing, z_loss=z_loss, reduction=reduction)

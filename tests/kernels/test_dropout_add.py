@@ -53,10 +53,14 @@ def test_it_is_what_torch_does_with_the_same_mask():
 
 
 @given(
-    shape=st.lists(st.integers(1, 5), max_size=2), columns=st.integers(1, 600), dtype=st.sampled_from(DTYPES),
-    p=st.sampled_from([0.0, 0.1, 0.6]), seed=st.integers(-(2**63), 2**63 - 1), offset=st.integers(0, 2**33),
+    shape=st.lists(st.integers(1, 5), max_size=2),
+    columns=st.integers(1, 600),
+    dtype=st.sampled_from(DTYPES),
+    p=st.sampled_from([0.0, 0.1, 0.6]),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    offset=st.integers(0, 2**33),
     given=st.tuples(st.booleans(), st.booleans()),
-)  # fmt: skip
+)
 def test_any_shape(shape, columns, dtype, p, seed, offset, given):
     compare(made((*shape, columns), dtype, *given), p=p, seed=seed, offset=offset)
 
@@ -173,14 +177,22 @@ def test_a_second_derivative_is_refused_by_kernels_and_right_by_reference():
 @pytest.mark.parametrize(
     ("where", "change"),
     [
-        ("x", {"x": torch.ones(3, 4, dtype=torch.int64)}), ("x", {"x": torch.ones(()), "residual": None}),
-        ("bias", {"bias": torch.ones(3)}), ("bias", {"bias": torch.ones(4, dtype=torch.float16)}),
-        ("bias", {"bias": torch.ones(4, device="meta")}), ("residual", {"residual": torch.ones(4)}),
-        ("residual", {"residual": torch.ones(3, 4, dtype=torch.float64)}), ("p", {"p": 1.0}), ("p", {"p": -0.1}),
-        ("p", {"p": True}), ("p", {"p": torch.tensor(0.1)}), ("seed", {"seed": None}), ("seed", {"seed": 1.5}),
+        ("x", {"x": torch.ones(3, 4, dtype=torch.int64)}),
+        ("x", {"x": torch.ones(()), "residual": None}),
+        ("bias", {"bias": torch.ones(3)}),
+        ("bias", {"bias": torch.ones(4, dtype=torch.float16)}),
+        ("bias", {"bias": torch.ones(4, device="meta")}),
+        ("residual", {"residual": torch.ones(4)}),
+        ("residual", {"residual": torch.ones(3, 4, dtype=torch.float64)}),
+        ("p", {"p": 1.0}),
+        ("p", {"p": -0.1}),
+        ("p", {"p": True}),
+        ("p", {"p": torch.tensor(0.1)}),
+        ("seed", {"seed": None}),
+        ("seed", {"seed": 1.5}),
         ("seed", {"seed": torch.ones(1, dtype=torch.int64)}),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_are_named(where, change):
     args = {"x": torch.ones(3, 4), "bias": torch.ones(4), "residual": torch.ones(3, 4), "p": 0.1, "seed": 1} | change
     with pytest.raises(KernelError) as caught:

@@ -116,16 +116,27 @@ def test_all_masks_and_dropout_work_together(dtype):
 
 @settings(max_examples=settings().max_examples // 2)  # the interpreter takes its time
 @given(
-    heads=st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]), m=st.integers(1, 60),
-    n=st.integers(1, 60), d=st.sampled_from([1, 6, 16, 43]), dtype=st.sampled_from(DTYPES), causal=st.booleans(),
-    is_padded=st.booleans(), is_biased=st.booleans(), p=st.sampled_from([0.0, 0.0, 0.25]),
-)  # fmt: skip
+    heads=st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]),
+    m=st.integers(1, 60),
+    n=st.integers(1, 60),
+    d=st.sampled_from([1, 6, 16, 43]),
+    dtype=st.sampled_from(DTYPES),
+    causal=st.booleans(),
+    is_padded=st.booleans(),
+    is_biased=st.booleans(),
+    p=st.sampled_from([0.0, 0.0, 0.25]),
+)
 def test_any_shape(heads, m, n, d, dtype, causal, is_padded, is_biased, p):
     b, key_heads, group = heads
     compare(
-        *qkv(b, key_heads * group, m, n, d, dtype, key_heads), causal=causal, p=p, seed=SEED, offset=1,
-        key_padding=padding(b, n) if is_padded else None, bias=random(m, n, seed=6) if is_biased else None,
-    )  # fmt: skip
+        *qkv(b, key_heads * group, m, n, d, dtype, key_heads),
+        causal=causal,
+        p=p,
+        seed=SEED,
+        offset=1,
+        key_padding=padding(b, n) if is_padded else None,
+        bias=random(m, n, seed=6) if is_biased else None,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -62,13 +62,14 @@ UPDATES = {
     "adamw_uncorrected": Update(adamw, adam_reference, MOMENTS, {**BETAS, "eps": 1e-3, "bias_correction": False}),
     "adamw_beta_zero": Update(adamw, adam_reference, MOMENTS, {**BETAS, "beta1": 0.0, "eps": 1e-8}),
     "lamb": Update(lamb, lamb_reference, MOMENTS, TRUST, segments=thirds),
-    "lamb_inside": Update(lamb, lamb_reference, MOMENTS, {**TRUST, "eps_inside_sqrt": True, "bias_correction": False},
-                          segments=thirds),
+    "lamb_inside": Update(
+        lamb, lamb_reference, MOMENTS, {**TRUST, "eps_inside_sqrt": True, "bias_correction": False}, segments=thirds
+    ),
     "lion": Update(lion, lion_reference, ("exp_avg",), BETAS, reads_step=False),
     "sgd": Update(sgd, sgd_reference, (), {"weight_decay": 0.1}),
     "sgd_momentum": Update(sgd, sgd_reference, ("momentum_buffer",), {"momentum": 0.9, "dampening": 0.3}),
     "sgd_nesterov": Update(sgd, sgd_reference, ("momentum_buffer",), {"momentum": 0.99, "nesterov": True}),
-}  # fmt: skip
+}
 MAIN = ["adamw", "lamb", "lion", "sgd_momentum"]
 every = pytest.mark.parametrize("name", UPDATES)
 main = pytest.mark.parametrize("name", MAIN)
@@ -227,16 +228,30 @@ def test_the_reference_is_what_runs_where_no_kernel_does():
 
 
 BAD = [
-    ("param", lambda x: x.view(6, 7)), ("param", lambda x: x.repeat(2)[::2]), ("param", lambda x: x.long()),
-    ("grad", lambda x: x[:-1]), ("grad", lambda x: x.to("meta")), ("grad", lambda x: x.int()),
-    ("slot", lambda x: x.view(6, 7)), ("slot", lambda x: x.repeat(2)[::2]),
-]  # fmt: skip
+    ("param", lambda x: x.view(6, 7)),
+    ("param", lambda x: x.repeat(2)[::2]),
+    ("param", lambda x: x.long()),
+    ("grad", lambda x: x[:-1]),
+    ("grad", lambda x: x.to("meta")),
+    ("grad", lambda x: x.int()),
+    ("slot", lambda x: x.view(6, 7)),
+    ("slot", lambda x: x.repeat(2)[::2]),
+]
 BAD_SCALARS = [
-    ("lr", 0.1), ("lr", torch.ones(1)), ("lr", torch.ones((), dtype=torch.int64)), ("skip", torch.zeros(())),
-    ("skip", True), ("grad_scale", torch.ones((), dtype=torch.float16)), ("grad_scale", 2.0), ("out", torch.ones(41)),
-    ("grad_scale", torch.ones((), device="meta")), ("out", torch.ones(42, dtype=torch.int8)),
-    ("out", torch.ones(84)[::2]), ("weight_decay", -0.1), ("weight_decay", torch.tensor(0.1)),
-]  # fmt: skip
+    ("lr", 0.1),
+    ("lr", torch.ones(1)),
+    ("lr", torch.ones((), dtype=torch.int64)),
+    ("skip", torch.zeros(())),
+    ("skip", True),
+    ("grad_scale", torch.ones((), dtype=torch.float16)),
+    ("grad_scale", 2.0),
+    ("out", torch.ones(41)),
+    ("grad_scale", torch.ones((), device="meta")),
+    ("out", torch.ones(42, dtype=torch.int8)),
+    ("out", torch.ones(84)[::2]),
+    ("weight_decay", -0.1),
+    ("weight_decay", torch.tensor(0.1)),
+]
 
 
 @main
@@ -260,12 +275,24 @@ def test_a_bad_scalar_or_copy_is_refused_by_name(name, where, bad):
     assert error.value.where == where and error.value.got and error.value.want
 
 
-@pytest.mark.parametrize(("name", "where", "bad"), [
-    ("adamw", "step", torch.tensor(3.0)), ("adamw", "step", 3), ("adamw", "beta1", 1.0), ("adamw", "beta2", -0.1),
-    ("adamw", "eps", -1.0), ("lamb", "step", torch.tensor([3])), ("lamb", "min_coeff", -1.0),
-    ("lamb", "max_coeff", True), ("lamb", "segments[1]", [(0, 9), (40, 3)]), ("lamb", "segments[0]", [(-1, 3)]),
-    ("lion", "beta2", 2), ("sgd_momentum", "momentum", torch.tensor(0.9)), ("sgd_momentum", "dampening", -0.1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "where", "bad"),
+    [
+        ("adamw", "step", torch.tensor(3.0)),
+        ("adamw", "step", 3),
+        ("adamw", "beta1", 1.0),
+        ("adamw", "beta2", -0.1),
+        ("adamw", "eps", -1.0),
+        ("lamb", "step", torch.tensor([3])),
+        ("lamb", "min_coeff", -1.0),
+        ("lamb", "max_coeff", True),
+        ("lamb", "segments[1]", [(0, 9), (40, 3)]),
+        ("lamb", "segments[0]", [(-1, 3)]),
+        ("lion", "beta2", 2),
+        ("sgd_momentum", "momentum", torch.tensor(0.9)),
+        ("sgd_momentum", "dampening", -0.1),
+    ],
+)
 def test_a_bad_hyper_parameter_is_refused_by_name(name, where, bad):
     update = UPDATES[name]
     with pytest.raises(KernelError) as error:

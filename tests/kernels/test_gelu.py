@@ -65,9 +65,13 @@ def test_the_reference_is_torch(approximate):
 
 
 @given(
-    shape=st.lists(st.integers(1, 9), max_size=2), columns=st.integers(1, 2100), dtype=st.sampled_from(DTYPES),
-    approximate=st.sampled_from(["tanh", "none"]), recompute=st.booleans(), with_bias=st.booleans(),
-)  # fmt: skip
+    shape=st.lists(st.integers(1, 9), max_size=2),
+    columns=st.integers(1, 2100),
+    dtype=st.sampled_from(DTYPES),
+    approximate=st.sampled_from(["tanh", "none"]),
+    recompute=st.booleans(),
+    with_bias=st.booleans(),
+)
 def test_any_shape(shape, columns, dtype, approximate, recompute, with_bias):
     f = lambda x, b: bias_gelu(x, b, approximate=approximate, recompute=recompute)
     compare(f, *made((*shape, columns), dtype, with_bias))
@@ -105,9 +109,10 @@ def test_all_is_written_and_nothing_else():
         weight = random(3, shape[-1], dtype=dtype, requires_grad=True)
         for given_bias in (bias, None):
             for f in (
-                lambda x, b: bias_gelu(x, b), lambda x, b: bias_gelu(x, b, recompute=True),
+                lambda x, b: bias_gelu(x, b),
+                lambda x, b: bias_gelu(x, b, recompute=True),
                 lambda x, b, w=weight: bias_gelu_linear(x, b, w).sum() + x,
-            ):  # fmt: skip
+            ):
                 with only("triton"), poisoned():
                     f(x, given_bias).backward(dy)
 
@@ -262,14 +267,20 @@ def test_a_second_derivative_is_refused_where_the_first_depends_on_x_alone(recom
 @pytest.mark.parametrize(
     ("where", "change"),
     [
-        ("x", {"x": torch.ones(3, 4, dtype=torch.int64)}), ("x", {"x": torch.ones(())}), ("x", {"x": 1.0}),
-        ("bias", {"bias": torch.ones(3)}), ("bias", {"bias": torch.ones(4, dtype=torch.float16)}),
-        ("bias", {"bias": torch.ones(4, device="meta")}), ("approximate", {"approximate": "erf"}),
-        ("weight", {"weight": torch.ones(5, 3)}), ("weight", {"weight": torch.ones(4)}),
-        ("weight", {"weight": torch.ones(5, 4, dtype=torch.float64)}), ("linear_bias", {"linear_bias": torch.ones(4)}),
+        ("x", {"x": torch.ones(3, 4, dtype=torch.int64)}),
+        ("x", {"x": torch.ones(())}),
+        ("x", {"x": 1.0}),
+        ("bias", {"bias": torch.ones(3)}),
+        ("bias", {"bias": torch.ones(4, dtype=torch.float16)}),
+        ("bias", {"bias": torch.ones(4, device="meta")}),
+        ("approximate", {"approximate": "erf"}),
+        ("weight", {"weight": torch.ones(5, 3)}),
+        ("weight", {"weight": torch.ones(4)}),
+        ("weight", {"weight": torch.ones(5, 4, dtype=torch.float64)}),
+        ("linear_bias", {"linear_bias": torch.ones(4)}),
         ("linear_bias", {"linear_bias": torch.ones(5, dtype=torch.bfloat16)}),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_are_named(where, change):
     args = {"x": torch.ones(3, 4), "bias": torch.ones(4), "weight": torch.ones(5, 4), "linear_bias": torch.ones(5)}
     args |= {"approximate": "tanh"} | change

@@ -155,9 +155,10 @@ def test_segments_that_overlap_are_refused_by_name(kind):
         lamb(*draw(6), segments=[(3, 3), (3, 0), (4, 0), (0, 3)], **BETAS, **BOUNDS, **now())
 
 
-@pytest.mark.parametrize("squares", [
-    torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.float64, device="meta"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "squares",
+    [torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.float64, device="meta")],
+)
 def test_squares_of_other_segments_are_refused_by_name(squares):
     p, _, m, v = draw(6)
     with pytest.raises(KernelError) as error:

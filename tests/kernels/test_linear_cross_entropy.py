@@ -56,9 +56,13 @@ def test_it_is_the_loss_of_all_logits_and_so_is_every_gradient(with_bias, dtype)
 
 
 @given(
-    n=st.integers(1, 9), h=st.integers(1, 20), v=st.integers(2, 99), chunk=st.integers(1, 10),
-    reduction=st.sampled_from(["mean", "sum"]), with_bias=st.booleans(),
-)  # fmt: skip
+    n=st.integers(1, 9),
+    h=st.integers(1, 20),
+    v=st.integers(2, 99),
+    chunk=st.integers(1, 10),
+    reduction=st.sampled_from(["mean", "sum"]),
+    with_bias=st.booleans(),
+)
 def test_any_shape_and_any_chunk(n, h, v, chunk, reduction, with_bias):
     hidden, weight, targets, bias = made(n + 1, h, v, with_bias=with_bias)
     compare(hidden, weight, targets, bias, chunk_tokens=chunk, reduction=reduction, label_smoothing=0.1)

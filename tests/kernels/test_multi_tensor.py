@@ -181,13 +181,20 @@ def test_tables_are_made_once_for_the_same_memory_and_tiles_once_for_the_same_le
 
 
 BAD = [
-    ("grad[1]", 1, lambda xs: [xs[0], xs[1][:-1]]), ("grad[1]", 1, lambda xs: [xs[0], xs[1].to("meta")]),
-    ("grad[0]", 1, lambda xs: [xs[0].int(), xs[1]]), ("grad", 1, lambda xs: xs[:1]), ("grad", 1, lambda xs: xs[0]),
-    ("grad[1]", 1, lambda xs: [xs[0], None]), ("grad", 1, lambda xs: None), ("param", 0, lambda xs: None),
+    ("grad[1]", 1, lambda xs: [xs[0], xs[1][:-1]]),
+    ("grad[1]", 1, lambda xs: [xs[0], xs[1].to("meta")]),
+    ("grad[0]", 1, lambda xs: [xs[0].int(), xs[1]]),
+    ("grad", 1, lambda xs: xs[:1]),
+    ("grad", 1, lambda xs: xs[0]),
+    ("grad[1]", 1, lambda xs: [xs[0], None]),
+    ("grad", 1, lambda xs: None),
+    ("param", 0, lambda xs: None),
     ("param[0]", 0, lambda xs: [xs[0].view(6, 7), xs[1]]),
-    ("param[1]", 0, lambda xs: [xs[0], xs[1].repeat(2)[::2]]), ("param[1]", 0, lambda xs: [xs[0], 3.0]),
-    ("slot[1]", 2, lambda xs: [xs[0], xs[1].repeat(2)[::2]]), ("slot[0]", 2, lambda xs: [xs[0].long(), xs[1]]),
-]  # fmt: skip
+    ("param[1]", 0, lambda xs: [xs[0], xs[1].repeat(2)[::2]]),
+    ("param[1]", 0, lambda xs: [xs[0], 3.0]),
+    ("slot[1]", 2, lambda xs: [xs[0], xs[1].repeat(2)[::2]]),
+    ("slot[0]", 2, lambda xs: [xs[0].long(), xs[1]]),
+]
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd_momentum"])
@@ -203,8 +210,9 @@ def test_a_bad_tensor_in_a_list_is_refused_by_name_and_place(name, where, index,
     assert_equal(mine, before)
 
 
-@pytest.mark.parametrize(("name", "index", "where"), [("adamw", 2, "exp_avg[1]"), ("adam", 3, "exp_avg_sq[1]"),
-                                                      ("lion", 2, "exp_avg[1]")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "index", "where"), [("adamw", 2, "exp_avg[1]"), ("adam", 3, "exp_avg_sq[1]"), ("lion", 2, "exp_avg[1]")]
+)
 def test_a_moment_that_is_missing_is_refused(name, index, where):
     mine = draw(name, [42, 6])
     mine[index][1] = None

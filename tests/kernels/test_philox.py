@@ -15,17 +15,26 @@ KNOWN = {
     "zeros": ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     "ones": ((WORD, WORD), (WORD, WORD, WORD, WORD), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     "pi": (
-        (0xA4093822, 0x299F31D0), (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
-}  # fmt: skip
+}
 
 
 @jit(do_not_specialize=["offset", "threshold", "first_row", "first_column"])
 def _mask_kernel(
-    mask_ptr, seed_ptr, offset, threshold, first_row, first_column, rows, columns,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    mask_ptr,
+    seed_ptr,
+    offset,
+    threshold,
+    first_row,
+    first_column,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Write the mask of (rows, columns) elements, of which the first is (first_row, first_column)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1).to(tl.int64) * COLUMNS
@@ -68,10 +77,13 @@ def test_kernels_compare_those_words(name):
 
 
 @given(
-    rows=st.integers(0, 5), columns=st.integers(0, 70), seed=st.integers(-(2**63), 2**63 - 1),
-    offset=st.integers(-(2**63), 2**63 - 1), p=st.sampled_from([0.0, 1e-9, 0.1, 0.5, 0.75, 1 - 1e-12]),
+    rows=st.integers(0, 5),
+    columns=st.integers(0, 70),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    offset=st.integers(-(2**63), 2**63 - 1),
+    p=st.sampled_from([0.0, 1e-9, 0.1, 0.5, 0.75, 1 - 1e-12]),
     block=st.sampled_from([(4, 4), (2, 16), (8, 8), (4, 64), (1, 256)]),
-)  # fmt: skip
+)
 def test_kernels_draw_the_reference_bit_for_bit_whatever_the_blocks(rows, columns, seed, offset, p, block):
     want = philox.reference(torch.tensor(seed), offset, rows, columns, p)
     got = mask(seed, offset, rows, columns, philox.threshold(p), ROWS=block[0], COLUMNS=block[1])

@@ -44,8 +44,19 @@ def test_it_turns_pairs_by_the_angle_of_their_position(interleaved):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_the_reference_and_so_is_its_gradient(dtype, interleaved):
-    shapes = [((1, 2), 1), ((2, 3, 42, 64), 32), ((123, 6), 2), ((1, 2, 3, 48), 24), ((7, 9), 3), ((42, 42), 21),
-              ((1, 1200), 600), ((2, 1100), 10), ((0, 4, 6), 3), ((2, 0, 6), 3), ((3, 5, 6), 0)]  # fmt: skip
+    shapes = [
+        ((1, 2), 1),
+        ((2, 3, 42, 64), 32),
+        ((123, 6), 2),
+        ((1, 2, 3, 48), 24),
+        ((7, 9), 3),
+        ((42, 42), 21),
+        ((1, 1200), 600),
+        ((2, 1100), 10),
+        ((0, 4, 6), 3),
+        ((2, 0, 6), 3),
+        ((3, 5, 6), 0),
+    ]
     for i, (shape, half) in enumerate(shapes):
         x = random(*shape, dtype=dtype, requires_grad=True)
         cos, sin = tables(shape[-2], half, dtype=dtype if i % 2 else torch.float32)
@@ -57,9 +68,14 @@ def test_many_positions():
 
 
 @given(
-    shape=st.lists(st.integers(1, 3), max_size=3), positions=st.integers(1, 20), half=st.integers(0, 40),
-    rest=st.integers(0, 70), dtype=st.sampled_from(DTYPES), interleaved=st.booleans(), data=st.data(),
-)  # fmt: skip
+    shape=st.lists(st.integers(1, 3), max_size=3),
+    positions=st.integers(1, 20),
+    half=st.integers(0, 40),
+    rest=st.integers(0, 70),
+    dtype=st.sampled_from(DTYPES),
+    interleaved=st.booleans(),
+    data=st.data(),
+)
 def test_any_shape_and_any_tables(shape, positions, half, rest, dtype, interleaved, data):
     size = max(2 * half + rest, 1)
     x = random(*shape, positions, size, dtype=dtype, requires_grad=True)
@@ -151,13 +167,20 @@ def both(*shape):
 @pytest.mark.parametrize(
     ("where", "change"),
     [
-        ("x", {"x": torch.ones(2, 6, 8, dtype=torch.int32)}), ("x", {"x": torch.ones(8)}),
-        ("cos", both(6, 8)), ("cos", both(5, 4)), ("cos", both(3, 6, 4)), ("cos", both()), ("cos", both(1, 1, 6, 4)),
+        ("x", {"x": torch.ones(2, 6, 8, dtype=torch.int32)}),
+        ("x", {"x": torch.ones(8)}),
+        ("cos", both(6, 8)),
+        ("cos", both(5, 4)),
+        ("cos", both(3, 6, 4)),
+        ("cos", both()),
+        ("cos", both(1, 1, 6, 4)),
         ("sin", {"sin": torch.ones(6, 3)}),
-        ("sin", {"sin": torch.ones(6, 4, dtype=torch.float64)}), ("sin", {"sin": torch.ones(6, 4, device="meta")}),
-        ("cos", {"cos": torch.ones(6, 4, requires_grad=True)}), ("sin", {"sin": torch.ones(6, 4, requires_grad=True)}),
+        ("sin", {"sin": torch.ones(6, 4, dtype=torch.float64)}),
+        ("sin", {"sin": torch.ones(6, 4, device="meta")}),
+        ("cos", {"cos": torch.ones(6, 4, requires_grad=True)}),
+        ("sin", {"sin": torch.ones(6, 4, requires_grad=True)}),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_are_named(where, change):
     args = {"x": torch.ones(2, 6, 8), "cos": torch.ones(6, 4), "sin": torch.ones(6, 4)} | change
     with pytest.raises(KernelError) as caught:

@@ -10,10 +10,16 @@ from tests.kernels.accuracy import assert_near, random
 NUM_STEPS, SIZE = 6, 431
 
 
-@pytest.mark.parametrize("hyper", [
-    {}, {"weight_decay": 0.1}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
-    {"momentum": 0.9, "nesterov": True},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "hyper",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+        {"momentum": 0.9, "nesterov": True},
+    ],
+)
 def test_several_updates_are_those_of_torch(hyper):
     p, b = random(SIZE), torch.zeros(SIZE) if "momentum" in hyper else None
     theirs = torch.nn.Parameter(p.double())

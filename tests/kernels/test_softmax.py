@@ -26,10 +26,15 @@ def masks(shape):
     pairs = random(*lead, queries, columns, seed=4) < 0.5
     padding[..., 0] = pairs[..., 0] = True
     return {
-        "none": None, "padding": padding, "pairs": pairs, "query": (random(queries, 1, seed=5) > -9),
-        "bias": random(queries, columns, seed=6), "very negative": torch.where(padding, 0.0, -1e4),
-        "minus infinity": torch.where(pairs, 0.5, float("-inf")), "whole": random(*shape, seed=7),
-    }  # fmt: skip
+        "none": None,
+        "padding": padding,
+        "pairs": pairs,
+        "query": (random(queries, 1, seed=5) > -9),
+        "bias": random(queries, columns, seed=6),
+        "very negative": torch.where(padding, 0.0, -1e4),
+        "minus infinity": torch.where(pairs, 0.5, float("-inf")),
+        "whole": random(*shape, seed=7),
+    }
 
 
 def compare(scores, mask=None, dy=None, **options):
@@ -67,10 +72,14 @@ def test_a_row_may_be_longer_than_a_block(dtype):
 
 
 @given(
-    lead=st.lists(st.integers(1, 2), max_size=3), queries=st.integers(1, 6), columns=st.integers(1, 70),
-    dtype=st.sampled_from(DTYPES), name=st.sampled_from(sorted(masks((1, 1, 1)))), causal=st.booleans(),
+    lead=st.lists(st.integers(1, 2), max_size=3),
+    queries=st.integers(1, 6),
+    columns=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+    name=st.sampled_from(sorted(masks((1, 1, 1)))),
+    causal=st.booleans(),
     p=st.sampled_from([0.0, 0.25]),
-)  # fmt: skip
+)
 def test_any_shape(lead, queries, columns, dtype, name, causal, p):
     shape = (*lead, queries, columns)
     compare(made(*shape, dtype=dtype), masks(shape)[name], causal=causal, p=p, seed=SEED, offset=1)

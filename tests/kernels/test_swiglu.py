@@ -101,10 +101,12 @@ def test_a_second_derivative_is_refused_by_kernels():
 @pytest.mark.parametrize(
     ("where", "change"),
     [
-        ("gate", {"gate": torch.ones(4, dtype=torch.int64)}), ("up", {"up": torch.ones(5)}),
-        ("up", {"up": torch.ones(4, dtype=torch.float16)}), ("up", {"up": torch.ones(4, device="meta")}),
+        ("gate", {"gate": torch.ones(4, dtype=torch.int64)}),
+        ("up", {"up": torch.ones(5)}),
+        ("up", {"up": torch.ones(4, dtype=torch.float16)}),
+        ("up", {"up": torch.ones(4, device="meta")}),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_are_named(where, change):
     with pytest.raises(KernelError) as caught:
         swiglu(**{"gate": torch.ones(4), "up": torch.ones(4)} | change)

@@ -75,15 +75,25 @@ def noting(width: int = 3):
             Memory("all activations", lambda shapes, device: zeros(layers, device), "named", merge="sum"),
             Memory("rows", whole, "replicated", merge="sum"),
             Memory("runs", whole, "replicated", merge="sum"),
-            Memory("largest input", lambda shapes, device: torch.zeros(width, dtype=torch.float64, device=device),
-                   "replicated", merge="max"),
+            Memory(
+                "largest input",
+                lambda shapes, device: torch.zeros(width, dtype=torch.float64, device=device),
+                "replicated",
+                merge="max",
+            ),
             Memory("squares", number, "replicated", merge="sum", accept=lambda slot, noted, call: noted),
             Memory("steps", number, "replicated", accept=lambda slot, noted, call: slot + 1),
-        ]  # fmt: skip
+        ]
         for memory in memories:
             step = fill(step, memory=memory)
-        return fill(step, batch=inputs, view=view, layer=lambda calls, call: [noted(one, call) for one in calls],
-                    condition=Squares(), measure=Measure(norm=True))  # fmt: skip
+        return fill(
+            step,
+            batch=inputs,
+            view=view,
+            layer=lambda calls, call: [noted(one, call) for one in calls],
+            condition=Squares(),
+            measure=Measure(norm=True),
+        )
 
     return apply
 

@@ -275,9 +275,15 @@ PACKED: dict[str, Callable[[torch.dtype, float], Any]] = {
 
 
 def stack(
-    seed: int, dtype: torch.dtype, names: list[str], packed: list[str], dropout: float, *, language_model: bool,
+    seed: int,
+    dtype: torch.dtype,
+    names: list[str],
+    packed: list[str],
+    dropout: float,
+    *,
+    language_model: bool,
     tied: bool,
-) -> Problem:  # fmt: skip
+) -> Problem:
     """Return a loss of these layers at width 6, first plain ones, then those on records.
 
     A language model begins with an embedding, and ends with it if `tied`; a regression begins with a module, and

@@ -62,8 +62,13 @@ class Programs(RuleBasedStateMachine):
         self.latest: str | None = None
         self.clean = True  # whether no save was killed since the last one that was not
 
-    @initialize(problem=problems() | stacks(torch.float32), optimizer=st.sampled_from(sorted(OPTIMIZERS)),
-                names=compositions(without=RECOMPUTE), donates=st.booleans(), place=PLACES)  # fmt: skip
+    @initialize(
+        problem=problems() | stacks(torch.float32),
+        optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+        names=compositions(without=RECOMPUTE),
+        donates=st.booleans(),
+        place=PLACES,
+    )
     def begin(self, problem, optimizer, names, donates, place):
         self.problem, self.optimizer, self.names, self.donates = problem, optimizer, names, donates
         self.start(place)
@@ -85,9 +90,13 @@ class Programs(RuleBasedStateMachine):
         self.published(self.named(tag, kept), kept, keep)
         assert set(folders) == {self.dir / str(self.latest)}
 
-    @rule(tag=TAGS, keep=KEEP, extra=EXTRA,
-          meanwhile=st.lists(st.sampled_from(["train", "evaluate", "done"]), max_size=3),
-          end=st.sampled_from(["wait", "context", "next save", "nobody waits"]))  # fmt: skip
+    @rule(
+        tag=TAGS,
+        keep=KEEP,
+        extra=EXTRA,
+        meanwhile=st.lists(st.sampled_from(["train", "evaluate", "done"]), max_size=3),
+        end=st.sampled_from(["wait", "context", "next save", "nobody waits"]),
+    )
     def save_async(self, tag, keep, extra, meanwhile, end):
         kept = self.gathered(extra)
 
@@ -119,8 +128,14 @@ class Programs(RuleBasedStateMachine):
         if end == "next save":
             self.published("next", self.gathered({}), None)
 
-    @rule(n=st.integers(0, REQUESTS), save=st.sampled_from([fds.save, fds.save_async]), tag=TAGS, keep=KEEP,
-          extra=EXTRA, place=PLACES)  # fmt: skip
+    @rule(
+        n=st.integers(0, REQUESTS),
+        save=st.sampled_from([fds.save, fds.save_async]),
+        tag=TAGS,
+        keep=KEEP,
+        extra=EXTRA,
+        place=PLACES,
+    )
     def killed_while_saving(self, n, save, tag, keep, extra, place):
         kept = self.gathered(extra)
         outcomes, _ = self.interrupted(kill_at(n), save, tag, keep, extra)
@@ -129,8 +144,14 @@ class Programs(RuleBasedStateMachine):
         self.clean = False
         self.load(place, 0 if self.latest is None else None, True) if self.kept else self.start(place)
 
-    @rule(n=st.integers(0, REQUESTS), code=st.sampled_from([errno.ENOSPC, errno.EIO]), tag=TAGS, keep=KEEP,
-          extra=EXTRA, save=st.sampled_from([fds.save, fds.save_async]))  # fmt: skip
+    @rule(
+        n=st.integers(0, REQUESTS),
+        code=st.sampled_from([errno.ENOSPC, errno.EIO]),
+        tag=TAGS,
+        keep=KEEP,
+        extra=EXTRA,
+        save=st.sampled_from([fds.save, fds.save_async]),
+    )
     def refused_by_the_file_system(self, n, code, save, tag, keep, extra):
         kept, before = self.gathered(extra), dict(self.kept)
         outcomes, made = self.interrupted(fail_at(n, code), save, tag, keep, extra)

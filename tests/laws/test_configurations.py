@@ -46,16 +46,21 @@ def values(type_: Any, known: Key) -> st.SearchStrategy:
         low = (known.over + high) / 2
     whole = st.integers(math.ceil(low), max(math.floor(high), math.ceil(low)))
     return {
-        bool: st.booleans(), str: WORDS.filter(lambda word: word != AUTO), int: whole,
-        float: st.floats(low, high) | whole.filter(lambda n: n <= high), type(None): st.none(),
-    }.get(type_, st.none() | st.booleans() | st.integers())  # fmt: skip
+        bool: st.booleans(),
+        str: WORDS.filter(lambda word: word != AUTO),
+        int: whole,
+        float: st.floats(low, high) | whole.filter(lambda n: n <= high),
+        type(None): st.none(),
+    }.get(type_, st.none() | st.booleans() | st.integers())
 
 
 @functools.cache
 def objects(cls: type[Config]) -> st.SearchStrategy:
     """Return JSON objects of a record, with some of its keys."""
-    known = {name: values(type_, key) | st.just(AUTO) if record_of(type_) is None else values(type_, key)
-             for name, (type_, key) in flat_keys(cls).items()}  # fmt: skip
+    known = {
+        name: values(type_, key) | st.just(AUTO) if record_of(type_) is None else values(type_, key)
+        for name, (type_, key) in flat_keys(cls).items()
+    }
     if cls is optimizer.OptimizerConfig:
         return _by_type(optimizer.PARAMETERS)
     if cls is scheduler.SchedulerConfig:
@@ -102,9 +107,15 @@ def paths(data: Any, path: str = "") -> list[str]:
 
 
 OPEN = {  # objects whose keys are names of the user's, or Apex's
-    "different_groups", "curriculum_metrics", "arg_mappings", "layer_specs", "post_init_quant",
-    "quantized_initialization", "datastates_ckpt", "shape",
-}  # fmt: skip
+    "different_groups",
+    "curriculum_metrics",
+    "arg_mappings",
+    "layer_specs",
+    "post_init_quant",
+    "quantized_initialization",
+    "datastates_ckpt",
+    "shape",
+}
 
 
 def at(data: dict, path: str) -> tuple[dict, str]:
@@ -157,17 +168,18 @@ def test_resolving_twice_is_resolving_once(data):
     assert not auto_paths(once.to_dict())
 
 
-
-
 @given(st.sampled_from(sorted(optimizer.PARAMETERS)), st.sampled_from(sorted(scheduler.PARAMETERS)), st.data())
 def test_what_is_taken_can_be_made(kind, type_, draw):
     """A value that no optimizer, schedule or loss scale takes is refused by `of`, with its path, and not later."""
     bounds = {"betas": st.lists(st.floats(0, 1.25), min_size=2, max_size=2), "dampening": st.floats(-1, 1)}
     params = draw.draw(objects(optimizer.PARAMETERS[kind]))
     params |= {name: draw.draw(values) for name, values in bounds.items() if name in params}
-    data = {"train_batch_size": 4, "optimizer": {"type": kind, "params": params},
-            "scheduler": {"type": type_, "params": draw.draw(objects(scheduler.PARAMETERS[type_]))},
-            "fp16": {"enabled": True} | draw.draw(objects(FP16Config))}  # fmt: skip
+    data = {
+        "train_batch_size": 4,
+        "optimizer": {"type": kind, "params": params},
+        "scheduler": {"type": type_, "params": draw.draw(objects(scheduler.PARAMETERS[type_]))},
+        "fp16": {"enabled": True} | draw.draw(objects(FP16Config)),
+    }
     try:
         filled = TrainingConfig.of(data).filled({})
     except ConfigError as error:

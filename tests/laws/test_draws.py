@@ -101,10 +101,18 @@ class Drawing:
 
     def fill(self, step):
         return fds.step.fill(
-            step, batch=self.batch, view=self.view, context=self.context, layer=self.layer, scale=self,
-            condition=self, after=self.average(), slots={"noisy": self.init}, commit=self.commit,
+            step,
+            batch=self.batch,
+            view=self.view,
+            context=self.context,
+            layer=self.layer,
+            scale=self,
+            condition=self,
+            after=self.average(),
+            slots={"noisy": self.init},
+            commit=self.commit,
             measure=fds.step.Measure(norm=True),
-        )  # fmt: skip
+        )
 
 
 def layers(own):
@@ -136,11 +144,14 @@ data = lambda stage: lambda: [fds.accumulate(2), fds.shard_optimizer(fds.mesh(dp
 staged = lambda: [fds.pipeline(plans.one_f_one_b, fds.mesh(pp=2, dp=-1)["pp"], num_microbatches=3)]
 both = lambda: [*staged(), fds.shard_optimizer(fds.mesh(pp=2, dp=-1)["dp"], stage=1)]
 WAYS = {
-    "plain": (list, 1), "accumulated": (lambda: [fds.accumulate(3)], 1),
+    "plain": (list, 1),
+    "accumulated": (lambda: [fds.accumulate(3)], 1),
     "checkpointed": (lambda: [fds.checkpoint_activations(), fds.accumulate(3)], 1),
-    "played": (lambda: [fds.pipeline(plans.zb_h1, 2, num_microbatches=3)], 1), "staged": (staged, 2), "both": (both, 4),
+    "played": (lambda: [fds.pipeline(plans.zb_h1, 2, num_microbatches=3)], 1),
+    "staged": (staged, 2),
+    "both": (both, 4),
     **{f"stage {i}": (data(i), 2) for i in range(4)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("make", "num_ranks"), WAYS.values(), ids=WAYS)
@@ -160,7 +171,11 @@ def test_all_random_numbers_follow_the_key(make, num_ranks):
             assert len(set(every)) == len(every), "two microbatches drew the same"
         names = {"batch", "context", "layers", "condition", "after"}
         assert drawn.keys() >= names | {f"{name}, by key" for name in names} | {
-            "scale", "commit", "schedule", "optimizer"}  # fmt: skip
+            "scale",
+            "commit",
+            "schedule",
+            "optimizer",
+        }
         assert any(name.startswith("view of") for name in drawn) and any(name.startswith("before") for name in drawn)
         assert held_out.keys() >= {"batch", "context", "batch, by key"}
 
@@ -205,9 +220,13 @@ def test_what_is_tied_over_stages_stays_alike_whatever_was_drawn_for_it():
 
 def test_a_filler_that_draws_nothing_is_not_seeded(monkeypatch):
     step = fds.compose(
-        fds.clip_by_global_norm(1.0), fds.loss_scale(), fds.ema(0.9), fds.autocast(), fds.precision(),
+        fds.clip_by_global_norm(1.0),
+        fds.loss_scale(),
+        fds.ema(0.9),
+        fds.autocast(),
+        fds.precision(),
         fds.by_name({"*": fds.adamw(fds.schedules.warmup(1e-3))}),
-    )(lambda p, x: (p["w"] * x).sum())  # fmt: skip
+    )(lambda p, x: (p["w"] * x).sum())
     state, seeds = step.init({"w": torch.ones(2)}), []
     state, _ = step(state, torch.ones(4, 2))
     monkeypatch.setattr(fds.random, "reseed", lambda *args: seeds.append(args))
@@ -220,7 +239,8 @@ def test_what_says_that_it_draws_nothing_has_no_key():
         return x + call.at("mine").key[0]
 
     step = fds.compose(fds.step.Transform("mine", "mine()", lambda s: fds.step.fill(s, view=view)), fds.sgd(0.1))(
-        lambda p, x: (p["w"] * x).sum())  # fmt: skip
+        lambda p, x: (p["w"] * x).sum()
+    )
     state = step.init({"w": torch.ones(2)})
     step(state, torch.ones(2))
     view.draws = False

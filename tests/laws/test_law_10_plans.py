@@ -21,8 +21,12 @@ from tests.plans import cases
 @given(schedules(6, 6))
 def test_every_stage_does_every_microbatch_once(drawn):
     plan = drawn.plan
-    done = Counter((a.stage, op, a.microbatch) for row in plan.rows for a in row
-                   for op in ((Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if a.op is Op.BACKWARD else (a.op,)))  # fmt: skip
+    done = Counter(
+        (a.stage, op, a.microbatch)
+        for row in plan.rows
+        for a in row
+        for op in ((Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if a.op is Op.BACKWARD else (a.op,))
+    )
     ops = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
     every = {(s, op, i) for s in range(plan.num_stages) for op in ops for i in range(plan.num_microbatches)}
     assert done == dict.fromkeys(every, 1)

@@ -23,12 +23,15 @@ from tests.storage.topologies import Topology
 ALL = {
     **OPTIMIZERS,
     "muon": lambda: fds.by_name({"*0.weight": fds.muon(0.1), "*.weight": fds.lamb(0.1), "*": fds.lion(0.01)}),
-}  # fmt: skip
+}
 KINDS = st.sampled_from([("slots",), ("opt",), ("opt", "params"), ("params", "slots"), ("opt", "params", "slots")])
 SKIPPING = [
-    fds.precision(torch.float16), fds.loss_scale(2.0**10), fds.ema(0.9), fds.clip_by_global_norm(0.5),
+    fds.precision(torch.float16),
+    fds.loss_scale(2.0**10),
+    fds.ema(0.9),
+    fds.clip_by_global_norm(0.5),
     fds.accumulate(2),
-]  # fmt: skip
+]
 
 
 def bad(batch):
@@ -75,9 +78,13 @@ def test_any_kinds_of_leaves_in_any_chunks_change_no_bit(tmp_path, problem, opti
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=4)
 @given(
-    st.sampled_from([held.layers, held.records]), st.sampled_from(sorted(ALL)), PLACES, KINDS, st.booleans(),
+    st.sampled_from([held.layers, held.records]),
+    st.sampled_from(sorted(ALL)),
+    PLACES,
+    KINDS,
+    st.booleans(),
     st.integers(0, 99),
-)  # fmt: skip
+)
 def test_on_ranks_and_in_pipelines_too(tmp_path, kind, optimizer, place, kinds, donated, seed):
     problem = kind(seed, torch.float32, 0.3, False)
     ranks_and_pipelines(tmp_path, problem, optimizer, place.fit(problem), kinds, donated)
@@ -109,8 +116,12 @@ def network(kinds=("opt",), *parts, optimizer=None, tmp=None, size=1):
     """Return a plain step, the same one with leaves in files, and its residency."""
     problem, residency = held.layers(5, torch.float32, 0.0, False), Mapped(tmp, kinds, size)
     made = [optimizer or fds.adamw(0.01)]
-    return problem, fds.compose(*parts, *made)(problem.loss), fds.compose(*parts, mapped(residency), *made)(
-        problem.loss), residency  # fmt: skip
+    return (
+        problem,
+        fds.compose(*parts, *made)(problem.loss),
+        fds.compose(*parts, mapped(residency), *made)(problem.loss),
+        residency,
+    )
 
 
 def test_one_chunk_is_read_ahead_while_one_is_updated_and_one_written(tmp_path):
@@ -268,9 +279,11 @@ def test_a_whole_place_beside_a_part_of_one_is_refused(tmp_path, first):
 
 
 MISSHAPEN = {
-    "a string": "disk", "no kinds": attrs.make_class("Bare", [])(), "an unknown kind": ("moments",),
+    "a string": "disk",
+    "no kinds": attrs.make_class("Bare", [])(),
+    "an unknown kind": ("moments",),
     "kinds that are a word": "opt",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("wrong", MISSHAPEN.values(), ids=MISSHAPEN)
@@ -298,7 +311,7 @@ BROKEN = {
     "no function that reads": ({"read": lambda old, device: old}, "read", "a function () that waits"),
     "no function that writes": ({"write": lambda worked, new: None}, "write", "a function () that waits"),
     "the old memory": ({"read": lambda old, device: lambda: old}, "read", "copies"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("methods", "where", "want"), BROKEN.values(), ids=BROKEN)
@@ -331,8 +344,11 @@ def test_memory_that_two_leaves_have_is_refused(tmp_path, kinds, shift):
     plain = fds.compose(fds.ema(0.9), fds.adamw(0.01))(problem.loss)
     state = plain.init(problem.params)
     fds.save(tmp_path / "run", state, plain)
-    uses = [lambda: step.init(problem.params), lambda: fds.load(tmp_path / "run", step, problem.params),
-            lambda: step(state, problem.batch)]  # fmt: skip
+    uses = [
+        lambda: step.init(problem.params),
+        lambda: fds.load(tmp_path / "run", step, problem.params),
+        lambda: step(state, problem.batch),
+    ]
     for use in uses:
         with pytest.raises(ComposeError) as caught:
             use()

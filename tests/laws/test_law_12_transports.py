@@ -96,10 +96,17 @@ class Keeps(Transport):
 ALL_LEGS = "fds.step.Transport, with reduce(axis, whole, out, kept)"
 
 
-@pytest.mark.parametrize(("wrong", "want"), [
-    (Short(), "reduce(axis, whole, out, kept)"), (Keeps(), "keeps: bool"), (ByPieces, ALL_LEGS), ("lossless", ALL_LEGS),
-    (None, ALL_LEGS),
-], ids=range(5))  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "want"),
+    [
+        (Short(), "reduce(axis, whole, out, kept)"),
+        (Keeps(), "keeps: bool"),
+        (ByPieces, ALL_LEGS),
+        ("lossless", ALL_LEGS),
+        (None, ALL_LEGS),
+    ],
+    ids=range(5),
+)
 def test_what_is_no_transport_is_refused_with_the_contract(wrong, want):
     whole = transform(lambda: lambda step: fill(step, reduce=Reduce(transport=wrong)))
     for one in (by(wrong, Transport()), by(Transport(), wrong), whole()):
@@ -209,8 +216,11 @@ def test_what_is_sent_is_what_is_told_and_within_the_bound_of_the_sum(place):
         assert "Bfloat16" in told.stations["reduce"] and told.num_bytes["kept"] >= told.memory["kept"]
         return sent, told.sent, step.params(state), step.params(after)
 
-    plain = place.run(lambda: (lambda step, state, batch: step.params(step(state, batch)[0]))(
-        *composed(place, optimizer=fds.sgd(1.0))))  # fmt: skip
+    plain = place.run(
+        lambda: (lambda step, state, batch: step.params(step(state, batch)[0]))(
+            *composed(place, optimizer=fds.sgd(1.0))
+        )
+    )
     for (sent, told, old, new), want in zip(place.run(run), plain, strict=True):
         legs = {("all_to_all", "dp"), ("all_reduce", "copies"), ("all_gather" if place.stage == 0 else "", "dp")}
         assert sum(sent[leg] for leg in legs & sent.keys()) == told["reduce"]

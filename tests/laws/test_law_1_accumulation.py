@@ -42,10 +42,16 @@ def test_accumulation_is_the_hand_written_loop(problem, optimizer, n):
     params = [x.clone().view(-1) for x in trained.values()]
     segments = [[fds.optim.Segment(k, tuple(x.shape), 0, x.numel())] for k, x in trained.items()]
     params, _ = step.optimizer.update(
-        [g.view(-1) for g in total], step.optimizer.init(segments, params=params), params, step=state.step,
-        lr=step.optimizer.learning_rate(state.step), grad_scale=torch.as_tensor(weight, dtype=torch.float32),
-        skip=None, segments=segments, axes=(),
-    )  # fmt: skip
+        [g.view(-1) for g in total],
+        step.optimizer.init(segments, params=params),
+        params,
+        step=state.step,
+        lr=step.optimizer.learning_rate(state.step),
+        grad_scale=torch.as_tensor(weight, dtype=torch.float32),
+        skip=None,
+        segments=segments,
+        axes=(),
+    )
     got = [x.view(-1) for k, x in tree.paths(new.params).items() if k in trained]
     assert_same_bits((got, new.buffers, metrics["loss"]), (params, buffers, loss / weight))
 

@@ -23,10 +23,13 @@ def test_scaling_by_a_power_of_two_is_invisible(problem, optimizer, names, power
 
 
 @given(
-    problems(), optimizers(), compositions(without=SCALES),
+    problems(),
+    optimizers(),
+    compositions(without=SCALES),
     st.sampled_from([float("nan"), float("inf"), -float("inf")]),
-    st.sampled_from([fds.loss_scale, fds.static_loss_scale, fds.skip_nonfinite]), st.booleans(),
-)  # fmt: skip
+    st.sampled_from([fds.loss_scale, fds.static_loss_scale, fds.skip_nonfinite]),
+    st.booleans(),
+)
 def test_a_batch_that_is_not_finite_leaves_everything_but_calls(problem, optimizer, names, bad, transform, donated):
     more = (transform(), fds.donate()) if donated else (transform(),)
     step = make(names, optimizer, problem, *more)
@@ -35,9 +38,11 @@ def test_a_batch_that_is_not_finite_leaves_everything_but_calls(problem, optimiz
     if not floats:
         return
     broken = tree.flatten(problem.batch)[1](
-        [x.masked_fill(torch.arange(len(x))[:, None] == 7, bad) if p in floats else x
-         for p, x in tree.paths(problem.batch).items()]
-    )  # fmt: skip
+        [
+            x.masked_fill(torch.arange(len(x))[:, None] == 7, bad) if p in floats else x
+            for p, x in tree.paths(problem.batch).items()
+        ]
+    )
     before = snapshot(state)
     after, metrics = step(state, broken)
     assert bool(metrics["skipped"]) and int(after.calls) == int(before.calls) + 1

@@ -43,9 +43,13 @@ def train(problem, optimizer, names, ranks, n, stage, size, batches, *more, **kn
 
 
 @given(
-    problems(torch.float64), compositions(without=("accumulate", "precision", "half", "autocast")), st.integers(2, 5),
-    st.integers(1, 2), STAGES, SIZES,
-)  # fmt: skip
+    problems(torch.float64),
+    compositions(without=("accumulate", "precision", "half", "autocast")),
+    st.integers(2, 5),
+    st.integers(1, 2),
+    STAGES,
+    SIZES,
+)
 def test_ranks_with_accumulation_are_accumulation_of_the_concatenated_batch(problem, names, ranks, n, stage, size):
     plain = make(names, fds.sgd(0.5), problem, fds.accumulate(ranks * n))
     batch = batch_of(problem, 2 * ranks * n)
@@ -60,9 +64,15 @@ def test_ranks_with_accumulation_are_accumulation_of_the_concatenated_batch(prob
 
 
 @given(
-    problems(), st.sampled_from(sorted(OPTIMIZERS.keys() - {"lamb"})), compositions(without=NORMS),
-    st.integers(2, 4), STAGES, STAGES, SIZES, SIZES,
-)  # fmt: skip
+    problems(),
+    st.sampled_from(sorted(OPTIMIZERS.keys() - {"lamb"})),
+    compositions(without=NORMS),
+    st.integers(2, 4),
+    STAGES,
+    STAGES,
+    SIZES,
+    SIZES,
+)
 def test_stages_are_equal_bit_for_bit(problem, optimizer, names, ranks, one, other, size, another):
     """With one microbatch a rank: more are summed over ranks last at stages 0 and 1, first at 2 and 3."""
     batches = [batch_of(problem, 2 * ranks), batch_of(problem, 3 * ranks)]
@@ -86,9 +96,18 @@ def test_how_parameters_are_gathered_changes_nothing(problem, prefetch, size, ro
     largest = max(x.numel() for x in tree.leaves(problem.params)) * 4 + 2 * 128 + size
     bound = None if room is None else int(room * (1 + prefetch) * largest)
     got, *_ = train(
-        problem, "adamw", ["ema"], 2, 1, 3, size, batches, max_live_bytes=bound, prefetch=prefetch,
+        problem,
+        "adamw",
+        ["ema"],
+        2,
+        1,
+        3,
+        size,
+        batches,
+        max_live_bytes=bound,
+        prefetch=prefetch,
         persist_below=persist_below,
-    )[0]  # fmt: skip
+    )[0]
     assert_same_bits(got, want)
 
 

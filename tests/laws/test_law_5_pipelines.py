@@ -127,9 +127,7 @@ def train_grid(case, shape, stage, size, names, optimizer, batches, *more):
 
 
 @given(cases(2, microbatches=(1, 2, 3)), GRIDS, STAGES, SIZES, compositions(without=LOW), st.data())
-def test_pipelines_beside_data_ranks_are_accumulation_of_the_concatenated_batch(
-    case, shape, stage, size, names, data
-):  # fmt: skip
+def test_pipelines_beside_data_ranks_are_accumulation_of_the_concatenated_batch(case, shape, stage, size, names, data):
     """Whatever else is composed, with patterns that exist on some stages only."""
     problem, drawn, _ = case
     m, count, params = drawn.plan.num_microbatches, shape[0] * shape[1], sorted(problem.params)
@@ -155,8 +153,12 @@ def test_pipelines_beside_data_ranks_are_accumulation_of_the_concatenated_batch(
             whole["outputs"] = outputs
 
 
-@given(cases(2, torch.float32, in_order=True, microbatches=(1, 2, 3), tied=False, branching=False), STAGES,
-       SIZES, st.sampled_from(["precision", "half", "autocast"]))  # fmt: skip
+@given(
+    cases(2, torch.float32, in_order=True, microbatches=(1, 2, 3), tied=False, branching=False),
+    STAGES,
+    SIZES,
+    st.sampled_from(["precision", "half", "autocast"]),
+)
 def test_low_precision_beside_data_ranks_is_that_of_one_process(case, stage, size, name):
     """After one step: what differs is the order in which float32 gradients of microbatches are added."""
     problem, drawn, _ = case
@@ -179,11 +181,16 @@ def test_low_precision_beside_data_ranks_is_that_of_one_process(case, stage, siz
         assert_rounding(metrics, told, additions=2 * count, scale=count * float(told["loss"].abs().clamp(min=1)))
 
 
-@given(cases(2, torch.float32, microbatches=(1, 2, 3)), GRIDS, STAGES, SIZES, st.sampled_from(sorted(OPTIMIZERS)),
-       st.sampled_from([float("nan"), float("inf")]), st.data())  # fmt: skip
-def test_all_stages_of_all_replicas_skip_together_what_one_cannot_use(
-    case, shape, stage, size, optimizer, bad, data
-):  # fmt: skip
+@given(
+    cases(2, torch.float32, microbatches=(1, 2, 3)),
+    GRIDS,
+    STAGES,
+    SIZES,
+    st.sampled_from(sorted(OPTIMIZERS)),
+    st.sampled_from([float("nan"), float("inf")]),
+    st.data(),
+)
+def test_all_stages_of_all_replicas_skip_together_what_one_cannot_use(case, shape, stage, size, optimizer, bad, data):
     problem, drawn, partition = case
     count = shape[0] * shape[1]
     spoiled = data.draw(st.integers(0, count - 1))
@@ -213,8 +220,14 @@ def test_all_stages_of_all_replicas_skip_together_what_one_cannot_use(
         assert_same_bits((metrics, params, good), (results[0][2], *results[0][3:]))
 
 
-@given(cases(2, torch.float32, microbatches=(1, 2, 3), tied=True), GRIDS, STAGES, SIZES,
-       st.sampled_from(sorted(OPTIMIZERS)), compositions(without=("accumulate",)))  # fmt: skip
+@given(
+    cases(2, torch.float32, microbatches=(1, 2, 3), tied=True),
+    GRIDS,
+    STAGES,
+    SIZES,
+    st.sampled_from(sorted(OPTIMIZERS)),
+    compositions(without=("accumulate",)),
+)
 def test_replicas_and_tied_copies_agree_to_the_bit(case, shape, stage, size, optimizer, names):
     problem, drawn, _ = case
     count = shape[0] * shape[1]
@@ -231,8 +244,9 @@ def test_replicas_and_tied_copies_agree_to_the_bit(case, shape, stage, size, opt
             assert_same_bits(copies.setdefault((slice_of, str(segments)), x), x)
 
 
-@given(cases(4, torch.float32), st.sampled_from(sorted(OPTIMIZERS)), compositions(without=("accumulate",)),
-       st.booleans())  # fmt: skip
+@given(
+    cases(4, torch.float32), st.sampled_from(sorted(OPTIMIZERS)), compositions(without=("accumulate",)), st.booleans()
+)
 def test_a_pipeline_is_a_function_and_touches_nothing(case, optimizer, names, on_ranks):
     problem, drawn, partition = case
 

@@ -38,9 +38,17 @@ def test_order_between_stations_is_invisible(problem, optimizer, names, seed, ne
 
 
 ONCE = (
-    fds.accumulate(2), fds.loss_scale(), fds.static_loss_scale(), fds.skip_nonfinite(), fds.precision(), fds.sgd(0.1),
-    fds.adamw(0.1), fds.ema(0.9), fds.donate(), reference_kernels(),
-)  # fmt: skip
+    fds.accumulate(2),
+    fds.loss_scale(),
+    fds.static_loss_scale(),
+    fds.skip_nonfinite(),
+    fds.precision(),
+    fds.sgd(0.1),
+    fds.adamw(0.1),
+    fds.ema(0.9),
+    fds.donate(),
+    reference_kernels(),
+)
 CLASHES = [
     (a, b)
     for i, a in enumerate(ONCE)

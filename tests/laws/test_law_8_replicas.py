@@ -19,16 +19,24 @@ def poisoned(batch, rank: int, index: int, bad: float):
         return batch
     first = lambda x: torch.arange(len(x)).view(-1, *[1] * (x.dim() - 1)) == 0
     return tree.map(
-        lambda x: x.masked_fill(first(x), bad) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 0
-        else x, batch,
-    )  # fmt: skip
+        lambda x: (
+            x.masked_fill(first(x), bad) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 0 else x
+        ),
+        batch,
+    )
 
 
-@given(problems(), st.sampled_from(sorted(OPTIMIZERS)), compositions(without=SKIPS), st.integers(2, 4), STAGES, SIZES,
-       st.sampled_from([float("nan"), float("inf")]), st.data())  # fmt: skip
-def test_all_ranks_skip_together_what_one_of_them_cannot_use(
-    problem, optimizer, names, ranks, stage, size, bad, data
-):  # fmt: skip
+@given(
+    problems(),
+    st.sampled_from(sorted(OPTIMIZERS)),
+    compositions(without=SKIPS),
+    st.integers(2, 4),
+    STAGES,
+    SIZES,
+    st.sampled_from([float("nan"), float("inf")]),
+    st.data(),
+)
+def test_all_ranks_skip_together_what_one_of_them_cannot_use(problem, optimizer, names, ranks, stage, size, bad, data):
     index = data.draw(st.integers(0, ranks - 1))
     batch = batch_of(problem, 2 * ranks)
     if not any(isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() for x in tree.leaves(batch)):

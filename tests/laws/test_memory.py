@@ -83,16 +83,31 @@ PLACES = {
     "one process": Shared(1, 0),
     **{f"stage {stage}": Shared(2, stage, 64) for stage in range(4)},
     **{f"replicas, stage {stage}": Shared(4, stage, 300, 2) for stage in (1, 3)},
-    **{f"{name}, one process": Stages(2, schedule, alone=True) for name, schedule in
-       {"gpipe": plans.gpipe, "zb_h1": plans.zb_h1, "interleaved": plans.interleaved(2)}.items()},
-    **{f"{name}, {n} places": Stages(n, schedule, partition="uniform") for name, schedule, n in
-       [("gpipe", plans.gpipe, 2), ("1f1b", plans.one_f_one_b, 3), ("zb_h1", plans.zb_h1, 2),
-        ("interleaved", plans.interleaved(2), 2)]},
-    **{f"{name} x data, stage {stage}": Stages(2, schedule, 2, stage) for name, schedule, stage in
-       [("gpipe", plans.gpipe, 0), ("1f1b", plans.one_f_one_b, 1), ("zb_h1", plans.zb_h1, 2), ("zb_h1", plans.zb_h1, 3),
-        ("interleaved", plans.interleaved(2), 3)]},
+    **{
+        f"{name}, one process": Stages(2, schedule, alone=True)
+        for name, schedule in {"gpipe": plans.gpipe, "zb_h1": plans.zb_h1, "interleaved": plans.interleaved(2)}.items()
+    },
+    **{
+        f"{name}, {n} places": Stages(n, schedule, partition="uniform")
+        for name, schedule, n in [
+            ("gpipe", plans.gpipe, 2),
+            ("1f1b", plans.one_f_one_b, 3),
+            ("zb_h1", plans.zb_h1, 2),
+            ("interleaved", plans.interleaved(2), 2),
+        ]
+    },
+    **{
+        f"{name} x data, stage {stage}": Stages(2, schedule, 2, stage)
+        for name, schedule, stage in [
+            ("gpipe", plans.gpipe, 0),
+            ("1f1b", plans.one_f_one_b, 1),
+            ("zb_h1", plans.zb_h1, 2),
+            ("zb_h1", plans.zb_h1, 3),
+            ("interleaved", plans.interleaved(2), 3),
+        ]
+    },
     "1f1b x replicas": Stages(2, plans.one_f_one_b, 1, 1, 2),
-}  # fmt: skip
+}
 PLAIN = PLACES["one process"]
 
 
@@ -135,8 +150,10 @@ CHECKPOINTED = ["one process", "stage 3", "zb_h1, 2 places", "1f1b x data, stage
 @pytest.mark.parametrize("name", CHECKPOINTED)
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 def test_layers_that_run_again_in_backward_are_noted_once(name, inside):
-    again = fds.checkpoint_activations(policy=[torch.ops.aten.add.Tensor, torch.ops.aten.maximum.default,
-                                               torch.ops.aten.clone.default])  # fmt: skip
+    again = fds.checkpoint_activations(
+        policy=[torch.ops.aten.add.Tensor, torch.ops.aten.maximum.default, torch.ops.aten.clone.default]
+    )
+
     def body(*parts):
         step = made(PLACES[name], *parts)
         state = after(step, step.init(step.loss.init, key=7), range(2))
@@ -159,9 +176,12 @@ def test_ranks_of_a_tensor_axis_add_what_is_split_and_one_of_them_the_rest(stage
 
 
 RESUMED = [
-    ("1f1b x data, stage 1", "stage 3"), ("stage 3", "interleaved, 2 places"), ("zb_h1, 2 places", "one process"),
-    ("one process", "replicas, stage 1"), ("gpipe x data, stage 0", "gpipe x data, stage 0"),
-]  # fmt: skip
+    ("1f1b x data, stage 1", "stage 3"),
+    ("stage 3", "interleaved, 2 places"),
+    ("zb_h1, 2 places", "one process"),
+    ("one process", "replicas, stage 1"),
+    ("gpipe x data, stage 0", "gpipe x data, stage 0"),
+]
 
 
 @pytest.mark.parametrize(("first", "then"), RESUMED)

@@ -21,11 +21,15 @@ LAYERS = fds.Layers(
     [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)], lambda out, y: (out - y).square().mean()
 )
 EXTRAS = {
-    "plain": [], "accumulated": [fds.accumulate(2)], "donated": [fds.donate()], "low": [fds.precision()],
-    "skipping": [fds.loss_scale(2.0**4)], "frozen": [fds.freeze("0.bias")],
+    "plain": [],
+    "accumulated": [fds.accumulate(2)],
+    "donated": [fds.donate()],
+    "low": [fds.precision()],
+    "skipping": [fds.loss_scale(2.0**4)],
+    "frozen": [fds.freeze("0.bias")],
     "staged": [fds.pipeline(plans.gpipe, 2, num_microbatches=2)],
     "stage 0": "ranks",
-}  # fmt: skip
+}
 OPTIMIZERS = [fds.adamw(0.1), fds.by_name({"*.bias": fds.sgd(0.1, momentum=0.9), "*": fds.lamb(0.2)})]
 
 

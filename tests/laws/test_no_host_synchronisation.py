@@ -37,13 +37,18 @@ def test_a_step_never_waits_for_the_device(name, donated):
 
     layers = fds.Layers([nn.Linear(5, 6), nn.LayerNorm(6), nn.Dropout(0.1), nn.Linear(6, 3)], loss)
     step = fds.compose(
-        fds.accumulate(2), fds.precision(keep_float32="1.*"), fds.loss_scale(), fds.clip_by_global_norm(1.0),
-        fds.clip_by_value(1.0), fds.ema(0.9), fds.checkpoint_activations(), noting(width=5), *[fds.donate()] * donated,
+        fds.accumulate(2),
+        fds.precision(keep_float32="1.*"),
+        fds.loss_scale(),
+        fds.clip_by_global_norm(1.0),
+        fds.clip_by_value(1.0),
+        fds.ema(0.9),
+        fds.checkpoint_activations(),
+        noting(width=5),
+        *[fds.donate()] * donated,
         (OPTIMIZERS | SCHEDULED)[name](),
-    )(layers)  # fmt: skip
-    state = attrs.evolve(
-        step.structure(layers.init), calls=torch.zeros((), dtype=torch.int64), key=fds.random.key(0)
-    )
+    )(layers)
+    state = attrs.evolve(step.structure(layers.init), calls=torch.zeros((), dtype=torch.int64), key=fds.random.key(0))
     batch = (torch.empty(8, 5, device="meta"), torch.empty(8, 3, device="meta"))
     with FusedOnMeta():
         state, metrics = step(state, batch)

@@ -10,8 +10,13 @@ from tests.bits import assert_rounding, assert_same_bits
 
 LAYERS = 5
 PATHS = st.lists(st.integers(0, LAYERS - 1), min_size=1, max_size=6)
-PARAMS = {str(i): {"w": torch.randn(6, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64) / 4,
-                   "b": torch.zeros(6, dtype=torch.float64)} for i in range(LAYERS)}  # fmt: skip
+PARAMS = {
+    str(i): {
+        "w": torch.randn(6, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64) / 4,
+        "b": torch.zeros(6, dtype=torch.float64),
+    }
+    for i in range(LAYERS)
+}
 
 
 def loss_fn(params, batch):
@@ -33,8 +38,9 @@ def rows(paths):
     st.integers(2, 3).flatmap(
         lambda ranks: st.lists(st.lists(PATHS, min_size=2 * ranks, max_size=2 * ranks), min_size=1, max_size=4)
     ),
-    st.sampled_from([0, 1, 2]), st.sampled_from([None, 1]),
-)  # fmt: skip
+    st.sampled_from([0, 1, 2]),
+    st.sampled_from([None, 1]),
+)
 def test_ranks_may_take_any_paths_through_the_parameters(steps, prefetch, room):
     ranks = len(steps[0]) // 2
     size = 2560
@@ -80,7 +86,6 @@ def test_the_order_is_learned_in_one_step_and_again_when_it_changes():
         learns, follows = asked[0], asked[1]
         assert follows == asked[2] == 1 < learns
         assert asked[3] > 1 and 1 in asked[4:]
-
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])

@@ -62,9 +62,12 @@ def test_copies_of_a_microbatch_overflow_as_it_does(stage):
     def scales(n, ranks):
         def run():
             step = fds.compose(
-                fds.precision(torch.float16, accumulate=torch.float16), fds.loss_scale(2.0**18, hysteresis=1),
-                fds.accumulate(n), shard(stage, 64), fds.sgd(1e-9),
-            )(lambda p, x: (p["w"] * x).sum(1).float().mean())  # fmt: skip
+                fds.precision(torch.float16, accumulate=torch.float16),
+                fds.loss_scale(2.0**18, hysteresis=1),
+                fds.accumulate(n),
+                shard(stage, 64),
+                fds.sgd(1e-9),
+            )(lambda p, x: (p["w"] * x).sum(1).float().mean())
             state, seen = step.init({"w": torch.ones(3)}), []
             for _ in range(5):
                 state, metrics = step(state, torch.tensor([[1.5, 0.5, 0.25]] * n))

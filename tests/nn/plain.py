@@ -11,9 +11,12 @@ from fds.nn import TransformerConfig, TransformerLayer
 
 
 def plain_layer(
-    params: dict[str, Tensor], config: TransformerConfig, x: Tensor, mask: Tensor | None = None,
+    params: dict[str, Tensor],
+    config: TransformerConfig,
+    x: Tensor,
+    mask: Tensor | None = None,
     seed: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the layer's output; with a seed dropout is on."""
     w, gelu = params, {"gelu_tanh": "tanh", "gelu_erf": "none"}[config.activation]
     norm = lambda x, name: F.layer_norm(
@@ -34,8 +37,10 @@ def plain_layer(
 def plain_attention(w: dict, config: TransformerConfig, x: Tensor, mask: Tensor | None, seed: Tensor | None) -> Tensor:
     b, s, h = x.shape
     heads = config.heads
-    q, k, v = (F.linear(x, part, bias).view(b, s, heads, h // heads).transpose(1, 2)
-               for part, bias in zip(w["attn_qkvw"].chunk(3), w["attn_qkvb"].chunk(3), strict=True))  # fmt: skip
+    q, k, v = (
+        F.linear(x, part, bias).view(b, s, heads, h // heads).transpose(1, 2)
+        for part, bias in zip(w["attn_qkvw"].chunk(3), w["attn_qkvb"].chunk(3), strict=True)
+    )
     scores = q @ k.transpose(-1, -2) / math.sqrt(h // heads)
     if mask is not None:
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask[:, None, None], -math.inf)

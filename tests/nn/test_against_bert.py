@@ -38,9 +38,16 @@ def ours(sizes: tuple, dtype: torch.dtype, padding: bool = False):
     """Return what `recorder.run` does, of our layer, gradients under our names."""
     h, heads, i, batch, tokens, masked = sizes
     config = TransformerConfig(
-        hidden_size=h, heads=heads, intermediate_size=i, pre_layer_norm=False, activation="gelu_erf",
-        attn_dropout_ratio=0.0, hidden_dropout_ratio=0.0, adjust_init_range=False, layer_norm_eps=recorder.EPS,
-    )  # fmt: skip
+        hidden_size=h,
+        heads=heads,
+        intermediate_size=i,
+        pre_layer_norm=False,
+        activation="gelu_erf",
+        attn_dropout_ratio=0.0,
+        hidden_dropout_ratio=0.0,
+        adjust_init_range=False,
+        layer_norm_eps=recorder.EPS,
+    )
     layer = TransformerLayer(config).to(dtype)
     layer.load_state_dict(from_bert(recorder.weights(h, i, dtype)))
     x = recorder.numbers(batch, tokens, h, salt=100, dtype=dtype).requires_grad_()

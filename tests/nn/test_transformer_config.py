@@ -13,15 +13,35 @@ BERT_LARGE = {"hidden_size": 1024, "heads": 16, "num_hidden_layers": 24}
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("hidden_size", 0), ("hidden_size", 1.5), ("hidden_size", None), ("hidden_size", True), ("heads", -1),
-        ("heads", 3), ("num_hidden_layers", 0), ("num_hidden_layers", None), ("intermediate_size", 0),
-        ("batch_size", 0), ("batch_size", -1), ("attn_dropout_ratio", 1.0), ("hidden_dropout_ratio", -0.1),
-        ("attn_dropout_ratio", math.nan), ("initializer_range", -1), ("initializer_range", math.inf),
-        ("layer_norm_eps", "small"), ("activation", "relu"), ("pre_layer_norm", 1), ("causal", None),
-        ("normalize_invertible", "yes"), ("gelu_checkpoint", 0), ("attn_dropout_checkpoint", 2),
-        ("stochastic_mode", "on"), ("adjust_init_range", 0), ("return_tuple", 1), ("training", "no"),
+        ("hidden_size", 0),
+        ("hidden_size", 1.5),
+        ("hidden_size", None),
+        ("hidden_size", True),
+        ("heads", -1),
+        ("heads", 3),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", None),
+        ("intermediate_size", 0),
+        ("batch_size", 0),
+        ("batch_size", -1),
+        ("attn_dropout_ratio", 1.0),
+        ("hidden_dropout_ratio", -0.1),
+        ("attn_dropout_ratio", math.nan),
+        ("initializer_range", -1),
+        ("initializer_range", math.inf),
+        ("layer_norm_eps", "small"),
+        ("activation", "relu"),
+        ("pre_layer_norm", 1),
+        ("causal", None),
+        ("normalize_invertible", "yes"),
+        ("gelu_checkpoint", 0),
+        ("attn_dropout_checkpoint", 2),
+        ("stochastic_mode", "on"),
+        ("adjust_init_range", 0),
+        ("return_tuple", 1),
+        ("training", "no"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_setting_is_refused_by_name(field, value):
     with pytest.raises(KernelError) as caught:
         TransformerConfig(**BERT_LARGE | {field: value})
@@ -78,19 +98,39 @@ def test_every_layer_is_adjusted_whoever_builds_it():
 
 
 DEEPSPEED = {
-    "batch_size": -1, "hidden_size": 64, "intermediate_size": -1, "heads": 4, "attn_dropout_ratio": 0.1,
-    "hidden_dropout_ratio": 0.0, "num_hidden_layers": 2, "initializer_range": -1, "layer_norm_eps": 1e-12,
-    "local_rank": -1, "seed": -1, "fp16": False, "pre_layer_norm": True, "normalize_invertible": True,
-    "gelu_checkpoint": False, "adjust_init_range": True, "attn_dropout_checkpoint": False, "stochastic_mode": False,
-    "huggingface": True, "training": True,
-}  # fmt: skip
+    "batch_size": -1,
+    "hidden_size": 64,
+    "intermediate_size": -1,
+    "heads": 4,
+    "attn_dropout_ratio": 0.1,
+    "hidden_dropout_ratio": 0.0,
+    "num_hidden_layers": 2,
+    "initializer_range": -1,
+    "layer_norm_eps": 1e-12,
+    "local_rank": -1,
+    "seed": -1,
+    "fp16": False,
+    "pre_layer_norm": True,
+    "normalize_invertible": True,
+    "gelu_checkpoint": False,
+    "adjust_init_range": True,
+    "attn_dropout_checkpoint": False,
+    "stochastic_mode": False,
+    "huggingface": True,
+    "training": True,
+}
 
 
 def test_a_config_of_deepspeed_moves_over():
     want = TransformerConfig(
-        hidden_size=64, heads=4, num_hidden_layers=2, attn_dropout_ratio=0.1, hidden_dropout_ratio=0.0,
-        normalize_invertible=True, return_tuple=True,
-    )  # fmt: skip
+        hidden_size=64,
+        heads=4,
+        num_hidden_layers=2,
+        attn_dropout_ratio=0.1,
+        hidden_dropout_ratio=0.0,
+        normalize_invertible=True,
+        return_tuple=True,
+    )
     assert TransformerConfig.from_deepspeed(DEEPSPEED) == want
 
 

@@ -67,21 +67,32 @@ def test_masks_hide_what_they_hide_in_the_plain_layer(ratios, masked, causal):
     dropout = {"attn_dropout_ratio": ratios[0], "hidden_dropout_ratio": ratios[1]}
     layer = build(torch.float64, causal=causal, activation="gelu_erf", **dropout)
     mask = {
-        "no": None, "padding": padding(2, 5), "additive": additive(padding(2, 5), torch.float64),
+        "no": None,
+        "padding": padding(2, 5),
+        "additive": additive(padding(2, 5), torch.float64),
         "full": torch.randn(1, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
-    }[masked]  # fmt: skip
+    }[masked]
     compare(layer, inputs(layer.config, 2, 5, torch.float64), mask)
 
 
 @given(
-    st.sampled_from([(1, 1), (6, 3), (10, 1), (21, 7), (42, 2), (33, 11)]), st.integers(1, 50), st.integers(1, 3),
-    st.integers(1, 9), st.booleans(), st.booleans(),
-)  # fmt: skip
+    st.sampled_from([(1, 1), (6, 3), (10, 1), (21, 7), (42, 2), (33, 11)]),
+    st.integers(1, 50),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.booleans(),
+    st.booleans(),
+)
 def test_any_size_runs(sizes, intermediate, batch, tokens, pre, checkpointed):
     layer = build(
-        torch.float64, hidden_size=sizes[0], heads=sizes[1], intermediate_size=intermediate, pre_layer_norm=pre,
-        attn_dropout_checkpoint=checkpointed, layer_norm_eps=1e-3,  # a row of one number has no variance
-    )  # fmt: skip
+        torch.float64,
+        hidden_size=sizes[0],
+        heads=sizes[1],
+        intermediate_size=intermediate,
+        pre_layer_norm=pre,
+        attn_dropout_checkpoint=checkpointed,
+        layer_norm_eps=1e-3,  # a row of one number has no variance
+    )
     compare(layer, inputs(layer.config, batch, tokens, torch.float64), padding(batch, tokens))
 
 
@@ -241,10 +252,15 @@ def both(kind: str):
     return layer, {name: p.detach() for name, p in layer.named_parameters()}, inputs(layer.config, 1, 6)
 
 
-@pytest.mark.parametrize("settings", [
-    {"pre_layer_norm": True}, {"pre_layer_norm": False, "activation": "gelu_erf"}, dict.fromkeys(SAVING, True),
-    {"pre_layer_norm": False, "attn_dropout_ratio": 0.0, "stochastic_mode": True} | dict.fromkeys(SAVING[:2], True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pre_layer_norm": True},
+        {"pre_layer_norm": False, "activation": "gelu_erf"},
+        dict.fromkeys(SAVING, True),
+        {"pre_layer_norm": False, "attn_dropout_ratio": 0.0, "stochastic_mode": True} | dict.fromkeys(SAVING[:2], True),
+    ],
+)
 def test_kernels_make_the_same_layer(settings):
     layer = build(**{"attn_dropout_ratio": 0.3, "hidden_dropout_ratio": 0.2, "intermediate_size": 16} | settings)
     with only("triton"):
@@ -273,11 +289,7 @@ def test_functional_gradients_are_the_same(kind):
 def test_a_checkpointed_or_compiled_layer_is_the_same(kind):
     layer, _, x = both(kind)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    calls = {
-        "plain": layer,
-        "checkpoint": lambda x: checkpoint(layer, x, use_reentrant=False),
-        "compiled": compiled,
-    }
+    calls = {"plain": layer, "checkpoint": lambda x: checkpoint(layer, x, use_reentrant=False), "compiled": compiled}
     results = {}
     with only(kind):
         for name, call in calls.items():

@@ -33,9 +33,15 @@ def kept_bytes(layer, x: Tensor) -> int:
 def measure(dtype: torch.dtype, attn: float, pre: bool, chosen: tuple[str, ...] = ()) -> int:
     settings = dict.fromkeys(chosen, True)
     layer = build(
-        dtype, hidden_size=H, heads=HEADS, intermediate_size=INTER, attn_dropout_ratio=attn, hidden_dropout_ratio=0.1,
-        pre_layer_norm=pre, **settings,
-    )  # fmt: skip
+        dtype,
+        hidden_size=H,
+        heads=HEADS,
+        intermediate_size=INTER,
+        attn_dropout_ratio=attn,
+        hidden_dropout_ratio=0.1,
+        pre_layer_norm=pre,
+        **settings,
+    )
     return kept_bytes(layer, inputs(layer.config, B, S, dtype).requires_grad_())
 
 

@@ -30,8 +30,17 @@ def first(pair):
 @functools.lru_cache
 def stack(masked: bool = True, pre: bool = True, saving: bool = False) -> fds.Layers:
     """Return four layers in float64, so that rounding is no excuse."""
-    settings = {f: getattr(CONFIG, f) for f in ("hidden_size", "heads", "num_hidden_layers", "attn_dropout_ratio",
-                                                "hidden_dropout_ratio", "initializer_range")}  # fmt: skip
+    settings = {
+        f: getattr(CONFIG, f)
+        for f in (
+            "hidden_size",
+            "heads",
+            "num_hidden_layers",
+            "attn_dropout_ratio",
+            "hidden_dropout_ratio",
+            "initializer_range",
+        )
+    }
     config = TransformerConfig(**settings, pre_layer_norm=pre, **SAVING if saving else {})
     return fds.Layers([*[fds.LayerSpec(wide, config)] * 4, first], F.mse_loss)
 

@@ -30,9 +30,14 @@ def flatten(tensors: Sequence[Tensor], *, together: bool) -> list[Tensor]:
 @pytest.fixture
 def train() -> Callable:
     def run(
-        optimizer: Optimizer, params: Sequence[Tensor], batches: Sequence[Sequence[Tensor]], *, together: bool = False,
-        names: Sequence[str] | None = None, edit: Callable = lambda t, keywords: {},
-    ) -> tuple[list[Tensor], dict]:  # fmt: skip
+        optimizer: Optimizer,
+        params: Sequence[Tensor],
+        batches: Sequence[Sequence[Tensor]],
+        *,
+        together: bool = False,
+        names: Sequence[str] | None = None,
+        edit: Callable = lambda t, keywords: {},
+    ) -> tuple[list[Tensor], dict]:
         """Return (params, opt) after one update per batch; params as flat tensors, one per parameter."""
         segments = segments_of([p.shape for p in params], together=together, names=names)
         flat = flatten(params, together=together)

@@ -25,10 +25,12 @@ TWINS = {
     "sgd_nesterov": (sgd, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "sgd_dampening_alone": (sgd, torch.optim.SGD, {"lr": 0.1, "dampening": 0.3}),
     "adagrad": (adagrad, torch.optim.Adagrad, {}),
-    "adagrad_all": (adagrad, torch.optim.Adagrad, {
-        "lr": 0.1, "lr_decay": 0.01, "weight_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-6,
-    }),
-}  # fmt: skip
+    "adagrad_all": (
+        adagrad,
+        torch.optim.Adagrad,
+        {"lr": 0.1, "lr_decay": 0.01, "weight_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-6},
+    ),
+}
 
 
 def torch_run(cls, arguments, params, batches, edit=lambda t, group: None, **more):
@@ -67,9 +69,10 @@ def test_equals_torchs_fused_optimizer_bit_for_bit(name, dtype, train, draw):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("arguments", [
-    {}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr": "match_rms_adamw", "momentum": 0.8, "ns_steps": 3},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr": "match_rms_adamw", "momentum": 0.8, "ns_steps": 3}],
+)
 def test_muon_equals_torchs(arguments, dtype, train, draw):
     params, batches = draw(MATRICES, dtype=dtype)
     after, opt = train(muon(lr=0.02, **arguments), params, batches)

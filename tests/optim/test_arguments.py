@@ -11,18 +11,44 @@ from fds.optim import Segment, adagrad, adam, adamw, by_name, lamb, lion, muon, 
 
 NAN = float("nan")
 BAD = [
-    (adam, {"lr": -1.0}), (adam, {"lr": NAN}), (adam, {"lr": "fast"}), (adam, {"betas": (1.0, 0.9)}),
-    (adam, {"betas": (0.9, -0.1)}), (adam, {"betas": 0.9}), (adam, {"betas": (0.9,)}), (adam, {"eps": -1e-8}),
-    (adam, {"eps": lambda t: 1e-8}), (adam, {"weight_decay": -0.1}), (adamw, {"lr": -1.0}), (adamw, {"betas": (2, 0)}),
-    (sgd, {"lr": -1.0}), (sgd, {"momentum": -0.1}), (sgd, {"weight_decay": -0.1}), (sgd, {"dampening": NAN}),
-    (sgd, {"nesterov": True}), (sgd, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}),
-    (adagrad, {"lr": -1.0}), (adagrad, {"lr_decay": -1.0}), (adagrad, {"initial_accumulator_value": -1.0}),
-    (adagrad, {"eps": -1.0}), (adagrad, {"weight_decay": -0.1}),
-    (lamb, {"lr": -1.0}), (lamb, {"betas": (0.9, 1.0)}), (lamb, {"eps": -1.0}), (lamb, {"min_coeff": -1.0}),
-    (lamb, {"min_coeff": 2.0, "max_coeff": 1.0}), (lion, {"lr": -1.0}), (lion, {"betas": (0.9, 1.0)}),
-    (lion, {"weight_decay": -0.1}), (muon, {"lr": -1.0}), (muon, {"momentum": -0.1}), (muon, {"eps": -1.0}),
-    (muon, {"adjust_lr": "match_rms_adam"}), (muon, {"ns_coefficients": (1.0, 2.0)}), (muon, {"weight_decay": -1.0}),
-]  # fmt: skip
+    (adam, {"lr": -1.0}),
+    (adam, {"lr": NAN}),
+    (adam, {"lr": "fast"}),
+    (adam, {"betas": (1.0, 0.9)}),
+    (adam, {"betas": (0.9, -0.1)}),
+    (adam, {"betas": 0.9}),
+    (adam, {"betas": (0.9,)}),
+    (adam, {"eps": -1e-8}),
+    (adam, {"eps": lambda t: 1e-8}),
+    (adam, {"weight_decay": -0.1}),
+    (adamw, {"lr": -1.0}),
+    (adamw, {"betas": (2, 0)}),
+    (sgd, {"lr": -1.0}),
+    (sgd, {"momentum": -0.1}),
+    (sgd, {"weight_decay": -0.1}),
+    (sgd, {"dampening": NAN}),
+    (sgd, {"nesterov": True}),
+    (sgd, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}),
+    (adagrad, {"lr": -1.0}),
+    (adagrad, {"lr_decay": -1.0}),
+    (adagrad, {"initial_accumulator_value": -1.0}),
+    (adagrad, {"eps": -1.0}),
+    (adagrad, {"weight_decay": -0.1}),
+    (lamb, {"lr": -1.0}),
+    (lamb, {"betas": (0.9, 1.0)}),
+    (lamb, {"eps": -1.0}),
+    (lamb, {"min_coeff": -1.0}),
+    (lamb, {"min_coeff": 2.0, "max_coeff": 1.0}),
+    (lion, {"lr": -1.0}),
+    (lion, {"betas": (0.9, 1.0)}),
+    (lion, {"weight_decay": -0.1}),
+    (muon, {"lr": -1.0}),
+    (muon, {"momentum": -0.1}),
+    (muon, {"eps": -1.0}),
+    (muon, {"adjust_lr": "match_rms_adam"}),
+    (muon, {"ns_coefficients": (1.0, 2.0)}),
+    (muon, {"weight_decay": -1.0}),
+]
 
 
 @pytest.mark.parametrize(("factory", "arguments"), BAD)
@@ -45,17 +71,23 @@ def slow(t):
     return 0.1
 
 
-@pytest.mark.parametrize(("optimizer", "text"), [
-    (adam(), "adam()"),
-    (adamw(lr=3e-4, weight_decay=0.1), "adamw(lr=0.0003, weight_decay=0.1)"),
-    (adamw(slow, betas=(0.9, slow), bias_correction=False), "adamw(lr=slow, betas=(0.9, slow), bias_correction=False)"),
-    (sgd(0.1, 0.9, nesterov=True), "sgd(lr=0.1, momentum=0.9, nesterov=True)"),
-    (adagrad(eps=1e-6), "adagrad(eps=1e-06)"),
-    (lamb(max_coeff=1.0), "lamb(max_coeff=1.0)"),
-    (lion(1e-3), "lion(lr=0.001)"),
-    (muon(adjust_lr="match_rms_adamw"), "muon(adjust_lr='match_rms_adamw')"),
-    (by_name({"*.bias": sgd(), "*": adam(0.1)}), "by_name({'*.bias': sgd(), '*': adam(lr=0.1)})"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (adam(), "adam()"),
+        (adamw(lr=3e-4, weight_decay=0.1), "adamw(lr=0.0003, weight_decay=0.1)"),
+        (
+            adamw(slow, betas=(0.9, slow), bias_correction=False),
+            "adamw(lr=slow, betas=(0.9, slow), bias_correction=False)",
+        ),
+        (sgd(0.1, 0.9, nesterov=True), "sgd(lr=0.1, momentum=0.9, nesterov=True)"),
+        (adagrad(eps=1e-6), "adagrad(eps=1e-06)"),
+        (lamb(max_coeff=1.0), "lamb(max_coeff=1.0)"),
+        (lion(1e-3), "lion(lr=0.001)"),
+        (muon(adjust_lr="match_rms_adamw"), "muon(adjust_lr='match_rms_adamw')"),
+        (by_name({"*.bias": sgd(), "*": adam(0.1)}), "by_name({'*.bias': sgd(), '*': adam(lr=0.1)})"),
+    ],
+)
 def test_an_optimizer_prints_as_it_was_written(optimizer, text):
     assert repr(optimizer) == optimizer.text == text
 

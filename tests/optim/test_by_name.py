@@ -80,9 +80,9 @@ def test_a_slice_of_two_groups_is_a_bug_of_ours():
         by_name({"*.bias": sgd(), "*": adamw()}).init(segments, params=[torch.zeros(4)])
 
 
-@pytest.mark.parametrize(("patterns", "where"), [
-    ({"*.bias": sgd()}, "0.weight"), ({"*.bais": sgd(), "*": adamw()}, "'*.bais'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("patterns", "where"), [({"*.bias": sgd()}, "0.weight"), ({"*.bais": sgd(), "*": adamw()}, "'*.bais'")]
+)
 def test_a_parameter_without_a_pattern_and_a_pattern_without_a_parameter_are_refused(patterns, where):
     with pytest.raises(OptimizerError) as error:
         by_name(patterns).check(NAMES)

@@ -8,11 +8,18 @@ import torch
 from fds.optim import adagrad, adam, adamw, by_name, lamb, lion, muon, sgd
 
 OPTIMIZERS = {
-    "adam": adam(0.1, weight_decay=0.1), "adamw": adamw(0.1), "formula": adamw(0.1, weight_decay=lambda t: 0.1 * t),
-    "sgd": sgd(0.1), "momentum": sgd(0.1, momentum=0.9), "nesterov": sgd(0.1, momentum=0.9, nesterov=True),
-    "dampening": sgd(0.1, momentum=0.9, dampening=0.5, weight_decay=0.1), "adagrad": adagrad(0.1), "lamb": lamb(0.1),
-    "lion": lion(0.01), "by_name": by_name({"p0": sgd(0.1), "*": adamw(0.1)}),
-}  # fmt: skip
+    "adam": adam(0.1, weight_decay=0.1),
+    "adamw": adamw(0.1),
+    "formula": adamw(0.1, weight_decay=lambda t: 0.1 * t),
+    "sgd": sgd(0.1),
+    "momentum": sgd(0.1, momentum=0.9),
+    "nesterov": sgd(0.1, momentum=0.9, nesterov=True),
+    "dampening": sgd(0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "adagrad": adagrad(0.1),
+    "lamb": lamb(0.1),
+    "lion": lion(0.01),
+    "by_name": by_name({"p0": sgd(0.1), "*": adamw(0.1)}),
+}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 STEPS = 3
 # An update rounds a parameter below 2, or its step, at most four times, each by at most eps: half a unit at 1 to 2.

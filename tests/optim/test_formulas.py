@@ -19,8 +19,19 @@ def assert_near(ours, theirs, *, num_roundings):
         assert ((a - b).abs() <= bound).all(), ((a - b).abs() / bound).max()
 
 
-def reference_lamb(p, grads, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, min_coeff=0.01,
-                   max_coeff=10.0, bias_correction=True, eps_inside_sqrt=False):  # fmt: skip
+def reference_lamb(
+    p,
+    grads,
+    *,
+    lr=1e-3,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    weight_decay=0.0,
+    min_coeff=0.01,
+    max_coeff=10.0,
+    bias_correction=True,
+    eps_inside_sqrt=False,
+):
     m, v = torch.zeros_like(p), torch.zeros_like(p)
     for n, g in enumerate(grads, 1):
         m = betas[0] * m + (1 - betas[0]) * g
@@ -43,10 +54,16 @@ def reference_lion(p, grads, *, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("together", [False, True], ids=["a slice each", "one slice"])
-@pytest.mark.parametrize("arguments", [
-    {}, {"lr": 0.01, "weight_decay": 0.1}, {"betas": (0.8, 0.9), "eps": 1e-3, "eps_inside_sqrt": True},
-    {"bias_correction": False, "min_coeff": 0.1, "max_coeff": 0.5}, {"lr": 0.01, "min_coeff": 0.0, "max_coeff": 1e9},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"lr": 0.01, "weight_decay": 0.1},
+        {"betas": (0.8, 0.9), "eps": 1e-3, "eps_inside_sqrt": True},
+        {"bias_correction": False, "min_coeff": 0.1, "max_coeff": 0.5},
+        {"lr": 0.01, "min_coeff": 0.0, "max_coeff": 1e9},
+    ],
+)
 def test_lamb_is_its_formula(arguments, together, dtype, train, draw):
     params, batches = draw(SHAPES, dtype=dtype)
     params[1].zero_()  # of norm 0: its coefficient is 1
@@ -95,16 +112,27 @@ def test_lamb_split_over_two_ranks_takes_the_norms_of_whole_parameters(draw):
         for t, grads in enumerate(batches):
             g = torch.cat([grads[0].reshape(-1), grads[1]])
             g = g[:13] if r == 0 else g[13:]
-            optimizer.update([g.clone()], opt, [held[r]], step=torch.tensor(t), lr=None, grad_scale=None, skip=None,
-                             segments=[cut[r]], axes=(Axis(),))  # fmt: skip
+            optimizer.update(
+                [g.clone()],
+                opt,
+                [held[r]],
+                step=torch.tensor(t),
+                lr=None,
+                grad_scale=None,
+                skip=None,
+                segments=[cut[r]],
+                axes=(Axis(),),
+            )
 
     threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    expected = [reference_lamb(p.reshape(-1), [g[i].reshape(-1) for g in batches], lr=0.01, weight_decay=0.1)
-                for i, p in enumerate((whole, small))]  # fmt: skip
+    expected = [
+        reference_lamb(p.reshape(-1), [g[i].reshape(-1) for g in batches], lr=0.01, weight_decay=0.1)
+        for i, p in enumerate((whole, small))
+    ]
     assert_near([torch.cat(held)], [torch.cat(expected)], num_roundings=8 * 5)
 
 
@@ -131,9 +159,13 @@ def test_tensor_hyper_parameters_give_what_the_fused_kernel_gives(name, only_lr,
     # As on an accelerator: what a schedule returns stays a tensor.
     monkeypatch.setattr(assembly, "_read_on_cpu", lambda value: torch.as_tensor(value, dtype=torch.float64))
     curves = {
-        key: tuple(map(CONSTANT, value)) if key == "betas" else CONSTANT(value) if key in ("momentum", "weight_decay")
-        else value for key, value in arguments.items()
-    }  # fmt: skip
+        key: tuple(map(CONSTANT, value))
+        if key == "betas"
+        else CONSTANT(value)
+        if key in ("momentum", "weight_decay")
+        else value
+        for key, value in arguments.items()
+    }
     after, _ = train(factory(2**-6, **(arguments if only_lr else curves)), params, batches)
     # Per step: three roundings of p at |p| <= 4, and an update of at most 0.2 by some 15 roundings.
     assert_near(after, expected, num_roundings=6 * NUM_STEPS)

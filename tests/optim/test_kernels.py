@@ -17,17 +17,26 @@ SHAPES = [(6, 42), (123,), (), (0,), (3, 1, 5), (431,)]
 NUM_STEPS = 5
 falling = lambda t: 0.1 / (t + 2)
 OPTIMIZERS = {
-    "adam": adam(0.01, weight_decay=0.1), "adamw": adamw(0.01, bias_correction=False), "adamw_schedule": adamw(falling),
+    "adam": adam(0.01, weight_decay=0.1),
+    "adamw": adamw(0.01, bias_correction=False),
+    "adamw_schedule": adamw(falling),
     "lamb": lamb(0.1, weight_decay=0.1),
     "lamb_bounded": lamb(0.1, min_coeff=0.3, max_coeff=0.5, bias_correction=False, eps_inside_sqrt=True),
-    "lion": lion(0.01, weight_decay=0.1), "sgd": sgd(0.1, weight_decay=0.1),
-    "sgd_nesterov": sgd(0.1, momentum=0.9, nesterov=True), "sgd_dampening": sgd(0.1, momentum=0.9, dampening=0.5),
+    "lion": lion(0.01, weight_decay=0.1),
+    "sgd": sgd(0.1, weight_decay=0.1),
+    "sgd_nesterov": sgd(0.1, momentum=0.9, nesterov=True),
+    "sgd_dampening": sgd(0.1, momentum=0.9, dampening=0.5),
     "sgd_through_zero": sgd(falling, momentum=lambda t: t * 0.3),
     "by_name": by_name({"p1": adamw(falling), "*": sgd(0.1, momentum=0.9)}),
-}  # fmt: skip
+}
 every = pytest.mark.parametrize("name", OPTIMIZERS)
-KERNELS = [(adam_update, "adamw"), (lamb_update, "lamb_moments"), (lamb_update, "lamb_params"), (lion_update, "lion"),
-           (sgd_update, "sgd")]  # fmt: skip
+KERNELS = [
+    (adam_update, "adamw"),
+    (lamb_update, "lamb_moments"),
+    (lamb_update, "lamb_params"),
+    (lion_update, "lion"),
+    (sgd_update, "sgd"),
+]
 
 
 @pytest.fixture
@@ -71,10 +80,17 @@ def test_kernels_give_the_same_bits_wherever_a_parameter_lies(name, train, draw)
     assert all((x[-2:] == 0).all() for tensors in opt.values() for x in tensors)  # padding
 
 
-@pytest.mark.parametrize(("name", "together", "want"), [
-    ("adam", True, ["adamw"]), ("adamw", False, ["adamw"]), ("lion", True, ["lion"]), ("sgd", True, ["sgd"]),
-    ("lamb", True, ["lamb_moments", "lamb_params"]), ("sgd_through_zero", True, ["sgd"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "together", "want"),
+    [
+        ("adam", True, ["adamw"]),
+        ("adamw", False, ["adamw"]),
+        ("lion", True, ["lion"]),
+        ("sgd", True, ["sgd"]),
+        ("lamb", True, ["lamb_moments", "lamb_params"]),
+        ("sgd_through_zero", True, ["sgd"]),
+    ],
+)
 def test_slices_take_one_call_and_their_gradients_are_not_cast_before(name, together, want, train, draw, launches):
     params, batches = draw(SHAPES, num_steps=1)
     low = [[g.bfloat16() for g in grads] for grads in batches]
@@ -122,22 +138,32 @@ def test_a_schedule_of_another_number_on_an_accelerator_takes_the_formula(train,
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize(("optimizer", "cpu", "gpu", "gpu_by_reference"), [
-    (adam(falling), "adam: torch's fused functions", "adam: triton", "adam: torch's fused functions"),
-    (adamw(), "adamw: torch's fused functions", "adamw: triton", "adamw: torch's fused functions"),
-    (adamw(betas=(0.9, falling)), "adamw: torch's fused functions", "adamw: torch's formula", "adamw: torch's formula"),
-    (lamb(), "lamb: torch's formula", "lamb: triton", "lamb: torch's formula"),
-    (lion(), "lion: torch's formula", "lion: triton", "lion: torch's formula"),
-    (sgd(), "sgd: torch's fused functions", "sgd: triton", "sgd: torch's fused functions"),
-    (sgd(momentum=0.9, dampening=0.1), "sgd: torch's fused functions", "sgd: triton", "sgd: torch's formula"),
-    (adagrad(), *["adagrad: torch's fused functions"] * 3),
-    (muon(), *["muon: torch's formula"] * 3),
-    (by_name({"a": sgd(), "b": by_name({"c": sgd(0.1), "*": lion()}), "*": muon()}),
-     "sgd: torch's fused functions, lion: torch's formula, muon: torch's formula",
-     "sgd: triton, lion: triton, muon: torch's formula",
-     "sgd: torch's fused functions, lion: torch's formula, muon: torch's formula"),
-    (Optimizer(lambda *_, **__: {}, lambda *_, **__: ([], {})), *["the optimizer's own"] * 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("optimizer", "cpu", "gpu", "gpu_by_reference"),
+    [
+        (adam(falling), "adam: torch's fused functions", "adam: triton", "adam: torch's fused functions"),
+        (adamw(), "adamw: torch's fused functions", "adamw: triton", "adamw: torch's fused functions"),
+        (
+            adamw(betas=(0.9, falling)),
+            "adamw: torch's fused functions",
+            "adamw: torch's formula",
+            "adamw: torch's formula",
+        ),
+        (lamb(), "lamb: torch's formula", "lamb: triton", "lamb: torch's formula"),
+        (lion(), "lion: torch's formula", "lion: triton", "lion: torch's formula"),
+        (sgd(), "sgd: torch's fused functions", "sgd: triton", "sgd: torch's fused functions"),
+        (sgd(momentum=0.9, dampening=0.1), "sgd: torch's fused functions", "sgd: triton", "sgd: torch's formula"),
+        (adagrad(), *["adagrad: torch's fused functions"] * 3),
+        (muon(), *["muon: torch's formula"] * 3),
+        (
+            by_name({"a": sgd(), "b": by_name({"c": sgd(0.1), "*": lion()}), "*": muon()}),
+            "sgd: torch's fused functions, lion: torch's formula, muon: torch's formula",
+            "sgd: triton, lion: triton, muon: torch's formula",
+            "sgd: torch's fused functions, lion: torch's formula, muon: torch's formula",
+        ),
+        (Optimizer(lambda *_, **__: {}, lambda *_, **__: ([], {})), *["the optimizer's own"] * 3),
+    ],
+)
 def test_an_optimizer_says_what_runs(optimizer, cpu, gpu, gpu_by_reference):
     assert optimizer.runs(CPU) == cpu and optimizer.runs(GPU) == gpu
     with only("reference"):
@@ -172,8 +198,9 @@ def test_a_step_with_kernels_is_the_step_without(optimizer):
     assert_near([metrics["loss"]], [told["loss"]], num_roundings=100)
 
 
-@pytest.mark.parametrize("optimizer", [adamw(0.01), lamb(0.01), lion(0.01), sgd(0.1, momentum=0.9)],
-                         ids=["adamw", "lamb", "lion", "sgd"])  # fmt: skip
+@pytest.mark.parametrize(
+    "optimizer", [adamw(0.01), lamb(0.01), lion(0.01), sgd(0.1, momentum=0.9)], ids=["adamw", "lamb", "lion", "sgd"]
+)
 def test_all_stages_give_the_same_bits_under_kernels(optimizer):
     layers, batch = loss_and_batch()  # two ranks cut the first weight
 

@@ -11,13 +11,18 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from fds.optim import Segment, adagrad, adam, adamw, by_name, lamb, lion, muon, sgd
 
 OPTIMIZERS = {
-    "adam": adam(0.01, weight_decay=0.1), "adamw": adamw(0.01, bias_correction=False), "sgd": sgd(0.1),
+    "adam": adam(0.01, weight_decay=0.1),
+    "adamw": adamw(0.01, bias_correction=False),
+    "sgd": sgd(0.1),
     "sgd_momentum": sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "sgd_dampening": sgd(0.1, momentum=0.9, dampening=0.5),
-    "sgd_through_zero": sgd(0.1, momentum=lambda t: t * 0.0), "adagrad": adagrad(0.1, lr_decay=0.1),
-    "lamb": lamb(0.1, weight_decay=0.1), "lion": lion(0.01, weight_decay=0.1), "muon": muon(0.1),
+    "sgd_through_zero": sgd(0.1, momentum=lambda t: t * 0.0),
+    "adagrad": adagrad(0.1, lr_decay=0.1),
+    "lamb": lamb(0.1, weight_decay=0.1),
+    "lion": lion(0.01, weight_decay=0.1),
+    "muon": muon(0.1),
     "by_name": by_name({"p1": adamw(lambda t: 0.1 / (t + 1)), "*": sgd(0.1, momentum=0.9)}),
-}  # fmt: skip
+}
 SHAPES = [(6, 42), (9, 7), (31, 5)]
 SCALE = torch.tensor(2.0**10)
 every = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -37,8 +42,9 @@ def all_bits(params, opt):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_scaled_by_a_power_of_two_give_the_same_bits(optimizer, dtype, train, draw):
     params, batches = draw(SHAPES, dtype=dtype)
-    scaled = train(optimizer, params, [[g * SCALE for g in grads] for grads in batches],
-                   edit=lambda t, _: {"grad_scale": SCALE})  # fmt: skip
+    scaled = train(
+        optimizer, params, [[g * SCALE for g in grads] for grads in batches], edit=lambda t, _: {"grad_scale": SCALE}
+    )
     assert all_bits(*scaled) == all_bits(*train(optimizer, params, batches))
 
 
@@ -50,9 +56,11 @@ def test_a_skipped_update_keeps_every_bit_whatever_the_gradients_hold(optimizer,
     # Updates 0, 1, 2 and two skipped at t = 0 and at t = 2: `step` counts what was applied.
     times, mixed = [0, 0, 1, 2, 2], [bad[0], *batches[:2], bad[1], batches[2]]
     edit = lambda i, _: {
-        "step": torch.tensor(times[i]), "lr": None, "skip": torch.tensor(mixed[i] is bad[0] or mixed[i] is bad[1]),
+        "step": torch.tensor(times[i]),
+        "lr": None,
+        "skip": torch.tensor(mixed[i] is bad[0] or mixed[i] is bad[1]),
         "grad_scale": SCALE,
-    }  # fmt: skip
+    }
     scaled = [[g * SCALE for g in grads] for grads in mixed]
     assert all_bits(*train(optimizer, params, scaled, edit=edit)) == all_bits(*train(optimizer, params, batches[:3]))
 
@@ -126,12 +134,15 @@ def test_slices_of_two_dtypes_are_updated_in_one_call(optimizer, train, draw):
 
 
 SCHEDULES = {
-    "adam": lambda f: adam(f, betas=(f, f), weight_decay=f), "adamw": lambda f: adamw(f, betas=(0.9, f)),
+    "adam": lambda f: adam(f, betas=(f, f), weight_decay=f),
+    "adamw": lambda f: adamw(f, betas=(0.9, f)),
     "sgd": lambda f: sgd(f, momentum=f, weight_decay=f, dampening=0.5),
-    "adagrad": lambda f: adagrad(f, weight_decay=f), "lamb": lambda f: lamb(f, betas=(f, f), weight_decay=f),
-    "lion": lambda f: lion(f, betas=(f, f), weight_decay=f), "muon": lambda f: muon(f, weight_decay=f, momentum=f),
+    "adagrad": lambda f: adagrad(f, weight_decay=f),
+    "lamb": lambda f: lamb(f, betas=(f, f), weight_decay=f),
+    "lion": lambda f: lion(f, betas=(f, f), weight_decay=f),
+    "muon": lambda f: muon(f, weight_decay=f, momentum=f),
     "sgd_dampening": lambda f: sgd(f, momentum=0.9, dampening=0.5),
-}  # fmt: skip
+}
 
 
 def update_on_meta(optimizer, *, given_lr):
@@ -142,10 +153,17 @@ def update_on_meta(optimizer, *, given_lr):
     opt = optimizer.init(segments, params=params)
     assert all(x.device.type == "meta" for tensors in opt.values() for x in tensors)
     optimizer.update(
-        [meta(12, dtype=torch.bfloat16)], opt, params, step=step, skip=meta((), dtype=torch.bool), axes=(),
-        lr=optimizer.learning_rate(step) if given_lr else None, grad_scale=meta(()), segments=segments,
+        [meta(12, dtype=torch.bfloat16)],
+        opt,
+        params,
+        step=step,
+        skip=meta((), dtype=torch.bool),
+        axes=(),
+        lr=optimizer.learning_rate(step) if given_lr else None,
+        grad_scale=meta(()),
+        segments=segments,
         out=[meta(12, dtype=torch.bfloat16)],
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("build", SCHEDULES.values(), ids=SCHEDULES)

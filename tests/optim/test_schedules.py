@@ -15,21 +15,31 @@ from fds.optim.base import at
 
 T = torch.tensor(3)
 VALUES = {
-    "torch.where": lambda t: torch.where(t < 3, 0.5, 0.25), "an if": lambda t: 0.5 if t < 3 else 0.25,
-    "a list": lambda t: [1.0, 0.5, 0.5, 0.25][int(t)], "math": lambda t: 2.0 ** math.floor(-(t + 1) / 2),
-    "an int": lambda t: 0.25 if t == 3 else 1, "numpy": lambda t: numpy.float32(0.25),
-    "float16": lambda t: torch.tensor(0.25, dtype=torch.float16), "with a graph": lambda t: t.requires_grad_() / 12,
+    "torch.where": lambda t: torch.where(t < 3, 0.5, 0.25),
+    "an if": lambda t: 0.5 if t < 3 else 0.25,
+    "a list": lambda t: [1.0, 0.5, 0.5, 0.25][int(t)],
+    "math": lambda t: 2.0 ** math.floor(-(t + 1) / 2),
+    "an int": lambda t: 0.25 if t == 3 else 1,
+    "numpy": lambda t: numpy.float32(0.25),
+    "float16": lambda t: torch.tensor(0.25, dtype=torch.float16),
+    "with a graph": lambda t: t.requires_grad_() / 12,
     "a closed form": fds.schedules.warmup_decay(1.0, total_steps=4, warmup_steps=0),
-}  # fmt: skip
+}
 BAD = {
-    "None": (lambda t: None, "None"), "an index": (lambda t: [0.1, 0.2][t], "TypeError"),
-    "a vector": (lambda t: t * torch.ones(1), "tensor"), "a boolean": (lambda t: True, "True"),
-    "a text": (lambda t: "fast", "fast"), "booleans": (lambda t: t > 2, "tensor"),
+    "None": (lambda t: None, "None"),
+    "an index": (lambda t: [0.1, 0.2][t], "TypeError"),
+    "a vector": (lambda t: t * torch.ones(1), "tensor"),
+    "a boolean": (lambda t: True, "True"),
+    "a text": (lambda t: "fast", "fast"),
+    "booleans": (lambda t: t > 2, "tensor"),
     "a method": (lambda t: t.bit_count(), "AttributeError"),
-    "complex": (lambda t: 1j, "1j"), "a dict": (lambda t: {0.0: 0.1}[t], "KeyError"),
-    "an error of its own": (lambda t: 1 / 0, "ZeroDivisionError"), "a NaN": (lambda t: math.nan, "nan"),
-    "a NaN of torch": (lambda t: t * math.nan, "nan"), "infinity": (lambda t: 1 / (t - t), "inf"),
-}  # fmt: skip
+    "complex": (lambda t: 1j, "1j"),
+    "a dict": (lambda t: {0.0: 0.1}[t], "KeyError"),
+    "an error of its own": (lambda t: 1 / 0, "ZeroDivisionError"),
+    "a NaN": (lambda t: math.nan, "nan"),
+    "a NaN of torch": (lambda t: t * math.nan, "nan"),
+    "infinity": (lambda t: 1 / (t - t), "inf"),
+}
 
 
 @pytest.mark.parametrize("schedule", VALUES.values(), ids=VALUES)
@@ -51,10 +61,11 @@ def test_t_has_one_type_on_every_device_and_belongs_to_the_schedule():
 @pytest.mark.parametrize("where", ["lr", "beta1", "weight_decay", "momentum"])
 def test_a_schedule_that_gives_no_number_is_refused_before_anything_is_written(where, schedule, word):
     optimizer = {
-        "lr": lambda: sgd(schedule), "beta1": lambda: adam(betas=(schedule, 0.9)),
+        "lr": lambda: sgd(schedule),
+        "beta1": lambda: adam(betas=(schedule, 0.9)),
         "weight_decay": lambda: by_name({"a": sgd(0.1), "*": adamw(0.1, weight_decay=schedule)}),
         "momentum": lambda: sgd(0.1, momentum=schedule),
-    }[where]()  # fmt: skip
+    }[where]()
     step = fds.compose(fds.donate(), optimizer)(lambda p, b: (p["a"] + p["b"]).sum() * b.mean())
     state = step.init({"a": torch.ones(3), "b": torch.ones(3)})
     before = fds.tree.map(torch.clone, state)

@@ -36,10 +36,24 @@ def case(stage: int, *more: dict[str, Any], micro: int = 1, clip: float | None =
 WARM = schedule("WarmupLR", warmup_max_lr=LR, warmup_num_steps=8)
 DECAY = schedule("WarmupDecayLR", total_num_steps=18, warmup_num_steps=5, warmup_max_lr=LR, warmup_type="linear")
 COSINE = schedule("WarmupCosineLR", total_num_steps=17, warmup_num_steps=4, warmup_min_ratio=0.1)
-CYCLE = schedule("OneCycle", cycle_min_lr=LR / 8, cycle_max_lr=LR, cycle_first_step_size=6, cycle_second_step_size=8,
-                 decay_step_size=3, decay_lr_rate=0.4, decay_mom_rate=0.01)  # fmt: skip
-STAIRS = schedule("OneCycle", cycle_min_lr=LR / 8, cycle_max_lr=LR, cycle_first_step_size=8, cycle_momentum=False,
-                  cycle_first_stair_count=3)  # fmt: skip
+CYCLE = schedule(
+    "OneCycle",
+    cycle_min_lr=LR / 8,
+    cycle_max_lr=LR,
+    cycle_first_step_size=6,
+    cycle_second_step_size=8,
+    decay_step_size=3,
+    decay_lr_rate=0.4,
+    decay_mom_rate=0.01,
+)
+STAIRS = schedule(
+    "OneCycle",
+    cycle_min_lr=LR / 8,
+    cycle_max_lr=LR,
+    cycle_first_step_size=8,
+    cycle_momentum=False,
+    cycle_first_stair_count=3,
+)
 RANGE = schedule("LRRangeTest", lr_range_test_min_lr=LR / 8, lr_range_test_step_size=5)
 BF16 = {"bf16": {"enabled": True}}
 BOUND = 1.4  # of the norms here some are above it and some below: Adam would not see a factor that stays
@@ -47,14 +61,26 @@ UNTESTED = {"zero_allow_untested_optimizer": True}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}, **UNTESTED}
 NESTEROV = {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "nesterov": True}}, **UNTESTED}
 ADAGRAD = {"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}, **UNTESTED}
-L2 = {"optimizer": {"type": "Adam", "params": {"lr": LR, "torch_adam": True, "adam_w_mode": False,
-                                               "weight_decay": 0.02}}}  # fmt: skip
+L2 = {
+    "optimizer": {"type": "Adam", "params": {"lr": LR, "torch_adam": True, "adam_w_mode": False, "weight_decay": 0.02}}
+}
 
 RECORDED = (  # of which the normal tests have DeepSpeed's numbers
-    "0 clip absent", "1 clip accumulate cosine", "2 clip accumulate cycle", "3 clip accumulate warm", "decay log",
-    "range in stairs", "adam's l2", "adagrad", "sgd", "predivide by a third", "2 bf16 messages",
-    "1 bf16 clip accumulate", "2 bf16", "3 bf16 float sums",
-)  # fmt: skip
+    "0 clip absent",
+    "1 clip accumulate cosine",
+    "2 clip accumulate cycle",
+    "3 clip accumulate warm",
+    "decay log",
+    "range in stairs",
+    "adam's l2",
+    "adagrad",
+    "sgd",
+    "predivide by a third",
+    "2 bf16 messages",
+    "1 bf16 clip accumulate",
+    "2 bf16",
+    "3 bf16 float sums",
+)
 CASES: dict[str, dict[str, Any]] = {
     # what each stage meets in float32
     "0": case(0),
@@ -73,11 +99,20 @@ CASES: dict[str, dict[str, Any]] = {
     "warm without its peak": case(0, schedule("WarmupLR", warmup_min_lr=1e-4, warmup_num_steps=6)),
     "warm linear": case(2, schedule("WarmupLR", warmup_num_steps=6, warmup_max_lr=LR, warmup_type="linear")),
     "decay log": case(3, schedule("WarmupDecayLR", total_num_steps=15, warmup_num_steps=1, warmup_max_lr=LR)),
-    "cosine linear": case(0, schedule("WarmupCosineLR", total_num_steps=30, warmup_num_steps=10, warmup_type="linear",
-                                      cos_min_ratio=0.2)),
+    "cosine linear": case(
+        0, schedule("WarmupCosineLR", total_num_steps=30, warmup_num_steps=10, warmup_type="linear", cos_min_ratio=0.2)
+    ),
     "stairs": case(2, STAIRS),
-    "range in stairs": case(3, schedule("LRRangeTest", lr_range_test_min_lr=LR / 8, lr_range_test_step_size=5,
-                                        lr_range_test_step_rate=2.0, lr_range_test_staircase=True)),
+    "range in stairs": case(
+        3,
+        schedule(
+            "LRRangeTest",
+            lr_range_test_min_lr=LR / 8,
+            lr_range_test_step_size=5,
+            lr_range_test_step_rate=2.0,
+            lr_range_test_staircase=True,
+        ),
+    ),
     # optimizers
     "adam with decay": case(2, clip=BOUND, optimizer=adam(weight_decay=0.1, betas=[0.8, 0.95], eps=1e-6)),
     "adam's l2": case(1, L2, micro=4),
@@ -112,4 +147,4 @@ CASES: dict[str, dict[str, Any]] = {
     "3 bf16 clip accumulate": case(3, BF16, DECAY, clip=BOUND, micro=4),
     "3 bf16 float sums": case(3, BF16, micro=4, data_types={"grad_accum_dtype": "fp32"}),
     "3 bf16 float messages": case(3, BF16, micro=4, communication_data_type="fp32"),
-}  # fmt: skip
+}

@@ -44,17 +44,24 @@ def _drawn(draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.25:
         fp16["loss_scale"] = draw.choice([1024, 32768, 65536, 100000.0, 3000])
     else:
-        fp16 |= {"initial_scale_power": draw.choice([12, 14, 16, 18, 20]), "hysteresis": draw.choice([1, 2, 3]),
-                 "loss_scale_window": draw.choice([1, 2, 3, 5, 1000]), "min_loss_scale": draw.choice([1, 1, 64]),
-                 "consecutive_hysteresis": draw.random() < 0.5}  # fmt: skip
+        fp16 |= {
+            "initial_scale_power": draw.choice([12, 14, 16, 18, 20]),
+            "hysteresis": draw.choice([1, 2, 3]),
+            "loss_scale_window": draw.choice([1, 2, 3, 5, 1000]),
+            "min_loss_scale": draw.choice([1, 1, 64]),
+            "consecutive_hysteresis": draw.random() < 0.5,
+        }
     adam = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
     sgd = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
     return {
-        "train_micro_batch_size_per_gpu": draw.choice([1, 4, 6]), "gradient_accumulation_steps": draw.randint(1, 8),
-        "optimizer": draw.choice([adam, sgd]), "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": draw.choice([1, 4, 6]),
+        "gradient_accumulation_steps": draw.randint(1, 8),
+        "optimizer": draw.choice([adam, sgd]),
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
-        "fp16": fp16, "gradient_clipping": draw.choice([0.0, 1.0]),
-    }  # fmt: skip
+        "fp16": fp16,
+        "gradient_clipping": draw.choice([0.0, 1.0]),
+    }
 
 
 def batches(case: dict[str, Any], rank: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -12,11 +12,24 @@ ROOT = Path(__file__).parents[2]
 
 def torchrun(module: str, *arguments: str | Path, ranks: int) -> None:
     """Run `python -m module arguments` on new processes until they end. Raises with what they printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-               "-m", module, *map(str, arguments)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "-m",
+        module,
+        *map(str, arguments),
+    ]
     ended = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     if ended.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{ended.stdout[-6000:]}")

@@ -38,5 +38,11 @@ def in_sixteen_bits(json: dict[str, Any]) -> bool:
 
 def distance(one: list, other: list) -> float:
     """Return the largest relative distance of two lists of numbers, where both have one."""
-    return max((abs(a - b) / max(abs(a), abs(b)) for a, b in zip(one, other, strict=True)
-                if a is not None and b is not None and a != b), default=0.0)  # fmt: skip
+    return max(
+        (
+            abs(a - b) / max(abs(a), abs(b))
+            for a, b in zip(one, other, strict=True)
+            if a is not None and b is not None and a != b
+        ),
+        default=0.0,
+    )

@@ -63,14 +63,18 @@ def test_sums_in_float32_at_stage_2_are_those_of_stage_3_and_deepspeed_has_none(
     asked = CASES["2 bf16 float sums"]
     assert deepspeed_runs["2 bf16 float sums"] == deepspeed_runs["2 bf16 sums"]
     assert_same(asked, fds_runs["2 bf16 float sums"], deepspeed_runs["3 bf16 float sums"])
-    assert rounding.distance(fds_runs["2 bf16 float sums"].norms[:1], fds_runs["2 bf16 sums"].norms[:1]) \
-        > rounding.of_a_step(asked)  # fmt: skip
+    assert rounding.distance(
+        fds_runs["2 bf16 float sums"].norms[:1], fds_runs["2 bf16 sums"].norms[:1]
+    ) > rounding.of_a_step(asked)
 
 
 @pytest.mark.peers
 def test_at_stage_0_in_bfloat16_deepspeed_begins_adam_with_an_empty_update(deepspeed_runs):
-    apart = {name: rounding.distance(deepspeed_runs[name].losses, deepspeed_runs[f"{name}{REPAIRED}"].losses)
-             for name in CASES if name.startswith("0 bf16") and f"{name}{REPAIRED}" in deepspeed_runs}  # fmt: skip
+    apart = {
+        name: rounding.distance(deepspeed_runs[name].losses, deepspeed_runs[f"{name}{REPAIRED}"].losses)
+        for name in CASES
+        if name.startswith("0 bf16") and f"{name}{REPAIRED}" in deepspeed_runs
+    }
     assert apart["0 bf16 sgd"] == 0  # heavy-ball momentum takes nothing from gradients of 0
     assert min(apart["0 bf16"], apart["0 bf16 clip warm"]) > rounding.of_a_training(CASES["0 bf16"])
 
@@ -87,10 +91,21 @@ def test_the_recorded_losses_are_what_deepspeed_gives_now(deepspeed_runs):
 def test_each_stage_meets_clipping_with_accumulation_and_a_schedule_in_each_dtype():
     for stage in range(4):
         for dtype in ({"bf16"}, set[str]()):
-            met = [case for case in CASES.values() if case["gradient_accumulation_steps"] > 1 and "scheduler" in case
-                   and case.get("gradient_clipping", 1.0) > 0 and dtype == {"bf16"} & case.keys()]  # fmt: skip
+            met = [
+                case
+                for case in CASES.values()
+                if case["gradient_accumulation_steps"] > 1
+                and "scheduler" in case
+                and case.get("gradient_clipping", 1.0) > 0
+                and dtype == {"bf16"} & case.keys()
+            ]
             assert any(case["zero_optimization"]["stage"] == stage for case in met), (stage, dtype)
     assert {case["optimizer"]["type"] for case in CASES.values()} == {"AdamW", "Adam", "Adagrad", "SGD"}
-    assert {case["scheduler"]["type"] for case in CASES.values() if "scheduler" in case} \
-        == {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"}  # fmt: skip
+    assert {case["scheduler"]["type"] for case in CASES.values() if "scheduler" in case} == {
+        "WarmupLR",
+        "WarmupDecayLR",
+        "WarmupCosineLR",
+        "OneCycle",
+        "LRRangeTest",
+    }
     assert {case.get("gradient_clipping", "absent") for case in CASES.values()} == {"absent", 0.0, BOUND}

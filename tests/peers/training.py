@@ -91,9 +91,7 @@ def by_deepspeed(json: dict[str, Any], *, empty_update: bool = True) -> Run:
     its updates from 2, and decays parameters once more. `empty_update` false keeps it from that.
     """
     import deepspeed  # pyright: ignore[reportMissingImports]
-    from deepspeed.runtime.fp16.unfused_optimizer import (  # pyright: ignore[reportMissingImports]
-        FP16_UnfusedOptimizer as Unfused,
-    )
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer as Unfused  # pyright: ignore[reportMissingImports]
 
     kept = contextlib.nullcontext() if empty_update else mock.patch.object(Unfused, "initialize_optimizer_states")
     with kept:

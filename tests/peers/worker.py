@@ -1,6 +1,6 @@
 """A rank: train by one configuration after the other, as fds or as DeepSpeed does, and write down what rank 0 saw.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.peers.worker deepspeed OUT [NAME ...]
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.peers.worker deepspeed OUT [NAME ...]
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ def main(side: str, out: str, *names: str) -> None:
     begin(side)
     runs = {name: by_fds(CASES[name]) if side == "fds" else by_deepspeed(CASES[name]) for name in names or CASES}
     if side == "deepspeed":
-        runs |= {f"{name}{REPAIRED}": by_deepspeed(CASES[name], empty_update=False)
-                 for name in runs if name.startswith("0 bf16")}  # fmt: skip
+        runs |= {
+            f"{name}{REPAIRED}": by_deepspeed(CASES[name], empty_update=False)
+            for name in runs
+            if name.startswith("0 bf16")
+        }
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps({name: attrs.asdict(run) for name, run in runs.items()}))
     dist.barrier()  # the first to leave would close the other's connections

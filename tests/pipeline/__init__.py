@@ -68,8 +68,7 @@ def schedules(draw, max_ranks: int, max_stages: int, *, in_order: bool = False, 
     ranks = draw(st.integers(1, min(max_ranks, max_stages)))
     name = draw(st.sampled_from([*TRAINING, "searched", "user", "user"]))
     if name in SCHEDULES:
-        pairs = [pair for pair in sizes(name, [ranks], microbatches)
-                 if SCHEDULES[name](*pair).num_stages <= max_stages]  # fmt: skip
+        pairs = [pair for pair in sizes(name, [ranks], microbatches) if SCHEDULES[name](*pair).num_stages <= max_stages]
         if pairs:
             return Drawn(name, SCHEDULES[name](*draw(st.sampled_from(pairs))))
         name = "user"
@@ -77,8 +76,10 @@ def schedules(draw, max_ranks: int, max_stages: int, *, in_order: bool = False, 
     seed = draw(st.integers(0, 2**16))
     if name == "searched":
         cost = random.Random(seed)
-        times = {part: [cost.choice([0.5, 1.0, 2.0, 3.0]) for _ in range(ranks)]
-                 for part in ("forward", "backward_input", "backward_weight")}  # fmt: skip
+        times = {
+            part: [cost.choice([0.5, 1.0, 2.0, 3.0]) for _ in range(ranks)]
+            for part in ("forward", "backward_input", "backward_weight")
+        }
         bound = draw(st.sampled_from([None, ranks]))
         return Drawn(name, plans.searched(plans.Costs(**times), bound)(ranks, m))
     stages = draw(st.integers(ranks, max_stages))
@@ -112,9 +113,12 @@ def partitions(num_layers: int, num_stages: int) -> st.SearchStrategy:
 def pipelined(drawn: Drawn, axis, partition="parameters", **more):
     """Return the transform for a schedule that was drawn, over an axis or so many ranks in one process."""
     return fds.pipeline(
-        drawn, drawn.plan.num_ranks if axis is None else axis, num_microbatches=drawn.plan.num_microbatches,
-        partition=partition, **more,
-    )  # fmt: skip
+        drawn,
+        drawn.plan.num_ranks if axis is None else axis,
+        num_microbatches=drawn.plan.num_microbatches,
+        partition=partition,
+        **more,
+    )
 
 
 def train(step, params, batches, *, key: int = 5):

@@ -97,8 +97,11 @@ def stumble(axis, schedule, armed, *, good: int, transforms=(), fails: bool = Tr
     """Step `good` times, once blow up, step on; return what was raised and where that led."""
     mine = Mine()
     loss = mined(mine)
-    stages = len(plans.Plan.of(schedule(2 if axis is None else axis if isinstance(axis, int) else axis.size,
-                                        MICROBATCHES)).placement)  # fmt: skip
+    stages = len(
+        plans.Plan.of(
+            schedule(2 if axis is None else axis if isinstance(axis, int) else axis.size, MICROBATCHES)
+        ).placement
+    )
     partition = [LAYERS * i // stages for i in range(stages + 1)]
     pipeline = fds.pipeline(schedule, axis, num_microbatches=MICROBATCHES, partition=partition)
     step = fds.compose(pipeline, *transforms, fds.clip_by_global_norm(0.5), fds.adamw(0.01))(loss)
@@ -124,9 +127,13 @@ WORDS = {"forward": "forward", "backward": "backward", "weight": "backward"}
 PLACES = [(layer, kind) for layer in (0, 2, 5) for kind in WORDS]
 PLACES += [("criterion", "forward"), ("criterion", "backward")]
 SCHEDULES = {
-    "gpipe": (plans.gpipe, 3), "one_f_one_b": (plans.one_f_one_b, 3), "zb_h1": (plans.zb_h1, 3),
-    "interleaved": (plans.interleaved(3), 2), "zb_v": (plans.zb_v, 2), "dualpipe_v": (plans.dualpipe_v, 2),
-}  # fmt: skip
+    "gpipe": (plans.gpipe, 3),
+    "one_f_one_b": (plans.one_f_one_b, 3),
+    "zb_h1": (plans.zb_h1, 3),
+    "interleaved": (plans.interleaved(3), 2),
+    "zb_v": (plans.zb_v, 2),
+    "dualpipe_v": (plans.dualpipe_v, 2),
+}
 
 
 def refused(error, schedule, ranks, place, microbatch) -> None:
@@ -191,8 +198,15 @@ def two_by_two(schedule, armed, good, stage, *, at: int = 1, more=(), alone: boo
     data = mesh["dp"]
     rows = lambda batch: fds.tree.map(lambda x: x.repeat(2, 1).roll(data.index * 3, 0)[:ROWS], batch)
     shard = fds.shard_optimizer(data, stage=stage, bucket_bytes=64)
-    return stumble(2 if alone else mesh["pp"], schedule, armed, good=good, transforms=(shard, *more),
-                   fails=data.index == at, rows=rows)  # fmt: skip
+    return stumble(
+        2 if alone else mesh["pp"],
+        schedule,
+        armed,
+        good=good,
+        transforms=(shard, *more),
+        fails=data.index == at,
+        rows=rows,
+    )
 
 
 @functools.cache
@@ -246,11 +260,9 @@ def test_a_donated_state_is_not_spent_by_a_step_that_fails(stage):
         if stage is None:
             run = lambda armed: fds.simulate(
                 lambda: stumble(fds.mesh(pp=2)["pp"], plans.zb_h1, armed, good=1, transforms=(fds.donate(),)), 2
-            )  # fmt: skip
+            )
         else:
-            run = lambda armed: fds.simulate(
-                lambda: two_by_two(plans.zb_h1, armed, 1, stage, more=(fds.donate(),)), 4
-            )  # fmt: skip
+            run = lambda armed: fds.simulate(lambda: two_by_two(plans.zb_h1, armed, 1, stage, more=(fds.donate(),)), 4)
         want = run(None)[0]
         for error, params, metrics in run((place, 1, boom())):
             refused(error, plans.zb_h1, 2, place, 1)
@@ -271,8 +283,10 @@ class Own(FdsError):
 ODD = {
     "of fds": (LossError("this is bad", where="here", got="x", want="y", hint="do z"), LossError, "this is bad"),
     "of fds, with fields that are no text": (
-        BatchError("this is bad", got=torch.float32, want=torch.Size([3]), hint=torch.device("cpu")), BatchError,
-        "this is bad"),
+        BatchError("this is bad", got=torch.float32, want=torch.Size([3]), hint=torch.device("cpu")),
+        BatchError,
+        "this is bad",
+    ),
     "of a user's kind of fds": (Own("this is bad", got="a thing", want="y", hint="do z"), FdsError, "a thing"),
     "without words": (Mute(), RankError, "Mute"),
     "with an argument that is no text": (KeyError(("a", 1)), RankError, "KeyError: ('a', 1)"),
@@ -280,7 +294,7 @@ ODD = {
     "of a megabyte": (ValueError("x" * 1_000_000), RankError, "ValueError: xxx"),
     "of many lines": (ValueError("a\n\nb\n  c"), RankError, "b"),
     "that ends iterations": (StopIteration(3), RankError, "StopIteration"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -289,7 +303,7 @@ def test_every_kind_of_error_comes_to_every_rank(kind, layer):
     error, expected, word = ODD[kind]
     found = fds.simulate(
         lambda: stumble(fds.mesh(pp=2)["pp"], plans.one_f_one_b, ((layer, "forward"), 1, error), good=1), 2
-    )  # fmt: skip
+    )
     for raised, *_ in found:
         assert isinstance(raised, expected), repr(raised)
         assert word in str(raised), raised
@@ -566,10 +580,11 @@ def test_a_layer_whose_output_the_next_cannot_take_is_named_by_its_stage():
 DIFFERENT = {
     "schedule": lambda i: fds.pipeline((plans.gpipe, plans.one_f_one_b)[i], fds.mesh(pp=2)["pp"], num_microbatches=4),
     "microbatches": lambda i: fds.pipeline(plans.gpipe, fds.mesh(pp=2)["pp"], num_microbatches=(4, 2)[i]),
-    "partition": lambda i: fds.pipeline(plans.gpipe, fds.mesh(pp=2)["pp"], num_microbatches=4,
-                                        partition=([0, 3, 6], [0, 2, 6])[i]),
+    "partition": lambda i: fds.pipeline(
+        plans.gpipe, fds.mesh(pp=2)["pp"], num_microbatches=4, partition=([0, 3, 6], [0, 2, 6])[i]
+    ),
     "shapes": lambda i: fds.pipeline(plans.gpipe, fds.mesh(pp=2)["pp"], num_microbatches=4, dynamic_shapes=bool(i)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
@@ -627,19 +642,31 @@ REFUSALS = {
     "schedule: a number": (lambda: piped(lambda p, m: 7), PlanError, "7", "rows"),
     "schedule: numbers": (lambda: piped(lambda p, m: [[1, 2], [3]]), PlanError, "1", "0F0"),
     "schedule: one text": (lambda: piped(lambda p, m: "0F0 0BW0"), PlanError, "0F0 0BW0", "rows such as"),
-    "schedule: rows of text": (lambda: piped(lambda p, m: ["0F0,0BW0", "1F0,1BW0"], num_microbatches=1), PlanError,
-                               "0F0,0BW0", "such as 2F0"),
+    "schedule: rows of text": (
+        lambda: piped(lambda p, m: ["0F0,0BW0", "1F0,1BW0"], num_microbatches=1),
+        PlanError,
+        "0F0,0BW0",
+        "such as 2F0",
+    ),
     "schedule: no action": (lambda: piped(lambda p, m: [["0X0"]]), PlanError, "0X0", ""),
     "schedule: no rows": (lambda: piped(lambda p, m: []), PlanError, "no rows", "0F0 0BW0"),
     "schedule: empty rows": (lambda: piped(lambda p, m: [[], []]), PlanError, "the plan is empty", "0F0 0BW0"),
     "schedule: of other ranks": (lambda: piped(lambda p, m: plans.gpipe(3, m)), PlanError, "3 ranks", "2 ranks"),
-    "schedule: of other microbatches": (lambda: piped(lambda p, m: plans.gpipe(p, 3)), PlanError, "3 microbatches",
-                                        "4 microbatches"),
+    "schedule: of other microbatches": (
+        lambda: piped(lambda p, m: plans.gpipe(p, 3)),
+        PlanError,
+        "3 microbatches",
+        "4 microbatches",
+    ),
     "schedule: no backward": (lambda: piped(plans.inference), PlanError, "no backward", "2 ranks, 4 microbatches"),
     "schedule: takes one argument": (lambda: piped(lambda p: []), PlanError, "", "microbatches"),
     "schedule: lowered already": (lambda: piped(lambda p, m: plans.communicate(plans.gpipe(p, m))), PlanError, "", ""),
-    "schedule: loses work": (lambda: piped(lambda p, m: [[f"{r}F{i}" for i in range(m)] for r in range(p)]), PlanError,
-                             "", ""),
+    "schedule: loses work": (
+        lambda: piped(lambda p, m: [[f"{r}F{i}" for i in range(m)] for r in range(p)]),
+        PlanError,
+        "",
+        "",
+    ),
     "schedule: too few microbatches": (lambda: piped(plans.interleaved(2), num_microbatches=1), PlanError, "1", "2"),
     "partition: a word": (lambda: piped(partition="best"), PlanError, "best", "uniform"),
     "partition: a number": (lambda: piped(partition=3), PlanError, "3", "uniform"),
@@ -655,10 +682,14 @@ REFUSALS = {
     "loss: recorded buffers": (lambda: piped(loss=fds.with_buffers(buffered, {})), ComposeError, "", "fds.Layers"),
     "eval_fn: opaque": (lambda: piped(eval_fn=opaque), ComposeError, "opaque", "eval_fn, too, is Layers"),
     "eval_fn: other layers": (lambda: piped(eval_fn=fds.Layers([nn.Linear(4, 4)], nn.MSELoss())), ComposeError, "", ""),
-    "two pipelines": (lambda: piped(more=(fds.pipeline(plans.gpipe, 2, num_microbatches=4),)), ComposeError,
-                      "pipeline", "compose("),
+    "two pipelines": (
+        lambda: piped(more=(fds.pipeline(plans.gpipe, 2, num_microbatches=4),)),
+        ComposeError,
+        "pipeline",
+        "compose(",
+    ),
     "with accumulate": (lambda: piped(more=(fds.accumulate(2),)), ComposeError, "accumulate", "num_microbatches=4"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
@@ -683,8 +714,9 @@ def flattened():
     return piped(axis=mesh["pp"], more=(fds.shard_optimizer(mesh["pp", "dp"], stage=1),))
 
 
-@pytest.mark.parametrize(("compose", "size"), [(one_axis_twice, 2), (two_meshes, 4), (flattened, 4)],
-                         ids=lambda x: getattr(x, "__name__", x))  # fmt: skip
+@pytest.mark.parametrize(
+    ("compose", "size"), [(one_axis_twice, 2), (two_meshes, 4), (flattened, 4)], ids=lambda x: getattr(x, "__name__", x)
+)
 def test_axes_that_are_not_two_of_one_mesh_are_refused_by_every_rank(compose, size):
     for error in every_rank(compose, size):
         assert isinstance(error, ComposeError) and "two axes of one mesh" in error.what

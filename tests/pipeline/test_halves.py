@@ -40,8 +40,9 @@ def graph_of(f, inputs, seed=0):
     """Return where backward of `f(*inputs)` begins, and gradients there."""
     torch.manual_seed(seed)
     outs = tensors(f(*inputs))
-    grads = [torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(i))
-             for i, x in enumerate(outs)]  # fmt: skip
+    grads = [
+        torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(i)) for i, x in enumerate(outs)
+    ]
     return [get_gradient_edge(x) for x in outs], grads
 
 
@@ -83,8 +84,11 @@ class Own(nn.Module):
 
     def __init__(self, forward):
         super().__init__()
-        self.a, self.b, self.bias = (nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6, 6)),
-                                     nn.Parameter(torch.randn(6)))  # fmt: skip
+        self.a, self.b, self.bias = (
+            nn.Parameter(torch.randn(6, 6)),
+            nn.Parameter(torch.randn(6, 6)),
+            nn.Parameter(torch.randn(6)),
+        )
         self.f = forward
 
     def forward(self, *xs):
@@ -329,8 +333,13 @@ def test_checkpointed_layers_are_computed_twice_a_microbatch_and_no_more(schedul
 
 @pytest.mark.parametrize("schedule", [plans.zb_h1, plans.zb_h2, plans.zb_v], ids=["zb_h1", "zb_h2", "zb_v"])
 def test_a_split_backward_computes_no_more_products_than_a_whole_one(schedule):
-    layers = [lambda: nn.Linear(6, 6), lambda: Block(6, 0.1), lambda: nn.TransformerEncoderLayer(6, 2, 12, 0.0),
-              lambda: nn.Linear(6, 6), lambda: Block(6, 0.1)]  # fmt: skip
+    layers = [
+        lambda: nn.Linear(6, 6),
+        lambda: Block(6, 0.1),
+        lambda: nn.TransformerEncoderLayer(6, 2, 12, 0.0),
+        lambda: nn.Linear(6, 6),
+        lambda: Block(6, 0.1),
+    ]
     with Products() as split:
         trained(schedule, layers)
     with Products() as whole:

@@ -174,8 +174,9 @@ def trimming() -> fds.Layers:
     return fds.Layers(layers, nn.MSELoss())
 
 
-@pytest.mark.parametrize("schedule", [plans.gpipe, plans.one_f_one_b, plans.zb_h1, plans.zb_h2],
-                         ids=lambda f: f.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "schedule", [plans.gpipe, plans.one_f_one_b, plans.zb_h1, plans.zb_h2], ids=lambda f: f.__name__
+)
 def test_lengths_may_differ_between_microbatches_where_declared(schedule):
     every_way(trimming(), schedule, texts, dynamic_shapes=True)
 
@@ -208,9 +209,11 @@ CHANGES = {
     "a structure": (lambda x: [x] if odd_microbatch(x) else (x,), _first),
     "a key": (lambda x: {"odd": x} if odd_microbatch(x) else {"even": x}, lambda t: next(iter(t.values()))),
     "whether a gradient is wanted": (lambda x: x.detach() if odd_microbatch(x) else x, lambda x: x),
-    "whether there is a tensor": (lambda x: (x, None if odd_microbatch(x) else x.sin()),
-                                  lambda t: t[0] if t[1] is None else t[0] * t[1]),
-}  # fmt: skip
+    "whether there is a tensor": (
+        lambda x: (x, None if odd_microbatch(x) else x.sin()),
+        lambda t: t[0] if t[1] is None else t[0] * t[1],
+    ),
+}
 
 
 def learned(kind: str) -> fds.Layers:
@@ -327,7 +330,11 @@ def test_evaluate_shows_every_kind_of_output_on_every_rank(kind, rows):
         for x, y in zip(tree.leaves(found["outputs"]), tree.leaves(want), strict=True):
             if isinstance(y, torch.Tensor):
                 assert (x.shape, x.dtype) == (y.shape, y.dtype)
-                assert torch.allclose(x.float(), y.float(), rtol=0, atol=8 * torch.finfo(torch.float32).eps
-                                      if y.dtype is not torch.bfloat16 else 2**-7)  # fmt: skip
+                assert torch.allclose(
+                    x.float(),
+                    y.float(),
+                    rtol=0,
+                    atol=8 * torch.finfo(torch.float32).eps if y.dtype is not torch.bfloat16 else 2**-7,
+                )
             else:
                 assert x == y

@@ -22,8 +22,11 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 STEPS, EPS, LR, MICROBATCHES = 4, 1e-2, 1e-3, 4
 SCHEDULES = {
-    "one_f_one_b": plans.one_f_one_b, "zb_h1": plans.zb_h1, "interleaved": plans.interleaved(2), "zb_v": plans.zb_v,
-}  # fmt: skip
+    "one_f_one_b": plans.one_f_one_b,
+    "zb_h1": plans.zb_h1,
+    "interleaved": plans.interleaved(2),
+    "zb_v": plans.zb_v,
+}
 
 
 def texts(seed: int, rows: int = 2 * MICROBATCHES, length: int = 6):

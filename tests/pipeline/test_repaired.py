@@ -90,8 +90,11 @@ def test_a_norm_measured_again_after_a_map_is_that_of_all_stages():
 
 
 def test_a_tied_parameter_that_one_stage_leaves_out_adds_up_in_the_dtype_of_the_sums():
-    layers = [fds.TiedLayerSpec("two", Two), torch.tanh,
-              fds.TiedLayerSpec("two", Two, forward_fn=lambda m, x: x @ m.a.T)]  # fmt: skip
+    layers = [
+        fds.TiedLayerSpec("two", Two),
+        torch.tanh,
+        fds.TiedLayerSpec("two", Two, forward_fn=lambda m, x: x @ m.a.T),
+    ]
     for got, _ in (results := on_ranks(layers, fds.precision(torch.bfloat16), cut=[0, 2, 3])):
         assert_same_bits(got, results[0][0])
         assert all(x.isfinite().all() for x in got.values())
@@ -112,8 +115,9 @@ def test_ranks_with_other_numbers_of_rows_evaluate_together():
 
 
 def test_forwards_out_of_order_are_refused_where_layers_have_buffers():
-    backwards = lambda ranks, n: [[*(f"{r}F{i}" for i in reversed(range(n))), *(f"{r}BW{i}" for i in range(n))]
-                                  for r in range(ranks)]  # fmt: skip
+    backwards = lambda ranks, n: [
+        [*(f"{r}F{i}" for i in reversed(range(n))), *(f"{r}BW{i}" for i in range(n))] for r in range(ranks)
+    ]
     plain = [fds.LayerSpec(nn.Linear, 4, 4), fds.LayerSpec(nn.Linear, 4, 4)]
     on_ranks(plain, schedule=backwards)
     error = raised(lambda: on_ranks([*plain, fds.LayerSpec(nn.BatchNorm1d, 4)], schedule=backwards))
@@ -252,8 +256,12 @@ def test_evaluation_keeps_no_memory_of_every_shape():
 
 
 def test_a_schedule_that_leaves_a_rank_without_a_stage_is_refused():
-    error = raised(lambda: on_ranks([fds.LayerSpec(nn.Linear, 4, 4)], schedule=lambda p, n: [
-        [f"0{op}{i}" for i in range(n) for op in ("F", "BW")], []]))  # fmt: skip
+    error = raised(
+        lambda: on_ranks(
+            [fds.LayerSpec(nn.Linear, 4, 4)],
+            schedule=lambda p, n: [[f"0{op}{i}" for i in range(n) for op in ("F", "BW")], []],
+        )
+    )
     assert isinstance(error, PlanError) and "[1]" in error.got
 
 

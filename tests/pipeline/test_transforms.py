@@ -14,12 +14,25 @@ from tests.laws.problems import Block, Rows, language, token_mean
 BATCH = language(0)
 EMBED = fds.TiedLayerSpec("embed", nn.Embedding, 7, 6)
 HEAD = fds.TiedLayerSpec("embed", nn.Embedding, 7, 6, forward_fn=lambda m, x: F.linear(x, m.weight))
-LAYERS = [EMBED, nn.Dropout(0.1), fds.LayerSpec(Block, 6, 0.1), fds.LayerSpec(Rows, 6), fds.LayerSpec(Block, 6, 0.1),
-          torch.tanh, HEAD]  # fmt: skip
+LAYERS = [
+    EMBED,
+    nn.Dropout(0.1),
+    fds.LayerSpec(Block, 6, 0.1),
+    fds.LayerSpec(Rows, 6),
+    fds.LayerSpec(Block, 6, 0.1),
+    torch.tanh,
+    HEAD,
+]
 CUT = [0, 3, 7]  # the embedding on rank 0, and the head on rank 1
-NAMES = [{"embed.weight", *(f"2.{n}" for n in ("norm.weight", "norm.bias", "linear.weight", "linear.bias"))},
-         {"embed.weight", "3.norm.weight", "3.norm.bias",
-          *(f"4.{n}" for n in ("norm.weight", "norm.bias", "linear.weight", "linear.bias"))}]  # fmt: skip
+NAMES = [
+    {"embed.weight", *(f"2.{n}" for n in ("norm.weight", "norm.bias", "linear.weight", "linear.bias"))},
+    {
+        "embed.weight",
+        "3.norm.weight",
+        "3.norm.bias",
+        *(f"4.{n}" for n in ("norm.weight", "norm.bias", "linear.weight", "linear.bias")),
+    },
+]
 
 
 def one_process(*transforms, optimizer=None, num_microbatches=3, batch=BATCH):

@@ -87,10 +87,9 @@ def spans(plan: Plan, f: float = 1, b: float = 1, w: float = 1) -> tuple[float, 
             while places[rank] < len(row):
                 action = row[places[rank]]
                 s, i = action.stage, action.microbatch
-                waits = {
-                    "F": [f"{s - 1}F{i}"] if s else [],
-                    "W": [f"{s}B{i}"],
-                }.get(action.op.value, [f"{s}F{i}", *([f"{s + 1}B{i}"] if s + 1 < plan.num_stages else [])])
+                waits = {"F": [f"{s - 1}F{i}"] if s else [], "W": [f"{s}B{i}"]}.get(
+                    action.op.value, [f"{s}F{i}", *([f"{s + 1}B{i}"] if s + 1 < plan.num_stages else [])]
+                )
                 if not all(item in end for item in waits):
                     break
                 start = max([clocks[rank], *(end[item] for item in waits)])

@@ -111,18 +111,21 @@ def test_communication_that_a_plan_already_has_is_made_anew():
     assert in_ticks(lowered) == in_ticks(plain)
 
 
-@pytest.mark.parametrize(("rows", "options", "says"), [
-    ([["0F0", "0BW0"]], {"edition": "0.4"}, "unknown edition"),
-    ([["0F0", "0BW0"]], {"schedule": "TrainSchedul"}, "did you mean 'TrainSchedule'"),
-    ([["0F0", "0BW0"]], {"schedule": "InferenceSchedule"}, "does not fit this schedule"),
-    ([["0F0"]], {"schedule": "TrainSchedule"}, "does not fit this schedule"),
-    ([["0F0"], ["1F0"]], {"schedule": "DataParallelSchedule"}, "does not fit this schedule"),
-    ([["0F0", "0B0", "0W0"]], {}, "no split backward"),
-    ([["0F0", "1F0"]], {}, "one stage each"),
-    ([["1F0"], ["0F0"]], {}, "one stage each"),
-    ([["0F0", "0F0"]], {}, "in the plan twice"),
-    ([["0F0"], ["1F1", "1F0"]], {}, "rank 1 at 1F1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "options", "says"),
+    [
+        ([["0F0", "0BW0"]], {"edition": "0.4"}, "unknown edition"),
+        ([["0F0", "0BW0"]], {"schedule": "TrainSchedul"}, "did you mean 'TrainSchedule'"),
+        ([["0F0", "0BW0"]], {"schedule": "InferenceSchedule"}, "does not fit this schedule"),
+        ([["0F0"]], {"schedule": "TrainSchedule"}, "does not fit this schedule"),
+        ([["0F0"], ["1F0"]], {"schedule": "DataParallelSchedule"}, "does not fit this schedule"),
+        ([["0F0", "0B0", "0W0"]], {}, "no split backward"),
+        ([["0F0", "1F0"]], {}, "one stage each"),
+        ([["1F0"], ["0F0"]], {}, "one stage each"),
+        ([["0F0", "0F0"]], {}, "in the plan twice"),
+        ([["0F0"], ["1F1", "1F0"]], {}, "rank 1 at 1F1"),
+    ],
+)
 def test_what_deepspeed_cannot_say_is_refused(rows, options, says):
     with pytest.raises(PlanError, match=says):
         in_ticks(Plan.of(rows), **options)

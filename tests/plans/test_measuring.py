@@ -104,11 +104,14 @@ def test_the_criterion_belongs_to_the_last_layer():
     assert square.activation_bytes[1] == bare.activation_bytes[1] + 4 * rows * 4
 
 
-@pytest.mark.parametrize("criterion", [
-    lambda out, _: fds.Mean(out.sum(), 3),
-    lambda out, _: (out.mean(), {"largest": out.max()}),
-    lambda out, _: (fds.Mean(out.sum(), 3), {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda out, _: fds.Mean(out.sum(), 3),
+        lambda out, _: (out.mean(), {"largest": out.max()}),
+        lambda out, _: (fds.Mean(out.sum(), 3), {}),
+    ],
+)
 def test_a_criterion_returns_what_a_loss_returns(criterion):
     costs = measure(fds.Layers([nn.Linear(4, 8), nn.Linear(8, 4)], criterion), a_batch(), repeats=1)
     assert costs.backward_input[1] > 0
@@ -201,12 +204,15 @@ def test_costs_come_back_from_json_as_they_were():
     assert LayerCosts.from_json(costs.to_json()) == costs
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("", "not JSON"),
-    ("[]", "not layer costs"),
-    ('{"forward": [1]}', "not layer costs"),
-    (LayerCosts((), (), (), (), ()).to_json().replace("[]", "1"), "not layer costs"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "not JSON"),
+        ("[]", "not layer costs"),
+        ('{"forward": [1]}', "not layer costs"),
+        (LayerCosts((), (), (), (), ()).to_json().replace("[]", "1"), "not layer costs"),
+    ],
+)
 def test_another_text_is_refused(text, says):
     with pytest.raises(PlanError, match=says):
         LayerCosts.from_json(text)
@@ -224,12 +230,15 @@ def test_boundaries_of_other_layers_are_refused(boundaries):
         LayerCosts([1, 2, 4], [0, 2, 4], [1, 1, 3], [8, 16, 32], [5, 6, 7]).by_stage(boundaries)
 
 
-@pytest.mark.parametrize(("values", "says"), [
-    (([1, -1], [0, 0], [0, 0], [0, 0], [0, 0]), r"forward\[1\]"),
-    (([1, 1], [0, float("nan")], [0, 0], [0, 0], [0, 0]), r"backward_input\[1\]"),
-    (([1, 1], [0, 0], [0, 0], ["8", 0], [0, 0]), r"activation_bytes\[0\]"),
-    (([1, 1], [0, 0], [0], [0, 0], [0, 0]), "different lengths"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (([1, -1], [0, 0], [0, 0], [0, 0], [0, 0]), r"forward\[1\]"),
+        (([1, 1], [0, float("nan")], [0, 0], [0, 0], [0, 0]), r"backward_input\[1\]"),
+        (([1, 1], [0, 0], [0, 0], ["8", 0], [0, 0]), r"activation_bytes\[0\]"),
+        (([1, 1], [0, 0], [0], [0, 0], [0, 0]), "different lengths"),
+    ],
+)
 def test_costs_that_cannot_be_are_refused(values, says):
     with pytest.raises(PlanError, match=says):
         LayerCosts(*values)

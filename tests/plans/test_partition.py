@@ -90,36 +90,42 @@ def test_an_edition_of_deepspeed_is_taken_as_boundaries():
     assert of(partition_balanced(PARAMETERS, 3), 3) == (0, 1, 6, 7)
 
 
-@pytest.mark.parametrize(("partition", "num_stages", "says"), [
-    ("uniform", 8, "fewer layers than stages"),
-    ("uniform", 0, "num_stages is not positive"),
-    ("unifrom", 2, "did you mean 'uniform'"),
-    ("type", 2, "unknown partition"),
-    ("type:", 2, "matches no layer"),
-    ("type:blokc", 2, "did you mean 'Block'"),
-    ("type:(", 2, "not a regular expression"),
-    (costs_of([1, 2, 3]), 2, "another number of layers"),
-    ([0, 7], 2, "2 stages need 3 boundaries"),
-    ([1, 3, 7], 2, "begin with 0"),
-    ([0, 3, 6], 2, "end with the number"),
-    ([0, 7, 7], 2, "stage 1 would have no layer"),
-    ([0, 5, 3, 7], 3, "stage 1 would have no layer"),
-    ([0, 3.5, 7], 2, "integer boundaries"),
-    (None, 2, "integer boundaries"),
-    (7, 2, "integer boundaries"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("partition", "num_stages", "says"),
+    [
+        ("uniform", 8, "fewer layers than stages"),
+        ("uniform", 0, "num_stages is not positive"),
+        ("unifrom", 2, "did you mean 'uniform'"),
+        ("type", 2, "unknown partition"),
+        ("type:", 2, "matches no layer"),
+        ("type:blokc", 2, "did you mean 'Block'"),
+        ("type:(", 2, "not a regular expression"),
+        (costs_of([1, 2, 3]), 2, "another number of layers"),
+        ([0, 7], 2, "2 stages need 3 boundaries"),
+        ([1, 3, 7], 2, "begin with 0"),
+        ([0, 3, 6], 2, "end with the number"),
+        ([0, 7, 7], 2, "stage 1 would have no layer"),
+        ([0, 5, 3, 7], 3, "stage 1 would have no layer"),
+        ([0, 3.5, 7], 2, "integer boundaries"),
+        (None, 2, "integer boundaries"),
+        (7, 2, "integer boundaries"),
+    ],
+)
 def test_a_partition_that_cannot_be_is_refused(partition, num_stages, says):
     with pytest.raises(PlanError, match=re.escape(says)):
         of(partition, num_stages)
 
 
 @pytest.mark.parametrize("divide", [partition_balanced, smallest_largest])
-@pytest.mark.parametrize(("weights", "num_parts", "says"), [
-    ([1, 2], 0, "num_parts is not positive"),
-    ([1, -2, 3], 2, "weights[1]"),
-    ([1, float("nan"), 3], 2, "weights[1]"),
-    ([1, float("inf"), 3], 2, "weights[1]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "num_parts", "says"),
+    [
+        ([1, 2], 0, "num_parts is not positive"),
+        ([1, -2, 3], 2, "weights[1]"),
+        ([1, float("nan"), 3], 2, "weights[1]"),
+        ([1, float("inf"), 3], 2, "weights[1]"),
+    ],
+)
 def test_weights_that_cannot_be_are_refused(divide, weights, num_parts, says):
     with pytest.raises(PlanError, match=re.escape(says)):
         divide(weights, num_parts)

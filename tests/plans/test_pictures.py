@@ -42,10 +42,7 @@ def test_zero_bubble_as_text():
 
 def test_durations_are_lengths():
     text = draw_text(simulate(gpipe(2, 2), Costs(1, [1, 3], [0.5, 1], latency=0.5)), color=False)
-    assert lines_of(text) == [
-        "F0 F1                   BW0-        BW1-",
-        "     F0 F1 BW0-------- BW1--------",
-    ]
+    assert lines_of(text) == ["F0 F1                   BW0-        BW1-", "     F0 F1 BW0-------- BW1--------"]
 
 
 def test_several_stages_of_a_rank_are_told_apart():

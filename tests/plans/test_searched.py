@@ -19,8 +19,11 @@ from fds.plans.schedules.zb_h2 import zb_h2
 from fds.plans.simulator import simulate
 from fds.plans.validation import validate
 
-ROWS_OF_THREE = [row for letters in itertools.product("FBW", repeat=9) if fits(row := "".join(letters), 3)
-                 and row.count("F") == row.count("W") == 3]  # fmt: skip
+ROWS_OF_THREE = [
+    row
+    for letters in itertools.product("FBW", repeat=9)
+    if fits(row := "".join(letters), 3) and row.count("F") == row.count("W") == 3
+]
 BY_HAND = [gpipe, one_f_one_b, zb_h1, zb_h2]
 TIME = st.floats(0, 10, allow_subnormal=False) | st.integers(0, 5)
 SIZE = st.floats(0, 3, allow_subnormal=False) | st.just(1.0)

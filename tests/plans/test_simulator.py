@@ -100,9 +100,15 @@ def test_a_message_takes_its_latency_and_its_bytes():
     line = simulate([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]], costs)
     at = {str(event.action): (event.start, event.end) for row in line.rows for event in row}
     assert at == {
-        "0F0": (0, 1), "0F1": (1, 2), "0BW0": (8, 10), "0BW1": (11, 13),
-        "1F0": (3, 4), "1BW0": (4, 6), "1F1": (6, 7), "1BW1": (7, 9),
-    }  # fmt: skip
+        "0F0": (0, 1),
+        "0F1": (1, 2),
+        "0BW0": (8, 10),
+        "0BW1": (11, 13),
+        "1F0": (3, 4),
+        "1BW0": (4, 6),
+        "1F1": (6, 7),
+        "1BW1": (7, 9),
+    }
     assert line.makespan == 13
     assert line.busy == (6, 6)
     assert line.spans == (13, 6)

@@ -37,8 +37,11 @@ sizes = st.integers(1, 50)
 kinds = st.sampled_from(["log", "linear"])
 stairs = st.integers(0, 8)
 halves = {
-    "first_steps": sizes, "second_steps": st.none() | sizes, "first_stairs": stairs, "second_stairs": st.none() | stairs
-}  # fmt: skip
+    "first_steps": sizes,
+    "second_steps": st.none() | sizes,
+    "first_stairs": stairs,
+    "second_stairs": st.none() | stairs,
+}
 curves = st.one_of(
     st.builds(schedules.constant, rates),
     st.builds(schedules.warmup, rates, warmup_steps=counts, start=rates, kind=kinds),

@@ -62,8 +62,10 @@ def gpt(dtype: torch.dtype = torch.float32, **sizes: Any):
 
     def loss_fn(params, tokens):
         logits = apply(params, tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float() if dtype is not torch.float64 else logits.flatten(0, 1),
-                               tokens[:, 1:].flatten())  # fmt: skip
+        return F.cross_entropy(
+            logits.flatten(0, 1).float() if dtype is not torch.float64 else logits.flatten(0, 1),
+            tokens[:, 1:].flatten(),
+        )
 
     return loss_fn, params
 

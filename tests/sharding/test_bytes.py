@@ -80,8 +80,12 @@ def test_a_step_holds_the_bytes_of_the_formula(mode):
         masters = 4 * sum(x.numel() for x in tree.leaves(deep_params()))  # DESIGN.md's table, P parameters at 4 bytes
         assert held == pytest.approx(3 * masters / (2 if stage else 1), rel=0.02)
         low = 1 if mode == "float32" else 0.5
-        want = {0: masters + (low * masters if low < 1 else 0), 1: masters + low * masters,
-                2: masters / 2 + low * masters, 3: masters / 2}[stage]  # fmt: skip
+        want = {
+            0: masters + (low * masters if low < 1 else 0),
+            1: masters + low * masters,
+            2: masters / 2 + low * masters,
+            3: masters / 2,
+        }[stage]
         within = sum(told.values()) - held
         assert within == pytest.approx(want, rel=0.02, abs=6 * (BUCKET + 1024))
 
@@ -93,20 +97,12 @@ def test_what_views_make_is_in_memory_one_parameter_at_a_time():
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("stage", [
-    0,
-    1,
-    2, 3,
-])  # fmt: skip
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_real_ranks_hold_the_bytes_of_the_formula(stage):
     assert_formula(*ranks.run(measured, [stage], "float32")[0][stage])
 
 
-@pytest.mark.parametrize("stage", [
-    0,
-    1,
-    2, 3,
-])  # fmt: skip
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_sent_in_16_bit_hold_the_bytes_of_the_formula(stage):
     assert_formula(*fds.simulate(lambda: measured([stage], "bf16 sent"), 2)[0][stage])
 
@@ -158,9 +154,7 @@ def live_at_once(prefetch, buckets, loss):
     axis = data_axis()
     one = (WIDTH * WIDTH + WIDTH) * 2  # 16 bit
     bound = None if buckets is None else buckets * one
-    sharding = fds.shard_optimizer(
-        axis, stage=3, bucket_bytes=BUCKET, prefetch=prefetch, max_live_bytes=bound
-    )
+    sharding = fds.shard_optimizer(axis, stage=3, bucket_bytes=BUCKET, prefetch=prefetch, max_live_bytes=bound)
     step = fds.compose(fds.precision(), fds.accumulate(2), sharding, fds.adamw(1e-3))(loss)
     state = step.init(deep_params(8))
     with watch(step) as seen:
@@ -196,17 +190,17 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-@pytest.mark.parametrize("order", [
-    "as registered",
-    *(order
-      for order in ("some unused", "last one first")),
-])  # fmt: skip
+@pytest.mark.parametrize("order", ["as registered", *(order for order in ("some unused", "last one first"))])
 def test_stage_2_keeps_one_bucket_beside_the_gradients_of_the_next(num_microbatches, order):
     loss = ORDERS[order]
 
     def run():
-        step = fds.compose(fds.precision(), fds.accumulate(num_microbatches), fds.adamw(1e-3),
-                           fds.shard_optimizer(data_axis(), stage=2, bucket_bytes=BUCKET))(loss)  # fmt: skip
+        step = fds.compose(
+            fds.precision(),
+            fds.accumulate(num_microbatches),
+            fds.adamw(1e-3),
+            fds.shard_optimizer(data_axis(), stage=2, bucket_bytes=BUCKET),
+        )(loss)
         state = step.init(deep_params(8))
         with watch(step) as seen:
             for _ in range(2):
@@ -220,8 +214,12 @@ def test_stage_2_keeps_one_bucket_beside_the_gradients_of_the_next(num_microbatc
 
 def sent(stage, num_microbatches, loss, *more, world=2):
     def run():
-        step = fds.compose(fds.shard_optimizer(data_axis(), stage=stage, bucket_bytes=BUCKET), fds.adamw(1e-3),
-                           fds.accumulate(num_microbatches), *more)(loss)  # fmt: skip
+        step = fds.compose(
+            fds.shard_optimizer(data_axis(), stage=stage, bucket_bytes=BUCKET),
+            fds.adamw(1e-3),
+            fds.accumulate(num_microbatches),
+            *more,
+        )(loss)
         state, found = step.init(deep_params(8)), []
         for _ in range(3):
             with fds.collectives.counted() as traffic:

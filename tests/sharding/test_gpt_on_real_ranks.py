@@ -89,8 +89,9 @@ def poisoned(stage: int):
     axis = data_axis()
     bad = lambda p, batch: loss(p, batch["tokens"]) * batch["factor"].mean()
     sharding = fds.shard_optimizer(axis, stage=stage, bucket_bytes=1 << 14)
-    step = fds.compose(sharding, fds.clip_by_global_norm(1.0), fds.ema(0.9), fds.loss_scale(2.0**8, hysteresis=1),
-                       fds.adamw(LR))(bad)  # fmt: skip
+    step = fds.compose(
+        sharding, fds.clip_by_global_norm(1.0), fds.ema(0.9), fds.loss_scale(2.0**8, hysteresis=1), fds.adamw(LR)
+    )(bad)
     batch = lambda factor: {"tokens": mine(tokens(4), axis), "factor": torch.full((2,), factor)}
     before, _ = step(step.init(params), batch(1.0))
     kept = snapshot(before)
@@ -151,8 +152,9 @@ def describes_first(stage: int):
 def test_describing_a_batch_leaves_nothing_under_way(stage):
     found = ranks.run(describes_first, stage, timeout=20.0)
     loss, params = gpt(dropout=0.0)
-    want, *_ = fds.simulate(lambda: train(loss, params, [tokens(4)] * 3, fds.adamw(LR), stage=stage,
-                                          bucket_bytes=1 << 14), 2)[0]  # fmt: skip
+    want, *_ = fds.simulate(
+        lambda: train(loss, params, [tokens(4)] * 3, fds.adamw(LR), stage=stage, bucket_bytes=1 << 14), 2
+    )[0]
     for whole, unused in found:
         assert_same_bits(whole, want)
         assert unused == ()

@@ -18,11 +18,21 @@ from tests.sharding.models import data_axis, mine
 ROWS, WIDTH = 4, 8
 PARAMS = {
     name: torch.randn(shape, generator=torch.Generator().manual_seed(i)) / 3
-    for i, (name, shape) in enumerate({
-        "a.w": (8, 8), "a.b": (8,), "b.w": (8, 8), "b.b": (8,), "c.w": (8, 8), "c.b": (8,), "embed": (10, 8),
-        "scale": (), "never": (8, 8), "conv": (4, 1, 3),
-    }.items())
-}  # fmt: skip
+    for i, (name, shape) in enumerate(
+        {
+            "a.w": (8, 8),
+            "a.b": (8,),
+            "b.w": (8, 8),
+            "b.b": (8,),
+            "c.w": (8, 8),
+            "c.b": (8,),
+            "embed": (10, 8),
+            "scale": (),
+            "never": (8, 8),
+            "conv": (4, 1, 3),
+        }.items()
+    )
+}
 BATCH = {
     "x": torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)),
     "i": torch.tensor([[0, 3], [9, 3], [1, 2], [5, 5]]),
@@ -270,18 +280,34 @@ def sequence(b):
     return b["x"].view(-1, 2, 4)
 
 
-module("a_transformer_encoder", lambda: nn.TransformerEncoder(
-    nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2, batch_first=True), 3, enable_nested_tensor=False),
-    lambda f, b: f(sequence(b)).square().mean())  # fmt: skip
-module("a_transformer", lambda: nn.Transformer(4, 2, 1, 2, 8, dropout=0.1, batch_first=True),
-       lambda f, b: f(sequence(b), sequence(b).flip(1)).square().mean())  # fmt: skip
-module("an_lstm", lambda: nn.LSTM(4, 6, num_layers=2, bidirectional=True, batch_first=True),
-       lambda f, b: f(sequence(b))[0].square().mean())  # fmt: skip
+module(
+    "a_transformer_encoder",
+    lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2, batch_first=True), 3, enable_nested_tensor=False
+    ),
+    lambda f, b: f(sequence(b)).square().mean(),
+)
+module(
+    "a_transformer",
+    lambda: nn.Transformer(4, 2, 1, 2, 8, dropout=0.1, batch_first=True),
+    lambda f, b: f(sequence(b), sequence(b).flip(1)).square().mean(),
+)
+module(
+    "an_lstm",
+    lambda: nn.LSTM(4, 6, num_layers=2, bidirectional=True, batch_first=True),
+    lambda f, b: f(sequence(b))[0].square().mean(),
+)
 module("a_gru_and_its_cell", lambda: nn.GRU(4, 6, batch_first=True), lambda f, b: f(sequence(b))[1].square().mean())
-module("weight_norm", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-       lambda f, b: f(b["x"]).square().mean())  # fmt: skip
-module("orthogonal", lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)),
-       lambda f, b: (f(b["x"]) * b["x"]).mean())  # fmt: skip
+module(
+    "weight_norm",
+    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+    lambda f, b: f(b["x"]).square().mean(),
+)
+module(
+    "orthogonal",
+    lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)),
+    lambda f, b: (f(b["x"]) * b["x"]).mean(),
+)
 
 
 class HuggingFaceLike(nn.Module):
@@ -316,8 +342,11 @@ module("hugging_face_like", HuggingFaceLike, lambda f, b: f(b["i"], b["i"].flip(
 
 
 NO_EVAL = {  # want a graph
-    "reentrant", "gradient_penalty_by_the_input", "gradient_penalty_by_the_parameters", "hooks_on_parameters",
-}  # fmt: skip
+    "reentrant",
+    "gradient_penalty_by_the_input",
+    "gradient_penalty_by_the_parameters",
+    "hooks_on_parameters",
+}
 FORWARD_MODE = {"jacobian_vector_products"}  # tangents of a handle are lost in the dispatcher: torch refuses
 
 
@@ -369,13 +398,18 @@ EXTRAS = {
     "autocast": lambda: fds.autocast(torch.bfloat16),
 }
 
+
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - FORWARD_MODE))
 def test_stage_3_trains_as_the_plain_step_to_the_bit(name):
     assert_same_bits(run_case(name, 3), plain(name))
 
 
-@given(st.sampled_from(sorted(LOSSES.keys() - FORWARD_MODE)), st.integers(0, 3), st.sampled_from(sorted(EXTRAS)),
-       st.sampled_from([64, 700, 2**20]))  # fmt: skip
+@given(
+    st.sampled_from(sorted(LOSSES.keys() - FORWARD_MODE)),
+    st.integers(0, 3),
+    st.sampled_from(sorted(EXTRAS)),
+    st.sampled_from([64, 700, 2**20]),
+)
 def test_every_stage_trains_as_the_plain_step_under_any_transform(name, stage, extra, size):
     try:
         want = plain(name, extra)

@@ -29,8 +29,16 @@ def leaves(draw):
     for name in names:
         dtype = draw(st.sampled_from(DTYPES))
         trained = dtype.is_floating_point and draw(st.booleans())
-        made.append(Leaf(name, draw(SHAPES), dtype, trained, draw(st.sampled_from([0, (1, True)])),
-                         trained and draw(st.booleans())))  # fmt: skip
+        made.append(
+            Leaf(
+                name,
+                draw(SHAPES),
+                dtype,
+                trained,
+                draw(st.sampled_from([0, (1, True)])),
+                trained and draw(st.booleans()),
+            )
+        )
     return made
 
 
@@ -121,8 +129,13 @@ def used(params, batch):
     return total
 
 
-@given(trees(), st.sampled_from(sorted(OPTIMIZERS)), st.integers(1, 3), st.integers(2, 5),
-       st.sampled_from([64, 600, 2**20]))  # fmt: skip
+@given(
+    trees(),
+    st.sampled_from(sorted(OPTIMIZERS)),
+    st.integers(1, 3),
+    st.integers(2, 5),
+    st.sampled_from([64, 600, 2**20]),
+)
 def test_gaps_stay_zero_and_muon_has_whole_parameters(found, optimizer, stage, ranks, size):
     params, frozen = found
     freeze = [fds.freeze(*frozen)] if frozen else []
@@ -141,10 +154,16 @@ def test_gaps_stay_zero_and_muon_has_whole_parameters(found, optimizer, stage, r
         structure, parts = step.structure_of(state.params)
         slots = [list(slot.values()) for slot in [state.slots["ema"].buckets]]
         trained = [structure.layout.buckets[i] for i in structure.trained]
-        for bucket, part in [*zip(structure.layout.buckets, parts, strict=True),
-                             *zip(structure.layout.buckets, slots[0], strict=True),
-                             *((next(b for b in trained if b.name == name), x) for slot in state.opt.values()
-                               for name, x in slot.items() if optimizer != "adagrad")]:  # fmt: skip
+        for bucket, part in [
+            *zip(structure.layout.buckets, parts, strict=True),
+            *zip(structure.layout.buckets, slots[0], strict=True),
+            *(
+                (next(b for b in trained if b.name == name), x)
+                for slot in state.opt.values()
+                for name, x in slot.items()
+                if optimizer != "adagrad"
+            ),
+        ]:
             rest = part.clone()
             for segment in bucket.segments(axis.index):
                 segment.of(rest).zero_()

@@ -58,8 +58,9 @@ def test_old_states_are_read_and_stepped_after_later_ones(stage):
 
     def run():
         axis = data_axis()
-        step = fds.compose(fds.shard_optimizer(axis, stage=stage, bucket_bytes=4000), fds.ema(0.9), fds.accumulate(2),
-                           fds.adamw(0.01))(loss)  # fmt: skip
+        step = fds.compose(
+            fds.shard_optimizer(axis, stage=stage, bucket_bytes=4000), fds.ema(0.9), fds.accumulate(2), fds.adamw(0.01)
+        )(loss)
         batch, states = mine(tokens(8), axis), [step.init(params)]
         for _ in range(4):
             states.append(step(states[-1], batch)[0])
@@ -104,11 +105,7 @@ class Lookup(nn.Module):
         return self.w[1:]
 
 
-@pytest.mark.parametrize("module", [
-    lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
-    lambda: nn.Linear(4, 4),
-    Lookup,
-])  # fmt: skip
+@pytest.mark.parametrize("module", [lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), lambda: nn.Linear(4, 4), Lookup])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_outputs_stay_after_later_steps(stage, module):
     torch.manual_seed(0)
@@ -184,11 +181,14 @@ def test_a_step_is_a_function_to_rounding_where_ranks_take_other_paths(paths, ra
 
     def run():
         axis = data_axis()
-        step = fds.compose(fds.accumulate(n), fds.sgd(0.1),
-                           fds.shard_optimizer(axis, stage=3, bucket_bytes=500, prefetch=prefetch))(f)  # fmt: skip
+        step = fds.compose(
+            fds.accumulate(n), fds.sgd(0.1), fds.shard_optimizer(axis, stage=3, bucket_bytes=500, prefetch=prefetch)
+        )(f)
         mine = [paths[(axis.index + i) % 4] for i in range(n)]
-        batch = {"x": torch.randn(n, 6, generator=torch.Generator().manual_seed(axis.index)),
-                 "path": torch.tensor([p + [-1] * (6 - len(p)) for p in mine])}  # fmt: skip
+        batch = {
+            "x": torch.randn(n, 6, generator=torch.Generator().manual_seed(axis.index)),
+            "path": torch.tensor([p + [-1] * (6 - len(p)) for p in mine]),
+        }
         state = step.init(params)
         wholes = [step.params(step(state, batch)[0]) for _ in range(4)]
         for other in wholes[1:]:
@@ -223,8 +223,9 @@ def test_a_loss_that_raises_on_all_ranks_leaves_state_and_step_usable(stage, whe
             return total
 
         axis = data_axis()
-        step = fds.compose(fds.shard_optimizer(axis, stage=stage, bucket_bytes=4000), fds.accumulate(2),
-                           fds.adamw(0.01))(f)  # fmt: skip
+        step = fds.compose(
+            fds.shard_optimizer(axis, stage=stage, bucket_bytes=4000), fds.accumulate(2), fds.adamw(0.01)
+        )(f)
         state, batch = step.init(params), mine(tokens(8), axis)
         kept = snapshot(state)
         want = step(state, batch)

@@ -33,16 +33,32 @@ def both(f, size=2):
     return fds.simulate(f, size)
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
-    ({"stage": 4}, "stage"), ({"stage": True}, "stage"), ({"stage": "2"}, "stage"), ({"stage": -1}, "stage"),
-    ({"bucket_bytes": 0}, "bucket_bytes"), ({"bucket_bytes": 1e6}, "bucket_bytes"), ({"bucket_bytes": True}, "bucket"),
-    ({"prefetch": -1}, "prefetch"), ({"prefetch": None}, "prefetch"), ({"prefetch": 1.0}, "prefetch"),
-    ({"persist_below": -1}, "persist_below"), ({"persist_below": "1"}, "persist_below"),
-    ({"max_live_bytes": 0}, "max_live_bytes"), ({"max_live_bytes": "1GB"}, "max_live_bytes"),
-    ({"predivide": 0}, "predivide"), ({"predivide": -1.0}, "predivide"), ({"predivide": float("inf")}, "predivide"),
-    ({"predivide": float("nan")}, "predivide"), ({"predivide": "2"}, "predivide"),
-    ({"replicate": 2}, "replicate"), ({"replicate": "dp"}, "replicate"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"stage": 4}, "stage"),
+        ({"stage": True}, "stage"),
+        ({"stage": "2"}, "stage"),
+        ({"stage": -1}, "stage"),
+        ({"bucket_bytes": 0}, "bucket_bytes"),
+        ({"bucket_bytes": 1e6}, "bucket_bytes"),
+        ({"bucket_bytes": True}, "bucket"),
+        ({"prefetch": -1}, "prefetch"),
+        ({"prefetch": None}, "prefetch"),
+        ({"prefetch": 1.0}, "prefetch"),
+        ({"persist_below": -1}, "persist_below"),
+        ({"persist_below": "1"}, "persist_below"),
+        ({"max_live_bytes": 0}, "max_live_bytes"),
+        ({"max_live_bytes": "1GB"}, "max_live_bytes"),
+        ({"predivide": 0}, "predivide"),
+        ({"predivide": -1.0}, "predivide"),
+        ({"predivide": float("inf")}, "predivide"),
+        ({"predivide": float("nan")}, "predivide"),
+        ({"predivide": "2"}, "predivide"),
+        ({"replicate": 2}, "replicate"),
+        ({"replicate": "dp"}, "replicate"),
+    ],
+)
 def test_wrong_arguments_are_refused_by_name(wrong, words):
     with pytest.raises(ComposeError, match=words) as caught:
         fds.shard_optimizer(fds.mesh(dp=1)["dp"], **wrong)
@@ -100,13 +116,16 @@ def test_a_bound_without_room_is_refused_at_init_on_every_rank():
         assert got.startswith("300") and want.startswith("at least 512")
 
 
-@pytest.mark.parametrize("wrong", [
-    lambda i: {**PARAMS, "more": torch.ones(2)} if i else PARAMS,
-    lambda i: {"w": torch.ones(51), "b": torch.ones(3)} if i else PARAMS,
-    lambda i: tree.map(lambda x: x.double() if i else x, PARAMS),
-    lambda i: {"w": PARAMS["w"], "b": PARAMS["b"] / i},
-    lambda i: {"w": PARAMS["w"], "b": [1.0] if i else PARAMS["b"]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda i: {**PARAMS, "more": torch.ones(2)} if i else PARAMS,
+        lambda i: {"w": torch.ones(51), "b": torch.ones(3)} if i else PARAMS,
+        lambda i: tree.map(lambda x: x.double() if i else x, PARAMS),
+        lambda i: {"w": PARAMS["w"], "b": PARAMS["b"] / i},
+        lambda i: {"w": PARAMS["w"], "b": [1.0] if i else PARAMS["b"]},
+    ],
+)
 def test_other_parameters_on_one_rank_are_refused_on_all(wrong):
     def run():
         with pytest.raises(StateError) as caught:
@@ -122,8 +141,13 @@ def test_a_donated_state_is_refused_everywhere():
         step = make(fds.donate(), stage=2)
         state, batch = step.init(PARAMS), torch.ones(2) + axis.index
         step(state, batch)
-        for use in (lambda: step(state, batch), lambda: step.params(state), lambda: step.evaluate(state, batch),
-                    lambda: step.describe(state), lambda: tree.map(torch.clone, state)):  # fmt: skip
+        for use in (
+            lambda: step(state, batch),
+            lambda: step.params(state),
+            lambda: step.evaluate(state, batch),
+            lambda: step.describe(state),
+            lambda: tree.map(torch.clone, state),
+        ):
             with pytest.raises(DonatedStateError):
                 use()
 
@@ -140,7 +164,7 @@ OTHERS = {
     "frozen": lambda: make(fds.freeze("b"), stage=1),
     "kept in float32": lambda: make(fds.precision(keep_float32="b"), stage=1),
     "another bound": lambda: make(stage=1, bucket_bytes=64),
-}  # fmt: skip
+}
 
 
 def hybrid():
@@ -148,11 +172,7 @@ def hybrid():
     return fds.shard_optimizer(mesh["s"], replicate=mesh["r"])
 
 
-@pytest.mark.parametrize("other", [
-    *list(OTHERS)[:5],
-    *(name
-      for name in ("groups", "frozen", "kept in float32")),
-])  # fmt: skip
+@pytest.mark.parametrize("other", [*list(OTHERS)[:5], *(name for name in ("groups", "frozen", "kept in float32"))])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_state_of_another_sharding_is_refused_or_means_the_same(other, stage):
     """What a step would do with the parameters, it does; or it says that the state is not its own."""
@@ -252,8 +272,14 @@ class Tiny(nn.Module):
 
 
 def specs():
-    return fds.Layers([fds.LayerSpec(nn.Embedding, 10, 8), *(fds.LayerSpec(nn.Linear, 8, 8) for _ in range(4)),
-                       fds.TiedLayerSpec("out", nn.Linear, 8, 10)], lambda x, y: F.cross_entropy(x, y))  # fmt: skip
+    return fds.Layers(
+        [
+            fds.LayerSpec(nn.Embedding, 10, 8),
+            *(fds.LayerSpec(nn.Linear, 8, 8) for _ in range(4)),
+            fds.TiedLayerSpec("out", nn.Linear, 8, 10),
+        ],
+        lambda x, y: F.cross_entropy(x, y),
+    )
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -262,9 +288,10 @@ def test_what_a_recipe_makes_is_what_the_plain_step_makes(stage, recipe):
     layers = specs()
     loss = layers if recipe == "layers" else lambda p, b: sum(x.sum() for x in p.values()) * 0.1
     source = {
-        "module": fds.recipe(Tiny), "layers": layers.init,
+        "module": fds.recipe(Tiny),
+        "layers": layers.init,
         "function": lambda key: {"w": torch.randn(40, generator=torch.Generator().manual_seed(int(key[0]) % 1000))},
-    }[recipe]  # fmt: skip
+    }[recipe]
     plain = fds.compose(fds.ema(0.9), fds.adamw(0.1))(loss)
     want = plain.init(source, key=7)
 
@@ -320,8 +347,11 @@ def test_layers_that_were_built_start_with_the_values_of_rank_0(stage):
         torch.manual_seed(data_axis().index)
         layers = fds.Layers([nn.Linear(4, 4), nn.Linear(4, 2)], nn.MSELoss())
         step = make(loss=layers, stage=stage)
-        want = {k: x.detach().clone() for m, i in zip(layers.layers, "01", strict=True) for k, x in
-                ((f"{i}.{n}", p) for n, p in m.named_parameters())}  # fmt: skip
+        want = {
+            k: x.detach().clone()
+            for m, i in zip(layers.layers, "01", strict=True)
+            for k, x in ((f"{i}.{n}", p) for n, p in m.named_parameters())
+        }
         return step.params(step.init(layers.init)), want
 
     results = both(run)
@@ -386,17 +416,24 @@ def test_other_parameters_on_one_real_rank_are_refused_on_all():
 
 def mixed(stage):
     """Bools, integers, empty and 0-d leaves, doubles: whatever gloo must carry."""
-    params = {"mask": torch.tensor([True, False, True]), "table": torch.arange(70), "none": torch.ones(0, 3),
-              "t": torch.tensor(0.5), "wide": torch.linspace(0, 1, 33, dtype=torch.float64),
-              "low": torch.linspace(0, 1, 65).bfloat16(), "half": torch.ones(5, dtype=torch.float16)}  # fmt: skip
+    params = {
+        "mask": torch.tensor([True, False, True]),
+        "table": torch.arange(70),
+        "none": torch.ones(0, 3),
+        "t": torch.tensor(0.5),
+        "wide": torch.linspace(0, 1, 33, dtype=torch.float64),
+        "low": torch.linspace(0, 1, 65).bfloat16(),
+        "half": torch.ones(5, dtype=torch.float16),
+    }
 
     def f(p, b):
         x = p["wide"].sum() * b.mean() + p["low"].float().square().sum() + p["half"].float().sum()
         return x + p["t"] * p["mask"].sum() + p["table"].float().mean() * p["t"] + p["none"].sum()
 
     axis = data_axis()
-    step = fds.compose(fds.shard_optimizer(axis, stage=stage, bucket_bytes=200), fds.clip_by_global_norm(1.0),
-                       fds.adamw(0.1))(f)  # fmt: skip
+    step = fds.compose(
+        fds.shard_optimizer(axis, stage=stage, bucket_bytes=200), fds.clip_by_global_norm(1.0), fds.adamw(0.1)
+    )(f)
     state = step.init(params)
     for _ in range(2):
         state, _ = step(state, torch.ones(2) + axis.index)

@@ -26,13 +26,13 @@ OPTIMIZERS = {
     "lamb": lambda: fds.lamb(0.01, eps=1e-2, weight_decay=0.1),
     "lion": lambda: fds.lion(0.01, weight_decay=0.1),
     "adagrad": lambda: fds.adagrad(0.01, eps=1e-2),
-    "muon and adamw": lambda: fds.by_name({
-        "*.bias": fds.adamw(0.01, eps=1e-2), "*norm*": fds.sgd(0.1), "*": fds.muon(fall),
-    }),
-    "groups": lambda: fds.by_name({
-        "0.*": fds.lamb(fall, eps=1e-2), "*.bias": fds.sgd(fall, momentum=0.5), "*": fds.adagrad(0.01, eps=1e-2),
-    }),
-}  # fmt: skip
+    "muon and adamw": lambda: fds.by_name(
+        {"*.bias": fds.adamw(0.01, eps=1e-2), "*norm*": fds.sgd(0.1), "*": fds.muon(fall)}
+    ),
+    "groups": lambda: fds.by_name(
+        {"0.*": fds.lamb(fall, eps=1e-2), "*.bias": fds.sgd(fall, momentum=0.5), "*": fds.adagrad(0.01, eps=1e-2)}
+    ),
+}
 MORE = {
     "value, then norm": lambda: [fds.clip_by_value(0.05), fds.clip_by_global_norm(0.1)],
     "norm, then value": lambda: [fds.clip_by_global_norm(0.1), fds.clip_by_value(0.02)],
@@ -81,8 +81,15 @@ def batch_of(rows, kept):
     return {"x": torch.randn(rows, 5, generator=g, dtype=D), "y": y.masked_fill(ignored, -1)}
 
 
-@given(st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(sorted(MORE)), st.integers(2, 4), st.integers(1, 3),
-       st.integers(0, 3), st.sampled_from([100, 1500, 2**20]), st.sampled_from([1.0, 4.0]))  # fmt: skip
+@given(
+    st.sampled_from(sorted(OPTIMIZERS)),
+    st.sampled_from(sorted(MORE)),
+    st.integers(2, 4),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.sampled_from([100, 1500, 2**20]),
+    st.sampled_from([1.0, 4.0]),
+)
 def test_every_optimizer_and_transform_is_the_plain_one(optimizer, more, ranks, n, stage, size, predivide):
     if more == "freeze" and optimizer in ("muon and adamw", "groups"):
         return  # by_name refuses a pattern that matches nothing
@@ -149,8 +156,11 @@ def test_ranks_may_have_batches_of_other_sizes(stage):
     def run():
         axis = data_axis()
         rows = [slice(0, 1), slice(1, 6), slice(6, 9)][axis.index]
-        step = fds.compose(fds.shard_optimizer(axis, stage=stage, bucket_bytes=900), fds.clip_by_global_norm(0.1),
-                           fds.adamw(0.01, eps=1e-2))(token_loss)  # fmt: skip
+        step = fds.compose(
+            fds.shard_optimizer(axis, stage=stage, bucket_bytes=900),
+            fds.clip_by_global_norm(0.1),
+            fds.adamw(0.01, eps=1e-2),
+        )(token_loss)
         state, told = step(step.init(PARAMS), {k: x[rows] for k, x in batch.items()})
         return step.params(state), told
 
@@ -174,8 +184,9 @@ def test_module_statistics_are_averages_over_ranks(stage):
 
     def run():
         axis = data_axis()
-        step = fds.compose(fds.shard_optimizer(axis, stage=stage, bucket_bytes=64), fds.accumulate(num),
-                           fds.sgd(0.1))(fds.with_buffers(loss_fn, buffers))  # fmt: skip
+        step = fds.compose(fds.shard_optimizer(axis, stage=stage, bucket_bytes=64), fds.accumulate(num), fds.sgd(0.1))(
+            fds.with_buffers(loss_fn, buffers)
+        )
         state, found = step.init(params), []
         for _ in range(2):
             own = dict(state.buffers)
@@ -274,8 +285,9 @@ def test_complex_buffers_keep_their_imaginary_part():
 
 @pytest.mark.parametrize("value", [2**60 + 1, -(2**60) + 1])
 def test_large_integers_keep_their_digits(value):
-    f = fds.with_buffers(lambda p, b, f: (p["w"].sum() * b.mean(), {"n": torch.tensor(2**54 + 1)}, f),
-                         {"seed": torch.tensor(value)})  # fmt: skip
+    f = fds.with_buffers(
+        lambda p, b, f: (p["w"].sum() * b.mean(), {"n": torch.tensor(2**54 + 1)}, f), {"seed": torch.tensor(value)}
+    )
     for _, told, buffers in two(f, {"w": torch.ones(4)}, fds.sgd(1.0)):
         assert int(buffers["seed"]) == value
         assert int(told["n"]) == 2 * (2**54 + 1)

@@ -20,8 +20,12 @@ def parameters(layers=4):
     g = torch.Generator().manual_seed(1)
     part = lambda: {"w": torch.randn(WIDTH, WIDTH, generator=g) / 2, "b": torch.zeros(WIDTH)}
     packed = torch.randint(0, 16, (WIDTH * WIDTH // 2,), generator=g).to(torch.uint8) * 16
-    return {"layers": [part() for _ in range(layers)], "base": packed, "never": torch.ones(WIDTH, WIDTH),
-            "frozen": torch.randn(WIDTH, WIDTH, generator=g) / 2}  # fmt: skip
+    return {
+        "layers": [part() for _ in range(layers)],
+        "base": packed,
+        "never": torch.ones(WIDTH, WIDTH),
+        "frozen": torch.randn(WIDTH, WIDTH, generator=g) / 2,
+    }
 
 
 def loss_fn(params, x):
@@ -68,10 +72,13 @@ def in_turns(x, leaf, call):
 
 
 VIEWS = {
-    **{v.__name__: (v,) for v in (drop_connect, fake_quantization, weight_normalization, unpacked, transposed, in_turns)
-       if v is not in_turns},
+    **{
+        v.__name__: (v,)
+        for v in (drop_connect, fake_quantization, weight_normalization, unpacked, transposed, in_turns)
+        if v is not in_turns
+    },
     "several": (drop_connect, weight_normalization, fake_quantization),
-}  # fmt: skip
+}
 
 
 @fds.step.transform
@@ -91,8 +98,9 @@ def trained(functions, stage, *more, microbatches=2, steps=3):
         axis = data_axis()
         sharding = () if stage is None else (fds.shard_optimizer(axis, stage=stage, bucket_bytes=300),)
         n = microbatches * (2 if stage is None else 1)
-        step = fds.compose(*sharding, fds.accumulate(n), views(*functions), fds.freeze("frozen"), *more,
-                           fds.sgd(0.1, momentum=0.9))(loss_fn)  # fmt: skip
+        step = fds.compose(
+            *sharding, fds.accumulate(n), views(*functions), fds.freeze("frozen"), *more, fds.sgd(0.1, momentum=0.9)
+        )(loss_fn)
         state, told = step.init(parameters(), key=1), []
         for _ in range(steps):
             state, metrics = step(state, mine(ROWS, axis))

@@ -42,9 +42,12 @@ def at_request(n: int, act: Callable[[str], None]) -> Iterator[list[str]]:
         count("create")
         file = plain_open(path, mode, *args, **kwargs)
         return mock.MagicMock(
-            wraps=file, write=counted("write", file.write), flush=counted("flush", file.flush),
-            __enter__=lambda self: self, __exit__=lambda self, *error: file.close(),
-        )  # fmt: skip
+            wraps=file,
+            write=counted("write", file.write),
+            flush=counted("flush", file.flush),
+            __enter__=lambda self: self,
+            __exit__=lambda self, *error: file.close(),
+        )
 
     def counted_os_open(path, flags, *args, **kwargs):
         count("create" if flags & os.O_CREAT else "open")

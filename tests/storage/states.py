@@ -40,9 +40,14 @@ class Template:
 
 def state_of(params: Any, *, calls: int = 0, opt=None, buffers=None, slots=None) -> State:
     return State(
-        step=torch.tensor(calls), calls=torch.tensor(calls), params=params, opt=opt or {}, buffers=buffers or {},
-        slots=slots or {}, key=torch.tensor([1, -2]),
-    )  # fmt: skip
+        step=torch.tensor(calls),
+        calls=torch.tensor(calls),
+        params=params,
+        opt=opt or {},
+        buffers=buffers or {},
+        slots=slots or {},
+        key=torch.tensor([1, -2]),
+    )
 
 
 def small_state(calls: int = 0, width: int = 3) -> State:
@@ -94,8 +99,9 @@ def trees(leaves=None) -> st.SearchStrategy[Any]:
     """Draw nested dicts, lists and tuples of tensors."""
     return st.recursive(
         tensors() if leaves is None else leaves,
-        lambda t: st.dictionaries(names, t, max_size=3) | st.lists(t, max_size=3) | st.tuples(t, t), max_leaves=6,
-    )  # fmt: skip
+        lambda t: st.dictionaries(names, t, max_size=3) | st.lists(t, max_size=3) | st.tuples(t, t),
+        max_leaves=6,
+    )
 
 
 @st.composite
@@ -104,12 +110,16 @@ def states(draw) -> State:
     calls = draw(st.integers(0, 2**40))
     tables = st.dictionaries(names, tensors(), max_size=2)
     return state_of(
-        draw(trees()), calls=calls, opt=draw(st.dictionaries(names, tables, max_size=2)), buffers=draw(tables),
+        draw(trees()),
+        calls=calls,
+        opt=draw(st.dictionaries(names, tables, max_size=2)),
+        buffers=draw(tables),
         slots=draw(st.dictionaries(names, trees(), max_size=2)),
-    )  # fmt: skip
+    )
 
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3), max_leaves=6,
-)  # fmt: skip
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3),
+    max_leaves=6,
+)

@@ -304,8 +304,13 @@ step, state = t.begin(sys.argv[1])
 
 
 def run(dir, text):
-    return subprocess.Popen([sys.executable, "-c", PROGRAM.format(text), dir], cwd=ROOT, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(text), dir],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 @pytest.mark.parametrize("end", ["pass", "sys.exit(3)", "raise ZeroDivisionError"])

@@ -232,8 +232,12 @@ def test_a_rank_that_hangs_is_named_when_the_time_is_over(tmp_path):
 @pytest.mark.xdist_group("ranks")
 def test_a_rank_that_is_killed_does_not_hang_the_others_and_the_save_before_loads(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.storage.killing_background", tmp_path], capture_output=True, text=True,
-        timeout=200, check=False, cwd=ROOT,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.storage.killing_background", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("the last complete save loads") == 4

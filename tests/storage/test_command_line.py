@@ -194,8 +194,9 @@ def test_weights_are_exported_from_the_command_line(run, tmp_path, capsys):
     source = open_source(run, "step00000001")
     want = torch.empty(5000)
     source.read("slots.ema.w", 0, want)
-    code, out, _ = called(capsys, "export", run, tmp_path / "hf", "--tag", "step00000001", "--tree", "slots.ema",
-                          "--dtype", "float32")  # fmt: skip
+    code, out, _ = called(
+        capsys, "export", run, tmp_path / "hf", "--tag", "step00000001", "--tree", "slots.ema", "--dtype", "float32"
+    )
     assert code == 0 and out == f"{tmp_path}/hf/model.safetensors\n"
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert torch.equal(found["w"].view(-1), want) and found["b"].dtype is torch.float32
@@ -230,9 +231,10 @@ def test_equal_states_on_different_ranks_have_no_differences(run, tmp_path, caps
 
 def test_two_calls_are_compared_leaf_by_leaf(run, capsys):
     forms = [
-        [f"{run}:step00000001", f"{run}:step00000002"], [run / "step00000001", run],
+        [f"{run}:step00000001", f"{run}:step00000002"],
+        [run / "step00000001", run],
         [run, run, "--tags", "step00000001", "step00000002"],
-    ]  # fmt: skip
+    ]
     outputs = [called(capsys, "diff", *form) for form in forms]
     assert outputs[0] == outputs[1] == outputs[2] and outputs[0][0] == 1
     lines = cells(outputs[0][1])
@@ -247,22 +249,41 @@ def test_two_calls_are_compared_leaf_by_leaf(run, capsys):
 def source_of(tensors, most=3):
     """Return tensors as a source, in chunks of at most so many elements."""
     leaves = {
-        name: SavedLeaf(str(x.dtype).removeprefix("torch."), tuple(x.shape), tuple(
-            Chunk("a.safetensors", 0, i, min(most, x.numel() - i), "") for i in range(0, x.numel(), most)))
+        name: SavedLeaf(
+            str(x.dtype).removeprefix("torch."),
+            tuple(x.shape),
+            tuple(Chunk("a.safetensors", 0, i, min(most, x.numel() - i), "") for i in range(0, x.numel(), most)),
+        )
         for name, x in tensors.items()
-    }  # fmt: skip
+    }
     read = lambda name, start, out: out.copy_(tensors[name].reshape(-1)[start : start + len(out)])
     return Source("memory", leaves, read)
 
 
 def test_what_differs_is_measured():
     nan, inf = math.nan, math.inf
-    a = {"x": torch.tensor([1.0, 2.0, 3.0, 4.0]), "gone": torch.ones(2), "shape": torch.ones(2, 3),
-         "kind": torch.tensor([1.0, 0.1]), "nan": torch.tensor([nan, 1.0]), "same": torch.tensor([nan, -0.0, inf]),
-         "zero": torch.tensor([0.0, 1.0]), "z": torch.tensor([3 + 4j]), "empty": torch.ones(0)}  # fmt: skip
-    b = {"x": torch.tensor([1.0, 2.5, 3.0, 2.0]), "shape": torch.ones(3, 2), "new": torch.ones(1),
-         "kind": torch.tensor([1.0, 0.1]).bfloat16(), "nan": torch.tensor([nan, nan]), "same": a["same"].clone(),
-         "zero": torch.tensor([-0.0, 1.0]), "z": torch.tensor([3 + 3j]), "empty": torch.ones(0)}  # fmt: skip
+    a = {
+        "x": torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        "gone": torch.ones(2),
+        "shape": torch.ones(2, 3),
+        "kind": torch.tensor([1.0, 0.1]),
+        "nan": torch.tensor([nan, 1.0]),
+        "same": torch.tensor([nan, -0.0, inf]),
+        "zero": torch.tensor([0.0, 1.0]),
+        "z": torch.tensor([3 + 4j]),
+        "empty": torch.ones(0),
+    }
+    b = {
+        "x": torch.tensor([1.0, 2.5, 3.0, 2.0]),
+        "shape": torch.ones(3, 2),
+        "new": torch.ones(1),
+        "kind": torch.tensor([1.0, 0.1]).bfloat16(),
+        "nan": torch.tensor([nan, nan]),
+        "same": a["same"].clone(),
+        "zero": torch.tensor([-0.0, 1.0]),
+        "z": torch.tensor([3 + 3j]),
+        "empty": torch.ones(0),
+    }
     found = {d.name: d for d in differences(source_of(a), source_of(b, most=2))}
     assert list(found) == ["x", "gone", "shape", "kind", "nan", "zero", "z", "new"]
     assert found["x"] == Difference("x", "float32 (4,)", "float32 (4,)", 4, 2, 2.0, 0.5)

@@ -130,9 +130,11 @@ def test_every_dtype_is_exported_as_it_is(tmp_path):
 
 
 TOPOLOGIES = {
-    "stage 0": Topology(2, 0), "stage 1": Topology(3, 1, 300), "stage 2": Topology(2, 2),
+    "stage 0": Topology(2, 0),
+    "stage 1": Topology(3, 1, 300),
+    "stage 2": Topology(2, 2),
     "stage 3, replicas": Topology(4, 3, 300, replicas=2, persist_below=8),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -164,17 +166,24 @@ def test_ranks_write_their_slices_of_the_files_that_a_save_would_give(tmp_path, 
 def layers():
     logits = lambda embed, x: torch.nn.functional.linear(x, embed.weight)
     return fds.Layers(
-        [fds.TiedLayerSpec("embed", nn.Embedding, 7, 6), torch.tanh, fds.LayerSpec(Block, 6, 0.1),
-         fds.LayerSpec(nn.BatchNorm1d, 4), fds.LayerSpec(Block, 6, 0.1),
-         fds.TiedLayerSpec("embed", nn.Embedding, 7, 6, forward_fn=logits)],
+        [
+            fds.TiedLayerSpec("embed", nn.Embedding, 7, 6),
+            torch.tanh,
+            fds.LayerSpec(Block, 6, 0.1),
+            fds.LayerSpec(nn.BatchNorm1d, 4),
+            fds.LayerSpec(Block, 6, 0.1),
+            fds.TiedLayerSpec("embed", nn.Embedding, 7, 6, forward_fn=logits),
+        ],
         token_mean,
-    )  # fmt: skip
+    )
 
 
 STAGES = {
-    "pp2": Stages(2), "pp3": Stages(3, plans.zb_h1), "pp2 x dp2": Stages(2, plans.one_f_one_b, 2, 1),
+    "pp2": Stages(2),
+    "pp3": Stages(3, plans.zb_h1),
+    "pp2 x dp2": Stages(2, plans.one_f_one_b, 2, 1),
     "pp2 x dp2, stage 3": Stages(2, plans.gpipe, 2, 3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
@@ -220,9 +229,11 @@ def test_files_are_as_large_as_they_may_be(tmp_path_factory, sizes, most):
     held = [[x.numel() for x in load_file(path).values()] for path in files]
     assert all(sum(one) <= most or len([n for n in one if n]) == 1 for one in held)
     assert all(sum(a) + b[0] > most for a, b in itertools.pairwise(held))
-    names = ["model.safetensors"] if len(files) == 1 else [
-        f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))
-    ]  # fmt: skip
+    names = (
+        ["model.safetensors"]
+        if len(files) == 1
+        else [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    )
     assert [path.name for path in files] == names and sorted(os.listdir(dir)) == sorted(p.name for p in paths)
 
 
@@ -242,8 +253,11 @@ def test_no_more_than_a_block_is_read_at_once(tmp_path, monkeypatch):
     assert sum(read) == 20_000_004 + 6 and max(read) <= 8 * 2**20
 
 
-@given(st.integers(0, 5_000_000).flatmap(lambda n: st.tuples(
-    st.just(n), st.lists(st.tuples(st.integers(0, n), st.integers(1, 3_000_000)), max_size=4))))  # fmt: skip
+@given(
+    st.integers(0, 5_000_000).flatmap(
+        lambda n: st.tuples(st.just(n), st.lists(st.tuples(st.integers(0, n), st.integers(1, 3_000_000)), max_size=4))
+    )
+)
 def test_pieces_tile_a_leaf_of_chunks_and_gaps(drawn):
     numel, places = drawn
     inside = sorted((start, min(length, numel - start)) for start, length in places if start < numel)
@@ -341,8 +355,9 @@ def killed(export, n) -> bool:
     return os.waitpid(pid, 0)[1] != 0
 
 
-@pytest.mark.parametrize(("before", "after"), [("one.safetensors",) * 2, (None, "many"), ("many", "one"),
-                                               ("many", "many"), ("one", "many")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after"), [("one.safetensors",) * 2, (None, "many"), ("many", "one"), ("many", "many"), ("one", "many")]
+)
 def test_killed_at_any_request_nobody_finds_half_an_export(tmp_path, before, after):
     _, state = trained(calls=1)
     old = attrs.evolve(state, params=tree.map(torch.zeros_like, state.params))
@@ -493,9 +508,15 @@ def test_transformers_loads_what_was_exported(tmp_path, kind, ranks):
 
     sizes = {
         "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50, "n_positions": 12},
-        "Llama": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50,
-                  "intermediate_size": 24, "max_position_embeddings": 12},
-    }[kind]  # fmt: skip
+        "Llama": {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "vocab_size": 50,
+            "intermediate_size": 24,
+            "max_position_embeddings": 12,
+        },
+    }[kind]
     config = getattr(transformers, f"{kind}Config")(**sizes, use_cache=False)
     model = getattr(transformers, {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM"}[kind])(config).eval()
     apply, params, _ = fds.functional(model)

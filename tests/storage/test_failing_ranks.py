@@ -93,8 +93,11 @@ def test_an_error_at_any_request_of_any_rank_changes_nothing(tmp_path, tag, monk
             assert not (dir / ".saving").exists()
             failed.append(error.what[:6])
             placed = "replace" in made[:n]  # the flush after the last rename
-            what = "the save is in its place, but may not outlive a power failure" if placed else (
-                "the file system refuses this save")  # fmt: skip
+            what = (
+                "the save is in its place, but may not outlive a power failure"
+                if placed
+                else ("the file system refuses this save")
+            )
             assert error.what[6:] == f": {what}" and error.got == os.strerror(errno.ENOSPC)
         if error is None or "replace" in made[:n]:  # not needed, or the flush after the last rename
             assert found(dir) == 2

@@ -128,8 +128,9 @@ def test_the_page_names_every_field_and_dtype():
     tables = set(re.findall(r"`([\w.<>]+)`", "\n".join(re.findall(r"^\|.*", text, re.MULTILINE))))
     for record in (manifest.Manifest, manifest.Chunk):
         assert {field.name for field in attrs.fields(record)} <= tables
-    assert all(f'"{field.name}"' in text for record in (manifest.File, manifest.SavedLeaf)
-               for field in attrs.fields(record))
+    assert all(
+        f'"{field.name}"' in text for record in (manifest.File, manifest.SavedLeaf) for field in attrs.fields(record)
+    )
     assert {*DTYPES, *CODES.values()} <= tables
     assert f"This is format {manifest.FORMAT}." in text
 
@@ -144,15 +145,20 @@ def written(run, tag, leaves, extra, most):
     new = run / ".saving" / "new" / tag
     new.mkdir(parents=True)
     (run / ".saving" / "old").mkdir()
-    files, told = {}, {name: {"dtype": codes[x.dtype.str][0], "shape": [*x.shape], "chunks": []}
-                       for name, x in leaves.items()}  # fmt: skip
+    files, told = (
+        {},
+        {name: {"dtype": codes[x.dtype.str][0], "shape": [*x.shape], "chunks": []} for name, x in leaves.items()},
+    )
     for i, file in enumerate(("one.safetensors", "two.safetensors")):
         header, data, ends = {}, b"", []
         for name, x in sorted(leaves.items(), key=lambda item: -item[1].itemsize):
             cut = x.size // 2
             half = x.reshape(-1)[cut:] if i else x.reshape(-1)[:cut]
-            header[name] = {"dtype": codes[x.dtype.str][1], "shape": [half.size],
-                            "data_offsets": [len(data), len(data) + half.nbytes]}  # fmt: skip
+            header[name] = {
+                "dtype": codes[x.dtype.str][1],
+                "shape": [half.size],
+                "data_offsets": [len(data), len(data) + half.nbytes],
+            }
             ends.append((name, len(data), i * cut, half))
             data += half.tobytes()
         text = json.dumps(header).encode()
@@ -163,15 +169,29 @@ def written(run, tag, leaves, extra, most):
         for name, at, start, half in ends:
             for j in range(0, half.size, most):
                 piece = half[j : j + most]
-                told[name]["chunks"].append({
-                    "file": file, "offset": len(head) + at + j * half.itemsize, "box": None, "start": start + j,
-                    "length": piece.size, "checksum": checksum(piece.tobytes()),
-                })  # fmt: skip
+                told[name]["chunks"].append(
+                    {
+                        "file": file,
+                        "offset": len(head) + at + j * half.itemsize,
+                        "box": None,
+                        "start": start + j,
+                        "length": piece.size,
+                        "checksum": checksum(piece.tobytes()),
+                    }
+                )
     fields = {
-        "format": 3, "fds": "another program", "torch": "none", "tag": tag, "calls": int(leaves["calls"]),
-        "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"), "part": None,
-        "composition": [], "files": files, "leaves": told, "extra": extra,
-    }  # fmt: skip
+        "format": 3,
+        "fds": "another program",
+        "torch": "none",
+        "tag": tag,
+        "calls": int(leaves["calls"]),
+        "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),
+        "part": None,
+        "composition": [],
+        "files": files,
+        "leaves": told,
+        "extra": extra,
+    }
     canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     (new / "manifest.json").write_text(json.dumps({**fields, "checksum": checksum(canonical.encode())}, indent=1))
     (run / ".saving" / "latest").write_text(f"{tag}\n")
@@ -181,8 +201,9 @@ def written(run, tag, leaves, extra, most):
 
 @pytest.mark.parametrize("most", [1, 5, 1000])
 def test_fds_loads_what_another_program_wrote(tmp_path, most):
-    state = state_of({"w": torch.randn(7, 9), "h": torch.randn(11).bfloat16()}, calls=4,
-                     opt={"exp_avg": {"w": torch.randn(7, 9)}})  # fmt: skip
+    state = state_of(
+        {"w": torch.randn(7, 9), "h": torch.randn(11).bfloat16()}, calls=4, opt={"exp_avg": {"w": torch.randn(7, 9)}}
+    )
     as_array = lambda x: (x.view(torch.uint16) if x.dtype is torch.bfloat16 else x).numpy()
     leaves = {name: np.ascontiguousarray(as_array(x)).reshape(x.shape) for name, x in tree.paths(state).items()}
     written(tmp_path, "theirs", leaves, {"from": "elsewhere"}, most)

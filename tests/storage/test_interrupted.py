@@ -25,9 +25,13 @@ def found(dir):
 
 def test_killed_at_any_request_and_any_instant_the_last_complete_save_loads(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.storage.killing", tmp_path], capture_output=True, text=True, timeout=200,
-        check=False, cwd=ROOT,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.storage.killing", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" kills, ") == 6
 
@@ -124,9 +128,13 @@ def test_a_full_and_a_read_only_disk_are_storage_errors(tmp_path):
     if allowed.returncode:
         pytest.skip("no mount namespace for this user; the limit of file sizes stands for the full disk")
     done = subprocess.run(
-        [*namespace, sys.executable, "-m", "tests.storage.full_disk", tmp_path], capture_output=True, text=True,
-        timeout=100, check=False, cwd=ROOT,
-    )  # fmt: skip
+        [*namespace, sys.executable, "-m", "tests.storage.full_disk", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("the file system refuses this save") >= 3
     assert not os.listdir(tmp_path)

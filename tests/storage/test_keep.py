@@ -185,4 +185,6 @@ def test_ranks_keep_as_many_and_agree_on_the_number(tmp_path):
     assert told[0] == told[1] and "the ranks do not agree on the options" in told[0] and "keep=2" in told[0]
     assert folders.tags(tmp_path) == ["step00000002", "step00000003"]
     assert json.loads((tmp_path / "step00000003" / "manifest.json").read_text())["files"].keys() == {
-        "rank0.safetensors", "rank1.safetensors"}  # fmt: skip
+        "rank0.safetensors",
+        "rank1.safetensors",
+    }

@@ -55,8 +55,10 @@ def saves(tmp_path_factory):
     """Give directories of saves after two calls of a pipeline, by what was composed."""
     dir = tmp_path_factory.mktemp("saves")
     kept = {
-        "all": (ADAM, EMA, SCALE), "sgd": (fds.sgd(0.1), SCALE), "momentum": (fds.sgd(0.1, momentum=0.9), EMA, SCALE),
-    }  # fmt: skip
+        "all": (ADAM, EMA, SCALE),
+        "sgd": (fds.sgd(0.1), SCALE),
+        "momentum": (fds.sgd(0.1, momentum=0.9), EMA, SCALE),
+    }
     for name, more in kept.items():
         pipelines.saved(dir / name, Stages(2, plans.one_f_one_b, 2, 1), 2, *more)
     return dir
@@ -209,8 +211,9 @@ def test_without_schedule_updates_are_counted_from_zero(saves, topology):
 def other_layers() -> fds.Layers:
     """Layers of which 2 has a wider inside, 4 is new, 5 has no parameters any more."""
     first = pipelines.layers().layers
-    return fds.Layers([*first[:2], nn.Linear(6, 6, bias=False), first[3], nn.LayerNorm(6), torch.tanh, *first[6:]],
-                      token_mean)  # fmt: skip
+    return fds.Layers(
+        [*first[:2], nn.Linear(6, 6, bias=False), first[3], nn.LayerNorm(6), torch.tanh, *first[6:]], token_mean
+    )
 
 
 @each
@@ -264,8 +267,9 @@ def test_another_shape_or_dtype_is_mismatched_and_keeps_what_init_made(saves, to
 
 def test_nothing_is_said_where_all_is_there(saves):
     for topology in TOPOLOGIES.values():  # any warning would be an error in loaded()
-        assert_same_bits(loaded(saves / "all", topology, ADAM, EMA, SCALE, strict=False),
-                         pipelines.in_order(held(saves / "all")))  # fmt: skip
+        assert_same_bits(
+            loaded(saves / "all", topology, ADAM, EMA, SCALE, strict=False), pipelines.in_order(held(saves / "all"))
+        )
 
 
 @each
@@ -345,7 +349,6 @@ def test_a_run_goes_on_with_what_was_made_afresh(saves):
     want = pipelines.in_order(after(None))
     found = pipelines.in_order(pipelines.joined(Stages(2).run(lambda: after(Stages(2)))))
     pipelines.assert_rounding(found, want, additions=2 * 4096)
-
 
 
 def test_what_another_optimizer_remembered_is_not_read_by_halves(tmp_path):

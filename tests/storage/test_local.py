@@ -169,8 +169,9 @@ def test_the_last_save_is_the_last_that_all_have(tmp_path):
     assert_same_bits([state for state, _ in loaded(tmp_path, topology)], states)
     error = told(tmp_path, topology, tag="a")
     assert "there is no save that all ranks have under 'a'" in error.what and error.want == "b, c"
-    assert_same_bits([s for s, _ in loaded(tmp_path, topology, tag="c")],
-                     on(topology, lambda index: state_on(topology, ord("c"))[1]))  # fmt: skip
+    assert_same_bits(
+        [s for s, _ in loaded(tmp_path, topology, tag="c")], on(topology, lambda index: state_on(topology, ord("c"))[1])
+    )
 
 
 def test_a_tag_of_another_save_under_the_same_name_is_none_that_all_have(tmp_path):
@@ -272,7 +273,8 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path, which):
 
     with mock.patch.object(writer, "write", write):
         assert set(on(topology, body)) == {
-            (f"rank {which}: the file system refuses this save", os.strerror(errno.ENOSPC))}  # fmt: skip
+            (f"rank {which}: the file system refuses this save", os.strerror(errno.ENOSPC))
+        }
     for i in range(3):
         assert sorted(os.listdir(machine(tmp_path, i) / f"rank{i}")) == [".lock", "latest", "one"]
     assert_same_bits([state for state, _ in loaded(tmp_path, topology)], states)
@@ -393,7 +395,7 @@ TAMPERED = {
     "a leaf less": (lambda record: record["leaves"].pop("calls") and None, "leaves of the save", ""),
     "shape": (lambda record: record["leaves"]["key"].update(shape=[2, 1]), "leaf key of the save", "int64 (2, 1)"),
     "dtype": (lambda record: record["leaves"]["key"].update(dtype="float64"), "leaf key of the save", "float64 (2,)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -53,12 +53,17 @@ def layers(width: int = 6) -> fds.Layers:
     logits = lambda embed, x: F.linear(x, embed.weight)
     return fds.Layers(
         [
-            fds.TiedLayerSpec("embed", nn.Embedding, 7, width), torch.tanh, fds.LayerSpec(Block, width, 0.1),
-            fds.LayerSpec(nn.BatchNorm1d, 4), nn.Dropout(0.1), fds.LayerSpec(Block, width, 0.1),
-            fds.LayerSpec(nn.LayerNorm, width), fds.TiedLayerSpec("embed", nn.Embedding, 7, width, forward_fn=logits),
+            fds.TiedLayerSpec("embed", nn.Embedding, 7, width),
+            torch.tanh,
+            fds.LayerSpec(Block, width, 0.1),
+            fds.LayerSpec(nn.BatchNorm1d, 4),
+            nn.Dropout(0.1),
+            fds.LayerSpec(Block, width, 0.1),
+            fds.LayerSpec(nn.LayerNorm, width),
+            fds.TiedLayerSpec("embed", nn.Embedding, 7, width, forward_fn=logits),
         ],
         token_mean,
-    )  # fmt: skip
+    )
 
 
 def make(topology: Stages | None, *more, loss=None) -> fds.Step:

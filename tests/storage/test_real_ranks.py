@@ -64,8 +64,12 @@ def test_an_error_on_one_process_is_told_to_the_other(tmp_path):
 
 def test_one_of_two_processes_is_killed_and_the_last_complete_save_loads(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.storage.killing_ranks", tmp_path], capture_output=True, text=True, timeout=200,
-        check=False, cwd=ROOT,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.storage.killing_ranks", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" kills, ") == 5

@@ -176,24 +176,36 @@ def test_a_manifest_of_a_newer_format(folder):
     assert (error.got, error.want) == ("format 4, written by fds 9.9", "format 2 or 3")
 
 
-@pytest.mark.parametrize(("edit", "path"), [
-    (lambda m: m.update(calls="3"), "expected int @ $.calls"),
-    (lambda m: m.update(calls=True), "expected int @ $.calls"),
-    (lambda m: m.update(leaves=[]), "@ $.leaves"),
-    (lambda m: m["leaves"]["params.out"].update(shape=["5"]), "@ $.leaves['params.out'].shape[0]"),
-    (lambda m: m["leaves"]["params.out"].update(shape=[5.0]), "@ $.leaves['params.out'].shape[0]"),
-    (lambda m: m["leaves"]["params.out"].__delitem__("dtype"), "@ $.leaves['params.out'].dtype"),
-    (lambda m: m["leaves"]["params.out"]["chunks"][0].update(file=None), "@ $.leaves['params.out'].chunks[0].file"),
-    (lambda m: m["leaves"]["params.out"]["chunks"][0].update(odd=1), "(odd) @ $.leaves['params.out'].chunks[0]"),
-    (lambda m: m["leaves"]["params.out"]["chunks"][0].update(offset="0"), "$.leaves['params.out'].chunks[0].offset"),
-    (lambda m: m["leaves"]["params.out"]["chunks"][0].update(box=[[0, 5, 1]]), "$.leaves['params.out'].chunks[0].box"),
-    (lambda m: m["leaves"]["params.out"]["chunks"][0].update(box=[["0", 5]]), "$.leaves['params.out'].chunks[0].box"),
-    (lambda m: m["leaves"]["params.out"]["chunks"][0].update(box=5), "$.leaves['params.out'].chunks[0].box"),
-    (lambda m: m["files"]["rank0.safetensors"].update(bytes=1.5), "@ $.files['rank0.safetensors'].bytes"),
-    (lambda m: m.update(part=[0]), "@ $.part"),
-    (lambda m: m.update(pickle="gASV"), "extra fields found (pickle) @ $"),
-    (lambda m: m.__delitem__("extra"), "required field missing @ $.extra"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "path"),
+    [
+        (lambda m: m.update(calls="3"), "expected int @ $.calls"),
+        (lambda m: m.update(calls=True), "expected int @ $.calls"),
+        (lambda m: m.update(leaves=[]), "@ $.leaves"),
+        (lambda m: m["leaves"]["params.out"].update(shape=["5"]), "@ $.leaves['params.out'].shape[0]"),
+        (lambda m: m["leaves"]["params.out"].update(shape=[5.0]), "@ $.leaves['params.out'].shape[0]"),
+        (lambda m: m["leaves"]["params.out"].__delitem__("dtype"), "@ $.leaves['params.out'].dtype"),
+        (lambda m: m["leaves"]["params.out"]["chunks"][0].update(file=None), "@ $.leaves['params.out'].chunks[0].file"),
+        (lambda m: m["leaves"]["params.out"]["chunks"][0].update(odd=1), "(odd) @ $.leaves['params.out'].chunks[0]"),
+        (
+            lambda m: m["leaves"]["params.out"]["chunks"][0].update(offset="0"),
+            "$.leaves['params.out'].chunks[0].offset",
+        ),
+        (
+            lambda m: m["leaves"]["params.out"]["chunks"][0].update(box=[[0, 5, 1]]),
+            "$.leaves['params.out'].chunks[0].box",
+        ),
+        (
+            lambda m: m["leaves"]["params.out"]["chunks"][0].update(box=[["0", 5]]),
+            "$.leaves['params.out'].chunks[0].box",
+        ),
+        (lambda m: m["leaves"]["params.out"]["chunks"][0].update(box=5), "$.leaves['params.out'].chunks[0].box"),
+        (lambda m: m["files"]["rank0.safetensors"].update(bytes=1.5), "@ $.files['rank0.safetensors'].bytes"),
+        (lambda m: m.update(part=[0]), "@ $.part"),
+        (lambda m: m.update(pickle="gASV"), "extra fields found (pickle) @ $"),
+        (lambda m: m.__delitem__("extra"), "required field missing @ $.extra"),
+    ],
+)
 def test_wrong_types_in_a_manifest_are_shown_with_their_path(folder, edit, path):
     rewrite(folder, edit)
     error = refused(folder.parent)
@@ -206,11 +218,24 @@ def test_a_manifest_that_somebody_edited(folder):
     assert refused(folder.parent).what == "the manifest was changed after it was written"
 
 
-@pytest.mark.parametrize("file", [
-    "../one/rank0.safetensors", "../../etc/passwd", "/etc/passwd", "/etc/passwd.safetensors", "", ".", "..",
-    ".hidden.safetensors", "a\\b.safetensors", "rank0.safetensors\n", "manifest.json", "a\0.safetensors",
-    "C:a.safetensors",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../one/rank0.safetensors",
+        "../../etc/passwd",
+        "/etc/passwd",
+        "/etc/passwd.safetensors",
+        "",
+        ".",
+        "..",
+        ".hidden.safetensors",
+        "a\\b.safetensors",
+        "rank0.safetensors\n",
+        "manifest.json",
+        "a\0.safetensors",
+        "C:a.safetensors",
+    ],
+)
 def test_a_hostile_file_name_is_refused_before_anything_is_opened(folder, file, monkeypatch):
     monkeypatch.setattr(source, "Files", lambda folder, files, verify: pytest.fail(f"opened {files}"))
     whole = (folder / "manifest.json").read_text()
@@ -229,21 +254,44 @@ def test_a_hostile_file_name_is_refused_before_anything_is_opened(folder, file, 
     assert (error.what, error.where[-7:]) == ("a file name that no save writes", "$.files")
 
 
-@pytest.mark.parametrize("edit", [
-    {"shape": [10**30]}, {"shape": [-5]}, {"shape": [-1, -5]}, {"dtype": "pickle"}, {"dtype": "float99"},
-    {"chunks": []},
-    {"chunks": [(0, 0, 4)]}, {"chunks": [(0, 1, 5)]}, {"chunks": [(0, 0, 10**30)]}, {"chunks": [(0, 0, -5)]},
-    {"chunks": [(0, 0, 10), (0, 10, -5)]}, {"chunks": [(0, -5, 10)]}, {"chunks": [(0, 0, 5)] * 2},
-    {"chunks": [(0, 0, 0), (0, 0, 5)]}, {"chunks": [(-1, 0, 5)]}, {"chunks": [(2**63, 0, 5)]},
-    {"chunks": [(10**30, 0, 5)]}, {"chunks": [(10**6, 0, 5)]}, {"chunks": [(8192, 0, 5)]},
-    {"shape": [10**15], "chunks": [(0, 0, 10**15)]}, {"shape": [0], "chunks": [(0, 0, 5)]},
-    {"chunks": [(4096, 0, 5, [[0, 6]])]}, {"chunks": [(4096, 0, 5, [[-1, 6]])]}, {"chunks": [(4096, 0, 5, [])]},
-    {"chunks": [(4096, 0, 5, [[0, 5], [0, 1]])]}, {"chunks": [(4096, 0, 5, [[0, 4]])]},
-    {"chunks": [(4096, 0, 4, [[0, 4]])]}, {"chunks": [(4096, 0, 3, [[0, 3]]), (4096, 0, 2, [[2, 2]])]},
-    {"chunks": [(4096, 0, 3, [[0, 3]]), (4096, 0, 3, [[2, 3]])]}, {"chunks": [(4096, 0, 5, [[10**30, 5]])]},
-    {"chunks": [(4096, 0, 3, [[0, 3]]), (4096, 0, 3, [[0, 3]])]}, {"chunks": [(4096, 0, 0, [[0, 0]])]},
-    {"chunks": [(4096, 0, 5, None), (4096, 0, 2, [[3, 2]])]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"shape": [10**30]},
+        {"shape": [-5]},
+        {"shape": [-1, -5]},
+        {"dtype": "pickle"},
+        {"dtype": "float99"},
+        {"chunks": []},
+        {"chunks": [(0, 0, 4)]},
+        {"chunks": [(0, 1, 5)]},
+        {"chunks": [(0, 0, 10**30)]},
+        {"chunks": [(0, 0, -5)]},
+        {"chunks": [(0, 0, 10), (0, 10, -5)]},
+        {"chunks": [(0, -5, 10)]},
+        {"chunks": [(0, 0, 5)] * 2},
+        {"chunks": [(0, 0, 0), (0, 0, 5)]},
+        {"chunks": [(-1, 0, 5)]},
+        {"chunks": [(2**63, 0, 5)]},
+        {"chunks": [(10**30, 0, 5)]},
+        {"chunks": [(10**6, 0, 5)]},
+        {"chunks": [(8192, 0, 5)]},
+        {"shape": [10**15], "chunks": [(0, 0, 10**15)]},
+        {"shape": [0], "chunks": [(0, 0, 5)]},
+        {"chunks": [(4096, 0, 5, [[0, 6]])]},
+        {"chunks": [(4096, 0, 5, [[-1, 6]])]},
+        {"chunks": [(4096, 0, 5, [])]},
+        {"chunks": [(4096, 0, 5, [[0, 5], [0, 1]])]},
+        {"chunks": [(4096, 0, 5, [[0, 4]])]},
+        {"chunks": [(4096, 0, 4, [[0, 4]])]},
+        {"chunks": [(4096, 0, 3, [[0, 3]]), (4096, 0, 2, [[2, 2]])]},
+        {"chunks": [(4096, 0, 3, [[0, 3]]), (4096, 0, 3, [[2, 3]])]},
+        {"chunks": [(4096, 0, 5, [[10**30, 5]])]},
+        {"chunks": [(4096, 0, 3, [[0, 3]]), (4096, 0, 3, [[0, 3]])]},
+        {"chunks": [(4096, 0, 0, [[0, 0]])]},
+        {"chunks": [(4096, 0, 5, None), (4096, 0, 2, [[3, 2]])]},
+    ],
+)
 def test_absurd_shapes_dtypes_and_chunks(folder, edit):
     rest = {"file": "rank0.safetensors", "checksum": "xxh3:0"}
     if "chunks" in edit:

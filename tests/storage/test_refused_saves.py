@@ -51,9 +51,10 @@ def test_a_directory_without_write_permission(tmp_path):
     assert num_calls(fds.load(tmp_path, STEP, {})[0]) == 1
 
 
-@pytest.mark.parametrize("tag", [
-    "", ".", "..", ".hidden", "a/b", "/etc", "..\\up", "a\0b", "a\n", " a", "-rf", "latest", "LATEST", "a:b", 3, b"a",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tag",
+    ["", ".", "..", ".hidden", "a/b", "/etc", "..\\up", "a\0b", "a\n", " a", "-rf", "latest", "LATEST", "a:b", 3, b"a"],
+)
 def test_a_tag_that_is_no_name_of_a_folder(tmp_path, tag):
     assert refused(tmp_path / "run", small_state(), STEP, tag).got == repr(tag)
     assert not (tmp_path / "run").exists()
@@ -64,12 +65,21 @@ def test_a_tag_too_long_for_the_file_system(tmp_path):
     assert os.listdir(tmp_path) == [".lock"]
 
 
-@pytest.mark.parametrize(("extra", "where"), [
-    ([1], "extra"), ("text", "extra"),
-    ({"a": (1, 2)}, "extra.a"), ({"a": {1: 2}}, "extra.a"), ({"a": [0, {"b": torch.ones(1)}]}, "extra.a.1.b"),
-    ({"a": float("nan")}, "extra.a"), ({"a": {"b": float("-inf")}}, "extra.a.b"), ({"a": b"x"}, "extra.a"),
-    ({"a": {1, 2}}, "extra.a"), ({"a": 10**5000}, "extra"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("extra", "where"),
+    [
+        ([1], "extra"),
+        ("text", "extra"),
+        ({"a": (1, 2)}, "extra.a"),
+        ({"a": {1: 2}}, "extra.a"),
+        ({"a": [0, {"b": torch.ones(1)}]}, "extra.a.1.b"),
+        ({"a": float("nan")}, "extra.a"),
+        ({"a": {"b": float("-inf")}}, "extra.a.b"),
+        ({"a": b"x"}, "extra.a"),
+        ({"a": {1, 2}}, "extra.a"),
+        ({"a": 10**5000}, "extra"),
+    ],
+)
 def test_extra_that_json_would_not_give_back(tmp_path, extra, where):
     assert refused(tmp_path / "run", small_state(), STEP, extra=extra).where == where
     assert not (tmp_path / "run").exists()
@@ -81,11 +91,16 @@ def test_extra_that_holds_itself(tmp_path):
     assert refused(tmp_path / "run", small_state(), STEP, extra=extra).what == "extra is nested too deeply"
 
 
-@pytest.mark.parametrize(("leaf", "got"), [
-    (3.5, "3.5"), (None, "None"), (torch.empty(2, device="meta"), "a meta tensor"),
-    (torch.ones(2, dtype=torch.complex128), "torch.complex128, torch.strided"),
-    (torch.eye(3).to_sparse(), "torch.float32, torch.sparse_coo"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("leaf", "got"),
+    [
+        (3.5, "3.5"),
+        (None, "None"),
+        (torch.empty(2, device="meta"), "a meta tensor"),
+        (torch.ones(2, dtype=torch.complex128), "torch.complex128, torch.strided"),
+        (torch.eye(3).to_sparse(), "torch.float32, torch.sparse_coo"),
+    ],
+)
 def test_a_leaf_that_no_file_can_hold(tmp_path, leaf, got):
     error = refused(tmp_path / "run", state_of({"ok": torch.ones(1)}, slots={"mine": [leaf]}), STEP)
     assert (error.where, error.got) == ("slots.mine.0", got)

@@ -19,9 +19,10 @@ from tests.storage.topologies import Stages, Topology
 
 ALL = ("opt", "params", "slots")
 PLACES = {
-    "one": None, **{f"stage {n}": Place(Topology(2, n, 64), None, 1) for n in range(4)},
+    "one": None,
+    **{f"stage {n}": Place(Topology(2, n, 64), None, 1) for n in range(4)},
     "pipeline": Place(Topology(1, 0), Stages(2, plans.one_f_one_b, data=2, stage=1), 1),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)

@@ -43,9 +43,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path_factory, problem, op
 
 def everything(loss):
     return fds.compose(
-        fds.donate(), fds.accumulate(2), fds.loss_scale(2.0**10, window=2), fds.clip_by_global_norm(1.0),
-        fds.adamw(0.01), fds.ema(0.9), fds.checkpoint_activations(),
-    )(loss)  # fmt: skip
+        fds.donate(),
+        fds.accumulate(2),
+        fds.loss_scale(2.0**10, window=2),
+        fds.clip_by_global_norm(1.0),
+        fds.adamw(0.01),
+        fds.ema(0.9),
+        fds.checkpoint_activations(),
+    )(loss)
 
 
 def layers(width=6):

@@ -131,9 +131,13 @@ def test_other_programs_can_read_a_save(tmp_path):
     held = as_bytes(state.params["in"]["weight"]).numpy().tobytes()
     assert whole[chunk["offset"] :][: len(held)] == held and data % writer.ALIGN == 0 and chunk["offset"] >= data
     assert chunk | {"offset": 0} == {
-        "file": "rank0.safetensors", "offset": 0, "start": 0, "length": 12, "checksum": writer.checksum(held),
+        "file": "rank0.safetensors",
+        "offset": 0,
+        "start": 0,
+        "length": 12,
+        "checksum": writer.checksum(held),
         "box": None,
-    }  # fmt: skip
+    }
 
 
 def test_files_get_the_permissions_that_the_umask_gives(tmp_path):

@@ -74,8 +74,9 @@ def test_slices_are_written_in_equal_shares_by_those_that_have_copies(split, ali
 
     ranks = [
         on((r * num_slices + s, num_slices * num_replicas), (r, num_replicas), slice=s)
-        for r in range(num_replicas) for s in range(num_slices)
-    ]  # fmt: skip
+        for r in range(num_replicas)
+        for s in range(num_slices)
+    ]
     mine = [own(parts(r.slice), union(parts(r.slice)), r) for r in ranks]
     shares = written(mine, tensors)
     bytes_of = lambda xs: sum(x.numel() * x.element_size() for x in xs)
@@ -99,7 +100,10 @@ def test_large_leaves_are_cut_at_pages_and_small_ones_are_not():
     parts = {name: LeafPart(x, tuple(x.shape)) for name, x in leaves([(10, 4), (100_000, 4), (10, 4)], "x").items()}
     pieces = [own(parts, union(parts), on((i, 3))) for i in range(3)]
     assert [[(p.name, p.start * 4 % CUT) for p in mine] for mine in pieces] == [
-        [("x0", 0), ("x1", 0)], [("x1", 0)], [("x1", 0), ("x2", 0)]]  # fmt: skip
+        [("x0", 0), ("x1", 0)],
+        [("x1", 0)],
+        [("x1", 0), ("x2", 0)],
+    ]
 
 
 def test_leaves_of_other_places_are_theirs():

@@ -39,9 +39,11 @@ def told(topology, dir, *, begin=fds.save, tags=("zero", "one", "two", "three"),
 
 
 TOPOLOGIES = {
-    "stage 1": Topology(3, 1), "stage 3, copies": Topology(4, 3, replicas=2), "pp2": Stages(2),
+    "stage 1": Topology(3, 1),
+    "stage 3, copies": Topology(4, 3, replicas=2),
+    "pp2": Stages(2),
     "pp2 x dp2, stage 3": Stages(2, data=2, stage=3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("begin", [fds.save, fds.save_async])

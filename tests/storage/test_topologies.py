@@ -34,9 +34,14 @@ def no_power_fails_here():
 
 
 @given(
-    problems(), st.sampled_from(sorted(OPTIMIZERS)), compositions(), topologies(), topologies(), st.integers(0, 2),
+    problems(),
+    st.sampled_from(sorted(OPTIMIZERS)),
+    compositions(),
+    topologies(),
+    topologies(),
+    st.integers(0, 2),
     st.booleans(),
-)  # fmt: skip
+)
 def test_a_save_of_any_topology_is_the_same_on_any_other(
     tmp_path_factory, problem, optimizer, names, one, other, calls, on_meta
 ):
@@ -109,9 +114,15 @@ def test_one_rank_without_sharding_loads_and_saves_for_all(tmp_path_factory, pro
 def matrices_and_more():
     """Matrices for Muon, a vector and a scalar for AdamW, an empty one, integers, and one that trains not at all."""
     params = {
-        "a": torch.arange(12.0).view(4, 3), "b": torch.ones(3, 7), "c": torch.ones(2, 2), "bias": torch.ones(5),
-        "scalar": torch.tensor(2.0), "empty": torch.ones(0, 3), "index": torch.arange(3), "": {"x.y": torch.ones(1)},
-    }  # fmt: skip
+        "a": torch.arange(12.0).view(4, 3),
+        "b": torch.ones(3, 7),
+        "c": torch.ones(2, 2),
+        "bias": torch.ones(5),
+        "scalar": torch.tensor(2.0),
+        "empty": torch.ones(0, 3),
+        "index": torch.arange(3),
+        "": {"x.y": torch.ones(1)},
+    }
 
     def loss(params, batch):
         out = batch @ params["a"] @ params["b"]
@@ -171,9 +182,11 @@ def wide(width=64):
     return params, lambda params, batch: apply(params, batch).square().mean()
 
 
-@pytest.mark.parametrize("topology", [
-    Topology(4, 0), Topology(4, 1), Topology(4, 1, replicas=2), Topology(4, 3, replicas=2), Topology(3, 3, 300),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(4, 0), Topology(4, 1), Topology(4, 1, replicas=2), Topology(4, 3, replicas=2), Topology(3, 3, 300)],
+    ids=str,
+)
 def test_every_element_is_written_once_by_ranks_that_share_the_load(tmp_path, topology):
     params, loss = wide(4096)
 

@@ -124,10 +124,14 @@ def plain(state: fds.State, step: fds.Step) -> dict[str, Tensor]:
         found = whole(sharded.buckets) if isinstance(sharded, Sharded) else None
         return sharded if found is None else layout.build([found[name] for name in layout.names])
 
-    return tree.paths(attrs.evolve(
-        state, params=user_tree(state.params), opt={slot: whole(slices) for slot, slices in state.opt.items()},
-        slots={name: user_tree(slot) for name, slot in state.slots.items()},
-    ))  # fmt: skip
+    return tree.paths(
+        attrs.evolve(
+            state,
+            params=user_tree(state.params),
+            opt={slot: whole(slices) for slot, slices in state.opt.items()},
+            slots={name: user_tree(slot) for name, slot in state.slots.items()},
+        )
+    )
 
 
 def saved(dir: Path, make_step, problem: Problem, topology: Topology, calls: int) -> tuple[list, dict[str, Tensor]]:

@@ -15,8 +15,13 @@ from fds.step import Dimension, Placement, Replicated, SplitDim, fill, transform
 
 ROWS = 8
 DTYPE = torch.float64
-PIECES = {"up.weight": SplitDim(0), "up.bias": SplitDim(0), "down.weight": SplitDim(1), "inner": Replicated("sum"),
-          "seen": SplitDim(0)}  # fmt: skip
+PIECES = {
+    "up.weight": SplitDim(0),
+    "up.bias": SplitDim(0),
+    "down.weight": SplitDim(1),
+    "inner": Replicated("sum"),
+    "seen": SplitDim(0),
+}
 
 
 class Copied(torch.autograd.Function):
@@ -96,9 +101,15 @@ def error(out: Tensor, y: Tensor) -> Any:
 def model(axis: Axis | None) -> fds.Layers:
     """Return a loss of layers; its parameters have the same names and whole shapes with any axis."""
     return fds.Layers(
-        [fds.LayerSpec(nn.Linear, 5, 6, dtype=DTYPE), fds.LayerSpec(Pair, axis), nn.Tanh(), fds.LayerSpec(Pair, axis),
-         fds.LayerSpec(nn.Linear, 6, 3, dtype=DTYPE)], error,
-    )  # fmt: skip
+        [
+            fds.LayerSpec(nn.Linear, 5, 6, dtype=DTYPE),
+            fds.LayerSpec(Pair, axis),
+            nn.Tanh(),
+            fds.LayerSpec(Pair, axis),
+            fds.LayerSpec(nn.Linear, 6, 3, dtype=DTYPE),
+        ],
+        error,
+    )
 
 
 def batch(call: int, index: int = 0, count: int = 1) -> tuple[Tensor, Tensor]:
@@ -131,8 +142,9 @@ class Place:
         cut = fds.accumulate(each)
         if self.stages > 1:
             cut = fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=each)
-        shard = fds.shard_optimizer(mesh["dp"], stage=self.zero, bucket_bytes=300,
-                                    replicate=mesh["copies"] if self.replicas > 1 else None)  # fmt: skip
+        shard = fds.shard_optimizer(
+            mesh["dp"], stage=self.zero, bucket_bytes=300, replicate=mesh["copies"] if self.replicas > 1 else None
+        )
         axis = mesh["tp"] if self.tensor > 1 else None
         return fds.compose(cut, shard, split_pairs(mesh["tp"]), *parts, optimizer)(model(axis))
 

@@ -22,9 +22,16 @@ from tests.tensor_axis.splitting import Place, model, share
 
 SPLIT = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "seen": 0}
 PLACES = [
-    Place(2), Place(data=2, zero=3), Place(2, stages=2), Place(2, data=2, zero=3), Place(4), Place(2, data=2, zero=1),
-    Place(2, data=2, stages=2, zero=2), Place(stages=2), Place(2, data=2, zero=1, replicas=2),
-]  # fmt: skip
+    Place(2),
+    Place(data=2, zero=3),
+    Place(2, stages=2),
+    Place(2, data=2, zero=3),
+    Place(4),
+    Place(2, data=2, zero=1),
+    Place(2, data=2, stages=2, zero=2),
+    Place(stages=2),
+    Place(2, data=2, zero=1, replicas=2),
+]
 PAIRS = list(zip(PLACES, [*PLACES[1:], PLACES[0]], strict=True))
 
 

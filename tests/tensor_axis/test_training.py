@@ -23,10 +23,15 @@ CALLS, EPS, LR = 3, 1e-2, 1e-2
 # divide by sqrt(v) + EPS, so a parameter moves by at most LR / EPS of that error a call, which then comes back.
 ROUNDING = torch.finfo(DTYPE).eps * 2**12 * LR / EPS * sum(2.0**i for i in range(CALLS))
 PLACES = [
-    (Place(2), "lamb"), (Place(2), "adamw"), (Place(4), "lamb"), (Place(2, stages=2), "lamb"),
-    *((Place(2, data=2, zero=zero), "lamb") for zero in range(4)), (Place(2, data=2, zero=1, replicas=2), "adamw"),
-    (Place(2, data=2, stages=2, zero=1), "lamb"), (Place(2, data=2, stages=2, zero=3), "adamw"),
-]  # fmt: skip
+    (Place(2), "lamb"),
+    (Place(2), "adamw"),
+    (Place(4), "lamb"),
+    (Place(2, stages=2), "lamb"),
+    *((Place(2, data=2, zero=zero), "lamb") for zero in range(4)),
+    (Place(2, data=2, zero=1, replicas=2), "adamw"),
+    (Place(2, data=2, stages=2, zero=1), "lamb"),
+    (Place(2, data=2, stages=2, zero=3), "adamw"),
+]
 OPTIMIZERS = {"lamb": lambda: fds.lamb(LR, eps=EPS), "adamw": lambda: fds.adamw(LR, eps=EPS)}
 
 
@@ -153,8 +158,10 @@ def test_an_optimizer_of_whole_matrices_refuses_pieces_by_name():
             Place(2).step(optimizer=fds.by_name(muon)).init(model(None).init)
         return caught.value.where, caught.value.what
 
-    assert fds.simulate(body, 2) == [("1.up.weight", "the optimizer needs whole parameters, and each rank has a piece "
-                                      "of this one")] * 2  # fmt: skip
+    assert (
+        fds.simulate(body, 2)
+        == [("1.up.weight", "the optimizer needs whole parameters, and each rank has a piece of this one")] * 2
+    )
 
 
 def test_what_does_not_divide_is_refused_by_name():
@@ -233,9 +240,15 @@ def test_a_placement_must_say_how_a_parameter_lies():
     assert fds.simulate(body, 2) == ["Odd.lies('4.bias')"] * 2
 
 
-@pytest.mark.parametrize("make", [
-    lambda: SplitDim(-1), lambda: SplitDim(True), lambda: Replicated("max"), lambda: Dimension(None, "tensor", Columns),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SplitDim(-1),
+        lambda: SplitDim(True),
+        lambda: Replicated("max"),
+        lambda: Dimension(None, "tensor", Columns),
+    ],
+)
 def test_a_placement_says_what_there_is(make):
     with pytest.raises(ComposeError):
         make()

@@ -42,9 +42,11 @@ def test_one_input_a_group_is_kept():
 
 
 def test_a_policy_keeps_what_it_names():
-    everything, matmuls, nothing = measure(), measure(fds.checkpoint_activations(policy="matmuls")), measure(
-        fds.checkpoint_activations()
-    )  # fmt: skip
+    everything, matmuls, nothing = (
+        measure(),
+        measure(fds.checkpoint_activations(policy="matmuls")),
+        measure(fds.checkpoint_activations()),
+    )
     assert nothing < matmuls < everything + LAYERS * 4 * ACTIVATION
 
 

@@ -106,11 +106,18 @@ def test_frozen_leaves_get_no_gradient():
 
 
 def test_bad_arguments_are_refused():
-    for bad in (lambda: fds.clip_by_global_norm(0), lambda: fds.clip_by_value(-1.0), lambda: fds.ema(1.0),
-                lambda: fds.freeze(), lambda: fds.accumulate(0), lambda: fds.accumulate(2.0), lambda: fds.autocast(
-                    torch.float32), lambda: fds.checkpoint_activations(store="disk"),
-                lambda: fds.checkpoint_activations(every=0),
-                lambda: fds.checkpoint_activations(policy="all")):  # fmt: skip
+    for bad in (
+        lambda: fds.clip_by_global_norm(0),
+        lambda: fds.clip_by_value(-1.0),
+        lambda: fds.ema(1.0),
+        lambda: fds.freeze(),
+        lambda: fds.accumulate(0),
+        lambda: fds.accumulate(2.0),
+        lambda: fds.autocast(torch.float32),
+        lambda: fds.checkpoint_activations(store="disk"),
+        lambda: fds.checkpoint_activations(every=0),
+        lambda: fds.checkpoint_activations(policy="all"),
+    ):
         with pytest.raises(ComposeError):
             bad()
     step = fds.compose(fds.freeze("embeding.*"), fds.sgd(0.1))(lambda p, b: p["embedding.w"].sum())

@@ -97,11 +97,19 @@ def test_stages_of_a_pipeline_divide_alike(ranks):
         layers = fds.Layers([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)], criterion)
         axis = mesh["pp"] if ranks > 1 else 2
         step = fds.compose(
-            fds.pipeline(fds.plans.one_f_one_b, axis, num_microbatches=4), fds.precision(torch.float16),
-            fds.loss_scale(), fds.shard_optimizer(mesh["dp"], stage=2), fds.clip_by_global_norm(1.0), fds.sgd(1.0),
-        )(layers)  # fmt: skip
-        params = {"0.weight": torch.ones(1, 1), "0.bias": torch.zeros(1),
-                  "1.weight": torch.ones(1, 1), "1.bias": torch.zeros(1)}  # fmt: skip
+            fds.pipeline(fds.plans.one_f_one_b, axis, num_microbatches=4),
+            fds.precision(torch.float16),
+            fds.loss_scale(),
+            fds.shard_optimizer(mesh["dp"], stage=2),
+            fds.clip_by_global_norm(1.0),
+            fds.sgd(1.0),
+        )(layers)
+        params = {
+            "0.weight": torch.ones(1, 1),
+            "0.bias": torch.zeros(1),
+            "1.weight": torch.ones(1, 1),
+            "1.bias": torch.zeros(1),
+        }
         state = step.init(params)
         inputs, kept = batch(TOKENS // mesh["dp"].size, 0.9 / (1 + mesh["dp"].index))
         new, metrics = step(state, (inputs, kept))
@@ -121,8 +129,9 @@ def test_sums_over_ranks_in_float16_are_divided_before(stage):
 
     def run(predivide):
         sharding = fds.shard_optimizer(fds.mesh(dp=4)["dp"], stage=stage, predivide=predivide)
-        step = fds.compose(fds.precision(torch.float32, reduce=torch.float16), fds.skip_nonfinite(), sharding,
-                           fds.sgd(1.0))(lambda p, b: (p["w"] * b).sum())  # fmt: skip
+        step = fds.compose(
+            fds.precision(torch.float32, reduce=torch.float16), fds.skip_nonfinite(), sharding, fds.sgd(1.0)
+        )(lambda p, b: (p["w"] * b).sum())
         state, metrics = step(step.init({"w": torch.zeros(2)}), torch.full((2,), 40000.0))
         return bool(metrics["skipped"]), step.params(state)["w"].tolist(), float(metrics["grad_norm"])
 
@@ -174,9 +183,12 @@ def test_a_rank_whose_criterion_fails_in_the_first_call_leaves_no_other_waiting(
 
         layers = fds.Layers([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)], failing)
         step = fds.compose(
-            fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=2), fds.precision(torch.float16),
-            fds.loss_scale(), fds.shard_optimizer(mesh["dp"], stage=stage), fds.sgd(0.1),
-        )(layers)  # fmt: skip
+            fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=2),
+            fds.precision(torch.float16),
+            fds.loss_scale(),
+            fds.shard_optimizer(mesh["dp"], stage=stage),
+            fds.sgd(0.1),
+        )(layers)
         state, batch = step.init(layers.init, key=0), (torch.ones(4, 3), torch.ones(4))
         with pytest.raises(fds.errors.RankError, match="stage of the pipeline failed"):
             step(state, batch)
@@ -216,8 +228,11 @@ def test_weights_that_grow_out_of_float16_skip_a_step_that_has_no_loss_scale(ran
     """One whose first microbatch weighs a millionth of a millionth of the next: parameters never become infinite."""
 
     def run():
-        cut = None if ranks is None else fds.pipeline(
-            fds.plans.one_f_one_b, fds.mesh(pp=2)["pp"] if ranks == 2 else 2, num_microbatches=2)  # fmt: skip
+        cut = (
+            None
+            if ranks is None
+            else fds.pipeline(fds.plans.one_f_one_b, fds.mesh(pp=2)["pp"] if ranks == 2 else 2, num_microbatches=2)
+        )
         return of_weights([1e-3, 1e9], torch.float32, stages=cut)
 
     for moves, skipped in fds.simulate(run, ranks or 1):
@@ -236,8 +251,9 @@ def test_float16_parameters_of_any_stage_of_a_pipeline_are_divided_as_without_on
 
     def run(pipelined):
         mesh = fds.mesh(pp=1 if stages == "one process" or not pipelined else 2, dp=-1)
-        layers = fds.Layers([fds.LayerSpec(Casting, 1, 1, bias=False, dtype=d) for d in dtypes],
-                            lambda x, y: (x.float() * 20000).mean())  # fmt: skip
+        layers = fds.Layers(
+            [fds.LayerSpec(Casting, 1, 1, bias=False, dtype=d) for d in dtypes], lambda x, y: (x.float() * 20000).mean()
+        )
         axis = mesh["pp"] if mesh["pp"].size > 1 else 2
         cut = fds.pipeline(fds.plans.one_f_one_b, axis, num_microbatches=8) if pipelined else fds.accumulate(8)
         step = fds.compose(cut, fds.shard_optimizer(mesh["dp"], stage=2), fds.skip_nonfinite(), fds.sgd(0.0))(layers)

@@ -71,8 +71,9 @@ def test_kept_modules_compute_in_float32_and_hand_on_16_bit():
             seen["in"], seen["weight"] = x.dtype, self.weight.dtype
             return super().forward(x)
 
-    layers = fds.Layers([nn.Linear(5, 6), Watch(6), lambda x: seen.update(out=x.dtype) or x, nn.Linear(6, 3)],
-                        nn.MSELoss())  # fmt: skip
+    layers = fds.Layers(
+        [nn.Linear(5, 6), Watch(6), lambda x: seen.update(out=x.dtype) or x, nn.Linear(6, 3)], nn.MSELoss()
+    )
     batch = (torch.randn(8, 5), torch.randn(8, 3))
     step = fds.compose(fds.precision(keep_float32="1.*"), fds.checkpoint_activations(), fds.sgd(0.1))(layers)
     step(step.init(layers.init), batch)

@@ -285,6 +285,7 @@ def test_gradients_come_in_inference_mode(around):
 def test_a_cotangent_goes_by_the_keys_of_what_it_is_of():
     f = lambda x: {"a": x * 2, "b": x * 3}
     for run in (lambda g: g, lambda g: torch.func.vmap(g)):
+
         def pulled(x):
             return vjp(f, x)[1]({"b": torch.zeros_like(x), "a": torch.ones_like(x)})
 
@@ -294,10 +295,11 @@ def test_a_cotangent_goes_by_the_keys_of_what_it_is_of():
 COTANGENTS = {
     "lacks a key": ({"a": torch.ones(2)}, "cotangent.b"),
     "has another": (lambda good: {**good, "c": 1}, "cotangent.c"),
-    "lacks an item": (lambda good: {**good, "b": []}, "cotangent.b.0"), "is a list": ([torch.ones(2)] * 2, "cotangent"),
+    "lacks an item": (lambda good: {**good, "b": []}, "cotangent.b.0"),
+    "is a list": ([torch.ones(2)] * 2, "cotangent"),
     "has another shape": (lambda good: {**good, "a": torch.ones(3)}, "cotangent.a"),
     "has a hole": (lambda good: {**good, "b": [None]}, "cotangent.b.0"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("bad", "where"), COTANGENTS.values(), ids=COTANGENTS)

@@ -16,9 +16,7 @@ FAMILY = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclas
 
 def test_the_text_shows_five_fields_in_order():
     error = FdsError("it broke", where="0.weight", got="7", want="8", hint="try 8")
-    assert str(error).splitlines() == [
-        "it broke", "  where: 0.weight", "  got:   7", "  want:  8", "  hint:  try 8",
-    ]  # fmt: skip
+    assert str(error).splitlines() == ["it broke", "  where: 0.weight", "  got:   7", "  want:  8", "  hint:  try 8"]
 
 
 def test_empty_fields_are_not_shown():

@@ -99,10 +99,18 @@ def test_a_generator_of_a_key_draws_the_same():
 @pytest.mark.parametrize(
     "seed",
     [
-        True, 1.0, "1", None, np.int64(3), torch.tensor(1), torch.zeros(3, dtype=torch.int64),
-        torch.zeros(2), torch.zeros(2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int64),
+        True,
+        1.0,
+        "1",
+        None,
+        np.int64(3),
+        torch.tensor(1),
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(2),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(1, 2, dtype=torch.int64),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_seed_is_refused(seed):
     with pytest.raises(FdsError, match="random"):
         random.key(seed)

@@ -21,9 +21,14 @@ def make(*transforms):
 def test_every_leaf_is_a_tensor_under_the_name_of_its_place():
     _, state = make(fds.ema(0.9))
     assert set(tree.paths(state)) == {
-        "step", "calls", "params.0.weight", "opt.exp_avg.0.weight", "opt.exp_avg_sq.0.weight", "slots.ema.0.weight",
+        "step",
+        "calls",
+        "params.0.weight",
+        "opt.exp_avg.0.weight",
+        "opt.exp_avg_sq.0.weight",
+        "slots.ema.0.weight",
         "key",
-    }  # fmt: skip
+    }
     assert all(isinstance(x, torch.Tensor) for x in tree.leaves(state))
 
 
@@ -48,9 +53,10 @@ def test_an_evolved_state_is_given_up_together_with_its_source():
 
 
 @pytest.mark.parametrize(
-    "duplicate", [lambda s: tree.map(torch.clone, s), copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))],
+    "duplicate",
+    [lambda s: tree.map(torch.clone, s), copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))],
     ids=["map", "deepcopy", "pickle"],
-)  # fmt: skip
+)
 def test_a_copied_state_is_independent(duplicate):
     step, state = make(fds.donate())
     other = duplicate(state)

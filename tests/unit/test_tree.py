@@ -233,11 +233,20 @@ class Cached:
 
 ONE = torch.ones(2)
 OTHERS = [
-    Wrapped({"x": ONE, "n": 3}), Attributes(x=ONE), Derived(x=ONE),
+    Wrapped({"x": ONE, "n": 3}),
+    Attributes(x=ONE),
+    Derived(x=ONE),
     ChainMap({"x": ONE}, {"y": ONE}),
-    Encoding({"x": ONE, "n": 3}, "text"), Fixed({"x": ONE}), types.MappingProxyType({"x": [ONE]}), Rows([ONE, ONE]),
-    Sizes([ONE]), Sample(ONE, "a"), Item(ONE), Cached(ONE), Pair(Item(ONE), Fixed({"x": Sample(ONE, "b")})),
-]  # fmt: skip
+    Encoding({"x": ONE, "n": 3}, "text"),
+    Fixed({"x": ONE}),
+    types.MappingProxyType({"x": [ONE]}),
+    Rows([ONE, ONE]),
+    Sizes([ONE]),
+    Sample(ONE, "a"),
+    Item(ONE),
+    Cached(ONE),
+    Pair(Item(ONE), Fixed({"x": Sample(ONE, "b")})),
+]
 
 
 @pytest.mark.parametrize("value", OTHERS, ids=lambda x: type(x).__name__)

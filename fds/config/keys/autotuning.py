@@ -29,7 +29,8 @@ class ModelInfoConfig(Config):
     profile: bool = key(False, "run once only to find out what follows, and the memory of activations", _TUNES)
     num_params: int | None = key(None, "parameters of the whole model; null: count", _TUNES, unit="elements", low=0)
     hidden_size: int | None = key(
-        None, "width of the model, from which bucket sizes follow", _TUNES, unit="elements", over=0)
+        None, "width of the model, from which bucket sizes follow", _TUNES, unit="elements", over=0
+    )
     num_layers: int | None = key(None, "layers of the model", _TUNES, unit="layers", over=0)
 
 
@@ -43,35 +44,47 @@ class AutotuningConfig(Config):
     exps_dir: str = key("autotuning_exps", "directory for the settings of each experiment", PartOf())
     overwrite: bool = key(True, "run again what has a result, instead of reading it", PartOf(), documented=False)
     start_profile_step: int = key(
-        3, "step at which an experiment starts its clock, after some to warm up", PartOf(),
-        unit="steps", low=0, old=("start_step",),
-    )  # fmt: skip
-    end_profile_step: int = key(
-        5, "step at which it stops its clock", PartOf(), unit="steps", low=0, old=("end_step",))
+        3,
+        "step at which an experiment starts its clock, after some to warm up",
+        PartOf(),
+        unit="steps",
+        low=0,
+        old=("start_step",),
+    )
+    end_profile_step: int = key(5, "step at which it stops its clock", PartOf(), unit="steps", low=0, old=("end_step",))
     metric: Literal["throughput", "latency", "flops"] = key(
-        "throughput", "what ranks experiments: samples a second, seconds a step, or FLOPs a second and GPU", PartOf())
+        "throughput", "what ranks experiments: samples a second, seconds a step, or FLOPs a second and GPU", PartOf()
+    )
     metric_path: str | None = key(
-        None, "file for what an experiment measured; null: in the working directory", PartOf())
+        None, "file for what an experiment measured; null: in the working directory", PartOf()
+    )
     tuner_type: Literal["gridsearch", "random", "model_based"] = key(
-        "gridsearch", "which experiment is next: in order, at random, or by a fitted model of cost", PartOf(),
+        "gridsearch",
+        "which experiment is next: in order, at random, or by a fitted model of cost",
+        PartOf(),
         documented="model_based",
-    )  # fmt: skip
+    )
     tuner_early_stopping: int = key(
-        5, "experiments without a better one after which the search ends", PartOf(), unit="experiments", low=0)
+        5, "experiments without a better one after which the search ends", PartOf(), unit="experiments", low=0
+    )
     tuner_num_trials: int = key(50, "most experiments in one search", PartOf(), unit="experiments", low=0)
     arg_mappings: dict[str, str] | None = key(
-        None, "key of this JSON -> option of the script that sets the same; experiments set both", PartOf())
+        None, "key of this JSON -> option of the script that sets the same; experiments set both", PartOf()
+    )
     model_info: ModelInfoConfig | None = key(None, "what is known of the model; null: a run finds out")
     model_info_path: str | None = key(
-        None, "file for what that run finds out; null: in the working directory", PartOf())
+        None, "file for what that run finds out; null: in the working directory", PartOf()
+    )
     mp_size: int = key(1, "ranks that share one copy of the model", PartOf(), unit="ranks", over=0)
     max_train_batch_size: int | None = key(
-        None, "largest whole batch of an update to try; null: no bound", PartOf(), unit="rows", over=0)
+        None, "largest whole batch of an update to try; null: no bound", PartOf(), unit="rows", over=0
+    )
     min_train_batch_size: int = key(1, "least whole batch of an update to try", PartOf(), unit="rows", over=0)
     max_train_micro_batch_size_per_gpu: int = key(1024, "largest microbatch to try", PartOf(), unit="rows", over=0)
     min_train_micro_batch_size_per_gpu: int = key(1, "least microbatch to try", PartOf(), unit="rows", over=0)
     num_tuning_micro_batch_sizes: int = key(
-        3, "microbatch sizes to try between the bounds", PartOf(), unit="sizes", over=0)
+        3, "microbatch sizes to try between the bounds", PartOf(), unit="sizes", over=0
+    )
 
     def check(self) -> None:
         """Raise `ConfigError` if it is enabled and a lower bound exceeds its upper bound."""

@@ -20,21 +20,30 @@ class BatchConfig(Config):
     """Batch sizes: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks."""
 
     train_batch_size: int | None = key(
-        None, "rows of the whole batch of one update, of all ranks and microbatches", Elsewhere(
-            "fds.data.DistributedLoader(dataset, batch_size)", "a rank passes its share of them to the step"),
-        unit="rows", over=0, old=("training_batch_size",),
+        None,
+        "rows of the whole batch of one update, of all ranks and microbatches",
+        Elsewhere("fds.data.DistributedLoader(dataset, batch_size)", "a rank passes its share of them to the step"),
+        unit="rows",
+        over=0,
+        old=("training_batch_size",),
     )
     train_micro_batch_size_per_gpu: int | None = key(
-        None, "rows that one rank computes at once",
+        None,
+        "rows that one rank computes at once",
         argument("accumulate", "pipeline", name="num_microbatches", note="it divides a rank's share"),
-        unit="rows", over=0, old=("train_step_batch_size",),
+        unit="rows",
+        over=0,
+        old=("train_step_batch_size",),
     )
     gradient_accumulation_steps: int | None = key(
-        None, "microbatches whose gradients are summed before an update",
-        argument("accumulate", "pipeline", name="num_microbatches"), over=0,
+        None,
+        "microbatches whose gradients are summed before an update",
+        argument("accumulate", "pipeline", name="num_microbatches"),
+        over=0,
     )
     managed_gradient_accumulation: bool = key(
-        True, "whether the engine counts microbatches; else every engine.step() is an update",
+        True,
+        "whether the engine counts microbatches; else every engine.step() is an update",
         NotApplicable("a step takes all microbatches of an update and counts nothing between calls"),
     )
 
@@ -45,8 +54,7 @@ class BatchConfig(Config):
         involved, if they do not multiply or neither size is given.
         """
         if type(world_size) is not int or world_size < 1:
-            raise ConfigError("not a number of data ranks", where="world_size", got=repr(world_size),
-                              want="1 or more")
+            raise ConfigError("not a number of data ranks", where="world_size", got=repr(world_size), want="1 or more")
         given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         train, micro, steps = (None if n == AUTO else n for n in given)
         if train is None and micro is None:
@@ -60,8 +68,11 @@ class BatchConfig(Config):
             train = micro * steps * world_size
         if train != micro * steps * world_size:
             got = f"{self._given_text()} on {world_size} data ranks"
-            raise self._error("the batch sizes do not multiply", got=got, want="train_batch_size = "
-                              "train_micro_batch_size_per_gpu * gradient_accumulation_steps * data ranks")
+            raise self._error(
+                "the batch sizes do not multiply",
+                got=got,
+                want="train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data ranks",
+            )
         return self.with_keys(
             train_batch_size=train, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps
         )

@@ -26,7 +26,8 @@ class CompileConfig(Config):
 
     deepcompile: bool = key(False, "run these passes", NotYet("passes over a compiled model"))
     passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = key(
-        None, "which passes; null: by stage", _DEEP)
+        None, "which passes; null: by stage", _DEEP
+    )
     free_activation: bool = key(False, "free large activations as soon as they are used", _DEEP)
     free_activation_threshold: int = key(10 * 2**20, "which are large", _DEEP, unit="bytes", low=0)
     offload_activation: bool = key(False, "keep activations in the host's memory until backward", _DEEP)
@@ -64,8 +65,10 @@ class CapturingConfig(Config):
     """Keys of the top level on CUDA graphs and shapes."""
 
     graph_harvesting: bool = key(
-        False, "capture the optimizer's kernels of bf16 as one CUDA graph",
+        False,
+        "capture the optimizer's kernels of bf16 as one CUDA graph",
         NotApplicable("an update is one or two launches already"),
-    )  # fmt: skip
+    )
     vocabulary_size: int | None = key(
-        None, "rows of the embedding", NotApplicable("it is only warned of where 8 does not divide it"), over=0)
+        None, "rows of the embedding", NotApplicable("it is only warned of where 8 does not divide it"), over=0
+    )

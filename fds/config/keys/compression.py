@@ -37,7 +37,8 @@ class CompressionConfig(Config):
     layer_reduction: LayerReductionConfig = key(LayerReductionConfig, "fewer layers")
     weight_quantization: WeightQuantizationConfig = key(WeightQuantizationConfig, "fewer bits for weights")
     activation_quantization: ActivationQuantizationConfig = key(
-        ActivationQuantizationConfig, "fewer bits for what layers take")
+        ActivationQuantizationConfig, "fewer bits for what layers take"
+    )
     sparse_pruning: SparsePruningConfig = key(SparsePruningConfig, "fewer weights, anywhere or in blocks")
     row_pruning: RowPruningConfig = key(RowPruningConfig, "fewer outputs of linear layers")
     head_pruning: HeadPruningConfig = key(HeadPruningConfig, "fewer heads of attention")

@@ -29,9 +29,11 @@ class CurriculumMetricConfig(Config):
     index_to_sample_path: str | None = key(None, "file of the samples in the order of difficulty", ENABLED)
     index_to_metric_path: str | None = key(None, "file of the difficulties in that order", ENABLED)
     difficulty_type: Literal["value", "percentile"] | None = key(
-        None, "whether difficulties are values of the measure or hundredths of all samples", ENABLED)
+        None, "whether difficulties are values of the measure or hundredths of all samples", ENABLED
+    )
     clustering_type: Literal["schedule_based", "single_cluster"] | None = key(
-        None, "draw from clusters that grow by the schedule, or from all, which the program then eases", ENABLED)
+        None, "draw from clusters that grow by the schedule, or from all, which the program then eases", ENABLED
+    )
     min_difficulty: int | None = key(None, "greatest difficulty that is let through at first", ENABLED)
     max_difficulty: int | None = key(None, "greatest difficulty from the end of the schedule on", ENABLED)
     schedule_type: ScheduleType | None = key(None, "how the difficulty grows from the least to the greatest", ENABLED)
@@ -62,12 +64,15 @@ class DynamicBatchingConfig(Config):
     enabled: bool = key(False, "fill batches by tokens", NotYet("batches of a number of tokens"))
     max_tokens: int | None = key(None, "tokens that a microbatch may have at most", PartOf(), unit="tokens", over=0)
     min_batch_size: int = key(1, "rows that a microbatch must have at least", PartOf(), unit="rows", low=0)
-    max_batch_size: int | None = key(None, "rows that a microbatch may have at most", PartOf(), unit="rows", over=0,
-                                      null=False)
+    max_batch_size: int | None = key(
+        None, "rows that a microbatch may have at most", PartOf(), unit="rows", over=0, null=False
+    )
     lr_scaling_method: Literal["linear", "sqrt", "none"] = key(
-        "linear", "how the learning rate follows the rows of a batch", PartOf())
+        "linear", "how the learning rate follows the rows of a batch", PartOf()
+    )
     sequence_picking_order: Literal["dataloader", "random", "seqlen"] = key(
-        "dataloader", "in which order samples are packed: as they come, shuffled, or short ones first", PartOf())
+        "dataloader", "in which order samples are packed: as they come, shuffled, or short ones first", PartOf()
+    )
     metrics_path: str | None = key(None, "folder of the lengths of samples, measured there if it is empty", PartOf())
     verbose: bool = key(False, "print each batch", NotApplicable("a step prints nothing"))
 
@@ -84,11 +89,13 @@ class DataSamplingConfig(Config):
     enabled: bool = key(False, "draw batches by what is below", _UNUSED)
     num_epochs: int = key(1000, "how often the data set is gone through at most", ENABLED, unit="epochs", over=0)
     num_workers: int = key(
-        0, "processes of a rank that load samples",
-        Elsewhere("fds.data.DistributedLoader(num_workers=)", _WORKERS), unit="processes", low=0,
-    )  # fmt: skip
-    pin_memory: bool = key(
-        False, "load into page-locked memory", Elsewhere("fds.data.DistributedLoader(pin_memory=)"))
+        0,
+        "processes of a rank that load samples",
+        Elsewhere("fds.data.DistributedLoader(num_workers=)", _WORKERS),
+        unit="processes",
+        low=0,
+    )
+    pin_memory: bool = key(False, "load into page-locked memory", Elsewhere("fds.data.DistributedLoader(pin_memory=)"))
     curriculum_learning: CurriculumSamplingConfig = key(CurriculumSamplingConfig, "easy samples first")
     dynamic_batching: DynamicBatchingConfig = key(DynamicBatchingConfig, "batches of about as many tokens")
 
@@ -102,7 +109,8 @@ class TokensScheduleConfig(Config):
 
     require_steps: int | None = key(None, "when all tokens are kept", _LTD, unit="steps", over=0)
     seq_per_step: int | None = key(
-        None, "kept tokens are rounded down to multiples of this", _LTD, unit="tokens", over=0)
+        None, "kept tokens are rounded down to multiples of this", _LTD, unit="tokens", over=0
+    )
 
 
 @attrs.frozen
@@ -125,7 +133,8 @@ class LayerTokenRateConfig(Config):
 
     enabled: bool = key(False, "let the learning rate follow tokens", NotYet("a learning rate by tokens of layers"))
     total_layer_tokens: int | None = key(
-        None, "tokens of all layers in all of the run", PartOf(), unit="tokens", over=0)
+        None, "tokens of all layers in all of the run", PartOf(), unit="tokens", over=0
+    )
     warmup_type: str | None = key(None, "shape of the warm-up", PartOf())
     warmup_layer_tokens: int | None = key(None, "tokens of all layers in the warm-up", PartOf(), unit="tokens", low=0)
 
@@ -138,12 +147,15 @@ class RandomLtdConfig(Config):
     total_layer_num: int | None = key(None, "layers of the model", PartOf(), unit="layers", over=0)
     random_ltd_layer_num: int | None = key(None, "layers that drop tokens", PartOf(), unit="layers", over=0)
     random_ltd_layer_id: tuple[int, ...] | None = key(
-        None, "which layers those are: the numbers in their modules' names", PartOf())
+        None, "which layers those are: the numbers in their modules' names", PartOf()
+    )
     model_mask_name: str | None = key(None, "argument of a layer that is its attention mask", PartOf())
     model_type: Literal["encoder", "decoder"] | None = key(
-        None, "whether masks are gathered by token or cut to the kept length", PartOf())
+        None, "whether masks are gathered by token or cut to the kept length", PartOf()
+    )
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = key(
-        None, "which of rows and tokens is the first dim of what layers pass on", PartOf())
+        None, "which of rows and tokens is the first dim of what layers pass on", PartOf()
+    )
     random_ltd_schedule: KeptTokensConfig = key(KeptTokensConfig, "how many tokens are kept, by step")
     layer_token_lr_schedule: LayerTokenRateConfig = key(LayerTokenRateConfig, "a learning rate by tokens")
 

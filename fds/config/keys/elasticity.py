@@ -26,18 +26,23 @@ class ElasticityConfig(Config):
     micro_batch_sizes: tuple[int, ...] = key((2, 4, 6), "rows that a GPU may compute at once", PartOf(), unit="rows")
     min_gpus: int = key(1, "fewest GPUs that must fit", PartOf(), unit="GPUs", low=1)
     max_gpus: int = key(10000, "most GPUs that must fit", PartOf(), unit="GPUs", low=1)
-    min_time: int = key(
-        0, "running time before the job may be scaled; 0: not known", PartOf(), unit="minutes", low=0)
+    min_time: int = key(0, "running time before the job may be scaled; 0: not known", PartOf(), unit="minutes", low=0)
     prefer_larger_batch: bool = key(
-        True, "of batches that as many numbers of GPUs divide, take the largest, not the least", PartOf(),
+        True,
+        "of batches that as many numbers of GPUs divide, take the largest, not the least",
+        PartOf(),
         old=("prefer_large_batch",),
-    )  # fmt: skip
+    )
     ignore_non_elastic_batch_info: bool = key(
-        False, "overrule batch sizes given outside this section; else they are refused", PartOf())
+        False, "overrule batch sizes given outside this section; else they are refused", PartOf()
+    )
     version: float = key(
-        0.2, "how to search: 0.1 counts GPUs; 0.2 counts nodes and knows model parallelism", PartOf(),
-        low=_VERSIONS[0], high=_VERSIONS[-1],
-    )  # fmt: skip
+        0.2,
+        "how to search: 0.1 counts GPUs; 0.2 counts nodes and knows model parallelism",
+        PartOf(),
+        low=_VERSIONS[0],
+        high=_VERSIONS[-1],
+    )
     num_gpus_per_node: int = key(1, "GPUs of a node, which come and go together", PartOf(), unit="GPUs", low=1)
     model_parallel_size: int = key(1, "GPUs that share one copy of the model", PartOf(), unit="GPUs", low=1)
 
@@ -51,8 +56,12 @@ class ElasticityConfig(Config):
     def _check_required(self) -> None:
         if missing := [name for name in _REQUIRED if name not in self.given]:
             names = " and ".join(missing)
-            raise ConfigError("elasticity has no sizes to search", where=", ".join(["enabled", *missing]),
-                              got=f"enabled=True without {names}", want=f"{names}, given explicitly")  # fmt: skip
+            raise ConfigError(
+                "elasticity has no sizes to search",
+                where=", ".join(["enabled", *missing]),
+                got=f"enabled=True without {names}",
+                want=f"{names}, given explicitly",
+            )
 
     def _check_sizes(self) -> None:
         most, sizes = self.max_train_batch_size, self.micro_batch_sizes

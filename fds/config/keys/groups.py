@@ -71,10 +71,10 @@ class Groups(Config):
     data_types: DataTypesConfig = key(DataTypesConfig, "dtypes of their own")
     zero_optimization: ZeroConfig = key(ZeroConfig, "sharding between data ranks")
     zero_optimizers: OptimizersUnderZeroConfig = key(
-        OptimizersUnderZeroConfig, "which optimizers may stand under ZeRO", flat=True)
+        OptimizersUnderZeroConfig, "which optimizers may stand under ZeRO", flat=True
+    )
     aio: AioConfig = key(AioConfig, "asynchronous reads and writes", null=True)
-    activation_checkpointing: ActivationCheckpointingConfig = key(
-        ActivationCheckpointingConfig, "how activations wait")
+    activation_checkpointing: ActivationCheckpointingConfig = key(ActivationCheckpointingConfig, "how activations wait")
     pipeline: PipelineConfig = key(PipelineConfig, "a pipeline's own keys")
     checkpoint: CheckpointConfig = key(CheckpointConfig, "saves")
     loading: LoadingConfig = key(LoadingConfig, "data sets and saves", flat=True)
@@ -96,7 +96,8 @@ class Groups(Config):
     quantize_training: QuantizeTrainingConfig = key(QuantizeTrainingConfig, "fewer bits as training goes on", null=True)
     eigenvalue: EigenvalueConfig = key(EigenvalueConfig, "curvature of layers")
     weight_quantization: WeightQuantizationPlacedConfig | None = key(
-        None, "weights that are stored quantized", null=False)
+        None, "weights that are stored quantized", null=False
+    )
     parallel_sizes: ParallelSizesConfig = key(ParallelSizesConfig, "how ranks are laid out", flat=True)
     tensor_parallel: TensorParallelConfig = key(TensorParallelConfig, "layers shared among ranks")
     expert_parallel: ExpertParallelConfig = key(ExpertParallelConfig, "experts shared among ranks", null=True)
@@ -109,12 +110,16 @@ class Groups(Config):
         """Return the configuration of a JSON object. Raises `ConfigError` with the JSON path."""
         zero = data.get("zero_optimization") if isinstance(data, Mapping) else None
         if isinstance(zero, bool):  # the oldest spelling
-            warnings.warn('a boolean "zero_optimization" is an old spelling: write {"stage": 1}', FutureWarning,
-                          stacklevel=3)
+            warnings.warn(
+                'a boolean "zero_optimization" is an old spelling: write {"stage": 1}', FutureWarning, stacklevel=3
+            )
             size = {}
             if "allgather_size" in data:
-                warnings.warn("'allgather_size' is an old spelling: write 'zero_optimization.allgather_bucket_size'",
-                              FutureWarning, stacklevel=3)
+                warnings.warn(
+                    "'allgather_size' is an old spelling: write 'zero_optimization.allgather_bucket_size'",
+                    FutureWarning,
+                    stacklevel=3,
+                )
                 size = {"allgather_bucket_size": data["allgather_size"]}
             data = {name: value for name, value in data.items() if name != "allgather_size"}
             data["zero_optimization"] = {"stage": int(zero), **size}
@@ -126,15 +131,26 @@ class Groups(Config):
         kind = self.optimizer.kind if self.optimizer is not None else None
         compressed = issubclass(optimizer.PARAMETERS.get(str(kind), Config), optimizer.CompressedConfig)
         if compressed and self.zero_optimization.stage not in (0, auto_values.AUTO):
-            raise ConfigError("this optimizer cannot be used with ZeRO",
-                              where="optimizer.type, zero_optimization.stage",
-                              got=f"{kind}, {self.zero_optimization.stage}", want="stage 0")
+            raise ConfigError(
+                "this optimizer cannot be used with ZeRO",
+                where="optimizer.type, zero_optimization.stage",
+                got=f"{kind}, {self.zero_optimization.stage}",
+                want="stage 0",
+            )
         if self.communication.gradient_allreduce_op == "sum" and self.zero_optimization.stage == 3:
-            raise ConfigError("stage 3 averages gradients",
-                              where="gradient_allreduce_op, zero_optimization.stage", got="sum, 3", want="mean")
+            raise ConfigError(
+                "stage 3 averages gradients",
+                where="gradient_allreduce_op, zero_optimization.stage",
+                got="sum, 3",
+                want="mean",
+            )
 
     def resolve(
-        self, *, world_size: int = 1, auto: Mapping[str, Any] | None = None, hidden_size: int | None = None,
+        self,
+        *,
+        world_size: int = 1,
+        auto: Mapping[str, Any] | None = None,
+        hidden_size: int | None = None,
         **known: Any,
     ) -> Self:
         """Return the configuration with all three batch sizes, and every `"auto"` filled in or left at its default.
@@ -186,13 +202,21 @@ class Groups(Config):
         known = [path for path, *_ in self.walk()]
         for path in values:
             if path not in known and path not in _parameters():
-                raise ConfigError("there is no such key", where=path, got=repr(path), want="the JSON path of a key",
-                                  hint=did_you_mean(path, known))
+                raise ConfigError(
+                    "there is no such key",
+                    where=path,
+                    got=repr(path),
+                    want="the JSON path of a key",
+                    hint=did_you_mean(path, known),
+                )
 
 
 @functools.cache
 def _parameters() -> frozenset[str]:
     """Return the paths of the parameters of all optimizers and schedulers."""
-    return frozenset(f"{group}.params.{name}" for group, kinds in
-                     (("optimizer", optimizer.PARAMETERS), ("scheduler", scheduler.PARAMETERS))
-                     for record in kinds.values() for name in keys(record))
+    return frozenset(
+        f"{group}.params.{name}"
+        for group, kinds in (("optimizer", optimizer.PARAMETERS), ("scheduler", scheduler.PARAMETERS))
+        for record in kinds.values()
+        for name in keys(record)
+    )

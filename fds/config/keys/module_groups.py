@@ -32,7 +32,8 @@ class ModuleGroupConfig(Config):
 
     modules: tuple[str, ...] | str = key("*", "regular expressions for names of modules; *: all that can be", SHARED)
     related_modules: tuple[tuple[str, ...], ...] | None = key(
-        None, "for each of `modules`, those that lose inputs where it loses outputs", SHARED)
+        None, "for each of `modules`, those that lose inputs where it loses outputs", SHARED
+    )
 
 
 def check_groups(config: Config, *needed: str) -> None:
@@ -40,8 +41,15 @@ def check_groups(config: Config, *needed: str) -> None:
     check_needed(config, "shared_parameters.enabled", "different_groups")
     for name in config["different_groups"] if config["shared_parameters.enabled"] is True else ():
         paths = [f"different_groups.{name}.params.{one}" for one in needed]
-        absent = [path for path, one in zip(paths, needed, strict=True)
-                  if config["different_groups"][name]["params"][one] is None]  # fmt: skip
+        absent = [
+            path
+            for path, one in zip(paths, needed, strict=True)
+            if config["different_groups"][name]["params"][one] is None
+        ]
         if absent:
-            raise ConfigError("a group lacks a parameter that its technique needs", got="true, and null",
-                              where=", ".join(["shared_parameters.enabled", *absent]), want=" and ".join(absent))
+            raise ConfigError(
+                "a group lacks a parameter that its technique needs",
+                got="true, and null",
+                where=", ".join(["shared_parameters.enabled", *absent]),
+                want=" and ".join(absent),
+            )

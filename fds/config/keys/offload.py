@@ -16,16 +16,16 @@ Device = Literal["none", "cpu", "nvme"]
 
 @attrs.frozen
 class _OffloadConfig(Config):
-    device: Device = key(
-        "none", "where it waits", NotYet("offloading", nothing=("none",)), documented="cpu")
+    device: Device = key("none", "where it waits", NotYet("offloading", nothing=("none",)), documented="cpu")
     nvme_path: str | None = key(None, "folder on a fast disk, for nvme", PartOf("device"), documented="/local_nvme")
     pin_memory: bool = key(True, "page-locked host memory", PartOf("device"), documented=False)
 
     def check(self) -> None:
         """Raise `ConfigError` for nvme without a folder."""
         if self.device == "nvme" and self.nvme_path is None:
-            raise ConfigError("nvme needs a folder", where="device, nvme_path", got="nvme, null",
-                              want='"nvme_path": "/a/folder"')
+            raise ConfigError(
+                "nvme needs a folder", where="device, nvme_path", got="nvme, null", want='"nvme_path": "/a/folder"'
+            )
 
 
 @attrs.frozen
@@ -34,8 +34,9 @@ class OffloadParamConfig(_OffloadConfig):
 
     buffer_count: int = key(5, "buffers of the pool", PartOf("device"), low=0)
     buffer_size: int = key(100_000_000, "size of each", PartOf("device"), unit="elements", low=0)
-    max_in_cpu: int = key(1_000_000_000, "parameters that stay in host memory under nvme", PartOf("device"),
-                          unit="elements", low=0)
+    max_in_cpu: int = key(
+        1_000_000_000, "parameters that stay in host memory under nvme", PartOf("device"), unit="elements", low=0
+    )
 
 
 @attrs.frozen
@@ -57,8 +58,9 @@ class AioConfig(Config):
 
     block_size: int = key(1048576, "size of a request", NotApplicable("read only under nvme"), unit="bytes", over=0)
     queue_depth: int = key(8, "requests on their way", NotApplicable("read only under nvme"), over=0)
-    intra_op_parallelism: int = key(1, "threads of a request", NotApplicable("read only under nvme"), over=0,
-                                    old=("thread_count",))
+    intra_op_parallelism: int = key(
+        1, "threads of a request", NotApplicable("read only under nvme"), over=0, old=("thread_count",)
+    )
     single_submit: bool = key(False, "send requests one by one", NotApplicable("read only under nvme"))
     overlap_events: bool = key(True, "send before earlier requests are done", NotApplicable("read only under nvme"))
     use_gds: bool = key(False, "let the disk write into GPU memory", NotYet("GPUDirect storage"))

@@ -55,22 +55,31 @@ class AdamConfig(Config):
     betas: tuple[float, float] = _betas(argument(*_ADAM, name="betas"))
     eps: float = _eps(1e-8, *_ADAM)
     weight_decay: float = key(
-        0.0, "share of the parameter that an update takes away; absent under `torch_adam`: torch's (AdamW: 0.01)",
-        argument(*_ADAM, name="weight_decay"), low=0,
+        0.0,
+        "share of the parameter that an update takes away; absent under `torch_adam`: torch's (AdamW: 0.01)",
+        argument(*_ADAM, name="weight_decay"),
+        low=0,
     )
     bias_correction: bool = key(
-        True, "divide the running means by 1 - beta^t", argument(*_ADAM, name="bias_correction"))
+        True, "divide the running means by 1 - beta^t", argument(*_ADAM, name="bias_correction")
+    )
     adam_w_mode: bool = key(
-        True, "decay the parameters themselves (AdamW), not the gradient (L2)", argument("adam", note="if false"))
+        True, "decay the parameters themselves (AdamW), not the gradient (L2)", argument("adam", note="if false")
+    )
     torch_adam: bool = key(
-        False, "use torch's class", NotApplicable("one formula; only the default of weight_decay follows it"))
+        False, "use torch's class", NotApplicable("one formula; only the default of weight_decay follows it")
+    )
     fp32_optimizer_states: bool | None = key(
-        None, "keep moments in float32 on the CPU", NotYet("16-bit optimizer states", nothing=(None, True)))
+        None, "keep moments in float32 on the CPU", NotYet("16-bit optimizer states", nothing=(None, True))
+    )
     amsgrad: bool = _amsgrad()
     foreach: bool | None = key(None, "torch's choice of implementation", _FOREACH)
     fused: bool | None = key(None, "torch's choice of implementation", _FOREACH)
-    set_grad_none: bool = key(True, "drop gradients instead of zeroing them", NotApplicable(
-        "gradients are values of one step; nothing is kept to be zeroed"))
+    set_grad_none: bool = key(
+        True,
+        "drop gradients instead of zeroing them",
+        NotApplicable("gradients are values of one step; nothing is kept to be zeroed"),
+    )
 
 
 @attrs.frozen
@@ -82,7 +91,8 @@ class LambConfig(Config):
     eps: float = _eps(1e-8, "lamb")
     weight_decay: float = _weight_decay(0.0, "lamb")
     bias_correction: bool = key(
-        True, "correct the step size for the start of the running means", argument("lamb", name="bias_correction"))
+        True, "correct the step size for the start of the running means", argument("lamb", name="bias_correction")
+    )
     eps_inside_sqrt: bool = key(False, "add eps under the root", argument("lamb", name="eps_inside_sqrt"))
     max_coeff: float = key(10.0, "upper bound of a parameter's trust ratio", argument("lamb", name="max_coeff"), low=0)
     min_coeff: float = key(0.01, "lower bound of a parameter's trust ratio", argument("lamb", name="min_coeff"), low=0)
@@ -96,8 +106,11 @@ class LionConfig(Config):
     lr: float = _lr(1e-3, "lion")
     betas: tuple[float, float] = _betas(argument("lion", name="betas"))
     weight_decay: float = _weight_decay(0.0, "lion")
-    set_grad_none: bool = key(True, "drop gradients instead of zeroing them", NotApplicable(
-        "gradients are values of one step; nothing is kept to be zeroed"))
+    set_grad_none: bool = key(
+        True,
+        "drop gradients instead of zeroing them",
+        NotApplicable("gradients are values of one step; nothing is kept to be zeroed"),
+    )
 
 
 @attrs.frozen
@@ -108,7 +121,8 @@ class AdagradConfig(Config):
     lr_decay: float = key(0.0, "how fast the learning rate falls with t", argument("adagrad", name="lr_decay"), low=0)
     weight_decay: float = _weight_decay(0.0, "adagrad")
     initial_accumulator_value: float = key(
-        0.0, "what the sum of squares begins with", argument("adagrad", name="initial_accumulator_value"), low=0)
+        0.0, "what the sum of squares begins with", argument("adagrad", name="initial_accumulator_value"), low=0
+    )
     eps: float = _eps(1e-10, "adagrad")
     maximize: bool = _maximize()
     differentiable: bool = _differentiable()
@@ -160,7 +174,8 @@ class ZeroOneAdamConfig(CompressedConfig):
     var_freeze_step: int = key(100000, "updates after which the variance stays", _TYPE, unit="steps", low=0)
     var_update_scaler: int = key(16, "variance updates after which their interval doubles", _TYPE, low=1)
     local_step_scaler: int = key(
-        32678, "updates after which the interval of local steps doubles", _TYPE, unit="steps", low=1)
+        32678, "updates after which the interval of local steps doubles", _TYPE, unit="steps", low=1
+    )
     local_step_clipper: int = key(16, "longest interval of local steps", _TYPE, unit="steps", low=1)
 
 
@@ -195,17 +210,35 @@ class MuonConfig(Config):
 
 
 PARAMETERS: dict[str, type[Config]] = {  # DeepSpeed's own in lower case; torch's as it is
-    "adam": AdamConfig, "adamw": AdamConfig, "lamb": LambConfig, "lion": LionConfig, "adagrad": AdagradConfig,
-    "SGD": SgdConfig, "onebitadam": OneBitAdamConfig, "zerooneadam": ZeroOneAdamConfig, "onebitlamb": OneBitLambConfig,
+    "adam": AdamConfig,
+    "adamw": AdamConfig,
+    "lamb": LambConfig,
+    "lion": LionConfig,
+    "adagrad": AdagradConfig,
+    "SGD": SgdConfig,
+    "onebitadam": OneBitAdamConfig,
+    "zerooneadam": ZeroOneAdamConfig,
+    "onebitlamb": OneBitLambConfig,
     "muon": MuonConfig,
 }
 SPELLED = {
-    "adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "adagrad": "Adagrad", "SGD": "SGD",
-    "onebitadam": "OneBitAdam", "zerooneadam": "ZeroOneAdam", "onebitlamb": "OneBitLamb",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "lamb": "Lamb",
+    "lion": "Lion",
+    "adagrad": "Adagrad",
+    "SGD": "SGD",
+    "onebitadam": "OneBitAdam",
+    "zerooneadam": "ZeroOneAdam",
+    "onebitlamb": "OneBitLamb",
     "muon": "Muon",
 }
-NOT_YET = {"onebitadam": "1-bit Adam", "zerooneadam": "0/1 Adam", "onebitlamb": "1-bit LAMB",
-           "muon": "Muon by attributes of parameters: pass fds.by_name({...: fds.muon(...), ...})"}
+NOT_YET = {
+    "onebitadam": "1-bit Adam",
+    "zerooneadam": "0/1 Adam",
+    "onebitlamb": "1-bit LAMB",
+    "muon": "Muon by attributes of parameters: pass fds.by_name({...: fds.muon(...), ...})",
+}
 
 
 def kind_of(type_: str) -> str:
@@ -222,23 +255,36 @@ class OptimizerConfig(Config):
     """`optimizer`: its type and parameters."""
 
     type: str | None = key(
-        None, "its name: one of DeepSpeed's own in any case, or a class of torch.optim",
+        None,
+        "its name: one of DeepSpeed's own in any case, or a class of torch.optim",
         argument("adamw", "adam", "lamb", "lion", "adagrad", "sgd", note="which of them"),
     )
-    params: dict[str, Any] = key(dict, "what it is made with; below, per type", argument("adamw", note="below"),
-                                 null=True)
-    legacy_fusion: bool = key(False, "an older way to flatten float16 parameters", NotApplicable(
-        "parameters are flat buckets whenever they are sharded"))
+    params: dict[str, Any] = key(
+        dict, "what it is made with; below, per type", argument("adamw", note="below"), null=True
+    )
+    legacy_fusion: bool = key(
+        False,
+        "an older way to flatten float16 parameters",
+        NotApplicable("parameters are flat buckets whenever they are sharded"),
+    )
 
     def check(self) -> None:
         """Raise `ConfigError` for parameters that the optimizer does not take, or without an optimizer."""
         if self.kind is None and self.params:
-            raise ConfigError("parameters without an optimizer", where="type, params", got=f"null, {self.params!r:.60}",
-                              want=f"type: one of {', '.join(SPELLED.values())}")
+            raise ConfigError(
+                "parameters without an optimizer",
+                where="type, params",
+                got=f"null, {self.params!r:.60}",
+                want=f"type: one of {', '.join(SPELLED.values())}",
+            )
         if self.kind in PARAMETERS:
             if "max_grad_norm" in self.params:
-                raise ConfigError("gradient clipping has its own key", where="params.max_grad_norm",
-                                  got=repr(self.params["max_grad_norm"]), want='"gradient_clipping" beside "optimizer"')
+                raise ConfigError(
+                    "gradient clipping has its own key",
+                    where="params.max_grad_norm",
+                    got=repr(self.params["max_grad_norm"]),
+                    want='"gradient_clipping" beside "optimizer"',
+                )
             self.arguments  # noqa: B018 (evaluated for its checks)
 
     @property
@@ -251,4 +297,3 @@ class OptimizerConfig(Config):
         """The parameters, as a record of the optimizer's type, which must be in `PARAMETERS`."""
         with within("params."):
             return PARAMETERS[str(self.kind)].from_dict(self.params, defaults=self.defaults)
-

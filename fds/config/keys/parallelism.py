@@ -25,25 +25,37 @@ class ParallelSizesConfig(Config):
     """Keys of the top level on the layout of ranks."""
 
     data_parallel_size: int | None = key(
-        None, "ranks that take different rows; with the next key it makes the mesh",
-        Elsewhere("fds.mesh(dp=...)"), unit="ranks", over=0,
-    )  # fmt: skip
+        None,
+        "ranks that take different rows; with the next key it makes the mesh",
+        Elsewhere("fds.mesh(dp=...)"),
+        unit="ranks",
+        over=0,
+    )
     sequence_parallel_size: int | None = key(
-        None, "ranks that share the tokens of a row", NotYet("sequence parallelism", nothing=(None, 1)),
-        unit="ranks", over=0,
-    )  # fmt: skip
+        None,
+        "ranks that share the tokens of a row",
+        NotYet("sequence parallelism", nothing=(None, 1)),
+        unit="ranks",
+        over=0,
+    )
     use_data_before_expert_parallelism: bool = key(
-        False, "let neighbouring ranks differ in data, not in experts",
+        False,
+        "let neighbouring ranks differ in data, not in experts",
         Elsewhere("fds.mesh(...)", "neighbours differ in the axis that is named last"),
-    )  # fmt: skip
+    )
 
 
 @attrs.frozen
 class TensorParallelRanksConfig(Config):
     """`tp` of tensor parallelism."""
 
-    tp_size: int = key(1, "ranks that share a layer, as checked against `autotp_size`",
-                       NotYet("tensor parallelism", nothing=(1,)), unit="ranks", over=0)  # fmt: skip
+    tp_size: int = key(
+        1,
+        "ranks that share a layer, as checked against `autotp_size`",
+        NotYet("tensor parallelism", nothing=(1,)),
+        unit="ranks",
+        over=0,
+    )
     tp_grain_size: int = key(1, "slices of a layer are multiples of this", PartOf("tp_size"), unit="elements", over=0)
     mpu: Any = key(None, "object that knows the groups of ranks", _OBJECT)
     tp_group: Any = key(None, "group of the ranks that share a layer", _OBJECT)
@@ -55,7 +67,8 @@ class TensorRuleConfig(Config):
 
     patterns: tuple[str, ...] = key((), "regular expressions for names of parameters", _TP)
     partition_type: Literal["column", "row", "skip"] = key(
-        "column", "share outputs, share inputs, or give each rank all", _TP)
+        "column", "share outputs, share inputs, or give each rank all", _TP
+    )
     shape: Any = key(None, "the parameter is viewed so first; -1 is inferred, a list in a list is of uneven parts", _TP)
     partition_dim: int | None = key(None, "dim of that which is shared; null: 0 for column, 1 for row", _TP, low=0)
     model_types: tuple[str, ...] | None = key(None, "architectures that the rule is for; null: all", _TP)
@@ -69,7 +82,8 @@ class TensorPartitionConfig(Config):
 
     use_default_specs: bool = key(True, "add these to the preset's rules, not replace them", _TP)
     layer_specs: tuple[dict[str, Any], ...] = key(
-        (), "rules, the first that matches a parameter counts; each has the keys of `TensorRuleConfig`", _TP)
+        (), "rules, the first that matches a parameter counts; each has the keys of `TensorRuleConfig`", _TP
+    )
     tp_size: int = key(1, "nothing: `autotp_size` replaces it", NotApplicable("`autotp_size` replaces it"), over=0)
     embedding_partition_dim: int = key(1, "dim of an embedding that is shared", _TP)
     lm_head_patterns: tuple[str, ...] = key(("lm_head", "embed_out"), "names of the output layer", _TP)
@@ -87,10 +101,12 @@ class TensorParallelConfig(Config):
     """`tensor_parallel`: layers are split by name."""
 
     autotp_size: int = key(
-        0, "ranks that share a layer", NotYet("tensor parallelism", nothing=(0, 1)), unit="ranks", low=0)
+        0, "ranks that share a layer", NotYet("tensor parallelism", nothing=(0, 1)), unit="ranks", low=0
+    )
     tp_overlap_comm: bool = key(False, "send while computing", _TP)
     tp: TensorParallelRanksConfig = key(
-        TensorParallelRanksConfig, "the ranks that share a layer", old=("tensor_parallel",))
+        TensorParallelRanksConfig, "the ranks that share a layer", old=("tensor_parallel",)
+    )
     preset_model: str | None = key(None, "architecture whose rules are built in", _TP)
     partition_config: TensorPartitionConfig | None = key(None, "rules of one's own", _TP)
     dtype: Literal["torch.float16"] = key("torch.float16", "type of the sliced parameters", _INFERENCE)
@@ -102,8 +118,13 @@ class TensorParallelConfig(Config):
         """Raise `ConfigError` for two sizes."""
         auto, size = self.autotp_size, self.tp.tp_size
         if AUTO not in (auto, size) and auto > 1 and size > 1 and auto != size:
-            raise contradiction(self, "a layer is shared by one number of ranks", "autotp_size", "tp.tp_size",
-                                want="the same number, or autotp_size alone")  # fmt: skip
+            raise contradiction(
+                self,
+                "a layer is shared by one number of ranks",
+                "autotp_size",
+                "tp.tp_size",
+                want="the same number, or autotp_size alone",
+            )
 
 
 @attrs.frozen
@@ -121,7 +142,8 @@ class ExpertParallelConfig(Config):
     use_grouped_mm: bool = key(True, "multiply all experts at once", PartOf())
     disable_triton_grouped_mm: bool = key(False, "without Triton", PartOf())
     route_norm: bool | None = key(
-        None, "let the weights of a token's experts sum to one; null: as the preset", PartOf())
+        None, "let the weights of a token's experts sum to one; null: as the preset", PartOf()
+    )
     route_scale: float = key(1.0, "factor of the experts' output", PartOf())
     score_apply: Literal["auto", "pre", "post"] = key("auto", "scale what experts take, or what they give", PartOf())
     combine_impl: Literal["auto", "weighted_sum", "legacy_bmm"] = key("auto", "how outputs are added", PartOf())
@@ -134,7 +156,8 @@ class ExpertParallelConfig(Config):
     expert_w1: str | None = key(None, "name of an expert's first weight; null: as the preset", PartOf())
     expert_w2: str | None = key(None, "name of its second", PartOf())
     expert_w3: str | None = key(
-        None, "name of its third; absent: as the preset; null, given: the first holds it too", PartOf())
+        None, "name of its third; absent: as the preset; null, given: the first holds it too", PartOf()
+    )
     num_experts_attr: str | None = key(None, "attribute of the model's config that counts experts", PartOf())
     top_k_attr: str | None = key(None, "attribute of the model's config for top_k", PartOf())
     has_shared_experts: bool | None = key(None, "whether some experts compute all tokens", PartOf())
@@ -145,5 +168,9 @@ class ExpertParallelConfig(Config):
         """Raise `ConfigError` for more groups than there are, and for a loss that 0.19.6 does not have."""
         check_order(self, "num_limited_groups", "num_expert_groups")
         if self.load_balance_coeff not in (None, AUTO):
-            raise ConfigError("0.19.6 has no auxiliary loss", where="load_balance_coeff",
-                              got=repr(self.load_balance_coeff), want="null")
+            raise ConfigError(
+                "0.19.6 has no auxiliary loss",
+                where="load_balance_coeff",
+                got=repr(self.load_balance_coeff),
+                want="null",
+            )

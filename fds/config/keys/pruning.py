@@ -44,12 +44,18 @@ class SparsePruningSharedConfig(Config):
     enabled: bool = key(False, "make single weights zero", NotYet("pruning of single weights, or of blocks of them"))
     schedule_offset: int = schedule_offset_key(1000, documented=0)
     method: Literal["l1", "topk", "snip_momentum"] = key(
-        "l1", f"{_METHOD}; snip_momentum, in blocks, by weight times gradient", PartOf())
+        "l1", f"{_METHOD}; snip_momentum, in blocks, by weight times gradient", PartOf()
+    )
     block_pattern: str = key("4x1", "blocks that go as one (4x1), or how many of how many stay (2:4)", _BLOCKS)
     dense_ratio: float = key(0.1, "share of all weights that is kept at the end", _BLOCKS, over=0, high=1)
     schedule_offset_end: int | None = key(
-        None, "calls of the step after which no more is pruned; absent: schedule_offset", _BLOCKS, unit="steps", low=0,
-        null=False)
+        None,
+        "calls of the step after which no more is pruned; absent: schedule_offset",
+        _BLOCKS,
+        unit="steps",
+        low=0,
+        null=False,
+    )
     schedule_offset_stride: int = key(1, "steps from one pruning to the next", _BLOCKS, unit="steps", over=0)
     excluded_modules: tuple[str, ...] = key((), "modules that keep all weights, by name", _BLOCKS)
 

@@ -43,7 +43,8 @@ class WeightQuantizationSharedConfig(Config):
     quantization_type: Literal["symmetric", "asymmetric"] = _symmetry()
     rounding: Literal["nearest", "stochastic"] = key("nearest", "how values are rounded to the grid", PartOf())
     quantize_weight_in_forward: bool = key(
-        False, "quantize where a weight is used, not where it is updated; float32 needs this", PartOf())
+        False, "quantize where a weight is used, not where it is updated; float32 needs this", PartOf()
+    )
     fp16_mixed_quantize: MixedQuantizationConfig = key(MixedQuantizationConfig, "mix both weights for a while")
 
 
@@ -53,8 +54,9 @@ class WeightBitsConfig(Config):
 
     start_bits: int | None = key(None, "bits of a weight at first", SHARED, unit="bits", over=0)
     target_bits: int | None = key(None, "bits of a weight at the end", SHARED, unit="bits", over=0)
-    quantization_period: int = key(1, "steps for the first bit to go; each later one takes twice", SHARED,
-                                   unit="steps", low=0)  # fmt: skip
+    quantization_period: int = key(
+        1, "steps for the first bit to go; each later one takes twice", SHARED, unit="steps", low=0
+    )
 
     def check(self) -> None:
         """Raise `ConfigError` if the number of bits would increase."""
@@ -87,7 +89,8 @@ class ActivationQuantizationSharedConfig(Config):
     enabled: bool = key(False, "train with quantized inputs of layers", NotYet("training with quantized activations"))
     quantization_type: Literal["symmetric", "asymmetric"] = _symmetry()
     range_calibration: Literal["dynamic", "static"] = key(
-        "dynamic", "take the range from each token, or from a running mean", PartOf(), documented="static")
+        "dynamic", "take the range from each token, or from a running mean", PartOf(), documented="static"
+    )
     schedule_offset: int = schedule_offset_key(1000, documented=0)
 
 

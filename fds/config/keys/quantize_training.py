@@ -42,14 +42,18 @@ class WeightQuantizationPlacedConfig(Config):
     enabled: bool = key(True, "nothing, in 0.19.6: one of the two below asks", NotApplicable("nothing reads it"))
     num_bits: int = key(8, "bits of a weight", NotApplicable("each of the two below has its own"), unit="bits", over=0)
     q_type: Literal["symmetric", "asymmetric"] = key(
-        "symmetric", "whether the range is about zero", NotApplicable("each of the two below has its own"))
+        "symmetric", "whether the range is about zero", NotApplicable("each of the two below has its own")
+    )
     q_groups: int = key(
-        1, "parts of a weight, each with a scale", NotApplicable("each of the two below has its own"), over=0)
+        1, "parts of a weight, each with a scale", NotApplicable("each of the two below has its own"), over=0
+    )
     quantized_initialization: dict[str, Any] = key(
-        dict, "num_bits, group_size, group_dim, symmetric: of all weights, as stage 3 makes them",
+        dict,
+        "num_bits, group_size, group_dim, symmetric: of all weights, as stage 3 makes them",
         NotYet("weights that are quantized as they are made", nothing=(None, {})),
-    )  # fmt: skip
+    )
     post_init_quant: dict[str, Any] = key(
-        dict, "the same by name of module, once the model is made",
+        dict,
+        "the same by name of module, once the model is made",
         NotYet("quantized weights for inference", nothing=(None, {})),
-    )  # fmt: skip
+    )

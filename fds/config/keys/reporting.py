@@ -14,9 +14,7 @@ from fds.config.field import key
 from fds.config.meaning import NotApplicable, NotYet, PartOf
 from fds.config.record import Config
 
-LogLevel = Literal[
-    "debug", "info", "warning", "error", "critical", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"
-]  # fmt: skip
+LogLevel = Literal["debug", "info", "warning", "error", "critical", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 _PRINTS_NOTHING = NotApplicable("a step prints nothing, it returns metrics")
 
 
@@ -26,7 +24,8 @@ class ThroughputTimerConfig(Config):
 
     enabled: bool = key(True, "whether to time updates, for the rate in the progress line", _PRINTS_NOTHING)
     synchronized: bool = key(
-        True, "whether to wait for the device before a clock is read: exact, but slower", _PRINTS_NOTHING)
+        True, "whether to wait for the device before a clock is read: exact, but slower", _PRINTS_NOTHING
+    )
 
 
 @attrs.frozen
@@ -41,25 +40,34 @@ class LoggingConfig(Config):
     """Keys of the top level on what the engine prints and measures."""
 
     steps_per_print: int | float | None = key(
-        None, "updates between two lines of progress; null or Infinity: no such line", _PRINTS_NOTHING,
-        unit="steps", documented=10, over=0, high=math.inf,
-    )  # fmt: skip
+        None,
+        "updates between two lines of progress; null or Infinity: no such line",
+        _PRINTS_NOTHING,
+        unit="steps",
+        documented=10,
+        over=0,
+        high=math.inf,
+    )
     wall_clock_breakdown: bool = key(
-        False, "measure how long forward, backward, reduction and update take, of every step",
+        False,
+        "measure how long forward, backward, reduction and update take, of every step",
         NotYet("the times of the parts of a step"),
-    )  # fmt: skip
+    )
     memory_breakdown: bool = key(
-        False, "measure how much memory is in use before and after the parts of a step",
+        False,
+        "measure how much memory is in use before and after the parts of a step",
         NotYet("the memory of the parts of a step"),
-    )  # fmt: skip
+    )
     dump_state: bool = key(
-        False, "print what the engine knows after it has started",
+        False,
+        "print what the engine knows after it has started",
         NotApplicable("no engine hides anything: a state is a value, and `explain` prints what is composed"),
-    )  # fmt: skip
+    )
     log_level: LogLevel | None = key(
-        None, "least severe message that is printed; null leaves it as it is",
+        None,
+        "least severe message that is printed; null leaves it as it is",
         NotApplicable("nothing is logged: what must be said is raised or warned of"),
-    )  # fmt: skip
+    )
     timers: TimersConfig = key(TimersConfig, "clocks that run unless they are switched off")
 
 
@@ -69,7 +77,8 @@ class TensorBoardConfig(Config):
 
     enabled: bool = key(False, "write metrics as TensorBoard events, on rank 0", NotYet("a TensorBoard monitor"))
     output_path: str | None = key(
-        "", "directory of all jobs; empty: one below the working directory", PartOf(), documented=None, null=False)
+        "", "directory of all jobs; empty: one below the working directory", PartOf(), documented=None, null=False
+    )
     job_name: str = key("DeepSpeedJobName", "directory of this job, below output_path", PartOf())
 
 
@@ -79,7 +88,8 @@ class CsvMonitorConfig(Config):
 
     enabled: bool = key(False, "append metrics to CSV files, one a metric, on rank 0", NotYet("a CSV monitor"))
     output_path: str | None = key(
-        "", "directory of all jobs; empty: one below the working directory", PartOf(), documented=None, null=False)
+        "", "directory of all jobs; empty: one below the working directory", PartOf(), documented=None, null=False
+    )
     job_name: str = key("DeepSpeedJobName", "directory of this job, below output_path", PartOf())
 
 
@@ -99,18 +109,22 @@ class CometConfig(Config):
 
     enabled: bool = key(False, "send metrics to Comet, from rank 0", NotYet("a Comet monitor"))
     samples_log_interval: int = key(
-        100, "samples of training between two values of a metric that are sent", PartOf(), unit="samples", over=0)
+        100, "samples of training between two values of a metric that are sent", PartOf(), unit="samples", over=0
+    )
     project: str | None = key(None, "project that the experiment is filed under", PartOf())
     workspace: str | None = key(None, "account that the project belongs to", PartOf())
     api_key: str | None = key(None, "secret that proves who sends; better kept out of a file", PartOf())
     experiment_name: str | None = key(None, "title that people see", PartOf())
     experiment_key: str | None = key(None, "identifier of an experiment, 32 to 50 letters and digits", PartOf())
     online: bool | None = key(
-        None, "send at once (null does so too), or keep on disk to be sent later", PartOf(), documented=True)
+        None, "send at once (null does so too), or keep on disk to be sent later", PartOf(), documented=True
+    )
     mode: Literal["get", "create", "get_or_create"] | None = key(
-        None, "continue the experiment of experiment_key, start another, or whichever is possible (null)",
-        PartOf(), documented="get_or_create",
-    )  # fmt: skip
+        None,
+        "continue the experiment of experiment_key, start another, or whichever is possible (null)",
+        PartOf(),
+        documented="get_or_create",
+    )
 
 
 @attrs.frozen
@@ -118,9 +132,10 @@ class CommsLoggerConfig(Config):
     """`comms_logger`: log the time and bandwidth of collectives."""
 
     enabled: bool = key(
-        False, "time every collective, waiting for it, and sum up by kind and message size",
+        False,
+        "time every collective, waiting for it, and sum up by kind and message size",
         NotYet("a log of collectives"),
-    )  # fmt: skip
+    )
     verbose: bool = key(False, "print each collective as it ends, not only their sums", PartOf())
     prof_all: bool = key(True, "log collectives of every kind", PartOf())
     debug: bool = key(False, "add the calling function to the name of each", PartOf())
@@ -132,11 +147,14 @@ class FlopsProfilerConfig(Config):
     """`flops_profiler`: count the work of one step, module by module."""
 
     enabled: bool = key(
-        False, "count operations, parameters and time of one step, by module", NotYet("a profile of FLOPs by module"))
+        False, "count operations, parameters and time of one step, by module", NotYet("a profile of FLOPs by module")
+    )
     recompute_fwd_factor: float = key(
-        0.0, "forwards that backward computes again: 1 where all activations are checkpointed", PartOf(), low=0)
+        0.0, "forwards that backward computes again: 1 where all activations are checkpointed", PartOf(), low=0
+    )
     profile_step: int = key(
-        1, "the step that is profiled; some before it should warm up", PartOf(), unit="steps", low=0)
+        1, "the step that is profiled; some before it should warm up", PartOf(), unit="steps", low=0
+    )
     module_depth: int = key(-1, "levels of nested modules that are told of; -1: all", PartOf(), unit="levels", low=-1)
     top_modules: int = key(1, "most expensive modules that are named at each level", PartOf(), unit="modules", low=0)
     detailed: bool = key(True, "print the profile of every module, not only the sums", PartOf())

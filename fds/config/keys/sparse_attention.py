@@ -36,34 +36,44 @@ class SparseAttentionConfig(Config):
     """
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = key(
-        "fixed", "kind of pattern; dense computes every block, as attention without this section does",
+        "fixed",
+        "kind of pattern; dense computes every block, as attention without this section does",
         NotYet("block-sparse attention", nothing=("dense",)),
-    )  # fmt: skip
+    )
     block: int = key(16, "side of a square block of the attention matrix", _MODE, unit="tokens", over=0)
     different_layout_per_head: bool = key(False, "lay out every head anew, not all as the first", _MODE)
     num_local_blocks: int = key(4, "side of the local windows (fixed)", _MODE, unit="blocks", over=0)
     num_global_blocks: int = key(
-        1, "blocks that see all and are seen by all: of each window (fixed), or the first ones (bigbird)", _MODE,
-        unit="blocks", over=0,
-    )  # fmt: skip
+        1,
+        "blocks that see all and are seen by all: of each window (fixed), or the first ones (bigbird)",
+        _MODE,
+        unit="blocks",
+        over=0,
+    )
     attention: Literal["bidirectional", "unidirectional"] = key(
-        "bidirectional", "whether tokens see later ones (fixed, variable)", _MODE)
+        "bidirectional", "whether tokens see later ones (fixed, variable)", _MODE
+    )
     horizontal_global_attention: bool = key(
-        False, "global blocks also see all others, where attention is bidirectional (fixed, variable)", _MODE)
+        False, "global blocks also see all others, where attention is bidirectional (fixed, variable)", _MODE
+    )
     num_different_global_patterns: int = key(
-        1, "choices of the global blocks in a window that heads take in turn (fixed)", _MODE,
-        documented=4, over=0,
-    )  # fmt: skip
+        1, "choices of the global blocks in a window that heads take in turn (fixed)", _MODE, documented=4, over=0
+    )
     num_random_blocks: int = key(
-        0, "random blocks in each row of blocks (variable, bigbird)", _MODE, unit="blocks", low=0)
+        0, "random blocks in each row of blocks (variable, bigbird)", _MODE, unit="blocks", low=0
+    )
     local_window_blocks: tuple[int, ...] = key(
-        (4,), "sides of the local windows, in order; the last one repeats (variable)", _MODE, unit="blocks")
+        (4,), "sides of the local windows, in order; the last one repeats (variable)", _MODE, unit="blocks"
+    )
     global_block_indices: tuple[int, ...] = key(
-        (0,), "blocks that see all and are seen by all, or where ranges of them start (variable, bslongformer)", _MODE)
+        (0,), "blocks that see all and are seen by all, or where ranges of them start (variable, bslongformer)", _MODE
+    )
     global_block_end_indices: tuple[int, ...] | None = key(
-        None, "where these ranges end, exclusive; null: a block each (variable, bslongformer)", _MODE)
+        None, "where these ranges end, exclusive; null: a block each (variable, bslongformer)", _MODE
+    )
     num_sliding_window_blocks: int = key(
-        3, "width of the band around the diagonal (bigbird, bslongformer)", _MODE, unit="blocks", over=0)
+        3, "width of the band around the diagonal (bigbird, bslongformer)", _MODE, unit="blocks", over=0
+    )
 
     def check(self) -> None:
         """Raise `ConfigError` for a value of another mode's key, and for an impossible pattern."""
@@ -83,18 +93,23 @@ class SparseAttentionConfig(Config):
 
     def _impossible(self) -> Iterator[tuple[list[str], str]]:
         """Yield (keys, what they must be) of conditions that are not met; they apply to modes that read the keys."""
-        local, wide, patterns = (_number(self[f"num_{of}"]) for of in
-                                 ("local_blocks", "global_blocks", "different_global_patterns"))  # fmt: skip
+        local, wide, patterns = (
+            _number(self[f"num_{of}"]) for of in ("local_blocks", "global_blocks", "different_global_patterns")
+        )
         if local % wide:
             yield ["num_local_blocks", "num_global_blocks"], "a multiple of num_global_blocks"
         usual = keys(type(self))["num_different_global_patterns"][1].of(self.defaults)
         if patterns not in (1, usual):  # documented as 4, beside one layout
             if self.different_layout_per_head is False:
-                yield (["different_layout_per_head", "num_different_global_patterns"],
-                       "a layout per head, or one pattern")  # fmt: skip
+                yield (
+                    ["different_layout_per_head", "num_different_global_patterns"],
+                    "a layout per head, or one pattern",
+                )
             if patterns > local // wide:
-                yield (["num_local_blocks", "num_global_blocks", "num_different_global_patterns"],
-                       "at most num_local_blocks / num_global_blocks patterns")  # fmt: skip
+                yield (
+                    ["num_local_blocks", "num_global_blocks", "num_different_global_patterns"],
+                    "at most num_local_blocks / num_global_blocks patterns",
+                )
         if self.attention == "unidirectional" and self.horizontal_global_attention is True:
             yield ["attention", "horizontal_global_attention"], "bidirectional attention, or no horizontal blocks"
         starts, ends = self.global_block_indices, self.global_block_end_indices

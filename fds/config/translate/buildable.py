@@ -21,8 +21,9 @@ from fds.errors import ConfigError, FdsError
 
 _CALLS = (  # function that returns a call, and the groups that it reads
     (lambda config: optimizer_call(config) or schedule_call(config), ("optimizer", "scheduler")),
-    (loss_scale_call, ("fp16", "amp", "torch_autocast")), (clipping_call, ("clipping",)),
-)  # fmt: skip
+    (loss_scale_call, ("fp16", "amp", "torch_autocast")),
+    (clipping_call, ("clipping",)),
+)
 
 
 def check_buildable(config: Groups) -> None:
@@ -54,15 +55,21 @@ def _check(config: Groups, call: Any) -> None:
         call.build(None)
     except FdsError as error:
         paths = list(_paths(config, call.path, str(error)))
-        raise ConfigError(error.what, where=", ".join(paths), got=error.got, want=error.want,
-                          hint=error.hint) from error  # fmt: skip
+        raise ConfigError(
+            error.what, where=", ".join(paths), got=error.got, want=error.want, hint=error.hint
+        ) from error
 
 
 def _paths(config: Groups, function: str, message: str) -> Iterator[str]:
     """Yield the keys whose arguments of a function an error message mentions; if none, all that were given."""
-    keys = [(path, key.meaning.name, given) for path, value, key, given in config.walk()
-            if isinstance(key.meaning, Argument) and function in key.meaning.of and not isinstance(value, Config)
-            and not _is_off(config, path.rpartition(".")[0])]
+    keys = [
+        (path, key.meaning.name, given)
+        for path, value, key, given in config.walk()
+        if isinstance(key.meaning, Argument)
+        and function in key.meaning.of
+        and not isinstance(value, Config)
+        and not _is_off(config, path.rpartition(".")[0])
+    ]
     named = [path for path, name, _ in keys if name and re.search(rf"\b{name}\b", message)]
     yield from named or [path for path, _, given in keys if given]
 

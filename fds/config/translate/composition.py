@@ -30,9 +30,17 @@ def compose_supported(config: Groups, axes: Mapping[str, int]) -> tuple[tuple[Fu
     """Return the calls for the keys that fds supports, and the resolved configuration."""
     config = config.resolve(world_size=data_ranks(axes))
     _check_sizes(config, axes)
-    optional = (_microbatches(config, axes), _sharding(config, axes), _precision(config), _autocast(config),
-                _recomputation(config), loss_scale_call(config), _finite(config), clipping_call(config),
-                optimizer_call(config))
+    optional = (
+        _microbatches(config, axes),
+        _sharding(config, axes),
+        _precision(config),
+        _autocast(config),
+        _recomputation(config),
+        loss_scale_call(config),
+        _finite(config),
+        clipping_call(config),
+        optimizer_call(config),
+    )
     return tuple(call for call in optional if call is not None), config
 
 
@@ -45,8 +53,12 @@ def _check_sizes(config: Groups, axes: Mapping[str, int]) -> None:
         ("zero_optimization.mics_shard_size", max(shards, 0) or None, axes["dp"]),
     ):
         if isinstance(size, int) and size != of_mesh:
-            raise ConfigError("the mesh has another size", where=key, got=f"{size}, and the mesh has {of_mesh}",
-                              want='fds.mesh(pp=stages, replicate=copies, dp=shards)')
+            raise ConfigError(
+                "the mesh has another size",
+                where=key,
+                got=f"{size}, and the mesh has {of_mesh}",
+                want="fds.mesh(pp=stages, replicate=copies, dp=shards)",
+            )
 
 
 def data_ranks(axes: Mapping[str, int]) -> int:
@@ -54,8 +66,9 @@ def data_ranks(axes: Mapping[str, int]) -> int:
     if not isinstance(axes, Mapping) or not all(type(n) is int and n > 0 for n in axes.values()):
         raise MeshError("not sizes of axes", got=repr(axes)[:80], want='fds.mesh(dp=-1), or {"dp": 8}')
     if "dp" not in axes:
-        raise MeshError("the mesh has no axis for data ranks", got=", ".join(axes) or "no axes", want='"dp"',
-                        hint="fds.mesh(dp=-1)")
+        raise MeshError(
+            "the mesh has no axis for data ranks", got=", ".join(axes) or "no axes", want='"dp"', hint="fds.mesh(dp=-1)"
+        )
     other = [name for name, size in axes.items() if name not in ("dp", "replicate", "pp") and size > 1]
     if other:
         raise MeshError("a configuration does not use these axes", got=", ".join(other), want="dp, replicate, pp")
@@ -81,8 +94,12 @@ def _sharding(config: Groups, axes: Mapping[str, int]) -> FunctionCall:
     factor = communication.gradient_predivide_factor
     predivide = float(data_ranks(axes)) if communication.prescale_gradients else factor if factor != 1 else None
     return FunctionCall.of(
-        "shard_optimizer", AxisOf("dp"), stage=zero.stage, replicate=AxisOf("replicate") if copies else None,
-        **(_sizes(config) if zero.stage else {}), predivide=predivide,
+        "shard_optimizer",
+        AxisOf("dp"),
+        stage=zero.stage,
+        replicate=AxisOf("replicate") if copies else None,
+        **(_sizes(config) if zero.stage else {}),
+        predivide=predivide,
     )
 
 
@@ -148,8 +165,12 @@ def loss_scale_call(config: Groups) -> FunctionCall | None:
     if fp16.loss_scale:
         return FunctionCall.of("static_loss_scale", float(fp16.loss_scale))
     return FunctionCall.of(
-        "loss_scale", initial=2.0**fp16.initial_scale_power, window=fp16.loss_scale_window, hysteresis=fp16.hysteresis,
-        consecutive_hysteresis=fp16.consecutive_hysteresis, minimum=fp16.min_loss_scale,
+        "loss_scale",
+        initial=2.0**fp16.initial_scale_power,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        minimum=fp16.min_loss_scale,
     )
 
 

@@ -23,11 +23,27 @@ from fds.transforms.skip_nonfinite import skip_nonfinite
 from fds.transforms.static_loss_scale import static_loss_scale
 
 FUNCTIONS = {  # path below fds -> function; everything that a configuration may call or pass
-    **{f.__name__: f for f in (
-        accumulate, autocast, checkpoint_activations, clip_by_global_norm, loss_scale, pipeline, precision,
-        shard_optimizer, skip_nonfinite, static_loss_scale, optim.adam, optim.adamw, optim.lamb, optim.lion,
-        optim.adagrad, optim.sgd,
-    )},
+    **{
+        f.__name__: f
+        for f in (
+            accumulate,
+            autocast,
+            checkpoint_activations,
+            clip_by_global_norm,
+            loss_scale,
+            pipeline,
+            precision,
+            shard_optimizer,
+            skip_nonfinite,
+            static_loss_scale,
+            optim.adam,
+            optim.adamw,
+            optim.lamb,
+            optim.lion,
+            optim.adagrad,
+            optim.sgd,
+        )
+    },
     **{f"schedules.{name}": getattr(schedules, name) for name in schedules.__all__},
     "plans.one_f_one_b": plans.one_f_one_b,
 }

@@ -52,8 +52,9 @@ def rank_memory(config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[s
         compute, accumulated = precision.args[0].itemsize, accumulate.itemsize
         reduced = (precision.argument("reduce") or accumulate).itemsize
     alone = ranks * axes.get("replicate", 1) == 1
-    out = [RankMemory(f"master weights and optimizer state{_among(num_shards)}",
-                      (4 + 4 * _num_slots(config)) / num_shards)]
+    out = [
+        RankMemory(f"master weights and optimizer state{_among(num_shards)}", (4 + 4 * _num_slots(config)) / num_shards)
+    ]
     if alone or stage == 0:
         out += [RankMemory("16-bit parameters", compute)] if compute < 4 else []
     elif stage < 3:
@@ -62,8 +63,11 @@ def rank_memory(config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[s
         live = (2 + shard.argument("prefetch")) * (bucket * compute // 4)
         out += [RankMemory("parameters that are whole at once, beside small ones", compute, live)]
     reduces_slices = stage > 1 and not alone
-    out += [RankMemory(f"sums of gradients{_among(ranks if reduces_slices else 1)}",
-                      accumulated / (ranks if reduces_slices else 1))]
+    out += [
+        RankMemory(
+            f"sums of gradients{_among(ranks if reduces_slices else 1)}", accumulated / (ranks if reduces_slices else 1)
+        )
+    ]
     if reduces_slices:
         out += [RankMemory("two buckets of gradients", reduced, 2 * bucket * reduced // 4)]
     return tuple(out)

@@ -49,32 +49,49 @@ def _weight_decay(parameters: Any, function: str) -> float:
 def _base_lr(config: Groups) -> float:
     """Return the learning rate that a scheduler takes from the optimizer."""
     if config.optimizer is None or config.optimizer.kind not in PARAMETERS:
-        raise ConfigError("the scheduler takes its peak from the optimizer, and the JSON has none",
-                          where="scheduler.params, optimizer.params.lr", got="no known optimizer",
-                          want="an optimizer with lr, or scheduler.params.warmup_max_lr")
+        raise ConfigError(
+            "the scheduler takes its peak from the optimizer, and the JSON has none",
+            where="scheduler.params, optimizer.params.lr",
+            got="no known optimizer",
+            want="an optimizer with lr, or scheduler.params.warmup_max_lr",
+        )
     return config.optimizer.arguments.lr
 
 
 def _warmup(config: Groups, p: Any) -> FunctionCall:
     peak = _base_lr(config) if p.warmup_max_lr is None else p.warmup_max_lr
-    return FunctionCall.of("schedules.warmup", peak, warmup_steps=p.warmup_num_steps, start=p.warmup_min_lr,
-                           kind=p.warmup_type)
+    return FunctionCall.of(
+        "schedules.warmup", peak, warmup_steps=p.warmup_num_steps, start=p.warmup_min_lr, kind=p.warmup_type
+    )
 
 
 def _warmup_decay(config: Groups, p: Any) -> FunctionCall:
-    return FunctionCall.of("schedules.warmup_decay", p.warmup_max_lr, total_steps=p.total_num_steps,
-                   warmup_steps=p.warmup_num_steps, start=p.warmup_min_lr, kind=p.warmup_type)
+    return FunctionCall.of(
+        "schedules.warmup_decay",
+        p.warmup_max_lr,
+        total_steps=p.total_num_steps,
+        warmup_steps=p.warmup_num_steps,
+        start=p.warmup_min_lr,
+        kind=p.warmup_type,
+    )
 
 
 def _warmup_cosine(config: Groups, p: Any) -> FunctionCall:
-    return FunctionCall.of("schedules.warmup_cosine", _base_lr(config), total_steps=p.total_num_steps,
-                   warmup_steps=p.warmup_num_steps, start_ratio=p.warmup_min_ratio, end_ratio=p.cos_min_ratio,
-                   kind=p.warmup_type)
+    return FunctionCall.of(
+        "schedules.warmup_cosine",
+        _base_lr(config),
+        total_steps=p.total_num_steps,
+        warmup_steps=p.warmup_num_steps,
+        start_ratio=p.warmup_min_ratio,
+        end_ratio=p.cos_min_ratio,
+        kind=p.warmup_type,
+    )
 
 
 def _one_cycle(config: Groups, p: Any) -> FunctionCall:
-    return FunctionCall.of("schedules.one_cycle", p.cycle_min_lr, p.cycle_max_lr, **_shape(p),
-                           decay_rate=p.decay_lr_rate)
+    return FunctionCall.of(
+        "schedules.one_cycle", p.cycle_min_lr, p.cycle_max_lr, **_shape(p), decay_rate=p.decay_lr_rate
+    )
 
 
 def _cycled_betas(config: Groups) -> tuple | None:
@@ -84,25 +101,36 @@ def _cycled_betas(config: Groups) -> tuple | None:
     p = config.scheduler.arguments
     if not p.cycle_momentum:
         return None
-    momentum = FunctionCall.of("schedules.one_cycle_momentum", p.cycle_min_mom, p.cycle_max_mom, **_shape(p),
-                       decay_rate=p.decay_mom_rate)
+    momentum = FunctionCall.of(
+        "schedules.one_cycle_momentum", p.cycle_min_mom, p.cycle_max_mom, **_shape(p), decay_rate=p.decay_mom_rate
+    )
     return (FunctionCall.of("schedules.delayed", momentum, before=float(p.cycle_min_mom)), 0.99)
 
 
 def _range_test(config: Groups, p: Any) -> FunctionCall:
-    return FunctionCall.of("schedules.lr_range_test", p.lr_range_test_min_lr, steps=p.lr_range_test_step_size,
-                   rate=p.lr_range_test_step_rate, staircase=p.lr_range_test_staircase)
+    return FunctionCall.of(
+        "schedules.lr_range_test",
+        p.lr_range_test_min_lr,
+        steps=p.lr_range_test_step_size,
+        rate=p.lr_range_test_step_rate,
+        staircase=p.lr_range_test_staircase,
+    )
 
 
 def _shape(p: Any) -> dict[str, Any]:
     return {
-        "first_steps": p.cycle_first_step_size, "second_steps": p.cycle_second_step_size,
-        "first_stairs": p.cycle_first_stair_count, "second_stairs": p.cycle_second_stair_count,
+        "first_steps": p.cycle_first_step_size,
+        "second_steps": p.cycle_second_step_size,
+        "first_stairs": p.cycle_first_stair_count,
+        "second_stairs": p.cycle_second_stair_count,
         "decay_steps": p.decay_step_size,
     }
 
 
 _FORMULAS = {
-    "WarmupLR": _warmup, "WarmupDecayLR": _warmup_decay, "WarmupCosineLR": _warmup_cosine, "OneCycle": _one_cycle,
+    "WarmupLR": _warmup,
+    "WarmupDecayLR": _warmup_decay,
+    "WarmupCosineLR": _warmup_cosine,
+    "OneCycle": _one_cycle,
     "LRRangeTest": _range_test,
 }

@@ -46,7 +46,8 @@ def check_supported(config: Groups) -> None:
             "the configuration asks for features that fds does not support yet",
             where=", ".join(path for path, _ in unsupported),
             got="; ".join(f"{path} ({feature})" for path, feature in unsupported),
-            want="a configuration without these keys", hint="config.explain(mesh) shows the rest",
+            want="a configuration without these keys",
+            hint="config.explain(mesh) shows the rest",
         )
 
 

@@ -43,7 +43,7 @@ LAUNCH = {
 def _forward_kernel(
     x_ptr, bias_ptr, residual_ptr, y_ptr, seed_ptr, offset, threshold, scale, rows, columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     across = tl.cdiv(columns, COLUMNS)
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = (tl.program_id(0) % across).to(tl.int64) * COLUMNS
@@ -64,7 +64,7 @@ def _forward_kernel(
 def _backward_kernel(
     dy_ptr, dx_ptr, sums_ptr, seed_ptr, offset, threshold, scale, rows, columns, rows_each,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """Take `rows_each` rows and COLUMNS columns."""
     across = tl.cdiv(columns, COLUMNS)
     group = tl.program_id(0) // across
@@ -180,7 +180,7 @@ def _any(*parts: object) -> bool:
 def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, *,
     p: float, seed: int | Tensor | None = None, offset: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return residual + dropout(x + bias), where a kept element is divided by 1 - p.
 
     Args:

@@ -100,7 +100,7 @@ def _forward_kernel(
 def _backward_kernel(
     dy_ptr, x_ptr, bias_ptr, derivative_ptr, dx_ptr, y_ptr, sums_ptr, rows, columns, rows_each,
     TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """Take `rows_each` rows and COLUMNS columns. Either x or the derivative is given; y and sums are optional."""
     across = tl.cdiv(columns, COLUMNS)
     group = tl.program_id(0) // across
@@ -142,7 +142,7 @@ def _launch_forward(x: Tensor, bias: Tensor | None, approximate: str, derivative
 def _launch_backward(
     dy: Tensor, x: Tensor | None, bias: Tensor | None, derivative: Tensor | None, approximate: str, *,
     sums: bool, y: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return dx and its sums over rows in float32, (N,), or (0,) without `sums`."""
     dy = dy.contiguous()
     dx, (meta, rows, columns) = torch.empty_like(dy), _cut(BACKWARD, dy, sums)

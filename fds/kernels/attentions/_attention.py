@@ -26,7 +26,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_padding: Tensor | None = None,
     bias: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: int | Tensor | None = None,
     offset: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return softmax(scale * q k^T + bias) v, (B, H, Sq, D), by torch's `scaled_dot_product_attention` where possible.
 
     `flash_attention` runs with dropout (p > 0) and, on a GPU, with `key_padding` or `bias`; torch's kernels otherwise.

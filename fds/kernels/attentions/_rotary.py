@@ -47,7 +47,7 @@ def _kernel(
     x_batch, x_head, x_row, y_batch, y_head, y_row, cos_batch, cos_head, cos_row, sin_batch, sin_head, sin_row,
     BACK: tl.constexpr, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr, PART: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """Rotate ROWS positions by COLUMNS pairs of HEADS heads; with PART, copy as many of the other elements."""
     across = tl.cdiv(tl.maximum(2 * half, rest), 2 * COLUMNS)
     first = (tl.program_id(0) % across) * COLUMNS
@@ -114,7 +114,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) 
             *x_.stride()[:3], *y_.stride()[:3], *cos_.stride()[:3], *sin_.stride()[:3],
             BACK=back, INTERLEAVED=interleaved, SHARED=not (cos_.stride(1) or sin_.stride(1)), PART=rest > 0,
             num_warps=row["num_warps"], **meta,
-        )  # fmt: skip
+        )
     return y
 
 
@@ -176,10 +176,10 @@ def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise KernelError(
             "the tables do not broadcast to x", where="cos", got=str(tuple(cos.shape)), want=f"{want} or less",
             hint="tables of the whole head, whose halves are equal: cos[..., : cos.shape[-1] // 2]",
-        )  # fmt: skip
+        )
     for name, table in (("cos", cos), ("sin", sin)):
         if table.requires_grad:
             raise KernelError(
                 f"{name} gets no gradient", where=name, got="requires_grad=True", want="a constant",
                 hint=f"{name}.detach()",
-            )  # fmt: skip
+            )

@@ -51,7 +51,7 @@ MOST_BYTES = 512  # of a row of q that fits into a block
 def reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_padding: Tensor | None = None,
     bias: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: Tensor | None = None, offset: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the same in plain torch, in float32 or wider, with all scores in memory; `seed` is () int64."""
     probabilities, kept = _probabilities(q, k, key_padding, bias, seed, causal, _scale(q, scale), p, offset)
     return (probabilities * kept @ _heads(v, q)).to(q.dtype)
@@ -116,7 +116,7 @@ def _forward_kernel(
     key_padding_strides, bias_strides, num_heads, num_queries, num_keys, scale, offset, threshold, kept_scale,
     CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+):
     bh, b, h, first = query_block(num_heads, num_queries, CAUSAL, QUERIES)
     i = first + tl.arange(0, QUERIES)
 
@@ -137,7 +137,7 @@ def _forward_kernel(
                 dot(q, tl.trans(k), None) * (scale * LOG2E), b, h, i[:, None], j[None, :], num_queries, num_keys,
                 key_padding_ptr, key_padding_strides, bias_ptr, bias_strides, CAUSAL and EDGE, EDGE,
                 HAS_PADDING, HAS_BIAS,
-            )  # fmt: skip
+            )
             now = tl.maximum(highest, tl.max(scores, 1))
             base = now
             if HAS_PADDING or HAS_BIAS:
@@ -164,7 +164,7 @@ def _forward_kernel(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, bias: Tensor | None, seed: Tensor | None,
     causal: bool, scale: float, p: float, offset: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     out, lse, d = empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32), q.shape[3]
     q, k, v = in_vectors(q), in_vectors(k), in_vectors(v)
     meta = LAUNCH[kind(q, bias, p)]
@@ -235,7 +235,7 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_padding: Tensor | None = None,
     bias: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: int | Tensor | None = None,
     offset: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return softmax(scale * q k^T + bias) v, (B, H, Sq, D), without the scores in memory, in backward too.
 
     A query that sees no key gives zeros, and zero gradients.
@@ -265,7 +265,7 @@ def flash_attention(
             "the head dimension of q exceeds a block", where="q", got=f"{q.shape[3]} of {q.dtype}",
             want=f"at most {MOST_BYTES // q.element_size()}",
             hint="fds.kernels.attention without dropout and masks; attn_dropout_checkpoint=False in a TransformerLayer",
-        )  # fmt: skip
+        )
     seed = philox.as_seed(seed, q.device) if p else None
     k = k.view_as(k) if k is q else k  # torch.compile does not accept one tensor as two arguments
     v = v.view_as(v) if v is q or v is k else v

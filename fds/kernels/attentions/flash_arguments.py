@@ -18,7 +18,7 @@ def check(q, k, v, key_padding, bias, scale, p) -> None:
             "bias is boolean", where="bias", got="torch.bool",
             want="floating-point numbers, which are added to the scores",
             hint="key_padding takes (B, Sk) bool; for others torch.zeros(mask.shape).masked_fill(~mask, -math.inf)",
-        )  # fmt: skip
+        )
     arguments.floating(q=q, k=k, v=v, bias=bias)
     arguments.same_dtype(q=q, k=k, v=v)
     if q.dim() != 4:
@@ -45,13 +45,13 @@ def _check_key_padding(key_padding: Tensor, q: Tensor, n: int) -> None:
             "key_padding is not boolean", where="key_padding",
             got=str(getattr(key_padding, "dtype", type(key_padding))), want="torch.bool, False where a key is padding",
             hint="key_padding.bool() of a mask of ones and zeros",
-        )  # fmt: skip
+        )
     arguments.shape((q.shape[0], n), key_padding=key_padding)
     if key_padding.device != q.device:
         raise KernelError(
             "key_padding is on another device than q", where="key_padding", got=str(key_padding.device),
             want=str(q.device), hint="key_padding.to(q.device)",
-        )  # fmt: skip
+        )
 
 
 def _check_bias(bias: Tensor, scores: tuple[int, ...]) -> None:
@@ -59,12 +59,12 @@ def _check_bias(bias: Tensor, scores: tuple[int, ...]) -> None:
         raise KernelError(
             "bias does not broadcast to the scores", where="bias", got=str(tuple(bias.shape)),
             want=f"broadcastable to (B, H, Sq, Sk) = {scores}",
-        )  # fmt: skip
+        )
     if bias.requires_grad:
         raise KernelError(
             "bias requires a gradient, and gets none", where="bias", got="requires_grad=True",
             want="a constant", hint="bias.detach(); for a learned bias torch's scaled_dot_product_attention",
-        )  # fmt: skip
+        )
 
 
 def _check_scale(scale: float) -> None:

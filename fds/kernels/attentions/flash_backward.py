@@ -73,7 +73,7 @@ def _queries_kernel(
     num_queries, num_keys, scale, offset, threshold, kept_scale,
     CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+):
     bh, b, h, first = query_block(num_heads, num_queries, CAUSAL, QUERIES)
     i = first + tl.arange(0, QUERIES)
 
@@ -98,7 +98,7 @@ def _queries_kernel(
                 dot(q, tl.trans(k), None) * (scale * LOG2E), b, h, i[:, None], j[None, :], num_queries, num_keys,
                 key_padding_ptr, key_padding_strides, bias_ptr, bias_strides, CAUSAL and EDGE, EDGE,
                 HAS_PADDING, HAS_BIAS,
-            )  # fmt: skip
+            )
             weights = tl.exp2(scores - lse[:, None])
             v = load_rows(v_base, start, v_strides[2], num_keys, D, KEYS, BLOCK_D)
             dweights = dot(dout, tl.trans(v), None)
@@ -118,7 +118,7 @@ def _keys_kernel(
     num_keys, scale, offset, threshold, kept_scale,
     CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+):
     num_blocks = tl.cdiv(num_keys, KEYS)
     bg = (tl.program_id(0) // num_blocks).to(tl.int64)
     key_heads = num_heads // GROUP
@@ -145,7 +145,7 @@ def _keys_kernel(
             scores = masked(
                 dot(k, tl.trans(q), None) * (scale * LOG2E), b, h, i[None, :], j[:, None], num_queries, num_keys,
                 key_padding_ptr, key_padding_strides, bias_ptr, bias_strides, CAUSAL, False, HAS_PADDING, HAS_BIAS,
-            )  # fmt: skip
+            )
             lse = tl.load(lse_ptr + rows + i, mask=i < num_queries, other=float("inf"))  # so that weights are 0
             weights = tl.exp2(scores - lse[None, :])
             dout = load_rows(dout_base, start, dout_strides[2], num_queries, D, QUERIES, BLOCK_D)
@@ -168,7 +168,7 @@ def _keys_kernel(
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, bias: Tensor | None,
     seed: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float, p: float, offset: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv."""
     dq, dk, dv, delta, d = empty_rows(q), empty_rows(k), empty_rows(v), torch.empty_like(lse), q.shape[3]
     dout, q, k, v, out = in_vectors(dout), in_vectors(q), in_vectors(k), in_vectors(v), in_vectors(out)

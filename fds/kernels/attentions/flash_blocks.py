@@ -85,7 +85,7 @@ def dot(a, b, c):
 def masked(
     scores, b, h, i, j, num_queries, num_keys, key_padding_ptr, key_padding_strides, bias_ptr, bias_strides,
     CAUSAL: tl.constexpr, END: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+):
     """Return scores in base 2 with their bias, -inf where a query does not see a key.
 
     i and j are the indices of queries and keys, in shapes that broadcast to those of the scores, in either order.
@@ -133,7 +133,7 @@ def empty_rows(x: Tensor) -> Tensor:
 def options(
     q: Tensor, k: Tensor, v: Tensor, d: int, key_padding: Tensor | None, bias: Tensor | None, seed: Tensor | None,
     causal: bool, scale: float, p: float, offset: int,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the arguments that all kernels of attention share, beside pointers; q, k and v come from `in_vectors`.
 
     `d` is the head dimension without padding.
@@ -149,7 +149,7 @@ def options(
         "bias_strides": (0, 0, 0, 0) if bias is None else bias.stride(),
         "offset": offset, "threshold": threshold(p), "kept_scale": 1 / (1 - p),
         "CAUSAL": causal, "HAS_PADDING": key_padding is not None, "HAS_BIAS": bias is not None, "DROPOUT": p > 0,
-    }  # fmt: skip
+    }
 
 
 def width(d: int) -> int:

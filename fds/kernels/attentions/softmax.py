@@ -32,7 +32,7 @@ from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
 def reference(
     scores: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal: bool = False, p: float = 0.0,
     seed: Tensor | None = None, offset: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the same in plain torch, with gradients of any order; backward needs more memory."""
     return philox.dropout(_probabilities(scores, mask, scale, causal), seed, offset, p).to(scores.dtype)
 
@@ -95,7 +95,7 @@ def _launch(queries: int, columns: int) -> dict[str, int]:
 def _load(
     scores_ptr, mask_ptr, start, query, column, num_queries, num_columns, mask_sq, mask_sk, scale,
     MASK: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
+):
     """Return scale * scores + mask of a tile in float32, -inf where a column takes no part."""
     inside = (query < num_queries)[:, None] & (column < num_columns)[None, :]
     takes_part = inside
@@ -125,7 +125,7 @@ def _finite(maximum):
 def _store(
     out_ptr, probs_ptr, probs, start, row, query, first_column, num_queries, num_columns, seed_ptr, offset, threshold,
     kept_scale, DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     column = first_column + tl.arange(0, BLOCK)
     inside = (query < num_queries)[:, None] & (column < num_columns)[None, :]
     at = start + query[:, None].to(tl.int64) * num_columns + column[None, :]
@@ -142,7 +142,7 @@ def _forward_kernel(
     num_queries, num_columns, inner, mask_sa, mask_sb, mask_sq, mask_sk,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+):
     tiles = tl.cdiv(num_queries, ROWS)
     ab = tl.program_id(0) // tiles
     query = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
@@ -151,35 +151,35 @@ def _forward_kernel(
     mask_ptr += (ab // inner).to(tl.int64) * mask_sa + (ab % inner).to(tl.int64) * mask_sb
     if WHOLE:
         s = _load(scores_ptr, mask_ptr, start, query, tl.arange(0, BLOCK), num_queries, num_columns, mask_sq, mask_sk,
-                  scale, MASK, CAUSAL)  # fmt: skip
+                  scale, MASK, CAUSAL)
         e = tl.exp(s - _finite(tl.max(s, 1))[:, None])
         total = tl.sum(e, 1)
         probs = e * (1 / tl.where(total == 0, 1.0, total))[:, None]
         _store(out_ptr, probs_ptr, probs, start, row, query, 0, num_queries, num_columns, seed_ptr, offset, threshold,
-               kept_scale, DROPOUT, BLOCK)  # fmt: skip
+               kept_scale, DROPOUT, BLOCK)
     else:
         maximum = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         for first in range(0, num_columns, BLOCK):
             s = _load(scores_ptr, mask_ptr, start, query, first + tl.arange(0, BLOCK), num_queries, num_columns,
-                      mask_sq, mask_sk, scale, MASK, CAUSAL)  # fmt: skip
+                      mask_sq, mask_sk, scale, MASK, CAUSAL)
             now = tl.maximum(maximum, tl.max(s, 1))
             total = total * tl.exp(maximum - _finite(now)) + tl.sum(tl.exp(s - _finite(now)[:, None]), 1)
             maximum = now
         inverse = (1 / tl.where(total == 0, 1.0, total))[:, None]
         for first in range(0, num_columns, BLOCK):
             s = _load(scores_ptr, mask_ptr, start, query, first + tl.arange(0, BLOCK), num_queries, num_columns,
-                      mask_sq, mask_sk, scale, MASK, CAUSAL)  # fmt: skip
+                      mask_sq, mask_sk, scale, MASK, CAUSAL)
             probs = tl.exp(s - _finite(maximum)[:, None]) * inverse
             _store(out_ptr, probs_ptr, probs, start, row, query, first, num_queries, num_columns, seed_ptr, offset,
-                   threshold, kept_scale, DROPOUT, BLOCK)  # fmt: skip
+                   threshold, kept_scale, DROPOUT, BLOCK)
 
 
 @jit
 def _load_gradient(
     dout_ptr, probs_ptr, row, first, num_rows, num_columns, seed_ptr, offset, threshold, kept_scale,
     DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Return the gradient with respect to the probabilities of a tile and the probabilities, in float32."""
     column = first + tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -196,22 +196,22 @@ def _load_gradient(
 def _backward_kernel(
     dout_ptr, probs_ptr, dscores_ptr, seed_ptr, offset, threshold, kept_scale, scale, num_rows, num_columns,
     DROPOUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if WHOLE:
         g, probs, at, inside = _load_gradient(dout_ptr, probs_ptr, row, 0, num_rows, num_columns, seed_ptr, offset,
-                                              threshold, kept_scale, DROPOUT, BLOCK)  # fmt: skip
+                                              threshold, kept_scale, DROPOUT, BLOCK)
         dscores = scale * probs * (g - tl.sum(g * probs, 1)[:, None])
         tl.store(dscores_ptr + at, dscores.to(dscores_ptr.dtype.element_ty), mask=inside)
     else:
         total = tl.zeros((ROWS,), tl.float32)
         for first in range(0, num_columns, BLOCK):
             g, probs, at, inside = _load_gradient(dout_ptr, probs_ptr, row, first, num_rows, num_columns, seed_ptr,
-                                                  offset, threshold, kept_scale, DROPOUT, BLOCK)  # fmt: skip
+                                                  offset, threshold, kept_scale, DROPOUT, BLOCK)
             total += tl.sum(g * probs, 1)
         for first in range(0, num_columns, BLOCK):
             g, probs, at, inside = _load_gradient(dout_ptr, probs_ptr, row, first, num_rows, num_columns, seed_ptr,
-                                                  offset, threshold, kept_scale, DROPOUT, BLOCK)  # fmt: skip
+                                                  offset, threshold, kept_scale, DROPOUT, BLOCK)
             dscores = scale * probs * (g - total[:, None])
             tl.store(dscores_ptr + at, dscores.to(dscores_ptr.dtype.element_ty), mask=inside)
 
@@ -246,7 +246,7 @@ def _forward(
             _forward_kernel[grid](
                 scores, four, out, probs, *_dropout(p, seed, scores, offset), scale, queries, columns, four.shape[1],
                 *four.stride(), MASK=kind, CAUSAL=causal, DROPOUT=p > 0, **meta,
-            )  # fmt: skip
+            )
     return out, probs
 
 
@@ -311,7 +311,7 @@ class _Softmax(torch.autograd.Function):
 def masked_softmax(
     scores: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal: bool = False, p: float = 0.0,
     seed: int | Tensor | None = None, offset: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return dropout(softmax(scale * scores + mask)) over the last dimension, (..., Sq, Sk) as scores.
 
     A row of which no column takes part is zero, and so is its gradient (torch.softmax gives NaN).
@@ -350,11 +350,11 @@ def _check_mask(mask: Tensor | None, scores: Tensor) -> None:
         arguments.floating(scores=scores, mask=mask)
     if mask.device != scores.device:
         raise KernelError("mask is on another device than scores", where="mask", got=str(mask.device),
-                          want=str(scores.device), hint="mask.to(scores.device)")  # fmt: skip
+                          want=str(scores.device), hint="mask.to(scores.device)")
     aligned = zip(reversed(mask.shape), reversed(scores.shape), strict=False)
     if mask.dim() > scores.dim() or any(n not in (1, m) for n, m in aligned):
         raise KernelError("mask does not broadcast to scores", where="mask", got=str(tuple(mask.shape)),
-                          want=f"dims of {tuple(scores.shape)}, or 1")  # fmt: skip
+                          want=f"dims of {tuple(scores.shape)}, or 1")
     if mask.requires_grad and torch.is_grad_enabled():
         raise KernelError("mask gets no gradient, and requires one", where="mask", got="requires_grad=True",
-                          want="a constant", hint="mask.detach(), or add a learned bias to scores")  # fmt: skip
+                          want="a constant", hint="mask.detach(), or add a learned bias to scores")

@@ -86,7 +86,7 @@ def _ends(base, first, length, num_classes, VECTOR: tl.constexpr):
 def _forward_kernel(
     logits_ptr, targets_ptr, loss_ptr, norms_ptr, row_stride, num_classes, smoothing, z_loss, ignore_index,
     SMOOTHED: tl.constexpr, VECTOR: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     is_taken = target != ignore_index
@@ -140,7 +140,7 @@ def _gradient(x, column, target, top, log_sum, of_probability, of_target, of_eve
 def _backward_kernel(
     dloss_ptr, logits_ptr, targets_ptr, norms_ptr, dlogits_ptr, dloss_stride, row_stride, num_classes, tiles, smoothing,
     z_loss, ignore_index, VECTOR: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
     target = tl.load(targets_ptr + row)
@@ -175,7 +175,7 @@ def _vectors(logits: Tensor) -> dict[str, int]:
 def launch_forward(
     logits: Tensor, targets: Tensor, loss: Tensor, norms: Tensor, label_smoothing: float, z_loss: float,
     ignore_index: int,
-) -> None:  # fmt: skip
+) -> None:
     """Write loss (N,) and norms (N, 2), m and l, in float32, of logits (N, V) with contiguous rows of any stride."""
     if not targets.numel():
         return
@@ -183,13 +183,13 @@ def launch_forward(
         _forward_kernel[(targets.numel(),)](
             logits, targets, loss, norms, logits.stride(0), logits.shape[1], label_smoothing, z_loss, ignore_index,
             SMOOTHED=label_smoothing > 0, **_vectors(logits), **_launch(logits.shape[1]),
-        )  # fmt: skip
+        )
 
 
 def launch_backward(
     dloss: Tensor, logits: Tensor, targets: Tensor, norms: Tensor, dlogits: Tensor, label_smoothing: float,
     z_loss: float, ignore_index: int,
-) -> None:  # fmt: skip
+) -> None:
     """Write the gradient with respect to logits, in their layout or over them; dloss is (N,) float32."""
     if not targets.numel():
         return
@@ -199,7 +199,7 @@ def launch_backward(
         _backward_kernel[(targets.numel() * tiles,)](
             dloss, logits, targets, norms, dlogits, dloss.stride(0), logits.stride(0), logits.shape[1], tiles,
             label_smoothing, z_loss, ignore_index, **_vectors(logits), **meta,
-        )  # fmt: skip
+        )
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def _forward(
 def _backward(
     dloss: Tensor, logits: Tensor, targets: Tensor, norms: Tensor, label_smoothing: float, z_loss: float,
     ignore_index: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     rows = _rows(logits)
     dlogits = torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
     launch_backward(dloss, rows, targets.contiguous(), norms, dlogits, label_smoothing, z_loss, ignore_index)
@@ -244,7 +244,7 @@ def _(
 def _(
     dloss: Tensor, logits: Tensor, targets: Tensor, norms: Tensor, label_smoothing: float, z_loss: float,
     ignore_index: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     rows = _rows(logits)
     return torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
 
@@ -273,7 +273,7 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100,
     reduction: str = "mean",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the cross-entropy of targets under softmax(logits), in float32 (float64 for float64).
 
     With z_loss 0 it is torch.nn.functional.cross_entropy, but the result is not rounded to 16 bits, and the mean over
@@ -318,10 +318,10 @@ def check_targets(targets: Tensor, of: Tensor, name: str) -> None:
         raise KernelError("targets are not a tensor of class indices", where="targets", got=got, want="int64")
     if targets.shape != of.shape[:-1]:
         raise KernelError(f"targets are not one for each row of {name}", where="targets", got=str(tuple(targets.shape)),
-                          want=str(tuple(of.shape[:-1])))  # fmt: skip
+                          want=str(tuple(of.shape[:-1])))
     if targets.device != of.device:
         raise KernelError(f"targets are on another device than {name}", where="targets", got=str(targets.device),
-                          want=str(of.device), hint=f"targets.to({name}.device)")  # fmt: skip
+                          want=str(of.device), hint=f"targets.to({name}.device)")
 
 
 def check_options(
@@ -330,11 +330,11 @@ def check_options(
     """Raise `KernelError` for options out of range."""
     if not is_number(label_smoothing) or not 0 <= label_smoothing <= 1:
         raise KernelError("label_smoothing is out of range", where="label_smoothing", got=repr(label_smoothing),
-                          want="a number in [0, 1]")  # fmt: skip
+                          want="a number in [0, 1]")
     if not is_number(z_loss) or not 0 <= z_loss < float("inf"):
         raise KernelError("z_loss is not a factor", where="z_loss", got=repr(z_loss), want="a number from 0 on")
     if not is_int(ignore_index):
         raise KernelError("ignore_index is not a class", where="ignore_index", got=repr(ignore_index), want="an int")
     if reduction not in reductions:
         raise KernelError("there is no such reduction", where="reduction", got=repr(reduction),
-                          want=" or ".join(map(repr, reductions)))  # fmt: skip
+                          want=" or ".join(map(repr, reductions)))

@@ -44,7 +44,7 @@ _LEVELS: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue
 def reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, label_smoothing: float = 0.0,
     z_loss: float = 0.0, ignore_index: int = -100,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the loss of each token in plain torch, (N,), from all logits at once, with gradients of any order."""
     logits = F.linear(hidden, weight, bias)
     return token_loss.reference(
@@ -68,7 +68,7 @@ def chunk_size(num_tokens: int) -> int:
 def total_and_gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, label_smoothing: float, z_loss: float,
     ignore_index: int, chunk_tokens: int, wants: list[bool], by_kernels: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the summed loss and its gradients with respect to hidden, weight and bias, each empty unless in `wants`.
 
     The gradient of hidden has hidden's dtype; the loss and the other gradients are float32 (float64 for float64).
@@ -109,7 +109,7 @@ def _kernels(logits: Tensor, targets: Tensor, losses: Tensor, wants: bool, *opti
 def _torch(
     logits: Tensor, targets: Tensor, losses: Tensor, wants: bool, label_smoothing: float, z_loss: float,
     ignore_index: int,
-) -> None:  # fmt: skip
+) -> None:
     """Do what `_kernels` does in plain torch."""
     x, v = logits.to(losses.dtype), logits.shape[1]
     losses.copy_(
@@ -146,19 +146,19 @@ def _outputs(hidden: Tensor, weight: Tensor, wants: list[bool]) -> tuple[Tensor,
     return (
         hidden.new_empty((), dtype=wide), new(wants[0], hidden.shape, hidden.dtype),
         new(wants[1], weight.shape, wide), new(wants[2], weight.shape[:1], wide),
-    )  # fmt: skip
+    )
 
 
 @torch.library.custom_op("fds::linear_cross_entropy", mutates_args=())
 def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, label_smoothing: float, z_loss: float,
     ignore_index: int, chunk_tokens: int, wants: list[bool], by_kernels: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(hidden.device.type, enabled=False):  # the arguments are cast already, and sums must not be
         return total_and_gradients(
             hidden, weight, targets.contiguous(), bias, label_smoothing, z_loss, ignore_index, chunk_tokens, wants,
             by_kernels,
-        )  # fmt: skip
+        )
 
 
 @torch.library.custom_op("fds::linear_cross_entropy_backward", mutates_args=())
@@ -176,7 +176,7 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def _(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, label_smoothing: float, z_loss: float,
     ignore_index: int, chunk_tokens: int, wants: list[bool], by_kernels: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _outputs(hidden, weight, wants)
 
 
@@ -209,7 +209,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, label_smoothing: float = 0.0,
     z_loss: float = 0.0, ignore_index: int = -100, reduction: str = "mean", chunk_tokens: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return cross_entropy(linear(hidden, weight, bias), targets) without the logits of all tokens in memory.
 
     Gradients are computed in the forward pass, for arguments that require them: evaluate under torch.no_grad, and do
@@ -235,7 +235,7 @@ def linear_cross_entropy(
             "there is no reduction 'none' here", where="reduction", got="'none'",
             want="'mean' or 'sum', since gradients are computed in the forward pass, before the tokens are weighted",
             hint="cross_entropy(F.linear(hidden, weight), targets, reduction='none') does, and holds all logits",
-        )  # fmt: skip
+        )
     check_options(label_smoothing, z_loss, ignore_index, reduction, ("mean", "sum"))
     tensors = arguments.as_products_cast(hidden, weight, bias)
     arguments.same_dtype(**dict(zip(("hidden", "weight", "bias"), tensors, strict=True)))
@@ -245,7 +245,7 @@ def linear_cross_entropy(
     total, *_ = _LinearCrossEntropy.apply(
         x, weight, targets.reshape(-1), bias, float(label_smoothing), float(z_loss), ignore_index,
         chunk_tokens or chunk_size(targets.numel()), wants, runs_triton(hidden),
-    )  # fmt: skip
+    )
     return total if reduction == "sum" else total / num_tokens(targets, ignore_index)
 
 
@@ -271,4 +271,4 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
     is_count = is_int(chunk_tokens, 1)
     if chunk_tokens is not None and not is_count:
         raise KernelError("chunk_tokens is not a number of tokens", where="chunk_tokens", got=repr(chunk_tokens),
-                          want="an int from 1 on")  # fmt: skip
+                          want="an int from 1 on")

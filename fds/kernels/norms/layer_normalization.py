@@ -24,7 +24,7 @@ from fds.kernels.norms.normalization import Formulas, NormFunction, check, scale
 def reference(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor | None = None,
     eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the same in plain torch."""
     x = x if residual is None else x + residual
     if all(p is None or p.dtype == x.dtype for p in (weight, bias)):
@@ -35,7 +35,7 @@ def reference(
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor | None = None,
     eps: float = 1e-5, invertible: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return x, or x + residual, normalised over its last dim, times weight, plus bias.
 
     Args:
@@ -62,7 +62,7 @@ def layer_norm(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5,
     invertible: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return `layer_norm(x, weight, bias, residual=residual)` and the sum x + residual.
 
     Arguments and errors are those of `layer_norm`. The gradient with respect to the sum is added in the same backward

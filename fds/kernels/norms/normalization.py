@@ -118,7 +118,7 @@ class NormFunction(torch.autograd.Function):
     def forward(
         x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool,
         invertible: bool, returns_sum: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         keeps_sum = residual is not None and (returns_sum or not invertible)
         return normalization_forward.forward(
             x, residual, weight, bias, eps, centered, keeps_sum, centered and not invertible

@@ -31,7 +31,7 @@ MOMENTS = {"CHUNK": 4096, "STAGES": 3, "num_warps": 16}  # as LONG of the forwar
 SUM = {
     4096: {"PROGRAMS": 256, "COLUMNS": 16, "num_warps": 8}, 16384: {"PROGRAMS": 64, "COLUMNS": 64, "num_warps": 8},
     1 << 62: {"PROGRAMS": 16, "COLUMNS": 256, "num_warps": 8},
-}  # fmt: skip
+}
 
 
 @jit
@@ -59,7 +59,7 @@ def _unscaled(y, weight, bias, n, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
 def _moments_kernel(
     dy_ptr, x_ptr, mean_ptr, r_ptr, weight_ptr, bias_ptr, first_ptr, second_ptr, units,
     CENTERED: tl.constexpr, INVERTIBLE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     n = units * UNIT
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHUNK)
@@ -92,7 +92,7 @@ def _backward_kernel(
     dy_ptr, x_ptr, mean_ptr, r_ptr, weight_ptr, bias_ptr, dtotal_ptr, first_ptr, second_ptr, dx_ptr, partial_ptr,
     rows, units, CENTERED: tl.constexpr, INVERTIBLE: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HOLD: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     n = units * UNIT
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     held_weight = _parameter(weight_ptr, column, n, 1.0) if HOLD else 1.0
@@ -166,7 +166,7 @@ def backward(
     dy: Tensor, x: Tensor, mean: Tensor | None, r: Tensor, weight: Tensor | None, bias: Tensor | None,
     dtotal: Tensor | None, centered: bool, invertible: bool, dweight_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx, dweight and dbias, the last two (0,) where their dtype is None; with `invertible`, `x` is y."""
     dx, dweight, dbias = _gradients(x, dweight_dtype, dbias_dtype)
     if x.numel() == 0:
@@ -194,7 +194,7 @@ def backward(
         _backward_kernel[grid](
             *saved, dtotal, first, second, dx, partial, rows, columns // unit, DWEIGHT=dweight_dtype is not None,
             DBIAS=dbias_dtype is not None, **modes, **meta,
-        )  # fmt: skip
+        )
         if outs:
             meta = SUM[min(most for most in SUM if columns <= most)]
             grid_of_sum = cdiv(columns, meta["COLUMNS"]), len(outs)

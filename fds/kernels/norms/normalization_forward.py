@@ -34,7 +34,7 @@ STAGES = {2: 3, 4: 2}
 def _short_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, r_ptr, rows, units, eps,
     CENTERED: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     n = units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -58,11 +58,11 @@ def _short_kernel(
     if weight_ptr is not None:
         y *= tl.load(
             weight_ptr + column[None, :], mask=(column < n)[None, :], other=0, eviction_policy="evict_last"
-        ).to(tl.float32)  # fmt: skip
+        ).to(tl.float32)
     if bias_ptr is not None:
         y += tl.load(
             bias_ptr + column[None, :], mask=(column < n)[None, :], other=0, eviction_policy="evict_last"
-        ).to(tl.float32)  # fmt: skip
+        ).to(tl.float32)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -70,7 +70,7 @@ def _short_kernel(
 def _long_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, r_ptr, rows, units, eps,
     CENTERED: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     n = units * UNIT
     lane = tl.arange(0, CHUNK)
     for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
@@ -138,7 +138,7 @@ def unit_of(columns: int) -> int:
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool,
     keeps_sum: bool, keeps_mean: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y, the sum, the mean and r (rows,) in float32; (0,) where the sum or the mean is not kept."""
     x, columns = x.contiguous(), x.shape[-1]
     y, total, mean, r = _outputs(x, keeps_sum, keeps_mean)

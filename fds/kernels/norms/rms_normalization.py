@@ -28,7 +28,7 @@ def reference(x: Tensor, weight: Tensor | None = None, *, residual: Tensor | Non
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, residual: Tensor | None = None, eps: float = 1e-6,
     invertible: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return x, or x + residual, over the root of the mean square of its last dim, times weight.
 
     Args:

@@ -84,7 +84,7 @@ def _column(name: str, x: MaybeSlices, count: int, *, needed: bool) -> list[Any]
     column = list(x) if isinstance(x, Sequence) else [x] * (1 if needed or x is not None else count)
     if len(column) != count:
         raise KernelError(f"{name} has another number of slices than param", where=name, got=str(len(column)),
-                          want=str(count))  # fmt: skip
+                          want=str(count))
     if needed and (missing := [i for i, x in enumerate(column) if x is None]):
         where = f"{name}[{missing[0]}]" if isinstance(x, Sequence) else name
         raise KernelError(f"{where} is missing", where=where, got="None", want="a tensor (N,)")
@@ -101,7 +101,7 @@ def _is_plain(row: Row, first: Any) -> bool:
         if x is not None and not (
             isinstance(x, Tensor) and x.dtype in arguments.FLOATING and x.shape == shape and x.device == device
             and x.is_contiguous()
-        ):  # fmt: skip
+        ):
             return False
     return True
 

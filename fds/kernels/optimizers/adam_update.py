@@ -25,7 +25,7 @@ def reference(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: Tensor, lr: Tensor,
     beta1: float, beta2: float, eps: float, weight_decay: float, bias_correction: bool = True,
     decoupled: bool = True, grad_scale: Tensor | None = None, skip: Tensor | None = None, out: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Do the same in plain torch."""
     p, g, m, v = flat.wide(param, grad, exp_avg, exp_avg_sq)
     if grad_scale is not None:
@@ -48,7 +48,7 @@ def reference(
 def _update(
     param_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, step_ptr, lr_ptr, scale_ptr, skip_ptr, at, inside,
     fresh1, fresh2, log_beta1, log_beta2, eps, weight_decay, DECOUPLED: tl.constexpr,
-):  # fmt: skip
+):
     p = tl.load(param_ptr + at, mask=inside).to(tl.float32)
     m = tl.load(m_ptr + at, mask=inside).to(tl.float32)
     v = tl.load(v_ptr + at, mask=inside).to(tl.float32)
@@ -75,7 +75,7 @@ def _adam_kernel(
     param_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, tiles_ptr, table_ptr, step_ptr, lr_ptr, scale_ptr, skip_ptr, size,
     fresh1, fresh2, log_beta1, log_beta2, eps, weight_decay,
     DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+):
     line = _multi_tensor.own_line(tiles_ptr, table_ptr, 5)
     size, first = _multi_tensor.own_block(line, tiles_ptr, size, BLOCK)
     param_ptr = _multi_tensor.tensor(line, 0, param_ptr, ALIGNED)
@@ -86,10 +86,10 @@ def _adam_kernel(
     at = tl.max_contiguous(first + tl.arange(0, BLOCK), VECTOR)
     if first + BLOCK <= size:  # all blocks but the last: no mask, and vectors for any size
         _update(param_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, step_ptr, lr_ptr, scale_ptr, skip_ptr, at, None,
-                fresh1, fresh2, log_beta1, log_beta2, eps, weight_decay, DECOUPLED)  # fmt: skip
+                fresh1, fresh2, log_beta1, log_beta2, eps, weight_decay, DECOUPLED)
     else:
         _update(param_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, step_ptr, lr_ptr, scale_ptr, skip_ptr, at, at < size,
-                fresh1, fresh2, log_beta1, log_beta2, eps, weight_decay, DECOUPLED)  # fmt: skip
+                fresh1, fresh2, log_beta1, log_beta2, eps, weight_decay, DECOUPLED)
 
 
 @torch.no_grad()
@@ -97,7 +97,7 @@ def adamw(
     param: Slices, grad: Slices, exp_avg: Slices, exp_avg_sq: Slices, *, step: Tensor, lr: Tensor,
     beta1: float, beta2: float, eps: float, weight_decay: float, bias_correction: bool = True,
     decoupled: bool = True, grad_scale: Tensor | None = None, skip: Tensor | None = None, out: MaybeSlices = None,
-) -> None:  # fmt: skip
+) -> None:
     """Update flat slices of parameters and their moments in place, with one launch for all slices of the same dtypes.
 
     Args:
@@ -131,7 +131,7 @@ def adamw(
             reference(
                 *slices, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
                 bias_correction=bias_correction, decoupled=decoupled, grad_scale=grad_scale, skip=skip, out=low,
-            )  # fmt: skip
+            )
         return
     with on(rows[0][0]):
         for at in _multi_tensor.launches(rows):
@@ -140,4 +140,4 @@ def adamw(
                 1 - beta1, 1 - beta2, flat.log_of(beta1, corrected=bias_correction),
                 flat.log_of(beta2, corrected=bias_correction), eps, weight_decay,
                 DECOUPLED=decoupled, ALIGNED=at.aligned, **at.meta,
-            )  # fmt: skip
+            )

@@ -27,12 +27,12 @@ LAUNCH = {4: {"BLOCK": 1024, "VECTOR": 4, "num_warps": 4}, 2: {"BLOCK": 2048, "V
 _SCALARS = {
     "step": (torch.int64,), "lr": (torch.float64, torch.float32), "grad_scale": (torch.float32, torch.float64),
     "skip": (torch.bool,),
-}  # fmt: skip
+}
 
 
 def slices(
     param: Tensor, *, read: dict[str, Tensor], written: dict[str, Tensor | None], place: str = ""
-) -> None:  # fmt: skip
+) -> None:
     """Raise `KernelError` unless all are floating-point (N,) on one device, and those that are written contiguous.
 
     `place` is appended to names in errors: the index of the slice among many, as "[3]".
@@ -41,14 +41,14 @@ def slices(
     arguments.floating(**named)
     if param.dim() != 1:
         raise KernelError(f"param{place} is not flat", where=f"param{place}", got=str(tuple(param.shape)), want="(N,)",
-                          hint="param.view(-1)")  # fmt: skip
+                          hint="param.view(-1)")
     arguments.shape((param.numel(),), **named)
     for name, x in named.items():
         if name.removesuffix(place) in read:
             continue
         if x is not None and not x.is_contiguous():
             raise KernelError(f"{name} is written in place, and not contiguous", where=name,
-                              got=f"stride {x.stride()}", want="stride (1,)")  # fmt: skip
+                              got=f"stride {x.stride()}", want="stride (1,)")
 
 
 def scalars(param: Tensor, **named: Tensor | None) -> None:
@@ -61,7 +61,7 @@ def scalars(param: Tensor, **named: Tensor | None) -> None:
             raise KernelError(
                 f"{name} is not a 0-d tensor of its dtype on the device", where=name, got=got,
                 want=f"a () {' or '.join(map(str, _SCALARS[name]))} tensor on {param.device}",
-            )  # fmt: skip
+            )
 
 
 def numbers(*, low: float = 0.0, high: float = inf, **named: float) -> None:
@@ -69,7 +69,7 @@ def numbers(*, low: float = 0.0, high: float = inf, **named: float) -> None:
     for name, x in named.items():
         if not is_number(x) or not low <= x < high:
             raise KernelError(f"{name} is out of range", where=name, got=repr(x),
-                              want=f"a Python number in [{low:g}, {high:g})")  # fmt: skip
+                              want=f"a Python number in [{low:g}, {high:g})")
 
 
 def wide(*tensors: Tensor) -> list[Tensor]:

@@ -40,14 +40,14 @@ def reference(
     min_coeff: float, max_coeff: float, bias_correction: bool = True, eps_inside_sqrt: bool = False,
     grad_scale: Tensor | None = None, skip: Tensor | None = None, out: Tensor | None = None,
     reduce: Callable[[Tensor], Tensor] = lambda squares: squares,
-) -> None:  # fmt: skip
+) -> None:
     """Do the same in plain torch."""
     direction = {"segments": segments, "eps": eps, "weight_decay": weight_decay, "eps_inside_sqrt": eps_inside_sqrt}
     squares = reduce(_reference_moments(param, grad, exp_avg, exp_avg_sq, beta1=beta1, beta2=beta2,
-                                        grad_scale=grad_scale, skip=skip, **direction))  # fmt: skip
+                                        grad_scale=grad_scale, skip=skip, **direction))
     _reference_params(param, exp_avg, exp_avg_sq, squares, step=step, lr=lr, beta1=beta1, beta2=beta2,
                       min_coeff=min_coeff, max_coeff=max_coeff, bias_correction=bias_correction, skip=skip, out=out,
-                      **direction)  # fmt: skip
+                      **direction)
 
 
 def _direction(p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, eps_inside_sqrt: bool) -> Tensor:
@@ -74,7 +74,7 @@ def _reference_moments(
 def _reference_params(
     param, exp_avg, exp_avg_sq, squares, *, segments, step, lr, beta1, beta2, eps, weight_decay, min_coeff, max_coeff,
     bias_correction, eps_inside_sqrt, skip, out,
-) -> None:  # fmt: skip
+) -> None:
     n = (step + 1).double()
     rate = lr * (1 - beta2**n).sqrt() / (1 - beta1**n) if bias_correction else lr
     p_norms, u_norms = squares.sqrt()
@@ -104,7 +104,7 @@ def _toward(p, m, v, eps, weight_decay, EPS_INSIDE: tl.constexpr):
 def _moments(
     param_ptr, grad_ptr, m_ptr, v_ptr, sums_ptr, scale_ptr, skip_ptr, at, inside, fresh1, fresh2, eps, weight_decay,
     EPS_INSIDE: tl.constexpr,
-):  # fmt: skip
+):
     p = tl.load(param_ptr + at, mask=inside).to(tl.float32)
     m = tl.load(m_ptr + at, mask=inside).to(tl.float32)
     v = tl.load(v_ptr + at, mask=inside).to(tl.float32)
@@ -127,17 +127,17 @@ def _moments(
 def _moments_kernel(
     param_ptr, grad_ptr, m_ptr, v_ptr, sums_ptr, tiles_ptr, scale_ptr, skip_ptr, fresh1, fresh2, eps, weight_decay,
     EPS_INSIDE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+):
     tile = tiles_ptr + tl.program_id(0) * 4
     block, low, high = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     lane = tl.arange(0, BLOCK)
     at = tl.max_contiguous(block.to(tl.int64) * BLOCK + lane, VECTOR)
     if high - low == BLOCK:
         _moments(param_ptr, grad_ptr, m_ptr, v_ptr, sums_ptr, scale_ptr, skip_ptr, at, None,
-                 fresh1, fresh2, eps, weight_decay, EPS_INSIDE)  # fmt: skip
+                 fresh1, fresh2, eps, weight_decay, EPS_INSIDE)
     else:
         _moments(param_ptr, grad_ptr, m_ptr, v_ptr, sums_ptr, scale_ptr, skip_ptr, at, (lane >= low) & (lane < high),
-                 fresh1, fresh2, eps, weight_decay, EPS_INSIDE)  # fmt: skip
+                 fresh1, fresh2, eps, weight_decay, EPS_INSIDE)
 
 
 @jit(do_not_specialize=["num_tiles"])
@@ -167,7 +167,7 @@ def _params_kernel(
     param_ptr, m_ptr, v_ptr, out_ptr, tiles_ptr, squares_ptr, step_ptr, lr_ptr, skip_ptr, row,
     log_beta1, log_beta2, eps, weight_decay, min_coeff, max_coeff,
     EPS_INSIDE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+):
     # begin with the last tile, whose moments the first pass wrote last: they may still be in cache
     tile = tiles_ptr + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
     block, low, high, segment = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
@@ -200,7 +200,7 @@ def _tiles(
     """
     if is_capturing(device):
         raise KernelError("a CUDA graph cannot capture the first update of a layout", where="segments",
-                          got=f"{len(segments)} of them, now first seen", want="a step before the capture")  # fmt: skip
+                          got=f"{len(segments)} of them, now first seen", want="a step before the capture")
     offset, length = torch.tensor(segments, dtype=torch.int64, device="cpu").view(-1, 2).T  # not on the default
     begin, end = offset // block, -(-(offset + length) // block)
     counts = torch.where(length > 0, end - begin, 0)
@@ -225,10 +225,10 @@ def _check(spans: tuple[tuple[int, int], ...], size: int) -> None:
     for (offset, length), i in sorted(zip(spans, range(len(spans)), strict=True)):
         if offset < 0 or length < 0 or offset + length > size:
             raise KernelError("a segment does not lie in the slice", where=f"segments[{i}]",
-                              got=f"(offset {offset}, length {length})", want=f"inside {size} elements")  # fmt: skip
+                              got=f"(offset {offset}, length {length})", want=f"inside {size} elements")
         if length and offset < last:
             raise KernelError("a segment overlaps another", where=f"segments[{i}]",
-                              got=f"offset {offset}", want=f"{last} or more")  # fmt: skip
+                              got=f"offset {offset}", want=f"{last} or more")
         last = max(last, offset + length)
 
 
@@ -237,7 +237,7 @@ def lamb_moments(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, segments: Spans, beta1: float, beta2: float,
     eps: float, weight_decay: float, eps_inside_sqrt: bool = False, grad_scale: Tensor | None = None,
     skip: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Update the moments of a flat slice in place, and return the squared norms that `lamb_params` needs.
 
     Arguments are those of `lamb`. The result is (2, S) float64 for S segments: |p|^2 and |u|^2 over this slice, 0 for
@@ -254,7 +254,7 @@ def lamb_moments(
         return _reference_moments(
             param, grad, exp_avg, exp_avg_sq, segments=spans, beta1=beta1, beta2=beta2, eps=eps,
             weight_decay=weight_decay, eps_inside_sqrt=eps_inside_sqrt, grad_scale=grad_scale, skip=skip,
-        )  # fmt: skip
+        )
     squares = param.new_empty(2, len(spans), dtype=torch.float64)
     if not spans:
         return squares
@@ -266,7 +266,7 @@ def lamb_moments(
             _moments_kernel[(len(tiles),)](
                 param, grad.contiguous(), exp_avg, exp_avg_sq, sums, tiles, grad_scale, skip, 1 - beta1, 1 - beta2,
                 eps, weight_decay, EPS_INSIDE=eps_inside_sqrt, **meta,
-            )  # fmt: skip
+            )
         _sum_kernel[(len(spans), 2)](sums, firsts, squares, len(tiles), CHUNK=1024)
     return squares
 
@@ -277,7 +277,7 @@ def lamb_params(
     beta1: float, beta2: float, eps: float, weight_decay: float, min_coeff: float, max_coeff: float,
     bias_correction: bool = True, eps_inside_sqrt: bool = False, skip: Tensor | None = None,
     out: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Update the parameters of a flat slice in place, after `lamb_moments`.
 
     Arguments are those of `lamb`; `squares` (2, S) float64: |p|^2 and |u|^2 of whole parameters.
@@ -292,13 +292,13 @@ def lamb_params(
     if squares.shape != (2, len(spans)) or squares.dtype != torch.float64 or squares.device != param.device:
         raise KernelError("squares are not those of the segments", where="squares",
                           got=f"{tuple(squares.shape)} {squares.dtype} on {squares.device}",
-                          want=f"(2, {len(spans)}) torch.float64 on {param.device}")  # fmt: skip
+                          want=f"(2, {len(spans)}) torch.float64 on {param.device}")
     if not runs_triton(param):
         return _reference_params(
             param, exp_avg, exp_avg_sq, squares, segments=spans, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps,
             weight_decay=weight_decay, min_coeff=min_coeff, max_coeff=max_coeff, bias_correction=bias_correction,
             eps_inside_sqrt=eps_inside_sqrt, skip=skip, out=out,
-        )  # fmt: skip
+        )
     if not any(length for _, length in spans):
         return None
     meta = LAUNCH[param.element_size()]
@@ -309,7 +309,7 @@ def lamb_params(
             param, exp_avg, exp_avg_sq, out, tiles, squares, step, lr, skip, squares.stride(0),
             flat.log_of(beta1, corrected=bias_correction), flat.log_of(beta2, corrected=bias_correction),
             eps, weight_decay, min_coeff, max_coeff, EPS_INSIDE=eps_inside_sqrt, **meta,
-        )  # fmt: skip
+        )
 
 
 def lamb(
@@ -318,7 +318,7 @@ def lamb(
     min_coeff: float, max_coeff: float, bias_correction: bool = True, eps_inside_sqrt: bool = False,
     grad_scale: Tensor | None = None, skip: Tensor | None = None, out: Tensor | None = None,
     reduce: Callable[[Tensor], Tensor] = lambda squares: squares,
-) -> None:  # fmt: skip
+) -> None:
     """Update the parameters of a flat slice and their moments in place, in three launches.
 
     Args:
@@ -346,6 +346,6 @@ def lamb(
     """
     direction = {"segments": segments, "eps": eps, "weight_decay": weight_decay, "eps_inside_sqrt": eps_inside_sqrt}
     squares = reduce(lamb_moments(param, grad, exp_avg, exp_avg_sq, beta1=beta1, beta2=beta2, grad_scale=grad_scale,
-                                  skip=skip, **direction))  # fmt: skip
+                                  skip=skip, **direction))
     lamb_params(param, exp_avg, exp_avg_sq, squares, step=step, lr=lr, beta1=beta1, beta2=beta2, min_coeff=min_coeff,
-                max_coeff=max_coeff, bias_correction=bias_correction, skip=skip, out=out, **direction)  # fmt: skip
+                max_coeff=max_coeff, bias_correction=bias_correction, skip=skip, out=out, **direction)

@@ -24,7 +24,7 @@ from fds.kernels.optimizers._multi_tensor import MaybeSlices, Slices
 def reference(
     param: Tensor, grad: Tensor, exp_avg: Tensor, *, lr: Tensor, beta1: float, beta2: float, weight_decay: float,
     grad_scale: Tensor | None = None, skip: Tensor | None = None, out: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Do the same in plain torch."""
     p, g, m = flat.wide(param, grad, exp_avg)
     if grad_scale is not None:
@@ -56,7 +56,7 @@ def _update(
 def _lion_kernel(
     param_ptr, grad_ptr, m_ptr, out_ptr, tiles_ptr, table_ptr, lr_ptr, scale_ptr, skip_ptr, size,
     fresh1, fresh2, weight_decay, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+):
     line = _multi_tensor.own_line(tiles_ptr, table_ptr, 4)
     size, first = _multi_tensor.own_block(line, tiles_ptr, size, BLOCK)
     param_ptr = _multi_tensor.tensor(line, 0, param_ptr, ALIGNED)
@@ -66,17 +66,17 @@ def _lion_kernel(
     at = tl.max_contiguous(first + tl.arange(0, BLOCK), VECTOR)
     if first + BLOCK <= size:  # all blocks but the last: no mask, and vectors for any size
         _update(param_ptr, grad_ptr, m_ptr, out_ptr, lr_ptr, scale_ptr, skip_ptr, at, None,
-                fresh1, fresh2, weight_decay)  # fmt: skip
+                fresh1, fresh2, weight_decay)
     else:
         _update(param_ptr, grad_ptr, m_ptr, out_ptr, lr_ptr, scale_ptr, skip_ptr, at, at < size,
-                fresh1, fresh2, weight_decay)  # fmt: skip
+                fresh1, fresh2, weight_decay)
 
 
 @torch.no_grad()
 def lion(
     param: Slices, grad: Slices, exp_avg: Slices, *, lr: Tensor, beta1: float, beta2: float, weight_decay: float,
     grad_scale: Tensor | None = None, skip: Tensor | None = None, out: MaybeSlices = None,
-) -> None:  # fmt: skip
+) -> None:
     """Update flat slices of parameters and their momentum in place, with one launch for all slices of the same dtypes.
 
     Args:
@@ -105,11 +105,11 @@ def lion(
             reference(
                 *slices, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale, skip=skip,
                 out=low,
-            )  # fmt: skip
+            )
         return
     with on(rows[0][0]):
         for at in _multi_tensor.launches(rows):
             _lion_kernel[at.grid](
                 *at.row, at.tiles, at.table, lr, grad_scale, skip, at.size, 1 - beta1, 1 - beta2, weight_decay,
                 ALIGNED=at.aligned, **at.meta,
-            )  # fmt: skip
+            )

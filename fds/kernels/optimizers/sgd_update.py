@@ -24,7 +24,7 @@ def reference(
     param: Tensor, grad: Tensor, momentum_buffer: Tensor | None = None, *, step: Tensor, lr: Tensor,
     momentum: float = 0.0, weight_decay: float = 0.0, dampening: float = 0.0, nesterov: bool = False,
     grad_scale: Tensor | None = None, skip: Tensor | None = None, out: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Do the same in plain torch."""
     p, g = flat.wide(param, grad)
     if grad_scale is not None:
@@ -45,7 +45,7 @@ def reference(
 def _update(
     param_ptr, grad_ptr, b_ptr, out_ptr, step_ptr, lr_ptr, scale_ptr, skip_ptr, at, inside,
     momentum, forget, fresh, weight_decay, NESTEROV: tl.constexpr,
-):  # fmt: skip
+):
     p = tl.load(param_ptr + at, mask=inside).to(tl.float32)
     if b_ptr is not None:
         b = tl.load(b_ptr + at, mask=inside).to(tl.float32)
@@ -68,7 +68,7 @@ def _sgd_kernel(
     param_ptr, grad_ptr, b_ptr, out_ptr, tiles_ptr, table_ptr, step_ptr, lr_ptr, scale_ptr, skip_ptr, size,
     momentum, forget, fresh, weight_decay,
     NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+):
     line = _multi_tensor.own_line(tiles_ptr, table_ptr, 4)
     size, first = _multi_tensor.own_block(line, tiles_ptr, size, BLOCK)
     param_ptr = _multi_tensor.tensor(line, 0, param_ptr, ALIGNED)
@@ -78,10 +78,10 @@ def _sgd_kernel(
     at = tl.max_contiguous(first + tl.arange(0, BLOCK), VECTOR)
     if first + BLOCK <= size:  # all blocks but the last: no mask, and vectors for any size
         _update(param_ptr, grad_ptr, b_ptr, out_ptr, step_ptr, lr_ptr, scale_ptr, skip_ptr, at, None,
-                momentum, forget, fresh, weight_decay, NESTEROV)  # fmt: skip
+                momentum, forget, fresh, weight_decay, NESTEROV)
     else:
         _update(param_ptr, grad_ptr, b_ptr, out_ptr, step_ptr, lr_ptr, scale_ptr, skip_ptr, at, at < size,
-                momentum, forget, fresh, weight_decay, NESTEROV)  # fmt: skip
+                momentum, forget, fresh, weight_decay, NESTEROV)
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def sgd(
     param: Slices, grad: Slices, momentum_buffer: MaybeSlices = None, *, step: Tensor, lr: Tensor,
     momentum: float = 0.0, weight_decay: float = 0.0, dampening: float = 0.0, nesterov: bool = False,
     grad_scale: Tensor | None = None, skip: Tensor | None = None, out: MaybeSlices = None,
-) -> None:  # fmt: skip
+) -> None:
     """Update flat slices of parameters and any momentum in place, with one launch for all slices of the same dtypes.
 
     Args:
@@ -119,11 +119,11 @@ def sgd(
             reference(
                 *slices, step=step, lr=lr, momentum=momentum, weight_decay=weight_decay, dampening=dampening,
                 nesterov=nesterov, grad_scale=grad_scale, skip=skip, out=low,
-            )  # fmt: skip
+            )
         return
     with on(rows[0][0]):
         for at in _multi_tensor.launches(rows):
             _sgd_kernel[at.grid](
                 *at.row, at.tiles, at.table, step, lr, grad_scale, skip, at.size,
                 momentum, 1 - momentum, 1 - dampening, weight_decay, NESTEROV=nesterov, ALIGNED=at.aligned, **at.meta,
-            )  # fmt: skip
+            )

@@ -13,13 +13,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = {  # Okabe and Ito's palette, which the colour-blind can tell apart
-    Op.FORWARD: (0.34, 0.71, 0.91), Op.BACKWARD_INPUT: (0.90, 0.62, 0.00),
-    Op.BACKWARD_WEIGHT: (0.00, 0.62, 0.45), Op.BACKWARD: (0.80, 0.47, 0.65),
-}  # fmt: skip
+    Op.FORWARD: (0.34, 0.71, 0.91),
+    Op.BACKWARD_INPUT: (0.90, 0.62, 0.00),
+    Op.BACKWARD_WEIGHT: (0.00, 0.62, 0.45),
+    Op.BACKWARD: (0.80, 0.47, 0.65),
+}
 _LABELS = {
-    Op.FORWARD: "F: forward", Op.BACKWARD_INPUT: "B: input gradients",
-    Op.BACKWARD_WEIGHT: "W: weight gradients", Op.BACKWARD: "BW: both",
-}  # fmt: skip
+    Op.FORWARD: "F: forward",
+    Op.BACKWARD_INPUT: "B: input gradients",
+    Op.BACKWARD_WEIGHT: "W: weight gradients",
+    Op.BACKWARD: "BW: both",
+}
 _INCHES, _DIGIT = 14.0, 0.09  # the width of a picture; of a digit of 9 points
 
 

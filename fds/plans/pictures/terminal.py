@@ -15,9 +15,11 @@ from fds.plans.timeline import Event, Timeline, check_timeline, computing
 _LETTER = 3  # index of the shortest name
 WIDEST = 2000  # columns, if no width is given
 _STYLES = {
-    Op.FORWARD: "black on bright_blue", Op.BACKWARD_INPUT: "black on bright_cyan",
-    Op.BACKWARD_WEIGHT: "black on bright_green", Op.BACKWARD: "black on bright_yellow",
-}  # fmt: skip
+    Op.FORWARD: "black on bright_blue",
+    Op.BACKWARD_INPUT: "black on bright_cyan",
+    Op.BACKWARD_WEIGHT: "black on bright_green",
+    Op.BACKWARD: "black on bright_yellow",
+}
 
 
 def draw_text(timeline: Timeline, *, width: int | None = None, color: bool | None = None) -> str:

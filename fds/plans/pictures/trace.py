@@ -12,9 +12,11 @@ from fds.plans.timeline import Event, Timeline, check_timeline
 
 # colour names that both viewers know
 _COLORS = {
-    Op.FORWARD: "thread_state_running", Op.BACKWARD_INPUT: "thread_state_runnable",
-    Op.BACKWARD_WEIGHT: "good", Op.BACKWARD: "thread_state_iowait",
-}  # fmt: skip
+    Op.FORWARD: "thread_state_running",
+    Op.BACKWARD_INPUT: "thread_state_runnable",
+    Op.BACKWARD_WEIGHT: "good",
+    Op.BACKWARD: "thread_state_iowait",
+}
 _COMPUTE, _MESSAGES = 0, 1  # threads, since messages overlap computations
 
 
@@ -49,9 +51,13 @@ def _complete(rank: int, event: Event) -> dict[str, Any]:
     computes = action.op in COMPUTE
     numbers = {"stage": action.stage, "microbatch": action.microbatch, "buffer": action.buffer}
     trace_event: dict[str, Any] = {
-        "ph": "X", "name": str(action), "cat": "compute" if computes else "send" if action.op in SENDS else "other",
-        "pid": rank, "tid": _COMPUTE if computes else _MESSAGES,
-        "ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6,
+        "ph": "X",
+        "name": str(action),
+        "cat": "compute" if computes else "send" if action.op in SENDS else "other",
+        "pid": rank,
+        "tid": _COMPUTE if computes else _MESSAGES,
+        "ts": event.start * 1e6,
+        "dur": (event.end - event.start) * 1e6,
         "args": {name: value for name, value in numbers.items() if value is not None},
-    }  # fmt: skip
+    }
     return {**trace_event, "cname": _COLORS[action.op]} if computes else trace_event

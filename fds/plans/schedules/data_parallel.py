@@ -21,8 +21,13 @@ def data_parallel(num_ranks: int, num_microbatches: int) -> Plan:
     """
     check_sizes("data_parallel", num_ranks, num_microbatches)
     if num_ranks != 1:
-        raise PlanError("data parallelism has one stage", where="data_parallel", got=f"num_ranks={num_ranks}",
-                        want="num_ranks=1", hint="a schedule of several stages: one_f_one_b")  # fmt: skip
+        raise PlanError(
+            "data parallelism has one stage",
+            where="data_parallel",
+            got=f"num_ranks={num_ranks}",
+            want="num_ranks=1",
+            hint="a schedule of several stages: one_f_one_b",
+        )
     row = Row()
     row.do(0, *[F, BW] * num_microbatches)
     return Plan.of([row.actions])

@@ -27,9 +27,13 @@ def preferences(times: Times) -> list[Preference]:
     to_hide = [math.ceil(times.round_trip(r) / period) for r in ranks]  # microbatches in flight
     p = len(ranks)
     aheads = [
-        [p - r for r in ranks], to_hide, [n + 1 for n in to_hide], [math.ceil(1.5 * (p - r)) for r in ranks],
-        [2 * (p - r) - 1 for r in ranks], [math.inf for _ in ranks],
-    ]  # fmt: skip
+        [p - r for r in ranks],
+        to_hide,
+        [n + 1 for n in to_hide],
+        [math.ceil(1.5 * (p - r)) for r in ranks],
+        [2 * (p - r) - 1 for r in ranks],
+        [math.inf for _ in ranks],
+    ]
     distinct = dict.fromkeys(tuple(float(max(n, 1)) for n in ahead) for ahead in aheads)
     return [Preference(a, first, w) for a in distinct for first in (False, True) for w in ("at once", "fits", "late")]
 

@@ -24,9 +24,12 @@ class Interleaved:
     def __call__(self, num_ranks: int, num_microbatches: int) -> Plan:
         check_sizes(repr(self), num_ranks, num_microbatches)
         if num_microbatches % num_ranks:
-            raise PlanError("the number of microbatches is not a multiple of the number of ranks", where=repr(self),
-                            got=f"num_ranks={num_ranks}, num_microbatches={num_microbatches}",
-                            want=f"a multiple of {num_ranks} microbatches")  # fmt: skip
+            raise PlanError(
+                "the number of microbatches is not a multiple of the number of ranks",
+                where=repr(self),
+                got=f"num_ranks={num_ranks}, num_microbatches={num_microbatches}",
+                want=f"a multiple of {num_ranks} microbatches",
+            )
         return Plan.of(self._row(rank, num_ranks, num_microbatches).actions for rank in range(num_ranks))
 
     def _row(self, rank: int, num_ranks: int, num_microbatches: int) -> Row:

@@ -104,8 +104,12 @@ class Timed:
     @property
     def score(self) -> tuple[float, float, float]:
         """The order of quality, lowest best: the makespan, then the sums of the ends of ranks and of their Bs."""
-        backwards = (end for row, ends in zip(self.rows, self.ends, strict=True)
-                     for op, end in zip(row, ends, strict=True) if op == "B")  # fmt: skip
+        backwards = (
+            end
+            for row, ends in zip(self.rows, self.ends, strict=True)
+            for op, end in zip(row, ends, strict=True)
+            if op == "B"
+        )
         return self.makespan, sum(row[-1] for row in self.ends), sum(backwards)
 
 

@@ -53,8 +53,12 @@ class Searched:
         bound = math.inf if self.memory_bound is None else self.memory_bound
         bounds: list[float] = [bound] * num_ranks if isinstance(bound, int | float) else list(bound)
         if len(bounds) != num_ranks:
-            raise PlanError("there is not one bound per rank", where="searched", got=f"{len(bounds)} bounds",
-                            want=f"one number, or {num_ranks}")  # fmt: skip
+            raise PlanError(
+                "there is not one bound per rank",
+                where="searched",
+                got=f"{len(bounds)} bounds",
+                want=f"one number, or {num_ranks}",
+            )
         return bounds
 
     def _room(self, bounds: list[float]) -> list[float]:
@@ -62,9 +66,12 @@ class Searched:
         sizes = [self.costs.at("activation_bytes", rank) for rank in range(len(bounds))]
         if short := [rank for rank, (size, bound) in enumerate(zip(sizes, bounds, strict=True)) if not size <= bound]:
             got = ", ".join(f"{bounds[rank]:g} on rank {rank}" for rank in short)
-            raise PlanError("no plan fits the memory bound: a rank must hold one microbatch", where="searched",
-                            got=f"memory_bound of {got}",
-                            want=f"at least {max(sizes)!r} on all, or per rank {sizes}")  # fmt: skip
+            raise PlanError(
+                "no plan fits the memory bound: a rank must hold one microbatch",
+                where="searched",
+                got=f"memory_bound of {got}",
+                want=f"at least {max(sizes)!r} on all, or per rank {sizes}",
+            )
         return [_fitting(size, bound) for size, bound in zip(sizes, bounds, strict=True)]
 
 

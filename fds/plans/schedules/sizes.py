@@ -10,13 +10,15 @@ def check_sizes(schedule: str, num_ranks: object, num_microbatches: object, *, l
     for name, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         check_count(schedule, name, value)
     if isinstance(num_microbatches, int) and num_microbatches < least:
-        raise PlanError("too few microbatches for this schedule", where=schedule,
-                        got=f"num_ranks={num_ranks}, num_microbatches={num_microbatches}",
-                        want=f"num_microbatches >= {least}")  # fmt: skip
+        raise PlanError(
+            "too few microbatches for this schedule",
+            where=schedule,
+            got=f"num_ranks={num_ranks}, num_microbatches={num_microbatches}",
+            want=f"num_microbatches >= {least}",
+        )
 
 
 def check_count(schedule: str, name: str, value: object) -> None:
     """Raise `PlanError` unless this is an int of at least 1."""
     if not is_int(value, 1):
-        raise PlanError("not a count", where=schedule, got=f"{name}={value!r}",
-                        want=f"{name} >= 1")  # fmt: skip
+        raise PlanError("not a count", where=schedule, got=f"{name}={value!r}", want=f"{name} >= 1")

@@ -54,11 +54,14 @@ def _different(axis: Axis, compositions: list[list[list[str]]], pipeline: int | 
     if text == want:
         text, want = _around_difference(all_, all_wanted)
     return ComposeError(
-        "the ranks have composed different steps", where=f"rank {rank} of {axis.name}", got=text,
+        "the ranks have composed different steps",
+        where=f"rank {rank} of {axis.name}",
+        got=text,
         want=f"{want}, as rank 0",
-        hint="costs are measured on one rank: fds.plans.measure(layers, batch, axis=...)" if position == pipeline else
-        "a function that is to differ between ranks takes the axis, and looks at axis.index when it is called",
-    )  # fmt: skip
+        hint="costs are measured on one rank: fds.plans.measure(layers, batch, axis=...)"
+        if position == pipeline
+        else "a function that is to differ between ranks takes the axis, and looks at axis.index when it is called",
+    )
 
 
 def _around_difference(*texts: str) -> list[str]:

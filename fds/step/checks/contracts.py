@@ -18,8 +18,16 @@ from fds.step.checks.forms import has, written
 from fds.step.gradients import Gradients
 from fds.step.sharding.transport import Transport
 
-_MERGED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32,
-           torch.int64}  # fmt: skip
+_MERGED = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+}
 
 
 def sent(found: Any, transport: Transport, leg: str) -> Work:
@@ -40,10 +48,12 @@ def batch(found: Any, given: Any, one: Any) -> Any:
 def written_rows(one: Any, where: str) -> ComposeError:
     """Return the error of a batch map that writes into the rows that it is given."""
     return ComposeError(
-        "what fills a station writes over the batch that it is given", where=f"station 'batch', {_called(one)}",
-        got=f"an in-place operation on {where}", want="(batch, call) -> batch, a new one where it differs",
+        "what fills a station writes over the batch that it is given",
+        where=f"station 'batch', {_called(one)}",
+        got=f"an in-place operation on {where}",
+        want="(batch, call) -> batch, a new one where it differs",
         hint="look for methods that end in _; what was written stays",
-    )  # fmt: skip
+    )
 
 
 def viewed(found: Any, view: Any) -> Tensor:
@@ -94,13 +104,16 @@ def gradients(found: Any, known: Gradients, one: Any) -> Gradients:
         raise _broken("condition", one, in_words(found), "Gradients(leaves, scale), of as many leaves as it was given")
     for name, x in (("scale", found.scale), ("norm", found.norm)):
         if not (x is None or (isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point())):
-            raise _broken("condition", one, f"{name}: {in_words(x)}",
-                          f"{name}: None or a floating-point () tensor, as `grads.{name}` is")  # fmt: skip
+            raise _broken(
+                "condition",
+                one,
+                f"{name}: {in_words(x)}",
+                f"{name}: None or a floating-point () tensor, as `grads.{name}` is",
+            )
     if found.leaves is not known.leaves:
         leaves = _alike("condition", one, found.leaves, known.leaves)
         found = attrs.evolve(found, leaves=[x.contiguous() for x in leaves])
-    return attrs.evolve(found, segments=known.segments, axes=known.axes, norm_of=known.norm_of,
-                        counted=known.counted)  # fmt: skip
+    return attrs.evolve(found, segments=known.segments, axes=known.axes, norm_of=known.norm_of, counted=known.counted)
 
 
 def remembered(found: Any, given: Any, one: Any, station: str = "after") -> Any:
@@ -116,36 +129,47 @@ def remembered(found: Any, given: Any, one: Any, station: str = "after") -> Any:
 
 def overwritten(memory: Any) -> ComposeError:
     """Return the error of a rule that writes into the slot of the old state."""
-    return ComposeError("what fills a station writes over the state", where=f"station 'memory', {memory}",
-                        got="accept wrote into the slot", want="accept: (slot, noted, call) -> a new slot")  # fmt: skip
+    return ComposeError(
+        "what fills a station writes over the state",
+        where=f"station 'memory', {memory}",
+        got="accept wrote into the slot",
+        want="accept: (slot, noted, call) -> a new slot",
+    )
 
 
 def written_slot() -> ComposeError:
     """Return the error of a filler that writes into the slots that a call shows."""
     return ComposeError(
-        "a filler writes into the slots of a state", where="call.slots", got="an entry that is set or deleted",
-        want="call.slots that is only read", hint="a slot changes by the notes of fillers and its Memory's merge and "
+        "a filler writes into the slots of a state",
+        where="call.slots",
+        got="an entry that is set or deleted",
+        want="call.slots that is only read",
+        hint="a slot changes by the notes of fillers and its Memory's merge and "
         "accept, or by a filler of `after`, which is given it",
-    )  # fmt: skip
+    )
 
 
 def unnoted(where: str) -> ComposeError:
     """Return the error of a note where nothing may be noted."""
     return ComposeError(
-        "nothing may be noted here", where=where, got="no Memory with merge=, another station, or a call that is over",
+        "nothing may be noted here",
+        where=where,
+        got="no Memory with merge=, another station, or a call that is over",
         want="call.note in a filler of `batch`, `view`, `context` or `layer`, or in a call that a layer map returned, "
         "while it runs; or in one of `condition` with an attribute notes = True",
         hint="what follows an update writes its slot itself",
-    )  # fmt: skip
+    )
 
 
 def keyless(one: Any) -> ComposeError:
     """Return the error of a filler that says that it draws nothing and asks for a random key."""
     return ComposeError(
-        "a filler that says that it draws nothing asks for a random key", where=written(one)[:120],
-        got="draws = False, and call.key", want="one of the two",
+        "a filler that says that it draws nothing asks for a random key",
+        where=written(one)[:120],
+        got="draws = False, and call.key",
+        want="one of the two",
         hint="what draws is drawn alike for tied parameters, so it leaves `draws` out",
-    )  # fmt: skip
+    )
 
 
 def microbatches(found: Any, split: Any) -> list[Any]:
@@ -185,8 +209,12 @@ def _alike(station: str, one: Any, found: Any, given: Sequence[Tensor], *, dtype
 
 
 def _broken(station: str, one: Any, got: str, want: str) -> ComposeError:
-    return ComposeError("what fills a station did not return what it must",
-                        where=f"station {station!r}, {_called(one)}", got=got[:200], want=want[:200])  # fmt: skip
+    return ComposeError(
+        "what fills a station did not return what it must",
+        where=f"station {station!r}, {_called(one)}",
+        got=got[:200],
+        want=want[:200],
+    )
 
 
 def _called(one: Any) -> str:

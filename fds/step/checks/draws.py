@@ -12,9 +12,11 @@ from fds.layout import Segment
 
 
 def tie(
-    share: Callable[[str, Tensor], None], one: Any, leaves: Sequence[Tensor | None],
+    share: Callable[[str, Tensor], None],
+    one: Any,
+    leaves: Sequence[Tensor | None],
     segments: Sequence[Sequence[Segment]],
-) -> None:  # fmt: skip
+) -> None:
     """Make the leaves of tied parameters equal again on all their ranks, where the filler `one` may draw.
 
     `share(name, leaf)` gives a leaf the values that it has on the first rank that holds the parameter.

@@ -53,8 +53,10 @@ def given(*names: str) -> Callable[[Any], bool]:
     return good
 
 
-_RESIDES = ('a residency: `kinds`, some of "params", "opt" and "slots"; chunks(structure), make(x, kind), '
-            "read(old, device) and write(worked, new); see `fds.step.Residency`")  # fmt: skip
+_RESIDES = (
+    'a residency: `kinds`, some of "params", "opt" and "slots"; chunks(structure), make(x, kind), '
+    "read(old, device) and write(worked, new); see `fds.step.Residency`"
+)
 _KINDS = ("params", "opt", "slots")
 _METHODS = {"chunks": "(structure)", "make": "(x, kind)", "read": "(old, device)", "write": "(worked, new)"}
 
@@ -81,16 +83,27 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "execute": (lambda x: hasattr(x, "together") and has(x, *_EXECUTES), "an executor, as `fds.step.InTurn` is one"),
     "optimizer": (lambda x: isinstance(x, Optimizer), "an fds.Optimizer"),
     "commit": (given("slots", "skip"), "a function (slots, skip) -> slots"),
-    "after": (lambda x: given("slot", "params", "skip", "call")(x) and isinstance(getattr(x, "slot", None), str),
-              "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name"),
-    "memory": (lambda x: hasattr(x, "slot") and hasattr(x, "lies"),
-               "fds.step.Memory(slot, init, lies, merge=None, accept=None), "
-               "lies='parameters', 'named', 'replicated', 'partial'"),
-    "slots": (lambda x: isinstance(x, dict) and all(map(takes(2), x.values())),
-              "a dict: name -> function (params, device) -> slot"),
-}  # fmt: skip
-_LEGS = {"reduce": "(axis, whole, out, kept)", "spread": "(axis, own, whole)", "combine": "(axis, own)",
-         "gather": "(axis, part, whole)", "bytes_sent": "(leg, numel, dtype, size)"}  # fmt: skip
+    "after": (
+        lambda x: given("slot", "params", "skip", "call")(x) and isinstance(getattr(x, "slot", None), str),
+        "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name",
+    ),
+    "memory": (
+        lambda x: hasattr(x, "slot") and hasattr(x, "lies"),
+        "fds.step.Memory(slot, init, lies, merge=None, accept=None), "
+        "lies='parameters', 'named', 'replicated', 'partial'",
+    ),
+    "slots": (
+        lambda x: isinstance(x, dict) and all(map(takes(2), x.values())),
+        "a dict: name -> function (params, device) -> slot",
+    ),
+}
+_LEGS = {
+    "reduce": "(axis, whole, out, kept)",
+    "spread": "(axis, own, whole)",
+    "combine": "(axis, own)",
+    "gather": "(axis, part, whole)",
+    "bytes_sent": "(leg, numel, dtype, size)",
+}
 
 
 def form(station: str, value: Any, held: Any) -> None:
@@ -102,8 +115,9 @@ def form(station: str, value: Any, held: Any) -> None:
         got, hint = written(value), "" if station in FORMS else _as_field(station, value, kind)
         if station == "after" and isinstance(getattr(value, "slot", None), str) and callable(value):
             got = _signature_of(value, "__call__")
-        raise ComposeError("this cannot fill the station", where=f"station {station!r}", got=got[:120], want=want,
-                           hint=hint)  # fmt: skip
+        raise ComposeError(
+            "this cannot fill the station", where=f"station {station!r}", got=got[:120], want=want, hint=hint
+        )
     if station in ("loss", "eval_loss"):
         loss(station, value)
     if station == "topology" and not takes(1)(value.placement.lies):
@@ -117,22 +131,36 @@ def field(station: str, name: str, value: Any) -> None:
     where, hint = f"station {station!r}, {name}", "an object of it, not the class" if isinstance(value, type) else ""
     if (station, name) == ("place", "residency"):
         if hint or not any(hasattr(value, method) for method in _METHODS):
-            raise ComposeError("this cannot fill the station", where=where, got=written(value)[:120], want=_RESIDES,
-                               hint=hint)  # fmt: skip
+            raise ComposeError(
+                "this cannot fill the station", where=where, got=written(value)[:120], want=_RESIDES, hint=hint
+            )
         _check_methods(where, value, _METHODS)
         if not _has_kinds(value):
-            raise ComposeError("this cannot fill the station", where=where, want=_RESIDES,
-                               got=f"kinds: {getattr(value, 'kinds', 'missing')!r}")  # fmt: skip
+            raise ComposeError(
+                "this cannot fill the station",
+                where=where,
+                want=_RESIDES,
+                got=f"kinds: {getattr(value, 'kinds', 'missing')!r}",
+            )
     if name == "transport":
         if not isinstance(value, Transport):
             legs = ", ".join(f"{leg}{takes_these}" for leg, takes_these in _LEGS.items())
-            raise ComposeError("this cannot fill the station", where=where, got=written(value)[:120], hint=hint,
-                               want=f"a subclass of fds.step.Transport, with {legs}, keeps, bound")  # fmt: skip
+            raise ComposeError(
+                "this cannot fill the station",
+                where=where,
+                got=written(value)[:120],
+                hint=hint,
+                want=f"a subclass of fds.step.Transport, with {legs}, keeps, bound",
+            )
         _check_methods(where, value, _LEGS)
         for field, kind in (("keeps", bool), ("bound", (int, float))):
             if not isinstance(found := getattr(value, field), kind):
-                raise ComposeError("this cannot fill the station", where=where, got=f"{field}: {found!r}"[:120],
-                                   want="keeps: bool" if field == "keeps" else "bound: float")  # fmt: skip
+                raise ComposeError(
+                    "this cannot fill the station",
+                    where=where,
+                    got=f"{field}: {found!r}"[:120],
+                    want="keeps: bool" if field == "keeps" else "bound: float",
+                )
 
 
 def _check_methods(where: str, value: Any, methods: dict[str, str]) -> None:
@@ -166,8 +194,12 @@ def _as_field(station: str, value: Any, kind: type) -> str:
 
 
 def _misshapen(where: str, value: Any, method: str, takes_these: str) -> ComposeError:
-    return ComposeError("a method of this cannot be called as it must", where=where,
-                        got=_signature_of(value, method)[:120], want=f"{method}{takes_these}")  # fmt: skip
+    return ComposeError(
+        "a method of this cannot be called as it must",
+        where=where,
+        got=_signature_of(value, method)[:120],
+        want=f"{method}{takes_these}",
+    )
 
 
 def loss(role: str, function: Any) -> None:
@@ -176,8 +208,12 @@ def loss(role: str, function: Any) -> None:
     if isinstance(function, Buffered):
         words, inner = [*words, "buffers"], function.loss_fn
     if not takes(len(words))(inner):
-        raise ComposeError("a loss takes other arguments", where=role, got=written(inner)[:120],
-                           want=f"a function of ({', '.join(words)})")  # fmt: skip
+        raise ComposeError(
+            "a loss takes other arguments",
+            where=role,
+            got=written(inner)[:120],
+            want=f"a function of ({', '.join(words)})",
+        )
 
 
 def written(x: Any) -> str:

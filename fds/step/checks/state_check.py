@@ -51,9 +51,11 @@ def graphless(method: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if autodiff.in_torch_func():
             raise FdsError(
-                "torch.func cannot transform a step", got="a step inside grad, vmap, jvp or another transform",
-                want="torch.func inside the loss, around the model", hint="for several states: call the step for each",
-            )  # fmt: skip
+                "torch.func cannot transform a step",
+                got="a step inside grad, vmap, jvp or another transform",
+                want="torch.func inside the loss, around the model",
+                hint="for several states: call the step for each",
+            )
         if not torch.is_inference_mode_enabled():
             with torch.no_grad():
                 return method(*args, **kwargs)
@@ -71,10 +73,11 @@ def undifferentiated(method: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if autodiff.is_differentiated() and any(_requires_grad(x) for x in tree.leaves((args, kwargs))):
             raise FdsError(
-                "no gradient flows through a step", got="a state or a batch that depends on what is differentiated",
+                "no gradient flows through a step",
+                got="a state or a batch that depends on what is differentiated",
                 want="the update written out, with fds.autodiff.value_and_grad(..., create_graph=True)",
                 hint="under torch.no_grad() the step is a constant",
-            )  # fmt: skip
+            )
         return method(*args, **kwargs)
 
     return run
@@ -83,8 +86,12 @@ def undifferentiated(method: Callable[P, R]) -> Callable[P, R]:
 def usable(state: Any, doing: str) -> None:
     """Raise `StateError` for anything but a state, `DonatedStateError` for one that was given up."""
     if not isinstance(state, State):
-        raise StateError(f"{doing}: this is not a state", got=type(state).__name__, want="a State",
-                         hint="what step.init(params), fds.load or a step returned")  # fmt: skip
+        raise StateError(
+            f"{doing}: this is not a state",
+            got=type(state).__name__,
+            want="a State",
+            hint="what step.init(params), fds.load or a step returned",
+        )
     state.check(doing)
 
 
@@ -95,9 +102,12 @@ def same_composition(state: State, slots: Iterable[str], opt: Mapping[str, Slot]
     for where, got, want in parts:
         if tuple(got) != tuple(want) and got.keys() != set(want):
             raise StateError(
-                "the state is another composition's", where=where, got=", ".join(got) or "nothing",
-                want=", ".join(want) or "nothing", hint=_ANEW,
-            )  # fmt: skip
+                "the state is another composition's",
+                where=where,
+                got=", ".join(got) or "nothing",
+                want=", ".join(want) or "nothing",
+                hint=_ANEW,
+            )
 
 
 def without_graph(state: State, held: StateTensors) -> State:
@@ -141,8 +151,11 @@ def same_kinds(where: str, got: Any, want: Any) -> None:
 def counters(state: State) -> None:
     """Raise `StateError` where `step`, `calls` or `key` is not what it was when `init` made it."""
     host = torch.device("cpu")
-    for name, x, size, device in (("step", state.step, (), None), ("calls", state.calls, (), host),
-                                  ("key", state.key, (2,), host)):  # fmt: skip
+    for name, x, size, device in (
+        ("step", state.step, (), None),
+        ("calls", state.calls, (), host),
+        ("key", state.key, (2,), host),
+    ):
         _check_kind(name, x, torch.Size(size), torch.int64, device)
 
 
@@ -168,9 +181,12 @@ def _check_kind(
     text = lambda shape, dtype, device: f"{tuple(shape)} {dtype}" + ("" if device is None else f" on {device}")
     got = text(x.shape, x.dtype, device and x.device) if isinstance(x, Tensor) else repr(x)[:60]
     raise StateError(
-        "a part of the state does not fit its parameters and this step", where=where, got=got,
-        want="nothing" if shape is None else text(shape, dtype, device), hint=_ANEW,
-    )  # fmt: skip
+        "a part of the state does not fit its parameters and this step",
+        where=where,
+        got=got,
+        want="nothing" if shape is None else text(shape, dtype, device),
+        hint=_ANEW,
+    )
 
 
 @contextlib.contextmanager
@@ -195,10 +211,12 @@ def intact(looked: dict[str, list[str]], at: str, *, by: str = "the loss", **hel
         changed = {*changed} | {id(x) for x, version in zip(given, versions, strict=True) if x._version != version}
         where = ", ".join(path for path, x in tree.paths(held).items() if id(x) in changed)
         raise LossError(
-            f"{by} writes over what it is given", where=where, got="an in-place operation",
+            f"{by} writes over what it is given",
+            where=where,
+            got="an in-place operation",
             want=f"{by.replace('the ', 'a ')} that leaves its arguments as they are",
             hint="look for inplace=True in the first layer, methods that end in _ and .data; what was written stays",
-        )  # fmt: skip
+        )
 
 
 def _values(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -220,12 +238,18 @@ def parameters(params: Any) -> None:
         raise StateError("layers are a loss, not parameters", got="layers", want="layers.init")
     if isinstance(params, torch.nn.Module):
         raise StateError(
-            "a module is not a tree of parameters", got=type(params).__name__, want="a pytree of tensors, or a recipe",
+            "a module is not a tree of parameters",
+            got=type(params).__name__,
+            want="a pytree of tensors, or a recipe",
             hint="apply, params, buffers = fds.functional(module)",
-        )  # fmt: skip
+        )
     if callable(params) and not takes(1)(params):
-        raise StateError("what makes parameters takes a key", got=repr(params)[:80], want="a function key -> params",
-                         hint="fds.recipe(factory) makes one of a function that builds a module")  # fmt: skip
+        raise StateError(
+            "what makes parameters takes a key",
+            got=repr(params)[:80],
+            want="a function key -> params",
+            hint="fds.recipe(factory) makes one of a function that builds a module",
+        )
 
 
 def _requires_grad(x: Any) -> bool:

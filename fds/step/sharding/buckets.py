@@ -69,10 +69,19 @@ class Bucketed:
     """
 
     def __init__(
-        self, structure: Structure, leaves: Sequence[Tensor], shard: Shard, transport: Transport, pool: Pool, *,
-        dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, predivide: float, order: Order | None,
+        self,
+        structure: Structure,
+        leaves: Sequence[Tensor],
+        shard: Shard,
+        transport: Transport,
+        pool: Pool,
+        *,
+        dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        predivide: float,
+        order: Order | None,
         kept: Kept | None,
-    ):  # fmt: skip
+    ):
         assert structure.layout is not None
         self.places = structure.places
         self.shard, self.transport, self.pool, self.order = shard, transport, pool, order
@@ -231,9 +240,11 @@ class Bucketed:
         if self.reducing and self.order is None and i not in self.turn:
             raise LossError(
                 "a gradient came twice in one backward, the second time after its bucket was reduced",
-                where=self.buckets[i].leaves[min(come)].name, got="a backward inside a backward",
-                want="one gradient per microbatch", hint="torch.utils.checkpoint(..., use_reentrant=False)",
-            )  # fmt: skip
+                where=self.buckets[i].leaves[min(come)].name,
+                got="a backward inside a backward",
+                want="one gradient per microbatch",
+                hint="torch.utils.checkpoint(..., use_reentrant=False)",
+            )
         self._open(i).add(come, [grad for grad in found if grad is not None])
         self.seen[i].update(come)
         self.arrived[i].update(come)

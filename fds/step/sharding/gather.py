@@ -52,8 +52,9 @@ class Gather:
         """
         sizes = {
             i: b.numel * self.dtype_of(b.leaves[0].name, b.dtype).itemsize
-            for i, b in enumerate(layout.buckets) if not shard.persists(b.leaves[0].numel)
-        }  # fmt: skip
+            for i, b in enumerate(layout.buckets)
+            if not shard.persists(b.leaves[0].numel)
+        }
         return {} if shard.max_live_bytes is not None and sum(sizes.values()) <= shard.max_live_bytes else sizes
 
     def room(self, layout: Layout, shard: Shard) -> int:
@@ -71,10 +72,10 @@ class Gather:
             raise StateError(
                 "shard_optimizer: max_live_bytes has no room for the largest bucket",
                 where=bucket.leaves[0].name + (f" and {len(bucket.leaves) - 1} more" if bucket.leaves[1:] else ""),
-                got=f"{bound:,} bytes", want=f"at least {largest + coming:,} bytes: one bucket of {largest:,}, and "
-                f"{shard.prefetch} on the way",
+                got=f"{bound:,} bytes",
+                want=f"at least {largest + coming:,} bytes: one bucket of {largest:,}, and {shard.prefetch} on the way",
                 hint="prefetch=0, or more room" if len(bucket.leaves) == 1 else "smaller bucket_bytes, or prefetch=0",
-            )  # fmt: skip
+            )
         return bound - coming
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:

@@ -137,9 +137,14 @@ def handle(
         with torch.inference_mode(False):
             return handle(source, window, dtype, device, requires_grad)
     made: Any = Tensor._make_wrapper_subclass(
-        Handle, window.shape, strides=window.stride, storage_offset=window.start - window.offset, dtype=dtype,
-        device=device, requires_grad=requires_grad,
-    )  # fmt: skip
+        Handle,
+        window.shape,
+        strides=window.stride,
+        storage_offset=window.start - window.offset,
+        dtype=dtype,
+        device=device,
+        requires_grad=requires_grad,
+    )
     torch._C._set_throw_on_mutable_data_ptr(made)  # C++ that asks for an address would otherwise be given 0
     made.source, made.window = source, window
     return made
@@ -239,24 +244,31 @@ def _is_autocast(p: Handle, kwargs: dict) -> bool:
     torch.autocast_decrement_nesting()
     kind = p.device.type
     return (
-        nesting > 0 and not torch.is_autocast_enabled(kind)
+        nesting > 0
+        and not torch.is_autocast_enabled(kind)
         and kwargs == {"dtype": torch.get_autocast_dtype(kind)}
         and aten._to_copy.default(p.window.meta).stride() == p.stride()  # a cast packs what is not dense
-    )  # fmt: skip
+    )
 
 
 def _raise_written(p: Handle, by: Any) -> NoReturn:
     raise LossError(
-        "the loss writes over what it is given", where=p.window.path, got=f"an in-place operation ({by})",
-        want="a loss that leaves its arguments as they are", hint="p.clone() gives memory that may be written",
-    )  # fmt: skip
+        "the loss writes over what it is given",
+        where=p.window.path,
+        got=f"an in-place operation ({by})",
+        want="a loss that leaves its arguments as they are",
+        hint="p.clone() gives memory that may be written",
+    )
 
 
 def _raise_address(p: Handle, by: str) -> NoReturn:
     raise LossError(
-        "the memory of a parameter that is gathered on use was asked for", where=p.window.path, got=f"p.{by}",
-        want="an operator of torch", hint="fds.materialize(p) gives a plain tensor, through which gradients flow",
-    )  # fmt: skip
+        "the memory of a parameter that is gathered on use was asked for",
+        where=p.window.path,
+        got=f"p.{by}",
+        want="an operator of torch",
+        hint="fds.materialize(p) gives a plain tensor, through which gradients flow",
+    )
 
 
 def _override(names: Sequence[str], raise_: Callable[[Handle, str], NoReturn]) -> None:

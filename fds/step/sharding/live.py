@@ -27,7 +27,7 @@ class Live:
 
     def __init__(
         self, gather: Gather, shard: Shard, structure: Structure, parts: list[Tensor], pool: Pool, order: Order
-    ):  # fmt: skip
+    ):
         layout = structure.layout
         assert layout is not None
         self.gather, self.axis, self.layout, self.parts, self.pool = gather, shard.axis, layout, parts, pool
@@ -67,10 +67,12 @@ class Live:
             return flat
         if self.over:
             raise LossError(
-                "a parameter is read after its step", where=self.layout.buckets[index].leaves[0].name,
+                "a parameter is read after its step",
+                where=self.layout.buckets[index].leaves[0].name,
                 got="a parameter, or a view of one, that was kept by the loss or returned by it",
-                want="its values", hint="keep fds.materialize(p).detach()",
-            )  # fmt: skip
+                want="its values",
+                hint="keep fds.materialize(p).detach()",
+            )
         with profiled("gather"):
             if index not in self.coming:
                 self.wanted = index
@@ -116,7 +118,9 @@ def _windows(gather: Gather, layout: Layout) -> list[list[BucketWindow]]:
     """Return the windows onto all parameters, by bucket."""
     dtype_of = gather.dtype_of
     return [
-        [BucketWindow.whole(leaf.name, i, offset, leaf.shape, dtype_of(leaf.name, leaf.dtype))
-         for leaf, offset in zip(bucket.leaves, bucket.offsets, strict=True)]
+        [
+            BucketWindow.whole(leaf.name, i, offset, leaf.shape, dtype_of(leaf.name, leaf.dtype))
+            for leaf, offset in zip(bucket.leaves, bucket.offsets, strict=True)
+        ]
         for i, bucket in enumerate(layout.buckets)
-    ]  # fmt: skip
+    ]

@@ -31,9 +31,17 @@ class Reduce:
     transport: Transport = LOSSLESS
 
     def sums(
-        self, structure: Structure, shard: Shard | None, leaves: list[Tensor], dtype: torch.dtype | None, pool: Pool,
-        order: Order | None, kinds: Iterable[torch.dtype | None], seeds: Seeds, slots: Mapping[str, Any],
-    ) -> InPlace | Bucketed:  # fmt: skip
+        self,
+        structure: Structure,
+        shard: Shard | None,
+        leaves: list[Tensor],
+        dtype: torch.dtype | None,
+        pool: Pool,
+        order: Order | None,
+        kinds: Iterable[torch.dtype | None],
+        seeds: Seeds,
+        slots: Mapping[str, Any],
+    ) -> InPlace | Bucketed:
         """Prepare to sum the gradients by the trained leaves, in `dtype` or their own, on every rank of `kinds`.
 
         They begin at `seeds`, and `slots` have what was kept of earlier ones.
@@ -44,8 +52,18 @@ class Reduce:
         kept = None
         if self.transport.keeps:
             kept = Kept(slots[SLOT], seeds.scale, predivide * (seeds.share or 1), pool)
-        return Bucketed(structure, leaves, shard, self.transport, pool, dtype=dtype, reduce_dtype=self.dtype,
-                        predivide=predivide, order=order, kept=kept)  # fmt: skip
+        return Bucketed(
+            structure,
+            leaves,
+            shard,
+            self.transport,
+            pool,
+            dtype=dtype,
+            reduce_dtype=self.dtype,
+            predivide=predivide,
+            order=order,
+            kept=kept,
+        )
 
 
 def same_metrics(totals: Totals, everyone: Axis | None, what: str, asked: dict[str, list[str]]) -> None:
@@ -60,9 +78,17 @@ def same_metrics(totals: Totals, everyone: Axis | None, what: str, asked: dict[s
         replies = everyone.exchange(kinds, what)
         for rank, theirs in enumerate(replies):
             if theirs != replies[0]:
-                raise LossError("ranks return different metrics", where=f"rank {rank} of {everyone.name}",
-                                got=str(theirs), want=f"{replies[0]}, as rank 0")  # fmt: skip
+                raise LossError(
+                    "ranks return different metrics",
+                    where=f"rank {rank} of {everyone.name}",
+                    got=str(theirs),
+                    want=f"{replies[0]}, as rank 0",
+                )
         asked[what] = kinds
     if asked[what] != kinds:
-        raise LossError("the metrics change from call to call, and ranks could not add them up", got=str(kinds),
-                        want=str(asked[what]), hint="return them in every call")  # fmt: skip
+        raise LossError(
+            "the metrics change from call to call, and ranks could not add them up",
+            got=str(kinds),
+            want=str(asked[what]),
+            hint="return them in every call",
+        )

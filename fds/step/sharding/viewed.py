@@ -48,8 +48,12 @@ class Surroundings:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Run code in them, in whichever thread; it fills no cache of autocast and calls no hook of saved tensors."""
-        with (_set_dispatch_keys(self.included, self.excluded), torch.set_grad_enabled(self.grad), _without_hooks(),
-              contextlib.ExitStack() as stack):  # fmt: skip
+        with (
+            _set_dispatch_keys(self.included, self.excluded),
+            torch.set_grad_enabled(self.grad),
+            _without_hooks(),
+            contextlib.ExitStack() as stack,
+        ):
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
             yield
@@ -152,10 +156,11 @@ class ViewedSource:
         if out.shape != window.shape or out.dtype != window.meta.dtype or not _is_plain(out, self.parameter):
             raise ComposeError(
                 "a view returned another kind of tensor than when it was first called, which stage 3 cannot follow",
-                where=f"station 'view', {window.path}", got=f"{tuple(out.shape)} {out.dtype}",
-                want=f"{tuple(window.shape)} {window.meta.dtype}", hint="one shape and dtype for each parameter; they "
-                "may differ between training and evaluation",
-            )  # fmt: skip
+                where=f"station 'view', {window.path}",
+                got=f"{tuple(out.shape)} {out.dtype}",
+                want=f"{tuple(window.shape)} {window.meta.dtype}",
+                hint="one shape and dtype for each parameter; they may differ between training and evaluation",
+            )
         return out
 
 
@@ -203,9 +208,13 @@ def _without_hooks() -> contextlib.AbstractContextManager:
 
 
 def _written(path: str) -> LossError:
-    return LossError("a view writes over the parameter that it is given", where=f"station 'view', {path}",
-                     got="an in-place operation", want="a view that leaves its argument as it is",
-                     hint="x.clone() gives memory that may be written")  # fmt: skip
+    return LossError(
+        "a view writes over the parameter that it is given",
+        where=f"station 'view', {path}",
+        got="an in-place operation",
+        want="a view that leaves its argument as it is",
+        hint="x.clone() gives memory that may be written",
+    )
 
 
 def _same(x: Tensor) -> Tensor:

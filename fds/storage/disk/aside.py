@@ -46,9 +46,11 @@ class WriterProcess:
         if len(header) % writer.ALIGN:
             raise ValueError(f"the header has {len(header)} bytes, not a multiple of {writer.ALIGN}")
         job = {
-            "path": os.path.abspath(os.fsdecode(path)), "header": header.decode("latin-1"),
-            "spans": list(spans), "pid": os.getpid(),
-        }  # fmt: skip
+            "path": os.path.abspath(os.fsdecode(path)),
+            "header": header.decode("latin-1"),
+            "spans": list(spans),
+            "pid": os.getpid(),
+        }
         if self._process is not None and self._process.poll() is not None:
             self.close()  # it was killed while idle
         try:
@@ -111,8 +113,10 @@ def _start() -> subprocess.Popen:
     library = os.path.dirname(os.path.dirname(xxhash.__file__))
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", program, library],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        process_group=0,
+    )
 
 
 def _ask(process: subprocess.Popen, job: dict) -> dict | None:

@@ -27,8 +27,12 @@ LATEST, SAVING, LOCK = "latest", ".saving", ".lock"
 def checked_tag(tag: object) -> str:
     """Return `tag` if it is valid as the name of a folder. Raises `StorageError`."""
     if not isinstance(tag, str) or not re.fullmatch(r"\w[\w.+=,@-]*", tag) or tag.lower() == LATEST:
-        raise StorageError("not a tag", where="tag", got=repr(tag)[:80], want=f"letters, digits and any of _.+=,@- "
-                           f"after the first, and not {LATEST!r}")  # fmt: skip
+        raise StorageError(
+            "not a tag",
+            where="tag",
+            got=repr(tag)[:80],
+            want=f"letters, digits and any of _.+=,@- after the first, and not {LATEST!r}",
+        )
     return tag
 
 
@@ -47,16 +51,23 @@ def find(dir: Path, tag: str | None) -> Path:
     """Return the folder of a tag, by default the last. Raises a `StorageError` that lists the tags."""
     known = tags(dir) if dir.is_dir() else []
     if not known:
-        raise StorageError("there is no save here", where=str(dir), want="a directory that fds.save wrote",
-                           got="nothing" if not dir.exists() else "a directory" if dir.is_dir() else "a file",
-                           hint=_hint(dir))  # fmt: skip
+        raise StorageError(
+            "there is no save here",
+            where=str(dir),
+            want="a directory that fds.save wrote",
+            got="nothing" if not dir.exists() else "a directory" if dir.is_dir() else "a file",
+            hint=_hint(dir),
+        )
     where = dir if tag is not None else dir / LATEST
     tag = _latest(dir, known) if tag is None else tag
     if tag not in known:
         raise StorageError(
-            "there is no save under this tag", where=str(where), got=repr(tag)[:80],
-            want="one of " + ", ".join(map(repr, known)), hint=did_you_mean(str(tag), known),
-        )  # fmt: skip
+            "there is no save under this tag",
+            where=str(where),
+            got=repr(tag)[:80],
+            want="one of " + ", ".join(map(repr, known)),
+            hint=did_you_mean(str(tag), known),
+        )
     return versions(dir, tag)[0]
 
 
@@ -146,9 +157,12 @@ def _put_in_place(dir: Path, tag: str, new: Path) -> None:
         sync(dir)
     except OSError as error:
         raise StorageError(
-            "the save is in its place, but may not outlive a power failure", where=str(dir), got=str(error.strerror),
-            want="a directory whose names can be made durable", hint="save again, elsewhere if this disk is failing",
-        ) from error  # fmt: skip
+            "the save is in its place, but may not outlive a power failure",
+            where=str(dir),
+            got=str(error.strerror),
+            want="a directory whose names can be made durable",
+            hint="save again, elsewhere if this disk is failing",
+        ) from error
 
 
 def _outdated(dir: Path, tag: str, keep: int, before: str = "") -> list[Path]:
@@ -188,8 +202,13 @@ def _clear(dir: Path, stays: bool) -> None:
     saving = dir / SAVING
     for path in (saving, saving / "old"):
         if path.is_symlink():
-            raise StorageError("a link in place of a folder", where=str(path), got=f"a link to {os.readlink(path)}",
-                               want="a folder or nothing", hint="remove the link")  # fmt: skip
+            raise StorageError(
+                "a link in place of a folder",
+                where=str(path),
+                got=f"a link to {os.readlink(path)}",
+                want="a folder or nothing",
+                hint="remove the link",
+            )
     for old in _replaced(dir):
         if not os.path.lexists(place := dir / old.name.rstrip("~")):
             os.rename(old, place)
@@ -219,10 +238,12 @@ def _latest(dir: Path, known: list[str]) -> str:
         return latest(dir)
     except (OSError, UnicodeError) as error:
         raise StorageError(
-            "it is not known which save is the last", where=str(dir / LATEST),
-            got=str(getattr(error, "strerror", error)), want="one of " + ", ".join(map(repr, known)),
+            "it is not known which save is the last",
+            where=str(dir / LATEST),
+            got=str(getattr(error, "strerror", error)),
+            want="one of " + ", ".join(map(repr, known)),
             hint=f"load(..., tag={known[-1]!r})",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _hint(dir: Path) -> str:
@@ -237,9 +258,12 @@ def _check_replaceable(folder: Path) -> None:
     """Raise `StorageError` for what must not be replaced: a file, or a folder with other files than a save has."""
     if os.path.lexists(folder) and (unexpected := _not_a_save(folder)):
         raise StorageError(
-            "what exists under this tag is not a save, and is not replaced", where=str(folder), got=unexpected,
-            want=f"nothing, or {manifest.NAME} and *.safetensors", hint="choose another tag",
-        )  # fmt: skip
+            "what exists under this tag is not a save, and is not replaced",
+            where=str(folder),
+            got=unexpected,
+            want=f"nothing, or {manifest.NAME} and *.safetensors",
+            hint="choose another tag",
+        )
 
 
 def _not_a_save(folder: Path) -> str:
@@ -260,8 +284,12 @@ def _locked(dir: Path) -> Iterator[None]:
         try:
             locks.enter_context(lock_file(dir / LOCK))
         except BlockingIOError:
-            raise StorageError("another save is writing here", where=str(dir), want="one save at a time",
-                               hint="give each run a directory of its own") from None  # fmt: skip
+            raise StorageError(
+                "another save is writing here",
+                where=str(dir),
+                want="one save at a time",
+                hint="give each run a directory of its own",
+            ) from None
         yield
 
 
@@ -272,9 +300,12 @@ def write_errors(dir: Path, work: str = "save") -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"the file system refuses this {work}", where=str(error.filename or dir), got=str(error.strerror or error),
-            want=f"a directory that can be written: {dir}", hint="existing files are unchanged",
-        ) from error  # fmt: skip
+            f"the file system refuses this {work}",
+            where=str(error.filename or dir),
+            got=str(error.strerror or error),
+            want=f"a directory that can be written: {dir}",
+            hint="existing files are unchanged",
+        ) from error
 
 
 def sync(folder: Path) -> None:

@@ -30,8 +30,9 @@ class OpenFolder:
         try:
             return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY))
         except OSError as error:
-            raise StorageError("a save's folder cannot be opened", where=str(path), got=str(error.strerror),
-                               hint=hint(error)) from error  # fmt: skip
+            raise StorageError(
+                "a save's folder cannot be opened", where=str(path), got=str(error.strerror), hint=hint(error)
+            ) from error
 
     def has(self, name: str) -> bool:
         """Return whether the folder has an entry of this name."""

@@ -28,6 +28,8 @@ def read_errors(work: str, path: str | os.PathLike = "") -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"the file system refuses this {work}", where=str(error.filename or path), got=str(error.strerror or error),
+            f"the file system refuses this {work}",
+            where=str(error.filename or path),
+            got=str(error.strerror or error),
             want="folders and files that this user may read",
-        ) from error  # fmt: skip
+        ) from error

@@ -42,8 +42,9 @@ def replace_files(folder: Path, names: list[str]) -> Iterator[Path]:
             failing.callback(_remove_if_empty, missing)
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / NAME).exists():
-            raise StorageError("this is the folder of a save, to which nothing is exported", where=str(folder),
-                               want="another path")  # fmt: skip
+            raise StorageError(
+                "this is the folder of a save, to which nothing is exported", where=str(folder), want="another path"
+            )
         with _hidden_folder(folder / f".{stem}.exporting") as hidden:
             yield hidden
             _put_in_place(folder, hidden, names)
@@ -55,8 +56,12 @@ def _put_in_place(folder: Path, hidden: Path, names: list[str]) -> None:
     old = [n for n in os.listdir(folder) if n == names[0] or (weights and _WEIGHTS.fullmatch(n))]
     for name in old:
         if not (folder / name).is_file():
-            raise StorageError("what exists under the name of a file is not a file", where=str(folder / name),
-                               want="a file or nothing", hint="choose another path")  # fmt: skip
+            raise StorageError(
+                "what exists under the name of a file is not a file",
+                where=str(folder / name),
+                want="a file or nothing",
+                hint="choose another path",
+            )
     aside = Path(tempfile.mkdtemp(prefix="old.", dir=hidden))
     moved, new = [], []
     try:
@@ -104,8 +109,9 @@ def _hidden_folder(hidden: Path) -> Iterator[Path]:
         try:
             held.enter_context(locked(fd))
         except BlockingIOError:
-            raise StorageError("another export is writing here", where=str(hidden.parent),
-                               want="one export at a time") from None  # fmt: skip
+            raise StorageError(
+                "another export is writing here", where=str(hidden.parent), want="one export at a time"
+            ) from None
         if not os.path.samestat(os.fstat(fd), os.stat(hidden)):
             raise FileNotFoundError(0, "another export has just ended here: try again", str(hidden))
         _clear(hidden)

@@ -54,13 +54,23 @@ class Files:
         """
         fd = self._opened(file)
         if offset < self._data[file]:
-            raise StorageError("a chunk inside the header of its file", where=where, got=f"byte {offset}",
-                               want=f"{self._data[file]} or more", hint="load another tag")  # fmt: skip
+            raise StorageError(
+                "a chunk inside the header of its file",
+                where=where,
+                got=f"byte {offset}",
+                want=f"{self._data[file]} or more",
+                hint="load another tag",
+            )
         data = out.numpy().data
         _fill(fd, data, offset, where)
         if self.verify and (got := writer.checksum(data)) != checksum:
-            raise StorageError(_CHANGED, where=where, got=got, want=checksum,
-                               hint="a byte flipped on the disk or on the way; load another tag")  # fmt: skip
+            raise StorageError(
+                _CHANGED,
+                where=where,
+                got=got,
+                want=checksum,
+                hint="a byte flipped on the disk or on the way; load another tag",
+            )
 
     def check_file(self, file: str) -> None:
         """Raise `StorageError` if a file is missing, not a regular file, or of another size or header."""
@@ -120,8 +130,9 @@ def _opened(folder: OpenFolder, name: str, size: int) -> int:
         raise StorageError("a tensor file is missing", where=str(path), hint=hint(error)) from error
     except OSError as error:
         link = error.errno == errno.ELOOP
-        raise _unreadable(path, "a symbolic link" if link else str(error.strerror), "a regular file",
-                          hint(error)) from error  # fmt: skip
+        raise _unreadable(
+            path, "a symbolic link" if link else str(error.strerror), "a regular file", hint(error)
+        ) from error
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -171,5 +182,10 @@ def _fill(fd: int, data: memoryview, offset: int, where: str) -> None:
 
 
 def _unreadable(where: Path | str, got: str, want: str, hint: str = "") -> StorageError:
-    return StorageError("a tensor file cannot be read", where=str(where), got=got, want=want,
-                        hint=hint or "it was truncated or changed after it was saved; load another tag")  # fmt: skip
+    return StorageError(
+        "a tensor file cannot be read",
+        where=str(where),
+        got=got,
+        want=want,
+        hint=hint or "it was truncated or changed after it was saved; load another tag",
+    )

@@ -21,12 +21,30 @@ from fds.storage.format.manifest import checked_extra
 from fds.storage.source import Source
 
 TIED = "tied_modules."
-RESERVED = frozenset((
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
-    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
-    "checkpoint_parallel_dimensions", "universal_checkpoint_info",
-))  # fmt: skip
+RESERVED = frozenset(
+    (
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "checkpoint_parallel_dimensions",
+        "universal_checkpoint_info",
+    )
+)
 
 
 def deepspeed(dir: str | os.PathLike, tag: str | None = None) -> Source:
@@ -59,9 +77,11 @@ def deepspeed(dir: str | os.PathLike, tag: str | None = None) -> Source:
         raise
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
         raise StorageError(
-            "a file of the checkpoint does not hold what DeepSpeed puts there", where=str(folder),
-            got=f"{type(error).__name__}: {error}"[:200], want="a checkpoint of DeepSpeed 0.19.6",
-        ) from error  # fmt: skip
+            "a file of the checkpoint does not hold what DeepSpeed puts there",
+            where=str(folder),
+            got=f"{type(error).__name__}: {error}"[:200],
+            want="a checkpoint of DeepSpeed 0.19.6",
+        ) from error
     if lost:
         warnings.warn(f"{folder}: {'; '.join(lost)}", stacklevel=2)
     return source
@@ -88,8 +108,12 @@ def _assembled(checkpoint: Checkpoint) -> tuple[Source, list[str]]:
         own = {name: whole(x, f"{where}: {name}") for name, x in module.params.items()}
         for name, one in {**own, **module.frozen, **found.masters}.items():
             if name in own and own[name].leaf.shape != one.leaf.shape:
-                raise StorageError("a parameter has another shape in the optimizer", where=f"{where}: {name}",
-                                   got=str(one.leaf), want=str(own[name].leaf))  # fmt: skip
+                raise StorageError(
+                    "a parameter has another shape in the optimizer",
+                    where=f"{where}: {name}",
+                    got=str(one.leaf),
+                    want=str(own[name].leaf),
+                )
             other = params.setdefault(name.removeprefix(TIED), one)
             if other is not one and not equal(other, one):  # DeepSpeed ties one attribute of a layer
                 apart.append(f"the stages differ in {name.removeprefix(TIED)}, taken from the first")
@@ -117,8 +141,10 @@ def _module(stage: StageFiles, where: str) -> ModuleTensors:
     if stage.shards:
         shapes = first.get("frozen_param_shapes") or {}
         pieces = [model.get("frozen_param_fragments") or {} for model in stage.models]
-        frozen = {name: joined(tuple(shape), [one[name] for one in pieces], f"{where}: {name}")
-                  for name, shape in shapes.items()}  # fmt: skip
+        frozen = {
+            name: joined(tuple(shape), [one[name] for one in pieces], f"{where}: {name}")
+            for name, shape in shapes.items()
+        }
         return ModuleTensors({}, buffers, frozen)
     params = {name: x for name, x in found.items() if name not in names}
     shared, places = first.get("shared_params"), dict[tuple, str]()
@@ -139,8 +165,15 @@ def _pipelined(checkpoint: Checkpoint) -> Iterator[ModuleTensors]:
     everything = {name for found in names for name in found}
     buffers = {name for stage in checkpoint.stages for name in stage.models[0].get("buffer_names") or ()}
     keys = sorted({name.split(".")[1] for name in everything if name.startswith(TIED)})
-    tied = {key: {n.removeprefix(f"{TIED}{key}."): v for found in names for n, v in found.items()
-                  if n.startswith(f"{TIED}{key}.")} for key in keys}  # fmt: skip
+    tied = {
+        key: {
+            n.removeprefix(f"{TIED}{key}."): v
+            for found in names
+            for n, v in found.items()
+            if n.startswith(f"{TIED}{key}.")
+        }
+        for key in keys
+    }
     params, held = dict[str, Tensor](), dict[str, Tensor]()
     for i, layer in checkpoint.layers.items():
         own = {name: x for name, x in layer.items() if f"{i}.{name}" not in buffers}
@@ -242,6 +275,9 @@ def _title(checkpoint: Checkpoint) -> str:
     config = first.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    words = [f"DeepSpeed {first.get('ds_version')!s:.20}", f"ZeRO {stage!s:.5}",
-             f"{first.get('dp_world_size')!s:.10} data ranks"]  # fmt: skip
+    words = [
+        f"DeepSpeed {first.get('ds_version')!s:.20}",
+        f"ZeRO {stage!s:.5}",
+        f"{first.get('dp_world_size')!s:.10} data ranks",
+    ]
     return ", ".join(words + ([f"{num_stages} pipeline stages"] if num_stages > 1 else []))

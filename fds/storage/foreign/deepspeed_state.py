@@ -50,8 +50,12 @@ def by_zero(stage: StageFiles, params: Shapes, where: str) -> OptimizerState:
     for state in states:
         counts = state["partition_count"]
         if (max(counts) if isinstance(counts, list) else counts) != len(states):
-            raise StorageError("files of the checkpoint are missing, or left over from another", where=where,
-                               got=f"{len(states)} files *_optim_states.pt", want=str(counts)[:80])  # fmt: skip
+            raise StorageError(
+                "files of the checkpoint are missing, or left over from another",
+                where=where,
+                got=f"{len(states)} files *_optim_states.pt",
+                want=str(counts)[:80],
+            )
     three = "fp32_flat_groups" in states[0]
     layout = sharded if three else sliced
     flats = [state["fp32_flat_groups" if three else "single_partition_of_fp32_groups"] for state in states]
@@ -79,8 +83,11 @@ def by_name(folder: Path, shapes: Shapes) -> OptimizerState:
         leaves = {slot: x["param"] if isinstance(x, dict) else x for slot, x in found.items()}
         kept = {slot: _reshaped(x, shapes[name], f"{place}: {slot}") for slot, x in leaves.items() if slot != "step"}
         result.masters[name] = kept.pop("fp32")
-        result.add((name,), {slot: x for slot, x in leaves.items() if slot != "fp32"},
-                    lambda slot, name=name, kept=kept: {name: kept[slot]})  # fmt: skip
+        result.add(
+            (name,),
+            {slot: x for slot, x in leaves.items() if slot != "fp32"},
+            lambda slot, name=name, kept=kept: {name: kept[slot]},
+        )
     return result
 
 
@@ -114,8 +121,10 @@ def _by_flat_group(flats: Sequence[Tensor], held: list, params: Mapping[str, Ten
     ends = list(accumulate(p.numel() for p in params.values()))
 
     def cut(flat: Tensor, slot: str) -> dict[str, ForeignLeaf]:
-        return {name: joined(tuple(p.shape), [flat.detach()[end - p.numel() : end]], f"{where}: {slot}.{name}")
-                for (name, p), end in zip(params.items(), ends, strict=True)}  # fmt: skip
+        return {
+            name: joined(tuple(p.shape), [flat.detach()[end - p.numel() : end]], f"{where}: {slot}.{name}")
+            for (name, p), end in zip(params.items(), ends, strict=True)
+        }
 
     result.masters.update(cut(flats[0], "parameters"))
     result.add(tuple(params), held[0], lambda slot: cut(held[0][slot], slot))
@@ -139,6 +148,10 @@ def _reshaped(x: Any, shape: tuple[int, ...], where: str) -> ForeignLeaf:
         return joined(shape, [x], where)
     kept = whole(x, where)
     if kept.leaf.shape != shape:
-        raise StorageError("a tensor has another shape than its parameter", where=where, got=str(kept.leaf),
-                           want=str(torch.Size(shape)))  # fmt: skip
+        raise StorageError(
+            "a tensor has another shape than its parameter",
+            where=where,
+            got=str(kept.leaf),
+            want=str(torch.Size(shape)),
+        )
     return kept

@@ -39,9 +39,11 @@ def source_of(where: str, kept: Mapping[str, ForeignLeaf], extra: dict[str, Any]
         numel = torch.Size(leaf.shape).numel()
         if out.dtype != DTYPES[leaf.dtype] or start < 0 or start + out.numel() > numel:
             raise StorageError(
-                "a leaf has no such elements", where=f"{where}: {name}",
-                got=f"{start} to {start + out.numel()}, {out.dtype}", want=f"0 to {numel}, torch.{leaf.dtype}",
-            )  # fmt: skip
+                "a leaf has no such elements",
+                where=f"{where}: {name}",
+                got=f"{start} to {start + out.numel()}, {out.dtype}",
+                want=f"0 to {numel}, torch.{leaf.dtype}",
+            )
         if out.numel():
             kept[name].read(start, out)
 
@@ -74,10 +76,11 @@ def joined(shape: Sequence[int], pieces: Sequence[Tensor], where: str) -> Foreig
     numel, ends = torch.Size(shape).numel(), list(accumulate(piece.numel() for piece in pieces))
     if len({piece.dtype for piece in pieces}) != 1 or ends[-1] < numel:
         raise StorageError(
-            "the pieces of a tensor do not fit its shape", where=where,
+            "the pieces of a tensor do not fit its shape",
+            where=where,
             got=", ".join(f"{dtype_name(piece.dtype)} {tuple(piece.shape)}" for piece in pieces)[:200] or "none",
             want=f"{numel} elements of one dtype, for shape {tuple(shape)}",
-        )  # fmt: skip
+        )
 
     def read(start: int, out: Tensor) -> None:
         for piece, end in zip(pieces, ends, strict=True):
@@ -108,8 +111,12 @@ def checked(x: Any, where: str) -> Tensor:
     plain = type(x) in (Tensor, Parameter) and x.layout == torch.strided and x.device.type == "cpu"
     if not plain or x.dtype not in _KNOWN:
         got = f"{type(x).__name__}" + (f" {x.dtype}, {x.layout}, {x.device}" if isinstance(x, Tensor) else "")
-        raise StorageError("this is not a tensor that a state can hold", where=where, got=got,
-                           want=f"a dense one of {', '.join(DTYPES)}")  # fmt: skip
+        raise StorageError(
+            "this is not a tensor that a state can hold",
+            where=where,
+            got=got,
+            want=f"a dense one of {', '.join(DTYPES)}",
+        )
     return x
 
 

@@ -11,8 +11,12 @@ from torch import Tensor
 Shape = tuple[int, ...] | None  # None: the optimizer has no state of this parameter yet
 
 
-def match(groups: Sequence[Mapping[str, Any]], shapes: Sequence[Shape], params: Mapping[str, Tensor],
-          masters: Sequence[Tensor] | None) -> list[str] | None:  # fmt: skip
+def match(
+    groups: Sequence[Mapping[str, Any]],
+    shapes: Sequence[Shape],
+    params: Mapping[str, Tensor],
+    masters: Sequence[Tensor] | None,
+) -> list[str] | None:
     """Return the name of each parameter of the optimizer, or None where that is not certain.
 
     Args:

@@ -26,22 +26,31 @@ def renamed(source: Source, rename: Mapping[str, str] | Callable[[str], str]) ->
     if isinstance(rename, Mapping):
         for name in rename:
             if name not in names:
-                raise StorageError("there is nothing of this name to rename", where=source.where,
-                                   got=repr(name)[:80], hint=did_you_mean(str(name), names))  # fmt: skip
+                raise StorageError(
+                    "there is nothing of this name to rename",
+                    where=source.where,
+                    got=repr(name)[:80],
+                    hint=did_you_mean(str(name), names),
+                )
         new = {name: rename.get(name, name) for name in names}
     else:
         new = {name: rename(name) for name in names}
     for name, other in new.items():
         if not isinstance(other, str) or not other:
-            raise StorageError("a new name is not a string", where=f"{source.where}: {name}", got=repr(other)[:80],
-                               want="a name")  # fmt: skip
+            raise StorageError(
+                "a new name is not a string", where=f"{source.where}: {name}", got=repr(other)[:80], want="a name"
+            )
     old: dict[str, str] = {}
     for path in source.leaves:
         prefix, name = places.get(path, (path, ""))
         path_new = prefix + new[name] if path in places else path
         if path_new in old:
-            raise StorageError("two leaves would have one name", where=source.where, got=f"{old[path_new]} and {path}",
-                               want=f"one of them as {path_new}")  # fmt: skip
+            raise StorageError(
+                "two leaves would have one name",
+                where=source.where,
+                got=f"{old[path_new]} and {path}",
+                want=f"one of them as {path_new}",
+            )
         old[path_new] = path
 
     def read(path: str, start: int, out: Tensor) -> None:
@@ -49,9 +58,12 @@ def renamed(source: Source, rename: Mapping[str, str] | Callable[[str], str]) ->
 
     now = {was: path for path, was in old.items()}
     return attrs.evolve(
-        source, leaves={path: source.leaves[was] for path, was in old.items()}, read=read, read_box=None,
+        source,
+        leaves={path: source.leaves[was] for path, was in old.items()},
+        read=read,
+        read_box=None,
         aliases={now[name]: now[first] for name, first in source.aliases.items()},
-    )  # fmt: skip
+    )
 
 
 def _place(path: str) -> tuple[str, str] | None:

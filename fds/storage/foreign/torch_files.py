@@ -85,13 +85,22 @@ def _refusal(path: Path, error: BaseException) -> StorageError:
     text = str(error)
     if found := re.search(r"(?:GLOBAL|class|function) ([\w.<>']+)", text):
         return StorageError(
-            "a file names a class or function that is not admitted", where=str(path),
-            got=found[1][:200], want="tensors, numbers, text, lists and dicts",
+            "a file names a class or function that is not admitted",
+            where=str(path),
+            got=found[1][:200],
+            want="tensors, numbers, text, lists and dicts",
             hint="no code was run; save the file again without it",
-        )  # fmt: skip
+        )
     if "mmap can only be used" in text:
-        return StorageError("a file is of a format that cannot be read in parts", where=str(path),
-                            want="the zip format of torch 1.6 and later",
-                            hint="torch.save(torch.load(path, weights_only=True), path)")  # fmt: skip
-    return StorageError("a file cannot be read", where=str(path), want="a whole file that torch.save wrote",
-                        got=f"{type(error).__name__}: {text}"[:300])  # fmt: skip
+        return StorageError(
+            "a file is of a format that cannot be read in parts",
+            where=str(path),
+            want="the zip format of torch 1.6 and later",
+            hint="torch.save(torch.load(path, weights_only=True), path)",
+        )
+    return StorageError(
+        "a file cannot be read",
+        where=str(path),
+        want="a whole file that torch.save wrote",
+        got=f"{type(error).__name__}: {text}"[:300],
+    )

@@ -33,8 +33,12 @@ def sliced(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, Foreig
         start += numel
     have = sum(x.numel() for x in slices)
     if not start <= have < start + 2 * len(slices):
-        raise StorageError("the slices of a group do not fit its parameters", where=where, got=f"{have} elements",
-                           want=f"{start}, and less than {2 * len(slices)} of padding")  # fmt: skip
+        raise StorageError(
+            "the slices of a group do not fit its parameters",
+            where=where,
+            got=f"{have} elements",
+            want=f"{start}, and less than {2 * len(slices)} of padding",
+        )
     return kept
 
 
@@ -49,8 +53,12 @@ def sharded(shapes: Shapes, ranks: Sequence[Any], where: str) -> dict[str, Forei
         kept[name] = joined(shape, [x[start : start + share] for x in slices], f"{where}: {name}")
         start += share
     if any(x.numel() != start for x in slices):
-        raise StorageError("the slices of a group do not fit its parameters", where=where,
-                           got=", ".join(str(x.numel()) for x in slices)[:80], want=f"{start} each")  # fmt: skip
+        raise StorageError(
+            "the slices of a group do not fit its parameters",
+            where=where,
+            got=", ".join(str(x.numel()) for x in slices)[:80],
+            want=f"{start} each",
+        )
     return kept
 
 
@@ -68,14 +76,19 @@ def shapes_by_slice(ranks: Sequence[Any], known: Shapes, where: str) -> list[Sha
     for group in groups:
         for name, numel in group.items():
             if name not in known or torch.Size(known[name]).numel() != numel:
-                raise StorageError("a parameter of the optimizer is not in the model", where=f"{where}: {name}",
-                                   got=str(known.get(name)), want=f"a tensor of {numel} elements")  # fmt: skip
+                raise StorageError(
+                    "a parameter of the optimizer is not in the model",
+                    where=f"{where}: {name}",
+                    got=str(known.get(name)),
+                    want=f"a tensor of {numel} elements",
+                )
     return [{name: known[name] for name in group} for group in groups]
 
 
 def _flat(ranks: Sequence[Any], where: str) -> list[Tensor]:
     flats = [checked(x, where).detach() for x in ranks]
     if not flats or any(x.dim() != 1 for x in flats):
-        raise StorageError("a slice of a group is not flat", where=where,
-                           got=", ".join(str(tuple(x.shape)) for x in flats))  # fmt: skip
+        raise StorageError(
+            "a slice of a group is not flat", where=where, got=", ".join(str(tuple(x.shape)) for x in flats)
+        )
     return flats

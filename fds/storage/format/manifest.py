@@ -93,8 +93,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     record = _CONVERTER.unstructure(manifest)
     text = _text({**record, "checksum": _checksum(record)}).encode()
     if len(text) > MAX_BYTES:
-        raise StorageError("a manifest that is too large to be read", where=str(folder / NAME),
-                           got=f"{len(text)} bytes", want=f"at most {MAX_BYTES}", hint="is `extra` large?")  # fmt: skip
+        raise StorageError(
+            "a manifest that is too large to be read",
+            where=str(folder / NAME),
+            got=f"{len(text)} bytes",
+            want=f"at most {MAX_BYTES}",
+            hint="is `extra` large?",
+        )
     with open(folder / NAME, "xb") as file:
         file.write(text)
         file.flush()
@@ -115,27 +120,38 @@ def read_manifest(folder: Path | OpenFolder) -> Manifest:
         written = record.pop("checksum", None) if isinstance(record, dict) else None
         found = _checksum(record)
     except OSError as error:
-        raise StorageError("a save without a readable manifest", where=str(path), got=str(error.strerror),
-                           hint=hint(error)) from error  # fmt: skip
+        raise StorageError(
+            "a save without a readable manifest", where=str(path), got=str(error.strerror), hint=hint(error)
+        ) from error
     except (ValueError, RecursionError) as error:
         raise StorageError("the manifest is not JSON", where=str(path), got=str(error)[:200]) from error
     if not isinstance(record, dict) or type(record.get("format")) is not int:
-        raise StorageError("this JSON is not a manifest of fds", where=str(path), got=json.dumps(record)[:60],
-                           want=f'an object with "format": {FORMAT}')  # fmt: skip
+        raise StorageError(
+            "this JSON is not a manifest of fds",
+            where=str(path),
+            got=json.dumps(record)[:60],
+            want=f'an object with "format": {FORMAT}',
+        )
     if record["format"] not in READABLE:
         raise StorageError(
-            "the manifest has another format version", where=str(path), got=f"format {record['format']}, written by "
-            f"fds {record.get('fds')!s:.40}", want=f"format {' or '.join(map(str, READABLE))}",
+            "the manifest has another format version",
+            where=str(path),
+            got=f"format {record['format']}, written by fds {record.get('fds')!s:.40}",
+            want=f"format {' or '.join(map(str, READABLE))}",
             hint="load it with the version that wrote it",
-        )  # fmt: skip
+        )
     try:
         manifest = _CONVERTER.structure(record, Manifest)
     except Exception as error:  # any error that a value of a wrong type causes
         faults = _wrong_fields(record) if len(text) < MAX_DETAILED else f"{type(error).__name__}: {error}"[:200]
         raise StorageError("the manifest has wrong fields", where=str(path), got=faults) from None
     if written != found:
-        raise StorageError("the manifest was changed after it was written", where=str(path), got=found,
-                           want=f"the checksum that it was written with, {written!s:.40}")  # fmt: skip
+        raise StorageError(
+            "the manifest was changed after it was written",
+            where=str(path),
+            got=found,
+            want=f"the checksum that it was written with, {written!s:.40}",
+        )
     check_manifest(manifest, where=f"{path}: $.")
     return manifest
 
@@ -167,13 +183,18 @@ def checked_extra(extra: Any) -> dict[str, Any]:
 
 def _check_json(value: Any, path: str, depth: int = 0) -> None:
     if depth > MAX_DEPTH:
-        raise StorageError("extra is nested too deeply", where=f"{path[:80]}...", got=f"more than {MAX_DEPTH} levels",
-                           want=f"at most {MAX_DEPTH}")  # fmt: skip
+        raise StorageError(
+            "extra is nested too deeply",
+            where=f"{path[:80]}...",
+            got=f"more than {MAX_DEPTH} levels",
+            want=f"at most {MAX_DEPTH}",
+        )
     if isinstance(value, dict):
         for key, part in value.items():
             if not isinstance(key, str):
-                raise StorageError("extra has a key that JSON would change", where=path, got=repr(key)[:60],
-                                   want="text")  # fmt: skip
+                raise StorageError(
+                    "extra has a key that JSON would change", where=path, got=repr(key)[:60], want="text"
+                )
             _check_json(part, f"{path}.{key}", depth + 1)
     elif isinstance(value, list):
         for i, part in enumerate(value):
@@ -182,18 +203,24 @@ def _check_json(value: Any, path: str, depth: int = 0) -> None:
         raise StorageError("not a number in JSON", where=path, got=repr(value), want="a finite one, None or text")
     elif not (value is None or isinstance(value, str | int | float)):
         raise StorageError(
-            "extra has a value that JSON would change", where=path, got=repr(value)[:60],
+            "extra has a value that JSON would change",
+            where=path,
+            got=repr(value)[:60],
             want="dicts with text keys, lists, text, numbers, True, False, None",
             hint="use a list for a tuple, x.tolist() for a tensor; tensors of the run belong in the state",
-        )  # fmt: skip
+        )
 
 
 def check_manifest(manifest: Manifest, where: str = "") -> None:
     """Raise `StorageError` for file names, dtypes or chunks in a manifest that no save writes."""
     for name, file in manifest.files.items():
         if not re.fullmatch(r"\w[\w-]{0,99}\.safetensors", name, re.ASCII):
-            raise StorageError("a file name that no save writes", where=f"{where}files", got=repr(name)[:80],
-                               want="a plain name, like rank0.safetensors")  # fmt: skip
+            raise StorageError(
+                "a file name that no save writes",
+                where=f"{where}files",
+                got=repr(name)[:80],
+                want="a plain name, like rank0.safetensors",
+            )
         if not 8 <= file.bytes <= MAX_INT:
             raise StorageError("not a size of a file", where=f"{where}files[{name!r}].bytes", got=str(file.bytes))
     for name, leaf in manifest.leaves.items():
@@ -216,26 +243,45 @@ def _check_leaf(leaf: SavedLeaf, manifest: Manifest, where: str) -> None:
     for i, chunk in enumerate(leaf.chunks):
         at, file = f"{where}.chunks[{i}]", manifest.files.get(chunk.file)
         if file is None:
-            raise StorageError("a file that the manifest does not list", where=f"{at}.file",
-                               got=repr(chunk.file)[:80], want=f"one of {', '.join(manifest.files)}"[:200])  # fmt: skip
+            raise StorageError(
+                "a file that the manifest does not list",
+                where=f"{at}.file",
+                got=repr(chunk.file)[:80],
+                want=f"one of {', '.join(manifest.files)}"[:200],
+            )
         box, size = (whole, numel) if chunk.box is None else (chunk.box, boxes.numel(chunk.box))
         if chunk.box is not None and (len(box) != len(leaf.shape) or boxes.common(box, whole) != box):
-            raise StorageError("a box outside its leaf", where=f"{at}.box", got=str(box)[:160],
-                               want=f"[first, number] for each dim of {leaf.shape}"[:200])  # fmt: skip
+            raise StorageError(
+                "a box outside its leaf",
+                where=f"{at}.box",
+                got=str(box)[:160],
+                want=f"[first, number] for each dim of {leaf.shape}"[:200],
+            )
         end = ends.get(box, 0)
         follows = chunk.start >= end if manifest.part else chunk.start == end
         if not follows or chunk.length <= 0 or chunk.end > size:
-            raise StorageError("chunks that do not tile their leaf", where=at, got=f"{chunk!s:.160}",
-                               want=f"start={end}, length > 0, inside {size} elements"[:200])  # fmt: skip
+            raise StorageError(
+                "chunks that do not tile their leaf",
+                where=at,
+                got=f"{chunk!s:.160}",
+                want=f"start={end}, length > 0, inside {size} elements"[:200],
+            )
         if not 0 <= chunk.offset <= file.bytes - chunk.length * itemsize:
-            raise StorageError("a chunk outside its file", where=at, got=f"{chunk!s:.160}",
-                               want=f"{itemsize} bytes an element inside {file.bytes}")  # fmt: skip
+            raise StorageError(
+                "a chunk outside its file",
+                where=at,
+                got=f"{chunk!s:.160}",
+                want=f"{itemsize} bytes an element inside {file.bytes}",
+            )
         ends[box] = chunk.end
     covered = all(end == boxes.numel(box) for box, end in ends.items()) and sum(ends.values()) == numel
     if not boxes.apart(ends) or not (covered or manifest.part):
-        raise StorageError("chunks that do not tile their leaf", where=f"{where}.chunks",
-                           got=f"{sum(ends.values())} elements in {len(ends)} boxes",
-                           want=f"{numel}, by its shape {leaf.shape}, each once"[:200])  # fmt: skip
+        raise StorageError(
+            "chunks that do not tile their leaf",
+            where=f"{where}.chunks",
+            got=f"{sum(ends.values())} elements in {len(ends)} boxes",
+            want=f"{numel}, by its shape {leaf.shape}, each once"[:200],
+        )
 
 
 def _text(record: dict) -> str:

@@ -17,12 +17,26 @@ from fds.errors import StorageError
 from fds.storage.disk.writer import ALIGN
 
 CODES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0", torch.complex64: "C64",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}  # "float32" -> torch.float32
 
 
@@ -60,13 +74,23 @@ def check_writable(named: Mapping[str, Any]) -> None:
         if not isinstance(x, Tensor):
             raise StorageError("a leaf of the state is not a tensor", where=name, got=repr(x)[:60], want=want)
         if type(x) not in (Tensor, torch.nn.Parameter):  # the data of a subclass may be elsewhere
-            raise StorageError("a leaf of the state is of a subclass of Tensor", where=name,
-                               got=type(x).__name__, want=want)  # fmt: skip
+            raise StorageError(
+                "a leaf of the state is of a subclass of Tensor", where=name, got=type(x).__name__, want=want
+            )
         if x.is_meta:
-            raise StorageError("a leaf of the state has no data", where=name, got="a meta tensor", want=want,
-                               hint="save the result of step.init or of a step, not of step.structure")  # fmt: skip
+            raise StorageError(
+                "a leaf of the state has no data",
+                where=name,
+                got="a meta tensor",
+                want=want,
+                hint="save the result of step.init or of a step, not of step.structure",
+            )
         if x.dtype not in CODES or x.layout != torch.strided:
-            raise StorageError("a leaf of the state has a dtype or layout that files cannot hold", where=name,
-                               got=f"{x.dtype}, {x.layout}", want=want)  # fmt: skip
+            raise StorageError(
+                "a leaf of the state has a dtype or layout that files cannot hold",
+                where=name,
+                got=f"{x.dtype}, {x.layout}",
+                want=want,
+            )
         if name.encode(errors="replace").decode() != name:
             raise StorageError("a name cannot be written to a file", where=ascii(name), want="valid Unicode")

@@ -66,22 +66,39 @@ class Draft:
 
     @classmethod
     def of(
-        cls, dir: str | os.PathLike, state: State, step: Step, tag: str | None, extra: dict[str, Any] | None, *,
-        doing: str, keep: int | None, tag_validation: TagValidation, local: bool,
-    ) -> Draft:  # fmt: skip
+        cls,
+        dir: str | os.PathLike,
+        state: State,
+        step: Step,
+        tag: str | None,
+        extra: dict[str, Any] | None,
+        *,
+        doing: str,
+        keep: int | None,
+        tag_validation: TagValidation,
+        local: bool,
+    ) -> Draft:
         """Return the draft of a save by the function named `doing`; all ranks call it.
 
         Raises `StorageError`, on every rank, for arguments that cannot be saved.
         """
         if isinstance(step, State):
-            raise StorageError("state and step have changed places", got=type(state).__name__, want="a State",
-                               hint="fds.save(dir, state, step)")  # fmt: skip
+            raise StorageError(
+                "state and step have changed places",
+                got=type(state).__name__,
+                want="a State",
+                hint="fds.save(dir, state, step)",
+            )
         ranks = Ranks.of(step, doing)
         with ranks.together() as exchange:
             path = checked_path(dir, "dir").absolute()  # the working directory may change meanwhile
             if not isinstance(state, State):
-                raise StorageError("what is to be saved is not a state", got=repr(type(state).__name__), want="a State",
-                                   hint="fds.save(dir, state, step)")  # fmt: skip
+                raise StorageError(
+                    "what is to be saved is not a state",
+                    got=repr(type(state).__name__),
+                    want="a State",
+                    hint="fds.save(dir, state, step)",
+                )
             state.check("save")
             _check_options(keep, tag_validation)
             step.check(state)
@@ -95,11 +112,21 @@ class Draft:
         tag = _common_tag([tag for tag, _, _ in exchange.all], tag_validation, ranks)
         union = AllLeaves.of(parts, ranks)
         return cls(
-            directory(path, ranks, local), directory(Path(dir), ranks, local) / tag, tag, exchange.all[0][1], calls,
-            tuple(map(repr, step.composition)), extra, parts, union, ranks, keep, local,
+            directory(path, ranks, local),
+            directory(Path(dir), ranks, local) / tag,
+            tag,
+            exchange.all[0][1],
+            calls,
+            tuple(map(repr, step.composition)),
+            extra,
+            parts,
+            union,
+            ranks,
+            keep,
+            local,
             {name: _version(part.tensor) for name, part in parts.items()},
             record_event(part.tensor for part in parts.values()),
-        )  # fmt: skip
+        )
 
     @property
     def leads(self) -> bool:
@@ -123,8 +150,11 @@ class Draft:
         chunks = write(str(unpublished(self.dir, self.tag) / name), head, spans)
         for leaf, version in self.versions.items():
             if _version(self.parts[leaf].tensor) != version:
-                raise StorageError("a leaf was written over while it was being saved", where=leaf,
-                                   hint="wait for the save first: saving.wait()")  # fmt: skip
+                raise StorageError(
+                    "a leaf was written over while it was being saved",
+                    where=leaf,
+                    hint="wait for the save first: saving.wait()",
+                )
         written = [[piece.name, piece.box, piece.start, row] for piece, row in zip(pieces, chunks, strict=True)]
         size = len(head) + sum(n for _, n in spans)
         return {"file": name, "bytes": size, "header": checksum(head), "pieces": written}
@@ -161,9 +191,18 @@ class Draft:
         files = {r["file"]: File(r["bytes"], r["header"]) for r in records if r["pieces"]}
         part = (self.ranks.index, self.ranks.size) if self.local else None
         manifest = Manifest(
-            manifests.FORMAT, _fds_version(), torch.__version__, self.tag, self.saved, self.calls, part,
-            self.composition, files, leaves, self.extra,
-        )  # fmt: skip
+            manifests.FORMAT,
+            _fds_version(),
+            torch.__version__,
+            self.tag,
+            self.saved,
+            self.calls,
+            part,
+            self.composition,
+            files,
+            leaves,
+            self.extra,
+        )
         manifests.check_manifest(manifest)
         return manifest
 
@@ -178,8 +217,9 @@ def _common_tag(tags: list[str], validation: TagValidation, ranks: Ranks) -> str
     if validation == "fail":
         ranks.check_equal([{"tag": tag} for tag in tags])
     if validation == "warn" and len(set(tags)) > 1:
-        warnings.warn(f"the ranks passed different tags, {', '.join(sorted(set(tags)))}: saved as {tags[0]}",
-                      stacklevel=4)  # fmt: skip
+        warnings.warn(
+            f"the ranks passed different tags, {', '.join(sorted(set(tags)))}: saved as {tags[0]}", stacklevel=4
+        )
     return tags[0]
 
 
@@ -187,8 +227,12 @@ def _check_options(keep: Any, tag_validation: Any) -> None:
     if keep is not None and (type(keep) is not int or keep < 1):
         raise StorageError("not a number of saves to keep", where="keep", got=repr(keep)[:40], want="1 or more")
     if tag_validation not in ("fail", "warn", "ignore"):
-        raise StorageError("unknown value of tag_validation", where="tag_validation", got=repr(tag_validation)[:40],
-                           want="'fail', 'warn' or 'ignore'")  # fmt: skip
+        raise StorageError(
+            "unknown value of tag_validation",
+            where="tag_validation",
+            got=repr(tag_validation)[:40],
+            want="'fail', 'warn' or 'ignore'",
+        )
 
 
 def _new_time(dir: Path) -> str:

@@ -38,8 +38,13 @@ class Ranks:
     def of(cls, step: Step, doing: str) -> Ranks:
         """Return the ranks of a step, for the function named `doing`. Raises `StorageError` for another object."""
         if not hasattr(step, "everyone"):
-            raise StorageError(f"{doing}: this is not a step", where="step", got=type(step).__name__, want="a Step",
-                               hint="fds.save(dir, state, step), fds.load(dir, step, params)")  # fmt: skip
+            raise StorageError(
+                f"{doing}: this is not a step",
+                where="step",
+                got=type(step).__name__,
+                want="a Step",
+                hint="fds.save(dir, state, step), fds.load(dir, step, params)",
+            )
         dims = step.dimensions
         partial = frozenset(slot for slot, memory in step.memory.items() if memory.lies == "partial")
         if dims.everyone is None:
@@ -113,9 +118,11 @@ class Ranks:
                 if value != want:
                     assert self.everyone is not None
                     raise StorageError(
-                        f"the ranks do not agree on the {what}", where=f"rank {self.everyone.ranks[i]}",
-                        got=value[:200], want=f"{want:.200}, as rank {self.everyone.ranks[first]} has it",
-                    )  # fmt: skip
+                        f"the ranks do not agree on the {what}",
+                        where=f"rank {self.everyone.ranks[i]}",
+                        got=value[:200],
+                        want=f"{want:.200}, as rank {self.everyone.ranks[first]} has it",
+                    )
 
 
 def fields(error: BaseException) -> list[str]:

@@ -108,10 +108,12 @@ def _pieces(parts: dict[str, LeafPart], ranks: Ranks) -> dict[str, LeafPart]:
         place = ranks.dimensions.box(name, shapes.get(name, part.shape))
         if place is not None and part.shape != shapes.get(name, part.shape):
             raise StorageError(
-                "ranks hold pieces of a parameter, and nothing says how this lies over them", where=path,
-                got=f"shape {part.shape}", want=f"{shapes[name]}, that of the piece of {name}",
+                "ranks hold pieces of a parameter, and nothing says how this lies over them",
+                where=path,
+                got=f"shape {part.shape}",
+                want=f"{shapes[name]}, that of the piece of {name}",
                 hint="a slot that every rank has alike says so: fds.step.Memory(slot, init, 'replicated')",
-            )  # fmt: skip
+            )
         shape, box = (part.shape, None) if place is None else place
         found[path] = attrs.evolve(part, shape=shape, box=box, parameter=name)
     return found
@@ -163,8 +165,10 @@ def _parts_of_buckets(slices: Mapping[str, Tensor], layout: Layout, index: int) 
     """Return the parts in these slices by parameter name; buckets without a slice are left out."""
     return {
         segment.name: LeafPart(segment.of(slices[bucket.name]), segment.shape, segment.start, split=True)
-        for bucket in layout.buckets if bucket.name in slices for segment in bucket.segments(index)
-    }  # fmt: skip
+        for bucket in layout.buckets
+        if bucket.name in slices
+        for segment in bucket.segments(index)
+    }
 
 
 def _plain(value: Any, index: int) -> Any:

@@ -44,9 +44,11 @@ def opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
     if not requested:
         with ranks.together():
             raise StorageError(
-                "there is no save that all ranks have" + (f" under {tag!r:.80}" if tag else ""), where=str(dir),
-                got=_listed(visible_saves) or "nothing here", want=_listed(common) or "a tag on every rank",
-            )  # fmt: skip
+                "there is no save that all ranks have" + (f" under {tag!r:.80}" if tag else ""),
+                where=str(dir),
+                got=_listed(visible_saves) or "nothing here",
+                want=_listed(common) or "a tag on every rank",
+            )
     ranks_of = {save: {i for theirs in visible for i in theirs[save]} for save in requested}
     whole = [save for save in requested if len(ranks_of[save]) == _num_ranks(visible_saves[save])]
     chosen = max(whole or requested, key=lambda save: save[1])
@@ -55,8 +57,9 @@ def opened(dir: Path, tag: str | None, ranks: Ranks, verify: bool) -> Source:
         manifests = [read_manifest(folder) for folder in held]
         for folder, manifest in zip(held, manifests, strict=True):
             if manifest.saved != chosen[1]:
-                raise StorageError("the save was replaced while it was being opened", where=str(folder.path),
-                                   hint="load again")  # fmt: skip
+                raise StorageError(
+                    "the save was replaced while it was being opened", where=str(folder.path), hint="load again"
+                )
             _check_parts_agree(manifest, manifests[0], str(folder.path), str(held[0].path))
         merged, exchange.mine = _merge(manifests), _common_texts(manifests[0])
     ranks.check_equal(exchange.all)
@@ -104,9 +107,13 @@ def _check_parts_agree(manifest: Manifest, first: Manifest, where: str, there: s
     got, want = _common_texts(manifest), _common_texts(first)
     for what, text in want.items():
         if got.get(what, "nothing") != text:
-            raise StorageError(f"the parts of this save do not agree on the {what}", where=where,
-                               got=got.get(what, "nothing"), want=f"{text}, as in {there}",
-                               hint="is one of the folders of another run?")  # fmt: skip
+            raise StorageError(
+                f"the parts of this save do not agree on the {what}",
+                where=where,
+                got=got.get(what, "nothing"),
+                want=f"{text}, as in {there}",
+                hint="is one of the folders of another run?",
+            )
 
 
 def _listed(saves: Iterable[SaveId]) -> str:
@@ -131,8 +138,13 @@ def _merge(manifests: list[Manifest]) -> Manifest:
     }
     for name, leaf in leaves.items():
         if not boxes.apart({chunk.box or boxes.whole(leaf.shape) for chunk in leaf.chunks}):
-            raise StorageError("the parts of this save overlap", where=name, got="boxes that share elements",
-                               want="each element in one box", hint="is one of them of another run?")  # fmt: skip
+            raise StorageError(
+                "the parts of this save overlap",
+                where=name,
+                got="boxes that share elements",
+                want="each element in one box",
+                hint="is one of them of another run?",
+            )
     return attrs.evolve(first, files={n: f for one in manifests for n, f in one.files.items()}, leaves=leaves)
 
 

@@ -79,29 +79,34 @@ def _checked_ranks(schedule: Any, axis: Any, num_microbatches: Any) -> int:
     """Return the number of ranks. Raises `ComposeError` for arguments of the wrong kind."""
     ranks = axis.size if isinstance(axis, Axis) else axis
     if not is_int(ranks, 1):
-        raise ComposeError("pipeline: axis is not an axis", got=repr(axis)[:80],
-                           want='fds.mesh(pp=2, dp=-1)["pp"], or a number of ranks to play')  # fmt: skip
+        raise ComposeError(
+            "pipeline: axis is not an axis",
+            got=repr(axis)[:80],
+            want='fds.mesh(pp=2, dp=-1)["pp"], or a number of ranks to play',
+        )
     if isinstance(axis, Axis):
         axis.check_current()
     if not is_int(num_microbatches, 1):
         raise ComposeError("pipeline takes a number of microbatches", got=repr(num_microbatches), want="an int >= 1")
     if not callable(schedule):
-        raise ComposeError("pipeline: schedule is not a schedule", got=repr(schedule)[:80],
-                           want="fds.plans.one_f_one_b, or a function (ranks, microbatches) -> rows")  # fmt: skip
+        raise ComposeError(
+            "pipeline: schedule is not a schedule",
+            got=repr(schedule)[:80],
+            want="fds.plans.one_f_one_b, or a function (ranks, microbatches) -> rows",
+        )
     return ranks
 
 
 def _channels(axis: Axis, plan: Plan) -> tuple[Axis, Axis, dict[Any, Axis]]:
     """Return channels of an axis for what all stages do, for tied parameters, and for messages between stages."""
     most = max(numbered(plan.placement).values(), default=-1)
-    between = {(kind, i): axis.channel(f"pipeline {kind} {i}")
-               for kind in ("activation", "gradient") for i in range(most + 1)}  # fmt: skip
+    between = {
+        (kind, i): axis.channel(f"pipeline {kind} {i}") for kind in ("activation", "gradient") for i in range(most + 1)
+    }
     return axis.channel("pipeline"), axis.channel("pipeline ties"), between
 
 
-def _ownership(
-    step: Step, plan: Plan, name: str, partition: Any, own: Axis | None, ties: Axis | None
-) -> Ownership:  # fmt: skip
+def _ownership(step: Step, plan: Plan, name: str, partition: Any, own: Axis | None, ties: Axis | None) -> Ownership:
     """Return which stage has which layers of a step's loss. Raises what `pipeline` says."""
     _check_layers(step)
     loss = step.loss
@@ -120,18 +125,26 @@ def _planned(schedule: PipelineSchedule, name: str, ranks: int, num_microbatches
         inspect.signature(schedule).bind(ranks, num_microbatches)
     except TypeError as error:
         raise PlanError(
-            "the schedule does not take ranks and microbatches", where=name, got=str(error), want=want,
+            "the schedule does not take ranks and microbatches",
+            where=name,
+            got=str(error),
+            want=want,
             hint="a schedule with arguments of its own is called first: interleaved(2)",
-        ) from None  # fmt: skip
+        ) from None
     try:
         plan = Plan.of(schedule(ranks, num_microbatches))
     except PlanError as error:
-        raise PlanError(f"the schedule returned no plan: {error.what}", where=name, got=error.got, want=error.want,
-                        hint=error.hint) from error  # fmt: skip
+        raise PlanError(
+            f"the schedule returned no plan: {error.what}", where=name, got=error.got, want=error.want, hint=error.hint
+        ) from error
     more = next((a for row in plan.rows for a in row if a.op not in COMPUTE), None)
     if more is not None:
-        raise PlanError("the schedule's plan is lowered already, which the pipeline does", where=name, got=str(more),
-                        want="F, B, W and BW alone")  # fmt: skip
+        raise PlanError(
+            "the schedule's plan is lowered already, which the pipeline does",
+            where=name,
+            got=str(more),
+            want="F, B, W and BW alone",
+        )
     return plan
 
 
@@ -143,8 +156,13 @@ def _check_training(plan: Plan, name: str, ranks: int, num_microbatches: int) ->
         raise PlanError("the schedule's plan is another than it was asked for", where=name, got=got, want=want)
     idle = [rank for rank, row in enumerate(plan.rows) if not row]
     if idle:
-        raise PlanError("the schedule leaves ranks without a stage", where=name, got=f"nothing to do on {idle}",
-                        want="a stage on every rank", hint="fewer ranks")  # fmt: skip
+        raise PlanError(
+            "the schedule leaves ranks without a stage",
+            where=name,
+            got=f"nothing to do on {idle}",
+            want="a stage on every rank",
+            hint="fewer ranks",
+        )
 
 
 def _check_order(plan: Plan, name: str, loss: Layers) -> None:
@@ -157,8 +175,10 @@ def _check_order(plan: Plan, name: str, loss: Layers) -> None:
             if action.op is Op.FORWARD and at.setdefault(action.stage, -1) > action.microbatch:
                 raise PlanError(
                     "forwards are not in the order of microbatches, and layers with buffers change them in that order",
-                    where=f"{name}, rank {rank}", got=str(action), want=f"before {action.stage}F{at[action.stage]}",
-                )  # fmt: skip
+                    where=f"{name}, rank {rank}",
+                    got=str(action),
+                    want=f"before {action.stage}F{at[action.stage]}",
+                )
             if action.op is Op.FORWARD:
                 at[action.stage] = action.microbatch
 
@@ -169,17 +189,21 @@ def _check_layers(step: Step) -> None:
     for role, hides in (("loss", loss), ("eval_fn", other)):
         if not isinstance(hides, Layers):
             raise ComposeError(
-                "a pipeline cuts a loss between its layers, and this one hides them", where=role,
-                got=losses.name(hides), want="fds.Layers(layers, criterion)",
+                "a pipeline cuts a loss between its layers, and this one hides them",
+                where=role,
+                got=losses.name(hides),
+                want="fds.Layers(layers, criterion)",
                 hint="eval_fn, too, is Layers of the same layers",
-            )  # fmt: skip
+            )
     names = lambda layers: [sorted((*layers.layer(i).params, *layers.layer(i).buffers)) for i in range(len(layers))]
     if other is not loss and names(other) != names(loss):
         raise ComposeError(
-            "eval_fn has other layers than the loss, and stages hold the loss's", where="pipeline",
-            got=f"{len(other)} layers", want=f"{len(loss)} layers with the same parameters, in any criterion",
+            "eval_fn has other layers than the loss, and stages hold the loss's",
+            where="pipeline",
+            got=f"{len(other)} layers",
+            want=f"{len(loss)} layers with the same parameters, in any criterion",
             hint="fds.Layers(loss.layers, another_criterion)",
-        )  # fmt: skip
+        )
 
 
 def _boundaries(

@@ -34,7 +34,9 @@ def check_same(digests: Sequence[Digest], num_ranks: int) -> None:
             other = next((rank for rank, theirs in known if theirs != known[0][1]), None)
             if other is not None:
                 raise BatchError(
-                    "ranks along the pipeline were given different batches", where=f"ranks {known[0][0]} and {other}",
-                    got=f"other {part}", want="one batch for all ranks that differ only along the pipeline",
+                    "ranks along the pipeline were given different batches",
+                    where=f"ranks {known[0][0]} and {other}",
+                    got=f"other {part}",
+                    want="one batch for all ranks that differ only along the pipeline",
                     hint="take rows by the coordinate on the data axis, not by the global rank",
-                )  # fmt: skip
+                )

@@ -130,9 +130,13 @@ class Computations:
     def _microbatch(self, s: int, i: int) -> tuple[Any, Any]:
         if self.microbatches[i] is None:
             needs = "inputs" if s == 0 else "targets"
-            raise BatchError(f"this rank needs the {needs} of the batch", got="None", want="(inputs, targets)",
-                             hint="ranks that differ only along the pipeline pass the same batch; None where a rank "
-                             "has neither the first stage nor the last")  # fmt: skip
+            raise BatchError(
+                f"this rank needs the {needs} of the batch",
+                got="None",
+                want="(inputs, targets)",
+                hint="ranks that differ only along the pipeline pass the same batch; None where a rank "
+                "has neither the first stage nor the last",
+            )
         return self.microbatches[i]
 
     def _begin(self) -> None:

@@ -10,9 +10,16 @@ from fds import errors
 from fds.errors import FdsError, RankError
 from fds.plans import Action, Op
 
-_WORDS = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward (B)",
-          Op.BACKWARD_WEIGHT: "backward (W)", Op.SEND_ACTIVATION: "output", Op.SEND_GRAD: "gradient",
-          Op.RECV_ACTIVATION: "input", Op.RECV_GRAD: "gradient of the output"}  # fmt: skip
+_WORDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward (B)",
+    Op.BACKWARD_WEIGHT: "backward (W)",
+    Op.SEND_ACTIVATION: "output",
+    Op.SEND_GRAD: "gradient",
+    Op.RECV_ACTIVATION: "input",
+    Op.RECV_GRAD: "gradient of the output",
+}
 
 
 @attrs.frozen

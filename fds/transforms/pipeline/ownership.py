@@ -110,8 +110,12 @@ class Ownership(Placement):
     def buffers(self) -> dict[str, tuple[int, ...]]:
         """The rank that has each buffer."""
         rank = lambda stage: 0 if self.axis is None else self.placement[stage]
-        each = ((name, stage) for stage in range(self.num_stages) for i in self.layers(stage)
-                for name in self.loss.layer(i).buffers)  # fmt: skip
+        each = (
+            (name, stage)
+            for stage in range(self.num_stages)
+            for i in self.layers(stage)
+            for name in self.loss.layer(i).buffers
+        )
         return {name: (rank(stage),) for name, stage in each}
 
     def ranks(self, name: str) -> tuple[int, ...]:
@@ -127,10 +131,12 @@ class Ownership(Placement):
             for name in {name for i in self.layers(stage) for name in self.loss.layer(i).buffers}:
                 if seen.setdefault(name, stage) != stage:
                     raise LossError(
-                        "a layer with buffers is tied across stages, which would each have their own", where=name,
-                        got=f"stages {seen[name]} and {stage}", want="all its uses in one stage",
+                        "a layer with buffers is tied across stages, which would each have their own",
+                        where=name,
+                        got=f"stages {seen[name]} and {stage}",
+                        want="all its uses in one stage",
                         hint="another partition, or a layer without buffers",
-                    )  # fmt: skip
+                    )
 
     def draws(self, loss: losses.Layers) -> list[bool]:
         """Return which calls of the loss this process makes and may draw in: layers, then the criterion."""
@@ -206,6 +212,8 @@ class Ownership(Placement):
         return x
 
     def __repr__(self) -> str:
-        spans = [f"{layers.start}" if len(layers) == 1 else f"{layers.start}-{layers.stop - 1}"
-                 for layers in map(self.layers, range(self.num_stages))]  # fmt: skip
+        spans = [
+            f"{layers.start}" if len(layers) == 1 else f"{layers.start}-{layers.stop - 1}"
+            for layers in map(self.layers, range(self.num_stages))
+        ]
         return " | ".join(spans)

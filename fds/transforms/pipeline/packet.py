@@ -42,9 +42,11 @@ class Packet:
             structure = tree.dump_structure(self.structure)
         except Exception as error:  # whatever a container's own way to be written raises
             raise LossError(
-                "a layer returned a container that cannot be sent to the next stage", where=where,
-                got=str(error)[:200], want="tuples, lists, dicts, records of fds.tree.record",
-            ) from error  # fmt: skip
+                "a layer returned a container that cannot be sent to the next stage",
+                where=where,
+                got=str(error)[:200],
+                want="tuples, lists, dicts, records of fds.tree.record",
+            ) from error
         leaves = [_described(x, want, where) for x, want in zip(self.leaves, self.wants, strict=True)]
         return {"structure": structure, "leaves": leaves}
 
@@ -80,11 +82,18 @@ def _described(x: Any, wants: bool, where: str) -> dict[str, Any]:
     if isinstance(x, Tensor):
         if x.layout is not torch.strided:
             raise LossError(
-                "a layer returned a tensor that cannot be sent to the next stage", where=where, got=str(x.layout),
-                want="a dense tensor", hint="x.to_dense() as the last layer of the stage",
-            )  # fmt: skip
+                "a layer returned a tensor that cannot be sent to the next stage",
+                where=where,
+                got=str(x.layout),
+                want="a dense tensor",
+                hint="x.to_dense() as the last layer of the stage",
+            )
         return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "wants": wants}
     if x is None or isinstance(x, bool | int | float | str):
         return {"value": x}
-    raise LossError("a layer returned a value that cannot be sent to the next stage", where=where, got=repr(x)[:80],
-                    want="tensors, numbers, strings, None")  # fmt: skip
+    raise LossError(
+        "a layer returned a value that cannot be sent to the next stage",
+        where=where,
+        got=repr(x)[:80],
+        want="tensors, numbers, strings, None",
+    )

@@ -161,9 +161,15 @@ class Post:
     """The mail of one rank for one pass through a plan: by hand inside the rank, else by message."""
 
     def __init__(
-        self, pool: Any, placement: Mapping[int, int], channels: Mapping[Any, Axis], index: int, *, dynamic: bool,
+        self,
+        pool: Any,
+        placement: Mapping[int, int],
+        channels: Mapping[Any, Axis],
+        index: int,
+        *,
+        dynamic: bool,
         early: bool,
-    ):  # fmt: skip
+    ):
         self.box: dict[Item, Any] = {}
         self.sending: dict[tuple, list[tuple[Work, Tensor]]] = {}
         self.borders: dict[int, Border] = {}
@@ -266,13 +272,18 @@ def _text(header: Any) -> str:
 
 def _other_shape(header: Any, known: Any) -> BatchError:
     def show(header: Any, other: Any) -> str:
-        leaf = lambda x: (f"{x['dtype']} {tuple(x['shape'])}" + ("" if x["wants"] else " without gradient")
-                          if "dtype" in x else repr(x["value"]))  # fmt: skip
+        leaf = lambda x: (
+            f"{x['dtype']} {tuple(x['shape'])}" + ("" if x["wants"] else " without gradient")
+            if "dtype" in x
+            else repr(x["value"])
+        )
         text = ", ".join(map(leaf, header["leaves"]))
         alike = _text(header["structure"]) == _text(other["structure"])
         return text if alike else f"{text} in {_text(header['structure'])}"
 
     return BatchError(
         "microbatches make activations of different shapes or kinds",
-        got=show(header, known), want=f"{show(known, header)}, as the first", hint="pipeline(..., dynamic_shapes=True)",
-    )  # fmt: skip
+        got=show(header, known),
+        want=f"{show(known, header)}, as the first",
+        hint="pipeline(..., dynamic_shapes=True)",
+    )

@@ -56,9 +56,16 @@ class Stage:
     """
 
     def __init__(
-        self, each: Microbatch, loss: losses.Layers, layers: range, params: Any, leaves: Sequence[Tensor],
-        buffers: dict[str, Tensor], add: Callable[..., None], again: Collection[str] = (),
-    ):  # fmt: skip
+        self,
+        each: Microbatch,
+        loss: losses.Layers,
+        layers: range,
+        params: Any,
+        leaves: Sequence[Tensor],
+        buffers: dict[str, Tensor],
+        add: Callable[..., None],
+        again: Collection[str] = (),
+    ):
         self.each, self.loss, self.layers, self.params, self.buffers = each, loss, layers, params, buffers
         self.leaves = list(leaves)  # those of its parameters that are trained
         self.add = add  # of gradients: `add(backward, last=...)`
@@ -83,9 +90,10 @@ class Stage:
         trains = torch.is_grad_enabled() and bool(self.leaves or any(packet.wants))
         rows = targets if self.layers.start else (packet.leaves, targets)
         at = f"values given to stage {self.layers}, {setting.mode.evaluating}"
-        with self.each.opened(
-            self.params, rows, setting, at, in_pieces=True, again=self.again
-        ) as (params, self.cuts[i]):
+        with self.each.opened(self.params, rows, setting, at, in_pieces=True, again=self.again) as (
+            params,
+            self.cuts[i],
+        ):
             calls = losses.layer_calls(self.loss, self.layers, params, current, setting)
             calls = setting.mapped(calls)
             groups = _groups(calls) if split else [calls]
@@ -191,8 +199,10 @@ class Stage:
         """Run some calls on a packet, cut off from where it came from; the piece has no outputs yet."""
         inputs = [x.requires_grad_() if want else None for x, want in zip(packet.leaves, packet.wants, strict=True)]
         grad = torch.is_grad_enabled()
-        given = [x if enter is None or not grad else _Enter.apply(enter)
-                 for x, enter in zip(packet.leaves, inputs, strict=True)]  # fmt: skip
+        given = [
+            x if enter is None or not grad else _Enter.apply(enter)
+            for x, enter in zip(packet.leaves, inputs, strict=True)
+        ]
         value = packet.build(given)
         del given
         for call in group:

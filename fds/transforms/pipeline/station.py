@@ -12,15 +12,7 @@ from torch import Tensor
 from fds import random, tree
 from fds.collectives import Axis, fingerprint
 from fds.errors import LossError
-from fds.step import (
-    Pass,
-    PassResult,
-    Runtime,
-    SplitBatch,
-    Totals,
-    materialize,
-    rows,
-)
+from fds.step import Pass, PassResult, Runtime, SplitBatch, Totals, materialize, rows
 from fds.transforms.pipeline import ranks, serial
 from fds.transforms.pipeline.batches import check_same, digest
 from fds.transforms.pipeline.computations import Computations
@@ -69,9 +61,12 @@ class Pipeline:
         return self.owned.draws(loss)
 
     def dtypes(
-        self, trained: Sequence[Tensor], computed: torch.dtype | None, everyone: Axis | None,
+        self,
+        trained: Sequence[Tensor],
+        computed: torch.dtype | None,
+        everyone: Axis | None,
         asked: dict[str, list[str]],
-    ) -> list[torch.dtype]:  # fmt: skip
+    ) -> list[torch.dtype]:
         """Return the dtypes of the parameters of all stages; ranks exchange theirs in the first call."""
         if computed is not None:
             return [computed]
@@ -150,9 +145,16 @@ class Pipeline:
             except Exception as error:
                 failure = Failure.of(error)
         return Computations(
-            stages, self.owned.num_stages, microbatches, run.settings, plan.split, plan.final, run.seeds, run.order,
+            stages,
+            self.owned.num_stages,
+            microbatches,
+            run.settings,
+            plan.split,
+            plan.final,
+            run.seeds,
+            run.order,
             run.outputs,
-        ), failure  # fmt: skip
+        ), failure
 
     def _run(self, run: Pass, plan: Lowered, work: Computations, failure: Failure | None) -> Failure | None:
         if self.axis is None:
@@ -162,9 +164,16 @@ class Pipeline:
         return ranks.run(plan, work, post, failure)
 
     def _agree(
-        self, totals: Totals, everyone: Axis | None, failure: Failure | None, whole: list[int],
-        seen: list[int | None] | None, *, wide: bool, what: str = "step",
-    ) -> tuple[Totals, bool]:  # fmt: skip
+        self,
+        totals: Totals,
+        everyone: Axis | None,
+        failure: Failure | None,
+        whole: list[int],
+        seen: list[int | None] | None,
+        *,
+        wide: bool,
+        what: str = "step",
+    ) -> tuple[Totals, bool]:
         """Return totals with zeros for what the last stage alone has, and whether any rank has float64 gradients.
 
         Raises, on every rank, what was raised first on any, and `BatchError` where ranks along the pipeline were given
@@ -202,8 +211,13 @@ def _kinds(totals: Totals) -> list | None:
     if totals.loss is None:
         return None
     name = lambda x: str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else "float64"
-    return [name(totals.loss), name(totals.weight), totals.count, totals.weighted,
-            [[metric, name(x)] for metric, x in sorted(totals.metrics.items())]]  # fmt: skip
+    return [
+        name(totals.loss),
+        name(totals.weight),
+        totals.count,
+        totals.weighted,
+        [[metric, name(x)] for metric, x in sorted(totals.metrics.items())],
+    ]
 
 
 def _like(totals: Totals, kinds: list, device: torch.device) -> Totals:
@@ -223,10 +237,12 @@ def _joined(outputs: list[Any]) -> Any:
         return tree.map(join, *outputs) if len(outputs) > 1 else outputs[0]
     except (RuntimeError, ValueError, TypeError) as error:
         raise LossError(
-            "the outputs of microbatches cannot be put together", where="evaluate(..., outputs=True)",
-            got=str(error)[:200], want="outputs alike but for the number of rows",
+            "the outputs of microbatches cannot be put together",
+            where="evaluate(..., outputs=True)",
+            got=str(error)[:200],
+            want="outputs alike but for the number of rows",
             hint="a batch whose rows do not divide into the microbatches is evaluated in one piece",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _plain(x: Any) -> Any:

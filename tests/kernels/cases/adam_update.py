@@ -11,9 +11,11 @@ SIZE = 2**20 + 32
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
     scalars = {
-        "step": torch.empty((), dtype=torch.int64), "lr": torch.empty((), dtype=torch.float64),
-        "grad_scale": torch.empty(()), "skip": torch.empty((), dtype=torch.bool),
-    }  # fmt: skip
+        "step": torch.empty((), dtype=torch.int64),
+        "lr": torch.empty((), dtype=torch.float64),
+        "grad_scale": torch.empty(()),
+        "skip": torch.empty((), dtype=torch.bool),
+    }
     hyper = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
     full, low = [torch.empty(SIZE) for _ in range(3)], [torch.empty(SIZE, dtype=dtype) for _ in range(4)]
     p, m, v = full

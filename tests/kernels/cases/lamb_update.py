@@ -14,9 +14,16 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
     p, m, v = (torch.empty(SIZE) for _ in range(3))
     low = [torch.empty(SIZE, dtype=dtype) for _ in range(4)]
     bare = {
-        "segments": SEGMENTS, "step": torch.empty((), dtype=torch.int64), "lr": torch.empty((), dtype=torch.float64),
-        "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1, "min_coeff": 0.01, "max_coeff": 10.0,
-    }  # fmt: skip
+        "segments": SEGMENTS,
+        "step": torch.empty((), dtype=torch.int64),
+        "lr": torch.empty((), dtype=torch.float64),
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "min_coeff": 0.01,
+        "max_coeff": 10.0,
+    }
     read = {**bare, "grad_scale": torch.empty(()), "skip": torch.empty((), dtype=torch.bool)}
     out = low[1] if dtype != torch.float32 else None
     yield "float32 masters, gradient and copy in dtype", lambda: lamb(p, low[0], m, v, out=out, **read)

@@ -40,6 +40,8 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
                 layer_norm(x, residual=residual, invertible=True).backward(x)
 
             yield from [
-                (f"{columns} columns, sum", fused), (f"{columns} columns, sum, invertible", recovered),
-                (f"{columns} columns, sum made twice", twice), (f"{columns} columns, bare", bare),
-            ]  # fmt: skip
+                (f"{columns} columns, sum", fused),
+                (f"{columns} columns, sum, invertible", recovered),
+                (f"{columns} columns, sum made twice", twice),
+                (f"{columns} columns, bare", bare),
+            ]

@@ -31,6 +31,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
                 rms_norm(x, residual=residual, invertible=True).backward(x)
 
             yield from [
-                (f"{columns} columns, sum", fused), (f"{columns} columns, sum, invertible", recovered),
+                (f"{columns} columns, sum", fused),
+                (f"{columns} columns, sum, invertible", recovered),
                 (f"{columns} columns, bare", bare),
-            ]  # fmt: skip
+            ]

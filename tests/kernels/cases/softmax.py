@@ -14,8 +14,6 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
         real = torch.empty(2, 1, 64, columns, dtype=torch.bool)
         for p, mask, causal in [(0.0, None, True), (0.1, padding, False), (0.1, real, False)]:
             name = f"{columns} columns, p={p}, {'causal' if causal else mask.dtype if mask is not None else ''}"
-            yield name, lambda x=scores, m=mask, c=causal, p=p: masked_softmax(
-                x, m, causal=c, p=p, seed=1
-            ).backward(x)
+            yield name, lambda x=scores, m=mask, c=causal, p=p: masked_softmax(x, m, causal=c, p=p, seed=1).backward(x)
     odd = torch.empty(2, 4, 64, 431, dtype=dtype, requires_grad=True)
     yield "431 columns", lambda: masked_softmax(odd, scale=0.125).backward(odd)

@@ -87,9 +87,12 @@ def main() -> int:
         root = Path(folder)
         try:
             for part in (
-                killed(root, options.seed, options.kills), failed(root), on_disks(root / "disks"),
-                tampered(root / "fuzz", options.seed, options.inputs), ranks.all_rows(root / "ranks"),
-            ):  # fmt: skip
+                killed(root, options.seed, options.kills),
+                failed(root),
+                on_disks(root / "disks"),
+                tampered(root / "fuzz", options.seed, options.inputs),
+                ranks.all_rows(root / "ranks"),
+            ):
                 for row in part:
                     rows.append(row)
                     print(f"{row.scenario}: {row.count} {row.outcomes}", flush=True)

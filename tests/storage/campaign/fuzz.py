@@ -45,8 +45,20 @@ MEMORY = 512 * 2**20  # bytes beyond what the program has when it begins
 SECONDS = 1.0  # of processor time that an input may take
 PARAMS = {"w": torch.arange(9000.0).view(90, 100), "b": torch.ones(7), "e": torch.ones(0, 3)}
 EXTRA = {"position": [1, 2.5, None, {"a": "b"}]}
-WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod",
-          "shutil.rmtree", "subprocess.Popen", "os.system", "socket.connect")  # fmt: skip
+WRITES = (
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "os.chmod",
+    "shutil.rmtree",
+    "subprocess.Popen",
+    "os.system",
+    "socket.connect",
+)
 
 
 class Watch:
@@ -159,8 +171,10 @@ def write_base(root: Path) -> None:
     (root / "weights").mkdir()
     save_file({"w": PARAMS["w"], "b": PARAMS["b"]}, root / "weights" / "model-1.safetensors")
     save_file({"e": PARAMS["e"]}, root / "weights" / "model-2.safetensors")
-    index = {"metadata": {"total_size": 36028}, "weight_map": {"w": "model-1.safetensors", "b": "model-1.safetensors",
-                                                               "e": "model-2.safetensors"}}  # fmt: skip
+    index = {
+        "metadata": {"total_size": 36028},
+        "weight_map": {"w": "model-1.safetensors", "b": "model-1.safetensors", "e": "model-2.safetensors"},
+    }
     (root / "weights" / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -191,9 +205,15 @@ class Fuzz:
             shutil.copytree(root / name, root / f"{name}.whole")
 
     def read(
-        self, read: Read, dir: Path, extra: Any = EXTRA, *, local: bool = False, loose: bool = False,
+        self,
+        read: Read,
+        dir: Path,
+        extra: Any = EXTRA,
+        *,
+        local: bool = False,
+        loose: bool = False,
         forged: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Load in the usual way and hold what is read; then in the ways that forgive more, and by the other doors."""
 
         def same(found: Any) -> None:
@@ -292,8 +312,14 @@ def _all_of(path: Path) -> None:
         source.read(name, 0, blank_like(leaf, torch.Size(leaf.shape).numel()))
 
 
-SHARES = {"manifests": 0.35, "local_manifests": 0.1, "manifest_bytes": 0.1, "latest": 0.05, "tensor_files": 0.2,
-          "weights": 0.2}  # fmt: skip
+SHARES = {
+    "manifests": 0.35,
+    "local_manifests": 0.1,
+    "manifest_bytes": 0.1,
+    "latest": 0.05,
+    "tensor_files": 0.2,
+    "weights": 0.2,
+}
 
 
 def main(root: Path, seed: int, inputs: int) -> None:
@@ -321,9 +347,13 @@ def main(root: Path, seed: int, inputs: int) -> None:
 def _run(read_one: Callable[[Read, st.DataObject], None], read: Read, seed: int, inputs: int) -> None:
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=inputs, deadline=None, database=None, derandomize=False,
-        suppress_health_check=list(HealthCheck), phases=[Phase.generate],
-    )  # fmt: skip
+        max_examples=inputs,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
     @given(st.data())
     def run(data: st.DataObject) -> None:
         read.inputs += 1

@@ -80,9 +80,10 @@ def all_scenarios() -> list[Scenario]:
     """Return every scenario."""
     return [
         Scenario(ranks, how, victim, width, anew)
-        for how, victims in HOWS.items() for victim in victims
+        for how, victims in HOWS.items()
+        for victim in victims
         for ranks, width, anew in itertools.product((1, 2), WIDTHS, (False, True))
-    ]  # fmt: skip
+    ]
 
 
 def kill(root: Path, scenario: Scenario, rounds: int, seed: int) -> Row:

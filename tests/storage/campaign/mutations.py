@@ -12,16 +12,56 @@ DEEP = {"<deep>": 2000, "<nested>": 150}  # stand for so many lists in each othe
 
 NUMBERS = (0, 1, -1, 2, 7, 8, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 10**4000, 0.5, 1e308)
 TEXTS = (
-    "", "x", "\0", "\ud800", "..", "../x", "../../etc/passwd", "/etc/passwd", "/dev/zero", "rank0.safetensors",
-    "rank1.safetensors", "rank9.safetensors", "rank0.safetensors\n", "manifest.json", "a/b.safetensors", "x" * 70_000,
-    "x" * 300 + ".safetensors", "é\u2028\x85.safetensors",
-    "float32", "float64", "int64", "bool", "complex128", "F32", "BOOL", "step", "params", "params.w", "params.w.x",
-    "xxh3:", "xxh3:0000000000000000", "\x1b[31m", "%s{0}",
-)  # fmt: skip
+    "",
+    "x",
+    "\0",
+    "\ud800",
+    "..",
+    "../x",
+    "../../etc/passwd",
+    "/etc/passwd",
+    "/dev/zero",
+    "rank0.safetensors",
+    "rank1.safetensors",
+    "rank9.safetensors",
+    "rank0.safetensors\n",
+    "manifest.json",
+    "a/b.safetensors",
+    "x" * 70_000,
+    "x" * 300 + ".safetensors",
+    "é\u2028\x85.safetensors",
+    "float32",
+    "float64",
+    "int64",
+    "bool",
+    "complex128",
+    "F32",
+    "BOOL",
+    "step",
+    "params",
+    "params.w",
+    "params.w.x",
+    "xxh3:",
+    "xxh3:0000000000000000",
+    "\x1b[31m",
+    "%s{0}",
+)
 OTHERS = (
-    None, True, False, [], {}, [0], [1, 2], {"a": 1}, [2**40] * 9, [0, 2**62], [10**4000] * 2, [-1, -1], float("nan"),
+    None,
+    True,
+    False,
+    [],
+    {},
+    [0],
+    [1, 2],
+    {"a": 1},
+    [2**40] * 9,
+    [0, 2**62],
+    [10**4000] * 2,
+    [-1, -1],
+    float("nan"),
     float("inf"),
-)  # fmt: skip
+)
 
 absurd = st.sampled_from([*NUMBERS, *TEXTS, *OTHERS]) | st.integers(-3, 9000) | st.sampled_from(sorted(DEEP))
 
@@ -76,11 +116,20 @@ def byte_mutations(draw, data: bytes) -> bytes:
         at = draw(st.integers(0, len(data)))
         length = draw(st.sampled_from([1, 1, 2, 8, 100, 5000]))
         some = draw(st.binary(min_size=1, max_size=9))
-        data = draw(st.sampled_from([
-            data[:at] + some + data[at + len(some) :], data[:at], data[:at] + data[at + length :],
-            data[:at] + some + data[at:], data[:at] + data[at : at + length] + data[at:],
-            data[:at] + bytes([data[at] ^ 1 << len(some) % 8]) + data[at + 1 :] if at < len(data) else data + some,
-        ]))  # fmt: skip
+        data = draw(
+            st.sampled_from(
+                [
+                    data[:at] + some + data[at + len(some) :],
+                    data[:at],
+                    data[:at] + data[at + length :],
+                    data[:at] + some + data[at:],
+                    data[:at] + data[at : at + length] + data[at:],
+                    data[:at] + bytes([data[at] ^ 1 << len(some) % 8]) + data[at + 1 :]
+                    if at < len(data)
+                    else data + some,
+                ]
+            )
+        )
     return data
 
 

@@ -90,8 +90,12 @@ def compose_differently(stage: int, where: str, dir: str) -> None:
     meet(dir)
     fds.init_distributed("gloo", timeout=TIMEOUT)
     rank = fds.mesh(dp=-1).rank
-    more = {"rate": [], "clip": [fds.clip_by_global_norm(1.0)] * rank, "freeze": [fds.freeze("wb"[rank])],
-            "skip": [fds.skip_nonfinite()] * rank}[where]  # fmt: skip
+    more = {
+        "rate": [],
+        "clip": [fds.clip_by_global_norm(1.0)] * rank,
+        "freeze": [fds.freeze("wb"[rank])],
+        "skip": [fds.skip_nonfinite()] * rank,
+    }[where]
     rate = 0.1 + (where == "rate") * rank
     sharding = fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=stage)
     step = fds.compose(sharding, *more, fds.adamw(rate))(lambda p, b: ((p["w"] + p["b"]) * b).sum())
@@ -167,9 +171,14 @@ def _joined() -> Iterator[Row]:
         ("rank 2 is not started", {0: 0, 1: 1}, {}, 0.0, ["RankError: rank 2 did not arrive"] * 2),
         ("rank 0 is not started", {0: 1, 1: 2}, {}, 0.0, ["RankError: rank 0 did not arrive"] * 2),
         ("two processes are rank 1", {0: 0, 1: 1, 2: 1}, {2: 1.0}, 0.0, ["MeshError: two processes are rank 1"] * 3),
-        ("a fourth process is rank 1 as well", {**came, 3: 1}, {3: 2.0}, 3.0,
-         ["done:", "done:", "done:", "MeshError: two processes are rank 1"]),
-    ):  # fmt: skip
+        (
+            "a fourth process is rank 1 as well",
+            {**came, 3: 1},
+            {3: 2.0},
+            3.0,
+            ["done:", "done:", "done:", "MeshError: two processes are rank 1"],
+        ),
+    ):
         results = _ran(what, join, places, later, stays, world_size=len(places), limit=TIMEOUT + stays)
         with Violation.told(what):
             for (code, text), start in zip(results, want, strict=True):

@@ -20,11 +20,28 @@ from tests.storage.foreign.test_weights import replace
 
 SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
 CASES = [f"zero{stage}_ranks{ranks}" for stage in (1, 2, 3) for ranks in (1, 2, 3)] + [
-    "zero0", "zero0_bf16", "zero0_fp16", "zero1_bf16", "zero1_bf16_float32_sums", "zero2_bf16", "zero3_bf16",
-    "zero1_fp16", "zero3_fp16", "zero2_round_robin", "zero2_elastic", "zero3_subgroups", "zero1_sgd", "zero2_adagrad",
-    "zero1_ranks3_universal", "zero3_ranks3_universal", "pipe_zero0", "pipe_zero0_bf16", "pipe_zero1",
-    "pipe_zero1_bf16", "pipe_zero1_ranks4",
-]  # fmt: skip
+    "zero0",
+    "zero0_bf16",
+    "zero0_fp16",
+    "zero1_bf16",
+    "zero1_bf16_float32_sums",
+    "zero2_bf16",
+    "zero3_bf16",
+    "zero1_fp16",
+    "zero3_fp16",
+    "zero2_round_robin",
+    "zero2_elastic",
+    "zero3_subgroups",
+    "zero1_sgd",
+    "zero2_adagrad",
+    "zero1_ranks3_universal",
+    "zero3_ranks3_universal",
+    "pipe_zero0",
+    "pipe_zero0_bf16",
+    "pipe_zero1",
+    "pipe_zero1_bf16",
+    "pipe_zero1_ranks4",
+]
 CONTINUED = [name for name in CASES if "16" not in name]  # of the others rounding is another's
 
 
@@ -63,8 +80,11 @@ def test_every_leaf_is_what_deepspeed_gathers_to_the_bit(golden, case):
     source, want = deepspeed(golden / case), expected(golden / case)
     have = read_all(source)
     trees = {"params": want["params"], "buffers": want["buffers"]} | {f"opt.{s}": want[s] for s in SLOTS if s in want}
-    named = {f"{tree}.{name.removeprefix('tied_modules.')}": x for tree, by_name in trees.items()
-             for name, x in by_name.items()}  # fmt: skip
+    named = {
+        f"{tree}.{name.removeprefix('tied_modules.')}": x
+        for tree, by_name in trees.items()
+        for name, x in by_name.items()
+    }
     scale = dict(zip(("scale", "good_steps", "hysteresis"), want["scale"] or (), strict=False))
     named |= {f"slots.loss_scale.{name}": x for name, x in scale.items()}
     assert have.keys() == {*named, "step", "calls"}
@@ -103,8 +123,9 @@ def test_the_client_state_comes_along_as_far_as_it_is_json(golden):
     source = deepspeed(golden / "zero2_ranks2")
     assert source.extra == {"epoch": 2, "note": "as it was", "history": [0.5, None, {"a": True}]}
     assert source.composition == (
-        "DeepSpeed 0.19.6, ZeRO 2, 2 data ranks", "left out: client_state['odd'], a Tensor that is not JSON"
-    )  # fmt: skip
+        "DeepSpeed 0.19.6, ZeRO 2, 2 data ranks",
+        "left out: client_state['odd'], a Tensor that is not JSON",
+    )
 
 
 def test_a_tag_or_the_folder_of_one_may_be_given(golden):
@@ -112,11 +133,14 @@ def test_a_tag_or_the_folder_of_one_may_be_given(golden):
         assert source.leaves.keys() == deepspeed(golden / "zero1_ranks2").leaves.keys()
 
 
-@pytest.mark.parametrize(("case", "what"), [
-    ("zero0_trainable", "does not name its parameters"),
-    ("pipe_zero0_tied", "does not name its parameters"),
-    ("zero2_rmsprop", "left out: square_avg of the optimizer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("zero0_trainable", "does not name its parameters"),
+        ("pipe_zero0_tied", "does not name its parameters"),
+        ("zero2_rmsprop", "left out: square_avg of the optimizer"),
+    ],
+)
 def test_state_of_the_optimizer_that_is_left_out_is_said_to_be(golden, case, what):
     with pytest.warns(UserWarning, match=what):
         source = deepspeed(golden / case)
@@ -200,12 +224,19 @@ def test_the_loss_scale_goes_on(golden):
     assert [slot.scale.item(), slot.good_steps.item(), slot.hysteresis.item()] == want
 
 
-@pytest.mark.parametrize(("case", "pattern"), [
-    ("zero2_ranks3", "zero_pp_rank_0_*optim*"), ("zero2_ranks3", "zero_pp_rank_2_*optim*"),
-    ("zero3_ranks3", "zero_pp_rank_1_*model*"), ("zero3_ranks3", "zero_pp_rank_2_*model*"),
-    ("zero3_ranks3", "zero_pp_rank_2_*optim*"), ("zero1_ranks1", "mp_rank_00_*"),
-    ("pipe_zero1_ranks4", "mp_rank_01_*"), ("pipe_zero1_ranks4", "zero_pp_rank_1_mp_rank_01_*"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "pattern"),
+    [
+        ("zero2_ranks3", "zero_pp_rank_0_*optim*"),
+        ("zero2_ranks3", "zero_pp_rank_2_*optim*"),
+        ("zero3_ranks3", "zero_pp_rank_1_*model*"),
+        ("zero3_ranks3", "zero_pp_rank_2_*model*"),
+        ("zero3_ranks3", "zero_pp_rank_2_*optim*"),
+        ("zero1_ranks1", "mp_rank_00_*"),
+        ("pipe_zero1_ranks4", "mp_rank_01_*"),
+        ("pipe_zero1_ranks4", "zero_pp_rank_1_mp_rank_01_*"),
+    ],
+)
 def test_a_file_that_is_missing_is_refused(golden, tmp_path, case, pattern):
     folder = copied(golden / case, tmp_path)
     for path in files(folder, pattern):
@@ -222,17 +253,20 @@ def test_a_layer_that_is_missing_is_missed_at_import(golden, tmp_path):
         import_deepspeed(folder, compose(), params)
 
 
-@pytest.mark.parametrize(("name", "what"), [
-    ("layer_0_expert_1_mp_rank_00_model_states.pt", "mixtures of experts"),
-    ("expert_3_mp_rank_00_model_states.pt", "mixtures of experts"),
-    ("expp_rank_0_mp_rank_00_optim_states.pt", "mixtures of experts"),
-    ("layer_00-model_01-model_states.pt", "tensor parallelism"),
-    ("mp_rank_01_model_states.pt", "tensor parallelism"),
-    ("offloaded_tensors", "NVMe"),
-    ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "two files are of the same rank or layer"),
-    ("zero_pp_rank_2_mp_rank_00_optim_states.pt", "missing, or left over"),
-    ("zero_pp_rank_4_mp_rank_00_optim_states.pt", "missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "mixtures of experts"),
+        ("expert_3_mp_rank_00_model_states.pt", "mixtures of experts"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "mixtures of experts"),
+        ("layer_00-model_01-model_states.pt", "tensor parallelism"),
+        ("mp_rank_01_model_states.pt", "tensor parallelism"),
+        ("offloaded_tensors", "NVMe"),
+        ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "two files are of the same rank or layer"),
+        ("zero_pp_rank_2_mp_rank_00_optim_states.pt", "missing, or left over"),
+        ("zero_pp_rank_4_mp_rank_00_optim_states.pt", "missing"),
+    ],
+)
 def test_what_is_not_imported_is_refused_by_its_files(golden, tmp_path, name, what):
     folder = copied(golden / "zero2_ranks2", tmp_path)
     source = files(folder, "*rank_1*optim*" if "optim" in name else "mp_rank_00*")[0]
@@ -268,10 +302,16 @@ def empty(group):
     group["optimizer_state_dict"] = None
 
 
-@pytest.mark.parametrize(("change", "what"), [
-    (cut, "do not"), (stretch, "do not fit"), (stack, "not flat"), (lose, "does not hold what DeepSpeed puts there"),
-    (empty, "does not hold"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (cut, "do not"),
+        (stretch, "do not fit"),
+        (stack, "not flat"),
+        (lose, "does not hold what DeepSpeed puts there"),
+        (empty, "does not hold"),
+    ],
+)
 def test_slices_that_do_not_make_the_parameters_are_refused(golden, tmp_path, change, what):
     folder = copied(golden / "zero2_ranks2", tmp_path)
     rewrite(files(folder, "*rank_1*optim*")[0], change)
@@ -302,10 +342,21 @@ def test_places_without_checkpoints_are_refused(tmp_path, make):
 def by_hand(folder: Path, optimizer: dict | None, module: dict) -> Path:
     """Write a checkpoint without ZeRO as DeepSpeed would, for optimizers that need a GPU."""
     folder.mkdir()
-    torch.save({
-        "module": module, "buffer_names": [], "optimizer": optimizer, "param_shapes": None, "shared_params": None,
-        "skipped_steps": 1, "global_steps": 4, "dp_world_size": 1, "ds_version": "0.19.6", "ds_config": {},
-    }, folder / "mp_rank_00_model_states.pt")  # fmt: skip
+    torch.save(
+        {
+            "module": module,
+            "buffer_names": [],
+            "optimizer": optimizer,
+            "param_shapes": None,
+            "shared_params": None,
+            "skipped_steps": 1,
+            "global_steps": 4,
+            "dp_world_size": 1,
+            "ds_version": "0.19.6",
+            "ds_config": {},
+        },
+        folder / "mp_rank_00_model_states.pt",
+    )
     return folder
 
 

@@ -93,13 +93,23 @@ def zipped(entries: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes
     return out.getvalue()
 
 
-@pytest.mark.parametrize("raw", [
-    zipped({}), zipped({"data.pkl": b""}), zipped({"data.pkl": b"."}), zipped({"data.pkl": b"N."}),
-    zipped({"data.pkl": b"\x80\x02}q\x00.", "version": b"3"}), zipped({"version": b"3"}),
-    zipped({"data.pkl": b"\x80\x02" + b"(" * 10**5 + b"."}), zipped({"data.pkl": b"\x80\x02" + b"]" * 10**5 + b"."}),
-    zipped({"data.pkl": b"\x80\x02}."}, zipfile.ZIP_DEFLATED), zipped({"../../etc/passwd": b"x"}),
-    zipped({"data.pkl": b"\x80\x02\x8a\xff" + b"\xff" * 255 + b"."}),
-], ids=range(11))  # fmt: skip
+@pytest.mark.parametrize(
+    "raw",
+    [
+        zipped({}),
+        zipped({"data.pkl": b""}),
+        zipped({"data.pkl": b"."}),
+        zipped({"data.pkl": b"N."}),
+        zipped({"data.pkl": b"\x80\x02}q\x00.", "version": b"3"}),
+        zipped({"version": b"3"}),
+        zipped({"data.pkl": b"\x80\x02" + b"(" * 10**5 + b"."}),
+        zipped({"data.pkl": b"\x80\x02" + b"]" * 10**5 + b"."}),
+        zipped({"data.pkl": b"\x80\x02}."}, zipfile.ZIP_DEFLATED),
+        zipped({"../../etc/passwd": b"x"}),
+        zipped({"data.pkl": b"\x80\x02\x8a\xff" + b"\xff" * 255 + b"."}),
+    ],
+    ids=range(11),
+)
 def test_zip_files_that_torch_never_writes_are_refused(tmp_path, raw):
     (tmp_path / "x.pt").write_bytes(raw)
     with pytest.raises(StorageError):

@@ -21,9 +21,13 @@ from tests.storage.foreign.reading import read, read_all
 def tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     return {
-        "a.weight": torch.randn(5, 7), "a.bias": torch.randn(5).bfloat16(), "half": torch.randn(2, 3, 4).half(),
-        "count": torch.tensor(3), "none": torch.zeros(0, 4), "mask": torch.tensor([True, False]),
-    }  # fmt: skip
+        "a.weight": torch.randn(5, 7),
+        "a.bias": torch.randn(5).bfloat16(),
+        "half": torch.randn(2, 3, 4).half(),
+        "count": torch.tensor(3),
+        "none": torch.zeros(0, 4),
+        "mask": torch.tensor([True, False]),
+    }
 
 
 def single(path: Path) -> dict[str, torch.Tensor]:
@@ -126,7 +130,10 @@ def test_tensors_that_share_storage_are_leaves_of_equal_data(tmp_path):
     source = weights(tmp_path / "x.pt")
     assert_holds(source, {"a": x, "b": x, "part": x[1:]})
     assert {name.removeprefix("params."): first for name, first in source.aliases.items()} == {
-        "a": "params.a", "b": "params.a", "part": "params.part"}  # fmt: skip
+        "a": "params.a",
+        "b": "params.a",
+        "part": "params.part",
+    }
 
 
 @pytest.mark.parametrize("rename", [None, {"head.weight": "embed.weight", "embed.weight": "head.weight"}])
@@ -146,9 +153,13 @@ def test_a_state_dict_of_tied_parameters_fits_parameters_that_have_one_of_the_na
 def test_tensors_that_lie_otherwise_than_in_order_are_read_in_order(tmp_path, piece):
     x = torch.arange(60.0).view(3, 4, 5)
     views = {
-        "turned": x.permute(2, 0, 1), "skipping": x[:, ::2, 1::2], "repeated": x[0, 0].expand(4, 5),
-        "column": x[:, 1, 2], "scalar": x[1, 2, 3], "folded": x[:1].transpose(0, 2),
-    }  # fmt: skip
+        "turned": x.permute(2, 0, 1),
+        "skipping": x[:, ::2, 1::2],
+        "repeated": x[0, 0].expand(4, 5),
+        "column": x[:, 1, 2],
+        "scalar": x[1, 2, 3],
+        "folded": x[:1].transpose(0, 2),
+    }
     torch.save(views, tmp_path / "x.pt")
     source = weights(tmp_path / "x.pt")
     for name, want in views.items():
@@ -275,23 +286,32 @@ def header(entries, data: bytes = b"", length: int | None = None) -> bytes:
 
 ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 HEADERS = {
-    "nothing": b"", "cut": b"\1", "no header": header(b""), "no JSON": header(b"{x"), "a list": header([1]),
-    "beyond the file": header({}, length=10**6), "absurdly long": header({}, length=2**64 - 1),
-    "deep": header(b'{"a":' * 100_000), "a gap": header({"a": ONE | {"data_offsets": [4, 8]}}, b"x" * 8),
-    "too short": header({"a": ONE}, b"xyz"), "too long": header({"a": ONE}, b"12345"),
+    "nothing": b"",
+    "cut": b"\1",
+    "no header": header(b""),
+    "no JSON": header(b"{x"),
+    "a list": header([1]),
+    "beyond the file": header({}, length=10**6),
+    "absurdly long": header({}, length=2**64 - 1),
+    "deep": header(b'{"a":' * 100_000),
+    "a gap": header({"a": ONE | {"data_offsets": [4, 8]}}, b"x" * 8),
+    "too short": header({"a": ONE}, b"xyz"),
+    "too long": header({"a": ONE}, b"12345"),
     "another size": header({"a": ONE | {"shape": [2]}}, b"1234"),
     "negative": header({"a": ONE | {"shape": [-1, -1]}}, b"1234"),
-    "text": header({"a": ONE | {"shape": "1"}}, b"1234"), "a fraction": header({"a": ONE | {"shape": [1.0]}}, b"1234"),
+    "text": header({"a": ONE | {"shape": "1"}}, b"1234"),
+    "a fraction": header({"a": ONE | {"shape": [1.0]}}, b"1234"),
     "three offsets": header({"a": ONE | {"data_offsets": [0, 4, 4]}}, b"1234"),
     "backwards": header({"a": ONE | {"data_offsets": [4, 0]}}, b"1234"),
     "an unknown dtype": header({"a": ONE | {"dtype": "F3"}}, b"1234"),
     "a dtype that is none": header({"a": ONE | {"dtype": []}}, b"1234"),
     "more fields": header({"a": ONE | {"x": 1}}, b"1234"),
-    "fewer fields": header({"a": {"dtype": "F32"}}, b"1234"), "overlapping": header({"a": ONE, "b": ONE}, b"1234"),
+    "fewer fields": header({"a": {"dtype": "F32"}}, b"1234"),
+    "overlapping": header({"a": ONE, "b": ONE}, b"1234"),
     "twice": header(b'{"a":' + json.dumps(ONE).encode() + b',"a":' + json.dumps(ONE).encode() + b"}", b"1234"),
     "huge": header({"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 2**126]}}, b"1234"),
     "digits": header(b'{"a": ' + b"9" * 5000 + b"}"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("raw", HEADERS.values(), ids=HEADERS)

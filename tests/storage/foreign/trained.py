@@ -57,9 +57,13 @@ def layers(spec: type, tied: type | None) -> list:
     middle = spec if tied is None else lambda *layer, **forward: tied("both", *layer, **forward)
     turn = {} if tied is None else {"forward_fn": turned}
     return [
-        spec(nn.Linear, INPUTS, WIDTH), middle(nn.Linear, WIDTH, WIDTH, bias=False), spec(Scaled), torch.tanh,
-        middle(nn.Linear, WIDTH, WIDTH, bias=False, **turn), spec(nn.Linear, WIDTH, OUTPUTS),
-    ]  # fmt: skip
+        spec(nn.Linear, INPUTS, WIDTH),
+        middle(nn.Linear, WIDTH, WIDTH, bias=False),
+        spec(Scaled),
+        torch.tanh,
+        middle(nn.Linear, WIDTH, WIDTH, bias=False, **turn),
+        spec(nn.Linear, WIDTH, OUTPUTS),
+    ]
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -65,11 +65,14 @@ def recurrent(m, y):
 
 
 STATES = {
-    "ema": Net(ema, ema=torch.zeros(3)), "in place": Net(ema_in_place, ema=torch.zeros(3)),
-    "data": Net(ema_by_data, ema=torch.zeros(3)), "dict": Net(ema_in_a_dict, held={"ema": torch.zeros(3)}),
-    "clock": Net(clock, ema=torch.zeros(())), "from the second call on": Net(recurrent, ema=None),
+    "ema": Net(ema, ema=torch.zeros(3)),
+    "in place": Net(ema_in_place, ema=torch.zeros(3)),
+    "data": Net(ema_by_data, ema=torch.zeros(3)),
+    "dict": Net(ema_in_a_dict, held={"ema": torch.zeros(3)}),
+    "clock": Net(clock, ema=torch.zeros(())),
+    "from the second call on": Net(recurrent, ema=None),
     "of a part": nn.Sequential(nn.Linear(3, 3), Net(ema, ema=torch.zeros(3))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
@@ -105,9 +108,10 @@ def sizes(m, y):
 HARMLESS = {
     "what is looked at": Net(looked_at, slopes=torch.ones(3)),
     "caches": Net(cached, table=None, size=0, slopes=torch.ones(1), grown=torch.ones(1)),
-    "a part of the output": Net(used), "sizes": Net(sizes, rows=0),
+    "a part of the output": Net(used),
+    "sizes": Net(sizes, rows=0),
     "a buffer": Net(lambda m, y: None, counts=nn.Buffer(torch.zeros(3), persistent=False)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

@@ -67,10 +67,16 @@ def partly():
     return module
 
 
-@pytest.mark.parametrize("module", [
-    net(), partly(), nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)).eval(),
-    nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)).eval(),
-], ids=["training", "a part on purpose", "no difference", "dropout of nothing"])  # fmt: skip
+@pytest.mark.parametrize(
+    "module",
+    [
+        net(),
+        partly(),
+        nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)).eval(),
+        nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)).eval(),
+    ],
+    ids=["training", "a part on purpose", "no difference", "dropout of nothing"],
+)
 def test_nothing_is_said_where_it_is_meant_or_makes_no_difference(module):
     assert of(module) == []
 

@@ -154,10 +154,14 @@ def test_a_second_functional_call_leaves_it_open_and_says_what_to_write(second):
     assert_same_bits(fds.compose(fds.accumulate(2), fds.sgd(0.1))(step.loss, given).evaluate(state, X)["out"], want)
 
 
-@pytest.mark.parametrize("change", [
-    lambda buffers: {name: b.clone() for name, b in buffers.items()},
-    lambda buffers: {**buffers, **prefixed("again", buffers)},
-], ids=["copies", "twice"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda buffers: {name: b.clone() for name, b in buffers.items()},
+        lambda buffers: {**buffers, **prefixed("again", buffers)},
+    ],
+    ids=["copies", "twice"],
+)
 def test_buffers_that_cannot_be_recognised_are_refused(change):
     apply, params, buffers = fds.functional(net(0))
     names = set(buffers)
@@ -236,8 +240,11 @@ class Calling(nn.Module):
 @pytest.mark.parametrize("how", ["a part", "a function", "a list"])
 def test_a_hidden_module_that_leads_to_a_part_follows_the_parameters(how):
     module = Student([])
-    shared = {"a part": lambda: module.inner, "a function": lambda: Calling(lambda x: module.inner(x)),
-              "a list": lambda: Calling([module.inner].__getitem__(0).forward)}[how]()  # fmt: skip
+    shared = {
+        "a part": lambda: module.inner,
+        "a function": lambda: Calling(lambda x: module.inner(x)),
+        "a list": lambda: Calling([module.inner].__getitem__(0).forward),
+    }[how]()
     module.held.append(nn.Sequential(shared, nn.Linear(2, 2)))
     apply, params, _ = fds.functional(module)
     zeros = {name: torch.zeros_like(p) for name, p in params.items()}

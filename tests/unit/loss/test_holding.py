@@ -171,11 +171,26 @@ def in_hooks(m):
 
 
 SUPPORTED = [
-    in_a_list, in_a_tuple, in_an_object, in_a_hidden_module, in_a_lambda, in_a_default, in_a_keyword_default,
-    as_a_local, in_a_list_of_a_closure, in_a_partial, in_a_partial_of_a_lambda, in_a_method, in_a_weak_reference,
-    in_functions_that_call_each_other, in_a_tuple_of_functions, in_a_wrapped_forward, in_a_compiled_forward,
-    in_a_compiled_method, in_hooks,
-]  # fmt: skip
+    in_a_list,
+    in_a_tuple,
+    in_an_object,
+    in_a_hidden_module,
+    in_a_lambda,
+    in_a_default,
+    in_a_keyword_default,
+    as_a_local,
+    in_a_list_of_a_closure,
+    in_a_partial,
+    in_a_partial_of_a_lambda,
+    in_a_method,
+    in_a_weak_reference,
+    in_functions_that_call_each_other,
+    in_a_tuple_of_functions,
+    in_a_wrapped_forward,
+    in_a_compiled_forward,
+    in_a_compiled_method,
+    in_hooks,
+]
 
 
 def other_values(module):
@@ -263,9 +278,11 @@ def test_what_cannot_be_given_another_parameter_is_refused_by_name(build):
     step = fds.compose(fds.sgd(0.1))(lambda p, x: apply(p, x).mean())
     state = step.init(params)
     calls = [
-        lambda: step.evaluate(state, X), lambda: step(state, X), lambda: apply(params, X),
+        lambda: step.evaluate(state, X),
+        lambda: step(state, X),
+        lambda: apply(params, X),
         lambda: fds.autodiff.value_and_grad(lambda p: apply(p, X).mean())(params),
-    ]  # fmt: skip
+    ]
     for call in [*calls, *calls]:
         with pytest.raises(LossError, match="module reads a parameter") as caught:
             call()
@@ -300,9 +317,10 @@ def normed():
 
 
 @pytest.mark.parametrize(
-    "make", [normed, lambda: prune.l1_unstructured(nn.Linear(3, 3), "weight", 0.5), Keeping],
+    "make",
+    [normed, lambda: prune.l1_unstructured(nn.Linear(3, 3), "weight", 0.5), Keeping],
     ids=["weight_norm", "prune", "kept"],
-)  # fmt: skip
+)
 def test_what_is_computed_anew_in_every_call_is_no_matter(make):
     module = make()
     module(X).sum().backward()

@@ -276,11 +276,18 @@ def _patched():
 @pytest.mark.parametrize(
     "drawing",
     [
-        nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.RReLU(), nn.Sequential(nn.Identity(), nn.Dropout(0.5)), Drawing(),
-        F.dropout, nn.TransformerEncoderLayer(3, 1, 4), _hooked(), _patched(),
+        nn.Dropout(0.5),
+        nn.AlphaDropout(0.5),
+        nn.RReLU(),
+        nn.Sequential(nn.Identity(), nn.Dropout(0.5)),
+        Drawing(),
+        F.dropout,
+        nn.TransformerEncoderLayer(3, 1, 4),
+        _hooked(),
+        _patched(),
     ],
     ids=["dropout", "alpha", "rrelu", "nested", "own", "function", "transformer", "hook", "patched"],
-)  # fmt: skip
+)
 def test_whatever_draws_follows_the_key_and_not_the_generator(drawing):
     loss = Layers([nn.Linear(3, 3), drawing], lambda out, targets: (out**2).mean())
     step = fds.compose(fds.accumulate(2), fds.sgd(0.1))(loss)
@@ -319,16 +326,19 @@ class Holding(nn.Module):
         super().__init__()
 
 
-@pytest.mark.parametrize("make", [
-    lambda: LayerSpec(nn.Sequential, nn.Linear(4, 4)),
-    lambda: TiedLayerSpec("tied", nn.Sequential, nn.Linear(4, 4)),
-    lambda: LayerSpec(nn.Sequential, OrderedDict(a=nn.GELU(), b=nn.Linear(4, 4))),
-    lambda: LayerSpec(Holding, [nn.BatchNorm1d(3, affine=False)]),
-    lambda: LayerSpec(Holding, weight=nn.Parameter(torch.ones(2))),
-    lambda: LayerSpec(Holding, {"f": nn.Linear(4, 4).forward}),
-    lambda: LayerSpec(functools.partial(Holding, nn.Linear(4, 4))),
-    lambda: LayerSpec(Holding, TiedLayerSpec("tied", nn.Linear, 4, 4)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LayerSpec(nn.Sequential, nn.Linear(4, 4)),
+        lambda: TiedLayerSpec("tied", nn.Sequential, nn.Linear(4, 4)),
+        lambda: LayerSpec(nn.Sequential, OrderedDict(a=nn.GELU(), b=nn.Linear(4, 4))),
+        lambda: LayerSpec(Holding, [nn.BatchNorm1d(3, affine=False)]),
+        lambda: LayerSpec(Holding, weight=nn.Parameter(torch.ones(2))),
+        lambda: LayerSpec(Holding, {"f": nn.Linear(4, 4).forward}),
+        lambda: LayerSpec(functools.partial(Holding, nn.Linear(4, 4))),
+        lambda: LayerSpec(Holding, TiedLayerSpec("tied", nn.Linear, 4, 4)),
+    ],
+)
 def test_what_no_key_would_initialise_is_refused_with_the_spec_to_write(make):
     with pytest.raises(LossError) as caught:
         make()

@@ -180,7 +180,7 @@ FACTORIES = {
     "zero elements": lambda: nn.Sequential(nn.Linear(3, 3), with_parameter(lambda: torch.empty(0, 3))),
     "value of a draw": lambda: changed(nn.Linear(4, 4), lambda m: m.weight.mul_(1 / m.weight.std().item())),
     "loop on draws": lambda: with_parameter(positive),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES)
@@ -255,8 +255,10 @@ def test_what_is_never_written_is_zero():
 
 def test_a_piece_is_the_parameters_of_one_submodule():
     pieces = [list(piece) for piece in fds.recipe(lambda: nn.TransformerEncoderLayer(8, 2)).pieces(KEY)]
-    assert pieces[:2] == [["self_attn.in_proj_weight", "self_attn.in_proj_bias"],
-                          ["self_attn.out_proj.weight", "self_attn.out_proj.bias"]]  # fmt: skip
+    assert pieces[:2] == [
+        ["self_attn.in_proj_weight", "self_attn.in_proj_bias"],
+        ["self_attn.out_proj.weight", "self_attn.out_proj.bias"],
+    ]
     assert len(pieces) == 6
 
 

@@ -248,7 +248,8 @@ def test_a_buffer_may_remember_the_parameters(more):
 
 @pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
 @pytest.mark.parametrize(
-    "more", [[], [fds.loss_scale(8.0)], [fds.clip_by_global_norm(1)], [fds.donate()]], ids=range(4))
+    "more", [[], [fds.loss_scale(8.0)], [fds.clip_by_global_norm(1)], [fds.donate()]], ids=range(4)
+)
 def test_a_batch_that_weighs_nothing_is_a_step_that_is_skipped(weight, more):
     weights = iter([4.0, weight])
     step = fds.compose(*more, fds.ema(0.5), fds.adamw(0.1))(

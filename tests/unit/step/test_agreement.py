@@ -91,10 +91,13 @@ def test_whatever_call_of_a_step_comes_first_compares(tmp_path):
         state, batch = same.init(PARAMS), torch.ones(3)
         other = lambda: make(lambda i: fds.sgd(0.1 + i))
         calls = (
-            lambda step: step.init(PARAMS), lambda step: fds.load(tmp_path, step, PARAMS),
-            lambda step: step(state, batch), lambda step: step.evaluate(state, batch),
-            lambda step: step.describe(state, batch), lambda step: step.params(state),
-        )  # fmt: skip
+            lambda step: step.init(PARAMS),
+            lambda step: fds.load(tmp_path, step, PARAMS),
+            lambda step: step(state, batch),
+            lambda step: step.evaluate(state, batch),
+            lambda step: step.describe(state, batch),
+            lambda step: step.params(state),
+        )
         return [refused(lambda call=call: call(other())).got for call in calls]
 
     assert fds.simulate(body, 2) == [["sgd(lr=1.1)"] * 6] * 2
@@ -122,8 +125,14 @@ def test_ranks_that_composed_the_same_are_not_refused():
                 memo[int(t)] = 0.1 / (1 + int(t))
             return memo[int(t)]
 
-        for schedule in (cached, memoized, Local(0.1), functools.partial(falling, start=0.2), captured(0.3),
-                         Local(0.1).__call__):  # fmt: skip
+        for schedule in (
+            cached,
+            memoized,
+            Local(0.1),
+            functools.partial(falling, start=0.2),
+            captured(0.3),
+            Local(0.1).__call__,
+        ):
             make(lambda i, schedule=schedule: fds.adamw(schedule)).init(PARAMS)
         return [spelled(x) for x in (object(), torch.device("cuda", axis.index), axis, {1, 2, 3}, cached, memoized)]
 

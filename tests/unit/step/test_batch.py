@@ -78,8 +78,15 @@ def test_what_has_an_entry_for_each_row_and_cannot_be_cut_is_refused(path):
 
 
 def test_what_has_another_length_or_is_a_size_is_not_taken_for_rows():
-    batch = {"x": ROWS, "names": ["a", "b"], "size": (3, 224, 224, 1.0), "table": np.ones((3, 4)), "none": [],
-             "word": "four", "tensors": [ROWS] * 4}  # fmt: skip
+    batch = {
+        "x": ROWS,
+        "names": ["a", "b"],
+        "size": (3, 224, 224, 1.0),
+        "table": np.ones((3, 4)),
+        "none": [],
+        "word": "four",
+        "tensors": [ROWS] * 4,
+    }
     for part in seen_by_the_loss(batch, 2):
         assert all(part[name] is batch[name] or part[name] == batch[name] for name in batch.keys() - {"x", "tensors"})
 

@@ -91,8 +91,9 @@ def test_what_follows_an_update_reads_the_new_slots_donated_or_not(more):
     step = fds.compose(
         filled(after=Counts(), slots={"counts": zero}),
         fds.step.Transform("second", "second()", lambda s: fds.step.fill(s, after=Reads(), slots={"reads": zero})),
-        *more, fds.sgd(0.1),
-    )(lambda p, x: (p["w"] * x).sum())  # fmt: skip
+        *more,
+        fds.sgd(0.1),
+    )(lambda p, x: (p["w"] * x).sum())
     state = step.init({"w": torch.ones(3)})
     for _ in range(3):
         state, _ = step(state, torch.ones(3))
@@ -106,7 +107,8 @@ def test_a_view_that_writes_into_what_the_call_shows_is_refused(what):
         return x
 
     step = fds.compose(filled(view=view, slots={"n": lambda params, device: torch.zeros(())}), fds.sgd(0.1))(
-        lambda p, x: (p["w"] * x).sum())  # fmt: skip
+        lambda p, x: (p["w"] * x).sum()
+    )
     with pytest.raises(LossError, match="writes over what it is given") as caught:
         step(step.init({"w": torch.ones(3)}), torch.ones(3))
     assert caught.value.where == {"slots": "slots.n", "step": "step"}[what]

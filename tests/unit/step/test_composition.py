@@ -27,11 +27,18 @@ def mine(rate):
     return lambda step: step
 
 
-@pytest.mark.parametrize(("factory", "want"), [
-    (fds.sgd, "fds.sgd(...)"), (fds.adamw, "fds.adamw(...)"), (fds.by_name, "fds.by_name(...)"),
-    (fds.donate, "fds.donate()"), (fds.skip_nonfinite, "fds.skip_nonfinite()"), (fds.accumulate, "fds.accumulate(...)"),
-    (mine, "mine(...)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("factory", "want"),
+    [
+        (fds.sgd, "fds.sgd(...)"),
+        (fds.adamw, "fds.adamw(...)"),
+        (fds.by_name, "fds.by_name(...)"),
+        (fds.donate, "fds.donate()"),
+        (fds.skip_nonfinite, "fds.skip_nonfinite()"),
+        (fds.accumulate, "fds.accumulate(...)"),
+        (mine, "mine(...)"),
+    ],
+)
 def test_a_factory_that_was_not_called_is_refused_with_the_call(factory, want):
     with pytest.raises(ComposeError) as caught:
         fds.compose(factory, fds.sgd(0.1))
@@ -65,8 +72,8 @@ def test_a_composition_without_an_optimizer_is_refused_with_one_shown(parts):
 
 
 @pytest.mark.parametrize(
-    "loss", [fds.accumulate(2), fds.sgd(0.1), fds.compose(fds.sgd(0.1)), None, 3, torch.ones(1), fds.accumulate],
-)  # fmt: skip
+    "loss", [fds.accumulate(2), fds.sgd(0.1), fds.compose(fds.sgd(0.1)), None, 3, torch.ones(1), fds.accumulate]
+)
 def test_what_is_no_loss_is_refused(loss):
     with pytest.raises(ComposeError, match="loss"):
         fds.compose(fds.adam(0.1))(loss)

@@ -71,8 +71,11 @@ BROKEN = {
     "condition: a list": ({"condition": lambda grads, call: grads.leaves}, "condition", "Gradients"),
     "condition: nothing": ({"condition": lambda grads, call: None}, "condition", "Gradients"),
     "condition: fewer": ({"condition": lambda g, call: Gradients(g.leaves[:1], g.scale)}, "condition", "2 leaves"),
-    "condition: others": ({"condition": lambda g, call: Gradients([x.sum() for x in g.leaves], None)}, "condition",
-                          "(3, 2)"),
+    "condition: others": (
+        {"condition": lambda g, call: Gradients([x.sum() for x in g.leaves], None)},
+        "condition",
+        "(3, 2)",
+    ),
     "split: nothing": ({"split": lambda batch: None}, "split", "list"),
     "split: none": ({"split": lambda batch: []}, "split", "list"),
     "context: a dtype": ({"context": lambda call: torch.float16}, "context", "context manager"),
@@ -91,7 +94,7 @@ BROKEN = {
     "after: larger": ({"after": Noted(torch.zeros(3)), "slots": NOTED}, "after", "(2,)"),
     "optimizer: nothing": ({"optimizer": fds.Optimizer(empty, lambda *a, **k: None)}, "optimizer", "(params, opt)"),
     "optimizer: fewer": ({"optimizer": fds.Optimizer(empty, lambda *a, **k: ([], {}))}, "optimizer", "2 leaves"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("stations", "where", "want"), BROKEN.values(), ids=BROKEN)
@@ -163,7 +166,7 @@ UNFIT = {
     "execute: half of one": ({"execute": Half()}, "Half", "InTurn"),
     "topology: an unknown role": ({"topology": fds.step.Dimension(None, "tensors")}, "tensors", "'data', 'tensor'"),
     "slots: tensors": ({"slots": {"noted": torch.zeros(2)}}, "noted", "function"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("stations", "got", "want"), UNFIT.values(), ids=UNFIT)
@@ -191,9 +194,11 @@ def misshapen(rewrite):
     return rewrite
 
 
-@pytest.mark.parametrize("part", [
-    returning(None), returning(3), misshapen(None), misshapen(lambda: None), misshapen(lambda step, loss: step),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "part",
+    [returning(None), returning(3), misshapen(None), misshapen(lambda: None), misshapen(lambda step, loss: step)],
+    ids=str,
+)
 def test_a_transform_that_returns_no_step_is_named(part):
     step = fds.compose(fds.sgd(0.1))(loss_fn)
     for use in (lambda: fds.compose(part, fds.sgd(0.1))(loss_fn), lambda: part(step)):
@@ -207,16 +212,17 @@ MISTAKEN = {
     "a loss of one argument": (lambda: sgd(lambda params: 0), "(params, batch)"),
     "an eval_fn of three": (lambda: sgd(loss_fn, lambda p, b, c: 0), "(params, batch)"),
     "a loss without buffers": (
-        lambda: sgd(fds.with_buffers(loss_fn, {"n": torch.zeros(1)})), "(params, batch, buffers)"),
+        lambda: sgd(fds.with_buffers(loss_fn, {"n": torch.zeros(1)})),
+        "(params, batch, buffers)",
+    ),
     "buffers of none": (lambda: fds.with_buffers(loss_fn, None), "name -> tensor"),
     "a class of modules": (lambda: fds.functional(nn.Linear), "an nn.Module"),
     "a recipe of a module": (lambda: fds.recipe(nn.Linear(3, 2)), "fds.recipe(lambda"),
     "a factory without a key": (lambda: sgd(loss_fn).init(lambda: make_params()), "key -> params"),
     "a list of optimizers": (lambda: fds.by_name([fds.sgd(0.1)]), "{pattern: optimizer"),
     "a load without its step": (lambda: fds.load("run", make_params(), make_params()), "a Step"),
-    "a save without its step": (lambda: fds.save("run", sgd(loss_fn).init(make_params()), None),
-                                "a Step"),
-}  # fmt: skip
+    "a save without its step": (lambda: fds.save("run", sgd(loss_fn).init(make_params()), None), "a Step"),
+}
 
 
 @pytest.mark.parametrize(("mistaken", "want"), MISTAKEN.values(), ids=MISTAKEN)

@@ -212,14 +212,21 @@ class Registered:
 
 
 _pytree.register_pytree_node(
-    Registered, lambda x: ([x.w], None), lambda parts, _: Registered(*parts),
+    Registered,
+    lambda x: ([x.w], None),
+    lambda parts, _: Registered(*parts),
     flatten_with_keys_fn=lambda x: ([(_pytree.GetAttrKey("w"), x.w)], None),
-)  # fmt: skip
+)
 CONTAINERS = {
-    "dataclass": Data, "attrs": Slotted, "attrs with a dict": Open, "registered": Registered,
-    "named tuple": namedtuple("Named", "w"), "mapping": lambda w: UserDict(w=w), "dict": lambda w: {"w": w},
+    "dataclass": Data,
+    "attrs": Slotted,
+    "attrs with a dict": Open,
+    "registered": Registered,
+    "named tuple": namedtuple("Named", "w"),
+    "mapping": lambda w: UserDict(w=w),
+    "dict": lambda w: {"w": w},
     "list": lambda w: [w],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outermost", "inside"])

@@ -159,7 +159,7 @@ MODULES = {
     "conv": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 2, 3)), IMAGES),
     "prelu": (lambda: nn.Sequential(nn.PReLU(), nn.Linear(8, 2)), rand(2, 8)),
     "tied": (Tied, IDS),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -313,23 +313,26 @@ LOSSES = {
     "hessian": lambda p: torch.func.hessian(square)(p["a"]).sin().sum(),
     "vmap": lambda p: torch.vmap(lambda row: (p["a"] @ row).tanh().sum())(X).sum(),
     "vmap over a parameter": lambda p: torch.vmap(lambda row: (row * X).tanh().sum())(p["a"]).sum(),
-    "per-sample grads": lambda p: torch.vmap(torch.func.grad(lambda x, w: layer(x, w).sum(), 1), (0, None))(X, p["a"])
-    .square().sum(),
+    "per-sample grads": lambda p: (
+        torch.vmap(torch.func.grad(lambda x, w: layer(x, w).sum(), 1), (0, None))(X, p["a"]).square().sum()
+    ),
     "double backward": penalty_on_gradients,
     "own gradient": own_gradient,
     "offloaded": offloaded,
     "checkpoint": lambda p: again(layer, again(layer, X, p["a"]), p["a"]).sum(),
     "nested checkpoint": lambda p: again(lambda x: layer(again(layer, layer(x, p["b"]), p["a"]), p["b"]), X).sum(),
     "selective checkpoint": lambda p: again(
-        lambda x: layer(layer(x, p["b"]), p["a"]), X,
+        lambda x: layer(layer(x, p["b"]), p["a"]),
+        X,
         context_fn=lambda: create_selective_checkpoint_contexts(remember_matmuls),
     ).sum(),
-    "reentrant checkpoint": lambda p: checkpoint(
-        lambda x: layer(layer(x, p["b"]), p["a"]), X.clone().requires_grad_(), use_reentrant=True
-    ).sum() + p["a"].sum(),
+    "reentrant checkpoint": lambda p: (
+        checkpoint(lambda x: layer(layer(x, p["b"]), p["a"]), X.clone().requires_grad_(), use_reentrant=True).sum()
+        + p["a"].sum()
+    ),
     "reentrant checkpoint, as argument": lambda p: checkpoint(layer, X, p["a"], use_reentrant=True).sum(),
     "forward mode": lambda p: torch.autograd.functional.jvp(square, p["a"], p["b"], create_graph=True)[1],
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's forward mode does

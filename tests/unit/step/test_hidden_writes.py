@@ -40,10 +40,11 @@ def of(module):
 
 
 LOSSES = {
-    "parameter": (clip, "params.weight"), "batch": (halve_inputs, "batch"),
+    "parameter": (clip, "params.weight"),
+    "batch": (halve_inputs, "batch"),
     "module": (of(Clipping(3, 3, bias=False)), "params.weight"),
     "replaced": (of(Replacing(3, 3, bias=False)), "params.weight"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

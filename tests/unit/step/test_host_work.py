@@ -86,7 +86,7 @@ def test_calls_are_linear_in_the_number_of_parameters(name):
 BOUNDS = {  # beside what the module's own forward and backward call: calls of Python and of C a parameter
     **dict.fromkeys(["pure", "donated", "stage 0", "stage 1", "stage 2", "stage 3, room for all"], (0.1, 0.1)),
     "stage 3": (20.1, 23.1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -98,9 +98,14 @@ def test_a_parameter_costs_few_calls(name):
 
 
 FIXED = {  # calls of Python and of C a step, however few parameters there are
-    "pure": (420, 335), "donated": (435, 350), "stage 0": (520, 455), "stage 1": (590, 530), "stage 2": (625, 575),
-    "stage 3": (650, 580), "stage 3, room for all": (630, 580),
-}  # fmt: skip
+    "pure": (420, 335),
+    "donated": (435, 350),
+    "stage 0": (520, 455),
+    "stage 1": (590, 530),
+    "stage 2": (625, 575),
+    "stage 3": (650, 580),
+    "stage 3, room for all": (630, 580),
+}
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -125,8 +130,13 @@ def test_setting_up_is_linear(what):
         step = fds.compose(fds.freeze("0.*"), fds.adamw())(lambda p, batch: apply(p, batch).pow(2).mean())
         state = step.init(params)
         fresh = fds.compose(fds.freeze("0.*"), fds.adamw())(step.loss)
-        return calls({"init": lambda: fresh.init(params), "structure": lambda: fresh.structure(params),
-                      "describe": lambda: fresh.describe(state)}[what])  # fmt: skip
+        return calls(
+            {
+                "init": lambda: fresh.init(params),
+                "structure": lambda: fresh.structure(params),
+                "describe": lambda: fresh.describe(state),
+            }[what]
+        )
 
     small, large = per_leaf(count, 40, 140), per_leaf(count, 240, 340)
     for event in small:

@@ -71,9 +71,10 @@ def test_a_parameter_that_is_not_finite_is_named(value):
 
 
 @pytest.mark.parametrize(
-    "view", [lambda w: w, lambda w: w.detach(), lambda w: w.t(), lambda w: w.view(-1), lambda w: w[1:]],
+    "view",
+    [lambda w: w, lambda w: w.detach(), lambda w: w.t(), lambda w: w.view(-1), lambda w: w[1:]],
     ids=["itself", "detached", "transposed", "flat", "overlapping"],
-)  # fmt: skip
+)
 def test_shared_memory_is_refused_by_both_names(view):
     w = torch.randn(3, 3)
     with pytest.raises(StateError, match="share") as caught:

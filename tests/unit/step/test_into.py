@@ -156,10 +156,16 @@ class WithoutNorm(Tied):
 
 
 REFUSED = {
-    "missing": Renamed, "shape": Wider, "untied": Untied, "overlapping": Overlapping, "buffers": WithoutNorm,
-    "meta": lambda: Tied().to("meta"), "no module": dict, "integers": lambda: _integers(),
+    "missing": Renamed,
+    "shape": Wider,
+    "untied": Untied,
+    "overlapping": Overlapping,
+    "buffers": WithoutNorm,
+    "meta": lambda: Tied().to("meta"),
+    "no module": dict,
+    "integers": lambda: _integers(),
     "expanded": lambda: _expanded(),
-}  # fmt: skip
+}
 
 
 def _integers():

@@ -83,11 +83,15 @@ REFUSED = {
     "one argument": (lambda: Memory("a", lambda params: params, "named"), "(shapes, device) -> slot"),
     "elsewhere": (lambda: Memory("a", zero, "sliced"), "'parameters', 'named', 'replicated'"),
     "no memory": (lambda: fds.compose(remembers({"a": zero}), fds.sgd(0.1))(layers()), "Memory(slot, init, lies"),
-    "no dict": (lambda: fds.compose(remembers(Memory("a", zero, "named")), fds.sgd(0.1))(layers()).init(layers().init),
-                "a dict: name -> tensor"),
-    "twice": (lambda: fds.compose(remembers(Memory("ema", zero, "named")), fds.ema(0.9), fds.sgd(0.1))(layers()),
-              "name='ema_2'"),
-}  # fmt: skip
+    "no dict": (
+        lambda: fds.compose(remembers(Memory("a", zero, "named")), fds.sgd(0.1))(layers()).init(layers().init),
+        "a dict: name -> tensor",
+    ),
+    "twice": (
+        lambda: fds.compose(remembers(Memory("ema", zero, "named")), fds.ema(0.9), fds.sgd(0.1))(layers()),
+        "name='ema_2'",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

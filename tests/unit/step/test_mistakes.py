@@ -108,8 +108,9 @@ def test_a_batch_map_that_writes_into_the_rows_is_refused(evaluated):
         return batch
 
     batch = tree.map(torch.clone, BATCH)
-    step = fds.compose(mine(batch=kept), fds.step.Transform("two", "two()", lambda s: fill(s, batch=writes)),
-                       fds.sgd(0.1))(loss_fn)  # fmt: skip
+    step = fds.compose(
+        mine(batch=kept), fds.step.Transform("two", "two()", lambda s: fill(s, batch=writes)), fds.sgd(0.1)
+    )(loss_fn)
     state = step.init(make_params())
     with pytest.raises(ComposeError, match="writes over the batch") as caught:
         step.evaluate(state, batch) if evaluated else step(state, batch)
@@ -124,8 +125,9 @@ def test_a_batch_map_may_write_into_what_another_one_made():
     with torch.inference_mode():
         unversioned = tree.map(torch.clone, BATCH)
     for batch in (BATCH, unversioned):
-        one, two = (fds.compose(*parts, fds.sgd(0.1))(loss_fn) for parts in ((mine(batch=made), second),
-                                                                            (mine(batch=added),)))  # fmt: skip
+        one, two = (
+            fds.compose(*parts, fds.sgd(0.1))(loss_fn) for parts in ((mine(batch=made), second), (mine(batch=added),))
+        )
         assert_same_bits(*(step(step.init(make_params()), batch) for step in (one, two)))
 
 
@@ -178,8 +180,14 @@ def test_a_dimension_of_swapped_arguments_or_a_class_is_refused():
     fds.simulate(run, 2)
 
 
-@pytest.mark.parametrize("made", [lambda g: Gradients(g.leaves, 2.0), lambda g: Gradients(g.leaves, torch.ones(2)),
-                                  lambda g: Gradients(g.leaves, None, 1.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda g: Gradients(g.leaves, 2.0),
+        lambda g: Gradients(g.leaves, torch.ones(2)),
+        lambda g: Gradients(g.leaves, None, 1.0),
+    ],
+)
 def test_gradients_of_another_scale_or_norm_are_refused(made):
     error = refused(condition=lambda grads, call: made(grads))
     assert "'condition'" in error.where and "() tensor" in error.want and error.got[:5] in ("scale", "norm:")
@@ -250,7 +258,7 @@ IN_WORDS = {
     "an after": ({"after": Late(), "slots": SLOTS}, "got:   Late.__call__(slot, params, skip)"),
     "a class": ({"reduce": {"transport": Half}}, "an object of it"),
     "a flag of a transport": ({"reduce": {"transport": type("Odd", (Transport,), {"keeps": "yes"})()}}, "keeps: 'yes'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("stations", "words"), IN_WORDS.values(), ids=IN_WORDS)

@@ -60,8 +60,12 @@ def squared(grads, call):
     return Gradients(grads.leaves, grads.scale)
 
 
-ACCEPTS = Memory("kept", lambda shapes, device: torch.zeros(()), "replicated",
-                 accept=lambda slot, noted, call: call.note("largest", "0.bias", slot) or slot)  # fmt: skip
+ACCEPTS = Memory(
+    "kept",
+    lambda shapes, device: torch.zeros(()),
+    "replicated",
+    accept=lambda slot, noted, call: call.note("largest", "0.bias", slot) or slot,
+)
 KEPT = Memory("kept", lambda shapes, device: torch.zeros(()), "replicated")
 REFUSED = {
     "an unknown slot": (filled(LARGEST, view=noting("largst")), "no entry", "largest"),
@@ -75,7 +79,7 @@ REFUSED = {
     "what follows an update": (filled(LARGEST, KEPT, after=After()), "nothing may be noted", "call.note in"),
     "what accepts": (filled(LARGEST, ACCEPTS), "nothing may be noted", "call.note in"),
     "a gradient map that does not say so": (filled(LARGEST, condition=squared), "nothing may be noted", "notes = True"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -146,9 +150,11 @@ def test_a_commit_may_say_what_a_skipped_step_makes_of_a_slot():
     assert set(map(float, after.slots["total"].values())) == {-1.0}
 
 
-BROKEN = {"another structure": lambda slot, noted, call: torch.zeros(()),
-          "another dtype": lambda slot, noted, call: {name: x.double() for name, x in slot.items()},
-          "what it was given": lambda slot, noted, call: {name: x.add_(1) for name, x in slot.items()}}  # fmt: skip
+BROKEN = {
+    "another structure": lambda slot, noted, call: torch.zeros(()),
+    "another dtype": lambda slot, noted, call: {name: x.double() for name, x in slot.items()},
+    "what it was given": lambda slot, noted, call: {name: x.add_(1) for name, x in slot.items()},
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -182,15 +188,20 @@ KINDS = {"float16": 60000.0, "bfloat16": 1.5, "float32": -2.5, "float64": -1e300
 @pytest.mark.parametrize("merge", ["max", "sum"])
 def test_ranks_put_every_kind_of_number_together_exactly(merge):
     half = lambda x: type(x)(x // 2 if isinstance(x, int) else x / 2)
-    told = [{name: torch.tensor([half(x), 0], dtype=getattr(torch, name)) for name, x in KINDS.items()},
-            {name: torch.tensor([x, 1], dtype=getattr(torch, name)) for name, x in KINDS.items()}]  # fmt: skip
+    told = [
+        {name: torch.tensor([half(x), 0], dtype=getattr(torch, name)) for name, x in KINDS.items()},
+        {name: torch.tensor([x, 1], dtype=getattr(torch, name)) for name, x in KINDS.items()},
+    ]
     told[0]["special"] = torch.full((5,), -5.0)
     told[1]["special"] = torch.tensor([-torch.inf, -1.0, 0.0, torch.inf, torch.nan])
 
     def init(shapes, device):
         with device:
-            return {**{name: torch.zeros_like(x) for name, x in told[0].items()}, "untold": torch.zeros(()),
-                    "empty": torch.zeros(0, 3)}  # fmt: skip
+            return {
+                **{name: torch.zeros_like(x) for name, x in told[0].items()},
+                "untold": torch.zeros(()),
+                "empty": torch.zeros(0, 3),
+            }
 
     def note(batch, call):
         for name, value in told[fds.mesh(dp=-1).rank].items():
@@ -202,8 +213,9 @@ def test_ranks_put_every_kind_of_number_together_exactly(merge):
     found = fds.simulate(lambda: run(filled(memory, batch=note), sharded()).slots["slot"], world_size=2)
     assert_same_bits(found[0], found[1])
     together = torch.maximum if merge == "max" else torch.add
-    assert_same_bits({name: found[0][name] for name in told[0]},
-                     {name: together(told[0][name], told[1][name]) for name in told[0]})  # fmt: skip
+    assert_same_bits(
+        {name: found[0][name] for name in told[0]}, {name: together(told[0][name], told[1][name]) for name in told[0]}
+    )
     assert float(found[0]["untold"]) == (-torch.inf if merge == "max" else 0) and found[0]["empty"].shape == (0, 3)
 
 

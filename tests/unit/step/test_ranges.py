@@ -40,7 +40,12 @@ def test_a_sharded_step_shows_what_ranks_do_inside_forward_and_backward(stage):
 
     found = fds.simulate(run, 2)[0]
     assert [path for path in dict.fromkeys(found) if len(path) == 1] == [
-        ("fds::gather",), ("fds::forward",), ("fds::backward",), ("fds::reduce",), ("fds::optimizer",)]  # fmt: skip
+        ("fds::gather",),
+        ("fds::forward",),
+        ("fds::backward",),
+        ("fds::reduce",),
+        ("fds::optimizer",),
+    ]
     assert ("fds::backward", "fds::reduce") in found
     assert (("fds::forward", "fds::gather") in found) == (stage == 3)
 

@@ -70,5 +70,7 @@ def test_the_order_of_names_in_the_state_does_not_matter():
     state = step.init(make_params())
     turn = lambda named: dict(reversed(named.items()))
     opt = turn({slot: turn(named) for slot, named in state.opt.items()})
-    assert_same_bits(dict(sorted(step(attrs.evolve(state, opt=opt), BATCH)[0].opt.items())),
-                     dict(sorted(step(state, BATCH)[0].opt.items())))  # fmt: skip
+    assert_same_bits(
+        dict(sorted(step(attrs.evolve(state, opt=opt), BATCH)[0].opt.items())),
+        dict(sorted(step(state, BATCH)[0].opt.items())),
+    )
