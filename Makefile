@@ -9,7 +9,7 @@ PEERS := .venv-peers/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-peers test-inductor laws faults fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels gallery golden clean
+.PHONY: help setup train test test-peers test-inductor laws faults fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels gallery architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -67,6 +67,9 @@ bench-kernels: $(READY)  ## time the kernels on a GPU beside torch's; without on
 
 gallery: $(READY)  ## draw the schedules of docs/pipelines.md again, into docs/images
 	@$(BIN)/python docs/draw_schedules.py $(ARGS)
+
+architecture: $(READY)  ## draw the rooms of ARCHITECTURE.md again, into docs/architecture.svg
+	@$(BIN)/python docs/draw_architecture.py $(ARGS)
 
 golden: $(PEERS)  ## record again what DeepSpeed does, into tests/golden (needs .venv-peers, large)
 	@DS_ACCELERATOR=cpu .venv-peers/bin/python tests/golden/generate.py $(ARGS)
