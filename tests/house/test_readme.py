@@ -69,6 +69,19 @@ def test_a_documents_make_targets_exist(path):
     assert make_targets((ROOT / path).read_text()) <= targets
 
 
+def test_the_readme_is_one_screen():
+    assert len((ROOT / "README.md").read_bytes()) <= 8192
+
+
+def test_the_readme_begins_with_a_complete_program(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text()
+    first = next(code for language, code, _ in blocks(text) if language == "python")
+    with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng():
+        exec(compile(first, "README.md", "exec"), {"__name__": "__main__"})
+    assert (tmp_path / "run" / "latest").exists()
+
+
 DOCUMENT = """\
 Call `make train` or
 
