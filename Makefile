@@ -6,10 +6,11 @@ JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv-peers/.ready
+DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-peers test-inductor laws faults fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels gallery architecture golden clean
+.PHONY: help setup train test test-peers test-inductor laws faults fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -71,11 +72,21 @@ gallery: $(READY)  ## draw the schedules of docs/pipelines.md again, into docs/i
 architecture: $(READY)  ## draw the rooms of ARCHITECTURE.md again, into docs/architecture.svg
 	@$(BIN)/python docs/draw_architecture.py $(ARGS)
 
+docs: $(DOCS)  ## build the documentation's site into site/, without a network; a dead link fails
+	@$(MKDOCS) build --strict --quiet $(ARGS)
+	@echo 'fds: site/index.html; searching needs a server, as make docs-serve is one'
+
+docs-serve: $(DOCS)  ## show the documentation's site at http://127.0.0.1:8000, built again at every change
+	@$(MKDOCS) serve $(ARGS)
+
+docs-look: docs  ## take pictures of the site in a browser, into .look/, and check it there (needs chromium)
+	@.venv-docs/bin/python docs/generate/look.py $(ARGS)
+
 golden: $(PEERS)  ## record again what DeepSpeed does, into tests/golden (needs .venv-peers, large)
 	@DS_ACCELERATOR=cpu .venv-peers/bin/python tests/golden/generate.py $(ARGS)
 
 clean:  ## remove the environments and every cache
-	@rm -rf .venv .venv-peers .pytest_cache .ruff_cache fds.egg-info
+	@rm -rf .venv .venv-peers .venv-docs site .look .pytest_cache .ruff_cache fds.egg-info
 	@find fds tests examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # torch comes first and pinned: a bare `torch` may be another release, and the build of fds needs torch's setuptools.
@@ -97,7 +108,14 @@ $(READY): pyproject.toml constraints.txt
 $(PEERS): pyproject.toml constraints.txt
 	$(call install,peers)
 
+$(DOCS): pyproject.toml constraints.txt  # the extra alone, without torch: the sources are read, not imported
+	@$(PYTHON) -m venv --clear .venv-docs
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	    | .venv-docs/bin/python -m pip install -qq -c constraints.txt -r /dev/stdin
+	@touch $@
+
 $(PEERS_TESTED): $(PEERS)  # with what the modules of all tests import, for pytest reads them all
 	$(call install,dev$(comma)plot$(comma)peers)
 
+MKDOCS := NO_MKDOCS_2_WARNING=1 PYTHONDONTWRITEBYTECODE=1 .venv-docs/bin/mkdocs
 comma := ,
