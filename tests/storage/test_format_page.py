@@ -4,7 +4,6 @@ import datetime
 import json
 import os
 import re
-from pathlib import Path
 from unittest import mock
 
 import attrs
@@ -20,10 +19,9 @@ from fds.storage.format import manifest
 from fds.storage.format.tensors import CODES, DTYPES
 from tests.bits import assert_same_bits
 from tests.laws.problems import language, token_mean
+from tests.storage.page import PAGE, assert_read, page_reader
 from tests.storage.states import Template, small_state, state_of
 from tests.storage.topologies import Stages, Topology, plain
-
-PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,24 +32,7 @@ def no_power_fails_here():
 
 @pytest.fixture(scope="module")
 def read():
-    """The page's reader."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [line for line in code.splitlines() if line.strip()]
-    assert len(lines) <= 42
-    imported = {line.split()[1] for line in lines if re.match(r"import|from", line)}
-    assert imported == {"json", "struct", "pathlib", "numpy", "xxhash"}
-    names = {}
-    exec(compile(code, str(PAGE), "exec"), names)
-    return names["read"]
-
-
-def assert_read(found, want):
-    """Compare arrays with tensors, bit for bit; what NumPy has no name for is there as integers."""
-    assert found.keys() == want.keys()
-    for name, x in want.items():
-        x = x.detach().resolve_conj().contiguous()
-        assert found[name].shape == tuple(x.shape) and found[name].dtype.itemsize == x.dtype.itemsize, name
-        assert found[name].tobytes() == x.reshape(-1).view(torch.uint8).numpy().tobytes(), name
+    return page_reader()
 
 
 def test_the_reader_reads_every_dtype(tmp_path, read):

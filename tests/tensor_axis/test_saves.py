@@ -17,7 +17,7 @@ from fds.errors import StorageError
 from fds.storage.disk.reader import Files
 from fds.storage.source import Source
 from tests.bits import assert_same_bits
-from tests.storage.test_format_page import assert_read, read  # noqa: F401 (a fixture)
+from tests.storage.page import assert_read, page_reader
 from tests.tensor_axis.splitting import Place, model, share
 
 SPLIT = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "seen": 0}
@@ -88,7 +88,7 @@ def test_any_product_of_axes_saves_what_any_other_loads(tmp_path, place, other):
     assert storage.differences(tmp_path / "many", tmp_path / "again") == []
 
 
-def test_the_pages_reader_puts_boxes_together(tmp_path, read):  # noqa: F811
+def test_the_pages_reader_puts_boxes_together(tmp_path):
     place = Place(2, data=2, zero=1)
 
     def body():
@@ -96,7 +96,7 @@ def test_the_pages_reader_puts_boxes_together(tmp_path, read):  # noqa: F811
         fds.save(tmp_path, state, step)
 
     fds.simulate(body, place.ranks)
-    assert_read(read(tmp_path)[0], leaves(storage.open_source(tmp_path)))
+    assert_read(page_reader()(tmp_path)[0], leaves(storage.open_source(tmp_path)))
 
 
 def test_chunks_say_their_boxes_and_whole_leaves_have_none(tmp_path):

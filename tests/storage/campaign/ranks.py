@@ -18,6 +18,7 @@ from fds.errors import FdsError, RankError
 from fds.storage.disk import aside
 from tests import ranks
 from tests.storage.campaign.outcomes import Row, Violation
+from tests.storage.holding import until
 
 TIMEOUT = 4.0  # seconds that ranks wait for each other
 LATE = 6.0  # seconds beyond it that a busy machine may take
@@ -37,8 +38,7 @@ def meet(dir: str) -> None:
     here = Path(dir).parent / f"met-at-{os.environ['MASTER_PORT']}"
     here.mkdir(parents=True, exist_ok=True)
     (here / os.environ["RANK"]).touch()
-    while len(list(here.iterdir())) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.01)
+    until(lambda: len(list(here.iterdir())) == int(os.environ["WORLD_SIZE"]))
 
 
 def told(call: Callable[[], object]) -> None:
