@@ -83,6 +83,8 @@ def _is_op(x: Any) -> bool:
 
 
 def _chain(group: list[LayerCall], *args: Any) -> Any:
+    if group[0].in_place:  # the first layer of a stage: what it is given is needed again to recompute
+        args = tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, args)
     out = group[0](*args)
     for call in group[1:]:
         out = call(out)

@@ -269,3 +269,20 @@ def test_a_module_that_stands_three_times_is_one_in_any_stages(partition):
         assert_close(params, want)
     for copy in copies:
         assert_same_bits(copy, copies[0])
+
+
+@pytest.mark.parametrize("schedule", [plans.one_f_one_b, plans.zb_h1])
+def test_a_stage_that_begins_with_a_layer_in_place_is_recomputed(schedule):
+    """What the stage was sent is needed again, and the layer would have written over it."""
+    linear = fds.LayerSpec(nn.Linear, 6, 6)
+    loss = fds.Layers([linear, linear, nn.SiLU(inplace=True), linear], nn.MSELoss())
+    g = torch.Generator().manual_seed(0)
+    batch = torch.randn(6, 6, generator=g), torch.randn(6, 6, generator=g)
+
+    def run(split):
+        return called(fds.compose(split(), fds.checkpoint_activations(), fds.sgd(0.1))(loss), batch)
+
+    cut = lambda: fds.pipeline(schedule, fds.mesh(pp=2)["pp"], num_microbatches=3, partition=[0, 2, 4])
+    _, _, metrics, params = run(lambda: fds.accumulate(3))
+    for _, _, told, whole in fds.simulate(lambda: run(cut), 2):
+        assert_close((told, whole), (metrics, params))
