@@ -27,15 +27,6 @@ DATA = bytes(range(256)) * 40
 NAME = "rank0.safetensors"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def only_what_is_made_here_is_collected():
-    """Set aside what there was before: looking through all of torch takes half a second, twice a test."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def no_file_stays_open():
     gc.collect()  # what tests before this one held

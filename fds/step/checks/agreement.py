@@ -138,11 +138,12 @@ def _constants(code: types.CodeType) -> tuple:
     return (*(const for const in code.co_consts if isinstance(const, numbers.Number)), *inner)
 
 
-def _writes(code: types.CodeType) -> tuple[bool, set[str]]:
+@functools.lru_cache(maxsize=1024)  # disassembling was a quarter of `init` and of two steps of a small model on ranks
+def _writes(code: types.CodeType) -> tuple[bool, frozenset[str]]:
     """Return whether a function writes into containers, and which captured names it assigns; inner functions too."""
     steps = list(dis.get_instructions(code))
     filled = any(step.opname == "STORE_SUBSCR" for step in steps) or not _FILLING.isdisjoint(code.co_names)
-    assigned = {step.argval for step in steps if step.opname == "STORE_DEREF"}
+    assigned = frozenset(step.argval for step in steps if step.opname == "STORE_DEREF")
     for inner in (const for const in code.co_consts if isinstance(const, types.CodeType)):
         more, names = _writes(inner)
         filled, assigned = filled or more, assigned | names
