@@ -10,7 +10,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-peers test-inductor laws faults fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test test-peers test-inductor laws faults mutants fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -35,6 +35,9 @@ laws: $(READY)  ## run the laws on many more examples than `make test`, new ones
 
 faults: $(READY)  ## kill saves and ranks, fail every write, tamper with files: some ten minutes, new instants every time
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.storage.campaign $(ARGS)
+
+mutants: $(READY)  ## break fds in some 200 ways, one at a time: a test must notice each (an hour; ARGS="fds/storage" for a part)
+	@$(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
 
 fuzz-config: $(PEERS)  ## train by 500 random configurations beside DeepSpeed (needs .venv-peers, large; some twenty minutes)
 	@.venv-peers/bin/python -m tests.fuzzing $(ARGS)

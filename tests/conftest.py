@@ -12,7 +12,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(__file__).parents[1] / ".pytest_cache" / "hypothesis"))
 
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 if not torch.cuda.is_available():
@@ -24,6 +24,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("full", max_examples=250, deadline=None, print_blob=True)
+# `make mutants` asks only whether a test fails, of the same examples as "fast"
+settings.register_profile("unshrunk", settings.get_profile("fast"), phases=set(Phase) - {Phase.shrink, Phase.explain})
 settings.load_profile(os.environ.get("FDS_HYPOTHESIS_PROFILE", "fast"))
 
 

@@ -1,0 +1,1 @@
+"""The tables of mutants, one module for each room of fds or a few small ones."""

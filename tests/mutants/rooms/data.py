@@ -1,0 +1,86 @@
+"""Mutants of fds/data: shares, orders, positions, draws."""
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "shares-interleaved",
+        "fds/data/coordinate.py",
+        "return begin + self.index * part, begin + (self.index + 1) * part",
+        "return begin + (self.size - 1 - self.index) * part, begin + (self.size - self.index) * part",
+        "ranks read each other's rows",
+        "tests/data/test_stream.py tests/data/test_resume.py",
+    ),
+    Mutant(
+        "kept-batch-begins-late",
+        "fds/data/stream.py",
+        "return epoch * self.length + number * self.batch_size",
+        "return epoch * self.used + number * self.batch_size - (number == 0 and epoch > 1)",
+        "with short last batches the third epoch begins with the last row of the second",
+        "tests/data/test_stream.py",
+    ),
+    Mutant(
+        "wrapped-epochs-end-early",
+        "fds/data/stream.py",
+        "return -(-epochs * self.used // self.batch_size)",
+        "return epochs * self.used // self.batch_size",
+        "with wrapped batches an epoch lacks the batch that ends in the next one",
+        "tests/data/test_stream.py",
+    ),
+    Mutant(
+        "every-epoch-in-one-order",
+        "fds/data/orders.py",
+        'key = random.fold_in(self.key, "order", epoch)',
+        'key = random.fold_in(self.key, "order", min(epoch, 1))',
+        "from the second epoch on rows come in the same order",
+        "tests/data/test_stream.py",
+    ),
+    Mutant(
+        "draws-follow-the-share",
+        "fds/data/shares.py",
+        'seed = lambda row: _reseed(random.seed(self.key, "collate", begin + row), devices)',
+        'seed = lambda row: _reseed(random.seed(self.key, "collate", batch + row), devices)',
+        "what a collation of microbatches draws differs with the number of ranks",
+        "tests/data/test_padding.py",
+    ),
+    Mutant(
+        "rows-that-come-twice-draw-alike",
+        "fds/data/shares.py",
+        "*(() if self.orders.sampler is None else (position,))",
+        "*()",
+        "a row that a sampler gives twice in an epoch draws the same numbers",
+        "tests/data/test_resume.py",
+    ),
+    Mutant(
+        "draws-of-the-first-epoch",
+        "fds/data/shares.py",
+        'key = random.fold_in(self.key, "epoch", epoch)',
+        'key = random.fold_in(self.key, "epoch", 0)',
+        "a row draws the same numbers in every epoch",
+        "tests/data/test_drawing.py",
+    ),
+    Mutant(
+        "persistent-workers-read-the-first-epoch",
+        "fds/data/workers.py",
+        "self.busy, positions.numbers = True, numbers",
+        "self.busy = True",
+        "workers that stay read the batches of their first epoch again",
+        "tests/data/test_drawing.py",
+    ),
+    Mutant(
+        "sampler-goes-on-where-it-was",
+        "fds/data/orders.py",
+        'generator.manual_seed(random.seed(key, "generator"))',
+        "pass",
+        "a sampler's order depends on how often it was asked, so a resumed run has other rows",
+        "tests/data/test_resume.py",
+    ),
+    Mutant(
+        "permutation-of-a-power-of-two",
+        "fds/data/permutation.py",
+        "low = (1 << max(length - 1, 0).bit_length()) - 1",
+        "low = (1 << max(length - 2, 0).bit_length()) - 1",
+        "an epoch of a power of two and one rows has a row twice",
+        "tests/data/test_stream.py fds/data/permutation.py",
+    ),
+)

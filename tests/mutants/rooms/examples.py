@@ -1,0 +1,64 @@
+"""Mutants of examples/train_gpt.py: what a run that was stopped goes on with, and on which ranks."""
+
+from tests.mutants.mutant import Mutant
+
+ALONE = "tests/examples/test_train_gpt.py"
+
+MUTANTS = (
+    Mutant(
+        "gpt-batches-from-the-start",
+        "examples/train_gpt.py",
+        'key = fds.random.fold_in(state.key, "batch", int(state.calls))',
+        'key = fds.random.fold_in(state.key, "batch", int(state.calls) % 12)',
+        "a run sees the same twelve batches again",
+        ALONE,
+    ),
+    Mutant(
+        "gpt-resumes-with-another-text",
+        "examples/train_gpt.py",
+        'if extra["text"] != text.digest:',
+        'if extra["text"] is None:',
+        "a run goes on with a text that has changed",
+        f"{ALONE} -k text",
+    ),
+    Mutant(
+        "gpt-log-keeps-a-later-step",
+        "examples/gpt/log.py",
+        'if line["step"] > upto:',
+        'if line["step"] > upto + 1:',
+        "the log of a resumed run has the step after its save twice",
+        f"{ALONE} -k log",
+    ),
+    Mutant(
+        "gpt-goes-on-with-another-run",
+        "examples/train_gpt.py",
+        'if ranks.started_again() and written(out, {}).get("run") == run:',
+        "if ranks.started_again():",
+        "ranks that were restarted go on with the run of somebody else",
+        f"{ALONE} -k started_again",
+    ),
+    Mutant(
+        "gpt-forgets-its-options",
+        "examples/train_gpt.py",
+        "parser.set_defaults(**written(Path(first.resume)))",
+        "written(Path(first.resume))",
+        "a resumed run takes the default sizes",
+        "tests/examples/test_train_gpt.py -k interrupted",
+    ),
+    Mutant(
+        "gpt-ranks-see-the-same-rows",
+        "examples/gpt/ranks.py",
+        "return rows.chunk(axis.size)[axis.index] if len(rows) % axis.size == 0 else rows",
+        "return rows.chunk(axis.size)[0] if len(rows) % axis.size == 0 else rows",
+        "all data ranks train on the first rank's rows",
+        "tests/examples/test_train_gpt_on_ranks.py -k one_and_follows",
+    ),
+    Mutant(
+        "gpt-one-rank-stops",
+        "examples/gpt/interrupt.py",
+        "return bool(self._axis.all_reduce(torch.tensor(float(self.asked))))",
+        "return self.asked",
+        "a rank that is interrupted leaves the others in a collective",
+        "tests/examples/test_train_gpt_on_ranks.py -k one_and_follows",
+    ),
+)
