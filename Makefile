@@ -76,7 +76,7 @@ architecture: $(READY)  ## draw the rooms of ARCHITECTURE.md again, into docs/ar
 	@$(BIN)/python docs/draw_architecture.py $(ARGS)
 
 docs: $(DOCS)  ## build the documentation's site into site/, without a network; a dead link fails
-	@$(MKDOCS) build --strict --quiet $(ARGS)
+	@$(MKDOCS) build --strict $(ARGS)
 	@echo 'fds: site/index.html; searching needs a server, as make docs-serve is one'
 
 docs-serve: $(DOCS)  ## show the documentation's site at http://127.0.0.1:8000, built again at every change
