@@ -2,54 +2,98 @@
 
 # ruff: noqa: I001  (in data-flow order: a step is read from its loss to its state)
 
-# the loss is a value
-from fds.loss import Layers, LayerSpec, Mean, TiedLayerSpec, functional, recipe, with_buffers
+from typing import TYPE_CHECKING
 
-# what a batch is made of
-from fds.step import whole
-from fds.microbatches import Microbatches
+from fds.lazy import lazily
 
-# the ranks that run
-from fds.collectives import init_distributed, mesh, simulate
+__version__ = "0.2.0"
 
-# transforms, in the order of the stations that they fill
-from fds.transforms.accumulate import accumulate
-from fds.transforms.freeze import freeze
-from fds.transforms.pipeline import pipeline
-from fds.transforms.shard_optimizer import shard_optimizer
-from fds.transforms.precision import precision
-from fds.transforms.autocast import autocast
-from fds.transforms.checkpoint_activations import checkpoint_activations
-from fds.transforms.loss_scale import loss_scale
-from fds.transforms.static_loss_scale import static_loss_scale
-from fds.transforms.skip_nonfinite import skip_nonfinite
-from fds.transforms.clip_by_global_norm import clip_by_global_norm
-from fds.transforms.clip_by_value import clip_by_value
-from fds.optim import Optimizer, adagrad, adam, adamw, by_name, lamb, lion, muon, sgd
-from fds.transforms.ema import ema
-from fds.transforms.donate import donate
-from fds.transforms.reference_kernels import reference_kernels
+if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` loads neither torch nor a room
+    # the loss is a value
+    from fds.loss import Layers, LayerSpec, Mean, TiedLayerSpec, functional, recipe, with_buffers
 
-# a parameter that is gathered when it is used, as a plain tensor
-from fds.step.sharding.handles import materialize
+    # what a batch is made of
+    from fds.step import whole
+    from fds.microbatches import Microbatches
 
-# a step, and what it steps through
-from fds.step import Step, Transform, compose, evaluate
-from fds.state import State
+    # the ranks that run
+    from fds.collectives import init_distributed, mesh, simulate
 
-# keeping it
-from fds.storage import export_weights, import_deepspeed, import_weights, load, save, save_async
+    # transforms, in the order of the stations that they fill
+    from fds.transforms.accumulate import accumulate
+    from fds.transforms.freeze import freeze
+    from fds.transforms.pipeline import pipeline
+    from fds.transforms.shard_optimizer import shard_optimizer
+    from fds.transforms.precision import precision
+    from fds.transforms.autocast import autocast
+    from fds.transforms.checkpoint_activations import checkpoint_activations
+    from fds.transforms.loss_scale import loss_scale
+    from fds.transforms.static_loss_scale import static_loss_scale
+    from fds.transforms.skip_nonfinite import skip_nonfinite
+    from fds.transforms.clip_by_global_norm import clip_by_global_norm
+    from fds.transforms.clip_by_value import clip_by_value
+    from fds.optim import Optimizer, adagrad, adam, adamw, by_name, lamb, lion, muon, sgd
+    from fds.transforms.ema import ema
+    from fds.transforms.donate import donate
+    from fds.transforms.reference_kernels import reference_kernels
 
-# what it is fed with
-from fds.data import DistributedLoader, RepeatingLoader
+    # a parameter that is gathered when it is used, as a plain tensor
+    from fds.step.sharding.handles import materialize
 
-# for those who come from DeepSpeed
-from fds.config.arguments import add_config_arguments
-from fds.config.initialize import initialize
+    # a step, and what it steps through
+    from fds.step import Step, Transform, compose, evaluate
+    from fds.state import State
 
-# rooms that are used by name
-from fds import autodiff, collectives, config, data, errors, kernels, nn, optim, plans, random, schedules, tree
-from fds.errors import FdsError
+    # keeping it
+    from fds.storage import export_weights, import_deepspeed, import_weights, load, save, save_async
+
+    # what it is fed with
+    from fds.data import DistributedLoader, RepeatingLoader
+
+    # for those who come from DeepSpeed
+    from fds.config.arguments import add_config_arguments
+    from fds.config.initialize import initialize
+
+    # rooms that are used by name
+    from fds import autodiff, collectives, config, data, errors, kernels, nn, optim, plans, random, schedules, tree
+    from fds import containers as containers, layout as layout, loss as loss, microbatches as microbatches
+    from fds import state as state, step as step, storage as storage, transforms as transforms
+    from fds.errors import FdsError
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "fds.loss": "Layers LayerSpec Mean TiedLayerSpec functional recipe with_buffers",
+        "fds.step": "whole Step Transform compose evaluate",
+        "fds.microbatches": "Microbatches",
+        "fds.collectives": "init_distributed mesh simulate",
+        "fds.transforms.accumulate": "accumulate",
+        "fds.transforms.freeze": "freeze",
+        "fds.transforms.pipeline": "pipeline",
+        "fds.transforms.shard_optimizer": "shard_optimizer",
+        "fds.transforms.precision": "precision",
+        "fds.transforms.autocast": "autocast",
+        "fds.transforms.checkpoint_activations": "checkpoint_activations",
+        "fds.transforms.loss_scale": "loss_scale",
+        "fds.transforms.static_loss_scale": "static_loss_scale",
+        "fds.transforms.skip_nonfinite": "skip_nonfinite",
+        "fds.transforms.clip_by_global_norm": "clip_by_global_norm",
+        "fds.transforms.clip_by_value": "clip_by_value",
+        "fds.optim": "Optimizer adagrad adam adamw by_name lamb lion muon sgd",
+        "fds.transforms.ema": "ema",
+        "fds.transforms.donate": "donate",
+        "fds.transforms.reference_kernels": "reference_kernels",
+        "fds.step.sharding.handles": "materialize",
+        "fds.state": "State",
+        "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
+        "fds.data": "DistributedLoader RepeatingLoader",
+        "fds.config.arguments": "add_config_arguments",
+        "fds.config.initialize": "initialize",
+        "fds.errors": "FdsError",
+    },
+    submodules="autodiff collectives config containers data errors kernels layout loss microbatches nn optim plans "
+    "random schedules state step storage transforms tree",
+)
 
 __all__ = [
     "DistributedLoader",

@@ -4,23 +4,48 @@ Each takes float32, float16 and bfloat16 tensors of any strides, raises a `Kerne
 anything else, and works under `torch.func`, `torch.utils.checkpoint`, `torch.compile` and stage-3 parameters.
 """
 
-from fds.kernels.activations._swiglu import swiglu
-from fds.kernels.activations.dropout_add import bias_dropout_add, dropout
-from fds.kernels.activations.gelu import bias_gelu
-from fds.kernels.activations.gelu_linear import bias_gelu_linear
-from fds.kernels.attentions._attention import attention
-from fds.kernels.attentions._rotary import rotary
-from fds.kernels.attentions.flash import flash_attention
-from fds.kernels.attentions.softmax import masked_softmax
-from fds.kernels.choice import chosen, only
-from fds.kernels.losses._cross_entropy import cross_entropy
-from fds.kernels.losses._linear_cross_entropy import linear_cross_entropy
-from fds.kernels.norms.layer_normalization import add_layer_norm, layer_norm
-from fds.kernels.norms.rms_normalization import add_rms_norm, rms_norm
-from fds.kernels.optimizers.adam_update import adamw
-from fds.kernels.optimizers.lamb_update import lamb
-from fds.kernels.optimizers.lion_update import lion
-from fds.kernels.optimizers.sgd_update import sgd
+from typing import TYPE_CHECKING
+
+from fds.lazy import lazily
+
+if TYPE_CHECKING:
+    from fds.kernels.activations._swiglu import swiglu
+    from fds.kernels.activations.dropout_add import bias_dropout_add, dropout
+    from fds.kernels.activations.gelu import bias_gelu
+    from fds.kernels.activations.gelu_linear import bias_gelu_linear
+    from fds.kernels.attentions._attention import attention
+    from fds.kernels.attentions._rotary import rotary
+    from fds.kernels.attentions.flash import flash_attention
+    from fds.kernels.attentions.softmax import masked_softmax
+    from fds.kernels.choice import chosen, only
+    from fds.kernels.losses._cross_entropy import cross_entropy
+    from fds.kernels.losses._linear_cross_entropy import linear_cross_entropy
+    from fds.kernels.norms.layer_normalization import add_layer_norm, layer_norm
+    from fds.kernels.norms.rms_normalization import add_rms_norm, rms_norm
+    from fds.kernels.optimizers.adam_update import adamw
+    from fds.kernels.optimizers.lamb_update import lamb
+    from fds.kernels.optimizers.lion_update import lion
+    from fds.kernels.optimizers.sgd_update import sgd
+
+__getattr__, __dir__ = lazily(__name__, {
+    "fds.kernels.activations._swiglu": "swiglu",
+    "fds.kernels.activations.dropout_add": "bias_dropout_add dropout",
+    "fds.kernels.activations.gelu": "bias_gelu",
+    "fds.kernels.activations.gelu_linear": "bias_gelu_linear",
+    "fds.kernels.attentions._attention": "attention",
+    "fds.kernels.attentions._rotary": "rotary",
+    "fds.kernels.attentions.flash": "flash_attention",
+    "fds.kernels.attentions.softmax": "masked_softmax",
+    "fds.kernels.choice": "chosen only",
+    "fds.kernels.losses._cross_entropy": "cross_entropy",
+    "fds.kernels.losses._linear_cross_entropy": "linear_cross_entropy",
+    "fds.kernels.norms.layer_normalization": "add_layer_norm layer_norm",
+    "fds.kernels.norms.rms_normalization": "add_rms_norm rms_norm",
+    "fds.kernels.optimizers.adam_update": "adamw",
+    "fds.kernels.optimizers.lamb_update": "lamb",
+    "fds.kernels.optimizers.lion_update": "lion",
+    "fds.kernels.optimizers.sgd_update": "sgd",
+})
 
 __all__ = [
     "add_layer_norm", "add_rms_norm", "adamw", "attention", "bias_dropout_add", "bias_gelu", "bias_gelu_linear",

@@ -1,4 +1,7 @@
-"""Choose between kernel and reference: CUDA tensors take the Triton kernel, others the reference."""
+"""Choose between kernel and reference: CUDA tensors take the Triton kernel, others the reference.
+
+Triton is loaded (by `fds.kernels.language`) where it may run, not where this is imported: it takes 70 ms.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fds.errors import KernelError
-from fds.kernels.language import is_interpreted, is_there
 
 TRITON, REFERENCE = "triton", "reference"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of the kernels; references take float64 too
@@ -44,7 +46,7 @@ def only(kind: str) -> Iterator[None]:
     """Run only "reference" implementations, or only "triton" kernels, inside the block.
 
     It applies to all threads of the process. On CPU tensors "triton" needs Triton's interpreter (TRITON_INTERPRET=1
-    before fds is imported). Raises `KernelError` for any other `kind`.
+    before a kernel is first used). Raises `KernelError` for any other `kind`.
     """
     if kind not in (TRITON, REFERENCE):
         raise KernelError("there is no such kernel", where="kind", got=repr(kind), want="'triton' or 'reference'")
@@ -62,7 +64,11 @@ def chosen(device: torch.device, dtype: torch.dtype = torch.float32) -> str:
     """Return which implementation runs on such tensors: "triton" or "reference"."""
     if _scopes.kinds:
         return _scopes.kinds[-1]
-    return TRITON if device.type == "cuda" and is_there and dtype in DTYPES else REFERENCE
+    if device.type != "cuda" or dtype not in DTYPES:
+        return REFERENCE
+    from fds.kernels import language
+
+    return TRITON if language.is_there else REFERENCE
 
 
 def runs_triton(x: Tensor) -> bool:
@@ -72,10 +78,13 @@ def runs_triton(x: Tensor) -> bool:
     """
     if chosen(x.device, x.dtype) == REFERENCE:
         return False
-    if not is_there or (x.device.type != "cuda" and not is_interpreted):
+    from fds.kernels import language
+
+    if not language.is_there or (x.device.type != "cuda" and not language.is_interpreted):
         raise KernelError(
             "Triton kernels were requested, and cannot run here", where="kernels.only('triton')",
-            got=f"a tensor on {x.device}" if is_there else "no triton", want="a tensor on a GPU, or TRITON_INTERPRET=1",
+            got=f"a tensor on {x.device}" if language.is_there else "no triton",
+            want="a tensor on a GPU, or TRITON_INTERPRET=1",
             hint="references run everywhere: leave only('triton') out",
         )
     if x.dtype not in DTYPES:

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 is_there = triton is not None
-# Whether kernels run in Triton's interpreter, on CPU tensors; decided where they are defined, on import of fds.
+# Whether kernels run in Triton's interpreter, on CPU tensors; decided where they are defined, when this is imported.
 is_interpreted = is_there and bool(triton.knobs.runtime.interpret)
 
 

@@ -8,7 +8,6 @@ from math import inf
 import torch
 from torch import Tensor
 
-from fds.kernels.optimizers import adam_update
 from fds.optim.arguments import call_text, check_betas, check_numbers
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import LRSchedule, Optimizer, one_dimensional
@@ -110,6 +109,8 @@ def _kernel(
     bias_correction: bool,
     decoupled: bool,
 ) -> None:
+    from fds.kernels.optimizers import adam_update  # loads Triton, so only where it runs
+
     beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
     adam_update.adamw(
         params,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fds.errors import OptimizerError
-from fds.kernels.optimizers import lamb_update
 from fds.optim.arguments import call_text, check_betas, check_numbers
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import LRSchedule, Optimizer
@@ -98,6 +97,8 @@ def _kernel(
     bias_correction: bool,
     eps_inside_sqrt: bool,
 ) -> None:
+    from fds.kernels.optimizers import lamb_update  # loads Triton, so only where it runs
+
     beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
     fixed = {
         "beta1": beta1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fds.kernels.optimizers import lion_update
 from fds.optim.arguments import call_text, check_betas, check_numbers
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import LRSchedule, Optimizer
@@ -47,6 +46,8 @@ def lion(
 def _kernel(
     params: list[Tensor], grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, out: list[Tensor | None]
 ) -> None:
+    from fds.kernels.optimizers import lion_update  # loads Triton, so only where it runs
+
     beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
     lion_update.lion(
         params,

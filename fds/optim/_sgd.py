@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fds.errors import OptimizerError
-from fds.kernels.optimizers import sgd_update
 from fds.optim.arguments import call_text, check_numbers
 from fds.optim.assembly import Now, assemble
 from fds.optim.base import LRSchedule, Optimizer
@@ -84,6 +83,8 @@ def _kernel(
     dampening: float,
     nesterov: bool,
 ) -> None:
+    from fds.kernels.optimizers import sgd_update  # loads Triton, so only where it runs
+
     momentum, weight_decay = now.read("momentum", "weight_decay")
     sgd_update.sgd(
         params,

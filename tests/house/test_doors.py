@@ -13,6 +13,7 @@ BELOW_STEP = "state loss autodiff optim layout collectives microbatches random t
 ROOMS = {
     "errors": "",
     "containers": "",
+    "lazy": "",
     "tree": "containers errors",
     "random": "errors tree",
     "microbatches": "tree errors",
@@ -21,7 +22,7 @@ ROOMS = {
     "loss": "autodiff random tree errors",
     "layout": "tree errors",
     "collectives": "random tree errors",
-    "kernels": "errors",
+    "kernels": "errors lazy",
     "optim": "kernels layout collectives tree errors",
     "schedules": "errors",
     "step": BELOW_STEP,
@@ -145,8 +146,10 @@ def imports(nodes: Iterator[ast.AST] | list, package: str) -> Iterator[tuple[str
 
 
 def bindings(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, dotted origin) of all that a package's `__init__` binds at its top level."""
-    yield from imports(tree.body, package)
+    """Yield (name, dotted origin) of all that a package's `__init__` binds at its top level, lazily too."""
+    yield from imports(
+        [*tree.body, *(it for node in tree.body if isinstance(node, ast.If) for it in node.body)], package
+    )
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name, f"{package}.__init__.{node.name}"
@@ -241,6 +244,13 @@ BROKEN = {
     ),
     "a room named like a function": (
         {"fds/__init__.py": "from fds.data.load import data\n__all__ = ['data']", "fds/data/load.py": ""},
+        "binds 'data', the name of",
+    ),
+    "a room named like a function, loaded when it is used": (
+        {
+            "fds/__init__.py": "if TYPE_CHECKING:\n    from fds.data.load import data\n__all__ = ['data']",
+            "fds/data/load.py": "",
+        },
         "binds 'data', the name of",
     ),
     "a private module of another room": (

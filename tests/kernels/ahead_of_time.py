@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fds.kernels import choice
+from fds.kernels import choice, language
 
 BIN = Path(nvidia.__file__).parent / "bin"
 CASES = Path(__file__).parent / "cases"
@@ -56,7 +56,7 @@ def launches(names: list[str], dtypes: list[torch.dtype]) -> list[tuple[str, Any
         return made
 
     driver.set_active(Absent())
-    JITFunction.run, choice.is_interpreted = compile_only, True
+    JITFunction.run, language.is_interpreted = compile_only, True
     try:
         with choice.only("triton"):
             for name in names:
@@ -65,7 +65,7 @@ def launches(names: list[str], dtypes: list[torch.dtype]) -> list[tuple[str, Any
                         now = (case, dtype)
                         thunk()
     finally:
-        JITFunction.run, choice.is_interpreted = run, False
+        JITFunction.run, language.is_interpreted = run, False
     return list(found.values())
 
 

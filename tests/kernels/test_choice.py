@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fds.errors import KernelError
-from fds.kernels import choice
+from fds.kernels import choice, language
 from fds.kernels.activations._swiglu import swiglu
 from fds.kernels.choice import chosen, only, runs_triton
 from tests.kernels.ways import traced
@@ -24,7 +24,7 @@ def test_tensors_on_a_gpu_take_kernels_and_others_references():
 
 
 def test_a_machine_without_triton_runs_references(monkeypatch):
-    monkeypatch.setattr(choice, "is_there", False)
+    monkeypatch.setattr(language, "is_there", False)
     assert chosen(CUDA) == "reference"
     with only("triton"), pytest.raises(KernelError, match="cannot run here"):
         runs_triton(torch.ones(3))
@@ -90,7 +90,7 @@ def test_another_word_is_refused():
 
 
 def test_kernels_on_the_cpu_want_the_interpreter(monkeypatch):
-    monkeypatch.setattr(choice, "is_interpreted", False)
+    monkeypatch.setattr(language, "is_interpreted", False)
     with only("triton"), pytest.raises(KernelError, match="cannot run here") as caught:
         swiglu(torch.ones(3), torch.ones(3))
     assert "TRITON_INTERPRET=1" in caught.value.want
