@@ -109,8 +109,8 @@ def card(text: str) -> str:
         return ""
     joined = re.sub(r"\n\s+", " ", block)
     fields = re.findall(r"(?:^|\s{2,})(Fills|State|Law|Cost|Source):\s+(.*?)(?=\s{2,}State:|$)", joined, re.MULTILINE)
-    items = (f"<dt>{name}</dt><dd>{_inline(value)}</dd>" for name, value in fields)
-    return f'<dl class="card">{"".join(items)}</dl>'
+    items = (f"<dt>{name}</dt> <dd>{_inline(value)}</dd>" for name, value in fields)
+    return f'<dl class="card">{" ".join(items)}</dl>'
 
 
 def _inline(text: str) -> str:

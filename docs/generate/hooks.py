@@ -94,3 +94,12 @@ def link_names(markdown: str) -> str:
     """Link `fds.name` and `fds.name(...)` in inline code to the reference."""
     code = re.compile(r"(?<![\[`])`(fds\.[^`\n]+)`(?![\]`])")
     return links.outside_fences(markdown, lambda text: code.sub(lambda m: docstrings.link(m[0], m[1], "fds", ()), text))
+
+
+def on_page_content(html: str, *, page: Page, **kwargs: Any) -> str:
+    """Mark the page by its name, for the style sheet, and leave folded sources out of the search."""
+    html = html.replace(
+        '<details class="mkdocstrings-source"', '<details data-search-exclude class="mkdocstrings-source"'
+    )
+    name = page.file.src_uri.removesuffix(".md").replace("/", "-")
+    return f'<div class="page-{name}">{html}</div>'

@@ -71,26 +71,35 @@ def _table(path: Path, paths: list[Path], name: str) -> str:
 
 
 def _index() -> str:
+    newest = {name: paths[0] for name, paths in tables().items()}
+    said = {name: list(claims(path.read_text())) for name, path in newest.items()}
+    every = [claim for of_one in said.values() for claim in of_one]
     lines = [
         "# Measured results",
         "",
-        "What was measured, the newest table of each name, claims that were met and claims that were not. How it is "
-        "measured, and what a claim is: [how to read a table](measuring.md).",
+        "The newest table of each measurement. A claim is a bound that was set before measuring: "
+        f"{sum(claim.met for claim in every)} of {len(every)} are met, and those that are not are listed below. "
+        "[How to read a table](measuring.md) tells how times are compared.",
         "",
-        "| table | measured | claims met | not met |",
-        "| --- | --- | --- | --- |",
+        "| table | measured | claims met | not met | what ran |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    missed = []
-    for name, (path, *_) in tables().items():
-        said = list(claims(path.read_text()))
-        met = sum(claim.met for claim in said)
+    for name, path in newest.items():
+        met = sum(claim.met for claim in said[name])
+        counts = f"{met} of {len(said[name])} | {len(said[name]) - met or ''}" if said[name] else "makes none |"
         date = path.stem.removesuffix(f"-{name}")
-        counts = f"{met} of {len(said)} | {len(said) - met or ''}" if said else "informs, claims nothing | "
-        lines.append(f"| [{name}]({path.name}) | {date} | {counts} |")
-        missed += [(name, path, claim) for claim in said if not claim.met]
-    lines += ["", "## Claims that were not met", ""]
+        lines.append(f"| [{name}]({path.name}) | {date} | {counts} | {_what_ran(path.read_text())} |")
+    lines += ["", "## Claims that are not met", ""]
     lines += ["| table | what | ratio (95% interval) | claim |", "| --- | --- | --- | --- |"]
-    for name, path, claim in missed:
-        said = claim.row["claim"].partition(":")[0]
-        lines.append(f"| [{name}]({path.name}) | {claim.about()} | {claim.measured()} | {said} |")
+    for name, path in newest.items():
+        for claim in said[name]:
+            if not claim.met:
+                bound = claim.row["claim"].partition(":")[0]
+                lines.append(f"| [{name}]({path.name}) | {claim.about()} | {claim.measured()} | {bound} |")
     return "\n".join([*lines, ""])
+
+
+def _what_ran(text: str) -> str:
+    """Return what a result says that it measured, without the details behind a semicolon."""
+    said = re.search(r"^- what (?:ran|was measured): ([^;\n]+)", text, re.MULTILINE)
+    return said[1].replace("|", "\\|") if said else ""
