@@ -5,7 +5,7 @@ import functools
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from torch.utils.checkpoint import checkpoint
 
 from fds import collectives as c
@@ -107,6 +107,7 @@ def test_a_message_is_received_and_its_gradient_is_sent_back(size, seed):
         assert_same_bits([got, grad, of_like], [xs[i - 1], 2 * xs[i], torch.zeros(3, 2, dtype=torch.float64)])
 
 
+@example(3, "sum", 40, True, 0)  # the fewest ranks on which rounding twice differs
 @given(st.integers(1, 5), st.sampled_from(["sum", "max", "min"]), st.integers(1, 40), st.booleans(), st.integers(0, 99))
 def test_reductions_in_place(size, op, n, low, seed):
     dtype = torch.bfloat16 if low else torch.float32

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from fds import collectives as c
-from fds.errors import FdsError, MeshError
+from fds.errors import FdsError, MeshError, RankError
 from tests import ranks
 from tests.bits import assert_same_bits
 from tests.collectives.cases import CASES, Example, axis, random_tensors
@@ -149,3 +149,14 @@ def reduce_large(n: int) -> bool:
 
 def test_two_ranks_reduce_pieces_beyond_a_size():
     assert ranks.run(reduce_large, 2**23 + 1) == [True, True]
+
+
+def exchange_for_purposes() -> str:
+    with pytest.raises(RankError, match="different collectives") as error:
+        axis().exchange(1, f"purpose {axis().index}")
+    return str(error.value)
+
+
+def test_real_ranks_that_exchange_for_different_purposes_are_told():
+    for words in ranks.run(exchange_for_purposes):
+        assert "purpose 0" in words and "purpose 1" in words

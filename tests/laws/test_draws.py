@@ -190,6 +190,18 @@ def test_ranks_draw_alike_for_what_they_share_and_differently_for_what_each_has(
         assert_same_bits(a, b)
 
 
+def test_slices_of_a_slot_begin_with_numbers_of_their_own():
+    def begin():
+        slot = fds.step.Memory("noise", lambda params, device: tree.map(torch.rand_like, params), "parameters")
+        noise = fds.step.Transform("noise", "noise()", lambda step: fds.step.fill(step, memory=slot))
+        loss = layers(Drawing())
+        state = fds.compose(*data(1)(), noise, fds.sgd(0.1))(loss).init(loss.init, key=3)
+        return torch.cat(tree.leaves(state.slots["noise"]))
+
+    one, other = fds.simulate(begin, 2)
+    assert not set(one.tolist()) & set(other.tolist())
+
+
 def test_stage_0_adds_the_noise_of_the_plain_step_to_the_same_gradients():
     plain, (sharded, _) = run(list), fds.simulate(lambda: run(data(0)), 2)
     for name in ("condition", "optimizer", "after", "schedule"):

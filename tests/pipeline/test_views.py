@@ -54,3 +54,10 @@ def test_a_view_that_saves_tensors_is_accumulation(name, ranks):
         assert_rounding(got, want, additions=4096)
         uses = {"w.weight": 2, "2.weight": 1} if ranks == 1 else dict.fromkeys(counts, 1)  # stages that hold it
         assert counts == {name: 8 * uses[name] for name in counts}
+
+
+def test_what_a_view_made_for_two_layers_of_a_stage_goes_back_once():
+    want, _ = trained(fds.accumulate(4))
+    got, counts = trained(fds.pipeline(plans.zb_h1, 1, num_microbatches=4))  # B and W of every layer by itself
+    assert_rounding(got, want, additions=4096)
+    assert counts == {"w.weight": 8, "2.weight": 8}

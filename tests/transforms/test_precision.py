@@ -75,7 +75,7 @@ def test_kept_modules_compute_in_float32_and_hand_on_16_bit():
         [nn.Linear(5, 6), Watch(6), lambda x: seen.update(out=x.dtype) or x, nn.Linear(6, 3)], nn.MSELoss()
     )
     batch = (torch.randn(8, 5), torch.randn(8, 3))
-    step = fds.compose(fds.precision(keep_float32="1.*"), fds.checkpoint_activations(), fds.sgd(0.1))(layers)
+    step = fds.compose(fds.precision(keep_float32=["0.*", "1.*"]), fds.checkpoint_activations(), fds.sgd(0.1))(layers)
     step(step.init(layers.init), batch)
     assert seen == {"in": torch.float32, "weight": torch.float32, "out": torch.bfloat16}
     step = fds.compose(fds.precision(), fds.sgd(0.1))(layers)

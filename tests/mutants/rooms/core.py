@@ -95,8 +95,8 @@ MUTANTS = (
     Mutant(
         "recomputation-updates-statistics",
         "fds/loss/microbatch.py",
-        "            if first:\n                current.update(new)",
-        "            current.update(new)",
+        "given.setdefault(index, dict(current))",
+        "dict(current)",
         "batch statistics are updated once more where a layer is computed again",
         "tests/laws/test_law_2_checkpointing.py tests/unit/loss/test_carried.py tests/unit/loss/test_layers.py",
     ),
