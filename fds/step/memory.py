@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import attrs
 import torch
+from torch import Tensor
 
 from fds import random, tree
 from fds.errors import ComposeError
@@ -18,6 +19,19 @@ Lies = Literal["parameters", "named", "replicated", "partial"]
 LIES: tuple[Lies, ...] = get_args(Lies)
 Merge = Literal["max", "sum"]
 MERGES: tuple[Merge, ...] = get_args(Merge)
+TOGETHER: dict[Merge, Callable[[Tensor, Tensor], Tensor]] = {"max": torch.maximum, "sum": torch.add}
+
+
+@attrs.frozen
+class Merged:
+    """The rule of a memory without one: what was noted, merged into the slot as notes are merged with each other."""
+
+    merge: Merge
+    draws: ClassVar = False
+
+    def __call__(self, slot: Any, noted: Any, call: Call) -> Any:
+        """Return the new slot."""
+        return tree.map(TOGETHER[self.merge], slot, noted)
 
 
 @attrs.frozen(eq=False)
@@ -104,7 +118,7 @@ class Memory:
     @property
     def rule(self) -> Callable[[Any, Any, Call], Any]:
         """What its slot becomes after a step: `accept`, or what `merge` makes of the slot and what was noted."""
-        return self.accept or (_largest if self.merge == "max" else _total)
+        return self.accept or Merged(self.merge or "sum")
 
 
 def first_slots(
@@ -113,7 +127,7 @@ def first_slots(
     own: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
     device: torch.device,
-    key: torch.Tensor,
+    key: Tensor,
     dimensions: Dimensions,
 ) -> dict[str, Any]:
     """Return all slots at the start of a run; those that every rank has alike are drawn alike.
@@ -125,14 +139,3 @@ def first_slots(
         with random.seeded(key, "slots", name, *(dimensions.coordinates if memory.mirrors else ())):
             slots[name] = memory.first(params, own, shapes, device)
     return slots
-
-
-def _largest(slot: Any, noted: Any, call: Call) -> Any:
-    return tree.map(torch.maximum, slot, noted)
-
-
-def _total(slot: Any, noted: Any, call: Call) -> Any:
-    return tree.map(torch.add, slot, noted)
-
-
-_largest.draws = _total.draws = False  # type: ignore[attr-defined]

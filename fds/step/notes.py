@@ -16,12 +16,11 @@ from fds.errors import ComposeError, did_you_mean
 from fds.state import State
 from fds.step.call import Call, seeded
 from fds.step.checks import contracts
-from fds.step.memory import Memory, Merge
+from fds.step.memory import TOGETHER, Memory, Merge
 from fds.step.sharding.handles import materialize
 from fds.step.totals import add_up
 
 Place = tuple[str, str]  # a slot and the key path of an entry in it, "" for a slot that is a tensor
-_TOGETHER = {"max": torch.maximum, "sum": torch.add}
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  (private, without a public twin)
 _MAGNITUDE = 2**63 - 1  # the bits of a float64 but for its sign
 
@@ -64,7 +63,7 @@ class Notes:
             old = self.merged.get(place)
             value = value.detach()
             self.merged[place] = (
-                value.clone(memory_format=torch.contiguous_format) if old is None else _TOGETHER[merge](old, value)
+                value.clone(memory_format=torch.contiguous_format) if old is None else TOGETHER[merge](old, value)
             )
 
     def sums(self) -> list[Tensor]:
@@ -162,11 +161,12 @@ def followed(notes: Notes, slots: Mapping[str, Any], call: Call, skip: Tensor | 
     notes.close(call.dimensions.everyone)
     call, new_slots = call.silent(), {}
     for memory in notes.memories:
-        old, own = slots[memory.slot], call.given_to(memory.rule, "memory", memory.slot)
+        rule = memory.rule
+        old, own = slots[memory.slot], call.given_to(rule, "memory", memory.slot)
         noted = None if memory.merge is None else notes.like(memory.slot, old)
         versions = list(map(tree.version_of, tree.leaves(old)))
-        with seeded(own, [memory.rule]):
-            new = contracts.remembered(memory.rule(old, noted, own), old, memory, "memory")
+        with seeded(own, [rule]):
+            new = contracts.remembered(rule(old, noted, own), old, memory, "memory")
         if list(map(tree.version_of, tree.leaves(old))) != versions:
             raise contracts.overwritten(memory)
         new_slots[memory.slot] = new if skip is None else tree.map(lambda x, y: torch.where(skip, x, y), old, new)
