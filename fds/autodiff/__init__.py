@@ -7,7 +7,7 @@
 
 from fds.autodiff._backward import backward_by, backward_into, is_reentrant
 from fds.autodiff._memory import exclusive, own, storage_counts
-from fds.autodiff._scopes import differentiated, in_backward, in_torch_func, is_differentiated
+from fds.autodiff._scopes import differentiated, in_backward, in_torch_func, is_differentiated, is_wrapped
 from fds.autodiff._value_and_grad import check_scalar, value_and_grad, vjp
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "in_backward",
     "in_torch_func",
     "is_differentiated",
+    "is_wrapped",
 ]

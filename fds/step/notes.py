@@ -21,7 +21,6 @@ from fds.step.sharding.handles import materialize
 from fds.step.totals import add_up
 
 Place = tuple[str, str]  # a slot and the key path of an entry in it, "" for a slot that is a tensor
-_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  (private, without a public twin)
 _MAGNITUDE = 2**63 - 1  # the bits of a float64 but for its sign
 
 
@@ -134,7 +133,7 @@ class Notes:
         _, shape, dtype = self.kinds[slot, name]
         text = lambda shape, dtype, device: f"{tuple(shape)} {dtype} on {device}"
         fits = isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == (shape, dtype, self.device)
-        if isinstance(value, Tensor) and _functorch.is_functorch_wrapped_tensor(value):
+        if isinstance(value, Tensor) and autodiff.is_wrapped(value):
             raise ComposeError(
                 "a note inside of a transform of torch.func cannot be kept",
                 where=where,

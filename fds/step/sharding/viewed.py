@@ -22,7 +22,8 @@ from fds.step.sharding.handles import BucketWindow, Handle, handle
 View = Callable[[Tensor], Tensor]  # all views of one parameter, in one microbatch
 Known = dict[Hashable, BucketWindow | None]  # by parameter and kind of call; see `OnUse`
 _set_dispatch_keys: Any = torch._C._ForceDispatchKeyGuard  # private, as are the two functions that read the keys
-_hooks: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]  (private)
+# private: torch has no public function that returns the saved-tensor hooks in force, or says that there are none
+_hooks: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @attrs.frozen(eq=False)
