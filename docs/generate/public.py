@@ -142,7 +142,7 @@ def vocabulary() -> tuple[str, ...]:
     """Return the names of `fds.__all__` in the order of data flow, which is that of its imports."""
     order = [
         alias.asname or alias.name
-        for node in parse("fds").body
+        for node in _statements(parse("fds").body)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     ]
@@ -150,19 +150,12 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def groups(module: str) -> list[tuple[str, list[str]]]:
-    """Return the names of a module under the comments above them: those of the imports in `fds`, else of `__all__`."""
+    """Return the names of a module under the comments above them in its `__all__`."""
     path = source_of(module)
     assert path
     found: list[tuple[str, list[str]]] = [("", [])]
-    known = set(exported(module))
-    text = path.read_text()
-    lines = text.splitlines() if module == "fds" else text.partition("__all__ = [")[2].splitlines()
-    for line in lines:
-        if line.startswith("__all__"):
-            break
-        if re.match(r"\s*# (?!ruff)", line):
+    for line in path.read_text().partition("__all__ = [")[2].splitlines():
+        if re.match(r"\s*#", line):
             found.append((line.strip("# "), []))
-        else:
-            text = line.partition(" import ")[2] if module == "fds" else line
-            found[-1][1].extend(word for word in re.findall(r"\w+", text) if word in known)
+        found[-1][1].extend(re.findall(r'"(\w+)"', line))
     return [(title, members) for title, members in found if members]

@@ -8,6 +8,7 @@ card of its file.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import docstrings
@@ -22,16 +23,11 @@ class Records(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Visit every object of the package once all are loaded."""
-        self._visit(pkg)
-
-    def _visit(self, parent: griffe.Module | griffe.Class) -> None:
-        for member in list(parent.members.values()):
-            if member.is_alias:
-                continue
-            if isinstance(member, griffe.Module | griffe.Class):
-                self._visit(member)
+        members = list(_inside(pkg))
+        fields = {member.path: _fields(member) for member in members if isinstance(member, griffe.Class)}
+        for member in members:
             if isinstance(member, griffe.Class):
-                _complete_class(member)
+                _complete_class(member, fields[member.path])
             elif isinstance(member, griffe.Function):
                 _complete_function(member)
             if member.docstring and not isinstance(member, griffe.Module):
@@ -39,12 +35,21 @@ class Records(griffe.Extension):
                 member.docstring.value = text + _card(member)
 
 
-def _complete_class(record: griffe.Class) -> None:
+def _inside(parent: griffe.Module | griffe.Class) -> Iterator[griffe.Object]:
+    for member in list(parent.members.values()):
+        if not member.is_alias:
+            if isinstance(member, griffe.Module | griffe.Class):
+                yield from _inside(member)
+            yield member
+
+
+def _complete_class(record: griffe.Class, fields: dict[str, griffe.Attribute]) -> None:
     for name in HOOKS & record.members.keys():
         if not record.members[name].has_docstring:
             record.del_member(name)
-    if _is_record(record):
-        fields = _fields(record)
+    if any(str(base) in ("Enum", "enum.Enum") for base in record.bases):
+        _document(record, {name: it for name, it in record.members.items() if isinstance(it, griffe.Attribute)})
+    elif _is_record(record):
         if "__init__" not in record.members:
             record["__init__"] = _constructor(record, fields)
         _document(record, fields)
@@ -114,7 +119,10 @@ def _document(record: griffe.Class, fields: dict[str, griffe.Attribute]) -> None
     text = record.docstring.value if record.docstring else ""
     shown = {name: field for name, field in fields.items() if name[0] != "_"}
     if shown and "\nAttributes:" not in text and "\nArgs:" not in text:
-        rows = [f"    {name} ({field.annotation}): {_comment(field) or '&nbsp;'}" for name, field in shown.items()]
+        rows = [
+            f"    {name} ({field.annotation or field.value}): {_comment(field) or '&nbsp;'}"
+            for name, field in shown.items()
+        ]
         record.docstring = griffe.Docstring("\n".join([text, "", "Attributes:", *rows]), parent=record)
     for name in [name for name in shown if name in record.members]:
         record.del_member(name)

@@ -57,7 +57,8 @@ def pages() -> dict[str, str]:
 def _page(room: str, title: str, names: list[public.Name]) -> str:
     text = docstrings.markdown(public.docstring(room), room)
     lines = [f"{FIRST}# {title}", "", text, ""]
-    titled = {member: head for head, members in public.groups(room) for member in members} if _grouped(room) else {}
+    groups = public.groups(room)
+    titled = {member: head for head, members in groups for member in members} if len(groups) > 1 else {}
     last = ""
     for name in names:
         head = titled.get(name.name, "")
@@ -68,8 +69,14 @@ def _page(room: str, title: str, names: list[public.Name]) -> str:
     return "\n".join(lines)
 
 
-def _grouped(room: str) -> bool:
-    return room not in ("fds.transforms", "fds") and len(public.groups(room)) > 1
+def _titles() -> dict[str, str]:
+    """Return the title of every page in order."""
+    found = {}
+    for room, title in TITLES.items():
+        found[room.removeprefix("fds.").replace(".", "-")] = title
+        if room == "fds.step":
+            found[STATIONS] = "Stations"
+    return found
 
 
 def _stations(names: list[public.Name]) -> str:
@@ -96,11 +103,9 @@ def _index(by_page: dict[str, list[public.Name]]) -> str:
         "Every public name, in the order of data flow: from the loss to the files of a run.",
         "",
     ]
-    for page, names in by_page.items():
-        room = f"fds.{page.replace('-', '.')}"
-        title = "Stations" if page == STATIONS else TITLES[room]
+    for page, title in _titles().items():
         lines += [f"## [{title}]({page}.md)", "", "| name | |", "| --- | --- |"]
-        for name in names:
+        for name in by_page[page]:
             summary = docstrings.markdown(name.summary, name.room).replace("|", "\\|")
             lines.append(f"| [`{name.path}`][{name.path}] | {summary} |")
         lines.append("")
