@@ -73,7 +73,7 @@ gallery: $(READY)  ## draw the schedules of docs/pipelines.md again, into docs/i
 	@$(BIN)/python docs/draw_schedules.py $(ARGS)
 
 architecture: $(READY)  ## draw the rooms of ARCHITECTURE.md again, into docs/architecture.svg
-	@$(BIN)/python docs/draw_architecture.py $(ARGS)
+	@$(BIN)/python docs/draw_architecture.py
 
 docs: $(DOCS)  ## build the documentation's site into site/, without a network; a dead link fails
 	@$(MKDOCS) build --strict $(ARGS)

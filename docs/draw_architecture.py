@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-import sys
 import textwrap
 from pathlib import Path
 from statistics import mean
@@ -163,4 +162,4 @@ def curve(way: list[str], middle: dict[str, float], top: dict[str, float], tall:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "docs" / "architecture.svg").write_text(svg())
+    (ROOT / "docs" / "architecture.svg").write_text(svg())
