@@ -10,7 +10,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-peers test-inductor laws faults mutants fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test test-peers test-inductor test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels bench-imports package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -29,6 +29,9 @@ test-peers: $(PEERS_TESTED)  ## run the tests that ask DeepSpeed and transformer
 
 test-inductor: $(READY)  ## run the tests that compile by torch's inductor (needs a C++ compiler; minutes)
 	@$(BIN)/pytest -m inductor tests/sharding $(ARGS)
+
+test-matrix: $(READY)  ## run a fast part of the tests on each version of torch and Python (makes .venv-matrix, large)
+	@$(BIN)/python -m tests.package.matrix $(ARGS)
 
 laws: $(READY)  ## run the laws on many more examples than `make test`, new ones every time
 	@FDS_HYPOTHESIS_PROFILE=full $(BIN)/pytest -n $(JOBS) tests/laws $(ARGS)
@@ -69,6 +72,14 @@ bench-storage: $(READY)  ## time saving and loading beside torch's, and raw writ
 bench-kernels: $(READY)  ## time the kernels on a GPU beside torch's; without one, show what they take of it
 	@$(BIN)/python benchmarks/kernels.py $(ARGS)
 
+bench-imports: $(READY)  ## time import fds beside import torch
+	@$(BIN)/python benchmarks/imports.py $(ARGS)
+
+package: $(READY)  ## build the source distribution and the wheel into dist, and try the wheel in an empty environment
+	@rm -rf build dist
+	@$(BIN)/python -m build --no-isolation
+	@$(BIN)/python -m tests.package.fresh dist/*.whl $(ARGS)
+
 gallery: $(READY)  ## draw the schedules of docs/pipelines.md again, into docs/images
 	@$(BIN)/python docs/draw_schedules.py $(ARGS)
 
@@ -89,7 +100,7 @@ golden: $(PEERS)  ## record again what DeepSpeed does, into tests/golden (needs 
 	@DS_ACCELERATOR=cpu .venv-peers/bin/python tests/golden/generate.py $(ARGS)
 
 clean:  ## remove the environments and every cache
-	@rm -rf .venv .venv-peers .venv-docs site .look .pytest_cache .ruff_cache fds.egg-info
+	@rm -rf .venv .venv-peers .venv-matrix build dist .venv-docs site .look .pytest_cache .ruff_cache fds.egg-info
 	@find fds tests examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # torch comes first and pinned: a bare `torch` may be another release, and the build of fds needs torch's setuptools.
