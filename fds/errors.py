@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import os
-import sys
-from collections.abc import Callable, Iterable
-from typing import NoReturn, TypeGuard
+from collections.abc import Iterable
+from typing import TypeGuard
 
 
 class FdsError(ValueError):
@@ -150,15 +148,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known[:20])
 
 
-def run_command(main: Callable[[], int]) -> NoReturn:
-    """Run a command line and exit with its result; with 141, silently, if the reader is gone (`... | head`)."""
-    try:
-        code = main()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
-        code = 128 + 13  # the exit code of a process that SIGPIPE ends
-    sys.exit(code)
+def escaped(text: str) -> str:
+    """Return text with unprintable characters escaped, for a terminal."""
+    return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def _indent(text: str) -> str:

@@ -1,10 +1,11 @@
-"""Explain a configuration as Python: the composition, ready to paste, and comments on the rest."""
+"""Explain a configuration: the composition as Python, ready to paste, and the rest in comments, or as values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import attrs
 import torch
 
 from fds.config.auto import auto_paths
@@ -14,30 +15,140 @@ from fds.config.meaning import Argument, Elsewhere, NotApplicable, NotYet, PartO
 from fds.config.record import Config
 from fds.config.translate.composition import compose_supported, data_ranks
 from fds.config.translate.function_call import FunctionCall
-from fds.config.translate.memory import rank_memory
+from fds.config.translate.memory import RankMemory, rank_memory
 from fds.config.translate.optimizer import optimizer_call, schedule_call
 from fds.config.translate.unsupported import unsupported_keys
 from fds.errors import ConfigError
 
+_BATCH = ("train_batch_size", "rows", "microbatches", "data_ranks")
 
-def explain(config: Groups, axes: Mapping[str, int], num_parameters: int | None) -> str:
+
+@attrs.frozen
+class Explanation:
+    """What a configuration comes to on a mesh; `str()` of it is a program, and the rest as its comments.
+
+    Attributes:
+        program: Python that composes the step.
+        axes: sizes of the mesh.
+        batch: `train_batch_size`, and the `rows`, `microbatches` and `data_ranks` whose product it is.
+        casts: whether floating-point leaves of the batch are cast.
+        unsupported: path -> feature that fds does not have yet; the program leaves these keys out.
+        memory: what each rank holds.
+        num_parameters: of the model, or None.
+        edition: whose defaults are in force.
+        defaults: path -> those that affect the training.
+        other_defaults: path -> the default of the other edition, where it is another.
+        auto: paths of the keys that are "auto" without a value.
+        without_effect: path -> given value, without which the program would be the same.
+        elsewhere: path -> given value, which another call takes.
+        not_applicable: path -> given value that has no meaning here.
+        reasons: path -> which call takes it, or why it has no meaning.
+    """
+
+    program: str
+    axes: Mapping[str, int]
+    batch: dict[str, int]
+    casts: bool
+    unsupported: dict[str, str]
+    memory: tuple[RankMemory, ...]
+    num_parameters: int | None
+    edition: str
+    defaults: dict[str, Any]
+    other_defaults: dict[str, Any]
+    auto: tuple[str, ...]
+    without_effect: dict[str, Any]
+    elsewhere: dict[str, Any]
+    not_applicable: dict[str, Any]
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        of_stage = " of its stage" * (self.axes.get("pp", 1) > 1)
+        given = lambda values: (f"{path} = {_json(value)}" for path, value in values.items())
+        because = lambda values: (f"{path} = {_json(value)}: {self.reasons[path]}" for path, value in values.items())
+        unsupported = (f"{path}: {feature}" for path, feature in self.unsupported.items())
+        parts = [
+            self.program,
+            _section("batch", self._batch()),
+            _section("not supported yet: these keys are refused, and left out above", unsupported),
+            _section(f"bytes on each rank, P parameters{of_stage}", self._memory()),
+            _section(f"defaults in force, of edition {self.edition}", self._defaults()),
+            _section('"auto" without a value: the default', self.auto),
+            _section("given, without effect here", given(self.without_effect)),
+            _section("taken by other calls", because(self.elsewhere)),
+            _section("not applicable", because(self.not_applicable)),
+        ]
+        return "\n".join(part for part in parts if part) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as values that JSON has."""
+        stage = self._stage_parameters()
+        memory = [
+            {
+                "what": part.what,
+                "bytes_per_parameter": part.per_parameter,
+                "at_most_bytes": part.most,
+                "bytes": None if stage is None else part.num_bytes(stage),
+            }
+            for part in self.memory
+        ]
+        return {**attrs.asdict(self, recurse=False), "axes": dict(self.axes), "memory": memory}
+
+    def _batch(self) -> Iterator[str]:
+        whole, rows, microbatches, ranks = (self.batch[name] for name in _BATCH)
+        yield f"train_batch_size {whole} = {rows} rows x {microbatches} microbatches x {ranks} data ranks"
+        yield f"a rank passes {whole // ranks} rows to each call of the step"
+        if self.casts:
+            yield (
+                "float32 leaves of the batch are cast, targets too: fds.precision(..., inputs=...) names those to cast"
+            )
+
+    def _memory(self) -> Iterator[str]:
+        stage = self._stage_parameters()
+        for part in self.memory:
+            numbers = "" if stage is None else f" = {part.num_bytes(stage):,}"
+            yield f"{part.what}: {part.formula()}{numbers}"
+
+    def _stage_parameters(self) -> int | None:
+        return None if self.num_parameters is None else self.num_parameters // self.axes.get("pp", 1)
+
+    def _defaults(self) -> Iterator[str]:
+        source = "the documentation says" if self.edition == "0.19.6" else "0.19.6 has"
+        for path, value in self.defaults.items():
+            other = f" ({source} {_json(self.other_defaults[path])})" if path in self.other_defaults else ""
+            yield f"{path} = {_json(value)}{other}"
+
+
+def explanation(config: Groups, axes: Mapping[str, int], num_parameters: int | None) -> Explanation:
     """Return the explanation. Raises `ConfigError` for batch sizes that do not multiply."""
     calls, resolved = compose_supported(config, axes)
-    parts = [
-        _program(calls, axes, resolved),
-        _section("batch", [*_batch(resolved, axes), *_casts(calls)]),
-        _section("not supported yet: these keys are refused, and left out above", _unsupported(config)),
-        _section(
-            f"bytes on each rank, P parameters{' of its stage' * (axes.get('pp', 1) > 1)}",
-            _memory(resolved, calls, axes, num_parameters),
-        ),
-        _section(f"defaults in force, of edition {config.defaults}", _defaults(resolved)),
-        _section('"auto" without a value: the default', auto_paths(config.to_dict())),
-        _section("given, without effect here", _without_effect(config, calls, axes)),
-        _section("taken by other calls", _given_of(config, Elsewhere)),
-        _section("not applicable", _given_of(config, NotApplicable)),
-    ]
-    return "\n".join(part for part in parts if part) + "\n"
+    batch = resolved.batch
+    sizes = (batch.train_batch_size, batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps)
+    defaults = dict(_defaults(resolved))
+    other = "docs" if config.defaults == "0.19.6" else "0.19.6"
+    elsewhere, not_applicable = _given_of(config, Elsewhere), _given_of(config, NotApplicable)
+    given = lambda found: {path: value for path, (value, _) in found.items()}
+    return Explanation(
+        program=_program(calls, axes, resolved),
+        axes=axes,
+        batch=dict(zip(_BATCH, (*map(_resolved, sizes), data_ranks(axes)), strict=True)),
+        casts=any(call.path == "precision" and call.args[0] != torch.float32 for call in calls),
+        unsupported=dict(unsupported_keys(config)),
+        memory=rank_memory(resolved, calls, axes),
+        num_parameters=num_parameters,
+        edition=config.defaults,
+        defaults={path: value for path, (value, _) in defaults.items()},
+        other_defaults={path: key.of(other) for path, (_, key) in defaults.items() if key.differs},
+        auto=tuple(auto_paths(config.to_dict())),
+        without_effect=dict(_without_effect(config, calls, axes)),
+        elsewhere=given(elsewhere),
+        not_applicable=given(not_applicable),
+        reasons={path: reason for path, (_, reason) in {**elsewhere, **not_applicable}.items()},
+    )
+
+
+def _resolved(size: int | None) -> int:
+    assert size is not None
+    return size
 
 
 def _program(calls: tuple[FunctionCall, ...], axes: Mapping[str, int], config: Groups) -> str:
@@ -55,54 +166,17 @@ def _schedule(config: Groups) -> str:
     return "a number or a schedule" if call is None else str(call)
 
 
-def _section(title: str, lines: Any) -> str:
+def _section(title: str, lines: Iterable[str]) -> str:
     lines = list(lines)
     return "\n".join([f"# {title}", *(f"#   {line}" for line in lines), ""]) if lines else ""
 
 
-def _batch(config: Groups, axes: Mapping[str, int]) -> Iterator[str]:
-    batch, ranks = config.batch, data_ranks(axes)
-    assert batch.train_batch_size is not None
-    yield (
-        f"train_batch_size {batch.train_batch_size} = {batch.train_micro_batch_size_per_gpu} rows "
-        f"x {batch.gradient_accumulation_steps} microbatches x {ranks} data ranks"
-    )
-    yield f"a rank passes {batch.train_batch_size // ranks} rows to each call of the step"
-
-
-def _memory(
-    config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[str, int], num_parameters: int | None
-) -> Iterator[str]:
-    parts = rank_memory(config, calls, axes)
-    for part in parts:
-        numbers = "" if num_parameters is None else f" = {part.num_bytes(num_parameters // axes.get('pp', 1)):,}"
-        yield f"{part.what}: {part.formula()}{numbers}"
-
-
-def _unsupported(config: Groups) -> Iterator[str]:
-    for path, feature in unsupported_keys(config):
-        yield f"{path}: {feature}"
-
-
-def _casts(calls: tuple[FunctionCall, ...]) -> Iterator[str]:
-    if any(call.path == "precision" and call.args[0] != torch.float32 for call in calls):
-        yield "float32 leaves of the batch are cast, targets too: fds.precision(..., inputs=...) names those to cast"
-
-
-def _defaults(config: Groups) -> Iterator[str]:
-    """Yield defaults that affect the training."""
+def _defaults(config: Groups) -> Iterator[tuple[str, tuple[Any, Key]]]:
+    """Yield defaults that affect the training, and their keys."""
     for path, value, key, given in config.walk():
         is_argument = isinstance(key.meaning, Argument) and not isinstance(value, Config)
         if not given and is_argument and _has_effect(config, path, value):
-            yield f"{path} = {_json(value)}{_other_default(config, key)}"
-
-
-def _other_default(config: Groups, key: Key) -> str:
-    """Return the default of the other edition, if it differs, in parentheses."""
-    if not key.differs:
-        return ""
-    source, other = ("the documentation says", "docs") if config.defaults == "0.19.6" else ("0.19.6 has", "0.19.6")
-    return f" ({source} {_json(key.of(other))})"
+            yield path, (value, key)
 
 
 def _has_effect(config: Groups, path: str, value: Any) -> bool:
@@ -117,14 +191,18 @@ def _has_effect(config: Groups, path: str, value: Any) -> bool:
     return group in ("", "optimizer.params", "scheduler.params") and path != "scheduler"
 
 
-def _given_of(config: Groups, meaning: type) -> Iterator[str]:
-    """Yield the given keys with this kind of meaning."""
-    for path, value, key, given in config.walk():
-        if given and isinstance(key.meaning, meaning) and not isinstance(value, Config):
-            yield f"{path} = {_json(value)}: {key.meaning}".replace(": not applicable:", ":").replace("`", "")
+def _given_of(config: Groups, meaning: type) -> dict[str, tuple[Any, str]]:
+    """Return the given keys with this kind of meaning: path -> value, and the meaning in words."""
+    return {
+        path: (value, str(key.meaning).removeprefix("not applicable: ").replace("`", ""))
+        for path, value, key, given in config.walk()
+        if given and isinstance(key.meaning, meaning) and not isinstance(value, Config)
+    }
 
 
-def _without_effect(config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[str, int]) -> Iterator[str]:
+def _without_effect(
+    config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[str, int]
+) -> Iterator[tuple[str, Any]]:
     """Yield given keys without which the calls would be the same here, though not in every configuration."""
     unsupported = {path for path, _ in unsupported_keys(config)}
     for path, value, key, given in config.walk():
@@ -133,7 +211,7 @@ def _without_effect(config: Groups, calls: tuple[FunctionCall, ...], axes: Mappi
             continue
         try:
             if compose_supported(_without(config, path), axes)[0] == calls:
-                yield f"{path} = {_json(value)}"
+                yield path, value
         except ConfigError:
             pass  # the key is required
 

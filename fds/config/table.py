@@ -26,10 +26,9 @@ here. A key that is not listed is refused, with its path and the nearest key tha
 - `*` in a path stands for a name of your own.
 - *Not yet* is refused, unless the value asks for nothing; *not applicable* is taken, does nothing, and is listed by
   `explain`; *part of* another key matters only where that one asks for something.
-- `python -m fds.config schema` prints all this as a JSON Schema for editors, `python -m fds.config explain FILE` what
-  a file comes to.
+- `fds config schema` prints all this as a JSON Schema for editors, `fds explain FILE` what a file comes to.
 
-This page is made by `python -m fds.config table > docs/config-keys.md`.
+This page is made by `fds config table > docs/config-keys.md`.
 """
 _COLUMNS = ("key", "type", "default", "documented", "unit", "what it does", "here")
 _WORDS = {"boolean": "true or false", "null": "null"}

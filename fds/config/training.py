@@ -9,7 +9,7 @@ from typing import Any, Self
 import attrs
 
 from fds.collectives import Mesh
-from fds.config import explain as explanation
+from fds.config.explain import explanation
 from fds.config.field import Edition
 from fds.config.keys.groups import Groups
 from fds.config.reading import read
@@ -90,7 +90,7 @@ class TrainingConfig(Groups):
             raise ConfigError(
                 "not a number of parameters", where="num_parameters", got=repr(num_parameters), want="1 or more"
             )
-        return explanation.explain(self, mesh if isinstance(mesh, Mapping) else _sizes(mesh), num_parameters)
+        return str(explanation(self, mesh if isinstance(mesh, Mapping) else _sizes(mesh), num_parameters))
 
 
 def _sizes(mesh: Any) -> dict[str, int]:

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from fds.errors import StorageError
+from fds.errors import StorageError, escaped
 from fds.storage.differing import Difference
 from fds.storage.disk.folders import find, tags
 from fds.storage.format.manifest import SavedLeaf, read_manifest
@@ -45,16 +45,16 @@ def run(dir: Path) -> Iterator[RenderableType]:
             rows.append([tag, "", "", "", error.what])
     yield table(["tag", "calls >", "saved", "bytes >", ""], rows)
     try:
-        yield f"latest: {plain(find(dir, None).name)}"
+        yield f"latest: {escaped(find(dir, None).name)}"
     except StorageError as error:
-        yield f"latest: {plain(line(error))}"
+        yield f"latest: {escaped(line(error))}"
 
 
 def save(source: Source) -> Iterator[RenderableType]:
     """Yield the contents of a save: its composition, its leaves, totals, and the user's extra."""
-    yield plain(source.where)
+    yield escaped(source.where)
     if source.composition:
-        yield "\ncomposition:\n" + "\n".join(f"  {plain(one)}" for one in source.composition)
+        yield "\ncomposition:\n" + "\n".join(f"  {escaped(one)}" for one in source.composition)
     rows = [[name, leaf.dtype, shape(leaf), files(leaf)] for name, leaf in source.leaves.items()]
     yield ""
     yield table(["leaf", "dtype", "shape", "files"], rows)
@@ -102,13 +102,8 @@ def table(columns: list[str], rows: list[list[str]]) -> Table:
         side = "right" if name.endswith(" >") else "left"
         made.add_column(name.removesuffix(" >"), justify=side, overflow="fold")
     for row in rows:
-        made.add_row(*(Text(plain(cell)) for cell in row))
+        made.add_row(*(Text(escaped(cell)) for cell in row))
     return made
-
-
-def plain(text: str) -> str:
-    """Return text with unprintable characters escaped."""
-    return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def shape(leaf: SavedLeaf) -> str:

@@ -9,8 +9,8 @@ import sys
 import jsonschema
 import pytest
 
+from fds.command_line import main
 from fds.config import TrainingConfig
-from fds.config.__main__ import main
 from fds.config.schema import schema
 from fds.config.table import table
 
@@ -31,7 +31,7 @@ def file(tmp_path):
 
 def called(capsys, *arguments):
     """Return exit code, output and errors of the command."""
-    code = main([str(one) for one in arguments])
+    code = main(["config", *map(str, arguments)])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -116,7 +116,7 @@ def test_what_is_refused_is_told_in_its_own_words_and_without_a_traceback(tmp_pa
 )
 def test_a_bad_option_is_refused_by_name(file, capsys, option, value):
     with pytest.raises(SystemExit) as ended:
-        main(["explain", str(file), option, value])
+        main(["config", "explain", str(file), option, value])
     assert ended.value.code == 2 and f"argument {option}: " in capsys.readouterr().err
 
 
@@ -131,7 +131,7 @@ def test_values_of_auto_are_given_beside_the_file(tmp_path, capsys):
             }
         )
     )
-    assert main(["explain", str(tmp_path / "auto.json"), "--world-size", "2"]) == 2
+    assert main(["config", "explain", str(tmp_path / "auto.json"), "--world-size", "2"]) == 2
     told = capsys.readouterr().err
     assert '"auto" without a value: train_micro_batch_size_per_gpu, ' in told and "optimizer.params.lr" in told
     assert "pass auto={'train_micro_batch_size_per_gpu': ...," in told
@@ -139,6 +139,7 @@ def test_values_of_auto_are_given_beside_the_file(tmp_path, capsys):
     assert (
         main(
             [
+                "config",
                 "explain",
                 str(tmp_path / "auto.json"),
                 "--world-size",

@@ -8,8 +8,8 @@ import jsonschema
 import pytest
 
 import fds
+from fds.command_line import main
 from fds.config import TrainingConfig
-from fds.config.__main__ import main
 from fds.config.schema import schema
 from fds.errors import ConfigError
 
@@ -155,8 +155,8 @@ def test_initialize_and_the_command_pass_the_option_on(tmp_path, capsys):
         config = TrainingConfig.of(data, unknown="warn")
     assert config.to_dict().keys() == {"train_batch_size", "optimizer"}
     file = str(written(tmp_path / "a.json", json.dumps(data)))
-    assert main(["explain", file]) == 2
-    assert main(["explain", file, "--unknown", "warn"]) == 0
+    assert main(["config", "explain", file]) == 2
+    assert main(["config", "explain", file, "--unknown", "warn"]) == 0
     assert "did you mean 'zero_optimization'?" in capsys.readouterr().err
 
 

@@ -33,6 +33,8 @@ ROOMS = {
     "data": "collectives microbatches random tree errors",
 }
 ROOMS["config"] = " ".join(ROOMS)
+ROOMS["command_line"] = " ".join(ROOMS)
+PROGRAM = "__main__"  # wherever it lies, it belongs to the room of commands: `python -m fds.plans` is `fds plans`
 ONLY = {"torch.utils._pytree": "tree", "torch.distributed": "collectives", "triton": "kernels"}
 UNPICKLING = {"torch.load", "torch.serialization.safe_globals"}  # for those who read what others wrote
 UNPICKLERS = "fds.storage.foreign"
@@ -187,7 +189,7 @@ def package_of(module: str, path: str) -> str:
 
 
 def room(module: str) -> str:
-    return f"{module}.".split(".")[1]
+    return "command_line" if module.endswith(f".{PROGRAM}") else f"{module}.".split(".")[1]
 
 
 def inside(name: str, prefix: str) -> bool:
@@ -261,6 +263,10 @@ BROKEN = {
         {"fds/kernels/a/x.py": "from fds.kernels.b import _y", "fds/kernels/b/_y.py": ""},
         "fds.kernels.b._y is private; import it from fds.kernels.b",
     ),
+    "a command, from a room below it": (
+        {"fds/plans/a.py": "from fds.command_line import main", "fds/command_line/__init__.py": ""},
+        "plans may not import command_line",
+    ),
     "a name for no idea": ({"fds/optim/utils.py": ""}, "'utils' is a name for no idea"),
     "two ideas in a file": ({"fds/tree.py": "x = 1\n" * 301}, "301 lines of code"),
     "pickle": ({"fds/storage/save.py": "import pickle"}, "pickle is for nobody"),
@@ -310,6 +316,8 @@ def test_what_is_allowed_is_not_reported():
             "fds/__init__.py": "from fds import random\nfrom fds.step import fill\n__all__ = ['fill', 'random']",
             "fds/random.py": "from .errors import FdsError",
             "fds/errors.py": "",
+            "fds/plans/__main__.py": "from fds.command_line import run",
+            "fds/command_line/__init__.py": "",
             "fds/step/__init__.py": "from fds.step import program\nfrom fds.step.program import compose",
             "fds/step/program.py": '"""Fill.' + "\n" * 400 + '"""\nfrom fds import random\nrandom.key',
             "fds/transforms/pipeline/run.py": "from .send import send\nfrom fds.step import compose",

@@ -10,8 +10,9 @@ import threading
 import pytest
 from hypothesis import given, strategies as st
 
+from fds.command_line import main
+from fds.command_line.plans import SCHEDULES
 from fds.errors import PlanError
-from fds.plans.__main__ import SCHEDULES, main
 from fds.plans.actions import Action
 from fds.plans.costs import Costs
 from fds.plans.lowering import communicate
@@ -209,7 +210,7 @@ def test_what_is_no_recording_is_refused(text):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_from_the_command_line(name, capsys):
     stages = "1" if name == "data_parallel" else "4"
-    assert main([name, "--stages", stages, "--microbatches", "4"]) == 0
+    assert main(["plans", name, "--stages", stages, "--microbatches", "4"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{name}: {stages} stages on ")
     assert "bubble" in out and "peak live" in out
@@ -218,7 +219,7 @@ def test_every_schedule_from_the_command_line(name, capsys):
 def test_all_that_the_command_line_shows(capsys, tmp_path):
     png, chrome = tmp_path / "a.png", tmp_path / "a.json"
     arguments = "one_f_one_b --stages 2 --microbatches 2 --forward 1,2 --latency 0.5 --plan"
-    assert main([*arguments.split(), "--png", str(png), "--chrome", str(chrome)]) == 0
+    assert main(["plans", *arguments.split(), "--png", str(png), "--chrome", str(chrome)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "one_f_one_b: 2 stages on 2 ranks, 2 microbatches",
         "0 |F0 F1             BW0--       BW1--",
@@ -231,9 +232,9 @@ def test_all_that_the_command_line_shows(capsys, tmp_path):
     ]
     assert png.read_bytes().startswith(SIGNATURE)
     assert json.loads(chrome.read_text())["traceEvents"]
-    assert main(["gpipe", "--stages", "2", "--microbatches", "2", "--width", "21"]) == 0
+    assert main(["plans", "gpipe", "--stages", "2", "--microbatches", "2", "--width", "21"]) == 0
     assert capsys.readouterr().out.splitlines()[1] == "0 |F0F1      BW0 BW1"
-    assert main(["one_f_one_b", "--stages", "2", "--microbatches", "1", "--lower"]) == 0
+    assert main(["plans", "one_f_one_b", "--stages", "2", "--microbatches", "1", "--lower"]) == 0
     assert "1: 1RECV_ACT0@0 1LOAD0@0 1F0@0 1BW0@0 1SEND_GRAD0@0" in capsys.readouterr().out
 
 
@@ -256,7 +257,7 @@ def test_all_that_the_command_line_shows(capsys, tmp_path):
     ],
 )
 def test_what_the_command_line_refuses(arguments, words, capsys):
-    assert main(arguments.split()) == 2
+    assert main(["plans", *arguments.split()]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("PlanError: ")
     assert words in shown

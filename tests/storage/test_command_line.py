@@ -14,8 +14,8 @@ from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
 import fds
+from fds.command_line import main
 from fds.errors import StorageError
-from fds.storage.__main__ import main
 from fds.storage.differing import Difference, differences, locate
 from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.opening import open_source
@@ -61,7 +61,7 @@ def flip(path, at=-1):
 
 def called(capsys, *arguments):
     """Return exit code, output and errors of the command."""
-    code = main([str(one) for one in arguments])
+    code = main(["storage", *map(str, arguments)])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -102,8 +102,8 @@ def test_names_of_folders_cannot_steer_a_terminal(tmp_path, capsys):
     os.rename(dir / "step00000000", damaged)
     for command in ("verify", "show", "diff"):
         for more in ([], ["--all"]) if command == "verify" else ([str(dir)],) if command == "diff" else ([],):
-            main([command, str(dir), *more])
-    main(["export", str(dir), f"{tmp_path}/\x1bweights", "--tag", "none"])
+            main(["storage", command, str(dir), *more])
+    main(["storage", "export", str(dir), f"{tmp_path}/\x1bweights", "--tag", "none"])
     said = capsys.readouterr()
     assert "\x1b" not in said.out + said.err and r"\x1b[31mred" in said.out
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies as st
 
 import fds
 from fds import tree
+from fds.command_line import main
 from fds.errors import StorageError
 from fds.storage import source
-from fds.storage.__main__ import main
 from fds.storage.verifying import verify
 from tests.bits import assert_same_bits
 from tests.storage.states import Template, json_values, rewrite, small_state, state_of
@@ -463,8 +463,8 @@ def test_what_belongs_to_another_user_is_refused(folder, tmp_path, closed, how, 
     try:
         with another_user():
             if how == "command":
-                assert main(["show", str(run)]) in (0, 2)  # what can be shown of it
-                assert main(["verify", str(run)]) in (1, 2) or closed == "run/latest"
+                assert main(["storage", "show", str(run)]) in (0, 2)  # what can be shown of it
+                assert main(["storage", "verify", str(run)]) in (1, 2) or closed == "run/latest"
                 assert "Traceback" not in capsys.readouterr().err
                 return
             try:

@@ -1,15 +1,13 @@
 """Errors: five fields, one picture."""
 
 import inspect
-import os
 import pickle
-import sys
 
 import pytest
 
 import fds
 from fds import errors
-from fds.errors import FdsError, did_you_mean, run_command
+from fds.errors import FdsError, did_you_mean, escaped
 
 FAMILY = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, FdsError)]
 
@@ -63,18 +61,5 @@ def test_a_long_list_of_known_words_is_cut():
     assert did_you_mean("?", [f"name{i:03}" for i in range(1000)]).count(",") == 19
 
 
-def test_a_command_whose_output_nobody_reads_ends_quietly(monkeypatch):
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        with pytest.raises(SystemExit) as error:
-            run_command(lambda: print("many lines\n" * 10_000) or 0)
-        monkeypatch.undo()
-    assert error.value.code == 141
-
-
-def test_a_command_exits_with_its_code():
-    with pytest.raises(SystemExit) as error:
-        run_command(lambda: 2)
-    assert error.value.code == 2
+def test_what_a_terminal_would_obey_is_escaped():
+    assert escaped("\x1b[2Ja\u202eb") == r"\x1b[2Ja\u202eb" and escaped("größer") == "größer"
