@@ -1,4 +1,4 @@
-"""`python -m fds.config`: what a file comes to, the schema and the table."""
+"""`fds config`, `fds explain`: what a file comes to, the schema and the table."""
 
 import base64
 import json
@@ -58,6 +58,16 @@ def explained(axes, **options) -> str:
 def test_explain_prints_what_explain_says(file, capsys, arguments, axes, options):
     code, out, err = called(capsys, "explain", file, *arguments)
     assert (code, err) == (0, "") and out == explained(axes, **options)
+
+
+def test_explain_prints_json_with_the_same_program_and_numbers(file, capsys):
+    code, out, err = called(capsys, "explain", file, "--world-size", 8, "--parameters", 1000, "--json")
+    found = json.loads(out)
+    assert (code, err) == (0, "") and explained({"dp": 8}).startswith(found["program"])
+    assert found["batch"] == {"train_batch_size": 32, "rows": 4, "microbatches": 1, "data_ranks": 8}
+    assert found["memory"][0]["bytes"] == 1000 * 12 / 8 == 1000 * found["memory"][0]["bytes_per_parameter"]
+    assert found["not_applicable"] == {"zero_optimization.contiguous_gradients": True, "steps_per_print": 10}
+    assert found["reasons"].keys() == {*found["not_applicable"], *found["elsewhere"]}
 
 
 def test_what_explain_prints_is_a_program(file, capsys):
@@ -167,7 +177,7 @@ def test_table_prints_the_page(capsys):
 def test_it_is_a_program(file):
     """Of its own process: its exit code and its streams."""
     done = subprocess.run(
-        [sys.executable, "-m", "fds.config", "explain", str(file.with_name("absent.json"))],
+        [sys.executable, "-m", "fds", "explain", str(file.with_name("absent.json"))],
         capture_output=True,
         text=True,
         check=False,
