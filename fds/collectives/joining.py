@@ -52,6 +52,13 @@ def init_distributed(
         worlds.of_torch().check = True
 
 
+def backends() -> dict[str, bool]:
+    """Return which backends this build of torch.distributed has: name -> whether it is there."""
+    if not dist.is_available():
+        return {"gloo": False, "nccl": False}
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+
+
 def _launch(rank: int | None, world_size: int | None, init_method: str | None) -> Launch | None:
     if rank is None and world_size is None:
         return launched(os.environ)

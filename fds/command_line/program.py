@@ -15,12 +15,14 @@ from fds.command_line.parser import Parser
 from fds.errors import FdsError, escaped
 
 COMMANDS = {  # name -> module and function that fill its parser, and its line in the help
+    "doctor": ("doctor:fill", "check whether this machine can train, and say what to change"),
     "explain": ("config:fill_explain", "say what a DeepSpeed configuration comes to, as Python"),
     "config": ("config:fill", "all about such configurations: explain, schema, table"),
     "plans": ("plans:fill", "draw a pipeline schedule, its time and its memory"),
     "storage": ("storage:fill", "look into saves: show, verify, export, diff"),
 }
 EXAMPLES = {
+    "fds doctor": "before the first run on a machine",
     "fds explain ds_config.json --world-size 8": "read a configuration as a program",
     "fds plans one_f_one_b --stages 4 --microbatches 8": "see where a pipeline waits",
     "fds storage show runs/gpt/save": "see what a run has saved",

@@ -1,0 +1,57 @@
+"""Kernels: which run where, why, and whether one gives what its reference gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import torch
+
+from fds.command_line.doctor.finding import Finding, Settings
+from fds.command_line.doctor.process import run_together
+from fds.kernels import chosen
+from fds.kernels.language import is_there
+
+LIMIT = 120.0  # seconds; compiling takes a few
+
+
+def kernels(settings: Settings) -> Iterator[Finding]:
+    """Find which kernels run on every kind of device at hand, and run one of Triton's in a fresh process."""
+    kinds = ["cuda"] * torch.cuda.is_available() + ["cpu"]
+    for kind in kinds:
+        runs = chosen(torch.device(kind))
+        yield Finding(f"on {kind}", _NAMES[runs], advice=_why(kind, runs), values={"chosen": runs})
+    for kind in kinds:
+        if is_there and not settings.quick:
+            yield _trial(kind)
+
+
+_NAMES = {"triton": "Triton kernels", "reference": "references, in plain torch"}
+
+
+def _why(kind: str, runs: str) -> str:
+    if runs == "triton":
+        return "float64 tensors take the references; fds.reference_kernels() takes them for all"
+    return "Triton compiles for GPUs" if kind == "cpu" else "Triton is not installed"
+
+
+def _trial(kind: str) -> Finding:
+    interprets = kind == "cpu"
+    what = "interpreter" if interprets else f"trial on {kind}"
+    [ended] = run_together(
+        "fds.command_line.doctor.kernel_trial",
+        [{"TRITON_INTERPRET": "1" if interprets else "0"}],
+        arguments=kind,
+        limit=LIMIT,
+    )
+    if ended.code != 0:
+        needed = "only tests of kernels need it" if interprets else "compose with fds.reference_kernels()"
+        return Finding(what, f"a kernel does not run: {ended.reason}", "note" if interprets else "problem", needed)
+    values = json.loads(ended.out)
+    found = f"rms_norm and its gradients, {values['max_error']:.1e} from the reference"
+    if values["max_error"] > values["bound"]:
+        advice = (
+            f"more than rounding, {values['bound']:.1e}: compose with fds.reference_kernels(), and please report it"
+        )
+        return Finding(what, found, "note" if interprets else "problem", advice, values)
+    return Finding(what, found, values=values)

@@ -1,0 +1,73 @@
+"""Run parts of a check in fresh processes, with a time limit: what crashes or hangs there does not end the doctor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+import attrs
+
+
+@attrs.frozen
+class Ended:
+    """How a process ended: its exit code, None where it was killed after the time limit, and what it printed."""
+
+    code: int | None
+    out: str
+    err: str
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in a line: the last one that it printed."""
+        last = next((line.strip() for line in reversed(self.err.splitlines()) if line.strip()), "")
+        how = "no answer within the time limit" if self.code is None else f"exit code {self.code}"
+        return f"{how}: {last}" if last else how
+
+
+def run_together(
+    module: str, environs: Sequence[Mapping[str, str]], *, arguments: str = "", limit: float
+) -> list[Ended]:
+    """Run a module once per environment, all at the same time, and kill what is left after `limit` seconds.
+
+    A process gets this one's environment without what a launcher set, and the given variables.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    command = [sys.executable, "-m", module, *arguments.split()]
+    with contextlib.ExitStack() as files:
+        started = []
+        for environ in environs:  # into files, not pipes, which fill up
+            out, err = (files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+            started.append((subprocess.Popen(command, env={**inherited, **environ}, stdout=out, stderr=err), out, err))
+        codes = _wait([process for process, _, _ in started], limit)
+        return [Ended(code, _text(out), _text(err)) for code, (_, out, err) in zip(codes, started, strict=True)]
+
+
+def _wait(processes: Sequence[subprocess.Popen], limit: float) -> list[int | None]:
+    """Return the exit codes of processes, None for those that are killed since the time is over."""
+    end = time.monotonic() + limit
+    try:
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+        return [process.poll() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+_LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_", "MASTER_", "TORCHELASTIC_"),
+    *("OMPI_", "PMI", "MPI_", "SLURM_"),
+)

@@ -1,0 +1,58 @@
+"""Ranks: which backends there are, and whether two processes on this machine meet and sum."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+from collections.abc import Iterator
+
+import torch
+from torch.cuda import nccl
+
+from fds.collectives.joining import backends
+from fds.command_line.doctor.finding import Finding, Settings
+from fds.command_line.doctor.process import run_together
+
+LIMIT = 60.0  # seconds for starting two processes, and for what they do
+
+
+def ranks(settings: Settings) -> Iterator[Finding]:
+    """Find the backends of torch.distributed, and let two ranks shake hands over gloo."""
+    found = backends()
+    gpus = torch.cuda.is_available()
+    if found["nccl"]:
+        yield Finding("NCCL", ".".join(map(str, nccl.version())))
+    else:
+        advice = "several GPUs need a build of torch that has it" if gpus else "it is for GPUs"
+        yield Finding("NCCL", "not in this build of torch", "problem" if gpus else "ok", advice)
+    gloo = "there" if found["gloo"] else "not in this build of torch"
+    yield Finding("gloo", gloo, "ok" if found["gloo"] else "problem", "" if found["gloo"] else "install torch anew")
+    mpi4py = importlib.util.find_spec("mpi4py") is not None
+    yield Finding(
+        "mpi4py", "there" if mpi4py else "not installed", advice="mpirun does without: fds uses gloo and NCCL"
+    )
+    if found["gloo"] and not settings.quick:
+        yield handshake(LIMIT)
+
+
+def handshake(limit: float) -> Finding:
+    """Start two fresh processes that meet over gloo and sum tensors; find how fast that is."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environs = [{**world, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"} for rank in ("0", "1")]
+    ended = run_together("fds.command_line.doctor.handshake", environs, limit=limit)
+    failed = next(((rank, one) for rank, one in enumerate(ended) if one.code != 0), None)
+    if failed is not None:
+        advice = (
+            "ranks cannot train together here; export GLOO_SOCKET_IFNAME=lo, or another interface (below), and retry"
+        )
+        return Finding("two ranks", f"did not meet: rank {failed[0]}: {failed[1].reason}", "problem", advice)
+    values = json.loads(ended[0].out)
+    found = (
+        f"met in {values['rendezvous_s']:.1f} s; an all-reduce takes {values['latency_us']:.0f} us, "
+        f"of {values['large_bytes'] / 2**20:.0f} MiB {values['bandwidth_bytes_per_s'] / 2**20:.0f} MiB/s"
+    )
+    return Finding("two ranks", found, values=values)

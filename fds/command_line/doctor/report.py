@@ -1,0 +1,81 @@
+"""The report: a table per check in a terminal, lines in a pipe, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+import attrs
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fds.command_line.doctor.finding import Finding
+from fds.errors import escaped
+
+MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "red")}
+WIDTH = max(map(len, MARKS))
+
+
+class Report:
+    """Shows the findings of one check after the other, and counts them."""
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.found: dict[str, list[Finding]] = {}
+
+    def add(self, name: str, findings: Iterable[Finding]) -> None:
+        """Show the findings of a check; in a terminal, a spinner turns until they are there."""
+        if self.console.is_terminal:
+            with self.console.status(f"{name} ..."):
+                self.found[name] = list(findings)
+            self.console.print(_table(name, self.found[name]))
+        else:
+            self.found[name] = list(findings)
+            for finding in self.found[name]:
+                self.console.print(_line(name, finding), soft_wrap=True, markup=False, highlight=False)
+
+    def problems(self) -> int:
+        """Return the number of problems."""
+        return self._count("problem")
+
+    def conclude(self) -> None:
+        """Say how many problems and notes there are."""
+        problems, notes = self.problems(), self._count("note")
+        text = f"{_many(problems, 'problem')}, {_many(notes, 'note')}"
+        if problems:
+            text += ": what is marked as a problem breaks training, or makes it something else than was meant"
+        else:
+            text += ": this machine can train"
+        self.console.print(text, style="bold red" if problems else "bold green", soft_wrap=True, highlight=False)
+
+    def json(self) -> str:
+        """Return all findings as JSON."""
+        checks = {name: [attrs.asdict(finding) for finding in findings] for name, findings in self.found.items()}
+        return json.dumps({"problems": self.problems(), "notes": self._count("note"), "checks": checks}, indent=2)
+
+    def _count(self, level: str) -> int:
+        return sum(finding.level == level for findings in self.found.values() for finding in findings)
+
+
+def _table(name: str, findings: list[Finding]) -> Table:
+    table = Table(title=name, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(style="bold", overflow="fold")
+    table.add_column(overflow="fold")
+    for finding in findings:
+        mark, color = MARKS[finding.level]
+        text = Text(escaped(finding.found))
+        if finding.advice:
+            text.append(f"\n{escaped(finding.advice)}", style="dim" if finding.level == "ok" else color)
+        table.add_row(Text(f"  {mark}", style=color), Text(escaped(finding.what)), text)
+    return table
+
+
+def _line(name: str, finding: Finding) -> str:
+    advice = f"  ({finding.advice})" if finding.advice else ""
+    return escaped(f"{finding.level:<{WIDTH}}  {name:<11}  {finding.what:<13}  {finding.found}{advice}")
+
+
+def _many(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"

@@ -1,0 +1,161 @@
+"""`fds doctor`: what it finds here, what it says of machines that are not well, and that nothing ends it."""
+
+import io
+import json
+import os
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from fds.command_line import main
+from fds.command_line.doctor import command, devices, disk, host, launcher, network, process, ranks, software
+from fds.command_line.doctor.finding import Finding, Settings, examine
+from fds.command_line.doctor.report import Report
+
+QUICK = lambda path: Settings(path, quick=True)
+
+
+def test_quick_finds_every_check_and_exits_with_0_here(capsys, tmp_path):
+    assert main(["doctor", "--quick", "--dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    levels, names = {line.split()[0] for line in lines[:-1]}, {line.split()[1] for line in lines[:-1]}
+    assert levels <= {"ok", "note"} and names == set(command.CHECKS)
+    assert lines[-1].startswith("0 problems, ") and any(f"  {torch.__version__}, built for" in line for line in lines)
+
+
+def test_json_holds_what_the_lines_say_and_its_numbers(capsys, tmp_path):
+    assert main(["doctor", "--quick", "--json", "--dir", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == 0 and list(found["checks"]) == list(command.CHECKS)
+    [cores] = [one for one in found["checks"]["host"] if one["what"] == "cores"]
+    assert cores["values"]["threads"] == torch.get_num_threads()
+
+
+def test_a_check_that_fails_ends_neither_the_doctor_nor_the_other_checks(capsys, tmp_path, monkeypatch):
+    def broken(settings):
+        yield Finding("half", "of it")
+        raise RuntimeError("the rest\x1b[2J")
+
+    monkeypatch.setattr(devices, "devices", broken)
+    monkeypatch.setitem(command.CHECKS, "kernels", "no_such_module")
+    assert main(["doctor", "--quick", "--dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("half" in line and line.startswith("ok") for line in lines)
+    assert any(r"failed: RuntimeError: the rest\x1b[2J" in line and line.startswith("note") for line in lines)
+    assert any("failed: ModuleNotFoundError" in line for line in lines) and any(" host " in line for line in lines)
+
+
+def test_a_problem_is_the_exit_code(capsys, tmp_path):
+    assert main(["doctor", "--quick", "--dir", str(tmp_path / "nowhere")]) == 1
+    assert "1 problem, " in (out := capsys.readouterr().out) and "fds doctor --dir" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "level"),
+    [
+        ("torch", "2.10.1", "problem"),
+        ("torch", "2.11.0+cu128", "ok"),
+        ("torch", "2.13.9", "ok"),
+        ("torch", "2.14.0a0+git1", "note"),
+        ("Python", "3.9.1", "problem"),
+        ("Python", "3.14.0", "note"),
+    ],
+)
+def test_versions_are_compared_with_those_that_were_tried(name, number, level):
+    assert software.in_range(name, number, number).level == level
+
+
+def test_all_of_it_in_spite_of_a_launchers_variables(tmp_path, monkeypatch, capsys):
+    """Fresh processes: two ranks that meet, and a kernel in Triton's interpreter."""
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    assert main(["doctor", "--json", "--dir", str(tmp_path)]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    found = {one["what"]: one for findings in checks.values() for one in findings}
+    assert found["two ranks"]["values"]["latency_us"] > 0 and found["two ranks"]["level"] == "ok"
+    assert 0 < found["interpreter"]["values"]["max_error"] <= found["interpreter"]["values"]["bound"]
+    assert found["speed"]["values"]["bytes"] == 64 * 2**20 and not os.listdir(tmp_path)
+    assert found["SLURM_PROCID"]["found"] == "5"
+
+
+def test_ranks_that_do_not_meet_in_time_are_a_problem():
+    found = ranks.handshake(0.01)
+    assert found.level == "problem" and "no answer within the time limit" in found.found
+    assert "GLOO_SOCKET_IFNAME" in found.advice
+
+
+def test_processes_that_hang_are_killed_in_time():
+    ended = process.run_together("http.server", [{}, {}], arguments="0 --bind 127.0.0.1", limit=0.5)
+    assert [one.code for one in ended] == [None, None] and "no answer within the time limit" in ended[0].reason
+
+
+def test_a_folder_that_may_not_be_written_to_is_a_problem(tmp_path):
+    (tmp_path / "file").write_text("")
+    found = list(disk.disk(QUICK(tmp_path / "file")))
+    assert [one.level for one in found] == ["ok", "problem"] and "saves fail there" in found[1].advice
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "wanted", "level", "words"),
+    [
+        ({"lo": "127.0.0.1", "ib0": "10.0.0.1"}, "eth7", "problem", "export GLOO_SOCKET_IFNAME=ib0"),
+        ({"lo": "127.0.0.1", "ib0": "10.0.0.1"}, "ib0", "ok", ""),
+        ({"lo": "127.0.0.1", "ib0": "10.0.0.1"}, "", "ok", "on several nodes: export GLOO_SOCKET_IFNAME=ib0"),
+    ],
+)
+def test_the_interface_of_gloo(interfaces, wanted, level, words, monkeypatch):
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "localhost")
+    found = network.gloo_interface(interfaces, wanted)
+    assert found.level == level and words in found.advice
+
+
+def test_a_host_without_a_name_or_with_a_strange_one_is_noted(monkeypatch):
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "no.such.host.invalid")
+    assert "has no address" in network.gloo_interface({"lo": "127.0.0.1"}, "").found
+
+
+def test_more_threads_than_a_container_allows_are_noted(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    found = {one.what: one for one in host.host(QUICK(tmp_path))}
+    if torch.get_num_threads() > 1:
+        assert found["cores"].level == "note" and "OMP_NUM_THREADS=1" in found["cores"].advice
+    assert found["memory"].level == "note" and "limited to 1.0" in found["memory"].found
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert {one.what: one for one in host.host(QUICK(tmp_path))}["cores"].values["quota"] is None
+
+
+def test_what_a_launcher_left_half_is_a_problem(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = {one.what: one for one in launcher.launcher(QUICK(tmp_path))}
+    assert found["launcher"].level == "problem" and "unset RANK" in found["launcher"].advice
+    assert found["RANK"].found == "3" and found["TRITON_INTERPRET"].level == "note"
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\n")
+    [found] = devices.devices(QUICK(tmp_path))
+    assert found.level == "problem" and "570.86.15" in found.found
+
+
+def test_examining_nothing_finds_nothing(tmp_path):
+    assert list(examine(lambda settings: iter(()), QUICK(tmp_path))) == []
+
+
+def test_in_a_terminal_a_report_is_tables(tmp_path):
+    console = Console(force_terminal=True, width=80, record=True, file=io.StringIO())
+    report = Report(console)
+    report.add("disk", [Finding("speed", "[bold]slow[/]", "note", "use another")])
+    report.conclude()
+    text = console.export_text()
+    assert "!  speed  [bold]slow[/]" in text and "use another" in text and "0 problems, 1 note: " in text
+
+
+def test_the_interpreter_of_python_is_named(tmp_path):
+    found = {one.what: one for one in software.software(QUICK(tmp_path))}
+    assert sys.executable in found["Python"].found and found["fds"].found.endswith("fds")
