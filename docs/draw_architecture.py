@@ -33,7 +33,7 @@ def rooms() -> tuple[Graph, dict[str, str]]:
     for path in sorted((ROOT / "fds").glob("**/*.py")):
         parts = path.relative_to(ROOT / "fds").with_suffix("").parts
         room = parts[0]
-        if room.startswith("__"):
+        if room.startswith("__") or parts[-1] == "__main__":  # programs stand above all rooms
             continue
         tree = ast.parse(path.read_text())
         if len(parts) == 1 or parts[1:] == ("__init__",):

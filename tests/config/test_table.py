@@ -25,7 +25,7 @@ def rows_of(title: str) -> list[list[str]]:
 
 
 def test_the_page_in_docs_is_this_one():
-    again = "make it again: python -m fds.config table > docs/config-keys.md"
+    again = "make it again: fds config table > docs/config-keys.md"
     assert PAGE.read_text(encoding="utf-8") == TABLE, again
 
 
