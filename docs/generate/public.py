@@ -30,6 +30,7 @@ ROOMS = (  # in the order of data flow
     "fds.storage.foreign",
     "fds.data",
     "fds.config",
+    "fds.command_line",
     "fds.errors",
 )
 

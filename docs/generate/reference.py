@@ -25,6 +25,7 @@ TITLES = {
     "fds.storage.foreign": "Files of other programs",
     "fds.data": "Data loaders",
     "fds.config": "DeepSpeed's configuration",
+    "fds.command_line": "The command line",
     "fds.errors": "Errors",
 }
 STATIONS = "stations"  # of fds.step, what only an author of transforms meets: a page of its own

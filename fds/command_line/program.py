@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from fds import __version__
 from fds.command_line.parser import Parser
 from fds.errors import FdsError, escaped
 
@@ -77,7 +78,7 @@ def top() -> Parser:
 
 def versions() -> str:
     """Return the versions of fds, torch and Python, without importing torch."""
-    return f"fds {version('fds')}, torch {version('torch')}, Python {platform.python_version()}"
+    return f"fds {__version__}, torch {version('torch')}, Python {platform.python_version()}"
 
 
 def version(package: str) -> str:

@@ -87,7 +87,7 @@ def wrong_use(module: str, name: str, modules: dict[str, str]) -> Iterator[str]:
     home, _, file = target.rpartition(".")
     if file.startswith("_") and not file.endswith("__") and not inside(module, home) and not inside(home, module):
         yield f"{name} is private; import it from {home}"
-    if there == "":
+    if there == "" and name != "fds.__version__":
         yield f"{name} comes from the roof; import it from its room"
     elif there != here and there not in ROOMS.get(here, "").split():
         yield f"{here} may not import {there} ({name})"

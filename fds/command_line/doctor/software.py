@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from fds import __version__
 from fds.command_line.doctor.finding import Finding, Settings
 from fds.command_line.program import version
 
@@ -25,7 +26,7 @@ def software(settings: Settings) -> Iterator[Finding]:
     """Find versions, and whether they are among those that fds was tried on."""
     spec = importlib.util.find_spec("fds")
     home = Path(spec.origin).parent if spec is not None and spec.origin else Path("?")
-    yield Finding("fds", f"{version('fds')} in {home}", values={"version": version("fds")})
+    yield Finding("fds", f"{__version__} in {home}", values={"version": __version__})
     yield in_range("Python", platform.python_version(), f"{platform.python_version()} at {sys.executable}")
     yield _torch()
     for name in NEEDED:
