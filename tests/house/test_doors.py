@@ -82,12 +82,12 @@ def wrong_use(module: str, name: str, modules: dict[str, str]) -> Iterator[str]:
             yield f"{name} is for {UNPICKLERS.replace('.', '/')} alone"
     elif any(inside(name, it) for it in NOBODY) and not (name == "torch.serialization" and inside(module, UNPICKLERS)):
         yield f"{name} is for nobody"
-    if not inside(name, "fds") or module == "fds":
+    if not inside(name, "fds") or module == "fds" or name == "fds.__version__":
         return
     home, _, file = target.rpartition(".")
     if file.startswith("_") and not file.endswith("__") and not inside(module, home) and not inside(home, module):
         yield f"{name} is private; import it from {home}"
-    if there == "" and name != "fds.__version__":
+    if there == "":
         yield f"{name} comes from the roof; import it from its room"
     elif there != here and there not in ROOMS.get(here, "").split():
         yield f"{here} may not import {there} ({name})"
