@@ -214,8 +214,9 @@ def untroubled_pair(schedule, good: int, stage: int):
     return fds.simulate(lambda: two_by_two(schedule, None, good, stage), 4)[0]
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("place", PLACES, ids=str)
+# Layer 2 ends the stage that layer 0 begins; gradients travel alike at stages 0 and 1.
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("place", [place for place in PLACES if place[0] != 2], ids=str)
 def test_where_one_of_two_pipelines_fails_both_say_so(place, stage):
     cases = (plans.one_f_one_b, 0, 0, 1), (plans.zb_h1, 0, 3, 0), (plans.one_f_one_b, 1, 3, 0), (plans.zb_h1, 1, 1, 1)
     schedule, good, microbatch, at = turn(cases, place, stage)
@@ -256,14 +257,14 @@ def test_a_transport_that_fails_is_named_at_every_zero_stage(stage):
 
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
 def test_a_donated_state_is_not_spent_by_a_step_that_fails(stage):
+    if stage is None:
+        run = lambda armed: fds.simulate(
+            lambda: stumble(fds.mesh(pp=2)["pp"], plans.zb_h1, armed, good=1, transforms=(fds.donate(),)), 2
+        )
+    else:
+        run = lambda armed: fds.simulate(lambda: two_by_two(plans.zb_h1, armed, 1, stage, more=(fds.donate(),)), 4)
+    want = run(None)[0]
     for place in (0, "forward"), (5, "backward"), (2, "weight"):
-        if stage is None:
-            run = lambda armed: fds.simulate(
-                lambda: stumble(fds.mesh(pp=2)["pp"], plans.zb_h1, armed, good=1, transforms=(fds.donate(),)), 2
-            )
-        else:
-            run = lambda armed: fds.simulate(lambda: two_by_two(plans.zb_h1, armed, 1, stage, more=(fds.donate(),)), 4)
-        want = run(None)[0]
         for error, params, metrics in run((place, 1, boom())):
             refused(error, plans.zb_h1, 2, place, 1)
             assert_same_bits((params, metrics), want[1:])
@@ -449,7 +450,7 @@ def test_evaluate_takes_any_number_of_rows(rows):
         assert torch.allclose(found["loss"], want["loss"], rtol=0, atol=64 * torch.finfo(torch.float32).eps)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("place", [(0, "forward"), (2, "forward"), (5, "forward"), ("criterion", "forward")], ids=str)
 def test_an_evaluation_that_fails_in_one_pipeline_fails_in_both_and_the_next_is_good(place, stage):
     def job():
