@@ -1,8 +1,9 @@
-"""What holds for every test: few threads, Triton interpreted without a GPU, how hard Hypothesis tries."""
+"""What holds for every test: few threads, Triton interpreted without a GPU, how hard Hypothesis tries, no flushing."""
 
 import gc
 import os
 from pathlib import Path
+from unittest import mock
 
 # Set before torch and triton are imported, and inherited by the processes that tests start.
 # One thread each: small tensors gain nothing from two, and on a busy machine threads that wait for each other
@@ -11,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(__file__).parents[1] / ".pytest_cache" / "hypothesis"))
 
+import pytest
 import torch
 from hypothesis import Phase, settings
 
@@ -22,7 +24,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     interpreting.remember()
 
-settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
+settings.register_profile("fast", max_examples=16, deadline=None, derandomize=True)
 settings.register_profile("full", max_examples=250, deadline=None, print_blob=True)
 # `make mutants` asks only whether a test fails, of the same examples as "fast"
 settings.register_profile("unshrunk", settings.get_profile("fast"), phases=set(Phase) - {Phase.shrink, Phase.explain})
@@ -33,3 +35,14 @@ def pytest_collection_finish(session):
     """Take what all tests share, 600,000 objects, from the garbage collector, which takes 0.3 s to walk over them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_power_fails_here():
+    """Flush nothing in this process, where it would take most of the time of saves; other processes flush as ever."""
+    with mock.patch.object(os, "fsync", unflushed):
+        yield
+
+
+def unflushed(fd: int) -> None:
+    """Leave a file in memory. A `MagicMock` would keep every call."""

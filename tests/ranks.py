@@ -79,6 +79,16 @@ def spawn(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout
     return [rank.end() for rank in started]
 
 
+def alone(function: Callable[..., Any], *args: Any, timeout: float = 200.0) -> tuple[int | None, str]:
+    """Run `function(*args)` in a process of its own, and return its exit status and output.
+
+    It is killed after `timeout` seconds.
+    """
+    started = Process(function, *args)
+    started.process.join(timeout)
+    return started.end()
+
+
 class Process:
     """A process whose output goes to a file."""
 

@@ -23,7 +23,7 @@ from fds.storage.disk.folders import tags
 from tests.storage.faults import at_request
 from tests.storage.states import Template, num_calls, small_state
 
-ROUNDS = 16
+ROUNDS = 6
 
 
 def in_a_child(body: Callable[[], None]) -> int:
@@ -104,9 +104,8 @@ def at_random_instants(dir: Path, tag: Callable[[int], str | None], width: int, 
     print(f"random instants, width {width}: {ROUNDS} kills, last saves {found}", flush=True)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    root = Path(sys.argv[1])
+def main(root: Path) -> None:
+    """Kill, in every scenario."""
     with mock.patch.object(os, "fsync"):  # no power fails here, and fsync takes the time
         at_every_request(root / "new", None)
         at_every_request(root / "same", "best")
@@ -114,3 +113,8 @@ if __name__ == "__main__":
     at_random_instants(root / "each", lambda calls: f"at{calls % 5}", 3)
     at_random_instants(root / "large", lambda calls: "best", 100_000)
     at_random_instants(root / "kept each", lambda calls: None, 3, keep=2)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

@@ -54,8 +54,13 @@ def lost(root: Path, victim: int, *, helper: bool) -> None:
     print(f"rank {victim}{' by its helper' if helper else ''}: the last complete save loads", flush=True)
 
 
+def main(root: Path) -> None:
+    """Kill each rank, and the helper of each."""
+    for victim in (0, 1):
+        lost(root, victim, helper=False)
+        lost(root, victim, helper=True)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for victim in (0, 1):
-        lost(Path(sys.argv[1]), victim, helper=False)
-        lost(Path(sys.argv[1]), victim, helper=True)
+    main(Path(sys.argv[1]))

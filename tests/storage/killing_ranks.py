@@ -1,4 +1,4 @@
-"""Run as a program: two real ranks save together, and one is killed, at requests it makes and at random instants.
+"""Run as a program: two real ranks save together, and one is killed, in each state of the disk and at random instants.
 
 Prints one line a scenario, `NAME: K kills, last saves L`; exits with an error if the other rank hangs or says nothing,
 or if the last save then does not load, is no state that was reached, or is older than one that returned.
@@ -7,6 +7,7 @@ or if the last save then does not load, is no state that was reached, or is olde
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -26,8 +27,8 @@ from fds.storage.disk.folders import tags
 from tests.storage.faults import at_request
 from tests.storage.killing import die, in_a_child
 
-STRIDES = (3, 1)  # what rank 0 asks for besides its file, one rank alone asks for too, and is killed at in killing.py
-ROUNDS = 4
+CHANGES = ("create", "pwrite", "ftruncate", "rename", "replace", "unlink", "rmdir")  # of what lies on the disk
+ROUNDS = 2
 TIMEOUT = 30.0  # seconds that a rank waits for another: more than a survivor ever needs
 
 
@@ -76,61 +77,71 @@ def save(dir: Path, step: fds.Step, calls: int, tag: str | None, width: int) -> 
     fds.save(dir, state_at(step, calls, width), step, tag, {"calls": calls})
 
 
-def at_requests(root: Path, victim: int, tag: str | None, stride: int) -> None:
-    dir, found, n = root / "run", [], 0
+def moments(root: Path, victim: int, body: Callable[[int, fds.Step], None]) -> list[int]:
+    """Return the requests of a rank at which it is killed: the first of each run of changes of one kind, and its last.
+
+    One rank alone is killed at every request, in killing.py.
+    """
+
+    def count(rank: int, step: fds.Step) -> None:
+        with at_request(-1, die) as made:
+            body(rank, step)
+        if rank == victim:
+            (root / "requests").write_text(" ".join(made))
+
+    assert ends(two_ranks(root / "meeting", count)) == [0, 0]
+    made = (root / "requests").read_text().split()
+    changes = [(i, name) for i, name in enumerate(made) if name in CHANGES]
+    return [i for (_, before), (i, name) in itertools.pairwise(changes) if name != before] + [len(made) - 1]
+
+
+def killed_at(root: Path, victim: int, n: int, body: Callable[[int, fds.Step], None]) -> None:
+    """Kill a rank at its request `n`; the other one is told, or had nothing more to wait for."""
+
+    def until_then(rank: int, step: fds.Step) -> None:
+        with at_request(n, die) if rank == victim else contextlib.nullcontext():
+            body(rank, step)
+
+    statuses = ends(two_ranks(root / "meeting", until_then))
+    assert statuses[victim] == -signal.SIGKILL and statuses[1 - victim] in (0, 7), statuses
+
+
+def at_requests(root: Path, victim: int, tag: str | None) -> None:
+    dir, found = root / "run", []
     first = make_step()
-    while True:
-        shutil.rmtree(dir, ignore_errors=True)
+
+    def body(rank: int, step: fds.Step) -> None:
+        save(dir, step, 2, tag, 40)
+
+    save(dir, first, 1, tag, 40)
+    for n in moments(root, victim, body):
+        shutil.rmtree(dir)
         save(dir, first, 1, tag, 40)
-
-        def body(rank: int, step: fds.Step, n=n) -> None:
-            if rank == victim:
-                with at_request(n, die):
-                    save(dir, step, 2, tag, 40)
-            else:
-                save(dir, step, 2, tag, 40)
-
-        statuses = ends(two_ranks(root / "meeting", body))
-        if statuses[victim] == 0:
-            assert statuses == [0, 0], statuses
-            break
-        assert statuses[victim] == -signal.SIGKILL and statuses[1 - victim] in (0, 7), statuses
+        killed_at(root, victim, n, body)
         found.append(check(dir, 1, 2, 40))
         save(dir, first, 3, tag, 40)
         check(dir, 3, 3, 40)
         assert not (dir / ".saving").exists()
-        n += stride
     assert 1 in found and (victim == 1 or 2 in found), found
     print(f"rank {victim} at its requests, tag {tag}: {len(found)} kills, last saves {found}", flush=True)
 
 
-def local_at_requests(root: Path, victim: int, stride: int) -> None:
+def local_at_requests(root: Path, victim: int) -> None:
     """Each rank has a directory of its own and keeps one save; the last one is the last that both have."""
-    dir, found, n = root / "local", [], 0
+    dir, found = root / "local", []
 
     def saves(calls: int) -> Callable[[int, fds.Step], None]:
-        return lambda rank, step: local_save(step, calls)
+        state = lambda step: state_at(step, calls, 40)
+        return lambda rank, step: fds.save(dir, state(step), step, None, {"calls": calls}, keep=1, local=True)
 
-    def local_save(step: fds.Step, calls: int) -> None:
-        fds.save(dir, state_at(step, calls, 40), step, None, {"calls": calls}, keep=1, local=True)
-
-    while True:
-        shutil.rmtree(dir, ignore_errors=True)
+    assert ends(two_ranks(root / "meeting", saves(1))) == [0, 0]
+    for n in moments(root, victim, saves(2))[victim::2]:  # both do the same, so each is killed at every second of them
+        shutil.rmtree(dir)
         assert ends(two_ranks(root / "meeting", saves(1))) == [0, 0]
-
-        def body(rank: int, step: fds.Step, n=n) -> None:
-            with at_request(n, die) if rank == victim else contextlib.nullcontext():
-                local_save(step, 2)
-
-        statuses = ends(two_ranks(root / "meeting", body))
-        if statuses[victim] == 0:
-            assert statuses == [0, 0], statuses
-            break
-        assert statuses[victim] == -signal.SIGKILL and statuses[1 - victim] in (0, 7), statuses
+        killed_at(root, victim, n, saves(2))
         found.append(check(dir, 1, 2, 40, local=True))
         assert ends(two_ranks(root / "meeting", saves(3))) == [0, 0] and check(dir, 3, 3, 40, local=True) == 3
         assert [tags(dir / f"rank{i}") for i in range(2)] == [["step00000003"]] * 2
-        n += stride
     assert 1 in found and 2 in found, found
     print(f"rank {victim} at its requests, local: {len(found)} kills, last saves {found}", flush=True)
 
@@ -161,13 +172,17 @@ def at_random_instants(root: Path, rounds: int, width: int) -> None:
     print(f"random instants, width {width}: {rounds} kills, last saves {found}", flush=True)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    root = Path(sys.argv[1])
+def main(root: Path) -> None:
+    """Kill, in every scenario."""
     with mock.patch.object(os, "fsync"):  # no power fails here, and fsync takes the time
         for victim in (0, 1):
             (root / str(victim)).mkdir()
-            at_requests(root / str(victim), victim, (None, "best")[victim], STRIDES[victim])
-            local_at_requests(root / str(victim), victim, 4 + victim)
-    (root / "large").mkdir()
-    at_random_instants(root / "large", ROUNDS, 100_000)
+            at_requests(root / str(victim), victim, (None, "best")[victim])
+            local_at_requests(root / str(victim), victim)
+        (root / "large").mkdir()
+        at_random_instants(root / "large", ROUNDS, 100_000)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Run as a program: save a state of 144 MiB below a directory, or load it and print the memory that it took.
+"""In a process of its own: save a state of 144 MiB below a directory, or load it and print the memory that it took.
 
 What is printed, a line a way to load, is bytes of memory in use at most while it was loaded, beyond the state's own.
 """
@@ -6,7 +6,6 @@ What is printed, a line a way to load, is bytes of memory in use at most while i
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ import torch
 import fds
 from fds import tree
 
+LARGE, SMALL = 12 * 2**20, 2000
 WAYS = ({}, {"slots": "init"}, {"verify": False}, {"params_only": True}, {"without_optimizer": True}, {"strict": False})
 
 
@@ -38,14 +38,13 @@ def load(dir: Path, numel: int, **options) -> int:
     return most - before - sum(x.numel() * x.element_size() for x in tree.leaves(state))
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    root, large, small = Path(sys.argv[1]), 12 * 2**20, 2000
-    if sys.argv[2] == "save":
-        for numel in (large, small):
-            step, params = make(numel)
-            fds.save(root / str(numel), step.init(params), step)
-    else:
-        for options in WAYS:
-            load(root / str(small), small, **options)  # what is imported and made once
-            print(load(root / str(large), large, **options), options, flush=True)
+def save_both(root: Path) -> None:
+    for numel in (LARGE, SMALL):
+        step, params = make(numel)
+        fds.save(root / str(numel), step.init(params), step)
+
+
+def load_each(root: Path) -> None:
+    for options in WAYS:
+        load(root / str(SMALL), SMALL, **options)  # what is imported and made once
+        print(load(root / str(LARGE), LARGE, **options), options, flush=True)

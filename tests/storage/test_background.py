@@ -296,6 +296,7 @@ def test_the_helper_process_is_killed_and_the_save_before_stays(tmp_path):
 
 PROGRAM = """
 import os, signal, sys
+sys.path.insert(0, {root!r})
 from tests.storage import test_background as t
 from tests.storage.holding import stopped_helper
 step, state = t.begin(sys.argv[1])
@@ -303,14 +304,10 @@ step, state = t.begin(sys.argv[1])
 """
 
 
-def run(dir, text):
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(text), dir],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+def started(dir, text):
+    """Start a program that goes on with the save of a directory."""
+    (dir.parent / "program.py").write_text(PROGRAM.format(text, root=str(ROOT)))
+    return programs.Program(dir.parent / "program.py", dir, cwd=ROOT)
 
 
 @pytest.mark.parametrize("end", ["pass", "sys.exit(3)", "raise ZeroDivisionError"])
@@ -323,56 +320,39 @@ saving = t.fds.save_async(sys.argv[1], state, step, extra={{"at": 2}})
 t.threading.Thread(target=lambda: (t.until(lambda: not t.threading.main_thread().is_alive()), go.set())).start()
 {end}
 """
-    process = run(tmp_path, text)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == {"pass": 0, "sys.exit(3)": 3}.get(end, 1), errors
-    assert last(tmp_path) == 2 and not (tmp_path / ".saving").exists()
+    process = started(tmp_path / "run", text)
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == {"pass": 0, "sys.exit(3)": 3}.get(end, 1), told
+    assert last(tmp_path / "run") == 2 and not (tmp_path / "run" / ".saving").exists()
 
 
-def test_the_end_of_the_program_tells_of_a_save_that_failed(tmp_path):
+def test_the_end_of_an_interpreter_of_its_own_tells_of_a_save_that_failed(tmp_path):
     text = 't.background._write_aside = t.no_space\nt.fds.save_async(sys.argv[1], state, step, extra={"at": 2})'
-    _, errors = run(tmp_path, text).communicate(timeout=60)
-    assert "the file system refuses this save" in errors and os.strerror(errno.ENOSPC) in errors
-    assert last(tmp_path) == 1
+    command = [sys.executable, "-c", PROGRAM.format(text, root=str(ROOT)), tmp_path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "was not waited for" in ended.stderr and "the file system refuses this save" in ended.stderr
+    assert os.strerror(errno.ENOSPC) in ended.stderr and last(tmp_path) == 1
 
 
 def test_a_process_that_is_killed_in_the_middle_leaves_the_last_complete_save(tmp_path):
     text = """
 pid = stopped_helper(t.Path(sys.argv[1]))
 saving = t.fds.save_async(sys.argv[1], state, step, extra={"at": 2})
-print(pid, flush=True)
+t.Path(sys.argv[1] + ".pid").write_text(f"{pid}.")
 saving.wait()
 """
-    process = run(tmp_path, text)
-    pid = int(process.stdout.readline())
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    process.stdout.close()
-    process.stderr.close()
-    assert last(tmp_path) == 1 and (tmp_path / ".saving").exists()
+    dir, told = tmp_path / "run", tmp_path / "run.pid"
+    process = started(dir, text)
+    until(lambda: told.exists() and told.read_text().endswith("."))
+    pid = int(told.read_text()[:-1])
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    assert last(dir) == 1 and (dir / ".saving").exists()
     gone = lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3]
     until(gone)  # a stopped process that nobody minds any more is sent SIGHUP by the kernel
-    step, state = begin(tmp_path)
-    fds.save_async(tmp_path, state, step, extra={"at": 3}).wait()
-    assert last(tmp_path) == 3 and not (tmp_path / ".saving").exists()
-
-
-def test_a_failure_that_nobody_waits_for_is_told_when_the_program_ends(tmp_path):
-    program = f"""
-import errno, os, sys
-sys.path[:0] = {sys.path!r}
-import fds
-from fds.storage import background
-from tests.storage.states import Template, small_state
-
-def fail(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-background._write_aside = fail
-fds.save_async({str(tmp_path)!r}, small_state(1), Template(small_state()))
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "was not waited for" in ended.stderr and "No space left on device" in ended.stderr
+    step, state = begin(dir)
+    fds.save_async(dir, state, step, extra={"at": 3}).wait()
+    assert last(dir) == 3 and not (dir / ".saving").exists()
 
 
 def test_the_process_may_change_its_directory(tmp_path, monkeypatch):

@@ -2,11 +2,8 @@
 
 import errno
 import os
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,12 +17,11 @@ from fds.storage.format import manifest
 from fds.storage.ranks.exchange import Ranks
 from tests import ranks
 from tests.bits import assert_same_bits, snapshot
-from tests.storage import test_pipelines as pipelines
+from tests.storage import killing_background, test_pipelines as pipelines
 from tests.storage.holding import held
 from tests.storage.test_load_options import ADAM, EMA, SCALE, make
 from tests.storage.topologies import Stages, Topology, plain, roll
 
-ROOT = Path(__file__).parents[2]
 TOPOLOGIES = {
     "stage 1": Topology(3, 1, 300),
     "stage 3, copies": Topology(4, 3, 300, replicas=2),
@@ -33,12 +29,6 @@ TOPOLOGIES = {
     "pp2 x dp2, stage 3": Stages(2, plans.one_f_one_b, 2, 3),
 }
 each = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_power_fails_here():
-    with mock.patch.object(os, "fsync"):
-        yield
 
 
 def begin(topology, *more):
@@ -231,13 +221,6 @@ def test_a_rank_that_hangs_is_named_when_the_time_is_over(tmp_path):
 
 @pytest.mark.xdist_group("ranks")
 def test_a_rank_that_is_killed_does_not_hang_the_others_and_the_save_before_loads(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.storage.killing_background", tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("the last complete save loads") == 4
+    status, told = ranks.alone(killing_background.main, tmp_path)
+    assert status == 0, told
+    assert told.count("the last complete save loads") == 4

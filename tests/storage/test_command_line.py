@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -25,12 +24,6 @@ from tests.storage.states import Template, rewrite, state_of
 from tests.storage.topologies import Topology
 
 PARAMS = {"w": torch.arange(5000.0).view(50, 100), "b": torch.ones(3, dtype=torch.bfloat16)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_power_fails_here():
-    with mock.patch.object(os, "fsync"):
-        yield
 
 
 def make(*transforms):

@@ -34,12 +34,6 @@ FLOATS = [dtype for dtype in CODES if dtype.is_floating_point]
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_power_fails_here():
-    with mock.patch.object(os, "fsync"):
-        yield
-
-
 def module():
     return nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 3))
 

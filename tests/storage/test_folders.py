@@ -18,12 +18,6 @@ from tests.storage.states import Template, num_calls, small_state
 STEP = Template(small_state())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_power_fails_here():
-    with mock.patch.object(os, "fsync"):
-        yield
-
-
 @pytest.fixture
 def soon():
     """Fail a test that waits."""

@@ -4,7 +4,6 @@ import datetime
 import json
 import os
 import re
-from unittest import mock
 
 import attrs
 import numpy as np
@@ -22,12 +21,6 @@ from tests.laws.problems import language, token_mean
 from tests.storage.page import PAGE, assert_read, page_reader
 from tests.storage.states import Template, small_state, state_of
 from tests.storage.topologies import Stages, Topology, plain
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_power_fails_here():
-    with mock.patch.object(os, "fsync"):
-        yield
 
 
 @pytest.fixture(scope="module")

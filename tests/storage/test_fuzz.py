@@ -4,7 +4,7 @@ import os
 
 from tests.storage.campaign import __main__ as campaign, fuzz
 
-INPUTS = 10_000 if os.environ.get("FDS_HYPOTHESIS_PROFILE") == "full" else 600
+INPUTS = 10_000 if os.environ.get("FDS_HYPOTHESIS_PROFILE") == "full" else 250
 
 
 def test_what_was_tampered_with_is_refused_or_read_as_it_was_written(tmp_path):

@@ -3,8 +3,6 @@
 import errno
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +10,11 @@ import pytest
 import fds
 from fds.errors import StorageError
 from fds.storage.disk import folders
+from tests import ranks
+from tests.storage import killing
 from tests.storage.faults import at_request
 from tests.storage.states import Template, num_calls, small_state
 
-ROOT = Path(__file__).parents[2]
 STEP = Template(small_state())
 
 
@@ -24,22 +23,13 @@ def found(dir):
 
 
 def test_killed_at_any_request_and_any_instant_the_last_complete_save_loads(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.storage.killing", tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" kills, ") == 6
+    status, told = ranks.alone(killing.main, tmp_path)
+    assert status == 0, told
+    assert told.count(" kills, ") == 6
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("tag", [None, "best"])
-def test_an_error_at_any_request_is_a_storage_error_and_changes_nothing(tmp_path, code, tag, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda fd: None)  # no power fails here, and fsync takes the time
+@pytest.mark.parametrize(("code", "tag"), [(errno.ENOSPC, None), (errno.EIO, "best")])
+def test_an_error_at_any_request_is_a_storage_error_and_changes_nothing(tmp_path, code, tag):
 
     def fail(request):
         raise OSError(code, os.strerror(code))
@@ -120,24 +110,6 @@ def test_a_file_size_limit_is_a_storage_error(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert error.value.got == os.strerror(errno.EFBIG)
     assert found(tmp_path) == 1 and sorted(os.listdir(tmp_path)) == [".lock", "latest", "step00000001"]
-
-
-def test_a_full_and_a_read_only_disk_are_storage_errors(tmp_path):
-    namespace = ["unshare", "--map-root-user", "--mount"]
-    allowed = subprocess.run([*namespace, "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True, check=False)
-    if allowed.returncode:
-        pytest.skip("no mount namespace for this user; the limit of file sizes stands for the full disk")
-    done = subprocess.run(
-        [*namespace, sys.executable, "-m", "tests.storage.full_disk", tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("the file system refuses this save") >= 3
-    assert not os.listdir(tmp_path)
 
 
 def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path):

@@ -32,12 +32,6 @@ begun = pytest.mark.parametrize("save", BEGIN.values(), ids=BEGIN)
 each = pytest.mark.parametrize("name", TOPOLOGIES)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_power_fails_here():
-    with mock.patch.object(os, "fsync"):
-        yield
-
-
 def rank() -> int:
     return fds.mesh(all=-1).rank
 

@@ -1,7 +1,5 @@
 """Two processes over gloo: what they save together, and what is left when one of them is killed."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,9 @@ import fds
 from fds import tree
 from tests import ranks
 from tests.bits import assert_same_bits
+from tests.storage import killing_ranks
 from tests.storage.topologies import Topology, plain
 
-ROOT = Path(__file__).parents[2]
 PARAMS = {"w": torch.arange(100.0).view(4, 25), "b": torch.ones(3)}
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -63,13 +61,6 @@ def test_an_error_on_one_process_is_told_to_the_other(tmp_path):
 
 
 def test_one_of_two_processes_is_killed_and_the_last_complete_save_loads(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.storage.killing_ranks", tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" kills, ") == 5
+    status, told = ranks.alone(killing_ranks.main, tmp_path)
+    assert status == 0, told
+    assert told.count(" kills, ") == 5

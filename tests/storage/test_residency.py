@@ -1,8 +1,5 @@
 """Saves and loads of states whose leaves live elsewhere: they are made there, and nowhere else first."""
 
-import os
-from unittest import mock
-
 import attrs
 import pytest
 import torch
@@ -23,12 +20,6 @@ PLACES = {
     **{f"stage {n}": Place(Topology(2, n, 64), None, 1) for n in range(4)},
     "pipeline": Place(Topology(1, 0), Stages(2, plans.one_f_one_b, data=2, stage=1), 1),
 }
-
-
-@pytest.fixture(autouse=True)
-def quick_disks():
-    with mock.patch.object(os, "fsync"):
-        yield
 
 
 class Allocated(TorchDispatchMode):

@@ -1,5 +1,6 @@
 """Ranks that name different tags: fail, warn, or take the first one's."""
 
+import itertools
 import linecache
 import os
 import warnings
@@ -10,6 +11,7 @@ import torch
 import fds
 from fds.errors import StorageError
 from fds.storage.disk import folders
+from tests.pairs import covering
 from tests.storage.test_pipelines import make
 from tests.storage.topologies import Stages, Topology
 
@@ -57,10 +59,12 @@ def test_different_tags_are_refused_unless_somebody_says_otherwise(tmp_path, top
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("begin", [fds.save, fds.save_async])
-@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
-@pytest.mark.parametrize("validation", ["warn", "ignore"])
-def test_the_first_rank_names_it_and_all_are_warned_or_none(tmp_path, topology, begin, validation):
+@pytest.mark.parametrize(
+    ("name", "begin", "validation"),
+    covering(itertools.product(TOPOLOGIES, [fds.save, fds.save_async], ["warn", "ignore"])),
+)
+def test_the_first_rank_names_it_and_all_are_warned_or_none(tmp_path, name, begin, validation):
+    topology = TOPOLOGIES[name]
     paths, seen = told(topology, tmp_path, begin=begin, tag_validation=validation)
     assert set(paths) == {tmp_path / "zero"} and folders.tags(tmp_path) == ["zero"]
     assert len(seen) == (topology.ranks if validation == "warn" else 0)

@@ -1,14 +1,12 @@
-"""Law 9, across ranks and stages: what any of them saved, any other loads, and every bit is as it was."""
+"""Saves of many ranks beside law 9: what it does not draw, and how the files are shared."""
 
 import json
-import os
 from typing import NamedTuple
-from unittest import mock
 
 import attrs
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import fds
@@ -21,60 +19,13 @@ from fds.storage.format import manifest
 from fds.storage.format.tensors import DTYPES
 from fds.storage.ranks.sharing import CUT
 from tests.bits import assert_same_bits
-from tests.laws.problems import OPTIMIZERS, compositions, problems
+from tests.laws.problems import problems
 from tests.storage.topologies import Topology, compose, plain, saved, topologies, train
 
 STAGES = st.integers(0, 3)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_power_fails_here():
-    with mock.patch.object(os, "fsync"):  # with it the laws took three times as long
-        yield
-
-
-@given(
-    problems(),
-    st.sampled_from(sorted(OPTIMIZERS)),
-    compositions(),
-    topologies(),
-    topologies(),
-    st.integers(0, 2),
-    st.booleans(),
-)
-def test_a_save_of_any_topology_is_the_same_on_any_other(
-    tmp_path_factory, problem, optimizer, names, one, other, calls, on_meta
-):
-    dir = tmp_path_factory.mktemp("run")
-    step_on = lambda topology: compose(problem, optimizer, names, topology)
-    states, want = saved(dir / "one", step_on, problem, one, calls)
-    params = tree.map(lambda x: x.to("meta"), problem.params) if on_meta else problem.params
-
-    def move():
-        step = step_on(other)
-        state, extra = fds.load(dir / "one", step, params)
-        assert extra == {"rank": 0}
-        assert tree.structure(state) == tree.structure(step.init(problem.params))
-        fds.save(dir / "other", state, step)
-        return plain(state, step)
-
-    for got in other.run(move):
-        assert_same_bits(got, want)
-
-    def back():
-        step = step_on(one)
-        state, _ = fds.load(dir / "other", step, params)
-        return state, train(step, state, problem, 1)
-
-    def straight():
-        step, rank = step_on(one), fds.mesh(dp=-1).rank
-        return train(step, states[rank], problem, 1)
-
-    for state, (loaded, after), went_on in zip(states, one.run(back), one.run(straight), strict=True):
-        assert_same_bits(loaded, state)  # padding included
-        assert_same_bits(after, went_on)
-
-
+@settings(max_examples=10)
 @given(problems(), st.integers(2, 4), STAGES, STAGES)
 def test_training_goes_on_at_another_stage_as_it_would_have(tmp_path_factory, problem, ranks, one, other):
     """With one microbatch and no norm, the order of summation is the same at every stage."""
@@ -93,6 +44,7 @@ def test_training_goes_on_at_another_stage_as_it_would_have(tmp_path_factory, pr
     assert_same_bits(fds.simulate(resume, ranks)[0], fds.simulate(straight, ranks)[0])
 
 
+@settings(max_examples=10)
 @given(problems(), st.sampled_from(["adamw", "groups"]), topologies())
 def test_one_rank_without_sharding_loads_and_saves_for_all(tmp_path_factory, problem, optimizer, topology):
     dir = tmp_path_factory.mktemp("run")

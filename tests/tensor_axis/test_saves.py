@@ -35,12 +35,6 @@ PLACES = [
 PAIRS = list(zip(PLACES, [*PLACES[1:], PLACES[0]], strict=True))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_power_fails_here():
-    with mock.patch.object(os, "fsync"):
-        yield
-
-
 def composed(place: Place) -> fds.Step:
     return place.step(fds.ema(0.9), optimizer=fds.adamw(0.01))
 
