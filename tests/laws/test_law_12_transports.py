@@ -250,7 +250,7 @@ def resumed_leaves(dir):
     return [tree.paths(state) for state in resumed(Topology(2, 2, 300), dir)]
 
 
-@pytest.mark.parametrize("place", PLACES, ids=NAMES)
+@pytest.mark.parametrize("place", [PLACES[i] for i in (1, 3, 4, 7)], ids=[NAMES[i] for i in (1, 3, 4, 7)])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(place, tmp_path):
     donate = [fds.donate()] if place.stage % 2 else []
 

@@ -26,11 +26,6 @@ def cases(draw, max_ranks: int, dtype=torch.float64, *, in_order: bool = False, 
     return problem, drawn, draw(partitions(len(problem.loss), drawn.plan.num_stages))
 
 
-def fitting(names, problem):
-    """Leave out recomputation beside layers that write over their input: one that begins a stage is refused there."""
-    return [name for name in names if TRANSFORMS[name].excludes != "checkpoint" or "in_place" not in problem.name]
-
-
 def rounds_like(got, want, problem, microbatches: int) -> None:
     scale = max([1.0, *(float(x.abs().max()) for x in tree.leaves(want) if x.is_floating_point())])
     assert_rounding(got, want, additions=STEPS * microbatches * problem.additions, scale=scale)
@@ -123,7 +118,7 @@ def train_grid(case, shape, stage, size, names, optimizer, batches, *more):
     def run():
         axis, index, sharded = grid(*shape)
         transforms = [pipelined(drawn, axis, partition), sharded(stage=stage, bucket_bytes=size), *more]
-        step = make(fitting(names, problem), optimizer(), problem, *transforms)
+        step = make(names, optimizer(), problem, *transforms)
         mine = [share(batch, index, count) for batch in batches]
         got, state = train(step, problem.params, mine)
         return got, state, step, index
@@ -144,7 +139,7 @@ def test_pipelines_beside_data_ranks_are_accumulation_of_the_concatenated_batch(
     optimizer = lambda: fds.sgd(0.1) if frozen else fds.by_name(by_name)
     batch = batch_of(problem, 2 * m * count)
 
-    plain = make(fitting(names, problem), optimizer(), problem, fds.accumulate(m * count), *more)
+    plain = make(names, optimizer(), problem, fds.accumulate(m * count), *more)
     want, last = train(plain, problem.params, [batch] * STEPS)
     for got, state, _, index in train_grid(case, shape, stage, size, names, optimizer, [batch] * STEPS, *more):
         shown, expected = got.pop("evaluated"), dict(want)
@@ -254,7 +249,6 @@ def test_replicas_and_tied_copies_agree_to_the_bit(case, shape, stage, size, opt
 )
 def test_a_pipeline_is_a_function_and_touches_nothing(case, optimizer, names, on_ranks):
     problem, drawn, partition = case
-    names = fitting(names, problem)
 
     def run():
         axis = fds.mesh(pp=-1)["pp"] if on_ranks else None

@@ -10,6 +10,7 @@ import fds
 from fds import tree
 from fds.errors import ComposeError
 from tests.bits import assert_same_bits, snapshot
+from tests.pairs import covering
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "loss_scale.json").read_text())["cases"]
 ARGUMENTS = ("initial", "window", "hysteresis", "consecutive_hysteresis", "minimum")
@@ -33,6 +34,20 @@ def train(step, bits):
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda c: "-".join(str(c[k]) for k in ARGUMENTS))
 def test_the_scale_follows_deepspeed(case):
+    step = fds.compose(fds.loss_scale(**{k: case[k] for k in ARGUMENTS}), fds.sgd(1.0))(linear)
+    slots, found = step.init({"w": torch.zeros(2)}).slots, []
+    for bit in case["overflow"]:
+        slots = step.commit(slots, torch.tensor(bool(bit)))
+        found.append(float(slots["loss_scale"].scale))
+    assert found == case["scale_after"]
+
+
+BY_ARGUMENTS = {tuple(case[k] for k in ARGUMENTS): case for case in GOLDEN}
+
+
+@pytest.mark.parametrize("arguments", covering(BY_ARGUMENTS, 3), ids=lambda arguments: "-".join(map(str, arguments)))
+def test_a_step_scales_and_skips_as_deepspeed_does(arguments):
+    case = BY_ARGUMENTS[arguments]
     step = fds.compose(fds.loss_scale(**{k: case[k] for k in ARGUMENTS}), fds.sgd(1.0), fds.donate())(linear)
     state, told = train(step, case["overflow"])
     after = [float(m["loss_scale"]) for m in told[1:]] + [float(state.slots["loss_scale"].scale)]
