@@ -49,7 +49,7 @@ MUTANTS = (
         "with _hooked({node: lambda _, got=got: got for node, got in mine.items()}):",
         "if True:",
         "hooks of tensors change what W starts from a second time",
-        "tests/pipeline/test_repaired.py -k hook",
+        "tests/pipeline/test_gradients.py -k hook",
     ),
     Mutant(
         "halves-cut-what-leads-on",
@@ -73,7 +73,7 @@ MUTANTS = (
         'for at, part in enumerate(("inputs", "targets")):',
         'for at, part in enumerate(("inputs",)):',
         "ranks along a pipeline may be given different targets",
-        "tests/pipeline/test_repaired.py tests/pipeline/test_failures.py -k batch",
+        "tests/pipeline/test_refusals.py tests/pipeline/test_failures.py -k batch",
     ),
     Mutant(
         "shape-of-the-first-for-all",
