@@ -22,6 +22,8 @@ def markdown(text: str, scope: str = "fds", own: Collection[str] = ()) -> str:
     while lines:
         if lines[0].lstrip().startswith(">>>"):
             found += _example(lines)
+        elif re.match(r"=+( +=+)+$", lines[0]):
+            found += _table(lines, scope, own)
         elif found and found[-1].endswith("::") and not lines[0].strip():
             found[-1] = found[-1][:-1]
             found += _literal(lines)
@@ -36,6 +38,23 @@ def _is_section(before: list[str]) -> bool:
     """Say whether the indented lines to come still belong to a section such as `Args:`."""
     heads = [line for line in before if line and not line.startswith(" ")]
     return bool(heads) and bool(re.fullmatch(r"(Args|Attributes|Raises|Returns|Yields):", heads[-1]))
+
+
+def _table(lines: list[str], scope: str, own: Collection[str]) -> list[str]:
+    """Return a table whose columns are as wide as the runs of `=` above it, and whose header is between two of them."""
+    starts = [run.start() for run in re.finditer("=+", lines[0])]
+    ends = [*(start - 1 for start in starts[1:]), None]
+    parts: list[list[str]] = [[]]
+    lines.pop(0)
+    while lines and lines[0].strip():
+        line = lines.pop(0)
+        if line.startswith("=="):
+            parts.append([])
+            continue
+        cells = [line[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+        parts[-1].append("| " + " | ".join(_prose(cell, [], scope, own)[0] for cell in cells) + " |")
+    header = parts[0] if len(parts) > 2 else ["|" + " |" * len(starts)]
+    return ["", *header, "|" + " --- |" * len(starts), *(parts[1] if len(parts) > 2 else parts[0]), ""]
 
 
 def _example(lines: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ card of its file.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -78,8 +79,12 @@ def _fields(record: griffe.Class) -> dict[str, griffe.Attribute]:
     found: dict[str, griffe.Attribute] = {}
     for base in [*reversed(record.mro()), record]:
         for name, member in base.members.items():
-            annotated = isinstance(member, griffe.Attribute) and member.annotation is not None
-            if annotated and not str(member.annotation).removeprefix("typing.").startswith("ClassVar"):
+            is_field = isinstance(member, griffe.Attribute) and "property" not in member.labels
+            if (
+                is_field
+                and member.annotation
+                and not str(member.annotation).removeprefix("typing.").startswith("ClassVar")
+            ):
                 found[name] = member
     return found
 
@@ -89,7 +94,7 @@ def _constructor(record: griffe.Class, fields: dict[str, griffe.Attribute]) -> g
     parameters = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)]
     for name, field in fields.items():
         value = str(field.value) if field.value is not None else None
-        if value and "init=False" in value:
+        if value and ("init=False" in value or (name[0] == "_" and "default=" in value)):
             continue
         kind = griffe.ParameterKind.positional_or_keyword
         if keyword_only or (value and "kw_only=True" in value):
@@ -102,38 +107,62 @@ def _constructor(record: griffe.Class, fields: dict[str, griffe.Attribute]) -> g
 
 
 def _default(value: str | None) -> str | None:
-    """Return the default of a field as one would write it: that of `attrs.field(...)`, `tree.fresh(...)`, or itself."""
-    if value is None or not re.match(r"((attrs\.)?field|(tree\.)?(static|fresh))\(", value):
+    """Return the default of a field as one would write it, or None where there is none.
+
+    That of `attrs.field(...)`, `tree.fresh(...)`, of a key of the configuration, and of a setting with its validator.
+    """
+    call = _call(value)
+    if call is None:
         return value
-    given = re.search(r"\b(default|factory)=(.+?)(?=, \w+=|\)$)", value)
-    if not given:
-        first = re.match(r"[\w.]+\((?!\w+=)(.+?)(?=, \w+=|\)$)", value)
-        return first[1] if first else None
-    if given[1] == "default":
-        return given[2]
-    return f"{given[2]}()" if re.fullmatch(r"[\w.]+", given[2]) else "..."
+    name = ast.unparse(call.func).rpartition(".")[2]
+    if name == "_setting":
+        return ast.unparse(call.args[1]) if len(call.args) > 1 else None
+    if name not in ("field", "static", "fresh", "key"):
+        return value
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    given = call.args[0] if call.args else keywords.get("default")
+    factory = keywords.get("factory")
+    if isinstance(factory, ast.Name | ast.Attribute):
+        return f"{ast.unparse(factory)}()"
+    if factory or (isinstance(given, ast.Call) and "Factory" in ast.unparse(given.func)):
+        return "..."
+    return ast.unparse(given) if given else None
+
+
+def _call(value: str | None) -> ast.Call | None:
+    """Return the call that makes a field's value, or None where it is no call."""
+    node = ast.parse(value, mode="eval").body if value else None
+    return node if isinstance(node, ast.Call) else None
 
 
 def _document(record: griffe.Class, fields: dict[str, griffe.Attribute]) -> None:
-    """Add a table of the public fields that the docstring does not list itself, each with its comment."""
+    """Add a table of the public fields with their comments, or types to the table that the docstring has."""
     text = record.docstring.value if record.docstring else ""
     shown = {name: field for name, field in fields.items() if name[0] != "_"}
-    if shown and "\nAttributes:" not in text and "\nArgs:" not in text:
-        rows = [
-            f"    {name} ({field.annotation or field.value}): {_comment(field) or '&nbsp;'}"
-            for name, field in shown.items()
-        ]
+    types = {name: field.annotation or field.value for name, field in shown.items()}
+    if "\nAttributes:" in text:
+        head, section, rows = text.partition("\nAttributes:")
+        for name in types:
+            rows = re.sub(
+                rf"^    {name}:", lambda _, name=name: f"    {name} ({types[name]}):", rows, flags=re.MULTILINE
+            )
+        record.docstring = griffe.Docstring(head + section + rows, parent=record)
+    elif shown and "\nArgs:" not in text:
+        rows = [f"    {name} ({types[name]}): {_comment(field) or '&nbsp;'}" for name, field in shown.items()]
         record.docstring = griffe.Docstring("\n".join([text, "", "Attributes:", *rows]), parent=record)
     for name in [name for name in shown if name in record.members]:
         record.del_member(name)
 
 
 def _comment(field: griffe.Attribute) -> str:
-    """Return the comment behind a field, which says its shape, unit or meaning."""
+    """Return the comment behind a field, which says its shape, unit or meaning; of a key, what it does."""
     if field.docstring:
         return field.docstring.value.replace("\n", " ")
-    line = field.source.splitlines()[-1] if field.source else ""
-    return re.split(r"\s{2,}#\s", line, maxsplit=1)[1] if re.search(r"\s{2,}#\s", line) else ""
+    call = _call(str(field.value) if field.value else None)
+    if call and ast.unparse(call.func) == "key" and len(call.args) > 1 and isinstance(call.args[1], ast.Constant):
+        return str(call.args[1].value)
+    lines = [re.split(r"\s{2,}#\s", line) for line in (field.source or "").splitlines()]
+    return next((line[1] for line in lines if len(line) > 1), "")
 
 
 def _room(member: griffe.Object) -> str:

@@ -94,7 +94,10 @@ def _stations(names: list[public.Name]) -> str:
 
 
 def _name(name: public.Name, level: int) -> list[str]:
-    return [f"::: {name.path}", "    options:", f"      heading_level: {level}", ""]
+    lines = [f"::: {name.path}", "    options:", f"      heading_level: {level}"]
+    if name.room == "fds.errors" and name.name.endswith(("Error", "Warning")) and name.name != "FdsError":
+        lines += ["      show_signature: false", "      show_bases: true"]  # they take what FdsError takes
+    return [*lines, ""]
 
 
 def _index(by_page: dict[str, list[public.Name]]) -> str:
