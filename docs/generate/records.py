@@ -147,7 +147,7 @@ def _document(record: griffe.Class, fields: dict[str, griffe.Attribute]) -> None
                 rf"^    {name}:", lambda _, name=name: f"    {name} ({types[name]}):", rows, flags=re.MULTILINE
             )
         record.docstring = griffe.Docstring(head + section + rows, parent=record)
-    elif shown and "\nArgs:" not in text:
+    elif shown and "\nArgs:" not in text and "\n=====" not in text:
         rows = [f"    {name} ({types[name]}): {_comment(field) or '&nbsp;'}" for name, field in shown.items()]
         record.docstring = griffe.Docstring("\n".join([text, "", "Attributes:", *rows]), parent=record)
     for name in [name for name in shown if name in record.members]:

@@ -44,27 +44,27 @@ from fds.step.views import Views
 class Stations:
     """The stations of a step, down to `place` in the order in which it passes them."""
 
-    topology: tuple[Dimension, ...] = ()
-    batch: tuple[Callable[[Any, Call], Any], ...] = ()
-    split: Split = Split()
+    topology: tuple[Dimension, ...] = ()  # the axes that share the step, and how parameters lie along each
+    batch: tuple[Callable[[Any, Call], Any], ...] = ()  # maps of the batch, before anything else
+    split: Split = Split()  # batch -> microbatches
     frozen: tuple[str, ...] = ()  # patterns of parameters that are not trained
-    gather: Gather = Gather()
-    execute: Executor = InTurn()
-    view: tuple[Callable[[Tensor, Leaf, Call], Tensor], ...] = ()
-    context: tuple[Callable[[Call], contextlib.AbstractContextManager], ...] = ()
-    kernels: Kernels | None = None
-    loss: Any = None
-    eval_loss: Any = None
-    layer: tuple[losses.LayerMap, ...] = ()
-    scale: Scale | None = None
-    sum: Sum = Sum()
-    reduce: Reduce = Reduce()
-    measure: tuple[Measure, ...] = ()
-    condition: tuple[Callable[[Gradients, Call], Gradients], ...] = ()
-    optimizer: Optimizer | None = None
-    commit: Commit | None = None
-    after: tuple[After, ...] = ()
-    place: Place = Place()
+    gather: Gather = Gather()  # slices -> whole parameters, and in which dtype the loss sees them
+    execute: Executor = InTurn()  # which half of which microbatch runs where and when
+    view: tuple[Callable[[Tensor, Leaf, Call], Tensor], ...] = ()  # maps of one parameter, as the loss sees it
+    context: tuple[Callable[[Call], contextlib.AbstractContextManager], ...] = ()  # entered around forward
+    kernels: Kernels | None = None  # entered around the step: which kernels run
+    loss: Any = None  # what is trained on: `(params, batch) -> loss`, or `Layers`
+    eval_loss: Any = None  # what `evaluate` runs: the loss, or an `eval_fn`
+    layer: tuple[losses.LayerMap, ...] = ()  # maps of `LayerCall`s
+    scale: Scale | None = None  # the factor of the loss before backward
+    sum: Sum = Sum()  # how gradients of microbatches are added up, and in which dtype
+    reduce: Reduce = Reduce()  # how gradients become means over the data ranks
+    measure: tuple[Measure, ...] = ()  # what is measured of the reduced gradients: their norm
+    condition: tuple[Callable[[Gradients, Call], Gradients], ...] = ()  # maps of the reduced gradients
+    optimizer: Optimizer | None = None  # gradients -> new parameters
+    commit: Commit | None = None  # whether the update is accepted
+    after: tuple[After, ...] = ()  # what follows an accepted update
+    place: Place = Place()  # where the new state is written
     memory: Mapping[str, Memory] = attrs.field(factory=dict)  # by slot
     composition: tuple = ()  # the transforms, as they were written
     composing: Composing = attrs.field(default=Composing(), repr=False)

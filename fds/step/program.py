@@ -40,7 +40,8 @@ M = TypeVar("M", bound=nn.Module)
 class Step(Stations):
     """A training step: a value whose fields are its stations, and a pure function `(state, batch) -> (state, metrics)`.
 
-    `fds.compose(...)(loss)` makes one; transforms fill the stations, which are those of `Stations`.
+    `fds.compose(...)(loss)` makes one, and transforms fill its stations, which are listed, down to `place`, in the
+    order in which a step passes them.
     """
 
     @check.graphless
