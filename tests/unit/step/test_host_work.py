@@ -1,5 +1,6 @@
 """What a step does on the host: so many calls a parameter, however many parameters there are."""
 
+import functools
 import sys
 import threading
 from collections import Counter
@@ -56,6 +57,11 @@ def calls(work):
     return found
 
 
+@functools.cache  # every test below asks for the same few numbers of parameters
+def of_a_case(name, leaves):
+    return of_a_step(leaves, CASES[name]())
+
+
 def of_a_step(leaves, parts):
     apply, params, _ = fds.functional(network(leaves))
     step = fds.compose(*parts, fds.adamw())(lambda p, batch: apply(p, batch).pow(2).mean())
@@ -65,20 +71,21 @@ def of_a_step(leaves, parts):
     return calls(lambda: step(state, batch))
 
 
+@functools.cache
 def of_the_module(leaves):
     module, batch = network(leaves), torch.ones(8, 2)
     return calls(lambda: module(batch).pow(2).mean().backward())
 
 
-def per_leaf(count, few=40, many=240):
+def per_leaf(count, few=20, many=100):
     a, b = count(few), count(many)
     return {event: (b[event] - a[event]) / (many - few) for event in a}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_calls_are_linear_in_the_number_of_parameters(name):
-    count = lambda leaves: of_a_step(leaves, CASES[name]())
-    small, large = per_leaf(count, 40, 140), per_leaf(count, 240, 340)
+    count = functools.partial(of_a_case, name)
+    small, large = per_leaf(count, 20, 60), per_leaf(count, 100, 140)
     for event in small:
         assert large[event] <= small[event] + 0.1, event
 
@@ -91,7 +98,7 @@ BOUNDS = {  # beside what the module's own forward and backward call: calls of P
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_parameter_costs_few_calls(name):
-    got, module = per_leaf(lambda n: of_a_step(n, CASES[name]())), per_leaf(of_the_module)
+    got, module = per_leaf(functools.partial(of_a_case, name)), per_leaf(of_the_module)
     python, c = BOUNDS[name]
     assert got["call"] <= module["call"] + python
     assert got["c_call"] <= module["c_call"] + c
@@ -110,10 +117,10 @@ FIXED = {  # calls of Python and of C a step, however few parameters there are
 
 @pytest.mark.parametrize("name", FIXED)
 def test_a_step_of_few_parameters_costs_few_calls(name):
-    count = lambda leaves: of_a_step(leaves, CASES[name]())
-    few, each = count(40), per_leaf(count)
+    count = functools.partial(of_a_case, name)
+    few, each = count(20), per_leaf(count)
     for event, most in zip(("call", "c_call"), FIXED[name], strict=True):
-        assert few[event] - 40 * each[event] <= most, event
+        assert few[event] - 20 * each[event] <= most, event
 
 
 def test_a_further_microbatch_costs_what_autograd_costs():
@@ -138,6 +145,6 @@ def test_setting_up_is_linear(what):
             }[what]
         )
 
-    small, large = per_leaf(count, 40, 140), per_leaf(count, 240, 340)
+    small, large = per_leaf(count, 20, 60), per_leaf(count, 100, 140)
     for event in small:
         assert large[event] <= 1.02 * small[event] + 0.2, event
