@@ -20,14 +20,15 @@ class Log:
 
     def __init__(self, path: Path, *, upto: int):
         """Open the log of a run that continues after step `upto`: later and incomplete lines are removed."""
-        kept = list(_lines_upto(path, upto)) if path.exists() else []
+        kept, end = _lines_upto(path, upto) if path.exists() else ([], 0)
         self.steps = [line for line in kept if "loss" in line]
         self.evaluations = [line for line in kept if "held_out" in line]
         self._waiting: list[tuple[int, Mapping[str, Tensor]]] = []
         self._seconds = kept[-1]["seconds"] if kept else 0.0
         self._start = self._last_read = time.perf_counter()
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a")
+        if self._file.tell() > end:
+            self._file.truncate(end)  # not written anew: a rank may be killed at any time
 
     def __enter__(self) -> Self:
         return self
@@ -81,12 +82,16 @@ def smooth(values: list[float], *, decay: float = 0.97) -> list[float]:
     return out
 
 
-def _lines_upto(path: Path, upto: int):
-    for text in path.read_text().splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            return  # incomplete, since the process was killed while writing
+def _lines_upto(path: Path, upto: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the complete lines of a log up to a step, and the number of bytes that they take."""
+    kept: list[dict[str, Any]] = []
+    end = 0
+    for text in path.read_bytes().splitlines(keepends=True):
+        if not text.endswith(b"\n"):
+            break  # the process was killed while writing
+        line = json.loads(text)
         if line["step"] > upto:
-            return
-        yield line
+            break
+        kept.append(line)
+        end += len(text)
+    return kept, end
