@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.runs import EXAMPLES, as_ranks, command, lines
-from tests.examples.test_train_gpt_on_ranks import logged, ranks_of, until
+from tests.examples.test_train_gpt_on_ranks import is_running, logged, ranks_of, until
 from tests.programs import Program
 
 sys.path.insert(0, str(EXAMPLES))
@@ -37,7 +37,6 @@ def equal_curves(found: Path, expected: Path) -> None:
         assert ours == pytest.approx(theirs, rel=2e-3), (ours, theirs)
 
 
-@pytest.mark.xdist_group("ranks")
 def test_a_pipeline_of_two_ranks_follows_the_curve_of_one(tmp_path: Path, book: Path):
     options = [*QUICK, "--data", book, "--accumulate", 4]
     words = ["--pipeline", "one_f_one_b", "--stages", 2]
@@ -48,20 +47,17 @@ def test_a_pipeline_of_two_ranks_follows_the_curve_of_one(tmp_path: Path, book: 
     equal_curves(tmp_path / "staged", tmp_path / "alone")
 
 
-@pytest.mark.xdist_group("ranks")
 def test_a_run_in_stages_is_stopped_and_resumed_with_others_and_without(tmp_path: Path, book: Path):
     options = [*QUICK, "--data", book, "--accumulate", 4, "--steps", 90, "--read-every", 3, "--eval-every", 30]
     out = tmp_path / "staged"
-    staged = command(*options, "--ranks", 2, "--pipeline", "zb_h1", "--stages", 2, "--out", out)
-    until(lambda: logged(out) > 0, staged)
-    staged.send_signal(signal.SIGINT)
-    ended(staged, 130)
+    ranks = as_ranks(2, *options, "--pipeline", "zb_h1", "--stages", 2, "--out", out)
+    until(lambda: logged(out) > 0, ranks[0])
+    interrupted(ranks)
     assert 0 < logged(out) < 93
     begun = logged(out)
-    staged = command("--resume", out, "--pipeline", "zb_v", "--stages", 4)
-    until(lambda: logged(out) > begun, staged)
-    staged.send_signal(signal.SIGINT)
-    assert "zb_v through 4 stages" in ended(staged, 130)
+    ranks = as_ranks(2, "--resume", out, "--pipeline", "zb_v", "--stages", 4)
+    until(lambda: logged(out) > begun, ranks[0])
+    assert "zb_v through 4 stages" in interrupted(ranks)
     for run in (
         command("--resume", out, "--ranks", 1, "--pipeline", "none"),
         command(*options, "--out", tmp_path / "alone"),
@@ -70,7 +66,14 @@ def test_a_run_in_stages_is_stopped_and_resumed_with_others_and_without(tmp_path
     equal_curves(out, tmp_path / "alone")
 
 
-@pytest.mark.xdist_group("ranks")
+def interrupted(ranks: list[Program]) -> str:
+    """Interrupt all ranks as a terminal does, wait until they have saved and ended, and return what the first said."""
+    for rank in ranks:
+        rank.send_signal(signal.SIGINT)
+    said, *_ = [ended(rank, 130) for rank in ranks]
+    return said
+
+
 def test_stages_are_sharded_over_the_ranks_that_are_left(tmp_path: Path, book: Path):
     options = [*QUICK, "--data", book, "--batch", 8, "--steps", 8]
     words = ["--stage", 2, "--pipeline", "one_f_one_b", "--stages", 2, "--accumulate", 2]
@@ -80,35 +83,26 @@ def test_stages_are_sharded_over_the_ranks_that_are_left(tmp_path: Path, book: P
     equal_curves(tmp_path / "staged", tmp_path / "alone")
 
 
-@pytest.mark.xdist_group("ranks")
-def test_a_run_in_stages_that_lost_a_rank_is_started_again_and_equals_one_that_did_not(tmp_path: Path, book: Path):
-    options = [
-        "--quick",
-        "--data",
-        book,
-        "--steps",
-        90,
-        "--save-every",
-        20,
-        "--eval-every",
-        45,
-        "--sample",
-        3,
-        "--pipeline",
-        "zb_h1",
-        "--stages",
-        2,
-    ]
-    killed = command(*options, "--ranks", 2, "--restarts", 1, "--out", tmp_path / "killed")
-    until(lambda: logged(tmp_path / "killed") > 30, killed)
-    os.kill(ranks_of(killed)[1], signal.SIGKILL)
-    said, _ = killed.communicate(timeout=120)
-    assert killed.returncode == 0, said
+def test_a_run_in_stages_that_lost_ranks_is_started_again_and_equals_one_that_did_not(tmp_path: Path, book: Path):
+    words = "--quick --steps 90 --save-every 20 --eval-every 45 --sample 3 --pipeline zb_h1 --stages 2"
+    options = [*words.split(), "--data", book]
+    out = tmp_path / "killed"
+    killed = command(*options, "--ranks", 2, "--restarts", 1, "--out", out)
+    until(lambda: logged(out) > 20, killed)
+    first = ranks_of(killed)
+    os.kill(first[1], signal.SIGKILL)
+    until(lambda: set(first).isdisjoint(then := ranks_of(killed)) and len(then) == 2, killed)
+    second, begun = ranks_of(killed), logged(out)
+    until(lambda: logged(out) != begun, killed)
+    os.kill(second[0], signal.SIGKILL)
+    said = ended(killed, 128 + signal.SIGKILL)
     assert "rank 1 was lost" in said
-    assert "Traceback" not in said
-    for rank in as_ranks(2, *options, "--out", tmp_path / "whole"):
+    assert "train_gpt, rank 1: rank 0 was lost" in said
+    assert "rank 0 was ended by SIGKILL" in said
+    assert not any(map(is_running, first + second))
+    for rank in [*as_ranks(2, "--resume", out), *as_ranks(2, *options, "--out", tmp_path / "whole")]:
         ended(rank)
-    assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
+    assert lines(out) == lines(tmp_path / "whole")
 
 
 PIPELINE = ["--pipeline", "one_f_one_b", "--stages", "2"]

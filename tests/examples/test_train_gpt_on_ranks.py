@@ -15,8 +15,6 @@ import torch
 from tests.examples.runs import as_ranks, command, fresh, lines, saved
 from tests.programs import Program
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 Run = subprocess.Popen | Program
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 
@@ -110,16 +108,3 @@ def test_a_run_that_lost_a_rank_is_restarted_by_torchrun_and_equals_one_that_did
     assert len({name.split(":")[0] for name in ours}) == 2
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_the_others_end_when_a_rank_is_lost(tmp_path: Path, book: Path):
-    options = ["--quick", "--data", book, "--steps", 400, "--sample", 3, "--ranks", 2, "--out", tmp_path / "run"]
-    run = command(*options)
-    until(lambda: logged(tmp_path / "run") > 10, run)
-    found = ranks_of(run)
-    os.kill(found[0], signal.SIGKILL)
-    said, _ = run.communicate(timeout=60)
-    assert run.returncode == 128 + signal.SIGKILL, said
-    assert "train_gpt, rank 1: rank 0 was lost" in said
-    assert "rank 0 was ended by SIGKILL" in said
-    assert not any(map(is_running, found))
