@@ -2,7 +2,8 @@
 
 Triton is told of an H200 that is not there. Each module of `tests.kernels.cases` makes the launches of one kernel as
 users would, on CPU tensors; what would be launched is compiled, with the same specialisation, and not run. Without a
-name all are; `--table` has one line for the variants of a kernel, `--each` the JSON of each name.
+name all are; `--table` has one line for the variants of a kernel, `--each` the JSON of each name, with one variant in
+float16, which compiles as bfloat16 does.
 """
 
 import importlib
@@ -11,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +46,23 @@ class Absent:
         return torch.device("cpu")
 
 
-def launches(names: list[str], dtypes: list[torch.dtype]) -> list[tuple[str, Any, torch.dtype, Any]]:
-    """Return (case, function, dtype, compiled kernel) of all that the cases of some kernels launch, each once."""
+def launches(
+    names: list[str], dtypes: list[torch.dtype], *, once: Container[torch.dtype] = ()
+) -> list[tuple[str, Any, torch.dtype, Any]]:
+    """Return (case, function, dtype, compiled kernel) of all that the cases of some kernels launch, each once.
+
+    In the dtypes of `once`, a kernel is compiled for the first of its cases only.
+    """
     found: dict[tuple, tuple] = {}
+    seen: set[tuple] = set()
     run, now = JITFunction.run, ("", torch.float32)
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        made = run(self, *args, grid=grid, warmup=True, **kwargs)
         case, dtype = now
+        if dtype in once and (self.fn, dtype) in seen:
+            return None
+        seen.add((self.fn, dtype))
+        made = run(self, *args, grid=grid, warmup=True, **kwargs)
         found.setdefault((made.metadata.hash, dtype), (case, self.fn, dtype, made))
         return made
 
@@ -99,8 +110,8 @@ def table(rows: list[dict]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def rows_of(names: list[str]) -> list[dict]:
-    """Compile what the cases of some kernels launch, and return a row for each variant."""
+def rows_of(names: list[str], *, once: Container[torch.dtype] = ()) -> list[dict]:
+    """Compile what the cases of some kernels launch, and return a row for each variant; `once` as of `launches`."""
     return [
         {
             "kernel": f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}",
@@ -108,7 +119,7 @@ def rows_of(names: list[str]) -> list[dict]:
             **resources(made),
             "case": case,
         }
-        for case, fn, dtype, made in launches(names, list(choice.DTYPES))
+        for case, fn, dtype, made in launches(names, list(choice.DTYPES), once=once)
     ]
 
 
@@ -117,7 +128,7 @@ def main(arguments: list[str]) -> None:
     names = [x for x in arguments if x not in options]
     names = names or sorted(path.stem for path in CASES.glob("*.py") if path.stem != "__init__")
     if "--each" in options:
-        print(json.dumps({name: rows_of([name]) for name in names}))
+        print(json.dumps({name: rows_of([name], once=[torch.float16]) for name in names}))  # it compiles as bfloat16
         return
     rows = rows_of(names)
     if options:

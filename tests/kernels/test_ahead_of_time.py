@@ -48,7 +48,6 @@ def compiled() -> dict[str, list[dict]]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.xdist_group("ahead of time")  # one worker, one process
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compile_for_hopper_without_spills(name, compiled):
     rows = compiled[name]
