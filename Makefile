@@ -3,6 +3,8 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 ARGS ?=
 JOBS ?= 2
+QUICK := $(addprefix tests/,unit optim schedules house/test_doors.py house/test_docstrings.py house/test_imports.py) fds
+unexport PYTHONDONTWRITEBYTECODE  # tests are rewritten and compiled once, which takes each worker 5 s
 BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv-peers/.ready
@@ -10,7 +12,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-peers test-inductor test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels bench-imports package gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels bench-imports package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -21,8 +23,17 @@ setup: $(READY)  ## install fds and what its tests need into .venv
 train: $(READY)  ## run the main job, examples/train_gpt.py, on every GPU or core
 	@$(BIN)/python examples/train_gpt.py --ranks 0 $(ARGS)
 
-test: lint  ## check, then run every test
+test: $(READY)  ## everything that CI runs: every test, and lint beside them
+	@$(MAKE) --no-print-directory --jobs 2 lint every-test
+
+check: $(READY)  ## what to run after every change, a minute: lint, types, doors and the unit tests
+	@$(MAKE) --no-print-directory --jobs 2 lint unit-tests
+
+every-test: $(READY)
 	@$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+unit-tests: $(READY)
+	@$(BIN)/pytest -n $(JOBS) $(QUICK) $(ARGS)
 
 test-peers: $(PEERS_TESTED)  ## run the tests that ask DeepSpeed and transformers themselves (needs .venv-peers, large)
 	@.venv-peers/bin/python -m pytest -m peers tests $(ARGS)

@@ -1,7 +1,6 @@
 """Real ranks for tests: processes that stay, and a fresh gloo world for every job.
 
     from tests import ranks
-    pytestmark = pytest.mark.xdist_group("ranks")  # one worker, one pool
 
     def job(x): ...                                # at the top level of a module; run in a world of torch.distributed
     results = ranks.run(job, 3, world_size=2)      # in rank order

@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cable, harness, ranks, report, storage
+from benchmarks import cable, harness, pipeline, ranks, report, storage
 from tests.ranks import Pool
-
-pytestmark = pytest.mark.xdist_group("ranks")
 
 ROOT = Path(__file__).parents[2]
 NAMES = re.findall(r"^bench-([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
@@ -63,6 +61,7 @@ def run(monkeypatch, capsys, pool, request):
         storage, "launch", lambda setting, work, *rest: launch(work, setting, *rest, num_ranks=setting.num_ranks)[0]
     )
     monkeypatch.setattr(harness, "PAIRS_PER_MAKING", 4)
+    monkeypatch.setattr(pipeline, "MEMORY_RUNS", 1)
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])

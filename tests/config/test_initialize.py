@@ -519,7 +519,6 @@ def joins():
     print(fds.mesh(dp=-1).size, float(metrics["loss"]).hex())
 
 
-@pytest.mark.xdist_group("ranks")
 def test_ranks_that_were_launched_are_joined():
     """In the environment of torchrun, and nothing else called."""
 
