@@ -37,8 +37,10 @@ forkserver.set_forkserver_preload(
         "torch",
         "torch.distributed",
         "torch._dynamo",  # which the first step imports
-        "fds",
-        "fds.collectives",
+        "fds.config.initialize",  # and with it all transforms; `import fds` alone loads next to nothing
+        "fds.data",
+        "fds.nn",
+        "fds.storage",
         "hypothesis",
         "pytest",
     ]

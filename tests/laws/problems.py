@@ -97,6 +97,11 @@ def token_mean(logits, targets):
     return fds.Mean(total, kept), {"accuracy": hits / kept, "tokens": kept}
 
 
+def squared_error(outputs, targets):
+    """Return `F.mse_loss`, which torch 2.11 cannot differentiate for 16-bit outputs and float32 targets."""
+    return F.mse_loss(outputs.to(targets.dtype), targets)
+
+
 def layers(seed: int, dtype: torch.dtype, dropout: float, norm: bool) -> Problem:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -105,7 +110,7 @@ def layers(seed: int, dtype: torch.dtype, dropout: float, norm: bool) -> Problem
         if norm:
             parts.append(nn.BatchNorm1d(6, dtype=dtype))
         last = [Block(6, dropout).to(dtype), Attention(6, dropout).to(dtype), nn.Linear(6, 3, dtype=dtype)]
-        loss = fds.Layers([*parts, *last], nn.MSELoss())
+        loss = fds.Layers([*parts, *last], squared_error)
         return Problem("layers", loss, loss.init(fds.random.key(seed)), regression(seed, dtype), dropout > 0, norm)
 
 
@@ -303,7 +308,7 @@ def stack(
         inner = [LAYERS[name](dtype, dropout) for name in names]
         if packed:
             inner += [pack, *(PACKED[name](dtype, dropout) for name in packed), unpack]
-        loss = fds.Layers([ends[0], *inner, ends[1]], token_mean if language_model else nn.MSELoss())
+        loss = fds.Layers([ends[0], *inner, ends[1]], token_mean if language_model else squared_error)
         x, y = language(seed) if language_model else (torch.randn(ROWS, 6, dtype=dtype) for _ in range(2))
         coupled, ends_with = "batch_norm" in names, "tied" if tied else "own"
         name = f"{'language' if language_model else 'regression'}: {names}, {packed}, {ends_with} head, seed {seed}"

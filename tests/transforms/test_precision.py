@@ -13,6 +13,7 @@ import fds
 from fds import tree
 from fds.errors import ComposeError, StateError
 from tests.bits import assert_same_bits
+from tests.laws.problems import squared_error
 
 
 class Net(nn.Module):
@@ -72,7 +73,7 @@ def test_kept_modules_compute_in_float32_and_hand_on_16_bit():
             return super().forward(x)
 
     layers = fds.Layers(
-        [nn.Linear(5, 6), Watch(6), lambda x: seen.update(out=x.dtype) or x, nn.Linear(6, 3)], nn.MSELoss()
+        [nn.Linear(5, 6), Watch(6), lambda x: seen.update(out=x.dtype) or x, nn.Linear(6, 3)], squared_error
     )
     batch = (torch.randn(8, 5), torch.randn(8, 3))
     step = fds.compose(fds.precision(keep_float32=["0.*", "1.*"]), fds.checkpoint_activations(), fds.sgd(0.1))(layers)
@@ -84,7 +85,7 @@ def test_kept_modules_compute_in_float32_and_hand_on_16_bit():
 
 
 def test_batch_statistics_stay_in_float32():
-    layers = fds.Layers([nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)], nn.MSELoss())
+    layers = fds.Layers([nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)], squared_error)
     step = fds.compose(fds.precision(), fds.accumulate(2), fds.sgd(0.1))(layers)
     state = step.init(layers.init)
     state, _ = step(state, (torch.randn(8, 5), torch.randn(8, 3)))
