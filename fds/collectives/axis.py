@@ -102,7 +102,10 @@ class Axis:
         return self._start(Collective("reduce_scatter", self.name, tuple(out.shape), out.dtype), out, whole)
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Work:
-        """Reduce `x` over the ranks in place by "sum", "max" or "min"; all ranks get the same bits."""
+        """Reduce `x` over the ranks in place by an `op`, "sum", "max" or "min"; all ranks get the same bits.
+
+        Raises `FdsError` for another `op`.
+        """
         if op not in COMBINE:
             raise FdsError("no such reduction", got=repr(op), want=", ".join(COMBINE))
         if self.link is None:

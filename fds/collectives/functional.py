@@ -38,6 +38,8 @@ def _dispatching(f: F) -> F:
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Concatenate the ranks' tensors, all of one shape, along `dim`; a 0-d tensor counts as `(1,)`.
 
+    `(..., N, ...)` becomes `(..., axis.size * N, ...)`.
+
     The gradient is the reduce_scatter of the ranks' gradients.
     """
     x = x.reshape(1) if x.dim() == 0 else x
@@ -47,6 +49,8 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 @_dispatching
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Sum the ranks' tensors and return this rank's piece, one of `axis.size` equal ones along `dim`.
+
+    `(..., axis.size * N, ...)` becomes `(..., N, ...)`.
 
     The gradient is the all_gather of the ranks' gradients. Raises `FdsError` where `dim` does not divide.
     """

@@ -68,6 +68,13 @@ class Config:
 
         Old spellings are accepted with a warning that names the new one. Keys that begin with `_` are comments and
         ignored.
+
+        Args:
+            data: the JSON object of the group.
+            defaults: the version of DeepSpeed whose defaults stand for missing keys, or "docs" for those of its
+                documentation.
+
+        Raises `ConfigError` for a key that is unknown, with the nearest one that is known, and for a wrong value.
         """
         if not isinstance(data, Mapping):
             raise ConfigError("a group of keys is a JSON object", got=repr(data)[:80], want=f"{{...}}: {cls.__name__}")

@@ -85,6 +85,8 @@ class TrainingConfig(Groups):
         Args:
             mesh: a mesh, or the sizes of its axes: `{"dp": 8}`.
             num_parameters: of the model, to show bytes beside the formulas.
+
+        Raises `ConfigError` for sizes that are not positive.
         """
         if num_parameters is not None and (type(num_parameters) is not int or num_parameters < 1):
             raise ConfigError(

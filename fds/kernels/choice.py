@@ -61,7 +61,10 @@ def only(kind: str) -> Iterator[None]:
 
 
 def chosen(device: torch.device, dtype: torch.dtype = torch.float32) -> str:
-    """Return which implementation runs on such tensors: "triton" or "reference"."""
+    """Return which implementation runs on such tensors: "triton" on a CUDA device, else "reference".
+
+    Inside `only(kind)` it is that kind. `dtype` is that of the tensors: the kernels take float32, float16 and bfloat16.
+    """
     if _scopes.kinds:
         return _scopes.kinds[-1]
     if device.type != "cuda" or dtype not in DTYPES:

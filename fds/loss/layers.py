@@ -167,7 +167,10 @@ class Layers:
             )
 
     def layer(self, index: int) -> Layer:
-        """Return layer `index`, built at its first use."""
+        """Return layer `index`, built at its first use.
+
+        Raises `LossError` for layers of one key that have different parameters.
+        """
         if index not in self.built:
             spec = self.layers[index]
             with torch.inference_mode(False):  # the layer is kept, and trained later

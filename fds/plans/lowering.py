@@ -50,7 +50,7 @@ def overlap(plan: Plan | Rows, *, ahead: int = 1) -> Plan:
     starts them, and waits for them only when it needs their memory. It waits for a receive where the message is used.
 
     The plan is for interpreters that do so. If receives block, or messages of the two directions wait for each other,
-    run the plan of `communicate` unchanged.
+    run the plan of `communicate` unchanged. Raises `PlanError` for a negative `ahead`.
 
     >>> plan = communicate([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
     >>> plan.rows[1][:8]

@@ -26,7 +26,11 @@ class Whole:
 
 
 def whole(x: Any) -> Whole:
-    """Mark a leaf of a batch that is not to be sliced; the loss sees the leaf itself."""
+    """Mark a leaf of a batch that is not to be sliced into microbatches; the loss sees the leaf itself.
+
+    >>> whole([1, 2])
+    Whole(value=[1, 2])
+    """
     return Whole(x)
 
 

@@ -71,7 +71,8 @@ def evaluate(step: Stations, state: State, batches: Iterable[Any]) -> dict[str, 
         batches: an iterable of batches, such as a loader, that ends.
 
     Raises `BatchError` for one batch in the place of many, no batches at all, in a pipeline different numbers of them,
-    and on the other ranks where reading them failed on one; `LossError` for metrics that change.
+    and on the other ranks where reading them failed on one; `LossError` for metrics that change; `StateError` for
+    arguments in another order.
     """
     if isinstance(step, State):
         raise StateError(
