@@ -13,8 +13,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     path.relative_to(ROOT)
-    for path in [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-    if path.exists()
+    for path in [*sorted(ROOT.glob("[ACR]*.md")), ROOT / "examples" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 ]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
 
