@@ -55,7 +55,7 @@ def write(comparison: Comparison, name: str, facts: Mapping[str, str], *, folder
         draw(comparison, path.with_suffix(".png"))
         picture = f"![paired ratios]({path.stem}.png)"
     except ImportError:
-        picture = "No picture: matplotlib is not installed (`pip install 'fds[plot]'`)."
+        picture = "No picture: matplotlib is not installed (`pip install matplotlib`)."
     with path.open("a") as file:
         file.write(f"\n{picture}\n")
     return path

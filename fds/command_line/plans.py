@@ -72,7 +72,7 @@ def fill(parser: Parser) -> None:
     parser.add_argument("--width", type=int, metavar="COLUMNS", help="of the drawing (the terminal's, or all it needs)")
     parser.add_argument("--plan", action="store_true", help="print the rows")
     parser.add_argument("--lower", action="store_true", help="print them with messages and buffers")
-    parser.add_argument("--png", metavar="PATH", help="draw it there too (needs matplotlib: fds[plot])")
+    parser.add_argument("--png", metavar="PATH", help="draw it there too (needs matplotlib)")
     parser.add_argument("--chrome", metavar="PATH", help="write a trace for https://ui.perfetto.dev there")
     parser.set_defaults(run=_show)
 

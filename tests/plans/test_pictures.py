@@ -140,7 +140,7 @@ def test_a_png_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(PlanError) as error:
         draw_png(simulate([["0F0"]]), tmp_path / "a.png")
-    assert error.value.hint == 'pip install "fds[plot]"'
+    assert error.value.hint == "pip install matplotlib"
 
 
 def test_a_trace_for_perfetto(tmp_path):

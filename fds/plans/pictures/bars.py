@@ -39,7 +39,7 @@ def draw_png(timeline: Timeline, path: str | Path, *, title: str | None = None) 
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlanError("a PNG needs matplotlib", where="draw_png", hint='pip install "fds[plot]"') from error
+        raise PlanError("a PNG needs matplotlib", where="draw_png", hint="pip install matplotlib") from error
     rows = [computing(row) for row in timeline.rows]
     figure = Figure(figsize=(_INCHES, 1.4 + 0.34 * len(rows)), layout="constrained")
     canvas = FigureCanvasAgg(figure)
