@@ -151,6 +151,8 @@ def _tried(mutant: Mutant, tree: Path) -> Outcome:
         return Outcome(mutant, KILLED, ran.failed[0], ran.seconds, ran.failed[0])
     if ran.code is None:
         return Outcome(mutant, KILLED, f"a hang, ended after {ran.seconds:.0f} s", ran.seconds, mutant.tests)
+    if ran.code < 0:
+        return Outcome(mutant, KILLED, f"pytest itself, by {signal.Signals(-ran.code).name}", ran.seconds, mutant.tests)
     if ran.code == 0:
         return Outcome(mutant, SURVIVED, "", ran.seconds)
     why = "its selection has no tests" if ran.code == NO_TESTS else f"pytest ends with {ran.code}"

@@ -617,6 +617,11 @@ def opaque(params, batch):
     return (params["w"] * batch).sum()
 
 
+def normed_twice():
+    norm = nn.BatchNorm1d(4)
+    return fds.Layers([norm, nn.Linear(4, 4), norm], nn.MSELoss())
+
+
 class NeedsAll:
     """A gradient map that says nothing of slices."""
 
@@ -681,6 +686,7 @@ REFUSALS = {
     "more stages than layers": (lambda: piped(axis=7), PlanError, "6 layers, 7 stages", "a layer for every stage"),
     "loss: opaque": (lambda: piped(loss=opaque), ComposeError, "opaque", "fds.Layers"),
     "loss: recorded buffers": (lambda: piped(loss=fds.with_buffers(buffered, {})), ComposeError, "", "fds.Layers"),
+    "loss: tied statistics": (lambda: piped(loss=normed_twice(), partition=[0, 2, 3]), LossError, "stages 0 and 1", ""),
     "eval_fn: opaque": (lambda: piped(eval_fn=opaque), ComposeError, "opaque", "eval_fn, too, is Layers"),
     "eval_fn: other layers": (lambda: piped(eval_fn=fds.Layers([nn.Linear(4, 4)], nn.MSELoss())), ComposeError, "", ""),
     "two pipelines": (

@@ -61,14 +61,14 @@ def test_ranks_with_different_batches_are_refused():
         layers = fds.Layers([fds.LayerSpec(nn.Linear, 4, 4), fds.LayerSpec(nn.Linear, 4, 4)], nn.MSELoss())
         step = fds.compose(fds.pipeline(plans.gpipe, axis, num_microbatches=4), fds.sgd(0.1))(layers)
         state = step.init(layers.init, key=0)
-        mine = (X + axis.index, Y)
-        error = raised(lambda: step(state, mine))
+        errors = [raised(lambda mine=mine: step(state, mine)) for mine in ((X + axis.index, Y), (X, Y + axis.index))]
         apart = (X, None) if axis.index == 0 else (None, Y)
         step(state, apart)  # each needs its own half alone
-        return error
+        return errors
 
-    for error in fds.simulate(run, 2):
-        assert isinstance(error, BatchError) and "different batches" in error.what and "inputs" in error.got
+    for errors in fds.simulate(run, 2):
+        for error, part in zip(errors, ("inputs", "targets"), strict=True):
+            assert isinstance(error, BatchError) and "different batches" in error.what and part in error.got
 
 
 def test_an_error_names_the_layer():

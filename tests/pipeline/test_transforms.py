@@ -136,19 +136,31 @@ def test_a_pattern_freezes_where_its_parameters_are(pattern):
         assert_same_bits({name: got[name] for name in frozen}, {name: initial[name] for name in frozen})
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_all_parameters_of_one_stage_may_be_frozen_beside_data_ranks(stage):
+def beside_data_ranks(*transforms, stage, bucket_bytes):
+    """Return the parameters of one process, and those of two pipelines of two ranks, each with the same rows."""
     twice = tree.map(lambda x: torch.cat([x, x]), BATCH)
-    _, _, _, want = one_process(fds.freeze("2.*", "embed.*"), num_microbatches=6, batch=twice)
+    _, _, _, want = one_process(*transforms, num_microbatches=6, batch=twice)
 
     def run():
         mesh = fds.mesh(pp=2, dp=2)
         cut = fds.pipeline(plans.zb_h1, mesh["pp"], num_microbatches=3, partition=CUT)
-        sharded = fds.shard_optimizer(mesh["dp"], stage=stage, bucket_bytes=64)
-        step = fds.compose(cut, sharded, fds.freeze("2.*", "embed.*"), fds.sgd(0.1))(fds.Layers(LAYERS, token_mean))
-        return called(step, BATCH)[3]
+        sharded = fds.shard_optimizer(mesh["dp"], stage=stage, bucket_bytes=bucket_bytes)
+        return called(fds.compose(cut, sharded, *transforms, fds.sgd(0.1))(fds.Layers(LAYERS, token_mean)), BATCH)[3]
 
-    for got in fds.simulate(run, 4):
+    return want, fds.simulate(run, 4)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_all_parameters_of_one_stage_may_be_frozen_beside_data_ranks(stage):
+    want, ranks = beside_data_ranks(fds.freeze("2.*", "embed.*"), stage=stage, bucket_bytes=64)
+    for got in ranks:
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_tied_parameter_shares_no_bucket_with_those_of_its_stages_alone(stage):
+    want, ranks = beside_data_ranks(stage=stage, bucket_bytes=2**20)
+    for got in ranks:
         assert_close(got, want)
 
 

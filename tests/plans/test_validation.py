@@ -120,6 +120,12 @@ BROKEN = {
         "1SEND_ACT0",
         "a stage 2",
     ),
+    "a send before its computation": (
+        moved(LOWERED, "0SEND_ACT1", before="0F1"),
+        "what this action needs comes after it",
+        "0SEND_ACT1",
+        "0F1 before it on rank 0",
+    ),
     "a load in the middle": (
         changed(plans.communicate(plans.gpipe(3, 1)), 1, 0, "1RECV_ACT0", "1LOAD0"),
         "this stage does not use loads",

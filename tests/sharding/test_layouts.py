@@ -14,7 +14,7 @@ from fds import tree
 from fds.layout import ALIGN, LEAST_BYTES, MOST_BYTES, SHARE, Leaf, plan
 from fds.step.pool import Pool
 from tests import ranks
-from tests.bits import assert_same_bits
+from tests.bits import assert_rounding, assert_same_bits
 from tests.sharding.models import data_axis
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float16]
@@ -187,6 +187,36 @@ def test_gaps_stay_zero_and_muon_has_whole_parameters(found, optimizer, stage, r
                 assert float((x.double() - state.params[name].double()).abs().max() if x.numel() else 0) <= loose
 
 
+def one_of_two(params, batch):
+    """Depend on one of two parameters, by the batch."""
+    rows, which = batch
+    return (params["a" if which[0] else "b"] * rows.mean()).square().sum()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_was_in_memory_before_has_no_part_in_a_step(stage):
+    """Neither in padding nor where a rank has no gradient."""
+    params, batch = {"a": torch.ones(5), "b": torch.ones(40, 2)}, (torch.arange(4.0), torch.tensor([1, 1, 0, 0]))
+    clipped = [fds.clip_by_global_norm(0.1), fds.adamw(0.1)]
+
+    def run(*more):
+        step = fds.compose(*more, *clipped)(one_of_two)
+        state = step.init(params)
+        for _ in range(2):
+            state, metrics = step(state, batch if more[0].name == "accumulate" else half())
+        return step.params(state), metrics["grad_norm"]
+
+    half = lambda: tree.map(lambda x: x.chunk(2)[data_axis().index], batch)
+    torch.use_deterministic_algorithms(True)  # new memory holds NaN
+    try:
+        ranks = fds.simulate(lambda: run(fds.shard_optimizer(data_axis(), stage=stage, bucket_bytes=500)), 2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    want = run(fds.accumulate(2))
+    for got in ranks:
+        assert_rounding(got, want, additions=64)
+
+
 @given(leaves(), leaves(), st.integers(1, 3), st.sampled_from([1, 500, None]))
 def test_leaves_of_one_kind_lie_alike_whatever_else_a_rank_has(shared, others, ranks, size):
     # ranks of a pipeline add up the slices of tied parameters, and each has other parameters beside them
@@ -196,6 +226,13 @@ def test_leaves_of_one_kind_lie_alike_whatever_else_a_rank_has(shared, others, r
     among = plan(both, None, num_ranks=ranks, bucket_bytes=size)
     lie = lambda layout: [(b.leaves, b.offsets, b.length) for b in layout.buckets if b.leaves[0].kind == "tied"]
     assert lie(alone) == lie(among)
+
+
+def test_parameters_that_must_be_whole_are_spread_over_the_ranks():
+    whole = [Leaf(f"{i}.weight", (8, 8), torch.float32, whole=True) for i in range(4)]
+    (bucket,) = plan(whole, None, num_ranks=2, bucket_bytes=2**20).buckets
+    held = [{s.name for s in bucket.segments(rank) if s.length} for rank in range(2)]
+    assert sorted(map(len, held)) == [2, 2] and bucket.length == 2 * 64
 
 
 def stack(layers, width):

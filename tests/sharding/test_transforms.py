@@ -388,3 +388,38 @@ def test_with_room_for_all_parameters_stage_3_gives_the_loss_plain_tensors():
     assert tight == {fds.step.sharding.handles.Handle} and plain == {torch.Tensor}
     assert held <= 767 and whole == 768
     assert_same_bits((exact, loss), (got, same))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_parameters_that_are_kept_in_float32_are_at_every_stage(stage):
+    torch.manual_seed(0)
+    loss = fds.Layers([nn.Linear(5, 12), nn.LayerNorm(12), nn.Linear(12, 3)], nn.MSELoss())
+    batch = torch.randn(6, 5), torch.randn(6, 3)
+    kept = fds.precision(keep_float32="1.*")
+    plain = fds.compose(kept, fds.accumulate(2), fds.sgd(0.1))(loss)
+    state = plain.init(loss.init, key=0)
+    for _ in range(2):  # a norm begins with numbers that are exact in 16 bit
+        state, _ = plain(state, batch)
+
+    def run():
+        axis = data_axis()
+        sharded = fds.shard_optimizer(axis, stage=stage, bucket_bytes=64)
+        step = fds.compose(kept, sharded, fds.sgd(0.1))(loss)
+        state = step.init(loss.init, key=0)
+        for _ in range(2):
+            state, _ = step(state, tuple(x.chunk(2)[axis.index] for x in batch))
+        return step.params(state)
+
+    for got in fds.simulate(run, 2):
+        assert largest_difference(got, state.params) < 1e-6
+
+
+def test_a_parameter_stays_whole_below_a_size_and_not_at_it():
+    params = {"below": torch.zeros(7), "at": torch.zeros(8)}
+
+    def run():
+        sharded = fds.shard_optimizer(data_axis(), stage=3, persist_below=8)
+        step = fds.compose(sharded, fds.sgd(0.1))(lambda params, batch: params["at"].sum())
+        return [[leaf.name for leaf in bucket.leaves] for bucket in step.init(params).params.layout.buckets]
+
+    assert fds.simulate(run, 2) == [[["below"], ["at"]]] * 2

@@ -133,6 +133,14 @@ MUTANTS = (
         "tests/transforms/test_precision.py",
     ),
     Mutant(
+        "lazy-names-asked-for-each-time",
+        "fds/lazy.py",
+        "        setattr(this, name, value)\n",
+        "",
+        "a name that is loaded when it is first used is looked up anew each time",
+        "tests/house/test_imports.py",
+    ),
+    Mutant(
         "containers-keep-derived-tensors",
         "fds/containers.py",
         "if not holds_tensors(value):",

@@ -6,12 +6,12 @@ ALONE = "tests/examples/test_train_gpt.py"
 
 MUTANTS = (
     Mutant(
-        "gpt-batches-from-the-start",
+        "gpt-counts-from-the-start",
         "examples/train_gpt.py",
-        'key = fds.random.fold_in(state.key, "batch", int(state.calls))',
-        'key = fds.random.fold_in(state.key, "batch", int(state.calls) % 12)',
-        "a run sees the same twelve batches again",
-        ALONE,
+        "text, done, last = text.to(device), int(state.calls), options.steps",
+        "text, done, last = text.to(device), 0, options.steps",
+        "a resumed run does all of its steps once more",
+        f"{ALONE} -k resumed_equals",
     ),
     Mutant(
         "gpt-resumes-with-another-text",
@@ -43,7 +43,7 @@ MUTANTS = (
         "parser.set_defaults(**written(Path(first.resume)))",
         "written(Path(first.resume))",
         "a resumed run takes the default sizes",
-        "tests/examples/test_train_gpt.py -k interrupted",
+        "tests/examples/test_train_gpt.py -k resumed_equals",
     ),
     Mutant(
         "gpt-ranks-see-the-same-rows",

@@ -15,9 +15,9 @@ MUTANTS = (
         "third-tie-lost",
         "fds/transforms/pipeline/ownership.py",
         "            theirs = torch.empty_like(flat)\n            for other in owners[1:]:",
-        "            theirs = torch.empty_like(flat)\n            for other in owners[:0:-1]:",
-        "gradients of a parameter on three ranks are added in another order than in one process",
-        "tests/pipeline/test_transforms.py tests/laws/test_law_5_pipelines.py -k 'tied or order or bit'",
+        "            theirs = torch.empty_like(flat)\n            for other in owners[1:2]:",
+        "of a parameter on three ranks the gradient of the third is not received",
+        "tests/pipeline -k three_times",
     ),
     Mutant(
         "ties-share-buckets",
@@ -25,7 +25,7 @@ MUTANTS = (
         "return self.stages[name]\n",
         "return self.stages[name][0]\n",
         "a bucket mixes parameters of one rank with those that another stage has too",
-        "tests/pipeline/test_transforms.py tests/sharding/test_layouts.py",
+        "tests/pipeline -k 'tied or beside_data_ranks'",
     ),
     Mutant(
         "tied-buffers-taken",
@@ -33,7 +33,7 @@ MUTANTS = (
         "if seen.setdefault(name, stage) != stage:",
         "if seen.setdefault(name, stage) > stage:",
         "a layer with statistics may be tied across stages, each with its own",
-        "tests/pipeline/test_failures.py -k cannot_be",
+        "tests/pipeline -k cannot_be",
     ),
     Mutant(
         "halves-forget-outputs-of-parameters",
@@ -49,7 +49,7 @@ MUTANTS = (
         "with _hooked({node: lambda _, got=got: got for node, got in mine.items()}):",
         "if True:",
         "hooks of tensors change what W starts from a second time",
-        "tests/pipeline/test_gradients.py -k hook",
+        "tests/pipeline -k hook",
     ),
     Mutant(
         "halves-cut-what-leads-on",
@@ -73,7 +73,7 @@ MUTANTS = (
         'for at, part in enumerate(("inputs", "targets")):',
         'for at, part in enumerate(("inputs",)):',
         "ranks along a pipeline may be given different targets",
-        "tests/pipeline/test_refusals.py tests/pipeline/test_failures.py -k batch",
+        "tests/pipeline -k different_batches",
     ),
     Mutant(
         "shape-of-the-first-for-all",
@@ -97,7 +97,7 @@ MUTANTS = (
         "self.ties = len(set(names)) < len(names)",
         "self.ties = len(set(names)) > len(names)",
         "a bucket is reduced when the first part of a tied parameter's gradient has come",
-        "tests/pipeline/test_transforms.py tests/pipeline/test_halves.py",
+        "tests/laws/test_law_5_pipelines.py tests/pipeline/test_halves.py -k 'tied or beside_data_ranks_are'",
     ),
     Mutant(
         "notes-of-tied-layers-twice",
@@ -113,7 +113,7 @@ MUTANTS = (
         "return min((m for m in counts if m is not None), default=1)",
         "return max((m for m in counts if m is not None), default=1)",
         "data ranks whose rows do not divide are asked for microbatches all the same",
-        "tests/pipeline/test_failures.py -k evaluat",
+        "tests/pipeline -k 'rows_evaluate or evaluation_takes'",
     ),
     Mutant(
         "first-failure-by-rank",
@@ -121,7 +121,7 @@ MUTANTS = (
         "found = [(one[0], rank, one) for rank, one in enumerate(failures) if one is not None]",
         "found = [(rank, rank, one) for rank, one in enumerate(failures) if one is not None]",
         "what came of a failure is raised in the place of what failed first",
-        "tests/pipeline/test_failures.py",
+        "tests/pipeline -k fail",
     ),
     Mutant(
         "failure-without-its-path",
@@ -129,7 +129,7 @@ MUTANTS = (
         'where=": ".join(filter(None, [where, place]))',
         "where=where",
         "an error that another rank raises lacks its own path",
-        "tests/pipeline/test_failures.py",
+        "tests/pipeline -k 'fail or error'",
     ),
     Mutant(
         "settles-in-forward-alone",
@@ -153,6 +153,6 @@ MUTANTS = (
         "action.op is Op.FORWARD and at.setdefault(action.stage, -1) > action.microbatch:",
         "action.op is Op.FORWARD and at.setdefault(action.stage, -1) > action.microbatch + 1:",
         "a schedule may run the microbatches of a layer with statistics in another order",
-        "tests/pipeline/test_failures.py -k cannot_be",
+        "tests/pipeline -k 'out_of_order or cannot_be'",
     ),
 )
