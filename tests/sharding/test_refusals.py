@@ -341,6 +341,22 @@ def test_ranks_that_have_room_but_no_values_take_those_of_rank_0(other):
         assert_same_bits(got, PARAMS)
 
 
+def test_ranks_that_were_given_other_keys_have_the_key_of_rank_0():
+    first, second = both(lambda: make().init(PARAMS, key=3 + data_axis().index))
+    assert_same_bits([first.key, second.key], [fds.random.key(3)] * 2)
+
+
+def test_ranks_at_different_calls_are_told_on_all():
+    def run():
+        step = make()
+        state = step.init(PARAMS)
+        with pytest.raises(RankError, match="at different calls") as caught:
+            step(attrs.evolve(state, calls=state.calls + data_axis().index), torch.ones(2))
+        return caught.value.got
+
+    assert both(run) == ["call 0 on this rank", "call 1 on this rank"]
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_layers_that_were_built_start_with_the_values_of_rank_0(stage):
     def run():
