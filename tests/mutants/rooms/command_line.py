@@ -1,0 +1,38 @@
+"""Mutants of fds/command_line: exit codes, and what a check that fails does to the others."""
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "doctor-ends-with-a-check",
+        "fds/command_line/doctor/finding.py",
+        "    except Exception as error:\n",
+        "    except OSError as error:\n",
+        "a check that fails ends the doctor",
+        "tests/command_line/test_doctor.py -k fails",
+    ),
+    Mutant(
+        "doctor-is-always-content",
+        "fds/command_line/doctor/command.py",
+        "return 1 if report.problems() else 0",
+        "return 0",
+        "a problem is not in the exit code",
+        "tests/command_line/test_doctor.py -k problem",
+    ),
+    Mutant(
+        "doctor-takes-any-two-ranks",
+        "fds/command_line/doctor/ranks.py",
+        "((rank, one) for rank, one in enumerate(ended) if one.code != 0)",
+        "((rank, one) for rank, one in enumerate(ended) if one.code)",
+        "ranks that were killed after the time limit count as met",
+        "tests/command_line/test_doctor.py -k ranks",
+    ),
+    Mutant(
+        "errors-exit-with-0",
+        "fds/command_line/program.py",
+        '        print("\\n".join(map(escaped, lines)), file=sys.stderr)\n        return 2',
+        '        print("\\n".join(map(escaped, lines)), file=sys.stderr)\n        return 0',
+        "a command that fails exits as if it had not",
+        "tests/command_line -k 'error or wrong'",
+    ),
+)
