@@ -301,6 +301,7 @@ def test_averages_of_16_bit_parameters_come_back_in_float32(stage):
     params = {"w": torch.randn(40).bfloat16()}
     plain = make()
     want = read(plain, plain(plain.init(params), torch.ones(2))[0])
+    assert want.dtype is torch.float32
 
     def run():
         step = make(fds.shard_optimizer(data_axis(), stage=stage))

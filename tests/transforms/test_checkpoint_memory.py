@@ -1,9 +1,12 @@
 """What checkpointing saves, measured by the allocator's own events."""
 
+import pytest
 import torch
 from torch import nn
 
 import fds
+from fds.errors import LossError
+from fds.loss import LayerCall
 from tests.memory import peak_bytes
 
 LAYERS, ROWS, WIDTH = 12, 2048, 64
@@ -54,3 +57,17 @@ def test_accumulation_divides_the_activations():
     whole, quarter = measure(), measure(fds.accumulate(4))
     grads = LAYERS * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH) * 4
     assert quarter <= whole / 4 + 2 * grads
+
+
+def test_a_group_has_as_many_layers_as_was_said():
+    step = fds.compose(fds.checkpoint_activations(every=2), fds.sgd(0.1))(lambda params, batch: params["w"].sum())
+    (recompute,) = step.layer
+    groups = recompute([LayerCall(torch.tanh, (i,)) for i in range(5)], None)
+    assert [group.layers for group in groups] == [(0, 1), (2, 3), (4,)]
+
+
+def test_a_layer_that_writes_over_what_it_would_be_computed_from_again_is_refused():
+    layers = fds.Layers([nn.Linear(3, 3), lambda x: x.mul_(2), nn.Linear(3, 1)], nn.MSELoss())
+    step = fds.compose(fds.checkpoint_activations(), fds.sgd(0.1))(layers)
+    with pytest.raises(LossError, match="writes over its input"):
+        step(step.init(layers.init), (torch.ones(2, 3), torch.ones(2, 1)))

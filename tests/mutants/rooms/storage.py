@@ -9,7 +9,7 @@ MUTANTS = (
         "        file.flush()\n        os.fsync(file.fileno())",
         "        file.flush()",
         "the manifest of a save may be empty after a power failure",
-        "tests/storage/test_folders.py tests/laws/test_law_9_storage.py",
+        "tests/storage/test_interrupted.py",
     ),
     Mutant(
         "tensors-not-synced",
@@ -17,7 +17,7 @@ MUTANTS = (
         "                os.fsync(fd)\n        finally:",
         "        finally:",
         "tensors of a save may be lost in a power failure",
-        "tests/storage/test_writer.py tests/storage/test_folders.py -k 'sync or durable or power or write'",
+        "tests/storage/test_interrupted.py tests/storage/test_writer.py -k 'flushed or fsync'",
     ),
     Mutant(
         "latest-before-the-save",
@@ -132,14 +132,6 @@ MUTANTS = (
         "tests/storage/test_local.py",
     ),
     Mutant(
-        "save-found-by-each-rank",
-        "fds/storage/loading.py",
-        "found = _find_save(dir, tag) if ranks.index == 0 else None",
-        "found = _find_save(dir, tag) if ranks.index == 0 or tag is None else None",
-        "ranks look for the last save by themselves, and may read different ones",
-        "tests/storage/test_other_calls.py tests/storage/test_failing_ranks.py",
-    ),
-    Mutant(
         "lost-rank-not-noticed",
         "fds/storage/background.py",
         "    return True\n\n\ndef _path(",
@@ -153,7 +145,7 @@ MUTANTS = (
         "    readers.add(saving)\n    try:\n        thread",
         "    try:\n        thread",
         "a donating step does not know that a save reads the state",
-        "tests/storage/test_background.py -k 'donat or read'",
+        "tests/storage/test_background.py",
     ),
     Mutant(
         "written-over-while-saved",
@@ -161,7 +153,7 @@ MUTANTS = (
         "if _version(self.parts[leaf].tensor) != version:",
         "if _version(self.parts[leaf].tensor) < version:",
         "a leaf that is changed while it is saved goes unnoticed",
-        "tests/storage/test_background.py tests/storage/test_refused_saves.py -k 'over or chang or modif'",
+        "tests/storage/test_background.py -k meanwhile",
     ),
     Mutant(
         "failure-of-a-rank-kept-to-itself",

@@ -12,6 +12,7 @@ from torch import nn
 
 import fds
 from fds.errors import StorageError
+from fds.storage.disk.writer import BLOCK
 from fds.storage.foreign import weights
 from fds.storage.format.tensors import CODES
 from tests.bits import bits
@@ -147,6 +148,15 @@ def test_a_state_dict_of_tied_parameters_fits_parameters_that_have_one_of_the_na
     torch.save({"embed.weight": embed.weight, "head.weight": embed.weight.clone()}, tmp_path / "y.pt")
     with pytest.raises(StorageError, match=r"other parameters: params\.(head|embed)\.weight"):
         fds.import_weights(tmp_path / "y.pt", step, {"embed.weight": torch.zeros(5, 3)}, rename=rename)
+
+
+def test_a_tensor_of_more_than_a_block_is_converted_whole(tmp_path):
+    x = torch.randn(BLOCK // 4 + 5)
+    save_file({"w": x}, tmp_path / "x.safetensors")
+    step = fds.compose(fds.sgd(0.1))(lambda params, batch: params["w"].sum())
+    wide = {"w": torch.zeros(len(x), dtype=torch.float64)}
+    state = fds.import_weights(tmp_path / "x.safetensors", step, wide)
+    assert torch.equal(state.params["w"], x.double())
 
 
 @pytest.mark.parametrize("piece", [None, 1, 2, 5, 7, 11])
