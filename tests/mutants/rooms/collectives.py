@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         "simulated-ranks-share-generators",
         "fds/collectives/turns.py",
-        "        self.random[rank].restore()",
+        "        self.random[rank].restore(self.present)",
         "        pass",
         "ranks of a simulation draw from one generator, in the order of their turns",
         "tests/collectives/test_simulation.py",
