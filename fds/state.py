@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
 from torch import Tensor
 
-from fds import tree
+from fds import _html, tree
 from fds.errors import DonatedStateError
 
 _GIVEN_UP = (
@@ -61,6 +62,23 @@ class State:
     key: Tensor  # (2,) int64, on the CPU
     token: Token = tree.fresh(factory=Token, repr=False)
 
+    def _repr_html_(self) -> str:
+        """Return what it holds, by names, shapes, dtypes and bytes: no element is read, and no device waited for."""
+        if self.token.spent_at is not None:
+            return _html.box("State", _html.text("given to a donating step, which wrote over it: use what it returned"))
+        leaves = tree.paths(self)
+        groups: dict[str, dict[str, Tensor]] = {}
+        for path, leaf in leaves.items():
+            words = path.split(".")
+            groups.setdefault(".".join(words[: 2 if words[0] in ("opt", "slots") else 1]), {})[path] = leaf
+        rows = [(name, f"{len(held)}", *_summary(held.values())) for name, held in groups.items()]
+        each = [(path, tuple(leaf.shape), *_summary([leaf])[1:]) for path, leaf in leaves.items()]
+        return _html.box(
+            "State",
+            _html.table(rows, head=("", "leaves", "elements", "bytes", "dtype", "device"), right=(1, 2, 3)),
+            _html.closed("leaves", _html.table(each, head=("leaf", "shape", "bytes", "dtype", "device"), right=(2,))),
+        )
+
     def check(self, doing: str) -> None:
         """Raise `DonatedStateError` if a donating step has written over this state."""
         if self.token.spent_at is not None:
@@ -72,3 +90,12 @@ class State:
                 want="the state which that step returned",
                 hint=hint,
             )
+
+
+def _summary(leaves: Iterable[Tensor]) -> tuple[str, str, str, str]:
+    """Return elements, bytes, dtypes and devices of tensors, as text."""
+    leaves = list(leaves)
+    dtypes = dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in leaves)
+    devices = dict.fromkeys(str(x.device) for x in leaves)
+    size = _html.num_bytes(sum(x.numel() * x.itemsize for x in leaves))
+    return f"{sum(x.numel() for x in leaves):,}", size, ", ".join(dtypes), ", ".join(devices)

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fds import random
+from fds import _html, random
 from fds.errors import BatchError, LossError
 from fds.loss.behaviour import may_draw
 from fds.loss.modules import Apply, functional
@@ -129,6 +129,12 @@ class Layers:
                     hint="put them into a layer",
                 )
             self.built["criterion"] = functools.partial(apply, {})
+
+    def _repr_html_(self) -> str:
+        words = lambda f: getattr(f, "__name__", "") or repr(f)
+        rows = [(name, words(layer)) for name, layer in zip(self.names, self.layers, strict=True)]
+        table = _html.table([*rows, ("criterion", words(self.criterion))])
+        return _html.box(f"Layers: {len(rows)}", table)
 
     def __len__(self) -> int:
         return len(self.layers)

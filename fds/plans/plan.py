@@ -8,8 +8,10 @@ from typing import Any
 
 import attrs
 
+from fds import _html
 from fds.errors import PlanError
 from fds.plans.actions import COMPUTE, Action, Op
+from fds.plans.colors import color, digits
 
 Rows = Iterable[Iterable["Action | str | None"]]
 PipelineSchedule = Callable[[int, int], "Plan | Rows"]  # (number of ranks, number of microbatches) -> the plan
@@ -105,3 +107,16 @@ class Plan:
         return "\n".join(f"{rank}: {' '.join(map(str, row))}".rstrip() for rank, row in enumerate(self.rows))
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        sizes = f"{self.num_stages} stages on {self.num_ranks} ranks, {self.num_microbatches} microbatches"
+        lanes = [
+            [
+                _html.Bar(i, i + 1, digits(color(action, self.stages_of(rank))), f"{action.microbatch}", str(action))
+                for i, action in enumerate(row)
+            ]
+            for rank, row in enumerate(self.rows)
+        ]
+        picture = _html.lanes(lanes, max(map(len, self.rows), default=1))
+        hint = "in order, not in time: fds.plans.simulate(plan) says when each action runs"
+        return _html.box(f"Plan: {sizes}", picture, _html.text(hint), _html.closed("rows", _html.code(str(self))))

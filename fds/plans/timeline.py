@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
+from fds import _html
 from fds.errors import PlanError
 from fds.plans.actions import COMPUTE, Action, Op
+from fds.plans.colors import color, digits
 
 
 @attrs.frozen
@@ -66,6 +68,30 @@ class Timeline:
         """The fraction of all ranks' time, from 0 to the last end, without computation."""
         whole = self.num_ranks * self.makespan
         return max(0.0, 1 - sum(self.busy) / whole) if whole else 0.0
+
+    def _repr_html_(self) -> str:
+        title = f"Timeline: {self.num_ranks} ranks, time {self.makespan:.4g}, bubble {self.bubble_fraction:.1%}"
+        held = f"peak live per rank: {' '.join(map(str, self.peak_live))}" if self.peak_live else ""
+        return _html.box(title, _html.lanes([_bars(row) for row in self.rows], self.makespan), _html.text(held))
+
+
+def _bars(row: tuple[Event, ...]) -> list[_html.Bar]:
+    stages = stages_of(row)
+    return [
+        _html.Bar(
+            event.start,
+            event.end,
+            digits(color(event.action, stages)),
+            f"{event.action.microbatch}",
+            f"{event.action}: {event.start:.4g} to {event.end:.4g}",
+        )
+        for event in computing(row)
+    ]
+
+
+def stages_of(row: Iterable[Event]) -> tuple[int, ...]:
+    """Return the stages of a rank, in order."""
+    return tuple(sorted({event.action.stage for event in row if event.action.stage is not None}))
 
 
 def check_timeline(value: object, where: str) -> None:

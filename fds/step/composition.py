@@ -11,7 +11,7 @@ import attrs
 import torch
 
 import fds.optim
-from fds import tree
+from fds import _html, tree
 from fds.collectives import Axis
 from fds.errors import ComposeError, did_you_mean
 from fds.loss import Buffered
@@ -47,6 +47,9 @@ class Transform:
 
     def __repr__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        return _html.box("Transform", _html.code(self.text))
 
 
 def transform(factory: Callable[P, Callable[[Step], Step]]) -> Callable[P, Transform]:
@@ -239,6 +242,10 @@ class Composition:
 
     def __repr__(self) -> str:
         return _show(self.parts)
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"    {part!r},\n" for part in self.parts)
+        return _html.box("Composition", _html.code(f"compose(\n{lines})" if lines else "compose()"))
 
 
 def compose(*transforms: Any) -> Composition:

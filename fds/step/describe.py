@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from fds import tree
+from fds import _html, tree
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
@@ -61,6 +61,19 @@ class Description:
         lines += [f"frozen     {tree.named(self.frozen)}"] if self.frozen else []
         lines += [f"unused     {tree.named(self.unused)}: zero gradient"] if self.unused else []
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        stations = [(name, words) for name, words in self.stations.items() if name != "kernels"]
+        stations += [("kernels", self.kernels)]
+        where = lambda name: f"in {self.lives[name]}" if name in self.lives else ""
+        held = [(name, f"{n:,}", "bytes", where(name)) for name, n in self.num_bytes.items()]
+        held += [(f"slots.{slot}", f"{n:,}", "bytes", "of the slots") for slot, n in self.memory.items()]
+        held += [(name, f"{n:,}", "bytes", "sent a step") for name, n in self.sent.items()]
+        notes = [f"frozen: {tree.named(self.frozen)}"] if self.frozen else []
+        notes += [f"unused, zero gradient: {tree.named(self.unused)}"] if self.unused else []
+        notes += [f"{len(self.buckets)} flat buckets of {sum(self.buckets):,} bytes together"] if self.buckets else []
+        parts = [_html.table(stations), _html.table(held, right=(1,)) if held else "", *map(_html.text, notes)]
+        return _html.box("Step", *parts)
 
 
 def describe(step: Stations, state: State | None, batch: Any) -> Description:

@@ -9,24 +9,25 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-BELOW_STEP = "state loss autodiff optim layout collectives microbatches random tree errors"
+BELOW_STEP = "_html state loss autodiff optim layout collectives microbatches random tree errors"
 ROOMS = {
     "errors": "",
     "containers": "",
     "lazy": "",
+    "_html": "",
     "tree": "containers errors",
     "random": "errors tree",
     "microbatches": "tree errors",
-    "state": "tree errors",
+    "state": "tree errors _html",
     "autodiff": "tree errors",
-    "loss": "autodiff random tree errors",
+    "loss": "_html autodiff random tree errors",
     "layout": "tree errors",
     "collectives": "random tree errors",
     "kernels": "errors lazy",
     "optim": "kernels layout collectives tree errors",
     "schedules": "errors",
     "step": BELOW_STEP,
-    "plans": "errors",
+    "plans": "errors _html",
     "transforms": f"step {BELOW_STEP} kernels plans schedules",
     "nn": "loss kernels random errors",
     "storage": "step state layout collectives tree errors",

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fds.errors import PlanError
-from fds.plans.actions import Op
-from fds.plans.timeline import Event, Timeline, check_timeline, computing
+from fds.plans.colors import COLORS, LABELS, color
+from fds.plans.timeline import Event, Timeline, check_timeline, computing, stages_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = {  # Okabe and Ito's palette, which the colour-blind can tell apart
-    Op.FORWARD: (0.34, 0.71, 0.91),
-    Op.BACKWARD_INPUT: (0.90, 0.62, 0.00),
-    Op.BACKWARD_WEIGHT: (0.00, 0.62, 0.45),
-    Op.BACKWARD: (0.80, 0.47, 0.65),
-}
-_LABELS = {
-    Op.FORWARD: "F: forward",
-    Op.BACKWARD_INPUT: "B: input gradients",
-    Op.BACKWARD_WEIGHT: "W: weight gradients",
-    Op.BACKWARD: "BW: both",
-}
 _INCHES, _DIGIT = 14.0, 0.09  # the width of a picture; of a digit of 9 points
 
 
@@ -48,9 +36,9 @@ def draw_png(timeline: Timeline, path: str | Path, *, title: str | None = None) 
         _lane(axes, rank, row, inches_per_unit=0.9 * _INCHES / (timeline.makespan or 1.0))
     axes.set(xlim=(0, timeline.makespan or 1.0), ylim=(len(rows) - 0.5, -0.5), xlabel="time", ylabel="rank")
     axes.set_yticks(range(len(rows)))
-    used = [op for op in _COLORS if any(event.action.op is op for row in rows for event in row)]
+    used = [op for op in COLORS if any(event.action.op is op for row in rows for event in row)]
     if used:
-        handles = [axes.bar(0, 0, color=_COLORS[op], label=_LABELS[op]) for op in used]
+        handles = [axes.bar(0, 0, color=COLORS[op], label=LABELS[op]) for op in used]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(used), frameon=False)
     axes.set_title(title if title is not None else f"bubble {timeline.bubble_fraction:.1%}")
     try:
@@ -60,18 +48,11 @@ def draw_png(timeline: Timeline, path: str | Path, *, title: str | None = None) 
 
 
 def _lane(axes: Axes, rank: int, row: list[Event], *, inches_per_unit: float) -> None:
-    stages = sorted({event.action.stage for event in row if event.action.stage is not None})
+    stages = stages_of(row)
     spans = [(event.start, event.end - event.start) for event in row]
-    faces = [_pale(event, stages) for event in row]
+    faces = [color(event.action, stages) for event in row]
     axes.broken_barh(spans, (rank - 0.45, 0.9), facecolors=faces, edgecolor="white", linewidth=0.4)
     for event, (start, length) in zip(row, spans, strict=True):
         name = f"{event.action.microbatch}"
         if length * inches_per_unit > _DIGIT * (len(name) + 0.5):
             axes.text(start + length / 2, rank, name, ha="center", va="center", fontsize=9, clip_on=True)
-
-
-def _pale(event: Event, stages: list[int]) -> tuple[Any, ...]:
-    """Return the colour of a computation, paler for later stages of the rank."""
-    place = stages.index(event.action.stage) if event.action.stage in stages else 0  # type: ignore
-    white = 0.6 * place / max(len(stages) - 1, 1)
-    return tuple(c + (1 - c) * white for c in _COLORS[event.action.op])
