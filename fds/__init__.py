@@ -56,7 +56,13 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
 
     # rooms that are used by name
     from fds import autodiff, collectives, config, data, errors, kernels, nn, optim, plans, random, schedules, tree
-    from fds import containers as containers, layout as layout, loss as loss, microbatches as microbatches
+    from fds import (
+        command_line as command_line,
+        containers as containers,
+        layout as layout,
+        loss as loss,
+        microbatches as microbatches,
+    )
     from fds import state as state, step as step, storage as storage, transforms as transforms
     from fds.errors import FdsError
 
@@ -91,7 +97,7 @@ __getattr__, __dir__ = lazily(
         "fds.config.initialize": "initialize",
         "fds.errors": "FdsError",
     },
-    submodules="autodiff collectives config containers data errors kernels layout loss microbatches nn optim plans "
+    submodules="autodiff collectives command_line config containers data errors kernels layout loss microbatches nn optim plans "
     "random schedules state step storage transforms tree",
 )
 
