@@ -35,6 +35,7 @@ ROOMS = {
 }
 ROOMS["config"] = " ".join(ROOMS)
 ROOMS["command_line"] = " ".join(ROOMS)
+VERSION = "fds.__version__"  # which every room may ask for: it is there before any of them
 PROGRAM = "__main__"  # wherever it lies, it belongs to the room of commands: `python -m fds.plans` is `fds plans`
 ONLY = {"torch.utils._pytree": "tree", "torch.distributed": "collectives", "triton": "kernels"}
 UNPICKLING = {"torch.load", "torch.serialization.safe_globals"}  # for those who read what others wrote
@@ -49,7 +50,7 @@ def violations(sources: dict[str, str]) -> list[str]:
     modules = {dotted(path): path for path in sources}
     trees = {module: ast.parse(sources[path], path) for module, path in modules.items()}
     nodes = {module: list(ast.walk(tree)) for module, tree in trees.items()}
-    uses = {m: set(names_used(nodes[m], package_of(m, modules[m]))) for m in modules}
+    uses = {m: set(names_used(nodes[m], package_of(m, modules[m]))) - {VERSION} for m in modules}
     found = []
     for module, path in modules.items():
         parts = module.split(".")
@@ -84,7 +85,7 @@ def wrong_use(module: str, name: str, modules: dict[str, str]) -> Iterator[str]:
             yield f"{name} is for {UNPICKLERS.replace('.', '/')} alone"
     elif any(inside(name, it) for it in NOBODY) and not (name == "torch.serialization" and inside(module, UNPICKLERS)):
         yield f"{name} is for nobody"
-    if not inside(name, "fds") or module == "fds" or name == "fds.__version__":
+    if not inside(name, "fds") or module == "fds":
         return
     home, _, file = target.rpartition(".")
     if file.startswith("_") and not file.endswith("__") and not inside(module, home) and not inside(home, module):
