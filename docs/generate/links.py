@@ -41,7 +41,7 @@ def page_of(path: str) -> str:
     return f"source/{path}.md"
 
 
-def rewrite(text: str, file: str, page: str, image_of: Callable[[str], str] = page_of) -> str:
+def rewrite(text: str, file: str, page: str) -> str:
     """Return the Markdown of `file`, a path in the repository, with its links as they are on `page` of the site."""
 
     def change(match: re.Match) -> str:
@@ -49,7 +49,7 @@ def rewrite(text: str, file: str, page: str, image_of: Callable[[str], str] = pa
         if not target or re.match(r"[a-z]+:|/", target):
             return match[1]
         there = os.path.normpath(os.path.join(os.path.dirname(file), target))
-        to = image_of(there)
+        to = page_of(there)
         return os.path.relpath(to, os.path.dirname(page) or ".") + hash_ + anchor
 
     return outside_fences(text, lambda part: LINK.sub(change, part))

@@ -45,7 +45,9 @@ def faults(browser: Browser, address: str, page: str, screen: str, scheme: str) 
     seen: list[str] = []
     tab.on("request", lambda request: seen.append(request.url))
     tab.on("pageerror", lambda error: seen.append(f"error: {error}"))
-    tab.goto(f"{address}/{page}")
+    response = tab.goto(f"{address}/{page}")
+    if response is None or not response.ok:
+        yield "there is no such page"
     tab.wait_for_load_state("networkidle")
     name = f"{page.removesuffix('.html').replace('/', '-')}-{screen}-{scheme}.png"
     tab.screenshot(path=ROOT / ".look" / name)
