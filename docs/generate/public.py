@@ -42,7 +42,7 @@ class Name:
     path: str
     module: str
     name: str
-    summary: str  # the first line of its docstring, or "" for a value
+    summary: str  # the first line of its docstring; of a value, the value
 
     @property
     def room(self) -> str:
@@ -119,8 +119,10 @@ def _bound(node: ast.stmt) -> Iterator[str]:
 
 
 def summary(module: str, name: str) -> str:
-    """Return the first line of the docstring of a definition, or "" where it has none."""
+    """Return the first line of the docstring of a definition; of a value, the value."""
     for node in parse(module).body:
+        if isinstance(node, ast.Assign) and name in _bound(node):
+            return f"`{ast.unparse(node.value)}`"
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
             return (ast.get_docstring(node) or "").partition("\n")[0]
     return ""
