@@ -2,7 +2,8 @@
 
 It replaces the functions of `triton.language` for the time of a launch, and once more at every call of one kernel
 function by another; to find them it walks over all names of four modules and classes each time, which takes a third
-of the time of small kernels. What it finds is always the same.
+of the time of small kernels. What it finds is always the same, and what is replaced already need not be replaced again.
+It also makes a table of 20 dtypes anew for each number.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import inspect
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -27,9 +29,38 @@ def _patch_builtin(owner: Any, builder: Any, scope: Any) -> None:
             interpreter._patch_attr(owner, name, member, builder, scope)
 
 
+@functools.cache
+def _languages(function: Any) -> tuple[Any, ...]:
+    """Return the modules of the language that a kernel function sees."""
+    return tuple(x for x in function.__globals__.values() if inspect.ismodule(x) and x in (tl, tl.core))
+
+
+def _is_patched(language: Any) -> bool:
+    name, member = _builtins(language)[0]
+    return getattr(language, name) is not member
+
+
+def _patch_once(patch: Any, function: Any) -> Any:
+    """Patch the language as `patch` does, unless that is done already: a kernel function calls this one."""
+    languages = _languages(function)
+    if languages and all(map(_is_patched, languages)):
+        return interpreter._LangPatchScope()
+    return patch(function)
+
+
+def _np_dtype(of_a_scalar: Any, kind: Any) -> Any:
+    """Return what NumPy calls the dtype of a scalar, a block or a pointer; only scalars can be hashed."""
+    scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
+    return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else of_a_scalar(scalar)
+
+
 def remember() -> None:
     """Let the interpreter remember, if it is the one whose ways these are."""
     if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "_patch_attr"):
         for owner in (tl, tl.core, tl.tensor, tl.math, getattr(tl.core, "tensor_descriptor_base", tl)):
             _builtins(owner)
         interpreter._patch_builtin = _patch_builtin
+        if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
+            interpreter._patch_lang = functools.partial(_patch_once, interpreter._patch_lang)
+    if hasattr(interpreter, "_get_np_dtype"):
+        interpreter._get_np_dtype = functools.partial(_np_dtype, functools.cache(interpreter._get_np_dtype))
