@@ -171,6 +171,17 @@ def test_what_a_stage_raises_is_raised_on_every_rank_and_the_old_state_is_good(n
         assert_same_bits((params, metrics), want[1:])
 
 
+def test_of_two_failures_the_earlier_one_is_raised_on_every_rank():
+    armed = ((0, "forward"), 3, boom()), ((5, "forward"), 0, boom())
+
+    def run():
+        axis = fds.mesh(pp=2)["pp"]
+        return stumble(axis, plans.gpipe, armed[axis.index], good=0)
+
+    for error, *_ in fds.simulate(run, 2):
+        refused(error, plans.gpipe, 2, (5, "forward"), 0)
+
+
 @functools.cache
 def untroubled_alone(schedule, size: int, good: int):
     return list(stumble(size, schedule, None, good=good)[1:])
