@@ -10,10 +10,13 @@ import copy
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs  # of typing from Python 3.13 on; a type checker brings it
 
 _DEPTH = 4  # levels of nested objects in which `holds_tensors` searches
 
@@ -22,9 +25,9 @@ _DEPTH = 4  # levels of nested objects in which `holds_tensors` searches
 class Shell:
     """A container without its children."""
 
-    keys: tuple
+    keys: tuple[Any, ...]
     empty: Any  # of the same class, with the attributes that are not children
-    build: Callable[[Shell, Sequence], Any]
+    build: Callable[[Shell, Sequence[Any]], Any]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Shell) and (type(self.empty), self.keys) == (type(other.empty), other.keys)
@@ -33,7 +36,7 @@ class Shell:
         return hash((type(self.empty), self.keys))
 
 
-class ReadOnly(Mapping):
+class ReadOnly(Mapping[Any, Any]):
     """What is in another mapping, to be read: mappings in it are shown the same way, lists and tuples as copies.
 
     Whoever writes into it is refused by `refuse`, a function that returns the error.
@@ -41,13 +44,13 @@ class ReadOnly(Mapping):
 
     __slots__ = ("held", "refuse")
 
-    def __init__(self, held: Mapping, refuse: Callable[[], Exception] = TypeError):
+    def __init__(self, held: Mapping[Any, Any], refuse: Callable[[], Exception] = TypeError):
         self.held, self.refuse = held, refuse
 
     def __getitem__(self, key: Any) -> Any:
         return self._shown(self.held[key])
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.held)
 
     def __len__(self) -> int:
@@ -56,13 +59,13 @@ class ReadOnly(Mapping):
     def __repr__(self) -> str:
         return repr(self.held)
 
-    def __or__(self, other: Mapping) -> dict:
+    def __or__(self, other: Mapping[Any, Any]) -> dict[Any, Any]:
         return {**self, **other}
 
-    def __ror__(self, other: Mapping) -> dict:
+    def __ror__(self, other: Mapping[Any, Any]) -> dict[Any, Any]:
         return {**other, **self}
 
-    def copy(self) -> dict:
+    def copy(self) -> dict[Any, Any]:
         """Return a dict of the same, which may be written."""
         return dict(self)
 
@@ -77,6 +80,31 @@ class ReadOnly(Mapping):
     __setitem__ = __delitem__ = __ior__ = update = pop = popitem = setdefault = clear = _written
 
 
+def class_of(x: object) -> type[Any]:
+    """Return `type(x)`; a type checker then knows that it may be any class."""
+    return type(x)
+
+
+def is_dict(x: object) -> TypeIs[dict[Any, Any]]:
+    """Say whether an object is a dict; a type checker then knows that anything may be in it."""
+    return isinstance(x, dict)
+
+
+def is_mapping(x: object) -> TypeIs[Mapping[Any, Any]]:
+    """Say the same of any mapping."""
+    return isinstance(x, Mapping)
+
+
+def is_set(x: object) -> TypeIs[set[Any] | frozenset[Any]]:
+    """Say the same of sets."""
+    return isinstance(x, set | frozenset)
+
+
+def is_sequence(x: object) -> TypeIs[list[Any] | tuple[Any, ...]]:
+    """Say whether an object is a list or a tuple; a type checker then knows that anything may be in it."""
+    return isinstance(x, list | tuple)
+
+
 def is_container(cls: type) -> bool:
     """Return whether `cls` is one of the container classes above."""
     if issubclass(cls, Tensor | nn.Module | enum.Enum | type):
@@ -84,7 +112,7 @@ def is_container(cls: type) -> bool:
     return issubclass(cls, Mapping | list | tuple) or attrs.has(cls) or dataclasses.is_dataclass(cls)
 
 
-def take_apart(x: Any) -> tuple[list, Shell]:
+def take_apart(x: Any) -> tuple[list[Any], Shell]:
     """Return the children of a container and its `Shell`. Raises what its own methods raise."""
     if isinstance(x, Mapping):
         keys = tuple(x)
@@ -100,7 +128,7 @@ def take_apart(x: Any) -> tuple[list, Shell]:
     return [getattr(x, name) for name in names], Shell(names, _blank(x, others), _build_record)
 
 
-def build(shell: Shell, children: Iterable) -> Any:
+def build(shell: Shell, children: Iterable[Any]) -> Any:
     """Return a container of the same kind with these children.
 
     >>> @dataclasses.dataclass(frozen=True)
@@ -160,7 +188,7 @@ def _blank(x: Any, others: Mapping[str, Any]) -> Any:
     return empty
 
 
-def _emptied(x: MutableMapping, children: Sequence) -> MutableMapping:
+def _emptied(x: MutableMapping[Any, Any], children: Sequence[Any]) -> MutableMapping[Any, Any]:
     """Return a copy of a mapping with all values None. Raises `TypeError` if writing to the copy changes `x`."""
     empty = _shallow_copy(x)
     for key, child in zip(tuple(x), children, strict=True):
@@ -189,18 +217,18 @@ def _shallow_copy(x: Any) -> Any:
     return copied
 
 
-def _build_mapping(shell: Shell, children: Sequence) -> Any:
+def _build_mapping(shell: Shell, children: Sequence[Any]) -> Any:
     built = _shallow_copy(shell.empty)
     for key, child in zip(shell.keys, children, strict=True):
         built[key] = child
     return built
 
 
-def _build_constant(shell: Shell, children: Sequence) -> Any:
+def _build_constant(shell: Shell, children: Sequence[Any]) -> Any:
     return type(shell.empty)(dict(zip(shell.keys, children, strict=True)))
 
 
-def _build_sequence(shell: Shell, children: Sequence) -> Any:
+def _build_sequence(shell: Shell, children: Sequence[Any]) -> Any:
     empty = shell.empty
     if isinstance(empty, tuple):
         built: Any = tuple.__new__(type(empty), children)
@@ -212,7 +240,7 @@ def _build_sequence(shell: Shell, children: Sequence) -> Any:
     return built
 
 
-def _build_record(shell: Shell, children: Sequence) -> Any:
+def _build_record(shell: Shell, children: Sequence[Any]) -> Any:
     built = _blank(shell.empty, getattr(shell.empty, "__dict__", {}))
     for name, child in zip(shell.keys, children, strict=True):
         object.__setattr__(built, name, child)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from types import UnionType
 from typing import TypeGuard
 
 
@@ -121,6 +122,11 @@ def _grouped(names: list[str]) -> str:
         groups.setdefault(".".join(name.split(".")[: 2 if name.startswith(("opt.", "slots.")) else 1]), []).append(name)
     parts = (f"{group}.* ({len(held)})" if len(held) > 8 else ", ".join(held) for group, held in groups.items())
     return ", ".join(parts)
+
+
+def is_a(value: object, kind: type | UnionType) -> bool:
+    """Return whether an argument is of the type that it is annotated with, which type checkers take for granted."""
+    return isinstance(value, kind)
 
 
 def is_int(value: object, least: int | None = None) -> TypeGuard[int]:

@@ -22,9 +22,8 @@ import random as python_random
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any
 
 import numpy as np
 import torch
@@ -173,7 +172,7 @@ def python_seeded(key: Tensor) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-def draws(function: Callable | Any) -> bool:
+def draws(function: object) -> bool:
     """Say whether a function may draw random numbers: True unless it has an attribute `draws` that is False."""
     return getattr(function, "draws", True)
 

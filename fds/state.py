@@ -31,16 +31,16 @@ class Token:
 
     spent_at: int | None = None  # the value of `calls` of the donated state
     became: bool = False  # whether the step that it was given to returned
-    readers: set = attrs.field(factory=set)  # saves that still read the buffers; they are not overwritten until then
+    readers: set[object] = tree.new(set)  # saves that still read the buffers; they are not overwritten until then
     memory: Any = attrs.field(default=None, repr=False)  # a donating step's cache about the buffers
-    before: list[weakref.ref[State]] = attrs.field(factory=list, repr=False)  # donated states with the same tensors
+    before: list[weakref.ref[State]] = tree.new(list, repr=False)  # donated states with the same tensors
 
     @classmethod
     def after(cls, old: State, memory: Any) -> Token:
         """Return the token of the state that takes over the tensors of a donated one."""
         return cls(memory=memory, before=[one for one in old.token.before if one() is not None] + [weakref.ref(old)])
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[type[Token], tuple[int | None, bool]]:
         return Token, (self.spent_at, self.became)  # a copy has tensors of its own
 
 

@@ -5,7 +5,7 @@
 ...) it is, since nothing else can differentiate there.
 """
 
-from fds.autodiff._backward import backward_by, backward_into, is_reentrant
+from fds.autodiff._backward import backward_by, backward_into, is_reentrant, on_gradient
 from fds.autodiff._memory import exclusive, own, storage_counts
 from fds.autodiff._scopes import differentiated, in_backward, in_torch_func, is_differentiated, is_wrapped
 from fds.autodiff._value_and_grad import check_scalar, value_and_grad, vjp
@@ -17,6 +17,7 @@ __all__ = [
     "backward_by",
     "backward_into",
     "is_reentrant",
+    "on_gradient",
     "exclusive",
     "own",
     "storage_counts",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward  # private: see `backward_into`
 
 from fds.errors import LossError
+
+# Have a function called with a leaf whenever a gradient has been added to its `.grad`.
+on_gradient: Callable[[Tensor, Callable[[Tensor], None]], Any] = Tensor.register_post_accumulate_grad_hook
 
 
 def backward_into(

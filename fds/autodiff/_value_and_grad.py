@@ -19,8 +19,8 @@ from fds.errors import LossError
 
 
 def value_and_grad(
-    f: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, create_graph: bool = False
-) -> Callable:
+    f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, create_graph: bool = False
+) -> Callable[..., Any]:
     """Return a function computing `f` and its gradients with respect to the arguments `argnums`.
 
     `f` returns a scalar, or `(scalar, aux)` with `has_aux`. The result returns `(value, grads)` or
@@ -39,7 +39,7 @@ def value_and_grad(
     (tensor(12.), tensor(12.))
     """
 
-    def once(args: tuple, kwargs: dict, *, reentrant: bool = False) -> Any:
+    def once(args: tuple[Any, ...], kwargs: dict[str, Any], *, reentrant: bool = False) -> Any:
         outs, pull = _linearize(
             f, argnums, has_aux, args, kwargs, "value_and_grad", create_graph=create_graph, reentrant=reentrant
         )
@@ -72,7 +72,7 @@ def value_and_grad(
     return run
 
 
-def vjp(f: Callable, *args: Any, create_graph: bool = False) -> tuple[Any, Callable[[Any], tuple]]:
+def vjp(f: Callable[..., Any], *args: Any, create_graph: bool = False) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
     """Return `f(*args)` and a function for vector-Jacobian products.
 
     That function takes a cotangent, a tree of the structure of `f(*args)`, and returns a tuple with one gradient for
@@ -111,17 +111,19 @@ def check_scalar(value: Any, where: str) -> None:
 class _Arguments:
     """The arguments of a function, of which some are differentiated with respect to their floating-point leaves."""
 
-    f: Callable
-    args: tuple
-    kwargs: dict
+    f: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     argnums: int | tuple[int, ...]
     picked: tuple[int, ...]  # `argnums` as a tuple
-    leaves: list  # of the picked arguments
+    leaves: list[Any]  # of the picked arguments
     floats: list[int]  # indices of the floating-point leaves
-    build: Callable  # leaves -> picked arguments
+    build: Callable[..., Any]  # leaves -> picked arguments
 
     @classmethod
-    def of(cls, f: Callable, argnums: Any, args: tuple, kwargs: dict, where: str) -> _Arguments:
+    def of(
+        cls, f: Callable[..., Any], argnums: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: str
+    ) -> _Arguments:
         """Pick the arguments `argnums`. Raises `LossError` if there is no such argument."""
         picked = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         if not all(-len(args) <= i < len(args) for i in picked):
@@ -152,24 +154,24 @@ class _Arguments:
 
     def gradients(self, grads: Sequence[Tensor]) -> Any:
         """Return gradients, one per input, in the structure of the picked arguments; None at other leaves."""
-        leaves: list = [None] * len(self.leaves)
+        leaves: list[Any] = [None] * len(self.leaves)
         for i, grad in zip(self.floats, grads, strict=True):
             leaves[i] = grad
         return self.build(leaves)[0] if isinstance(self.argnums, int) else tuple(self.build(leaves))
 
 
 def _linearize(
-    f: Callable,
+    f: Callable[..., Any],
     argnums: Any,
     has_aux: bool,
-    args: tuple,
-    kwargs: dict,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     where: str,
     *,
     create_graph: bool,
     keep: bool = False,
     reentrant: bool = False,
-) -> tuple[Any, Callable]:
+) -> tuple[Any, Callable[..., Any]]:
     """Return the result of `f` and the function from its cotangent (of the first part, with aux) to the gradients."""
     arguments = _Arguments.of(f, argnums, args, kwargs, where)
     if in_torch_func():
@@ -209,7 +211,9 @@ class _ReentrantError(LossError):
     """Refuse a graph that `torch.autograd.grad` cannot differentiate; `value_and_grad` tries again without it."""
 
 
-def _grad(ends: list[Tensor], inputs: list[Tensor], seeds: list, where: str, **options: bool) -> tuple[Tensor, ...]:
+def _grad(
+    ends: list[Tensor], inputs: list[Tensor], seeds: list[Any], where: str, **options: bool
+) -> tuple[Tensor, ...]:
     """Return `torch.autograd.grad`, zeros where it has none. Raises `_ReentrantError` for a reentrant checkpoint."""
     try:
         return torch.autograd.grad(ends, inputs, seeds, materialize_grads=True, **options)
@@ -226,9 +230,9 @@ def _grad(ends: list[Tensor], inputs: list[Tensor], seeds: list, where: str, **o
 
 def _by_torch_func(arguments: _Arguments, has_aux: bool) -> tuple[Any, Callable[[Any], Any]]:
     """Do the same as `_linearize` by `torch.func.vjp`, inside a transform of `torch.func`; exact in every order."""
-    rebuild: list[Callable] = []
+    rebuild: list[Callable[..., Any]] = []
 
-    def run(inputs: list[Tensor]) -> tuple[list, list]:
+    def run(inputs: list[Tensor]) -> tuple[list[Any], list[Any]]:
         outs = arguments.call(inputs)
         leaves, build = tree.flatten(outs)
         rebuild[:] = [build]
@@ -242,7 +246,7 @@ def _by_torch_func(arguments: _Arguments, has_aux: bool) -> tuple[Any, Callable[
     return built, lambda cotangent: arguments.gradients(pull(_in_order_of(first, cotangent))[0])
 
 
-def _in_order_of(outs: Any, cotangent: Any) -> list:
+def _in_order_of(outs: Any, cotangent: Any) -> list[Any]:
     """Return the leaves of a cotangent in the order of the leaves of `outs`; entries of dicts are matched by key.
 
     Raises `StateError` for one of another structure, `LossError` for a leaf of another shape.

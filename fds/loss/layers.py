@@ -23,14 +23,14 @@ class Layer:
     """One built layer: its structure, and the names of its parameters and buffers."""
 
     apply: Apply | None  # None for a plain function
-    function: Callable | None
+    function: Callable[..., Any] | None
     params: dict[str, str]  # name in the tree -> the module's own name
     buffers: dict[str, str]
     initial_buffers: dict[str, Tensor]
     draws: bool
     in_place: bool  # it overwrites its input, so it must be recomputed together with the layer before it
 
-    def __call__(self, params: dict, buffers: dict, x: Any) -> tuple[Any, dict[str, Tensor]]:
+    def __call__(self, params: dict[str, Tensor], buffers: dict[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
         """Return the layer's output and its new buffers."""
         if self.apply is None:
             assert self.function is not None
@@ -46,7 +46,7 @@ class Layer:
 class _Use(nn.Module):
     """One use of a tied layer, called through its `forward_fn`."""
 
-    def __init__(self, module: nn.Module, forward_fn: Callable):
+    def __init__(self, module: nn.Module, forward_fn: Callable[..., Any]):
         super().__init__()
         self.module, self.forward_fn = module, forward_fn
 
@@ -54,7 +54,7 @@ class _Use(nn.Module):
         return self.forward_fn(self.module, x)
 
 
-def _children(layers: Any) -> tuple[tuple[str, ...], tuple]:
+def _children(layers: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """Return the names and layers of a list of layers or an `nn.Sequential`."""
     if not isinstance(layers, nn.Sequential):
         if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList):
@@ -93,12 +93,12 @@ class Layers:
     pipeline of the same layers must compute.
     """
 
-    layers: tuple
-    criterion: Callable
+    layers: tuple[Any, ...]
+    criterion: Callable[..., Any]
     names: tuple[str, ...] = attrs.field(repr=False)
     built: dict[Any, Any] = attrs.field(repr=False)
 
-    def __init__(self, layers: Any, criterion: Callable):
+    def __init__(self, layers: Any, criterion: Callable[..., Any]):
         names, layers = _children(layers)
         self.__attrs_init__(layers, criterion, names, {})  # pyright: ignore[reportAttributeAccessIssue] (attrs makes it)
         for i, layer in enumerate(layers):

@@ -56,7 +56,7 @@ class Setting:
     maps: tuple[LayerMap, ...] = ()  # outermost first
     record: Any = None  # the `Call` of the microbatch, which maps receive and from whose key all that draws is seeded
 
-    def call(self, index: int, f: Callable) -> Callable:
+    def call(self, index: int, f: Callable[..., Any]) -> Callable[..., Any]:
         """Return `f` seeded and in this mode, however often and in whichever thread it is run again."""
 
         def run(*args: Any) -> Any:

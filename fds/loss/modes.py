@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from typing import Any
 
 import attrs
 
@@ -17,8 +18,8 @@ class Mode:
     float32: tuple[str, ...] = ()  # patterns of parameters whose modules compute in float32
     carried: Carried | None = attrs.field(default=None, eq=False)  # for an eval_fn that does not take the buffers
     low: bool = False  # parameters and inputs are 16 bit: batch statistics are computed in float32 all the same
-    seen: list | None = attrs.field(default=None, eq=False)  # receives the last output
-    busy: list | None = attrs.field(default=None, eq=False)  # copies of modules that backward may run again
+    seen: list[Any] | None = attrs.field(default=None, eq=False)  # receives the last output
+    busy: list[Any] | None = attrs.field(default=None, eq=False)  # copies of modules that backward may run again
 
     def release(self) -> None:
         """Drop the parameters that copies of modules still hold; called after backward."""
@@ -29,7 +30,7 @@ class Mode:
             self.busy.clear()
 
     @property
-    def key(self) -> tuple:
+    def key(self) -> tuple[bool, tuple[str, ...], bool]:
         """What copies of a module are cached by."""
         return self.evaluating, self.float32, self.low
 

@@ -48,7 +48,9 @@ class Apply:
     threaded: list[bool] = attrs.field(factory=list, repr=False)  # holds True once `with_buffers` was called
 
     @untraced(_UNTRACED)
-    def __call__(self, params: dict[str, Tensor], *args: Any, buffers: dict | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, params: dict[str, Tensor], *args: Any, buffers: dict[str, Tensor] | None = None, **kwargs: Any
+    ) -> Any:
         """Return the module's output.
 
         Raises `LossError` where the module changes its buffers, or where an `eval_fn` does not say which they are.

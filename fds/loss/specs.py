@@ -22,7 +22,7 @@ class LayerSpec:
     """
 
     key: str | None = None
-    forward_fn: Callable | None = None
+    forward_fn: Callable[..., Any] | None = None
 
     def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any):
         self.cls, self.args, self.kwargs = cls, args, kwargs
@@ -61,7 +61,12 @@ class TiedLayerSpec(LayerSpec):
     """
 
     def __init__(
-        self, key: str, cls: Callable[..., nn.Module], *args: Any, forward_fn: Callable | None = None, **kwargs: Any
+        self,
+        key: str,
+        cls: Callable[..., nn.Module],
+        *args: Any,
+        forward_fn: Callable[..., Any] | None = None,
+        **kwargs: Any,
     ):
         super().__init__(cls, *args, **kwargs)
         if key[:1].isdecimal():

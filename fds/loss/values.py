@@ -40,7 +40,7 @@ class Mean:
 class Buffered:
     """A loss that carries module buffers: see `with_buffers`."""
 
-    loss_fn: Callable
+    loss_fn: Callable[..., Any]
     buffers: dict[str, Tensor]
 
     def __repr__(self) -> str:
@@ -49,7 +49,7 @@ class Buffered:
         return f"{name} with {count}, {tree.num_bytes(self.buffers):,} bytes"
 
 
-def with_buffers(loss_fn: Callable, buffers: dict[str, Tensor]) -> Buffered:
+def with_buffers(loss_fn: Callable[..., Any], buffers: dict[str, Tensor]) -> Buffered:
     """Make a loss from `loss_fn(params, batch, buffers) -> (scalar or Mean, metrics, new_buffers)`.
 
     `buffers` (name -> tensor) are the initial `state.buffers`. Each microbatch starts from those that the one before it
@@ -94,7 +94,7 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
                 want="(scalar, metrics, new_buffers)",
             )
         buffers, value = _check_buffers(value[2], buffers, where), value[:2]
-    metrics: dict = {}
+    metrics: dict[str, Any] = {}
     if isinstance(value, tuple):
         if len(value) != 2 or not isinstance(value[1], dict):
             raise LossError(

@@ -56,7 +56,7 @@ def _is_scalar(x: Any) -> TypeGuard[float | Tensor]:
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
-def _schedule_error(name: str, schedule: Callable, got: str, step: Tensor) -> ScheduleError:
+def _schedule_error(name: str, schedule: Callable[..., Any], got: str, step: Tensor) -> ScheduleError:
     label = getattr(schedule, "__qualname__", None) or repr(schedule)
     t = "" if step.is_meta else f", t = {int(step)}"
     return ScheduleError(
@@ -226,7 +226,7 @@ class Optimizer:
         """Return the keyword arguments of `update` that depend on t."""
         return {"lr": values.lr, "values": values} if self.hyper or self.members else {"lr": values.lr}
 
-    def schedules(self) -> Iterator[Callable]:
+    def schedules(self) -> Iterator[Callable[..., Any]]:
         """Yield every schedule, including those of members."""
         yield from filter(callable, (self.lr, *self.hyper.values()))
         for member in self.members.values():

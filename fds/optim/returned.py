@@ -33,8 +33,8 @@ def first_slots(
 
 
 def update(
-    optimizer: Optimizer, grads: list[Tensor], opt: dict[str, list], params: list[Tensor], **rest: Any
-) -> tuple[list[Tensor], dict[str, list]]:
+    optimizer: Optimizer, grads: list[Tensor], opt: dict[str, list[Tensor | None]], params: list[Tensor], **rest: Any
+) -> tuple[list[Tensor], dict[str, list[Tensor | None]]]:
     """Return what `optimizer.update` returns: `params` and `opt` themselves if it wrote into all their tensors.
 
     It gets copies of the lists, since it may put new tensors into them. Gradients may have any shape here.

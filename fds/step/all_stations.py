@@ -51,7 +51,7 @@ class Stations:
     gather: Gather = Gather()  # slices -> whole parameters, and in which dtype the loss sees them
     execute: Executor = InTurn()  # which half of which microbatch runs where and when
     view: tuple[Callable[[Tensor, Leaf, Call], Tensor], ...] = ()  # maps of one parameter, as the loss sees it
-    context: tuple[Callable[[Call], contextlib.AbstractContextManager], ...] = ()  # entered around forward
+    context: tuple[Callable[[Call], contextlib.AbstractContextManager[object]], ...] = ()  # entered around forward
     kernels: Kernels | None = None  # entered around the step: which kernels run
     loss: Any = None  # what is trained on: `(params, batch) -> loss`, or `Layers`
     eval_loss: Any = None  # what `evaluate` runs: the loss, or an `eval_fn`
@@ -65,8 +65,8 @@ class Stations:
     commit: Commit | None = None  # whether the update is accepted
     after: tuple[After, ...] = ()  # what follows an accepted update
     place: Place = Place()  # where the new state is written
-    memory: Mapping[str, Memory] = attrs.field(factory=dict)  # by slot
-    composition: tuple = ()  # the transforms, as they were written
+    memory: Mapping[str, Memory] = tree.new(dict)  # by slot
+    composition: tuple[Any, ...] = ()  # the transforms, as they were written
     composing: Composing = attrs.field(default=Composing(), repr=False)
     dimensions: Dimensions = attrs.field(default=Dimensions(), repr=False)  # what follows from `topology`
     shard: Shard | None = attrs.field(  # how data ranks share the work, where they do: it is in `topology`
@@ -211,7 +211,7 @@ class Stations:
         leaves, spec = tree.parts(params)
         key = (spec, *check.kinds(leaves))
         known, structure = self.runtime.recent[0]  # read once: other threads may read other trees
-        if known != key:
+        if structure is None or known != key:
             if key not in self.runtime.structures:
                 assert self.optimizer is not None
                 self.runtime.structures[key] = Structure.of(
@@ -252,7 +252,8 @@ class Stations:
         keys = [random.folded(base, first + i) for i in range(n)]
         low = self.gather.dtype in (torch.float16, torch.bfloat16)
         held = losses.carried_buffers(self.loss, self.eval_loss, buffers) if evaluating else None
-        seen, busy = ([], None) if evaluating else (None, [])
+        seen: list[Any] | None = [] if evaluating else None
+        busy: list[Any] | None = None if evaluating else []
         mode = losses.Mode(evaluating, self.gather.float32, held, low, seen, busy)
         return [
             losses.Setting(

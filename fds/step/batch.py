@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import attrs
@@ -165,9 +165,10 @@ def _uncut(part: Any, rows: int | None, at: str = "") -> Iterator[tuple[str, str
 
     These are lists and tuples without tensors (texts, file names), and arrays. A tuple of numbers is taken for a size.
     """
-    if isinstance(part, Mapping):
+    inside: list[tuple[Any, Any]]
+    if tree.is_mapping(part):
         inside = list(part.items())
-    elif isinstance(part, list | tuple):
+    elif tree.is_sequence(part):
         inside = list(enumerate(part))
         is_size = isinstance(part, tuple) and {type(x) for x in part} <= {int, float, bool}
         if len(part) == rows and not is_size and not any(isinstance(x, Tensor | Whole) for x in tree.leaves(part)):

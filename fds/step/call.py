@@ -149,7 +149,7 @@ class Call:
         )
 
 
-def seeded(call: Call, functions: Iterable, *data: int | str) -> contextlib.AbstractContextManager:
+def seeded(call: Call, functions: Iterable[object], *data: int | str) -> contextlib.AbstractContextManager[object]:
     """Return a scope in which these functions draw from the key of `call.at(*data)`, by torch's default generators too.
 
     Where none of them may draw (their attribute `draws` is False) it costs nothing.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fds.step.residency import Residency, read_back, waiting
 
-Column = list  # of flat leaves, or None
+Column = list[Tensor | None]  # of flat leaves
 Run = Callable[[list[int], list[Column]], list[Column]]
 
 
@@ -99,7 +99,9 @@ def _cut(kinds: Collection[str], new: list[Column], old: list[Column], indices: 
     live = [c for c in range(len(new)) if ("opt" if c else "params") in kinds]
     elsewhere = [(c, r) for c in live for r, x in enumerate(columns[c]) if x is not None and x.numel()]
     values = [x.reshape(-1) for x in (old[c][indices[r]] for c, r in elsewhere) if x is not None]
-    return Chunk(indices, columns, elsewhere, values, new[0][indices[0]].device)
+    first = new[0][indices[0]]
+    assert first is not None  # a parameter
+    return Chunk(indices, columns, elsewhere, values, first.device)
 
 
 def _nothing() -> None:

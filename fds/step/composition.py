@@ -37,7 +37,7 @@ class Transform:
     name: str
     text: str
     apply: Callable[[Step], Step] = attrs.field(repr=False)
-    arguments: tuple = attrs.field(default=(), repr=False)  # what it was made of, which ranks compare
+    arguments: tuple[Any, ...] = attrs.field(default=(), repr=False)  # what it was made of, which ranks compare
 
     def __call__(self, step: Step) -> Step:
         """Return `step` with the stations of this transform filled."""
@@ -78,10 +78,12 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
     station, field or slot, is a `ComposeError`, into which `hint` goes, and `instead` of this transform's own text
     (None: nothing).
     """
-    by, changes, owners = step.composing.position, {}, dict(step.composing.owners)
+    by, owners = step.composing.position, dict(step.composing.owners)
+    changes: dict[str, Any] = {}
     for name, value in itertools.chain(stations.items(), _implied(stations)):
         held = _station(step, name)
-        if not isinstance(value, dict) or name in ("memory", "slots"):
+        some = value if tree.is_dict(value) else None  # of the fields of a station
+        if some is None or name in ("memory", "slots"):
             forms.form(name, value, held)
         if name in ("memory", "slots"):
             made = _memories(value)
@@ -98,13 +100,13 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
                 owners["topology.shard"] = by
             changes[name] = (*held, value)
         else:
-            fields = value if isinstance(value, dict) else _fields(held)
-            keys = [f"{name}.{field}" for field in fields] + [name] * (not isinstance(value, dict))
+            fields = _fields(held) if some is None else some
+            keys = [f"{name}.{field}" for field in fields] + [name] * (some is None)
             taken = next((key for key in keys if key in owners), None)
             if taken is not None:
                 drop = by if instead is None else owners[taken]
                 raise _conflict(step, f"the station {name!r}", owners[taken], hint, drop=drop, instead=instead)
-            changes[name] = _evolved(name, held, value) if isinstance(value, dict) else value
+            changes[name] = value if some is None else _evolved(name, held, some)
             owners.update(dict.fromkeys(keys, by))
     if "topology" in changes:
         changes["dimensions"] = Dimensions.of(changes["topology"])
@@ -114,7 +116,7 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
 def _implied(stations: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the station and the filler that others call for: a transport that keeps something has a slot for it."""
     reduce = stations.get("reduce")
-    transport = reduce.get("transport") if isinstance(reduce, dict) else getattr(reduce, "transport", None)
+    transport = reduce.get("transport") if tree.is_dict(reduce) else getattr(reduce, "transport", None)
     if transport is not None and transport.keeps:
         yield "memory", Memory(SLOT, nothing_kept, "partial")
 
@@ -139,7 +141,7 @@ def _station(step: Step, name: str) -> Any:
     return getattr(step, name)
 
 
-def _fields(held: Any) -> list[str]:
+def _fields(held: object) -> list[str]:
     """Return the names of a station's fields, none where it is not a record."""
     return [field.name for field in attrs.fields(type(held))] if attrs.has(type(held)) else []
 
@@ -331,7 +333,7 @@ def _conflict(
 ) -> ComposeError:
     """Return the error of two fillers; `drop` is the position that the better composition leaves out."""
     written, second = step.composition, step.composing.position
-    better: dict = {second: instead or written[second]}
+    better: dict[int, Any] = {second: instead or written[second]}
     if drop is not None:
         better[drop] = None
     want = [better.get(i, t) for i, t in enumerate(written) if better.get(i, t) is not None]

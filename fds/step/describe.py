@@ -39,13 +39,13 @@ class Description:
 
     stations: dict[str, str]
     kernels: str
-    num_bytes: dict[str, int] = attrs.field(factory=dict)
-    lives: dict[str, str] = attrs.field(factory=dict)
-    sent: dict[str, int] = attrs.field(factory=dict)
+    num_bytes: dict[str, int] = tree.new(dict)
+    lives: dict[str, str] = tree.new(dict)
+    sent: dict[str, int] = tree.new(dict)
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     buckets: tuple[int, ...] = ()
-    memory: dict[str, int] = attrs.field(factory=dict)
+    memory: dict[str, int] = tree.new(dict)
 
     def __str__(self) -> str:
         lines = [f"{name:<10} {text}" for name, text in self.stations.items() if name != "kernels"]
@@ -65,8 +65,8 @@ class Description:
     def _repr_html_(self) -> str:
         stations = [(name, words) for name, words in self.stations.items() if name != "kernels"]
         stations += [("kernels", self.kernels)]
-        where = lambda name: f"in {self.lives[name]}" if name in self.lives else ""
-        held = [(name, f"{n:,}", "bytes", where(name)) for name, n in self.num_bytes.items()]
+        where = {name: f"in {place}" for name, place in self.lives.items()}
+        held = [(name, f"{n:,}", "bytes", where.get(name, "")) for name, n in self.num_bytes.items()]
         held += [(f"slots.{slot}", f"{n:,}", "bytes", "of the slots") for slot, n in self.memory.items()]
         held += [(name, f"{n:,}", "bytes", "sent a step") for name, n in self.sent.items()]
         notes = [f"frozen: {tree.named(self.frozen)}"] if self.frozen else []
@@ -78,7 +78,7 @@ class Description:
 
 def describe(step: Stations, state: State | None, batch: Any) -> Description:
     """Return the description of a step; see `Step.describe`."""
-    stations = {}
+    stations: dict[str, str] = {}
     for station in attrs.fields(type(step)):
         value = getattr(step, station.name)
         if station.name != "eval_loss" and value not in (station.default, None, (), {}):
@@ -116,7 +116,7 @@ def _station(name: str, value: Any) -> str:
         return tree.named(value)
     if name == "memory":
         return ", ".join(map(str, value.values()))
-    return ", ".join(map(_text, value)) if isinstance(value, tuple) else _text(value)
+    return ", ".join(map(_text, value)) if tree.is_sequence(value) else _text(value)
 
 
 def _text(value: Any) -> str:

@@ -10,9 +10,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds import loss as losses
+from fds import loss as losses, tree
 from fds.collectives import Axis
-from fds.errors import BatchError, LossError, StateError
+from fds.errors import BatchError, LossError, StateError, is_a
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
@@ -25,7 +25,7 @@ from fds.step.stations import chosen_kernels
 from fds.step.structure import Structure
 from fds.step.totals import Totals, agree
 
-Local = Callable[[Any, bool], tuple[Totals, list]]
+Local = Callable[[Any, bool], tuple[Totals, list[Any]]]
 
 
 class Nothing:
@@ -78,7 +78,7 @@ def evaluate(step: Stations, state: State, batches: Iterable[Any]) -> dict[str, 
         raise StateError(
             "state and step have changed places", got="a State first", want="fds.evaluate(step, state, batches)"
         )
-    if isinstance(batches, Tensor | Mapping | tuple) or not isinstance(batches, Iterable):
+    if is_a(batches, Tensor | Mapping | tuple) or not is_a(batches, Iterable):
         raise BatchError(
             "evaluate takes many batches",
             where="batches",
@@ -103,7 +103,7 @@ class Sums:
     """Totals of batches, added in float64, and the dtypes in which they came."""
 
     totals: Totals | None = None
-    dtypes: dict[str, torch.dtype] = attrs.field(factory=dict)
+    dtypes: dict[str, torch.dtype] = tree.new(dict)
 
     def add(self, totals: Totals, where: str) -> None:
         """Add the totals of a batch. Raises `LossError` where it has other metrics than those before."""
@@ -158,7 +158,7 @@ def _rounds(batches: Iterator[Any], everyone: Axis | None, *, together: bool) ->
             batch = next(batches, Nothing)
         except Exception as error:
             failed = error
-        report = [batch is not Nothing, None if failed is None else f"{type(failed).__name__}: {failed}"]
+        report: list[Any] = [batch is not Nothing, None if failed is None else f"{type(failed).__name__}: {failed}"]
         reports = [report] if everyone is None else everyone.exchange(report, "evaluate")
         if failed is not None:
             raise failed
@@ -190,7 +190,7 @@ def _local(step: Stations, state: State) -> Local:
     )
     kept = None if waits else opened(order=None)
 
-    def local(batch: Any, outputs: bool) -> tuple[Totals, list]:
+    def local(batch: Any, outputs: bool) -> tuple[Totals, list[Any]]:
         state.check("evaluate")
         order = step.order("evaluate", structure)
         params = kept or opened(order=order)
@@ -217,7 +217,7 @@ def _run(
     batch: Any,
     order: Order | None,
     outputs: bool,
-) -> tuple[Totals, list]:
+) -> tuple[Totals, list[Any]]:
     """Pass a batch through the stations of an evaluation: batch, split, view, context, layers, loss."""
     call = step.call(state, training=False)
     microbatches = step.split_batch(call, batch, whole=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -40,14 +40,14 @@ class Microbatch:
     """The stations that every microbatch passes, whoever runs it: view, context, layer, loss."""
 
     views: Views | None
-    context: tuple[Callable[[Call], contextlib.AbstractContextManager], ...]
+    context: tuple[Callable[[Call], contextlib.AbstractContextManager[object]], ...]
     loss: str  # how to call it in a message
     alone: bool  # no other rank adds to the gradients
     asked: dict[str, list[str]]  # what was found in earlier calls
 
     @in_range("forward")
     def forward(
-        self, loss: Any, params: Any, batch: Any, buffers: dict, setting: losses.Setting
+        self, loss: Any, params: Any, batch: Any, buffers: dict[str, Tensor], setting: losses.Setting
     ) -> tuple[losses.Outcome, list[Tensor]]:
         """Evaluate a whole loss; return what came of it, and the leaves of viewed parameters that it read.
 
@@ -69,7 +69,7 @@ class Microbatch:
         plain: bool = False,
         in_pieces: bool = False,
         again: Collection[str] = (),
-    ) -> Iterator[tuple[Any, dict[str, Cut]]]:
+    ) -> Generator[tuple[Any, dict[str, Cut]]]:
         """Yield parameters through the views, and what of them is cut off (see `Views.seen`), inside the contexts.
 
         Views and what runs inside get containers of their own: what they put into them is gone after this microbatch.
@@ -209,7 +209,7 @@ class Executor(Protocol):
         """
         ...
 
-    def evaluate(self, run: Pass) -> tuple[Totals, list]:
+    def evaluate(self, run: Pass) -> tuple[Totals, list[Any]]:
         """Run every microbatch forward; return a list of what the last layer returned, where that is wanted."""
         ...
 
@@ -217,7 +217,7 @@ class Executor(Protocol):
 @contextlib.contextmanager
 def training(
     setting: losses.Setting, params: Parameters, sums: InPlace | Bucketed, order: Order | None
-) -> Iterator[None]:
+) -> Generator[None]:
     """Run forwards and backwards inside: gradients on, generators restored; then let go of what only they need."""
     with random.scope(setting.devices), autodiff.differentiated(), torch.enable_grad():
         try:
@@ -296,14 +296,14 @@ class InTurn:
         same_metrics(ran.totals, everyone, "step", runtime.asked)
         return ran.totals, False
 
-    def evaluate(self, run: Pass) -> tuple[Totals, list]:
+    def evaluate(self, run: Pass) -> tuple[Totals, list[Any]]:
         """Evaluate a batch in one piece."""
         assert run.batch.microbatches is not None
         (batch,), (setting,), totals = run.batch.microbatches, run.settings, Totals()
         with random.scope(setting.devices), torch.no_grad():
             outcome, _ = run.each.forward(run.loss, run.params.tree, batch, run.buffers, setting)
             totals.add(outcome, run.each.loss)
-            shown = tree.map(_plain, setting.mode.seen) if run.outputs else []
+            shown: list[Any] = tree.map(_plain, setting.mode.seen) if run.outputs else []
         if run.order is not None:
             run.order.finish()
         return totals, shown

@@ -12,7 +12,8 @@ from torch import Tensor
 from fds import tree
 from fds.collectives import Axis
 from fds.layout import Segment
-from fds.step.totals import clamped, combined, placed
+from fds.step import foreach
+from fds.step.totals import clamped, combined, joint_norm, placed
 
 
 @attrs.frozen(eq=False)
@@ -83,7 +84,7 @@ def global_norm(tensors: Sequence[Tensor], axes: Sequence[Axis] = ()) -> Tensor:
 
 
 def _norm(live: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(live, 2, dtype=dtype))))
+    return joint_norm(torch.stack(list(foreach.norm(live, 2, dtype=dtype))))
 
 
 def combined_scale(

@@ -31,7 +31,7 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
     """Return the first state; `everyone` is the axis to agree over, None for a rank that asks for its own part."""
     if everyone is not None:
         same_composition(step)
-        key = torch.tensor(everyone.exchange(key.tolist(), "init")[0], dtype=torch.int64, device="cpu")
+        key = torch.tensor(everyone.exchange(tree.values_of(key), "init")[0], dtype=torch.int64, device="cpu")
     error = None
     try:
         shapes, params = _read(step, params, random.fold_in(key, "params"), own=everyone is None or not everyone.index)
@@ -128,8 +128,8 @@ def at_first(step: Stations, state: State) -> dict[str, dict[str, Any]]:
     with meta, random.seeded(state.key, "slots"):
         held = tree.map(lambda x: x.to(meta), state.params)
         slots = first_slots(step.memory, held, structure.trained_shapes, shapes, meta, state.key, step.dimensions)
-        cut = lambda n, b: step.dimensions.cut(n, b.to("meta"))
-        return {"slots": slots, "buffers": {n: cut(n, b) for n, b in buffers.items() if step.dimensions.holds(n)}}
+        held = {name: b for name, b in buffers.items() if step.dimensions.holds(name)}
+        return {"slots": slots, "buffers": {name: step.dimensions.cut(name, b.to("meta")) for name, b in held.items()}}
 
 
 def whole_shapes(step: Stations, structure: Structure) -> dict[str, tuple[int, ...]]:
@@ -163,15 +163,14 @@ def _all_of(
     """Yield what is made; where that fails, zeros for the rest, since other ranks wait for them."""
     known = tree.paths(shapes)
     for name in names:
+        x = None
         if not failed:
             try:
                 at, x = next(made)
                 assert at == name, (at, name)
             except Exception as error:
                 failed.append(error)
-        if failed:
-            x = torch.zeros(known[name].shape, dtype=known[name].dtype)
-        yield name, x
+        yield name, torch.zeros(known[name].shape, dtype=known[name].dtype) if failed or x is None else x
 
 
 def _check_made(failed: list[Exception], everyone: Axis | None) -> None:

@@ -18,6 +18,7 @@ from fds.step.pool import Pool
 from fds.step.sharding.gather import Gather
 from fds.step.structure import overlap
 
+Named = dict[str, Tensor]
 Pair = tuple[str, Tensor, Tensor]  # name in the module, what is there, what it is to become
 
 
@@ -29,7 +30,8 @@ def whole_parameters(step: Stations, state: State, doing: str, *, copies: bool) 
     if not structure.sharded:
         return step.dimensions.collect(tree.map(torch.clone, state.params) if copies else state.params)
     assert structure.layout is not None and step.shard is not None
-    exact, views = Gather(), []
+    exact = Gather()
+    views: list[list[Tensor]] = []
     for bucket, part in zip(structure.layout.buckets, parts, strict=True):
         flat, work = exact.start(bucket, part, step.shard.axis, Pool())
         work.wait()
@@ -60,7 +62,7 @@ def into(step: Stations, module: Any, state: State, prefix: str, buffers_prefix:
     return module
 
 
-def _pairs(module: Any, params: dict, buffers: dict, prefix: str, buffers_prefix: str) -> list[Pair]:
+def _pairs(module: Any, params: Named, buffers: Named, prefix: str, buffers_prefix: str) -> list[Pair]:
     """Return what is to be written where. Raises `StateError` where names do not fit."""
     if not isinstance(module, nn.Module):
         raise StateError("this is not a module", got=type(module).__name__, want="step.into(module, state)")
@@ -149,7 +151,7 @@ def _check_fit(name: str, there: Tensor, x: Tensor) -> None:
 
 def _check_apart(pairs: list[Pair]) -> None:
     """Raise `StateError` where two tensors of a module share memory: the last write would win."""
-    seen: dict[tuple, list[tuple[str, Tensor]]] = {}
+    seen: dict[tuple[torch.device, int], list[tuple[str, Tensor]]] = {}
     for name, there, _ in pairs:
         if not there.numel() or there.layout is not torch.strided:
             continue

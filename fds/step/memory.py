@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 import attrs
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fds import random, tree
-from fds.errors import ComposeError
+from fds.errors import ComposeError, is_a
 from fds.step.call import Call
 from fds.step.checks import contracts, forms
 from fds.step.topology import Dimensions
@@ -64,19 +64,19 @@ class Memory:
     accept: Callable[[Any, Any, Call], Any] | None = None
 
     def __attrs_post_init__(self) -> None:
-        refuse = lambda what, got, want: ComposeError(
-            f"a memory needs {what}", where=f"Memory({self.slot!r})", got=forms.written(got)[:120], want=want
-        )
-        among = lambda values: ", ".join(map(repr, values))
-        if not (isinstance(self.slot, str) and self.slot and "." not in self.slot):
+        def refuse(what: str, got: object, want: str) -> ComposeError:
+            where = f"Memory({self.slot!r})"
+            return ComposeError(f"a memory needs {what}", where=where, got=forms.written(got)[:120], want=want)
+
+        if not (is_a(self.slot, str) and self.slot and "." not in self.slot):
             raise refuse("the name of a slot", self.slot, "a string without dots")
         if not forms.takes(2)(self.init):
             first = "params" if self.lies == "parameters" else "shapes"
             raise refuse("a function that makes its slot", self.init, f"init: a function ({first}, device) -> slot")
         if self.lies not in LIES:
-            raise refuse("to lie over ranks in a way that a save knows", self.lies, f"lies={among(LIES)}")
+            raise refuse("to lie over ranks in a way that a save knows", self.lies, f"lies={_among(LIES)}")
         if self.merge not in (None, *MERGES):
-            raise refuse("a way to merge what is noted in any order", self.merge, f"merge={among(MERGES)} or None")
+            raise refuse("a way to merge what is noted in any order", self.merge, f"merge={_among(MERGES)} or None")
         if self.accept is not None and not forms.takes(3)(self.accept):
             raise refuse("a rule of one form", self.accept, "accept: a function (slot, noted, call) -> slot")
         if self.lies in ("parameters", "partial") and self.follows:
@@ -118,7 +118,10 @@ class Memory:
     @property
     def rule(self) -> Callable[[Any, Any, Call], Any]:
         """What its slot becomes after a step: `accept`, or what `merge` makes of the slot and what was noted."""
-        return self.accept or Merged(self.merge or "sum")
+        if self.accept is not None:
+            return self.accept
+        assert self.merge is not None
+        return Merged(self.merge)
 
 
 def first_slots(
@@ -134,8 +137,12 @@ def first_slots(
 
     `own` are the shapes of the trained parameters that this rank holds, `shapes` those of all parameters.
     """
-    slots = {}
+    slots: dict[str, Any] = {}
     for name, memory in memories.items():
         with random.seeded(key, "slots", name, *(dimensions.coordinates if memory.mirrors else ())):
             slots[name] = memory.first(params, own, shapes, device)
     return slots
+
+
+def _among(values: Iterable[str]) -> str:
+    return ", ".join(map(repr, values))

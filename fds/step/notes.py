@@ -8,7 +8,9 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes  # private; torch has no public way to pass modes by
+
+# private: torch has no public way to pass modes by
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from fds import autodiff, tree
 from fds.collectives import Axis
@@ -32,7 +34,7 @@ class Notes:
     kinds: dict[Place, tuple[Merge, torch.Size, torch.dtype]]  # of what may be noted, in one order on all ranks
     device: torch.device
     late: bool  # whether gradient maps note too: then ranks share sums once more, after them
-    merged: dict[Place, Tensor] = attrs.field(factory=dict)
+    merged: dict[Place, Tensor] = tree.new(dict)
     closed: bool = False
 
     @classmethod
@@ -109,8 +111,8 @@ class Notes:
         vector = torch.cat([*([_ordered(torch.cat(floats))] if floats else []), *ints])
         everyone.start_all_reduce(vector, "max").wait()
         size = sum(map(Tensor.numel, floats))
-        found = _unordered(vector[:size]).split(list(map(len, floats)))
-        found += vector[size:].split(list(map(len, ints)))
+        found = [*_unordered(vector[:size]).split_with_sizes(list(map(len, floats)))]
+        found += vector[size:].split_with_sizes(list(map(len, ints)))
         for place, x in zip(places, found, strict=True):
             _, shape, dtype = self.kinds[place]
             self.merged[place] = x.view(shape).to(dtype, copy=True)
@@ -131,7 +133,10 @@ class Notes:
                 hint=did_you_mean(name, names) if names else did_you_mean(slot, slots),
             )
         _, shape, dtype = self.kinds[slot, name]
-        text = lambda shape, dtype, device: f"{tuple(shape)} {dtype} on {device}"
+
+        def text(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+            return f"{tuple(shape)} {dtype} on {device}"
+
         fits = isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == (shape, dtype, self.device)
         if isinstance(value, Tensor) and autodiff.is_wrapped(value):
             raise ComposeError(
@@ -158,7 +163,8 @@ def may_note(one: Any) -> bool:
 def followed(notes: Notes, slots: Mapping[str, Any], call: Call, skip: Tensor | None) -> dict[str, Any]:
     """Return those of the slots that follow what was noted; where `skip`, () bool, is true, as a commit left them."""
     notes.close(call.dimensions.everyone)
-    call, new_slots = call.silent(), {}
+    call = call.silent()
+    new_slots: dict[str, Any] = {}
     for memory in notes.memories:
         rule = memory.rule
         old, own = slots[memory.slot], call.given_to(rule, "memory", memory.slot)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives import Axis
-from fds.errors import ComposeError, StateError, is_int
+from fds.errors import ComposeError, StateError, is_a, is_int
 
 GRADS = ("same", "sum")
 
@@ -100,7 +100,10 @@ class Placement:
         if not self.differs or self.axis is None:
             return shapes
         size = self.axis.size
-        along = lambda lies, i: size if isinstance(lies, SplitDim) and lies.dim == i else 1
+
+        def along(lies: SplitDim | Replicated | Owned, i: int) -> int:
+            return size if isinstance(lies, SplitDim) and lies.dim == i else 1
+
         return {
             name: tuple(n * along(self.lies(name), i) for i, n in enumerate(shape)) for name, shape in shapes.items()
         }
@@ -115,7 +118,7 @@ class Placement:
         Raises `ComposeError` where `lies` says something that nothing here follows from.
         """
         lies = self.lies(name)
-        if not isinstance(lies, Owned if self.owns else SplitDim | Replicated):
+        if not is_a(lies, Owned if self.owns else SplitDim | Replicated):
             raise ComposeError(
                 "a placement does not say how a parameter lies",
                 where=f"{type(self).__name__}.lies({name!r})",

@@ -14,8 +14,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.autodiff import storage_counts
 from fds.layout import Bucket
+from fds.step import foreach
 
 Make = Callable[[int, Tensor], Tensor]
 
@@ -35,6 +37,10 @@ def keep_heap() -> None:
     free(malloc(2**25 - 2**13))
 
 
+# private: torch has no public function that says how many tensors of C++ share a storage
+_times_held: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportPrivateUsage]
+
+
 @attrs.frozen(eq=False)
 class Buffers:
     """Many contiguous tensors as 1-D tensors, and whether anybody else holds the memory of some.
@@ -51,11 +57,11 @@ class Buffers:
         """Return the buffers of tensors, which stay alive elsewhere."""
         flat = [x.view(-1) for x in tensors]
         storages = list(map(Tensor.untyped_storage, flat))
-        return cls(flat, storages, [s._cdata for s in storages])
+        return cls(flat, storages, [s._cdata for s in storages])  # pyright: ignore[reportPrivateUsage]  (see `counts`)
 
     def counts(self) -> tuple[list[int], list[int], list[int]]:
         """Return how often every storage is held, by C++ and by Python, and every flat tensor."""
-        by_cpp = map(torch._C._storage_Use_Count, self.handles)
+        by_cpp = map(_times_held, self.handles)
         return list(by_cpp), list(map(sys.getrefcount, self.storages)), list(map(sys.getrefcount, self.flat))
 
     def shared(self, others: int = 0) -> list[bool]:
@@ -78,8 +84,8 @@ class Scratch:
     """
 
     base: Tensor
-    cuts: dict[int, tuple[Bucket, list[Tensor], list[Tensor]]] = attrs.field(factory=dict)  # by id of the bucket
-    views: list[Tensor] = attrs.field(factory=list)  # all of those in `cuts`
+    cuts: dict[int, tuple[Bucket, list[Tensor], list[Tensor]]] = tree.new(dict)  # by id of the bucket
+    views: list[Tensor] = tree.new(list)  # all of those in `cuts`
 
     def is_alone(self) -> bool:
         """Return whether nobody else holds the memory, nor one of the views."""
@@ -126,13 +132,13 @@ class Pool:
     parameters takes 57 ms in place, 58 to 80 into memory already touched, 890 to 980 into fresh pages (two cores).
     """
 
-    sets: list[Set] = attrs.field(factory=list)
+    sets: list[Set] = tree.new(list)
     # The last gradients (CPU only), until the next call begins: freed at the end of a step they would let malloc give
     # the top of its heap back, 560 page faults a step of the example; a hand-written loop keeps them in `.grad` too.
-    ballast: list[Tensor] = attrs.field(factory=list)
+    ballast: list[Tensor] = tree.new(list)
     # Flat buckets, CPU only and for the same reason: what one step gathers and reduces in, the next one does too.
-    scratch: dict[tuple, list[Scratch]] = attrs.field(factory=dict)
-    taken: set[int] = attrs.field(factory=set)  # ids of those that were taken since the last sweep
+    scratch: dict[tuple[int, torch.dtype], list[Scratch]] = tree.new(dict)
+    taken: set[int] = tree.new(set)  # ids of those that were taken since the last sweep
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def __attrs_post_init__(self) -> None:
@@ -164,7 +170,7 @@ class Pool:
         else:
             new, old = outs, tensors
         if new:
-            torch._foreach_copy_(new, old)
+            foreach.copy_(new, old)
         return outs, chosen.buffers
 
     def _take(self, tensors: list[Tensor], kind: Hashable, make: Make) -> Set:
@@ -231,7 +237,7 @@ class Pool:
             }
             self.taken.clear()
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[type[Pool], tuple[()]]:
         return (Pool, ())
 
 

@@ -13,12 +13,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _NOTHING = contextlib.nullcontext()
-_is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
+# private: torch has no public function that says whether a profiler runs
+_is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
 def profiled(
     part: str, *, stage: int | None = None, microbatch: int | None = None
-) -> contextlib.AbstractContextManager:
+) -> contextlib.AbstractContextManager[object]:
     """Return a range of the profiler named `fds::part`, in a pipeline `fds::part/stage1/microbatch0`.
 
     Parts are gather, forward, backward (in a pipeline the weights' half is backward_weight), reduce and optimizer.

@@ -9,11 +9,13 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.collectives import Axis
-from fds.errors import ComposeError
+from fds.errors import ComposeError, is_a
 from fds.layout import Segment
 from fds.optim import Optimizer
 from fds.optim.returned import first_slots, in_words
+from fds.step import foreach
 from fds.step.structure import Structure, contiguous_copy
 
 READ = {"params", "opt"}  # kinds of leaves that an update reads and writes by chunks, where a residency holds them
@@ -81,7 +83,7 @@ class OnDevice:
 
     def write(self, worked: list[Tensor], new: list[Tensor]) -> Callable[[], Any]:
         """Write at once."""
-        torch._foreach_copy_(new, worked)
+        foreach.copy_(new, worked)
         return lambda: None
 
 
@@ -118,7 +120,7 @@ def agreed_chunks(
         replies = everyone.exchange([place, mine, None if failed is None else str(failed)], "step")
     if failed is not None:
         raise failed
-    first: dict[int, list] = {}
+    first: dict[int, list[Any]] = {}
     for rank, (at, theirs, error) in enumerate(replies):
         if error is not None or theirs != first.setdefault(at, theirs):
             raise ComposeError(
@@ -139,7 +141,7 @@ def made(residency: Residency, x: Tensor, kind: str, device: torch.device | None
         return torch.empty(x.shape, dtype=x.dtype, device=x.device if device is None else device)
     like = x if device is None else torch.empty((), dtype=x.dtype, device=device).expand(x.shape)
     found = residency.make(like, kind)
-    same = isinstance(found, Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype) and found.is_contiguous()
+    same = is_a(found, Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype) and found.is_contiguous()
     if not same or found.is_meta or not (kind == "opt" or found.device == like.device):
         want = "" if kind == "opt" else f" on {like.device}"
         raise _broken(
@@ -181,7 +183,7 @@ class Lives:
     residency: Residency
     num_params: int
     num_opt: int
-    fresh: list[Tensor] = attrs.field(factory=list)  # what was made
+    fresh: list[Tensor] = tree.new(list)  # what was made
 
     def kind(self, i: int) -> str:
         """Return the kind of a leaf."""
@@ -223,8 +225,10 @@ def _first_of(
     residency: Residency, optimizer: Optimizer, segments: list[list[Segment]], flat: list[Tensor]
 ) -> list[tuple[str, list[Tensor | None]]]:
     """Return the slots of some slices, where they live; those that the optimizer made are gone when it returns."""
-    settle = lambda x: None if x is None else settled(residency, x, "opt")
-    return [(slot, list(map(settle, leaves))) for slot, leaves in first_slots(optimizer, segments, flat).items()]
+    return [
+        (slot, [None if x is None else settled(residency, x, "opt") for x in leaves])
+        for slot, leaves in first_slots(optimizer, segments, flat).items()
+    ]
 
 
 def blank_opt(
@@ -247,7 +251,7 @@ def blank_opt(
             for slot, (values,) in padding.items():
                 leaf = found[slot][i]
                 if leaf is not None and values is not None:
-                    pieces = values.split([end - at for at, end in gaps])
+                    pieces = values.split_with_sizes([end - at for at, end in gaps])
                     for (at, end), piece in zip(gaps, pieces, strict=True):
                         leaf[at:end] = piece
     return found
@@ -260,7 +264,8 @@ def _is_separate(optimizer: Optimizer) -> bool:
 
 def _gaps(inside: Sequence[Segment], length: int) -> list[tuple[int, int]]:
     """Return first and last + 1 of the elements of a slice that no parameter has."""
-    gaps, end = [], 0
+    gaps: list[tuple[int, int]] = []
+    end = 0
     for segment in sorted((s for s in inside if s.length), key=lambda s: s.offset):
         gaps.append((end, segment.offset))
         end = segment.offset + segment.length
@@ -292,9 +297,11 @@ def waiting(residency: Residency, method: str, found: Any) -> Callable[[], Any]:
 
 def read_back(residency: Residency, found: Any, old: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return what a residency read. Raises `ComposeError` for anything but copies on the device."""
-    kind = lambda x: (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x
-    listed = isinstance(found, list | tuple) and len(found) == len(old)
-    if not listed or any(kind(x) != (y.shape, y.dtype, device) for x, y in zip(found, old, strict=True)):
+
+    def is_like(x: object, y: Tensor) -> bool:
+        return isinstance(x, Tensor) and (x.shape, x.dtype, x.device) == (y.shape, y.dtype, device)
+
+    if not (tree.is_sequence(found) and len(found) == len(old) and all(map(is_like, found, old))):
         raise _broken(residency, "read", in_words(found), f"{in_words(old)}, copied to {device}")
     if any(x.data_ptr() == y.data_ptr() for x, y in zip(found, old, strict=True)):
         raise _broken(residency, "read", "memory of the old state", "copies, which the update may write over")

@@ -6,6 +6,8 @@ from typing import Any
 
 import attrs
 
+from fds import tree
+from fds.layout import Layout
 from fds.step.pool import Pool
 from fds.step.sharding.order import LearnedOrder
 from fds.step.sharding.viewed import Known
@@ -20,11 +22,12 @@ class Runtime:
     """
 
     pool: Pool = attrs.field(factory=Pool)
-    structures: dict[Any, Structure] = attrs.field(factory=dict)  # by kind of tree: see `Step.structure_of`
-    recent: list = attrs.field(factory=lambda: [(None, None)])  # the last call's key of `structures`, and its value
-    fresh: dict[Structure, dict] = attrs.field(factory=dict)  # slots and buffers of a first state, on meta
-    chunks: dict[Structure, list[list[int]]] = attrs.field(factory=dict)  # in which an update visits the slices
-    memories: dict[tuple, LearnedOrder] = attrs.field(factory=dict)  # the order in which ranks met
-    viewed: Known = attrs.field(factory=dict)  # at stage 3: the shapes of what views return
-    forwards: dict[int, Any] = attrs.field(factory=dict)  # plans of evaluations, by their number of microbatches
-    asked: dict[str, list[str]] = attrs.field(factory=dict)  # what the ranks have agreed on
+    structures: dict[Any, Structure] = tree.new(dict)  # by kind of tree: see `Step.structure_of`
+    # the last call's key of `structures`, and its value
+    recent: list[tuple[Any, Structure | None]] = attrs.field(factory=lambda: [(None, None)])
+    fresh: dict[Structure, dict[str, Any]] = tree.new(dict)  # slots and buffers of a first state, on meta
+    chunks: dict[Structure, list[list[int]]] = tree.new(dict)  # in which an update visits the slices
+    memories: dict[tuple[str, Layout | None], LearnedOrder] = tree.new(dict)  # the order in which ranks met
+    viewed: Known = tree.new(dict)  # at stage 3: the shapes of what views return
+    forwards: dict[int, Any] = tree.new(dict)  # plans of evaluations, by their number of microbatches
+    asked: dict[str, list[str]] = tree.new(dict)  # what the ranks have agreed on

@@ -42,7 +42,7 @@ def split_batch(batch: Any, maps: tuple[Map, ...], split: Split, call: Call) -> 
 def cut(parts: list[Any], split: Split, call: Call) -> list[Any]:
     """Return the microbatches of mapped parts of a batch, each cut by `split`. Raises `BatchError`."""
     share, _ = call.dimensions.share_of_batch
-    found = []
+    found: list[Any] = []
     for i, one in enumerate(parts):
         with seeded(call, [split], "split", share, i):
             found += contracts.microbatches(split(one), split)

@@ -24,7 +24,7 @@ R = TypeVar("R")
 class Kernels(Protocol):
     """The station `kernels`: which kernels run in a step, in its evaluation, its first state and its description."""
 
-    def __call__(self) -> contextlib.AbstractContextManager:
+    def __call__(self) -> contextlib.AbstractContextManager[object]:
         """Return a scope that is open once."""
         ...
 
@@ -38,7 +38,7 @@ class HasKernels(Protocol):
         ...
 
 
-def chosen_kernels(step: HasKernels) -> contextlib.AbstractContextManager:
+def chosen_kernels(step: HasKernels) -> contextlib.AbstractContextManager[object]:
     """Return the scope of a step's kernels, which does nothing where no transform chooses."""
     if step.kernels is None:
         return contextlib.nullcontext()
@@ -93,15 +93,15 @@ class Composing:
     """Where a composition is while its transforms are applied, and who filled what: what its errors show."""
 
     position: int = 0  # of the transform whose turn it is
-    owners: Mapping[str, int] = attrs.field(factory=dict)  # station, or field of one, -> position of who filled it
+    owners: Mapping[str, int] = tree.new(dict)  # station, or field of one, -> position of who filled it
 
 
 def unless(empty: Tensor | None, slots: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Return what a commit made of the slots, but as they were where `empty`, () bool, is true."""
     if empty is None:
         return after
-    kept = lambda name: tree.map(lambda old, new: torch.where(empty, old, new), slots[name], after[name])
-    return {name: new if new is slots[name] else kept(name) for name, new in after.items()}
+    choose: Callable[[Tensor, Tensor], Tensor] = lambda old, new: torch.where(empty, old, new)
+    return {name: new if new is slots[name] else tree.map(choose, slots[name], new) for name, new in after.items()}
 
 
 class After(Protocol):

@@ -55,15 +55,15 @@ class Structure:
     held: tuple[str, ...]  # names of the parts
     shapes: tuple[torch.Size, ...]  # of the parts
     trained: tuple[int, ...]  # indices of the parts that are trained
-    build: Callable[[Sequence], Any]  # parts -> what `state.params` is
-    build_whole: Callable[[Sequence], Any]  # whole leaves -> the user's tree
+    build: Callable[[Sequence[Any]], Any]  # parts -> what `state.params` is
+    build_whole: Callable[[Sequence[Any]], Any]  # whole leaves -> the user's tree
     segments: list[list[Segment]]  # of the trained parts
     layout: Layout | None  # of the slices in the state, or of the gradients alone; None where one rank does all
     sharded: bool
     casts: tuple[torch.dtype, ...] | None  # in which the loss sees the leaves, None where a state holds them so
     leaves: dict[str, Leaf]  # of every parameter its name, whole shape, dtype, and whether it is trained
     opt: dict[str, Slot]  # by slot of the optimizer
-    windows: list[list[BucketWindow]] = attrs.field(factory=list, init=False, repr=False)  # of stage 3, by bucket
+    windows: list[list[BucketWindow]] = attrs.field(factory=list[Any], init=False, repr=False)  # of stage 3, by bucket
 
     @classmethod
     def of(
@@ -208,13 +208,16 @@ class Structure:
             out[i] = x
         return self.build(out)
 
-    def align(self, slots: Sequence[Tensor]) -> dict[str, list]:
+    def align(self, slots: Sequence[Tensor]) -> dict[str, list[Tensor | None]]:
         """Return the optimizer's slots, given all tensors of all of them: one per trained part, None without."""
         rest = iter(slots)
-        take = lambda has: list(islice(rest, len(has))) if all(has) else [next(rest) if one else None for one in has]
+
+        def take(has: tuple[bool, ...]) -> list[Tensor | None]:
+            return [*islice(rest, len(has))] if all(has) else [next(rest) if one else None for one in has]
+
         return {name: take(slot.has) for name, slot in self.opt.items()}
 
-    def name_slots(self, opt: dict[str, list]) -> dict[str, dict[str, Tensor]]:
+    def name_slots(self, opt: dict[str, list[Tensor | None]]) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's flat slices as tensors under the names of their parts."""
         places = [(self.held[i], self.shapes[i]) for i in self.trained]
         return {
@@ -246,7 +249,7 @@ def read_leaves(
                 hint="keep real and imaginary part: torch.view_as_real",
             )
     still = tree.match(frozen, dimensions.names(tuple(named)), what="freeze")
-    leaves = []
+    leaves: list[Leaf] = []
     for name, x in named.items():
         trained = tree.is_float(x) and name not in still
         if trained and optimizer.needs_whole(name) and dimensions.box(name, x.shape) is not None:
@@ -272,7 +275,8 @@ def _casts(leaves: Sequence[Leaf], gather: Gathers) -> tuple[torch.dtype, ...] |
 
 def check_own(params: Any) -> None:
     """Raise `StateError` for leaves of a tree that are not finite, or that share memory."""
-    named, seen = tree.paths(params), {}
+    named = tree.paths(params)
+    seen: dict[tuple[torch.device, int], dict[str, Tensor]] = {}
     for name, x in named.items():
         if not isinstance(x, Tensor):
             continue

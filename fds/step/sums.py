@@ -28,10 +28,10 @@ class InPlace:
 
     leaves: list[Tensor]
     dtype: torch.dtype | None = None  # of the sums, None for the leaves' own
-    waiting: list[Tensor] = attrs.field(factory=list)  # leaves whose `.grad` will be the sum, and is not ours yet
-    wide: dict[int, Tensor | None] = attrs.field(factory=dict)  # index of any other leaf -> its sum
-    left: list[Tensor] | None = attrs.field(factory=list)  # the sums as an `add` left them; None once the last began
-    versions: list[int] = attrs.field(factory=list)  # and their versions
+    waiting: list[Tensor] = tree.new(list)  # leaves whose `.grad` will be the sum, and is not ours yet
+    wide: dict[int, Tensor | None] = tree.new(dict)  # index of any other leaf -> its sum
+    left: list[Tensor] | None = tree.new(list)  # the sums as an `add` left them; None once the last began
+    versions: list[int] = tree.new(list)  # and their versions
     predivide: float = 1.0  # what sums were divided by before they were sent: they are not
     kept: None = None  # of what is sent
 
@@ -44,7 +44,7 @@ class InPlace:
         for i, leaf in enumerate(leaves):
             if leaf.dtype != dtype:
                 sums.wide[i] = None
-                leaf.register_post_accumulate_grad_hook(_widen(sums.wide, i, dtype))
+                autodiff.on_gradient(leaf, _widen(sums.wide, i, dtype))
         return sums
 
     def add(self, backward: Callable[[list[Tensor]], None], *, last: bool, in_parts: bool = False) -> None:

@@ -7,7 +7,6 @@ how a save is cut all follow from these records; see `Dimensions`.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives import Axis
-from fds.errors import ComposeError
+from fds.errors import ComposeError, is_a
 from fds.layout import Box, Segment
 from fds.step.placements import Owned, Placement, Replicated, SplitDim
 
@@ -36,21 +35,21 @@ class Dimension:
     placement: Placement = attrs.field(factory=Placement)
 
     def __attrs_post_init__(self) -> None:
-        if self.axis is not None and not isinstance(self.axis, Axis):
+        if self.axis is not None and not is_a(self.axis, Axis):
             raise ComposeError(
                 "a dimension has an axis",
                 where="station 'topology'",
                 got=repr(self.axis)[:80],
                 want="fds.step.Dimension(axis, role, placement), the axis from a mesh: mesh['tp']",
-                hint="axis and role have changed places" * isinstance(self.axis, str),
+                hint="axis and role have changed places" * is_a(self.axis, str),
             )
-        if not isinstance(self.placement, Placement):
+        if not is_a(self.placement, Placement):
             raise ComposeError(
                 "a dimension has a placement",
                 where="station 'topology'",
                 got=repr(self.placement)[:80],
                 want="an fds.step.Placement",
-                hint="an object of it, not the class" if isinstance(self.placement, type) else "",
+                hint="an object of it, not the class" if is_a(self.placement, type) else "",
             )
         if self.axis is not None and self.axis.size > 1 and self.placement.axis is None:
             raise ComposeError(
@@ -250,8 +249,8 @@ class Dimensions:
         """Return the part of a tree of whole parameters that this rank holds."""
         if not self.differing:
             return whole
-        cut = lambda name, x: self.cut(name, x) if isinstance(x, Tensor) else x
-        held = {name: cut(name, x) for name, x in tree.paths(whole).items() if self.holds(name)}
+        held = {name: x for name, x in tree.paths(whole).items() if self.holds(name)}
+        held = {name: self.cut(name, x) if isinstance(x, Tensor) else x for name, x in held.items()}
         return held if self.owned else tree.flatten(whole)[1](list(held.values()))
 
     def add_up(self, grads: Sequence[Tensor], segments: Sequence[Sequence[Segment]]) -> list[bool]:
@@ -268,7 +267,7 @@ class Dimensions:
                     placement.add_up(name, grad)
         counted = [True] * len(firsts)
         for one in self.entries:
-            counted = list(map(operator.and_, counted, one.placement.counts(firsts)))
+            counted = [a and b for a, b in zip(counted, one.placement.counts(firsts), strict=True)]
         return counted
 
     def collect(self, held: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.collectives import Axis
 from fds.errors import BatchError, LossError, RankError
 from fds.loss import Outcome
@@ -21,7 +22,7 @@ class Totals:
 
     loss: Tensor | None = None
     weight: Tensor | float = 0
-    metrics: dict[str, Tensor] = attrs.field(factory=dict)
+    metrics: dict[str, Tensor] = tree.new(dict)
     count: int = 0  # microbatches added
     weighted: bool = False  # some are `Mean`s, whose weights may be 0
     divisor: Tensor | float | None = None  # of the seeds of their gradients; 0 where another rank knows it, None for 1
@@ -61,9 +62,9 @@ class Totals:
 
     def silent(self) -> Totals:
         """Return the same as zeros: those of a rank whose totals another rank has too."""
-        zero = lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else 0
-        metrics = {name: zero(x) for name, x in self.metrics.items()}
-        return attrs.evolve(self, loss=zero(self.loss), weight=zero(self.weight), metrics=metrics)
+        loss, weight = (torch.zeros_like(x) if isinstance(x, Tensor) else 0 for x in (self.loss, self.weight))
+        metrics = {name: torch.zeros_like(x) for name, x in self.metrics.items()}
+        return attrs.evolve(self, loss=loss, weight=weight, metrics=metrics)
 
     def means(self) -> dict[str, Tensor]:
         """Return the weighted mean of the loss and of float metrics, the sum of integer ones."""
@@ -124,7 +125,10 @@ def agree(
     totals = totals if repeats[0] == 0 else totals.silent()
     assert totals.loss is not None
     device, names = totals.loss.device, sorted(totals.metrics)
-    number = lambda x: x.to(device) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)
+
+    def number(x: Tensor | float) -> Tensor:
+        return x.to(device) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)
+
     sums = [totals.metrics[name] for name in names]
     weight = number(totals.weight)
     parts = [number(calls), number(float(used)), totals.loss, weight, *(x for m in sums for x in _exactly(m))]
@@ -192,7 +196,7 @@ def _summed(parts: list[Tensor], axis: Axis) -> Iterator[Tensor]:
     flat = [x.reshape(-1).double() for x in parts]
     vector = torch.cat(flat)
     axis.start_all_reduce(vector).wait()
-    return iter(vector.split([x.numel() for x in flat]))
+    return iter(vector.split_with_sizes([x.numel() for x in flat]))
 
 
 def _of_first(buffers: dict[str, Tensor], data: Axis) -> list[Tensor]:
@@ -209,6 +213,10 @@ def placed(norm: Tensor, axis: Axis) -> Tensor:
     return places
 
 
+# which torch leaves without a type
+joint_norm: Callable[[Tensor], Tensor] = torch.linalg.vector_norm  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
 def combined(norms: Tensor) -> Tensor:
     """Return the joint norm () of parts with norms (N,), without overflow where all are finite.
 
@@ -216,7 +224,7 @@ def combined(norms: Tensor) -> Tensor:
     tensor(5.0000e+200, dtype=torch.float64)
     """
     top = norms.max()
-    joint = top * torch.linalg.vector_norm(norms / top)
+    joint = top * joint_norm(norms / top)
     return torch.where(top == 0, top, torch.where(norms.isfinite().all(), joint, norms.sum()))
 
 

@@ -45,11 +45,11 @@ def _run(
         optimizer,
         [grads[i] for i in indices],
         dict(zip(slots, columns[1:], strict=True)),
-        columns[0],
+        [x for x in columns[0] if x is not None],
         segments=inside,
         **now,
     )
-    found = [params, *(opt[slot] for slot in slots)]
+    found: list[Column] = [list(params), *(opt[slot] for slot in slots)]
     for column in found:
         tie(share, optimizer, column, inside)
     return found
@@ -89,10 +89,10 @@ class NewLeaves:
         now = {"step": state.step, "grad_scale": grads.scale, "skip": skip, "axes": dimensions.split}
         now |= optimizer.given(values)
         if not READ.isdisjoint(self.place.residency.kinds):
-            old = [self.old[:n], *structure.align(self.old[n:]).values()]
+            old: list[Column] = [list(self.old[:n]), *structure.align(self.old[n:]).values()]
             run = functools.partial(_run, optimizer, grads.leaves, list(flat_opt), segments, dimensions.share, now)
             first = functools.partial(self._give_up, state)
-            return visit(self.place.residency, [flat, *flat_opt.values()], old, chunks, run, first)
+            return visit(self.place.residency, [list(flat), *flat_opt.values()], old, chunks, run, first)
         self._give_up(state)
         new, new_opt = returned.update(optimizer, grads.leaves, flat_opt, flat, segments=segments, **now)
         for slices in (new, *new_opt.values()):
@@ -131,8 +131,8 @@ def new_leaves(place: Place, pool: Pool, state: State, held: StateTensors, after
     else:
         old = [x for _, some in parts for x in some]
         others = map(tree.device_of, old[len(held.devices) + len(held.opt) :])
-        how = {"make": lives.make, "copied": lives.is_copied} if place.residency.kinds else {}
-        tensors, buffers = pool.copies(old, (structure, *held.devices, *others), **how)
+        make, copied = (lives.make, lives.is_copied) if place.residency.kinds else (None, None)
+        tensors, buffers = pool.copies(old, (structure, *held.devices, *others), make=make, copied=copied)
         known = KnownMemory.of(tensors, structure, buffers) if place.donate else None
         if lives.fresh:
             fresh = {x.data_ptr() for x in lives.fresh}

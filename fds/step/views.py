@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any
 
 import attrs
@@ -47,7 +47,7 @@ class Cut:
     def of(cls, leaf: Tensor, run: Callable[[Tensor], None]) -> Cut:
         """Make the gradient of a leaf go to `run` when it arrives."""
         back = Back(run)  # which does not hold the leaf: no cycle
-        leaf.register_post_accumulate_grad_hook(back)
+        autodiff.on_gradient(leaf, back)
         return cls(leaf, back)
 
     def end_piece(self) -> None:
@@ -62,11 +62,11 @@ class Runs:
     """What the views of a microbatch may note: a parameter that is gathered on use is viewed each time it is read."""
 
     again: frozenset[str]  # parameters that another stage or rank views too, which adds what is noted to sums
-    over: set[str] = attrs.field(factory=set)  # that were viewed
+    over: set[str] = tree.new(set)  # that were viewed
     made_up: bool = False  # views are given made-up values
 
     @contextlib.contextmanager
-    def learning(self) -> Iterator[None]:
+    def learning(self) -> Generator[None]:
         """Drop what is noted inside."""
         self.made_up = True
         try:
@@ -117,7 +117,9 @@ class Views:
             draws=any(map(random.draws, self.functions)),
         )
         (leaves, build), names = tree.flatten(params), tree.paths(params)
-        shown, cuts, runs = [], {}, None if self.again is None else Runs(self.again.union(again))
+        shown: list[Tensor] = []
+        cuts: dict[str, Cut] = {}
+        runs = None if self.again is None else Runs(self.again.union(again))
         for name, p in zip(names, leaves, strict=True):
             view = functools.partial(self._apply, self.leaves[name], setting, runs)
             x, run = self._shown(p, view, on_use, runs, plain=plain, apart=self.apart or in_pieces)

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils import checkpoint
 
 from fds import tree
-from fds.errors import ComposeError, LossError, did_you_mean, is_int
+from fds.errors import ComposeError, LossError, did_you_mean, is_a, is_int
 from fds.loss import LayerCall
 from fds.step import Call, Step, fill, transform
 
@@ -29,6 +30,10 @@ MATMULS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
 )
+
+# torch does not say of what types their arguments are
+_recomputed: Callable[..., Any] = checkpoint.checkpoint  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+_contexts: Callable[..., Any] = checkpoint.create_selective_checkpoint_contexts  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
 
 
 @attrs.frozen
@@ -59,9 +64,9 @@ class Recompute:
         Raises `LossError` where the group writes over its input, from which it would be computed again.
         """
         given = [(x, x._version) for x in tree.leaves(args) if isinstance(x, torch.Tensor)]
-        call = functools.partial(checkpoint, _chain, group, *args, use_reentrant=False, preserve_rng_state=False)
+        call = functools.partial(_recomputed, _chain, group, *args, use_reentrant=False, preserve_rng_state=False)
         if self.policy is not None:
-            contexts = functools.partial(create_selective_checkpoint_contexts, self.policy)
+            contexts = functools.partial(_contexts, self.policy)
             call = functools.partial(call, context_fn=contexts)
         if self.store == "host":
             with torch.autograd.graph.save_on_cpu(pin_memory=any(x.is_cuda for x, _ in given)):
@@ -79,7 +84,7 @@ class Recompute:
 
 
 def _is_op(x: Any) -> bool:
-    return isinstance(x, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    return isinstance(x, OpOverload | OpOverloadPacket)
 
 
 def _chain(group: list[LayerCall], *args: Any) -> Any:
@@ -92,7 +97,12 @@ def _chain(group: list[LayerCall], *args: Any) -> Any:
 
 
 @transform
-def checkpoint_activations(*, policy: str | Sequence | Callable | None = None, store: str = "device", every: int = 1):
+def checkpoint_activations(
+    *,
+    policy: str | Sequence[OpOverload | OpOverloadPacket] | Callable[..., Any] | None = None,
+    store: str = "device",
+    every: int = 1,
+):
     """Recompute activations in backward: per layer of `Layers`, per `every` layers, or the whole of an opaque loss.
 
     Args:
@@ -117,16 +127,21 @@ def checkpoint_activations(*, policy: str | Sequence | Callable | None = None, s
         )
     if not is_int(every, 1):
         raise ComposeError("checkpoint_activations: every counts layers", got=repr(every), want="an int >= 1")
-    operators = not isinstance(policy, str) and isinstance(policy, Sequence)
+    kept = _checked(policy)
+
+    def apply(step: Step) -> Step:
+        return fill(step, layer=Recompute(kept, store, every))
+
+    return apply
+
+
+def _checked(policy: Any) -> Any:
+    """Return what `torch.utils.checkpoint` takes for a policy. Raises `ComposeError` for what is none."""
+    operators = not isinstance(policy, str) and is_a(policy, Sequence)
     if policy is not None and not (policy == "matmuls" or callable(policy) or (operators and all(map(_is_op, policy)))):
         raise ComposeError(
             "checkpoint_activations: unknown policy",
             got=repr(policy),
             want="None, 'matmuls', a list of operators or a function",
         )
-    kept: Any = list(MATMULS) if policy == "matmuls" else policy if policy is None or callable(policy) else list(policy)
-
-    def apply(step: Step) -> Step:
-        return fill(step, layer=Recompute(kept, store, every))
-
-    return apply
+    return list(MATMULS) if policy == "matmuls" else policy if policy is None or callable(policy) else list(policy)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import attrs
 
-from fds.errors import ComposeError
+from fds.errors import ComposeError, is_a
 from fds.step import Call, Gradients, Measure, Step, fill, transform
 
 
@@ -37,7 +37,7 @@ def clip_by_global_norm(max_norm: float):
 
     Raises `ComposeError` for a norm that is not positive.
     """
-    if not (isinstance(max_norm, int | float) and max_norm > 0):
+    if not (is_a(max_norm, int | float) and max_norm > 0):
         raise ComposeError("clip_by_global_norm takes a positive norm", got=repr(max_norm), want="say, 1.0")
 
     def apply(step: Step) -> Step:

@@ -9,10 +9,9 @@ Source: Mikolov 2012, Statistical language models based on neural networks, sect
 from typing import ClassVar
 
 import attrs
-import torch
 
-from fds.errors import ComposeError
-from fds.step import Call, Gradients, Step, fill, transform
+from fds.errors import ComposeError, is_a
+from fds.step import Call, Gradients, Step, fill, foreach, transform
 
 
 @attrs.frozen
@@ -29,15 +28,15 @@ class ClipValue:
             if grads.scale is not None:
                 for leaf in grads.leaves:
                     leaf.div_(grads.scale)
-            torch._foreach_clamp_min_(grads.leaves, -self.max_value)
-            torch._foreach_clamp_max_(grads.leaves, self.max_value)
+            foreach.clamp_min_(grads.leaves, -self.max_value)
+            foreach.clamp_max_(grads.leaves, self.max_value)
         return Gradients(grads.leaves, None)
 
 
 @transform
 def clip_by_value(max_value: float):
     """Clamp the elements of the mean gradients. Raises `ComposeError` for a bound that is not positive."""
-    if not (isinstance(max_value, int | float) and max_value > 0):
+    if not (is_a(max_value, int | float) and max_value > 0):
         raise ComposeError("clip_by_value takes a positive bound", got=repr(max_value), want="say, 0.5")
 
     def apply(step: Step) -> Step:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.errors import ComposeError, StateError
+from fds.errors import ComposeError, StateError, is_a
 from fds.step import Call, Memory, Step, fill, transform
 
 
@@ -64,10 +64,10 @@ def ema(decay: float, *, name: str = "ema"):
 
     Raises `ComposeError` for a decay outside [0, 1) or a name that another transform uses.
     """
-    if not (isinstance(decay, int | float) and 0 <= decay < 1):
+    if not (is_a(decay, int | float) and 0 <= decay < 1):
         raise ComposeError("ema takes a decay below 1", got=repr(decay), want="0 <= decay < 1, say 0.999")
 
-    if not (isinstance(name, str) and name.isidentifier()):
+    if not (is_a(name, str) and name.isidentifier()):
         raise ComposeError("ema: the name of a slot is a word", got=repr(name), want='say, "slow"')
 
     def apply(step: Step) -> Step:

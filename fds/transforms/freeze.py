@@ -6,7 +6,7 @@ Cost:   less: backward computes no gradient for them
 Source: requires_grad_(False), as a value
 """
 
-from fds.errors import ComposeError
+from fds.errors import ComposeError, is_a
 from fds.step import Step, fill, transform
 
 
@@ -16,7 +16,7 @@ def freeze(*patterns: str):
 
     Raises `ComposeError` without patterns; `StateError` at init for a pattern that matches nothing.
     """
-    if not patterns or not all(isinstance(p, str) for p in patterns):
+    if not patterns or not all(is_a(p, str) for p in patterns):
         raise ComposeError("freeze takes patterns of parameter names", got=repr(patterns), want='say, "embedding.*"')
 
     def apply(step: Step) -> Step:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.errors import ComposeError, is_int
+from fds.errors import ComposeError, is_a, is_int
 from fds.step import Measure, Memory, Step, fill, transform
 
 SLOT = "loss_scale"
@@ -95,7 +95,7 @@ def loss_scale(
     for name, value, low in (("window", window, 1), ("hysteresis", hysteresis, 1)):
         if not is_int(value, low):
             raise ComposeError(f"loss_scale: {name} counts steps", got=repr(value), want=f"an int >= {low}")
-    numbers = all(isinstance(x, int | float) for x in (initial, minimum))
+    numbers = all(is_a(x, int | float) for x in (initial, minimum))
     if not (numbers and 0 < minimum <= initial < float("inf")):
         raise ComposeError(
             "loss_scale: the scale has no room",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.errors import ComposeError
+from fds.errors import ComposeError, is_a
 from fds.loss import Layers
 from fds.step import Call, Step, Sum, Whole, check_tree, fill, transform
 
@@ -31,9 +31,10 @@ class CastInputs:
 
     def __call__(self, batch: Any, call: Call) -> Any:
         """Return the batch, cast. Raises `BatchError` for leaves in which tensors are hidden."""
-        if self.pair and isinstance(batch, tuple | list):
+        if self.pair and tree.is_sequence(batch):
             parts = [self.cast_all(part, str(i)) for i, part in enumerate(batch)]
-            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+            kind: Any = type(batch)
+            return kind(*parts) if hasattr(batch, "_fields") else kind(parts)
         return self.cast_all(batch, "")
 
     def cast_all(self, part: Any, at: str) -> Any:
@@ -74,7 +75,7 @@ def precision(
     Raises `ComposeError` for dtypes that are not floating point, `StateError` at init for a pattern without a match.
     """
     for name, dtype in (("compute", compute), ("reduce", reduce or compute), ("accumulate", accumulate)):
-        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        if not (is_a(dtype, torch.dtype) and dtype.is_floating_point):
             raise ComposeError(
                 f"precision: {name} is not a floating-point dtype", got=repr(dtype), want="say, torch.bfloat16"
             )

@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.errors import ComposeError
+from fds.errors import ComposeError, is_a
 from fds.step import Measure, Step, fill, transform
 
 
@@ -43,7 +43,7 @@ def static_loss_scale(scale: float = 2.0**16):
 
     Raises `ComposeError` for a scale that is not positive and finite.
     """
-    if not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
+    if not (is_a(scale, int | float) and math.isfinite(scale) and scale > 0):
         raise ComposeError("static_loss_scale takes a positive number", got=repr(scale), want="say, 2.0**16")
 
     def apply(step: Step) -> Step:

@@ -8,13 +8,14 @@ import itertools
 import numbers
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.collectives import Axis, fingerprint
 from fds.errors import ComposeError
 from fds.step.all_stations import Stations
@@ -93,12 +94,12 @@ def spelled(value: Any, inside: tuple[int, ...] = ()) -> str:
         return repr(value.type)
     if isinstance(value, Tensor):
         few = value.numel() <= _FEW and value.device.type == "cpu"
-        return f"{_class_name(value)}({tuple(value.shape)}, {value.dtype}, {value.tolist() if few else '...'})"
-    if isinstance(value, Mapping):
+        return f"{_class_name(value)}({tuple(value.shape)}, {value.dtype}, {tree.values_of(value) if few else '...'})"
+    if tree.is_mapping(value):
         return "{" + ", ".join(f"{again(k)}: {again(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
+    if tree.is_sequence(value):
         return "(" + ", ".join(map(again, value)) + ("," if len(value) == 1 else "") + ")"
-    if isinstance(value, set | frozenset):
+    if tree.is_set(value):
         return "{" + ", ".join(sorted(map(again, value))) + "}"
     if isinstance(value, functools.partial):
         return f"partial({again(value.func)}, {again(value.args)}, {again(value.keywords)})"
@@ -107,8 +108,8 @@ def spelled(value: Any, inside: tuple[int, ...] = ()) -> str:
     if isinstance(value, types.FunctionType):
         parts = [part for part in _function_parts(value) if part]
         return f"{value.__module__}.{value.__qualname__}{again(parts) if parts else ''}"
-    if attrs.has(type(value)):
-        given = {f.name: getattr(value, f.name) for f in attrs.fields(type(value)) if f.init}
+    if attrs.has(tree.class_of(value)):
+        given = {f.name: getattr(value, f.name) for f in attrs.fields(tree.class_of(value)) if f.init}
         return f"{_class_name(value)}({again(given)})"
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
@@ -116,10 +117,10 @@ def spelled(value: Any, inside: tuple[int, ...] = ()) -> str:
     return f"{_class_name(value)}({again(plain)})"
 
 
-def _function_parts(function: types.FunctionType) -> tuple:
+def _function_parts(function: types.FunctionType) -> tuple[Any, ...]:
     """Return constants, defaults and captured values of a function."""
     code = function.__code__
-    captured = {}
+    captured: dict[str, Any] = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             captured[name] = cell.cell_contents
@@ -127,12 +128,11 @@ def _function_parts(function: types.FunctionType) -> tuple:
             pass  # the variable has no value yet
     # What a function writes to (a cache, a counter) each rank has filled by itself, and so may what holds other things.
     filled, assigned = _writes(code)
-    kept = lambda x: not isinstance(x, dict | list | set) or (not filled and _all_plain(x))
-    captured = {name: x for name, x in captured.items() if name not in assigned and kept(x)}
+    captured = {name: x for name, x in captured.items() if name not in assigned and not _may_differ(x, filled)}
     return _constants(code), function.__defaults__, function.__kwdefaults__, captured
 
 
-def _constants(code: types.CodeType) -> tuple:
+def _constants(code: types.CodeType) -> tuple[numbers.Number, ...]:
     """Return the numbers in a function and in those that are written inside it."""
     inner = (x for const in code.co_consts if isinstance(const, types.CodeType) for x in _constants(const))
     return (*(const for const in code.co_consts if isinstance(const, numbers.Number)), *inner)
@@ -150,10 +150,16 @@ def _writes(code: types.CodeType) -> tuple[bool, frozenset[str]]:
     return filled, assigned
 
 
-def _all_plain(held: Any) -> bool:
-    values = held.values() if isinstance(held, dict) else held
+_FILLABLE: Any = (dict, list, set)
+
+
+def _may_differ(held: Any, filled: bool) -> bool:
+    """Say whether ranks may hold other things in a container that a function captures."""
+    if not isinstance(held, _FILLABLE):
+        return False
+    values: Iterable[Any] = held.values() if tree.is_dict(held) else held
     kinds = str | numbers.Number | types.FunctionType
-    return all(x is None or isinstance(x, kinds) or attrs.has(type(x)) for x in values)
+    return filled or not all(x is None or isinstance(x, kinds) or attrs.has(tree.class_of(x)) for x in values)
 
 
 def _class_name(value: Any) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives import Work
-from fds.errors import ComposeError
+from fds.errors import ComposeError, is_a
 from fds.optim.returned import in_words
 from fds.step.checks.forms import has, written
 from fds.step.gradients import Gradients
@@ -74,7 +74,7 @@ def first_slot(found: Any, name: str, make: Any) -> Any:
 
 def named_slot(found: Any, name: str, make: Any, among: Iterable[str] | None = None) -> None:
     """Raise `ComposeError` for a slot that is anything but a dict of tensors by strings, or by those `among` some."""
-    if not (isinstance(found, dict) and all(isinstance(k, str) and isinstance(x, Tensor) for k, x in found.items())):
+    if not (tree.is_dict(found) and all(isinstance(k, str) and isinstance(x, Tensor) for k, x in found.items())):
         raise _broken("memory", make, f"{name}: {in_words(found)}", "a dict: name -> tensor")
     other = next((k for k in found if among is not None and k not in among), None)
     if other is not None:
@@ -92,8 +92,10 @@ def merged_slot(found: Any, name: str, make: Any, device: torch.device) -> None:
 
 def reported(scale: Any, slots: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
     """Return what a scale, where there is one, reports. Raises `ComposeError` for anything but a dict of tensors."""
-    found = {} if scale is None else scale.metrics(slots, device)
-    if not (isinstance(found, dict) and all(isinstance(x, Tensor) for x in found.values())):
+    if scale is None:
+        return {}
+    found = scale.metrics(slots, device)
+    if not (tree.is_dict(found) and all(isinstance(x, Tensor) for x in found.values())):
         raise _broken("scale", scale, in_words(found), "metrics(slots, device): a dict of 0-d tensors")
     return found
 
@@ -103,7 +105,7 @@ def gradients(found: Any, known: Gradients, one: Any) -> Gradients:
     if not isinstance(found, Gradients):
         raise _broken("condition", one, in_words(found), "Gradients(leaves, scale), of as many leaves as it was given")
     for name, x in (("scale", found.scale), ("norm", found.norm)):
-        if not (x is None or (isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point())):
+        if not (x is None or (is_a(x, Tensor) and x.dim() == 0 and x.is_floating_point())):
             raise _broken(
                 "condition",
                 one,
@@ -174,12 +176,12 @@ def keyless(one: Any) -> ComposeError:
 
 def microbatches(found: Any, split: Any) -> list[Any]:
     """Return what a split returned. Raises `ComposeError` for anything but a list of some."""
-    if not (isinstance(found, list | tuple) and found):
+    if not (tree.is_sequence(found) and found):
         raise _broken("split", split, in_words(found), "a list of microbatches, one or more")
     return list(found)
 
 
-def context(found: Any, make: Any, station: str = "context") -> AbstractContextManager:
+def context(found: Any, make: Any, station: str = "context") -> AbstractContextManager[object]:
     """Return the context that a filler made. Raises `ComposeError` where it is none."""
     if not has(type(found), "__enter__", "__exit__"):
         raise _broken(station, make, in_words(found), "a context manager")
@@ -188,7 +190,7 @@ def context(found: Any, make: Any, station: str = "context") -> AbstractContextM
 
 def kept(found: Any, given: dict[str, Any], commit: Any) -> dict[str, Any]:
     """Return the slots that a commit returned. Raises `ComposeError` where some are missing, or there are others."""
-    if not (isinstance(found, dict) and found.keys() == given.keys()):
+    if not (tree.is_dict(found) and found.keys() == given.keys()):
         raise _broken("commit", commit, in_words(found), f"a dict of the slots {', '.join(given) or '(none)'}")
     return found
 
@@ -201,9 +203,10 @@ def scalar(found: Any, scale: Any) -> Tensor:
 
 
 def _alike(station: str, one: Any, found: Any, given: Sequence[Tensor], *, dtypes: bool = False) -> list[Tensor]:
-    what = lambda x: (x.shape, x.device, x.dtype if dtypes else None) if isinstance(x, Tensor) else type(x)
-    same = isinstance(found, list | tuple) and list(map(what, found)) == list(map(what, given))
-    if not same:
+    def what(x: object) -> object:
+        return (x.shape, x.device, x.dtype if dtypes else None) if isinstance(x, Tensor) else type(x)
+
+    if not (tree.is_sequence(found) and list(map(what, found)) == list(map(what, given))):
         raise _broken(station, one, in_words(found), in_words(given))
     return list(found)
 

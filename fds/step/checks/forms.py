@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 
+from fds import tree
 from fds.errors import ComposeError
 from fds.loss import Buffered
 from fds.optim import Optimizer
@@ -64,7 +65,7 @@ _METHODS = {"chunks": "(structure)", "make": "(x, kind)", "read": "(old, device)
 def _has_kinds(x: Any) -> bool:
     """Say whether a residency names the kinds of its leaves."""
     kinds = getattr(x, "kinds", None)
-    return isinstance(kinds, list | tuple | set | frozenset) and set(kinds) <= set(_KINDS)
+    return (tree.is_sequence(kinds) or tree.is_set(kinds)) and set(kinds) <= set(_KINDS)
 
 
 _EXECUTES = ("agreement", "reads", "draws", "dtypes", "pieces", "train", "agree", "evaluate")
@@ -93,7 +94,7 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "lies='parameters', 'named', 'replicated', 'partial'",
     ),
     "slots": (
-        lambda x: isinstance(x, dict) and all(map(takes(2), x.values())),
+        lambda x: tree.is_dict(x) and all(map(takes(2), x.values())),
         "a dict: name -> function (params, device) -> slot",
     ),
 }
@@ -106,11 +107,11 @@ _LEGS = {
 }
 
 
-def form(station: str, value: Any, held: Any) -> None:
+def form(station: str, value: Any, held: object) -> None:
     """Raise `ComposeError` for what cannot fill a station; a record, such as is held where nobody fills it, can."""
     kind = type(held)
-    record = lambda x: isinstance(x, kind) or not attrs.has(kind)
-    good, want = FORMS.get(station, (record, f"a dict of the fields that it sets, or a {kind.__name__}"))
+    is_record: Callable[[Any], bool] = lambda x: isinstance(x, kind) or not attrs.has(kind)
+    good, want = FORMS.get(station, (is_record, f"a dict of the fields that it sets, or a {kind.__name__}"))
     if not good(value):
         got, hint = written(value), "" if station in FORMS else _as_field(station, value, kind)
         if station == "after" and isinstance(getattr(value, "slot", None), str) and callable(value):
@@ -181,9 +182,10 @@ def _signature_of(value: Any, method: str) -> str:
         return name
 
 
-def _as_field(station: str, value: Any, kind: type) -> str:
+def _as_field(station: str, value: object, kind: type) -> str:
     """Return what to write for a value that is one of a record's fields; "" where it is none of them."""
-    guess = {bool: "donate", torch.dtype: "dtype"}.get(type(value), "")
+    guesses: dict[type, str] = {bool: "donate", torch.dtype: "dtype"}
+    guess = guesses.get(type(value), "")
     if isinstance(value, Transport):
         guess = "transport"
     elif any(hasattr(value, method) for method in _METHODS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any, ParamSpec, TypeVar
 
@@ -159,7 +159,7 @@ def counters(state: State) -> None:
         _check_kind(name, x, torch.Size(size), torch.int64, device)
 
 
-def kinds(leaves: Sequence[Any]) -> tuple[tuple, tuple]:
+def kinds(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the shapes and the dtypes of leaves; None for a leaf that is not a tensor."""
     try:
         return tuple(map(tree.shape_of, leaves)), tuple(map(tree.dtype_of, leaves))
@@ -178,7 +178,10 @@ def _check_kind(
     """Raise `StateError` for anything but a tensor of this shape, dtype and device; None stands for no tensor."""
     if _kind(x) == (shape, dtype) and (device is None or x.device == device):
         return
-    text = lambda shape, dtype, device: f"{tuple(shape)} {dtype}" + ("" if device is None else f" on {device}")
+
+    def text(shape: torch.Size, dtype: torch.dtype | None, device: torch.device | None) -> str:
+        return f"{tuple(shape)} {dtype}" + ("" if device is None else f" on {device}")
+
     got = text(x.shape, x.dtype, device and x.device) if isinstance(x, Tensor) else repr(x)[:60]
     raise StateError(
         "a part of the state does not fit its parameters and this step",
@@ -190,7 +193,7 @@ def _check_kind(
 
 
 @contextlib.contextmanager
-def intact(looked: dict[str, list[str]], at: str, *, by: str = "the loss", **held: Any) -> Iterator[None]:
+def intact(looked: dict[str, list[str]], at: str, *, by: str = "the loss", **held: Any) -> Generator[None]:
     """Raise `LossError` where what runs inside writes into the tensors of these trees.
 
     Writing through `.data` does not change the version of a tensor, so values are compared the first time that this
@@ -224,7 +227,7 @@ def _values(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     bits = [x.detach().contiguous().view(_BITS[x.itemsize]) if x.is_floating_point() else x for x in tensors]
     sums = [x.sum(dtype=torch.int64) for x in bits]
     on = dict.fromkeys(x.device for x in sums)
-    read = {device: iter(torch.stack([x for x in sums if x.device == device]).tolist()) for device in on}
+    read = {device: iter(tree.values_of(torch.stack([x for x in sums if x.device == device]))) for device in on}
     return [(x.data_ptr(), next(read[x.device])) for x in tensors]
 
 

@@ -9,9 +9,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds import tree
+from fds import autodiff, tree
 from fds.collectives import Work
 from fds.errors import LossError
+from fds.step import foreach
 from fds.step.checks import contracts
 from fds.step.pool import Pool
 from fds.step.ranges import in_range
@@ -29,18 +30,18 @@ class Filling:
 
     flat: Tensor
     views: list[Tensor]
-    filled: set[int] = attrs.field(factory=set)
+    filled: set[int] = tree.new(set)
 
     def add(self, which: Sequence[int], grads: list[Tensor]) -> None:
         """Write the gradients of these parameters, or add them to what is there."""
         if set(map(tree.layout_of, grads)) != {torch.strided}:
             grads = [x if x.layout is torch.strided else x.to_dense() for x in grads]
         if not self.filled and len(which) == len(self.views):  # in order, all of them
-            torch._foreach_copy_(self.views, grads)
+            foreach.copy_(self.views, grads)
             self.filled.update(which)
             return
         views, more = [self.views[j] for j in which], [j in self.filled for j in which]
-        for write, some in ((torch._foreach_copy_, [not one for one in more]), (torch._foreach_add_, more)):
+        for write, some in ((foreach.copy_, [not one for one in more]), (foreach.add_, more)):
             if any(some):
                 write(list(compress(views, some)), list(compress(grads, some)))
         self.filled.update(which)
@@ -189,14 +190,14 @@ class Bucketed:
         """Have a bucket looked at when the gradient of its leaf `j` comes."""
         if (i, j) not in self.hooked:
             self.hooked.add((i, j))
-            self.leaves[i][j].register_post_accumulate_grad_hook(lambda _: self._look(i, j))
+            autodiff.on_gradient(self.leaves[i][j], lambda _: self._look(i, j))
 
     def _hook_each(self) -> None:
         """Have the gradient of every leaf taken when it comes, as often as it comes."""
         self.in_parts = True
         for i, leaves in self.leaves.items():
             for j, leaf in enumerate(leaves):
-                leaf.register_post_accumulate_grad_hook(lambda _, i=i, j=j: self._take(i, [j]))
+                autodiff.on_gradient(leaf, lambda _, i=i, j=j: self._take(i, [j]))
 
     def _look(self, i: int, j: int) -> None:
         """Look for a gradient that a bucket still waits for, now that of leaf `j` has come; if all have, launch it."""
@@ -325,4 +326,4 @@ class Bucketed:
 
 def _zero(views: list[Tensor]) -> None:
     if views:
-        torch._foreach_zero_(views)
+        foreach.zero_(views)

@@ -29,7 +29,8 @@ class Gather:
     def all_at_once(self, structure: Structure, shard: Shard, parts: list[Tensor], pool: Pool) -> list[Tensor]:
         """Gather every bucket; the parameters are views of them, which the pool keeps."""
         assert structure.layout is not None
-        taken, works = [], []
+        taken: list[list[Tensor]] = []
+        works: list[Work] = []
         for bucket, part in zip(structure.layout.buckets, parts, strict=True):
             dtype = self.dtype_of(bucket.leaves[0].name, part.dtype)
             flat, views, _ = pool.take_bucket(bucket, dtype, part.device)

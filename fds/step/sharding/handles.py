@@ -20,6 +20,8 @@ from fds.errors import LossError
 from fds.loss.compiled import untraced
 
 aten = torch.ops.aten
+# What a tensor subclass must tell and ask the dispatcher has no public name.
+_torch_c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
 class BucketSource(Protocol):
@@ -42,7 +44,7 @@ class BucketWindow:
     bucket: int
     offset: int  # where the parameter begins, in elements
     meta: Tensor = attrs.field(repr=False)  # in the bucket's dtype; its offset is in elements of the parameter
-    views: dict[Any, BucketWindow] = attrs.field(factory=dict, repr=False)  # by operator and arguments
+    views: dict[Any, BucketWindow] = tree.new(dict, repr=False)  # by operator and arguments
     shape: torch.Size = attrs.field(init=False, default=attrs.Factory(lambda self: self.meta.shape, True))
     stride: tuple[int, ...] = attrs.field(init=False, default=attrs.Factory(lambda self: self.meta.stride(), True))
     start: int = attrs.field(
@@ -65,7 +67,7 @@ class Handle(Tensor):
     """A window onto a parameter whose bucket need not be in memory; made by `handle`."""
 
     # The dispatcher sees every caller; __torch_function__ would see Python's alone.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__: Any = _torch_c._disabled_torch_function_impl
 
     gathered_on_use = True
     source: BucketSource
@@ -79,7 +81,9 @@ class Handle(Tensor):
 
     @classmethod
     @untraced("a parameter that is gathered on use has no memory for compiled code; pass it fds.materialize(p)")
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Run an operator that met a handle."""
         kwargs, facts = kwargs or {}, _FACTS.get(id(func)) or _facts(func)
         if facts.written:
@@ -102,7 +106,7 @@ class Handle(Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item() if spec and self.dim() == 0 else repr(self), spec)
 
-    def __deepcopy__(self, memo: dict) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(self), self.detach().clone().requires_grad_(self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -114,10 +118,14 @@ class Handle(Tensor):
 
     def tolist(self) -> Any:
         """Return the values as nested lists."""
-        return self.detach().clone().tolist()
+        return tree.values_of(self.detach().clone())
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.clone().__dlpack__(**kwargs)
+        plain: Any = self._copied()
+        return plain.__dlpack__(**kwargs)
+
+    def _copied(self) -> Any:
+        return self.clone()
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]  (Tensor's is one, in C)
@@ -145,7 +153,7 @@ def handle(
         device=device,
         requires_grad=requires_grad,
     )
-    torch._C._set_throw_on_mutable_data_ptr(made)  # C++ that asks for an address would otherwise be given 0
+    _torch_c._set_throw_on_mutable_data_ptr(made)  # C++ that asks for an address would otherwise be given 0
     made.source, made.window = source, window
     return made
 
@@ -169,38 +177,41 @@ class Facts:
     is_composite: bool  # autograd sees its parts instead of it
 
 
+# as Any, since a type checker takes what it has seen to be a list for one of nothing known
+_LIST: Any = list
+_LISTS: Any = (list, tuple)
 _FACTS: dict[int, Facts] = {}  # by id of the operator: its hash is a function of Python
 
 
 def _facts(func: Any) -> Facts:
     arguments, returns = func._schema.arguments, func._schema.returns
-    is_written = lambda x: x.alias_info is not None and x.alias_info.is_write
+    is_written: Callable[[Any], bool] = lambda x: x.alias_info is not None and x.alias_info.is_write
     _FACTS[id(func)] = facts = Facts(
         func,
         tuple((i, x.name) for i, x in enumerate(arguments) if is_written(x)),
         any(x.alias_info is not None and not is_written(x) for x in returns) or func in _UNSAFE,
-        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+        _torch_c._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
     )
     return facts
 
 
-def _call(func: Any, args: Sequence, kwargs: dict, read: Callable[[Handle], Tensor]) -> Any:
+def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], read: Callable[[Handle], Tensor]) -> Any:
     """Call an operator with the handles among its arguments, and in lists of them, read."""
 
     def plain(x: Any) -> Any:
         if type(x) is Handle:
             return read(x)
-        return [plain(y) for y in x] if isinstance(x, list | tuple) else x
+        return [plain(y) for y in x] if isinstance(x, _LISTS) else x
 
     given = [read(x) if type(x) is Handle else x if type(x) in _SINGLE else plain(x) for x in args]
     return func(*given, **{name: plain(x) for name, x in kwargs.items()}) if kwargs else func(*given)
 
 
-def _check_unwritten(facts: Facts, func: Any, args: Sequence, kwargs: dict) -> None:
+def _check_unwritten(facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise `LossError` where an operator would write over a handle."""
     for index, name in facts.written:
-        written = args[index] if index < len(args) else kwargs.get(name)
-        for x in written if isinstance(written, list | tuple) else [written]:
+        written = args[index] if index < len(args) else kwargs.get(name, ())
+        for x in written if isinstance(written, _LISTS) else [written]:
             if isinstance(x, Handle):
                 _raise_written(x, func)
 
@@ -209,10 +220,10 @@ _SINGLE = {Tensor, torch.nn.Parameter, int, float, bool, type(None)}  # the argu
 _UNSAFE = {aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten._unsafe_view.default}  # secret views
 
 
-def _views(p: Handle, func: Any, args: Sequence, kwargs: dict) -> Any:
+def _views(p: Handle, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return views of a handle, from those of its window, nothing gathered; None where a window cannot say it."""
     window = p.window
-    key = (id(func), *[tuple(x) if type(x) is list else x for x in args[1:]])
+    key = (id(func), *[tuple(x) if type(x) is _LIST else x for x in args[1:]])
     if not kwargs and (known := window.views.get(key)) is not None:
         return handle(p.source, known, p.dtype, p.device)
     if func is aten.view.dtype:
@@ -235,7 +246,7 @@ def _views(p: Handle, func: Any, args: Sequence, kwargs: dict) -> Any:
 _MOST_VIEWS = 16  # that a window remembers
 
 
-def _is_autocast(p: Handle, kwargs: dict) -> bool:
+def _is_autocast(p: Handle, kwargs: dict[str, Any]) -> bool:
     """Say whether autocast asks for this cast, whose result nobody writes to, unlike what a user asks for.
 
     Autocast's own kernels run inside its context and with it switched off.
@@ -273,7 +284,14 @@ def _raise_address(p: Handle, by: str) -> NoReturn:
 
 def _override(names: Sequence[str], raise_: Callable[[Handle, str], NoReturn]) -> None:
     for name in names:
-        setattr(Handle, name, lambda self, *args, _name=name, **kwargs: raise_(self, _name))
+        setattr(Handle, name, _refusal(name, raise_))
+
+
+def _refusal(name: str, raise_: Callable[[Handle, str], NoReturn]) -> Callable[..., NoReturn]:
+    def refuse(self: Handle, *args: Any, **kwargs: Any) -> NoReturn:
+        raise_(self, name)
+
+    return refuse
 
 
 # Autograd refuses to write over a leaf before the dispatcher sees it, and cannot say which leaf.

@@ -8,7 +8,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.layout import Bucket
+from fds.step import foreach
 from fds.step.pool import Pool
 
 SLOT = "kept"
@@ -32,7 +34,7 @@ class Kept:
     scale: Tensor | None  # () float64; None is 1
     divisor: float
     pool: Pool
-    flat: dict[int, tuple[Bucket, Tensor]] = attrs.field(factory=dict)  # by index of the bucket
+    flat: dict[int, tuple[Bucket, Tensor]] = tree.new(dict)  # by index of the bucket
 
     def bucket(self, index: int, bucket: Bucket) -> Tensor:
         """Return what is kept of a bucket, (numel,) float32, which its next message changes."""
@@ -63,7 +65,7 @@ class Kept:
         held = [self.given[leaf.name] for leaf in bucket.leaves]
         flat = self.pool.take(bucket.numel, torch.float32, held[0].device)
         views, gaps = bucket.cut(flat)
-        torch._foreach_copy_(views, held)
+        foreach.copy_(views, held)
         if gaps:
-            torch._foreach_zero_(gaps)
+            foreach.zero_(gaps)
         return flat

@@ -52,7 +52,7 @@ class Live:
 
     def handles(self, train: bool) -> list[Tensor]:
         """Return a handle for every parameter, in the order of the layout's names; with `train` autograd leaves."""
-        found = []
+        found: list[list[Tensor]] = []
         for i, windows in enumerate(self.windows):
             device = self.parts[i].device
             found.append([handle(self, x, x.meta.dtype, device, train and x.path in self.trained) for x in windows])

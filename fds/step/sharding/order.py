@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 
+from fds import tree
 from fds.collectives import Axis
 
 Event = tuple[str, int]  # ("gather" or "reduce", bucket)
+Want = list[Any] | bool  # an event, or whether a rank gathered for nothing
 
 
 @attrs.define
@@ -30,7 +33,7 @@ class LearnedOrder:
     """What a step remembers from call to call: a cache, which all ranks keep alike; dropping it costs a slow step."""
 
     plan: list[Event] | None = None
-    ends: list[int] = attrs.field(factory=list)  # of its pieces: how many events come before
+    ends: list[int] = tree.new(list)  # of its pieces: how many events come before
     used: dict[int, set[int]] | None = None  # on this rank: leaves that got a gradient, by bucket
 
 
@@ -42,10 +45,10 @@ class Order:
     memory: LearnedOrder
     ahead: int = 1  # gathers to launch before they are needed
     what: str = "step"  # whose events they are
-    joins: dict[str, Callable[[int], None]] = attrs.field(factory=dict)  # what launches an event of each kind
+    joins: dict[str, Callable[[int], None]] = tree.new(dict)  # what launches an event of each kind
     at: int = 0  # of the plan, not joined yet
-    asked: list[Event] = attrs.field(factory=list)
-    ends: list[int] = attrs.field(factory=list)  # of the pieces that are over, in what was asked
+    asked: list[Event] = tree.new(list)
+    ends: list[int] = tree.new(list)  # of the pieces that are over, in what was asked
     wasted: bool = False  # whether this rank gathered for nothing
 
     def need(self, event: Event) -> None:
@@ -66,7 +69,7 @@ class Order:
         while self.at < end and plan[self.at][0] == "gather":
             self._run(self.at + 1)
 
-    def settle(self) -> list:
+    def settle(self) -> list[Want]:
         """Join what others may still need in this piece of work, until all have come here; return their answers."""
         self._run(self._end())
         wants = self._round(None)
@@ -102,10 +105,11 @@ class Order:
             self.at += 1
             self._join(plan[self.at - 1])
 
-    def _round(self, want: Event | None) -> list:
+    def _round(self, want: Event | None) -> list[Want]:
         """Exchange what every rank needs (or whether it joined gathers for nothing), and join all of it."""
         wants = self.axis.exchange(self.wasted if want is None else list(want), self.what)
-        for event in dict.fromkeys(tuple(want) for want in wants if isinstance(want, list)):
+        events: list[Event] = [(want[0], want[1]) for want in wants if isinstance(want, list)]
+        for event in dict.fromkeys(events):
             self.asked.append(event)
             self._join(event)
         return wants

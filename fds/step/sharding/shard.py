@@ -18,7 +18,7 @@ from fds.step.topology import Dimensions
 class Shard(Placement):
     """What `fds.shard_optimizer` decides: a placement in the station `topology`, where all who need it find it."""
 
-    axis: Axis  # over which the state is sliced
+    axis: Axis  # pyright: ignore[reportIncompatibleVariableOverride]  (never None; over it the state is sliced)
     stage: int
     data: Axis  # over which batches differ: `axis`, or the replicas of it too
     replicate: Axis | None = None  # over which the slices are replicated

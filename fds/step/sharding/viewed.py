@@ -8,7 +8,7 @@ graph, and gives the gradient with respect to the parameter.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable
 from typing import Any
 
 import attrs
@@ -21,9 +21,10 @@ from fds.step.sharding.handles import BucketWindow, Handle, handle
 
 View = Callable[[Tensor], Tensor]  # all views of one parameter, in one microbatch
 Known = dict[Hashable, BucketWindow | None]  # by parameter and kind of call; see `OnUse`
-_set_dispatch_keys: Any = torch._C._ForceDispatchKeyGuard  # private, as are the two functions that read the keys
+# private: torch has no public way to read and to set the dispatch keys
+_torch_c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 # private: torch has no public function that returns the saved-tensor hooks in force, or says that there are none
-_hooks: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+_hooks: Any = _torch_c._autograd
 
 
 @attrs.frozen(eq=False)
@@ -41,16 +42,16 @@ class Surroundings:
     @classmethod
     def now(cls, device: torch.device) -> Surroundings:
         """Return those of the caller."""
-        keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        keys = _torch_c._dispatch_tls_local_include_set(), _torch_c._dispatch_tls_local_exclude_set()
         known = filter(torch.amp.is_autocast_available, dict.fromkeys(("cpu", device.type)))  # not of meta tensors
         kinds = filter(torch.is_autocast_enabled, known)
         return cls(*keys, torch.is_grad_enabled(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds))
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> Generator[None]:
         """Run code in them, in whichever thread; it fills no cache of autocast and calls no hook of saved tensors."""
         with (
-            _set_dispatch_keys(self.included, self.excluded),
+            _torch_c._ForceDispatchKeyGuard(self.included, self.excluded),
             torch.set_grad_enabled(self.grad),
             _without_hooks(),
             contextlib.ExitStack() as stack,
@@ -200,7 +201,7 @@ def _flat(x: Tensor, window: BucketWindow | None, *, copies: bool) -> Tensor:
     return x.as_strided((x.numel(),), (1,), 0)
 
 
-def _without_hooks() -> contextlib.AbstractContextManager:
+def _without_hooks() -> contextlib.AbstractContextManager[object]:
     """Return a scope in which no hook of saved tensors is called: a checkpoint counts what its own code saves."""
     enabled = _hooks._saved_tensors_hooks_is_enabled()  # torch.func disables them
     if not enabled or _hooks._top_saved_tensors_default_hooks(True) is None:

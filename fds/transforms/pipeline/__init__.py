@@ -195,7 +195,10 @@ def _check_layers(step: Step) -> None:
                 want="fds.Layers(layers, criterion)",
                 hint="eval_fn, too, is Layers of the same layers",
             )
-    names = lambda layers: [sorted((*layers.layer(i).params, *layers.layer(i).buffers)) for i in range(len(layers))]
+
+    def names(layers: Layers) -> list[list[str]]:
+        return [sorted((*layers.layer(i).params, *layers.layer(i).buffers)) for i in range(len(layers))]
+
     if other is not loss and names(other) != names(loss):
         raise ComposeError(
             "eval_fn has other layers than the loss, and stages hold the loss's",
@@ -214,7 +217,7 @@ def _boundaries(
     return boundaries_of(partition, num_stages, types=[_kind(layer) for layer in loss.layers], parameters=counts)
 
 
-def _kind(layer: Any) -> str:
+def _kind(layer: object) -> str:
     """Return the name of a layer's class, or of the function that it is."""
-    made = layer.cls if isinstance(layer, LayerSpec) else layer if inspect.isfunction(layer) else type(layer)
+    made: object = layer.cls if isinstance(layer, LayerSpec) else layer if inspect.isfunction(layer) else type(layer)
     return getattr(made, "__name__", repr(made))

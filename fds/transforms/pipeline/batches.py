@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fds import tree
 from fds.errors import BatchError
 from fds.step import checksum
 
@@ -16,7 +17,7 @@ def digest(batch: Any) -> Digest:
 
     Anything but a pair has none: the pipeline refuses it where it is needed.
     """
-    if not (isinstance(batch, tuple | list) and len(batch) == 2):
+    if not (tree.is_sequence(batch) and len(batch) == 2):
         return None
     return [None if part is None else checksum(part) for part in batch]
 

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds import loss as losses
+from fds import loss as losses, tree
 from fds.errors import BatchError, RankError
 from fds.plans import Action, Op, recorder
 from fds.step import Order, Seeds, Totals, profiled
@@ -62,8 +62,8 @@ class Computations:
     order: Order | None = None  # in which data ranks meet
     keeps: bool = False  # whether what the last stage returned is wanted
     totals: Totals = attrs.field(factory=Totals)
-    outputs: dict[int, Packet] = attrs.field(factory=dict)
-    outcomes: dict[int, losses.Outcome] = attrs.field(factory=dict)  # by microbatch, until its backward begins
+    outputs: dict[int, Packet] = tree.new(dict)
+    outcomes: dict[int, losses.Outcome] = tree.new(dict)  # by microbatch, until its backward begins
     began: float = 0.0  # when what an action needs was there, where that is recorded
 
     def do(self, action: Action, mail: Mail) -> None:
@@ -78,7 +78,7 @@ class Computations:
             self.seeds.decide(None)
         if action == self.final:
             try:
-                next(iter(self.stages.values())).add(lambda leaves: None, last=True)
+                next(iter(self.stages.values())).add(_nothing, last=True)
             except RankError:
                 raise
             except Exception:  # a transport fails again: what failed first is raised, when all ranks know of it
@@ -156,3 +156,7 @@ class Computations:
         gathers = self.order is not None and "gather" in self.order.joins
         if self.order is not None and (gathers or action.op is not Op.FORWARD):
             self.order.settle()
+
+
+def _nothing(leaves: list[Tensor]) -> None:
+    """Be a backward that adds nothing to the gradients."""

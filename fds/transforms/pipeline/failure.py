@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
@@ -44,7 +45,7 @@ class Failure:
             fields = ("\n".join([_text(error), *map(_text, getattr(error, "__notes__", ()))]),)
         return cls(place, where, kind, fields, error)
 
-    def json(self) -> list:
+    def json(self) -> list[Any]:
         """Return it for the other ranks."""
         return [self.place, self.where, self.kind, list(self.fields)]
 
@@ -77,7 +78,7 @@ def _text(x: object) -> str:
         return f"(its text cannot be made: {type(error).__name__})"
 
 
-def first(failures: Sequence[list | None]) -> tuple[int, Failure] | None:
+def first(failures: Sequence[list[Any] | None]) -> tuple[int, Failure] | None:
     """Return which rank failed first, and how, given what `json` returned on those that did."""
     found = [(one[0], rank, one) for rank, one in enumerate(failures) if one is not None]
     if not found:

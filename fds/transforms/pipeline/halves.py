@@ -10,7 +10,9 @@ operation that computes all of its gradients however few are asked for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +42,10 @@ def backward_input(
         return None
     groups, leads = cut
     kept: dict[Node, tuple[Tensor | None, ...]] = {}
-    keep = lambda node: lambda arrived: kept.__setitem__(node, arrived)
+
+    def keep(node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:
+        return lambda arrived: kept.__setitem__(node, arrived)
+
     with _hooked({node: keep(node) for nodes, _ in groups for node in nodes if node in leads}):
         found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
     # an output of parameters alone has its gradient already
@@ -53,14 +58,18 @@ def backward_input(
             starts += [(edge, grad) for edge, grad in alone if edge.node in nodes]
             if starts:
                 # hooks of tensors have changed what was kept, and would again: it is put in their results' place
-                with _hooked({node: lambda _, got=got: got for node, got in mine.items()}):
+                with _hooked({node: functools.partial(_instead, got) for node, got in mine.items()}):
                     torch.autograd.backward([edge for edge, _ in starts], [grad for _, grad in starts], inputs=theirs)
 
     return list(found), rest
 
 
+def _instead(kept: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+    return kept
+
+
 @contextlib.contextmanager
-def _hooked(hooks: dict[Node, Callable]) -> Iterator[None]:
+def _hooked(hooks: dict[Node, Callable[..., Any]]) -> Generator[None]:
     """Call these with what arrives at nodes, before the nodes get it; what they return is what the nodes get."""
     handles = [node.register_prehook(hook) for node, hook in hooks.items()]
     try:
@@ -130,7 +139,8 @@ def _graph(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 
 def _leads_to(node: Node, nodes: set[Node], children: dict[Node, list[Node]], leads: set[Node]) -> bool:
     """Say whether there is a way from a node to one of others, among those that lead to an input."""
-    stack, seen = [node], set()
+    seen: set[Node] = set()
+    stack = [node]
     while stack:
         for n in children[stack.pop()]:
             if n in nodes:

@@ -50,8 +50,8 @@ class Ownership(Placement):
     @functools.cached_property
     def own_stages(self) -> tuple[int, ...]:
         """The stages of this process."""
-        mine = lambda stage: self.axis is None or self.placement[stage] == self.axis.index
-        return tuple(filter(mine, range(self.num_stages)))
+        everything = range(self.num_stages)
+        return tuple(s for s in everything if self.axis is None or self.placement[s] == self.axis.index)
 
     @functools.cached_property
     def stages(self) -> dict[str, tuple[int, ...]]:
@@ -109,7 +109,10 @@ class Ownership(Placement):
     @functools.cached_property
     def buffers(self) -> dict[str, tuple[int, ...]]:
         """The rank that has each buffer."""
-        rank = lambda stage: 0 if self.axis is None else self.placement[stage]
+
+        def rank(stage: int) -> int:
+            return 0 if self.axis is None else self.placement[stage]
+
         each = (
             (name, stage)
             for stage in range(self.num_stages)
@@ -173,20 +176,20 @@ class Ownership(Placement):
         for work in [self.channel.start_send(flat, other) for other in owners[1:]]:
             work.wait()
 
-    def collect(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    def collect(self, held: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the parameters, or the buffers, of all stages on every rank of the axis, given those of this one."""
         if self.axis is None:
-            return named
+            return held
         kinds: dict[str, tuple[int, str, list[int]]] = {}
-        own = {name: [str(x.dtype)[6:], list(x.shape)] for name, x in named.items()}
+        own = {name: [str(x.dtype)[6:], list(x.shape)] for name, x in held.items()}
         for rank, theirs in enumerate(self.axis.exchange(own, "params")):
             for name, (dtype, shape) in theirs.items():
                 kinds.setdefault(name, (rank, dtype, shape))
-        found = {}
+        found: dict[str, Tensor] = {}
         for name in [*(n for n in self.stages if n in kinds), *(n for n in kinds if n not in self.stages)]:
             rank, dtype, shape = kinds[name]
             mine = rank == self.index  # what others send is not written over a state's own memory
-            x = named[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            x = held[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             found[name] = self._broadcast(x.contiguous(), rank)
         return found
 

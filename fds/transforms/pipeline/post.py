@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.collectives import Axis, Work
 from fds.errors import BatchError, LossError
 from fds.plans import Action, Op
@@ -32,8 +33,8 @@ class Line:
     peer: int  # coordinate of the other rank
     device: torch.device
     pool: Any  # of memory for what is received, None for fresh memory
-    expected: deque[int] = attrs.field(factory=deque)  # microbatches that may be received, not begun yet
-    begun: dict[int, tuple[list[Tensor], list[Work]]] = attrs.field(factory=dict)
+    expected: deque[int] = tree.new(deque)  # microbatches that may be received, not begun yet
+    begun: dict[int, tuple[list[Tensor], list[Work]]] = tree.new(dict)
 
     def send(self, messages: Sequence[Tensor]) -> list[tuple[Work, Tensor]]:
         """Begin to send what `_bytes` made."""
@@ -47,11 +48,14 @@ class Line:
 
     def begin(self, i: int, kinds: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> None:
         """Begin to receive the tensors of a microbatch."""
-        tensors, works = [], []
+        tensors: list[Tensor] = []
+        works: list[Work] = []
         for dtype, shape in kinds:
             numel = torch.Size(shape).numel()
-            fresh = lambda numel=numel, dtype=dtype: torch.empty(numel, dtype=dtype, device=self.device)
-            flat = fresh() if self.pool is None else self.pool.take(numel, dtype, self.device)
+            if self.pool is None:
+                flat = torch.empty(numel, dtype=dtype, device=self.device)
+            else:
+                flat = self.pool.take(numel, dtype, self.device)
             if numel:
                 works.append(self.axis.start_recv(flat.view(torch.uint8), self.peer))
             tensors.append(flat.view(shape))
@@ -77,7 +81,7 @@ class Border:
     early: bool  # whether the plan has receives before they are needed, so that none may hold up the rank
     known: dict[str, Any] | None = None  # the header that holds for all packets
     shape: Shape | None = None
-    shapes: dict[int, Shape | None] = attrs.field(factory=dict)  # by microbatch; None: there is nothing to send
+    shapes: dict[int, Shape | None] = tree.new(dict)  # by microbatch; None: there is nothing to send
 
     def send_activation(self, i: int, packet: Packet | None) -> list[tuple[Work, Tensor]]:
         """Begin to send a packet; in place of None, which is for what failed, zeros if anything is expected."""
@@ -107,15 +111,17 @@ class Border:
         shape = self.shapes.get(i)
         if shape is None:
             return []
-        tensors = []
+        tensors: list[Tensor] = []
         for at, kind in enumerate(shape.tensors):
             if kind is not None and kind[2]:
                 grad = None if grads is None else grads[at]
-                zeros = lambda kind=kind: torch.zeros(kind[1], dtype=kind[0], device=self.gradients.device)
-                tensors.append(zeros() if grad is None else grad.to(kind[0]))
+                tensors.append(self._zeros(kind[0], kind[1]) if grad is None else grad.to(kind[0]))
         messages = _bytes(tensors)
         del self.shapes[i]
         return self.gradients.send(messages)
+
+    def _zeros(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.gradients.device)
 
     def receive_activation(self, i: int) -> None:
         """Expect a packet; begin to receive it if it is known what it will be."""
@@ -154,7 +160,7 @@ class Border:
 
     def _header(self) -> dict[str, Any]:
         length = int(self.activations.receive(torch.int64, 1))
-        return json.loads(bytes(self.activations.receive(torch.uint8, length).tolist()))
+        return json.loads(bytes(tree.values_of(self.activations.receive(torch.uint8, length))))
 
 
 class Post:
@@ -171,7 +177,7 @@ class Post:
         early: bool,
     ):
         self.box: dict[Item, Any] = {}
-        self.sending: dict[tuple, list[tuple[Work, Tensor]]] = {}
+        self.sending: dict[tuple[Any, ...], list[tuple[Work, Tensor]]] = {}
         self.borders: dict[int, Border] = {}
         for stage, number in numbered(placement).items():
             ends = placement[stage], placement[stage + 1]
@@ -236,7 +242,7 @@ class Post:
         for key in list(self.sending):
             self._wait(key)
 
-    def _wait(self, key: tuple) -> None:
+    def _wait(self, key: tuple[Any, ...]) -> None:
         for work, _ in self.sending.pop(key, ()):
             work.wait()
 
@@ -249,7 +255,7 @@ class Post:
 def numbered(placement: Mapping[int, int]) -> dict[int, int]:
     """Return the stages whose next one is on another rank, numbered among those between the same two ranks."""
     seen: dict[tuple[int, int], int] = {}
-    found = {}
+    found: dict[int, int] = {}
     for stage in range(len(placement) - 1):
         ends = placement[stage], placement[stage + 1]
         if ends[0] != ends[1]:
@@ -272,7 +278,7 @@ def _text(header: Any) -> str:
 
 def _other_shape(header: Any, known: Any) -> BatchError:
     def show(header: Any, other: Any) -> str:
-        leaf = lambda x: (
+        leaf: Callable[[Any], str] = lambda x: (
             f"{x['dtype']} {tuple(x['shape'])}" + ("" if x["wants"] else " without gradient")
             if "dtype" in x
             else repr(x["value"])

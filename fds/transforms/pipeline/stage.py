@@ -30,6 +30,9 @@ class _Enter(torch.autograd.Function):
         return grad
 
 
+_enter: Callable[[Tensor], Tensor] = _Enter.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
 @attrs.frozen(eq=False)
 class Piece:
     """Some calls of layers that were run, cut off from what came before: their graph, by both its ends."""
@@ -96,7 +99,7 @@ class Stage:
         ):
             calls = losses.layer_calls(self.loss, self.layers, params, current, setting)
             calls = setting.mapped(calls)
-            groups = _groups(calls) if split else [calls]
+            groups, piece = _groups(calls) if split else [calls], None
             for group in groups:
                 piece, packet = self._run(group, packet)
                 if self.is_last and group is groups[-1]:
@@ -112,6 +115,7 @@ class Stage:
         if trains:
             self.each.check_graph(total)
         root = Packet([total], None, (total.requires_grad,))
+        assert piece is not None
         self._close(i, piece, root)
         return packet.loose(), attrs.evolve(outcome, total=total.detach())
 
@@ -200,8 +204,7 @@ class Stage:
         inputs = [x.requires_grad_() if want else None for x, want in zip(packet.leaves, packet.wants, strict=True)]
         grad = torch.is_grad_enabled()
         given = [
-            x if enter is None or not grad else _Enter.apply(enter)
-            for x, enter in zip(packet.leaves, inputs, strict=True)
+            x if enter is None or not grad else _enter(enter) for x, enter in zip(packet.leaves, inputs, strict=True)
         ]
         value = packet.build(given)
         del given

@@ -34,7 +34,7 @@ class Pipeline:
     num_microbatches: int
     dynamic: bool
     channels: Mapping[Any, Axis]
-    whole: set[int] = attrs.field(factory=set)  # layers that B was seen to run whole: for `describe`
+    whole: set[int] = tree.new(set)  # layers that B was seen to run whole: for `describe`
 
     together = True
 
@@ -105,12 +105,12 @@ class Pipeline:
         counts = [n] if everyone is None else everyone.exchange(n, "evaluate")
         return min((m for m in counts if m is not None), default=1)
 
-    def evaluate(self, run: Pass) -> tuple[Totals, list]:
+    def evaluate(self, run: Pass) -> tuple[Totals, list[Any]]:
         """Run the plan's forwards; what the last layer returned goes to all ranks."""
         n = run.batch.count
         plan = run.runtime.forwards.get(n) or run.runtime.forwards.setdefault(n, self.plan.forwards(n))
-        work, failure = self._work(run, plan, lambda backward, last: None)
-        shown: list = []
+        work, failure = self._work(run, plan, _add_nothing)
+        shown: list[Any] = []
         with random.scope(run.settings[0].devices), torch.no_grad():
             failure = self._run(run, plan, work, failure)
             if failure is None and run.outputs and self.owned.num_stages - 1 in work.stages:
@@ -127,7 +127,8 @@ class Pipeline:
 
     def _work(self, run: Pass, plan: Lowered, add: Callable[..., None]) -> tuple[Computations, Failure | None]:
         """Return the computations of this rank, and what is wrong with its batch."""
-        loss, stages, params = run.loss, {}, run.params
+        loss, params = run.loss, run.params
+        stages: dict[int, Stage] = {}
         named = dict(zip(run.trained, params.trained, strict=True)) if run.trained else {}
         for index in self.owned.own_stages:
             layers = self.owned.layers(index)
@@ -206,11 +207,14 @@ class Pipeline:
         return text + (f"; backward not split in layers {layers}" if self.whole else "")
 
 
-def _kinds(totals: Totals) -> list | None:
+def _kinds(totals: Totals) -> list[Any] | None:
     """Return the dtypes of totals, as JSON, None where there are none."""
     if totals.loss is None:
         return None
-    name = lambda x: str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else "float64"
+
+    def name(x: Tensor | float) -> str:
+        return str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else "float64"
+
     return [
         name(totals.loss),
         name(totals.weight),
@@ -220,11 +224,14 @@ def _kinds(totals: Totals) -> list | None:
     ]
 
 
-def _like(totals: Totals, kinds: list, device: torch.device) -> Totals:
+def _like(totals: Totals, kinds: list[Any], device: torch.device) -> Totals:
     """Return totals, or zeros of these kinds where there are none."""
     if totals.loss is not None:
         return totals
-    zero = lambda kind: torch.zeros((), dtype=getattr(torch, kind), device=device)
+
+    def zero(kind: str) -> Tensor:
+        return torch.zeros((), dtype=getattr(torch, kind), device=device)
+
     loss, weight, count, weighted, metrics = kinds
     sums = {metric: zero(kind) for metric, kind in metrics}
     return Totals(zero(loss), zero(weight), sums, count, weighted, totals.divisor)
@@ -232,7 +239,10 @@ def _like(totals: Totals, kinds: list, device: torch.device) -> Totals:
 
 def _joined(outputs: list[Any]) -> Any:
     """Return the outputs of microbatches as one: rows put together, of the rest the first's."""
-    join = lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) and xs[0].dim() else xs[0]
+
+    def join(*xs: Any) -> Any:
+        return torch.cat(xs) if isinstance(xs[0], Tensor) and xs[0].dim() else xs[0]
+
     try:
         return tree.map(join, *outputs) if len(outputs) > 1 else outputs[0]
     except (RuntimeError, ValueError, TypeError) as error:
@@ -243,6 +253,10 @@ def _joined(outputs: list[Any]) -> Any:
             want="outputs alike but for the number of rows",
             hint="a batch whose rows do not divide into the microbatches is evaluated in one piece",
         ) from error
+
+
+def _add_nothing(backward: Callable[[list[Tensor]], None], last: bool) -> None:
+    """Add the gradients of a pass that has no backward."""
 
 
 def _plain(x: Any) -> Any:

@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         "halves-run-hooks-twice",
         "fds/transforms/pipeline/halves.py",
-        "with _hooked({node: lambda _, got=got: got for node, got in mine.items()}):",
+        "with _hooked({node: functools.partial(_instead, got) for node, got in mine.items()}):",
         "if True:",
         "hooks of tensors change what W starts from a second time",
         "tests/pipeline -k hook",
@@ -86,8 +86,8 @@ MUTANTS = (
     Mutant(
         "gradient-of-another-dtype",
         "fds/transforms/pipeline/post.py",
-        "tensors.append(zeros() if grad is None else grad.to(kind[0]))",
-        "tensors.append(grad if grad is not None else zeros().double())",
+        "tensors.append(self._zeros(kind[0], kind[1]) if grad is None else grad.to(kind[0]))",
+        "tensors.append(grad if grad is not None else self._zeros(torch.float64, kind[1]))",
         "what stands for a missing gradient is sent in another dtype than is expected",
         "tests/pipeline/test_messages.py",
     ),

@@ -86,8 +86,8 @@ MUTANTS = (
     Mutant(
         "joint-norm-overflows",
         "fds/step/totals.py",
-        "joint = top * torch.linalg.vector_norm(norms / top)",
-        "joint = torch.linalg.vector_norm(norms)",
+        "joint = top * joint_norm(norms / top)",
+        "joint = joint_norm(norms)",
         "squares of finite norms overflow where ranks join them",
         "fds/step/totals.py",
     ),
@@ -134,7 +134,7 @@ MUTANTS = (
     Mutant(
         "norm-counts-copies-on-a-tensor-axis",
         "fds/step/topology.py",
-        "counted = list(map(operator.and_, counted, one.placement.counts(firsts)))",
+        "counted = [a and b for a, b in zip(counted, one.placement.counts(firsts), strict=True)]",
         "counted = one.placement.counts(firsts)",
         "where two dimensions hold copies, only the last one's word decides whose squares count",
         "tests/tensor_axis/test_training.py",
@@ -142,7 +142,7 @@ MUTANTS = (
     Mutant(
         "key-of-each-rank",
         "fds/step/initial.py",
-        'key = torch.tensor(everyone.exchange(key.tolist(), "init")[0], dtype=torch.int64, device="cpu")',
+        'key = torch.tensor(everyone.exchange(tree.values_of(key), "init")[0], dtype=torch.int64, device="cpu")',
         "pass",
         "ranks that were given other keys keep them, and draw differently for what they share",
         "tests/sharding/test_refusals.py",

@@ -1,0 +1,18 @@
+"""torch's operators on lists of tensors, one call for many; torch has no names for them without an underscore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+# Where torch defines them is private too, and it does not list them among what it exports.
+copy_: Callable[[Tensors, Tensors], object] = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+add_: Callable[[Tensors, Tensors], object] = torch._foreach_add_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+zero_: Callable[[Tensors], object] = torch._foreach_zero_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+clamp_min_: Callable[[Tensors, float], object] = torch._foreach_clamp_min_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+clamp_max_: Callable[[Tensors, float], object] = torch._foreach_clamp_max_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
