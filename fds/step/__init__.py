@@ -3,10 +3,11 @@
 from fds.step.batch import Split, Whole, check_tree, checksum, rows, whole
 from fds.step.call import Call
 from fds.step.checks.agreement import same_composition
-from fds.step.composition import Composition, Transform, compose, fill, transform
+from fds.step.composition import Composition, Transform, compose, transform
 from fds.step.describe import Description
 from fds.step.evaluation import evaluate
 from fds.step.execution import Executor, InTurn, LocalGradients, Microbatch, Pass, PassResult
+from fds.step.filling import fill
 from fds.step.gradients import Gradients, Measure, global_norm
 from fds.step.initial import beginning
 from fds.step.memory import Memory

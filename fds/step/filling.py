@@ -1,0 +1,136 @@
+"""Filling stations: what a transform does to a step, each single station, field and slot once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from fds import tree
+from fds.errors import ComposeError, did_you_mean
+from fds.step.checks import forms
+from fds.step.memory import Memory
+from fds.step.sharding.kept import SLOT, nothing_kept
+from fds.step.sharding.shard import Shard
+from fds.step.topology import Dimension, Dimensions
+
+if TYPE_CHECKING:
+    from fds.step.program import Step
+
+
+def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: Any) -> Step:
+    """Return `step` with stations filled by the transform whose turn it is.
+
+    Tuple stations are appended to; of `gather` and `reduce` a dict fills the fields that it names; `memory` takes one
+    `Memory`, and `slots={name: init}` is short for one that lies like the parameters. What somebody filled before,
+    station, field or slot, is a `ComposeError`, into which `hint` goes, and `instead` of this transform's own text
+    (None: nothing).
+    """
+    by, owners = step.composing.position, dict(step.composing.owners)
+    changes: dict[str, Any] = {}
+    for name, value in itertools.chain(stations.items(), _implied(stations)):
+        held = _station(step, name)
+        some = value if tree.is_dict(value) else None  # of the fields of a station
+        if some is None or name in ("memory", "slots"):
+            forms.form(name, value, held)
+        if name in ("memory", "slots"):
+            made = _memories(value)
+            for slot in made:
+                if (key := f"slots.{slot}") in owners:
+                    raise conflict(step, f"the slot {slot!r}", owners[key], hint, instead=instead)
+                owners[key] = by
+            changes["memory"] = {**changes.get("memory", step.memory), **made}
+        elif isinstance(held, tuple):
+            if isinstance(value, Dimension) and isinstance(value.placement, Shard):
+                if "topology.shard" in owners:
+                    first = owners["topology.shard"]
+                    raise conflict(step, "the sharding of the state", first, hint, drop=first, instead=instead)
+                owners["topology.shard"] = by
+            changes[name] = (*held, value)
+        else:
+            fields = _fields(held) if some is None else some
+            keys = [f"{name}.{field}" for field in fields] + [name] * (some is None)
+            taken = next((key for key in keys if key in owners), None)
+            if taken is not None:
+                drop = by if instead is None else owners[taken]
+                raise conflict(step, f"the station {name!r}", owners[taken], hint, drop=drop, instead=instead)
+            changes[name] = value if some is None else _evolved(name, held, some)
+            owners.update(dict.fromkeys(keys, by))
+    if "topology" in changes:
+        changes["dimensions"] = Dimensions.of(changes["topology"])
+    return attrs.evolve(step, composing=attrs.evolve(step.composing, owners=owners), **changes)
+
+
+def _implied(stations: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the station and the filler that others call for: a transport that keeps something has a slot for it."""
+    reduce = stations.get("reduce")
+    transport = reduce.get("transport") if tree.is_dict(reduce) else getattr(reduce, "transport", None)
+    if transport is not None and transport.keeps:
+        yield "memory", Memory(SLOT, nothing_kept, "partial")
+
+
+def _memories(value: Memory | dict[str, Any]) -> dict[str, Memory]:
+    """Return memories by slot, given one, or what `slots` was filled with."""
+    if isinstance(value, dict):
+        return {slot: Memory(slot, init, "parameters") for slot, init in value.items()}
+    return {value.slot: value}
+
+
+def _station(step: Step, name: str) -> Any:
+    """Return what is at a station. Raises `ComposeError` for a name that is none."""
+    fields = [field.name for field in attrs.fields(type(step))]
+    known = [*fields[: fields.index("memory") + 1], "slots"]  # what follows in `fields` is no station
+    if name == "slots":
+        return step.memory
+    if name not in known:
+        raise ComposeError(
+            "there is no such station", where="fill", got=name, want=", ".join(known), hint=did_you_mean(name, known)
+        )
+    return getattr(step, name)
+
+
+def _fields(held: object) -> list[str]:
+    """Return the names of a station's fields, none where it is not a record."""
+    return [field.name for field in attrs.fields(type(held))] if attrs.has(type(held)) else []
+
+
+def _evolved(name: str, held: Any, value: dict[str, Any]) -> Any:
+    """Return a station with some of its fields replaced. Raises `ComposeError` for others than it has."""
+    known = _fields(held)
+    other = next((field for field in value if field not in known), None)
+    if other is not None:
+        raise ComposeError(
+            "the station has no such field",
+            where=f"station {name!r}",
+            got=str(other),
+            want=", ".join(known) or "a value, not a dict",
+            hint=did_you_mean(str(other), known),
+        )
+    for field, one in value.items():
+        forms.field(name, field, one)
+    return attrs.evolve(held, **value)
+
+
+def conflict(
+    step: Step, what: str, first: int, hint: str, *, drop: int | None = None, instead: str | None = ""
+) -> ComposeError:
+    """Return the error of two fillers; `drop` is the position that the better composition leaves out."""
+    written, second = step.composition, step.composing.position
+    better: dict[int, Any] = {second: instead or written[second]}
+    if drop is not None:
+        better[drop] = None
+    want = [better.get(i, t) for i, t in enumerate(written) if better.get(i, t) is not None]
+    return ComposeError(
+        f"{what} is already filled by {written[first]} (position {first}); {written[second]} fills it too.",
+        where=f"position {second}",
+        got=written_out(written),
+        want=written_out(want),
+        hint=hint,
+    )
+
+
+def written_out(parts: Any) -> str:
+    """Return parts of a composition as they would be written."""
+    return f"compose({', '.join(map(str, parts))})"
