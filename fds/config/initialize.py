@@ -31,7 +31,7 @@ def initialize(
     model: nn.Module | Layers,
     loss: Callable | None = None,
     *,
-    config: TrainingConfig | Mapping[str, Any] | str | os.PathLike | None = None,
+    config: TrainingConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     args: Any = None,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
     schedule: Callable[[Any], Any] | None = None,

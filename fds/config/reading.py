@@ -20,7 +20,7 @@ from fds.errors import ConfigError
 from fds.storage.disk.small_files import RepeatedKeys, unique_keys
 
 
-def read(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]:
+def read(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
     """Return the JSON object of a source. Raises `ConfigError` for a missing file or one that is not a JSON object."""
     if isinstance(source, Mapping):
         return dict(source)
@@ -42,7 +42,7 @@ def read(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]:
     return _parsed(text, where)
 
 
-def _decoded(source: str | os.PathLike) -> str | None:
+def _decoded(source: str | os.PathLike[str]) -> str | None:
     """Return the text that base64 encodes, or None if that is not JSON."""
     try:
         text = base64.urlsafe_b64decode(str(source)).decode()

@@ -38,7 +38,11 @@ class TrainingConfig(Groups):
 
     @classmethod
     def of(
-        cls, source: Mapping[str, Any] | str | os.PathLike, *, defaults: Edition = "0.19.6", unknown: Unknown = "error"
+        cls,
+        source: Mapping[str, Any] | str | os.PathLike[str],
+        *,
+        defaults: Edition = "0.19.6",
+        unknown: Unknown = "error",
     ) -> Self:
         """Read a configuration from a dict, a JSON or HJSON file, or its text in base64.
 

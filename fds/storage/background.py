@@ -90,7 +90,7 @@ class Saving:
 
 
 def save_async(
-    dir: str | os.PathLike,
+    dir: str | os.PathLike[str],
     state: State,
     step: Step,
     tag: str | None = None,

@@ -44,7 +44,7 @@ class Difference:
     max_relative: float = 0.0
 
 
-def differences(a: str | os.PathLike | Source, b: str | os.PathLike | Source) -> list[Difference]:
+def differences(a: str | os.PathLike[str] | Source, b: str | os.PathLike[str] | Source) -> list[Difference]:
     """Return the leaves in which two states differ, in the order of the first, then those that only the second has.
 
     Each is a `Source` or a path as for `locate`. Two blocks of 8 MiB are in memory at a time. Raises `StorageError`.
@@ -61,7 +61,7 @@ def differences(a: str | os.PathLike | Source, b: str | os.PathLike | Source) ->
     return found
 
 
-def locate(text: str | os.PathLike, tag: str | None = None) -> tuple[Path, str | None]:
+def locate(text: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, str | None]:
     """Return the path of a run and the tag in `DIR`, `DIR:TAG` or `DIR/TAG`.
 
     Raises `StorageError` for a second tag.

@@ -40,8 +40,8 @@ Pieces = Iterable[tuple[str, int, Tensor]]  # key path, first element, elements 
 
 
 def export_weights(
-    source: State | str | os.PathLike,
-    path: str | os.PathLike,
+    source: State | str | os.PathLike[str],
+    path: str | os.PathLike[str],
     dtype: torch.dtype | None = torch.bfloat16,
     *,
     step: Step | None = None,

@@ -23,7 +23,7 @@ Rename = Callable[[str], str] | Mapping[str, str]
 
 @torch.inference_mode(False)
 def import_weights(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     step: Step,
     params: Any,
     *,
@@ -55,7 +55,7 @@ def import_weights(
 
 @torch.inference_mode(False)
 def import_deepspeed(
-    dir: str | os.PathLike,
+    dir: str | os.PathLike[str],
     step: Step,
     params: Any,
     *,

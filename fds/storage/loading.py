@@ -38,7 +38,7 @@ Slots = Literal["init", "drop"]
 
 @torch.inference_mode(False)
 def load(
-    dir: str | os.PathLike,
+    dir: str | os.PathLike[str],
     step: Step,
     params: Any,
     *,

@@ -16,7 +16,7 @@ DEEPSPEED = "*model_states.pt"
 WEIGHTS = (SAFETENSORS, *TORCH, INDEX)
 
 
-def open_source(path: str | os.PathLike, tag: str | None = None, *, verify: bool = True) -> Source:
+def open_source(path: str | os.PathLike[str], tag: str | None = None, *, verify: bool = True) -> Source:
     """Open the save under a tag of a run's directory, by default the last.
 
     `path` may also be a DeepSpeed checkpoint directory, or anything that `import_weights` takes. Bytes of a save are

@@ -16,7 +16,7 @@ from fds.storage.ranks.draft import Draft, TagValidation
 
 
 def save(
-    dir: str | os.PathLike,
+    dir: str | os.PathLike[str],
     state: State,
     step: Step,
     tag: str | None = None,

@@ -13,7 +13,7 @@ from fds.storage.opening import open_source
 from fds.storage.source import piece
 
 
-def verify(path: str | os.PathLike, tag: str | None = None) -> list[str]:
+def verify(path: str | os.PathLike[str], tag: str | None = None) -> list[str]:
     """Read every byte of a save, compare every checksum, and return a line for each fault: none if it is whole.
 
     A fault of a whole file is reported once. One chunk is in memory at a time. Takes the arguments of `open_source`.

@@ -35,7 +35,7 @@ class WriterProcess:
         _all.add(self)
 
     def write(
-        self, path: str | os.PathLike, header: bytes, spans: Sequence[writer.Span]
+        self, path: str | os.PathLike[str], header: bytes, spans: Sequence[writer.Span]
     ) -> list[list[writer.WrittenChunk]]:
         """Write a file as `fds.storage.disk.writer.write` does, with the same chunks and the same errors.
 
@@ -129,7 +129,7 @@ def _ask(process: subprocess.Popen, job: dict) -> dict | None:
     return json.loads(process.stdout.readline())
 
 
-def _check_mapped(path: str | os.PathLike, spans: Sequence[writer.Span]) -> None:
+def _check_mapped(path: str | os.PathLike[str], spans: Sequence[writer.Span]) -> None:
     """Raise `OSError` for unmapped memory: copying it here would crash this process."""
     page = os.sysconf("SC_PAGE_SIZE")
     for address, nbytes in spans:

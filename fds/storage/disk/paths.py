@@ -22,7 +22,7 @@ def checked_path(path: object, where: str) -> Path:
 
 
 @contextlib.contextmanager
-def read_errors(work: str, path: str | os.PathLike = "") -> Iterator[None]:
+def read_errors(work: str, path: str | os.PathLike[str] = "") -> Iterator[None]:
     """Turn an `OSError` inside the block, such as for another user's files, into a `StorageError`."""
     try:
         yield

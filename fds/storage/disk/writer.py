@@ -79,7 +79,7 @@ def memory_of(pid: int) -> Fetch:
 
 
 def write(
-    path: str | os.PathLike, header: bytes, spans: Sequence[Span], *, fetch: Fetch = own_memory
+    path: str | os.PathLike[str], header: bytes, spans: Sequence[Span], *, fetch: Fetch = own_memory
 ) -> list[list[WrittenChunk]]:
     """Write a header and the bytes of spans to a new file, durably, and return the chunks of each span in order.
 

@@ -47,7 +47,7 @@ RESERVED = frozenset(
 )
 
 
-def deepspeed(dir: str | os.PathLike, tag: str | None = None) -> Source:
+def deepspeed(dir: str | os.PathLike[str], tag: str | None = None) -> Source:
     """Open what `engine.save_checkpoint(dir, tag)` of DeepSpeed 0.19.6 wrote, with any number of ranks.
 
     ZeRO 0 to 3, the optimizers of float16 and bfloat16, pipelines and universal checkpoints are supported:

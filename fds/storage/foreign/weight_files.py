@@ -26,7 +26,7 @@ MAX_HEADER = 100_000_000  # bytes, also of an index; as in the safetensors libra
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
-def weights(path: str | os.PathLike) -> Source:
+def weights(path: str | os.PathLike[str]) -> Source:
     """Open the parameters in files of Hugging Face or torch.save, as "params.<name>".
 
     Args:

@@ -67,7 +67,7 @@ class Draft:
     @classmethod
     def of(
         cls,
-        dir: str | os.PathLike,
+        dir: str | os.PathLike[str],
         state: State,
         step: Step,
         tag: str | None,
