@@ -209,11 +209,11 @@ class Step(Stations):
         """
         return into(self, module, state, prefix, buffers_prefix)
 
+    def _repr_html_(self) -> str:
+        return self.describe()._repr_html_()  # pyright: ignore[reportPrivateUsage]  (the name is IPython's)
+
     @check.graphless
     @with_chosen_kernels
-    def _repr_html_(self) -> str:
-        return self.describe()._repr_html_()
-
     def describe(self, state: State | None = None, batch: Any = None) -> Description:
         """Say station by station what is composed; with a state, the bytes held and sent; with a batch, what is unused.
 
