@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -26,20 +25,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from gpt import curve, pipelines, ranks
-from gpt.display import Display
-from gpt.interrupt import Interrupt
-from gpt.log import Log
+from gpt import pipelines, ranks
 from gpt.model import gpt
 from gpt.sample import generate
 from gpt.text import Text, even_starts, random_starts, read, windows
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.syntax import Syntax
 from torch import Tensor
 
 import fds
 from fds.collectives import Axis, Mesh
+from fds.display import draw_curve, read_log
 from fds.errors import FdsError, StorageError
 
 PRECISIONS = {
@@ -47,6 +45,7 @@ PRECISIONS = {
     "bfloat16": fds.precision(torch.bfloat16),
     "float16": fds.compose(fds.precision(torch.float16), fds.loss_scale()),
 }
+SHOWN = ("bits_per_byte", "grad_norm", "lr", "loss_scale", "skipped")
 TIMEOUT = 300.0  # seconds that a rank waits for the others; nothing they do alone takes half of it
 
 
@@ -108,37 +107,28 @@ def train(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> int
     text, done, last = text.to(device), int(state.calls), options.steps
     console = Console() if shown else Console(quiet=True, force_terminal=False)
     size = sum(x.numel() for x in fds.tree.leaves(params))
-    title = f"[bold]fds[/]  GPT of {size / 1e6:.1f}M parameters, {options.dtype} on {placing(options, mesh)}"
+    title = f"fds  GPT of {size / 1e6:.1f}M parameters, {options.dtype} on {placing(options, mesh)}"
 
-    with (
-        Log(out / "log.jsonl" if shown else Path(os.devnull), upto=done) as log,
-        Display(console, title, total=last, done=done) as display,
-        Interrupt(everyone(mesh)) as interrupt,
-    ):
-        while done < last:
+    with fds.display.Progress(
+        last, start=done, title=title, names=SHOWN, curve="bits_per_byte", log=out / "log.jsonl", console=console
+    ) as progress:
+        for _ in progress:
             state, metrics = step(state, next_batch(text, state, options, mesh["dp"]))
-            done += 1
-            log.step(done, metrics)
-            stops = interrupt.agreed() or done == last
-            evaluates, saves = done % options.eval_every == 0 or done == last, done % options.save_every == 0 or stops
-            if done % options.read_every == 0 or evaluates or saves:
-                log.read(tokens_per_step=options.batch * options.context)
-                display.show(log)
-            if evaluates:
-                log.evaluation(done, held_out_bits(step, state, text, options, mesh["dp"]))
-                display.show(log)
-                display.tell(log)
-            if saves:
-                save = fds.save if stops else fds.save_async  # training continues meanwhile, except for the last save
-                save(out / "save", state, step, tag="last", extra={"text": text.digest})
-            if evaluates or saves:
-                log.pause()
-            if stops:
-                break
+            progress(metrics, tokens=options.batch * options.context)
+            done = progress.done
+            if done % options.eval_every == 0 or done == last:
+                with progress.paused():
+                    progress.note({"held_out": held_out_bits(step, state, text, options, mesh["dp"])})
+            if done % options.save_every == 0 or progress.ends:
+                with progress.paused():
+                    save = fds.save if progress.ends else fds.save_async  # training continues meanwhile
+                    save(out / "save", state, step, tag="last", extra={"text": text.digest})
 
-    if done < last:
+    if progress.done < last:
         command = shlex.join([sys.executable, sys.argv[0], "--resume", str(out)])
-        console.print(f"stopped after step {done} of {last}, and saved. Go on with:\n\n  {command}\n", soft_wrap=True)
+        console.print(
+            f"stopped after step {progress.done} of {last}, and saved. Go on with:\n\n  {command}\n", soft_wrap=True
+        )
         return 130
     code = generate(
         step.evaluator(state),
@@ -151,7 +141,7 @@ def train(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> int
     if shown:
         code = Syntax(code, "python", theme="ansi_dark", word_wrap=True)
         console.print(Panel(code, title="a sample", border_style="dim"))
-        console.print(summary(log, out, options), highlight=False, soft_wrap=True)
+        console.print(summary(out, options), highlight=False, soft_wrap=True)
     return 0
 
 
@@ -196,20 +186,20 @@ def held_out_bits(step: fds.Step, state: fds.State, text: Text, options: argpars
     return float(torch.stack(bits).sum() / len(starts))
 
 
-def summary(log: Log, out: Path, options: argparse.Namespace) -> str:
+def summary(out: Path, options: argparse.Namespace) -> str:
     """Draw the curve, and return a few lines about the result and the files."""
+    log, picture = out / "log.jsonl", str(out / "curve.png")
     try:
-        curve.draw(log, out / "curve.png")
-        picture = str(out / "curve.png")
-    except ImportError:
-        picture = 'not drawn: matplotlib is not installed (pip install "fds\\[plot]")'
-    last = log.evaluations[-1]
+        draw_curve(log, picture, metric="bits_per_byte", note="held_out")
+    except FdsError as error:
+        picture = f"not drawn: {escape(error.what)} ({escape(error.hint)})"
+    last = read_log(log)[-1]
     return "\n".join(
         (
             f"held out  [bold]{last['held_out']:.3f}[/] bits per byte",
             f"trained   {options.steps} steps of {options.batch * options.context:,} bytes in {last['seconds']:.0f} s",
             f"curve     {picture}",
-            f"log       {out / 'log.jsonl'}",
+            f"log       {log}",
             f"save      {out / 'save'}",
         )
     )
@@ -260,7 +250,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         ("layers", 4, "blocks"),
         ("heads", 2, "attention heads per block"),
         ("seed", 0, "of everything random"),
-        ("read-every", 10, "steps between readings of the metrics"),
         ("eval-every", 100, "steps between evaluations"),
         ("eval-rows", 64, "held-out windows"),
         ("save-every", 250, "steps between saves"),
@@ -307,7 +296,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.set_defaults(stages=0)
     options = parser.parse_args(arguments)
     options.pipeline = options.pipeline or pipelines.NONE
-    counts = "batch context width layers heads read_every eval_every eval_rows save_every"
+    counts = "batch context width layers heads eval_every eval_rows save_every"
     from_zero = ("accumulate", "ranks", "restarts", "stages")
     for name, low in (*((name, 1) for name in counts.split()), *((name, 0) for name in from_zero)):
         if getattr(options, name) < low:

@@ -56,8 +56,8 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
 
     # rooms that are used by name
     from fds import autodiff, collectives, config, data, errors, kernels, nn, optim, plans, random, schedules, tree
-    from fds import command_line as command_line, containers as containers, layout as layout, loss as loss
-    from fds import microbatches as microbatches, state as state, step as step, storage as storage
+    from fds import command_line as command_line, containers as containers, display as display, layout as layout
+    from fds import loss as loss, microbatches as microbatches, state as state, step as step, storage as storage
     from fds import transforms as transforms
     from fds.errors import FdsError
 
@@ -92,8 +92,8 @@ __getattr__, __dir__ = lazily(
         "fds.config.initialize": "initialize",
         "fds.errors": "FdsError",
     },
-    submodules="autodiff collectives command_line config containers data errors kernels layout loss microbatches nn "
-    "optim plans random schedules state step storage transforms tree",
+    submodules="autodiff collectives command_line config containers data display errors kernels layout loss "
+    "microbatches nn optim plans random schedules state step storage transforms tree",
 )
 
 __all__ = [

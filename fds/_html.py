@@ -66,6 +66,12 @@ def closed(title: str, inside: str) -> str:
     return f"<details><summary>{escape(title)}</summary>{inside}</details>"
 
 
+def filled(fraction: float) -> str:
+    """Return a bar of which a fraction, from 0 to 1, is filled."""
+    inside = f'<div style="width:{100 * min(max(fraction, 0.0), 1.0):.1f}%;height:6px;background:#5c6bc0"></div>'
+    return f'<div style="background:{_LINE};border-radius:3px;overflow:hidden;margin:.3em 0">{inside}</div>'
+
+
 def lanes(rows: Sequence[Sequence[Bar]], end: float) -> str:
     """Return a picture of bars from 0 to `end`, a lane per row, numbered; of more than `MOST_BARS` their number."""
     if (num_bars := sum(map(len, rows))) > MOST_BARS:

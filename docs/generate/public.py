@@ -29,6 +29,7 @@ ROOMS = (  # in the order of data flow
     "fds.storage",
     "fds.storage.foreign",
     "fds.data",
+    "fds.display",
     "fds.config",
     "fds.command_line",
     "fds.errors",

@@ -24,6 +24,7 @@ TITLES = {
     "fds.storage": "Saving and loading",
     "fds.storage.foreign": "Files of other programs",
     "fds.data": "Data loaders",
+    "fds.display": "Progress of a run",
     "fds.config": "DeepSpeed's configuration",
     "fds.command_line": "The command line",
     "fds.errors": "Errors",

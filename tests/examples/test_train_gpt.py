@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import signal
 import time
@@ -11,16 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 
 import fds
 from tests.examples.runs import command, fresh, lines, saved
 
 import train_gpt  # isort: skip  (runs puts the folder of the script on the path)
 from gpt import model, ranks  # isort: skip
-from gpt.display import Display, spark  # isort: skip
-from gpt.interrupt import Interrupt  # isort: skip
-from gpt.log import Log, smooth  # isort: skip
 from gpt.text import even_starts, is_held_out, random_starts, read, standard_library, windows  # isort: skip
 
 ALONE = fds.mesh(pp=1, dp=-1)
@@ -57,8 +52,6 @@ def test_a_run_that_was_interrupted_and_resumed_equals_one_that_was_not(tmp_path
         120,
         "--eval-every",
         50,
-        "--read-every",
-        7,
         "--dropout",
         0.1,
         "--accumulate",
@@ -82,16 +75,6 @@ def test_a_run_that_was_interrupted_and_resumed_equals_one_that_was_not(tmp_path
     first, second = saved(tmp_path / "broken"), saved(tmp_path / "whole")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_a_second_interrupt_ends_the_program_at_once():
-    with Interrupt(ALONE["dp"]) as interrupt:
-        assert not interrupt.agreed()
-        signal.raise_signal(signal.SIGINT)
-        assert interrupt.agreed()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_fresh_run_replaces_an_earlier_one_and_nothing_else(tmp_path: Path, book: Path, capsys):
@@ -237,47 +220,3 @@ def test_attention_by_hand_is_torchs_own():
     q, k, v = torch.randn(3, 2, 4, 33, 8, generator=torch.Generator().manual_seed(0)).unbind()
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(model.attend(q, k, v), expected)
-
-
-def test_the_panel_shows_every_number(tmp_path: Path):
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=120, _environ={"TERM": "xterm"})
-    metrics = {"bits_per_byte": 2.5, "loss": 1.7, "lr": 1e-3, "grad_norm": 0.5, "loss_scale": 65536.0, "skipped": True}
-    with Log(tmp_path / "log.jsonl", upto=0) as log, Display(console, "title", total=100) as display:
-        log.step(50, {name: torch.tensor(value) for name, value in metrics.items()})
-        log.read(tokens_per_step=1000)
-        log.evaluation(50, 2.6)
-        display.show(log)
-    for word in (
-        "loss",
-        "2.500",
-        "held out",
-        "2.600",
-        "tokens/s",
-        "gradient norm",
-        "0.500",
-        "learning rate",
-        "1.00e-03",
-        "loss scale",
-        "65536 (1 skipped)",
-        "time left",
-        "50",
-        "100",
-    ):
-        assert word in screen.getvalue()
-
-
-def test_a_log_is_cut_at_the_resumed_step_and_at_a_torn_line(tmp_path: Path):
-    path = tmp_path / "log.jsonl"
-    whole = [f'{{"step": {i}, "loss": 1.0, "seconds": {i}.0}}\n' for i in range(1, 6)]
-    path.write_text("".join(whole) + '{"step": 6, "lo')
-    with Log(path, upto=9) as log:
-        assert [line["step"] for line in log.steps] == [1, 2, 3, 4, 5]
-        assert 5 <= log.seconds < 6
-    with Log(path, upto=3) as log:
-        assert len(path.read_text().splitlines()) == len(log.steps) == 3
-
-
-def test_smoothing_passes_over_what_is_not_finite():
-    assert smooth([2.0, float("nan"), 2.0, float("inf")]) == [2.0] * 4
-    assert spark([3.0, 2.0, 1.0], width=3) == "█▅▁"

@@ -48,7 +48,7 @@ def test_a_pipeline_of_two_ranks_follows_the_curve_of_one(tmp_path: Path, book: 
 
 
 def test_a_run_in_stages_is_stopped_and_resumed_with_others_and_without(tmp_path: Path, book: Path):
-    options = [*QUICK, "--data", book, "--accumulate", 4, "--steps", 90, "--read-every", 3, "--eval-every", 30]
+    options = [*QUICK, "--data", book, "--accumulate", 4, "--steps", 90, "--eval-every", 30]
     out = tmp_path / "staged"
     ranks = as_ranks(2, *options, "--pipeline", "zb_h1", "--stages", 2, "--out", out)
     until(lambda: logged(out) > 0, ranks[0])

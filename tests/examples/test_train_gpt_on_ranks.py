@@ -57,8 +57,6 @@ def test_a_run_on_two_ranks_is_stopped_resumed_on_one_and_follows_the_curve_of_o
         20,
         "--eval-rows",
         7,
-        "--read-every",
-        3,
         "--accumulate",
         2,
         "--sample",

@@ -33,6 +33,7 @@ ROOMS = {
     "storage": "step state layout collectives tree errors",
     "data": "collectives microbatches random tree errors",
 }
+ROOMS["display"] = "_html collectives errors"
 ROOMS["config"] = " ".join(ROOMS)
 ROOMS["command_line"] = " ".join(ROOMS)
 VERSION = "fds.__version__"  # which every room may ask for: it is there before any of them

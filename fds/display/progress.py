@@ -1,0 +1,213 @@
+"""`Progress`: how a run goes, while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+
+from fds.collectives import Axis, mesh
+from fds.display.interrupt import Interrupt
+from fds.display.jsonl import Log
+from fds.display.readings import read
+from fds.display.screens import Screen, screen_for
+from fds.display.smoothing import Curve
+from fds.display.view import View
+from fds.errors import FdsError, is_int, is_number
+
+
+class Progress:
+    """Show how a run goes: a panel in a terminal, lines in a log, an output that is replaced in a notebook.
+
+        with fds.display.Progress(1000, start=int(state.calls)) as progress:
+            for i in progress:                           # 0 ... 999; Ctrl-C ends it after the step that runs
+                state, metrics = step(state, batch(i))
+                progress(metrics, tokens=8192)
+        fds.save("run", state, step)                     # of an interrupted run too
+
+    Metrics stay on the device until they are shown: then those of all steps since are copied at once, and in between
+    nothing waits. The numbers of a run are the same with it and without it. All ranks make it and call it; the first
+    one shows, and if one is interrupted all end after the same step (a message of 4 bytes a step, between hosts).
+
+    Args:
+        total_steps: of the whole run.
+        start: steps that were done before.
+        title: shown above.
+        names: the metrics to show, in order; None for all but `step`. Booleans are counted.
+        curve: the metric that is smoothed, and drawn as a curve.
+        interval: seconds between two readings; None for half a second, and ten where lines are printed. The first
+            step and a note are shown at once, the last step at the end of the block.
+        log: a file of JSON lines, one per step with all its metrics; a run that starts at `start` continues it.
+        axis: the ranks that end together; None for all that run.
+        show: whether this rank shows and writes the log; None for the first rank alone.
+        console: where to print.
+
+    Attributes:
+        done: steps done, earlier ones included.
+        interrupted: whether Ctrl-C or SIGTERM came, on any rank.
+
+    Raises `FdsError` for sizes that are none, and for a log that cannot be written.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        start: int = 0,
+        title: str = "",
+        names: Sequence[str] | None = None,
+        curve: str = "loss",
+        interval: float | None = None,
+        log: str | Path | None = None,
+        axis: Axis | None = None,
+        show: bool | None = None,
+        console: Console | None = None,
+    ):
+        _check(total_steps, start, interval)
+        axis = mesh(ranks=-1)["ranks"] if axis is None else axis
+        self.total_steps, self.done, self.title, self.interrupted = total_steps, start, title, False
+        self.shows = axis.index == 0 if show is None else show
+        self._interrupt = Interrupt(axis)
+        self._names, self._curve_of, self._interval = names, curve, interval
+        self._console, self._log_path = console, log
+        self._log: Log | None = None
+        self._screen: Screen | None = None
+        self._curve, self._counts = Curve(), dict[str, int]()
+        self._waiting: list[tuple[int, Mapping[str, Any]]] = []
+        self._numbers: dict[str, float] = {}  # of the last step that was read
+        self._notes: dict[str, float] = {}
+        self._work = {"tokens": 0, "samples": 0}  # since the last reading
+        self._speeds: dict[str, float] = {}
+        self._first = start
+
+    def __enter__(self) -> Self:
+        self._began = self._read_at = time.perf_counter()
+        self._shown_at: float | None = None
+        if self.shows:
+            if self._log_path is not None:
+                self._log = Log(self._log_path, upto=self.done)
+                for line in self._log.kept:
+                    if self._curve_of in line:
+                        self._curve.add(line[self._curve_of])
+            self._screen = screen_for(self._console or Console())
+        self._interrupt.__enter__()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._interrupt.__exit__()
+        try:
+            if error is None and self._waiting:
+                self.show()
+        finally:
+            if self._screen is not None:
+                self._screen.close()
+            if self._log is not None:
+                self._log.__exit__()
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the numbers of the steps that are left, until one is interrupted.
+
+        Raises `FdsError` if a turn ends without `progress(metrics)`.
+        """
+        while not self.ends:
+            number = self.done
+            yield number
+            if self.done == number:
+                raise FdsError(
+                    "the step was not reported", where=f"step {number}", want="progress(metrics) in each turn"
+                )
+
+    def __call__(self, metrics: Mapping[str, Any], *, tokens: int = 0, samples: int = 0) -> None:
+        """Report a step: its metrics, and how many tokens and samples it took, on all ranks together."""
+        self.done += 1
+        self.interrupted = self._interrupt.agreed()
+        if self._screen is None:
+            return
+        self._waiting.append((self.done, metrics))
+        self._work["tokens"] += tokens
+        self._work["samples"] += samples
+        interval = self._screen.interval if self._interval is None else self._interval
+        if self._shown_at is None or time.perf_counter() - self._shown_at >= interval:
+            self.show()
+
+    @property
+    def ends(self) -> bool:
+        """Whether the step that was reported last is the last one: all are done, or it was interrupted."""
+        return self.interrupted or self.done >= self.total_steps
+
+    def show(self) -> None:
+        """Read the metrics that were reported, which waits for the device, and show them."""
+        if self._screen is None:
+            return
+        self._read()
+        self._screen.show(View(self.title, self.done, self.total_steps, self._texts(), tuple(self._curve.points)))
+        self._shown_at = time.perf_counter()
+
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Show numbers beside the metrics from now on, such as a held-out loss, and write them to the log."""
+        if self._screen is None:
+            return
+        self._read()
+        [numbers] = read([values])
+        self._notes |= numbers
+        if self._log is not None:
+            self._log.write(self.done, numbers)
+        self.show()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time of this block, an evaluation or a save, as training; reads the metrics first."""
+        if self._screen is not None:
+            self._read()
+        yield
+        self._read_at = time.perf_counter()
+
+    def _read(self) -> None:
+        if not self._waiting:
+            return
+        rows = read([metrics for _, metrics in self._waiting])
+        now = time.perf_counter()
+        self._speeds = {name: n / max(now - self._read_at, 1e-9) for name, n in self._work.items() if n}
+        speeds = {f"{name}_per_s": round(speed, 1) for name, speed in self._speeds.items()}
+        for (number, _), row in zip(self._waiting, rows, strict=True):
+            for name, value in row.items():
+                if isinstance(value, bool):
+                    self._counts[name] = self._counts.get(name, 0) + value
+            if self._curve_of in row:
+                self._curve.add(row[self._curve_of])
+            if self._log is not None:
+                values = {name: value for name, value in row.items() if name != "step"}
+                self._log.write(number, {**values, **speeds})
+        self._numbers = rows[-1]
+        self._waiting, self._work, self._read_at = [], dict.fromkeys(self._work, 0), now
+
+    def _texts(self) -> dict[str, str]:
+        names = [name for name in self._numbers if name != "step"] if self._names is None else self._names
+        texts: dict[str, str] = {}
+        for name in names:
+            if name in self._counts:
+                texts |= {name: f"{self._counts[name]:,}"} if self._counts[name] else {}
+            elif name in self._numbers:
+                texts[name] = f"{self._curve.value if name == self._curve_of else self._numbers[name]:.4g}"
+        texts |= {name: f"{value:.4g}" for name, value in self._notes.items()}
+        texts |= {f"{name}/s": f"{speed:,.0f}" for name, speed in self._speeds.items()}
+        return {**texts, "time left": self._time_left()}
+
+    def _time_left(self) -> str:
+        a_step = (time.perf_counter() - self._began) / max(1, self.done - self._first)
+        seconds = int(a_step * (self.total_steps - self.done))
+        hours, minutes = divmod(seconds // 60, 60)
+        return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+
+
+def _check(total_steps: int, start: int, interval: float | None) -> None:
+    """Raise `FdsError` for arguments that are no numbers of steps or seconds."""
+    for name, value in (("total_steps", total_steps), ("start", start)):
+        if not is_int(value, 0):
+            raise FdsError("not a number of steps", where=f"Progress, {name}", got=repr(value), want="0 or more")
+    if interval is not None and not (is_number(interval) and interval >= 0):
+        raise FdsError("not a number of seconds", where="Progress, interval", got=repr(interval), want="0.0 or more")
