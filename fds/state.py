@@ -64,7 +64,8 @@ class State:
 
     def _repr_html_(self) -> str:
         """Return what it holds, by names, shapes, dtypes and bytes: no element is read, and no device waited for."""
-        if self.token.spent_at is not None:
+        given_up = self.token.spent_at is not None
+        if given_up:
             return _html.box("State", _html.text("given to a donating step, which wrote over it: use what it returned"))
         leaves = tree.paths(self)
         groups: dict[str, dict[str, Tensor]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,13 +21,14 @@ class Log:
 
     def __init__(self, path: str | Path, *, upto: int = 0):
         self.path = Path(path)
-        self.kept = [line for line in read_log(path) if line["step"] <= upto] if self.path.exists() else []
+        self.kept, end = _lines_upto(self.path, upto) if self.path.exists() else ([], 0)
         self._seconds = self.kept[-1]["seconds"] if self.kept else 0.0
         self._start = time.perf_counter()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text("".join(json.dumps(line) + "\n" for line in self.kept))
             self._file = self.path.open("a")
+            if self._file.tell() > end:
+                self._file.truncate(end)  # not written anew: a rank may be killed at any time
         except OSError as error:
             raise FdsError("the log cannot be written", where=str(path), got=str(error)) from error
 
@@ -51,12 +52,19 @@ class Log:
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
     """Return the lines of a log. What follows an incomplete line, of a process that was killed, is left out."""
-    return list(_lines(Path(path).read_text()))
+    return _lines_upto(Path(path), None)[0]
 
 
-def _lines(text: str) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return
+def _lines_upto(path: Path, upto: int | None) -> tuple[list[dict[str, Any]], int]:
+    """Return the complete lines of a log up to a step, and the number of bytes that they take."""
+    kept: list[dict[str, Any]] = []
+    end = 0
+    for text in path.read_bytes().splitlines(keepends=True):
+        if not text.endswith(b"\n"):
+            break  # the process was killed while writing
+        line = json.loads(text)
+        if upto is not None and line["step"] > upto:
+            break
+        kept.append(line)
+        end += len(text)
+    return kept, end

@@ -133,6 +133,14 @@ MUTANTS = (
         "tests/transforms/test_precision.py",
     ),
     Mutant(
+        "names-in-notebooks-are-markup",
+        "fds/_html.py",
+        "{escape(str(cell))}",
+        "{cell}",
+        "a parameter whose name is a script runs it in a notebook",
+        "tests/unit/test_html.py",
+    ),
+    Mutant(
         "lazy-names-asked-for-each-time",
         "fds/lazy.py",
         "        setattr(this, name, value)\n",

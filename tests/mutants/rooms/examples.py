@@ -24,8 +24,8 @@ MUTANTS = (
     Mutant(
         "log-keeps-a-later-step",
         "fds/display/jsonl.py",
-        'if line["step"] <= upto]',
-        'if line["step"] <= upto + 1]',
+        'line["step"] > upto:',
+        'line["step"] > upto + 1:',
         "the log of a resumed run has the step after its save twice",
         "tests/display",
     ),
