@@ -109,7 +109,8 @@ def _constructor(record: griffe.Class, fields: dict[str, griffe.Attribute]) -> g
 def _default(value: str | None) -> str | None:
     """Return the default of a field as one would write it, or None where there is none.
 
-    That of `attrs.field(...)`, `tree.fresh(...)`, of a key of the configuration, and of a setting with its validator.
+    That of `attrs.field(...)`, `tree.fresh(...)`, `tree.new(...)`, of a key of the configuration, and of a setting with
+    its validator.
     """
     call = _call(value)
     if call is None:
@@ -117,6 +118,8 @@ def _default(value: str | None) -> str | None:
     name = ast.unparse(call.func).rpartition(".")[2]
     if name == "_setting":
         return ast.unparse(call.args[1]) if len(call.args) > 1 else None
+    if name == "new":
+        return f"{ast.unparse(call.args[0])}()"
     if name not in ("field", "static", "fresh", "key"):
         return value
     keywords = {keyword.arg: keyword.value for keyword in call.keywords}
