@@ -121,7 +121,7 @@ MUTANTS = (
         "found = [(one[0], rank, one) for rank, one in enumerate(failures) if one is not None]",
         "found = [(rank, rank, one) for rank, one in enumerate(failures) if one is not None]",
         "what came of a failure is raised in the place of what failed first",
-        "tests/pipeline -k fail",
+        "tests/pipeline -k two_failures",
     ),
     Mutant(
         "failure-without-its-path",
