@@ -64,6 +64,8 @@ def test_a_group_has_as_many_layers_as_was_said():
     (recompute,) = step.layer
     groups = recompute([LayerCall(torch.tanh, (i,)) for i in range(5)], None)
     assert [group.layers for group in groups] == [(0, 1), (2, 3), (4,)]
+    groups = recompute([LayerCall(torch.tanh, (i,), in_place=i == 2) for i in range(5)], None)
+    assert [group.layers for group in groups] == [(0, 1, 2), (3, 4)], "one in place joins those before it"
 
 
 def test_a_layer_that_writes_over_what_it_would_be_computed_from_again_is_refused():

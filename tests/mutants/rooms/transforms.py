@@ -16,8 +16,16 @@ MUTANTS = (
         "fds/transforms/checkpoint_activations.py",
         "if full and not (groups and one.in_place):",
         "if full:",
-        "a layer that writes over its input gets a checkpoint of its own, whose input is then gone",
-        "tests/laws/test_law_2_checkpointing.py tests/unit/loss/test_recipes.py tests/pipeline/test_halves.py",
+        "a layer that writes over its input gets a checkpoint of its own, and what it is given is kept for it",
+        "tests/transforms/test_checkpoint_memory.py",
+    ),
+    Mutant(
+        "checkpoint-recomputes-from-what-was-written",
+        "fds/transforms/checkpoint_activations.py",
+        "    if group[0].in_place:",
+        "    if group[0].in_place and group[1:]:",
+        "a stage that begins with a layer in place is not computed again from a copy, which a checkpoint refuses",
+        "tests/pipeline/test_transforms.py -k in_place",
     ),
     Mutant(
         "checkpoint-blind-to-writes",
