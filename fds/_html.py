@@ -72,6 +72,16 @@ def filled(fraction: float) -> str:
     return f'<div style="background:{_LINE};border-radius:3px;overflow:hidden;margin:.3em 0">{inside}</div>'
 
 
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Return what the colours of a picture mean: pairs of hexadecimal digits and words."""
+    square = "display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 0"
+    words = (
+        f'<span style="margin-right:1em"><span style="{square};background:#{color}"></span>{escape(meaning)}</span>'
+        for color, meaning in entries
+    )
+    return f'<div style="opacity:.75">{"".join(words)}</div>'
+
+
 def lanes(rows: Sequence[Sequence[Bar]], end: float) -> str:
     """Return a picture of bars from 0 to `end`, a lane per row, numbered; of more than `MOST_BARS` their number."""
     if (num_bars := sum(map(len, rows))) > MOST_BARS:

@@ -62,6 +62,12 @@ class State:
     key: Tensor  # (2,) int64, on the CPU
     token: Token = tree.fresh(factory=Token, repr=False)
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """Return what a notebook shows; without it one would ask for the `repr` too, which reads every element."""
+        given_up = self.token.spent_at is not None
+        size = "given to a donating step" if given_up else _html.num_bytes(tree.num_bytes(self))
+        return {"text/plain": f"State({size})", "text/html": self._repr_html_()}
+
     def _repr_html_(self) -> str:
         """Return what it holds, by names, shapes, dtypes and bytes: no element is read, and no device waited for."""
         given_up = self.token.spent_at is not None

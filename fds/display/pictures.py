@@ -12,12 +12,13 @@ from fds.errors import FdsError
 def draw_curve(log: str | Path, path: str | Path, *, metric: str = "loss", note: str | None = None) -> None:
     """Draw a metric by step, as it is and smoothed, and a note such as "held_out", into a PNG.
 
-    Needs matplotlib, the extra `plot`. Raises `FdsError` where it is missing, and for a log without the metric.
+    Needs matplotlib, which the extra `plot` brings. Raises `FdsError` where it is missing, and for a log that lacks the
+    metric.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise FdsError("a PNG needs matplotlib", where="draw_curve", hint='pip install "fds[plot]"') from error
+        raise FdsError("a PNG needs matplotlib", where="draw_curve", hint="pip install matplotlib") from error
     lines = read_log(log)
     steps, values = _column(lines, metric)
     if not values:

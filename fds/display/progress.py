@@ -29,6 +29,9 @@ class Progress:
                 progress(metrics, tokens=8192)
         fds.save("run", state, step)                     # of an interrupted run too
 
+    `for i, rows in zip(progress, loader)` takes rows from a loader; another loop asks `if progress.ends: break`, for
+    Ctrl-C does not end it by itself.
+
     Metrics stay on the device until they are shown: then those of all steps since are copied at once, and in between
     nothing waits. The numbers of a run are the same with it and without it. All ranks make it and call it; the first
     one shows, and if one is interrupted all end after the same step (a message of 4 bytes a step, between hosts).
@@ -187,14 +190,18 @@ class Progress:
 
     def _texts(self) -> dict[str, str]:
         names = [name for name in self._numbers if name != "step"] if self._names is None else self._names
+        if self._names is None and "lr" in self._numbers:
+            names = [name for name in names if not name.startswith("lr/")]  # of the groups: all are equal
         texts: dict[str, str] = {}
         for name in names:
             if name in self._counts:
                 texts |= {name: f"{self._counts[name]:,}"} if self._counts[name] else {}
             elif name in self._numbers:
-                texts[name] = f"{self._curve.value if name == self._curve_of else self._numbers[name]:.4g}"
-        texts |= {name: f"{value:.4g}" for name, value in self._notes.items()}
+                texts[name] = _text(self._curve.value if name == self._curve_of else self._numbers[name])
+        texts |= {name: _text(value) for name, value in self._notes.items()}
         texts |= {f"{name}/s": f"{speed:,.0f}" for name, speed in self._speeds.items()}
+        if self.interrupted and self.done < self.total_steps:
+            return {**texts, "interrupted": f"after step {self.done}"}
         return {**texts, "time left": self._time_left()}
 
     def _time_left(self) -> str:
@@ -202,6 +209,15 @@ class Progress:
         seconds = int(a_step * (self.total_steps - self.done))
         hours, minutes = divmod(seconds // 60, 60)
         return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+
+
+def _text(number: float) -> str:
+    """Return a number with four digits, or whole.
+
+    >>> _text(65536.0), _text(0.00012345)
+    ('65536', '0.0001234')
+    """
+    return f"{number:.0f}" if abs(number) < 1e9 and number == round(number) else f"{number:.4g}"
 
 
 def _check(total_steps: int, start: int, interval: float | None) -> None:

@@ -69,8 +69,8 @@ class Notebook:
 
     interval = 0.5
 
-    def __init__(self) -> None:
-        self._display: Any = importlib.import_module("IPython.display").display
+    def __init__(self, display: Any = None):
+        self._display = display or importlib.import_module("IPython.display").display
         self._handle: Any = None
 
     def show(self, view: View) -> None:

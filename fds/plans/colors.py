@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fds.plans.actions import COMPUTE, Action, Op
 
 COLORS = {  # red, green, blue, from 0 to 1
@@ -27,6 +29,12 @@ def color(action: Action, stages: tuple[int, ...]) -> tuple[float, float, float]
     white = 0.6 * place / max(len(stages) - 1, 1)
     red, green, blue = (c + (1 - c) * white for c in COLORS[action.op])
     return red, green, blue
+
+
+def legend(actions: Iterable[Action]) -> list[tuple[str, str]]:
+    """Return the colour, as hexadecimal digits, and the meaning of each kind of computation among the actions."""
+    used = {action.op for action in actions}
+    return [(digits(COLORS[op]), LABELS[op]) for op in COLORS if op in used]
 
 
 def digits(rgb: tuple[float, float, float]) -> str:

@@ -11,7 +11,7 @@ import attrs
 from fds import _html
 from fds.errors import PlanError
 from fds.plans.actions import COMPUTE, Action, Op
-from fds.plans.colors import color, digits
+from fds.plans.colors import color, digits, legend
 
 Rows = Iterable[Iterable["Action | str | None"]]
 PipelineSchedule = Callable[[int, int], "Plan | Rows"]  # (number of ranks, number of microbatches) -> the plan
@@ -119,4 +119,7 @@ class Plan:
         ]
         picture = _html.lanes(lanes, max(map(len, self.rows), default=1))
         hint = "in order, not in time: fds.plans.simulate(plan) says when each action runs"
-        return _html.box(f"Plan: {sizes}", picture, _html.text(hint), _html.closed("rows", _html.code(str(self))))
+        means = _html.legend(legend(action for row in self.rows for action in row))
+        return _html.box(
+            f"Plan: {sizes}", picture, means, _html.text(hint), _html.closed("rows", _html.code(str(self)))
+        )

@@ -10,7 +10,7 @@ import attrs
 from fds import _html
 from fds.errors import PlanError
 from fds.plans.actions import COMPUTE, Action, Op
-from fds.plans.colors import color, digits
+from fds.plans.colors import color, digits, legend
 
 
 @attrs.frozen
@@ -72,7 +72,9 @@ class Timeline:
     def _repr_html_(self) -> str:
         title = f"Timeline: {self.num_ranks} ranks, time {self.makespan:.4g}, bubble {self.bubble_fraction:.1%}"
         held = f"peak live per rank: {' '.join(map(str, self.peak_live))}" if self.peak_live else ""
-        return _html.box(title, _html.lanes([_bars(row) for row in self.rows], self.makespan), _html.text(held))
+        picture = _html.lanes([_bars(row) for row in self.rows], self.makespan)
+        means = _html.legend(legend(event.action for row in self.rows for event in row))
+        return _html.box(title, picture, means, _html.text(held))
 
 
 def _bars(row: tuple[Event, ...]) -> list[_html.Bar]:

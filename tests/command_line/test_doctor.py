@@ -153,7 +153,7 @@ def test_in_a_terminal_a_report_is_tables(tmp_path):
     report.add("disk", [Finding("speed", "[bold]slow[/]", "note", "use another")])
     report.conclude()
     text = console.export_text()
-    assert "!  speed  [bold]slow[/]" in text and "use another" in text and "0 problems, 1 note: " in text
+    assert "!  speed          [bold]slow[/]" in text and "use another" in text and "0 problems, 1 note: " in text
 
 
 def test_the_interpreter_of_python_is_named(tmp_path):

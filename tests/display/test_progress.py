@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fds
 from fds.display import Interrupt, Log, Progress, draw_curve, read_log
 from fds.display.readings import read
-from fds.display.screens import Lines, Terminal, screen_for
+from fds.display.screens import Lines, Notebook, Terminal, screen_for
 from fds.display.smoothing import MOST, Curve, smoothed, spark
 from fds.display.view import View
 from fds.errors import FdsError
@@ -120,6 +120,34 @@ def test_a_terminal_gets_a_panel_with_every_number():
     screen = screen_for(console)
     assert isinstance(screen, Terminal)
     screen.close()
+
+
+def test_a_notebook_has_one_output_that_is_replaced():
+    class Handle:
+        def __init__(self, view, display_id):
+            assert display_id is True
+            outputs.append([view])
+
+        def update(self, view):
+            outputs[-1].append(view)
+
+    outputs, screen = [], Notebook(Handle)  # as IPython.display.display
+    views = [View("run", i, 3, {"loss": str(i)}) for i in range(3)]
+    for view in views:
+        screen.show(view)
+    screen.close()
+    assert outputs == [views]
+
+
+def test_numbers_are_short_and_an_interruption_is_said():
+    console = quiet()
+    with Progress(9, interval=0.0, console=console) as progress:
+        for i in progress:
+            if i == 1:
+                signal.raise_signal(signal.SIGTERM)
+            progress({"loss": 0.123456, "lr": 0.5, "lr/*": 0.5, "loss_scale": 65536.0})
+    last = console.file.getvalue().splitlines()[-1]
+    assert last == "step 2/9  loss 0.1235  lr 0.5  loss_scale 65536  interrupted after step 2"
 
 
 def test_html_of_a_view_is_balanced_and_escaped():

@@ -4,6 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fds
 from fds import _html, plans
@@ -85,6 +86,7 @@ def test_it_is_balanced_small_and_without_scripts(name):
         "summary",
         "svg",
         "rect",
+        "span",
         "text",
         "title",
     }
@@ -103,6 +105,19 @@ def test_a_state_shows_shapes_and_bytes_without_reading_an_element():
     page = Balanced(on_meta._repr_html_())
     assert "(3, 4)" in page.words and "48 B" in page.words and "meta" in page.words
     assert "slots.ema" in page.words and "opt.exp_avg" in page.words
+
+
+def test_a_notebook_asks_for_nothing_else_of_a_state():
+    class Nothing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    state, step = state_and_step()
+    with Nothing():
+        shown = state._repr_mimebundle_()
+    assert shown == {"text/plain": "State(224 B)", "text/html": state._repr_html_()}
+    step(state, torch.ones(2, 1))
+    assert state._repr_mimebundle_()["text/plain"] == "State(given to a donating step)"
 
 
 def test_a_state_that_was_donated_says_so():

@@ -60,8 +60,8 @@ class Report:
 
 def _table(name: str, findings: list[Finding]) -> Table:
     table = Table(title=name, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(style="bold", overflow="fold")
+    table.add_column(no_wrap=True)  # as wide in all tables, so that they stand in line
+    table.add_column(style="bold", overflow="fold", min_width=13)
     table.add_column(overflow="fold")
     for finding in findings:
         mark, color = MARKS[finding.level]

@@ -37,7 +37,7 @@ def software(settings: Settings) -> Iterator[Finding]:
     for extra, (package, use) in EXTRAS.items():
         found = version(package)
         missing = found == "not installed"
-        yield Finding(f"fds[{extra}]", f"{package} {found}", advice=f'for {use}: pip install "fds[{extra}]"' * missing)
+        yield Finding(f"fds[{extra}]", f"{package} {found}", advice=f"for {use}: pip install {package}" * missing)
 
 
 def in_range(name: str, number: str, found: str) -> Finding:
