@@ -150,6 +150,14 @@ def test_numbers_are_short_and_an_interruption_is_said():
     assert last == "step 2/9  loss 0.1235  lr 0.5  loss_scale 65536  interrupted after step 2"
 
 
+def test_a_terminal_that_has_no_blocks_gets_lines():
+    console = Console(file=io.TextIOWrapper(io.BytesIO(), "ascii"), force_terminal=True, width=80)
+    with Progress(1, interval=0.0, console=console) as progress:
+        progress({"loss": torch.tensor(1.0)})
+    console.file.seek(0)
+    assert console.file.read().startswith("step 1/1  loss 1  ")
+
+
 def test_html_of_a_view_is_balanced_and_escaped():
     view = View("<b>", 3, 10, {"<i>": "1"}, (1.0, 2.0))
     page = Balanced(view._repr_html_())
@@ -238,6 +246,31 @@ def test_a_log_keeps_its_clock_and_is_cut_at_a_torn_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FdsError, match="cannot be written"):
         Log(tmp_path / "file" / "log.jsonl")
+
+
+@pytest.mark.parametrize("written", [b"my notes\n", b"my notes", b'{"a": 1}\n', b"\0\0\0\n", b'{"step": 1, \0\n'])
+def test_a_file_that_is_no_log_is_refused_and_stays_as_it_is(written, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(written)
+    for use in (read_log, Log, lambda path: Log(path, upto=9)):
+        with pytest.raises(FdsError, match=r"not a line of a log\n  where: .*notes.txt, line 1\n"):
+            use(path)
+    assert path.read_bytes() == written
+    with pytest.raises(FdsError, match="cannot be read"):
+        read_log(tmp_path / "nowhere.jsonl")
+    with pytest.raises(FdsError, match="cannot be written"):
+        Log(tmp_path)
+
+
+def test_a_note_cannot_change_the_number_of_its_step(tmp_path):
+    path = tmp_path / "log.jsonl"
+    with Progress(9, interval=0.0, console=quiet(), log=path) as progress:
+        for i in range(8):
+            progress({"loss": torch.tensor(1.0)})
+            if i == 4:
+                progress.note({"step": 99, "seconds": -1.0, "held_out": 2.0})
+    with Log(path, upto=7) as log:
+        assert [line["step"] for line in log.kept] == [1, 2, 3, 4, 5, 5, 6, 7] and log.seconds >= 0
 
 
 def test_a_curve_is_drawn_of_a_log(tmp_path):
