@@ -88,4 +88,5 @@ def screen_for(console: Console) -> Screen:
     """Return the screen that fits: a notebook's, a terminal's, or lines."""
     if console.is_jupyter:
         return Notebook()
-    return Terminal(console) if console.is_terminal and not console.is_dumb_terminal else Lines(console)
+    redraws = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")  # for blocks
+    return Terminal(console) if redraws else Lines(console)

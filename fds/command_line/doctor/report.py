@@ -26,7 +26,7 @@ class Report:
 
     def add(self, name: str, findings: Iterable[Finding]) -> None:
         """Show the findings of a check; in a terminal, a spinner turns until they are there."""
-        if self.console.is_terminal:
+        if self.console.is_terminal and self.console.encoding.startswith("utf"):  # others have no ✓, and no spinner
             with self.console.status(f"{name} ..."):
                 self.found[name] = list(findings)
             self.console.print(_table(name, self.found[name]))
