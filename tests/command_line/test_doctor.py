@@ -156,6 +156,19 @@ def test_in_a_terminal_a_report_is_tables(tmp_path):
     assert "!  speed          [bold]slow[/]" in text and "use another" in text and "0 problems, 1 note: " in text
 
 
+def test_in_a_terminal_of_ascii_a_report_is_lines():
+    console = Console(force_terminal=True, width=80, file=io.TextIOWrapper(io.BytesIO(), "ascii"))
+    Report(console).add("disk", [Finding("speed", "slow", "note", "use another")])
+    console.file.seek(0)
+    assert console.file.read() == "note     disk         speed          slow  (use another)\n"
+
+
+def test_extras_are_advised_by_their_packages_since_the_fds_of_pypi_is_another_project(tmp_path, monkeypatch):
+    monkeypatch.setattr(software, "version", lambda package: "not installed")
+    advice = [found.advice for found in software.software(QUICK(tmp_path)) if found.what.startswith("fds[")]
+    assert [words.split(": ")[-1] for words in advice] == ["pip install matplotlib", "pip install hjson"]
+
+
 def test_the_interpreter_of_python_is_named(tmp_path):
     found = {one.what: one for one in software.software(QUICK(tmp_path))}
     assert sys.executable in found["Python"].found and found["fds"].found.endswith("fds")
