@@ -144,7 +144,6 @@ os.write(1, b"%d %d;" % (axis.size, int(axis.all_reduce(torch.tensor(10 ** axis.
 """
 
 
-@pytest.mark.xdist_group("ranks")
 def test_torchrun_starts_ranks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -211,7 +211,6 @@ def join_under(environment: dict[str, str]) -> None:
 RANK_OF = {"mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), "srun": ("SLURM_PROCID", "SLURM_LOCALID")}
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("who", RANK_OF)
 def test_two_processes_train_in_the_environment_of(who):
     port = {"MASTER_PORT": str(free_port())}
@@ -241,7 +240,6 @@ def agent(arguments: list[str]) -> None:
     torch.distributed.run.main(arguments)
 
 
-@pytest.mark.xdist_group("ranks")
 def test_two_agents_of_torchrun_are_two_nodes(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -13,8 +13,6 @@ from fds.errors import RankError
 from tests import ranks
 from tests.collectives.cases import axis
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def told(body) -> str:
     try:

@@ -10,8 +10,6 @@ from tests import ranks
 from tests.bits import assert_same_bits
 from tests.collectives.cases import CASES, Example, axis, random_tensors
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def every_function(size: int) -> list[Example]:
     shapes = {"all_gather": [(3,), (2, 5), (0, 2)], "all_reduce": [(), (7,), (300, 301)], "broadcast": [(4, 3)]}

@@ -258,7 +258,6 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(place, tmp_path):
         assert_same_bits(again, state)
 
 
-@pytest.mark.xdist_group("ranks")
 def test_real_ranks_keep_and_resume_what_simulated_ones_do(tmp_path):
     simulated = fds.simulate(lambda: resumed_leaves(tmp_path / "simulated"), 2)
     for (state, again), (want, _) in zip(ranks.run(resumed_leaves, tmp_path / "real"), simulated, strict=True):

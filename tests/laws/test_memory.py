@@ -242,7 +242,6 @@ def real(name):
     return after(step, step.init(step.loss.init, key=7), range(2)).slots
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("name", ["stage 3", "zb_h1, 2 places"])
 def test_real_ranks_note_what_simulated_ones_do(name):
     assert_same_bits(ranks.run(real, name, world_size=2), PLACES[name].run(lambda: real(name)))

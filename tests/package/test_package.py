@@ -20,8 +20,6 @@ from packaging.utils import canonicalize_name
 import fds
 from tests.package.example import ROOT, program
 
-pytestmark = pytest.mark.xdist_group("package")  # built once
-
 CACHES = {"__pycache__", ".git"}
 
 

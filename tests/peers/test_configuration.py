@@ -12,7 +12,7 @@ from tests.peers.worker import train
 GOLDEN = Path(__file__).parents[1] / "golden"
 MORE_ROUNDING = ("2 bf16 float messages", "3 bf16 float messages")
 MEANT = ("2 bf16 float sums",)  # differ because DeepSpeed does not do what the JSON says
-pytestmark = [pytest.mark.xdist_group("peers"), pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(scope="module")

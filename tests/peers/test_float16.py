@@ -9,7 +9,7 @@ import fds
 from tests.peers.float16 import by_fds, configurations, train
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "float16_scales.json"
-pytestmark = [pytest.mark.xdist_group("peers"), pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.mark.peers

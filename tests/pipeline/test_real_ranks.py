@@ -18,8 +18,6 @@ from tests.bits import assert_same_bits
 from tests.pipeline.test_failures import Mine, batch, boom, ended, mined
 from tests.sharding.models import largest_difference
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 STEPS, EPS, LR, MICROBATCHES = 4, 1e-2, 1e-3, 4
 SCHEDULES = {
     "one_f_one_b": plans.one_f_one_b,

@@ -96,7 +96,6 @@ def test_what_views_make_is_in_memory_one_parameter_at_a_time():
     assert_formula(held, peak, told)
 
 
-@pytest.mark.xdist_group("ranks")
 def test_real_ranks_hold_the_bytes_of_the_formula():
     for found in ranks.run(measured, range(4), "float32")[0].values():
         assert_formula(*found)

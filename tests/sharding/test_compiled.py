@@ -11,8 +11,6 @@ import fds
 from tests import ranks
 from tests.bits import assert_same_bits
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 
 

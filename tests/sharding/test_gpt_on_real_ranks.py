@@ -12,8 +12,6 @@ from tests import ranks
 from tests.bits import assert_same_bits, snapshot
 from tests.sharding.models import data_axis, gpt, largest_difference, mine, tokens, train
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 STEPS, EPS, LR = 6, 1e-2, 1e-3
 
 

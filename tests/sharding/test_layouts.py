@@ -279,7 +279,6 @@ def sizes_by_default(local_world_size: str) -> tuple[int, ...]:
         return step.describe(step.init(params)).buckets
 
 
-@pytest.mark.xdist_group("ranks")
 def test_buckets_are_large_where_sending_takes_the_cores_that_compute():
     assert ranks.run(sizes_by_default, "2") == [(3 * 2**20,)] * 2
     assert ranks.run(sizes_by_default, "1") == [(2**20,) * 3] * 2

@@ -411,7 +411,6 @@ def one_raises_in_backward(stage):
         return type(error).__name__
 
 
-@pytest.mark.xdist_group("ranks")
 def test_a_backward_that_raises_on_one_rank_ends_the_others():
     assert ranks.run(one_raises_in_backward, 2, timeout=4.0) == ["RankError", "ZeroDivisionError"]
 
@@ -425,7 +424,6 @@ def forgets_a_leaf():
         return type(error).__name__, error.what
 
 
-@pytest.mark.xdist_group("ranks")
 def test_other_parameters_on_one_real_rank_are_refused_on_all():
     assert ranks.run(forgets_a_leaf) == [("StateError", "ranks were given different parameters")] * 2
 
@@ -456,7 +454,6 @@ def mixed(stage):
     return step.params(state), step.evaluate(state, torch.ones(2))
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_leaves_of_every_dtype_travel_between_real_ranks(stage):
     found = ranks.run(mixed, stage)

@@ -247,7 +247,6 @@ def compiled_and_not():
     assert_same_bits(step_twice(lambda x, leaf, call: inner(x), loss), want)
 
 
-@pytest.mark.xdist_group("ranks")
 def test_compiled_losses_and_views_on_two_ranks():
     ranks.run(compiled_and_not)
 

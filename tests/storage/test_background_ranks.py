@@ -175,7 +175,6 @@ def on_gloo(dir, name):
         return error.what
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("name", ["stage 1", "pp2 x dp2, stage 3"])
 def test_real_ranks_save_while_they_train(tmp_path, name):
     told = ranks.run(on_gloo, str(tmp_path), name, world_size=TOPOLOGIES[name].ranks)
@@ -212,14 +211,12 @@ def wait_for_one_that_hangs(dir):
     return told
 
 
-@pytest.mark.xdist_group("ranks")
 def test_a_rank_that_hangs_is_named_when_the_time_is_over(tmp_path):
     first, _ = ranks.run(wait_for_one_that_hangs, str(tmp_path))
     assert first == "rank 1 did not write its part of the save in time"
     assert folders.tags(tmp_path) == ["before"]
 
 
-@pytest.mark.xdist_group("ranks")
 def test_a_rank_that_is_killed_does_not_hang_the_others_and_the_save_before_loads(tmp_path):
     status, told = ranks.alone(killing_background.main, tmp_path)
     assert status == 0, told

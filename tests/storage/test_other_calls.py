@@ -9,8 +9,6 @@ import fds
 from fds.errors import RankError
 from tests import ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 PARAMS = {"w": torch.ones(4)}
 CALLS = {
     "init": lambda dir, step, state: step.init(PARAMS),

@@ -39,8 +39,6 @@ TOPOLOGIES = {
     "pp2 x dp2 x 2 copies": Stages(2, plans.zb_h1, 2, 1, replicas=2),
 }
 
-on_ranks = pytest.mark.xdist_group("ranks")
-
 
 def layers(width: int = 6) -> fds.Layers:
     """Tied ends, a layer without parameters at each second place, statistics in the middle."""
@@ -464,7 +462,6 @@ def load_on_gloo(dir, name):
     return plain(fds.load(dir, step, step.loss.init)[0], step)
 
 
-@on_ranks
 def test_four_processes_save_and_others_load(tmp_path):
     want = in_order(joined(ranks.run(on_gloo, str(tmp_path), "pp2 x dp2, stage 2", world_size=4)))
     assert_same_bits(in_order(joined(ranks.run(load_on_gloo, str(tmp_path), "zb_v"))), want)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 import fds
@@ -13,8 +12,6 @@ from tests.storage import killing_ranks
 from tests.storage.topologies import Topology, plain
 
 PARAMS = {"w": torch.arange(100.0).view(4, 25), "b": torch.ones(3)}
-
-pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def make_step(*sharding):

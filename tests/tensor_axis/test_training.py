@@ -16,8 +16,6 @@ from fds.step import Dimension, Gradients, Placement, Replicated, SplitDim, fill
 from tests import ranks
 from tests.tensor_axis.splitting import DTYPE, Columns, Place, model, share
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 CALLS, EPS, LR = 3, 1e-2, 1e-2
 # A gradient element is a sum of at most 2**12 products of size 1 (rows x widths x layers), each rounded; optimizers
 # divide by sqrt(v) + EPS, so a parameter moves by at most LR / EPS of that error a call, which then comes back.
