@@ -21,7 +21,7 @@ class Batch:
 
 STEP = fds.compose(fds.sgd(0.1))(lambda p, b: p["w"].sum())
 LOCKS = {  # the lock, what the child does
-    "containers": (lambda: tree._REGISTERING, lambda: tree._register(Batch)),
+    "containers": (lambda: tree._registering, lambda: tree._register(Batch)),
     "memory of a step": (lambda: STEP.runtime.pool.lock, lambda: STEP.runtime.pool.sweep()),
     "kernels": (lambda: choice._changing, lambda: kernels.only("reference").__enter__()),
     "files of torch": (lambda: torch_files._admitting, lambda: torch_files._admitting.acquire()),
@@ -38,11 +38,11 @@ def test_a_child_has_the_lock_that_a_thread_of_its_parent_held(name):
     def hold():
         with lock():
             held.set()
-            over.wait()
+            over.wait(60)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait()
+    assert held.wait(30), "the thread could not take the lock"
     child = os.fork()
     if not child:
         signal.alarm(5)
