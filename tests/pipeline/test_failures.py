@@ -842,22 +842,3 @@ def test_a_step_of_one_process_runs_in_two_threads_at_once():
     want = [trained(state) for state in states]
     with ThreadPoolExecutor(2) as pool:
         assert_same_bits(list(pool.map(trained, states)), want)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_recording_has_the_rows_and_the_live_microbatches_of_the_plan(name):
-    schedule, size = SCHEDULES[name]
-    plan = plans.Plan.of(schedule(size, MICROBATCHES))
-
-    def job():
-        step = piped(schedule, fds.mesh(pp=size)["pp"])
-        state, _ = step(step.init(step.loss.init), batch(0))
-        with plans.record() as recording:
-            step(state, batch(1))
-        return recording.json()
-
-    found = fds.simulate(job, size)
-    timeline = plans.joined(found)
-    done = [[attrs.evolve(event.action, buffer=None) for event in row] for row in timeline.rows]
-    assert done == [list(row) for row in plan.rows]
-    assert timeline.peak_live == plans.simulate(plan).peak_live
