@@ -1,4 +1,4 @@
-"""`fds config` is `fds config`."""
+"""`python -m fds.config` is `fds config`."""
 
 from fds.command_line import run
 

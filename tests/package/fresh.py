@@ -1,4 +1,4 @@
-"""Install a wheel into an empty environment, as a user would, and run the README's first example there.
+"""Install a wheel into an empty environment, as a user would, and run the README's first example and the command there.
 
     python -m tests.package.fresh dist/fds-0.2.0-py3-none-any.whl      # or: make package
 
@@ -24,8 +24,7 @@ def main(wheel: str) -> None:
         bin = Path(folder) / "bin"
         subprocess.run([bin / "python", "-m", "pip", "install", "-q", torch, path], cwd=folder, check=True)
         subprocess.run([bin / "python", "-c", program()], cwd=folder, check=True)
-        if (bin / "fds").exists():
-            subprocess.run([bin / "fds", "--version"], cwd=folder, check=True)
+        subprocess.run([bin / "fds", "--version"], cwd=folder, check=True)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ def test_the_wheel_holds_fds_and_nothing_else(built):
     assert code == {name for name in files("--cached", "--others", "--exclude-standard") if name.startswith("fds/")}
     assert {"fds/py.typed", "fds/__init__.py"} <= code
     assert wheel.read(f"{about}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert wheel.read(f"{about}/entry_points.txt").decode() == "[console_scripts]\nfds = fds.command_line:run\n"
     metadata = Parser().parsestr(wheel.read(f"{about}/METADATA").decode())
     assert (metadata["Name"], metadata["Version"]) == ("fds", fds.__version__)
     assert (metadata["License-Expression"], metadata["Requires-Python"]) == ("Apache-2.0", ">=3.11")
@@ -108,6 +109,14 @@ def test_the_readmes_example_runs_where_only_the_wheel_and_what_it_requires_are(
     ran = run(fresh, program())
     assert ran.returncode == 0, ran.stderr
     assert re.search(f"ran with {re.escape(str(fresh))}.*fds/__init__.py", ran.stdout)
+
+
+def test_the_command_runs_there_with_what_it_loads_when_it_is_chosen(fresh):
+    words = ["explain", "fds.json"], ["plans", "gpipe"], ["doctor", "--quick"], ["storage", "verify", "--help"]
+    (fresh / "fds.json").write_text('{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}')
+    ran = run(fresh, f"import fds.command_line\nfor words in {words}: print(words, fds.command_line.main(words))")
+    assert ran.stdout.count("fds.adam") and "peak live" in ran.stdout, ran.stderr
+    assert "usage: fds storage verify" in ran.stdout, ran.stderr
 
 
 def test_what_fds_does_not_require_is_not_there(fresh):
