@@ -90,6 +90,13 @@ def test_processes_that_hang_are_killed_in_time():
     assert [one.code for one in ended] == [None, None] and "no answer within the time limit" in ended[0].reason
 
 
+def test_a_process_finds_the_modules_that_this_one_finds_whatever_lies_in_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "platform.py").write_text("raise RuntimeError('not that of Python')")
+    monkeypatch.chdir(tmp_path)
+    [ended] = process.run_together("platform", [{}], arguments="terse", limit=60.0)
+    assert ended.code == 0 and ended.out.startswith(sys.platform.title()), ended
+
+
 def test_a_folder_that_may_not_be_written_to_is_a_problem(tmp_path):
     (tmp_path / "file").write_text("")
     found = list(disk.disk(QUICK(tmp_path / "file")))

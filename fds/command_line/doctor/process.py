@@ -35,10 +35,11 @@ def run_together(
 ) -> list[Ended]:
     """Run a module once per environment, all at the same time, and kill what is left after `limit` seconds.
 
-    A process gets this one's environment without what a launcher set, and the given variables.
+    A process gets this one's environment without what a launcher set, and the given variables. It finds modules where
+    this one does: a `queue.py` in the folder is not Python's.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-    command = [sys.executable, "-m", module, *arguments.split()]
+    command = [sys.executable, "-P", "-c", _PROGRAM.format(path=sys.path, module=module), *arguments.split()]
     with contextlib.ExitStack() as files:
         started = []
         for environ in environs:  # into files, not pipes, which fill up
@@ -67,6 +68,9 @@ def _text(file: IO[str]) -> str:
     return file.read()
 
 
+_PROGRAM = (
+    "import runpy, sys; sys.path[:] = {path!r}; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+)
 _LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_", "MASTER_", "TORCHELASTIC_"),
     *("OMPI_", "PMI", "MPI_", "SLURM_"),
