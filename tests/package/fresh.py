@@ -1,6 +1,6 @@
 """Install a wheel into an empty environment, as a user would, and run the README's first example and the command there.
 
-    python -m tests.package.fresh dist/fds-0.2.0-py3-none-any.whl      # or: make package
+    python -m tests.package.fresh dist/*.whl      # or: make package
 
 pip fetches every dependency, torch among them (the version in constraints.txt), so this takes minutes and a network.
 """
