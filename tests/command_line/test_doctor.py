@@ -109,12 +109,20 @@ def test_a_folder_that_may_not_be_written_to_is_a_problem(tmp_path):
         ({"lo": "127.0.0.1", "ib0": "10.0.0.1"}, "eth7", "problem", "export GLOO_SOCKET_IFNAME=ib0"),
         ({"lo": "127.0.0.1", "ib0": "10.0.0.1"}, "ib0", "ok", ""),
         ({"lo": "127.0.0.1", "ib0": "10.0.0.1"}, "", "ok", "on several nodes: export GLOO_SOCKET_IFNAME=ib0"),
+        ({"lo": "127.0.0.1", "ib0": ""}, "", "ok", "other nodes cannot be reached"),
     ],
 )
 def test_the_interface_of_gloo(interfaces, wanted, level, words, monkeypatch):
     monkeypatch.setattr(network.socket, "gethostname", lambda: "localhost")
     found = network.gloo_interface(interfaces, wanted)
     assert found.level == level and words in found.advice
+
+
+def test_a_machine_whose_loopback_is_down_is_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(network.sys, "platform", "linux")
+    monkeypatch.setattr(network, "address", lambda name: "")
+    found = next(network.network(QUICK(tmp_path)))
+    assert (found.level, found.advice) == ("problem", "ip link set lo up")
 
 
 def test_a_host_without_a_name_or_with_a_strange_one_is_noted(monkeypatch):

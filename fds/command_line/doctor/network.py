@@ -17,14 +17,18 @@ def network(settings: Settings) -> Iterator[Finding]:
     """Find the interfaces, and the one that gloo takes: that of GLOO_SOCKET_IFNAME, or of the host's own name."""
     interfaces = {name: address(name) for _, name in socket.if_nameindex()}
     shown = ", ".join(f"{name} {at}" if at else name for name, at in interfaces.items())
-    yield Finding("interfaces", shown or "none", values={"addresses": interfaces})
+    values = {"addresses": interfaces}
+    if sys.platform == "linux" and not any(interfaces.values()):
+        yield Finding("interfaces", f"none with an address: {shown}", "problem", "ip link set lo up", values)
+    else:
+        yield Finding("interfaces", shown or "none", values=values)
     yield gloo_interface(interfaces, os.environ.get("GLOO_SOCKET_IFNAME", ""))
 
 
 def gloo_interface(interfaces: dict[str, str], wanted: str) -> Finding:
     """Return the finding of the interface that gloo takes, given all (name -> IPv4 address) and the wanted names."""
     others = [name for name, at in interfaces.items() if at and not at.startswith("127.")]
-    instead = f"export GLOO_SOCKET_IFNAME={others[0] if others else 'eth0'}"
+    instead = f"export GLOO_SOCKET_IFNAME={others[0] if others else 'INTERFACE'}"
     if wanted:
         missing = [name for name in wanted.split(",") if name not in interfaces]
         if missing:
@@ -33,6 +37,8 @@ def gloo_interface(interfaces: dict[str, str], wanted: str) -> Finding:
         return Finding("gloo", f"takes {wanted}, of GLOO_SOCKET_IFNAME")
     host = socket.gethostname()
     several = f"on several nodes: {instead} (and NCCL_SOCKET_IFNAME)"
+    if not others:
+        several = "other nodes cannot be reached: no interface but the loopback has an address"
     try:
         at = socket.gethostbyname(host)
     except OSError:
