@@ -28,6 +28,7 @@ EXAMPLES = {
     "fds plans one_f_one_b --stages 4 --microbatches 8": "see where a pipeline waits",
     "fds storage show runs/gpt/save": "see what a run has saved",
 }
+SIGPIPE = 128 + 13  # the exit code of a process that it ends
 AFTER = "`fds COMMAND --help` has the options and examples of a command; docs/command-line.md shows what they print."
 
 
@@ -61,7 +62,11 @@ def run(*before: str) -> NoReturn:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
-        code = 128 + 13  # the exit code of a process that SIGPIPE ends
+        code = SIGPIPE
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        code = SIGPIPE  # where rich writes, it exits with 1
     sys.exit(code)
 
 

@@ -100,14 +100,15 @@ def test_a_room_that_has_a_command_runs_as_a_module(module, monkeypatch, capsys)
     assert ended.value.code == 0 and f"usage: {module.replace('.', ' ')} [-h]" in capsys.readouterr().out
 
 
-def test_a_command_whose_output_nobody_reads_ends_quietly(monkeypatch):
+@pytest.mark.parametrize("line", ["config table", "doctor --quick"])  # by print, and by rich
+def test_a_command_whose_output_nobody_reads_ends_quietly(line, monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        monkeypatch.setattr(sys, "argv", ["fds", "table"])
+        monkeypatch.setattr(sys, "argv", ["fds", *line.split()])
         with pytest.raises(SystemExit) as error:
-            program.run("config")
+            program.run()
         monkeypatch.undo()
     assert error.value.code == 141
 
