@@ -120,7 +120,8 @@ def _station(name: str, value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    return value.__name__ if inspect.isfunction(value) else str(value)
+    text = value.__name__ if inspect.isfunction(value) else str(value)
+    return type(value).__name__ if text == object.__repr__(value) else text
 
 
 def _unused(step: Stations, structure: Structure, state: State, batch: Any) -> tuple[str, ...]:

@@ -101,6 +101,15 @@ def test_the_station_and_what_runs_are_one_line():
     assert [line for line in str(told).splitlines() if line.startswith("kernels")] == ["kernels    references only"]
 
 
+def test_a_filler_without_a_text_of_its_own_is_named_after_its_class():
+    class Flip:
+        def __call__(self, grads, call):
+            return grads
+
+    own = fds.step.transform(lambda: lambda step: fds.step.fill(step, condition=Flip()))
+    assert make(own()).describe().stations["condition"] == "Flip"
+
+
 def test_an_optimizer_of_the_users_own_has_its_own_kernels():
     adam = fds.adam(0.1)
     step = make(optimizer=fds.Optimizer(adam.init, adam.update, lr=0.1))
