@@ -18,7 +18,7 @@ from fds.config.table import table
 from fds.config.training import TrainingConfig
 from fds.config.translate.composition import data_ranks
 from fds.config.unknown import Unknown
-from fds.errors import MeshError
+from fds.errors import ConfigError, MeshError
 
 Options = argparse.Namespace
 
@@ -119,6 +119,20 @@ def _printing(text_of: Callable[[Options], str]) -> Callable[[Options], int]:
 
 
 def _explain(options: Options) -> str:
+    try:
+        return _explained(options)
+    except ConfigError as error:
+        hint = in_options(error.hint)
+        raise type(error)(error.what, where=error.where, got=error.got, want=error.want, hint=hint) from None
+
+
+def in_options(hint: str) -> str:
+    """Return the hint of a `ConfigError` with options of this command in place of arguments in Python."""
+    missing, found, _ = hint.partition("; pass auto=")
+    return f"{missing}; pass --auto KEY=VALUE for each" if found else hint.replace('unknown="warn"', "--unknown warn")
+
+
+def _explained(options: Options) -> str:
     config = TrainingConfig.of(options.config, defaults=options.defaults, unknown=options.unknown)
     axes = _axes(options.mesh, options.world_size)
     if options.auto:

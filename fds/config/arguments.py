@@ -39,6 +39,6 @@ def config_of(args: Any, config: Any) -> Any:
             "exactly one configuration is needed",
             where="config, args.fds_config",
             got="both" if configs else "neither",
-            want="one of them: a TrainingConfig, a dict or a path",
+            want="one of them: config=, a TrainingConfig, a dict or a path, or --fds_config on the command line",
         )
     return configs[0]

@@ -60,7 +60,7 @@ class Costs:
                 "there is no cost for this stage",
                 where=f"costs.{name}",
                 got=f"{len(value)} numbers",
-                want=f"one for every stage up to {stage}, or one for all",
+                want=f"at least {stage + 1}, one for each stage, or one number for all",
             )
         return value[stage]
 
