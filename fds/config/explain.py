@@ -203,27 +203,37 @@ def _given_of(config: Groups, meaning: type) -> dict[str, tuple[Any, str]]:
 def _without_effect(
     config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[str, int]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield given keys without which the calls would be the same here, though not in every configuration."""
+    """Yield given keys without which the calls would be the same here, though not in every configuration.
+
+    Of keys of which each could be left out, but not all together, as of three batch sizes that agree, none is yielded.
+    """
     unsupported = {path for path, _ in unsupported_keys(config)}
+    dispensable: dict[str, Any] = {}
     for path, value, key, given in config.walk():
         relevant = isinstance(key.meaning, Argument | NotYet | PartOf) and not isinstance(value, Config | Mapping)
         if not given or not relevant or path in unsupported or value in (AUTO, key.of(config.defaults)):
             continue
-        try:
-            if compose_supported(_without(config, path), axes)[0] == calls:
-                yield path, value
-        except ConfigError:
-            pass  # the key is required
+        if _calls_without(config, {path}, axes) == calls:
+            dispensable[path] = value
+    of_none = _calls_without(config, dispensable, axes)
+    for path, value in dispensable.items():
+        if of_none == calls or _calls_without(config, dispensable.keys() - {path}, axes) == of_none:
+            yield path, value
 
 
-def _without(config: Groups, path: str) -> Groups:
-    """Return the configuration without a key. Raises `ConfigError` if that is not a valid configuration."""
-    data = group = config.to_dict()
-    *names, last = path.split(".")
-    for name in names:
-        group = group[name]
-    del group[last]
-    return type(config).from_dict(data, defaults=config.defaults)
+def _calls_without(config: Groups, paths: Iterable[str], axes: Mapping[str, int]) -> tuple[FunctionCall, ...] | None:
+    """Return the calls of the configuration without some keys, or None if it needs one of them."""
+    data = config.to_dict()
+    for path in paths:
+        *names, last = path.split(".")
+        group = data
+        for name in names:
+            group = group[name]
+        del group[last]
+    try:
+        return compose_supported(type(config).from_dict(data, defaults=config.defaults), axes)[0]
+    except ConfigError:
+        return None
 
 
 def _json(value: Any) -> str:

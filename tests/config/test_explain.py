@@ -248,6 +248,24 @@ def test_what_cannot_be_composed_cannot_be_explained():
     with pytest.raises(ConfigError, match="do not multiply"):
         explained({"train_batch_size": 3})
     with pytest.raises(ConfigError, match="the batch size is not known"):
+        explained({})
+    with pytest.raises(ConfigError, match='a value is "auto", and nobody gave it'):
         explained({"train_batch_size": "auto"})
     with pytest.raises(MeshError, match="no axis for data ranks"):
         explained({"train_batch_size": 2}, {"pp": 2})
+
+
+WITHOUT = "given, without effect here"
+
+
+def test_keys_that_make_others_superfluous_are_in_effect_together():
+    sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    text = explained(sizes | {"zero_optimization": {"stage": 2, "sub_group_size": 5}})
+    assert "fds.accumulate(2)" in text and "zero_optimization.sub_group_size = 5" in text
+    assert WITHOUT not in sections(explained(sizes))
+    buckets = {"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
+    assert WITHOUT not in sections(explained({"train_batch_size": 16, "zero_optimization": buckets}))
+    said = sizes | {"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5}}
+    assert sections(explained(said))[WITHOUT] == ["zero_optimization.stage3_max_live_parameters = 5"]
+    once = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    assert sections(explained(once))[WITHOUT] == ["gradient_accumulation_steps = 1"]
