@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from fds.config.contradiction import MissingKeyError
 from fds.config.field import AUTO, is_comment
 from fds.errors import ConfigError
 
@@ -86,11 +87,18 @@ def with_batch_size(data: Mapping[str, Any], values: Mapping[str, Any], world_si
     return {**values, whole: rows * count * world_size}
 
 
-def hint(data: Mapping[str, Any], values: Mapping[str, Any], where: str) -> str:
-    """Return a hint on how to pass values for the `"auto"`s that have none; empty if all have one."""
+def explained(error: ConfigError, data: Mapping[str, Any], values: Mapping[str, Any]) -> ConfigError:
+    """Return an error of the configuration that says which `"auto"` has no value, if that may be the reason."""
     missing = [path for path in auto_paths(data) if path not in values]
-    if not missing:
-        return ""
+    hint = error.hint or (_hint(missing, error.where) if missing else "")
+    needed = [path for path in error.where.split(", ") if path in missing and path.rpartition(".")[2] in error.want]
+    if not needed or not isinstance(error, MissingKeyError):
+        return ConfigError(error.what, where=error.where, got=error.got, want=error.want, hint=hint)
+    what = 'a value is "auto", and nobody gave it'
+    return ConfigError(what, where=", ".join(needed), got=error.what, want=f"a value for {error.want}", hint=hint)
+
+
+def _hint(missing: list[str], where: str) -> str:
     steps = "num_training_steps=" if "total_num_steps" in where else "..."
     return (
         f'"auto" without a value: {", ".join(missing)}; pass auto={{{missing[0]!r}: ..., ...}}, or of '

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from fds.config.record import Config
 
 
+class MissingKeyError(ConfigError):
+    """Refuse a configuration without a key that it needs; `where` has the path of the key."""
+
+
 def contradiction(config: Config, what: str, *paths: str, want: str) -> ConfigError:
     """Return an error that shows the paths, below a record, and the values of keys that contradict each other."""
     got = ", ".join(f"{path}={_at(config, path)!r}" for path in paths)
@@ -34,13 +38,14 @@ def check_needed(config: Config, switch: str, *needed: str) -> None:
     """Raise `ConfigError` if a switch is on and a key that it needs is null or empty."""
     absent = [path for path in needed if _at(config, path) in (None, (), {})]
     if config[switch] is True and absent:
-        raise contradiction(
+        error = contradiction(
             config,
             "a feature is enabled without the keys that it needs",
             switch,
             *absent,
             want=f"{' and '.join(absent)} where {switch} is true",
         )
+        raise MissingKeyError(error.what, where=error.where, got=error.got, want=error.want)
 
 
 def _at(config: Config, path: str) -> Any:

@@ -97,6 +97,11 @@ def test_auto_without_arguments_names_every_key_and_how_to_give_them():
         TrainingConfig.of(data).resolve()
     assert all(path in error.value.hint for path in ("train_batch_size", "gradient_clipping", "optimizer.params.lr"))
     assert "pass auto=" in error.value.hint
+    assert (error.value.what, error.value.where) == ('a value is "auto", and nobody gave it', "train_batch_size")
+    with pytest.raises(ConfigError, match="do not multiply"):  # whatever the value of "auto" is
+        TrainingConfig.of(
+            {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": "auto"}
+        ).resolve()
 
 
 def test_a_scheduler_without_its_total_says_which_argument_gives_it():
@@ -105,6 +110,7 @@ def test_a_scheduler_without_its_total_says_which_argument_gives_it():
     for auto in (None, training_arguments(arguments)):
         with pytest.raises(ConfigError) as error:
             TrainingConfig.of(data).resolve(auto=auto)
+        assert error.value.what == 'a value is "auto", and nobody gave it'
         assert error.value.where == "scheduler.params.total_num_steps" and "num_training_steps=" in error.value.hint
     known = training_arguments(arguments, num_training_steps=9)
     assert TrainingConfig.of(data).resolve(auto=known).scheduler.arguments.total_num_steps == 9

@@ -9,6 +9,7 @@ from typing import Self
 
 import attrs
 
+from fds.config.contradiction import MissingKeyError
 from fds.config.field import AUTO, key
 from fds.config.meaning import Elsewhere, NotApplicable, argument
 from fds.config.record import Config
@@ -58,7 +59,12 @@ class BatchConfig(Config):
         given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         train, micro, steps = (None if n == AUTO else n for n in given)
         if train is None and micro is None:
-            raise self._error("the batch size is not known", want="train_batch_size or train_micro_batch_size_per_gpu")
+            raise MissingKeyError(
+                "the batch size is not known",
+                where="train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps",
+                got=self._given_text() or "nothing",
+                want="train_batch_size or train_micro_batch_size_per_gpu",
+            )
         if steps is None:
             steps = train // (micro * world_size) if train is not None and micro is not None else 1
         if micro is None:
@@ -67,10 +73,10 @@ class BatchConfig(Config):
         if train is None:
             train = micro * steps * world_size
         if train != micro * steps * world_size:
-            got = f"{self._given_text()} on {world_size} data ranks"
-            raise self._error(
+            raise ConfigError(
                 "the batch sizes do not multiply",
-                got=got,
+                where="train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps",
+                got=f"{self._given_text()} on {world_size} data ranks",
                 want="train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data ranks",
             )
         return self.with_keys(
@@ -79,7 +85,3 @@ class BatchConfig(Config):
 
     def _given_text(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self._given_items() if value is not None)
-
-    def _error(self, what: str, *, got: str = "", want: str) -> ConfigError:
-        where = "train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps"
-        return ConfigError(what, where=where, got=got or self._given_text() or "nothing", want=want)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import attrs
 
-from fds.config.contradiction import check_order, contradiction
+from fds.config.contradiction import MissingKeyError, check_order, contradiction
 from fds.config.field import key
 from fds.config.meaning import NotYet, PartOf
 from fds.config.record import Config
-from fds.errors import ConfigError
 
 _REQUIRED = ("max_train_batch_size", "micro_batch_sizes")
 _VERSIONS = (0.1, 0.2)
@@ -56,7 +55,7 @@ class ElasticityConfig(Config):
     def _check_required(self) -> None:
         if missing := [name for name in _REQUIRED if name not in self.given]:
             names = " and ".join(missing)
-            raise ConfigError(
+            raise MissingKeyError(
                 "elasticity has no sizes to search",
                 where=", ".join(["enabled", *missing]),
                 got=f"enabled=True without {names}",

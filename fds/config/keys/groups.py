@@ -181,12 +181,11 @@ class Groups(Config):
 
     @contextlib.contextmanager
     def _hints_for_auto(self, values: Mapping[str, Any]) -> Iterator[None]:
-        """Add to a `ConfigError` without a hint which `"auto"` has no value, and how to pass one."""
+        """Say in a `ConfigError` which `"auto"` has no value, and how to pass one."""
         try:
             yield
         except ConfigError as error:
-            hint = error.hint or auto_values.hint(self.to_dict(), values, error.where)
-            raise ConfigError(error.what, where=error.where, got=error.got, want=error.want, hint=hint) from None
+            raise auto_values.explained(error, self.to_dict(), values) from None
 
     def walk(self) -> Iterator[tuple[str, Any, Key, bool]]:
         """Yield (JSON path, value, key, whether it was given) of all keys, including parameters of the optimizer."""

@@ -9,11 +9,10 @@ from typing import Any
 
 import attrs
 
-from fds.config.contradiction import check_needed
+from fds.config.contradiction import MissingKeyError, check_needed
 from fds.config.field import key
 from fds.config.meaning import PartOf
 from fds.config.record import Config
-from fds.errors import ConfigError
 
 SHARED = PartOf("shared_parameters.enabled")
 
@@ -47,7 +46,7 @@ def check_groups(config: Config, *needed: str) -> None:
             if config["different_groups"][name]["params"][one] is None
         ]
         if absent:
-            raise ConfigError(
+            raise MissingKeyError(
                 "a group lacks a parameter that its technique needs",
                 got="true, and null",
                 where=", ".join(["shared_parameters.enabled", *absent]),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import attrs
 
+from fds.config.contradiction import MissingKeyError
 from fds.config.field import key
 from fds.config.meaning import NotYet, argument
 from fds.config.record import Config, within
@@ -209,7 +210,7 @@ class SchedulerConfig(Config):
                 )
             missing = [name for name in REQUIRED.get(self.type, ()) if self.params.get(name) is None]
             if missing:
-                raise ConfigError(
+                raise MissingKeyError(
                     "the scheduler lacks required parameters",
                     where=", ".join(f"params.{name}" for name in missing),
                     got=", ".join(f"{name}={self.params[name]!r}" for name in self.params) or "nothing",
