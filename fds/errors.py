@@ -150,8 +150,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     "did you mean 'linear'?"
     """
     known = list(known)
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known[:20])
+    return nearest(word, known) or "known: " + ", ".join(known[:20])
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return a hint that names the known word nearest to `word`; empty if none is near, for errors that list them.
+
+    >>> nearest("liner", ["log", "linear"]), nearest("cosine", ["log", "linear"])
+    ("did you mean 'linear'?", '')
+    """
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def escaped(text: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from fds.errors import MeshError, did_you_mean
+from fds.errors import MeshError, nearest
 
 
 @attrs.frozen
@@ -81,7 +81,7 @@ class Topology:
                     f"the mesh has no axis {name!r}",
                     got=repr(name),
                     want="one of " + _text(self.shape),
-                    hint=did_you_mean(str(name), self.names),
+                    hint=nearest(str(name), self.names),
                 )
         if len(set(names)) < len(names):
             raise MeshError("an axis is named twice", got=", ".join(names), want="each axis once")

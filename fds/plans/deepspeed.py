@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from fds.errors import PlanError, did_you_mean
+from fds.errors import PlanError, nearest
 from fds.plans.actions import COMPUTE, Action, Op
 from fds.plans.plan import Plan
 
@@ -116,7 +116,7 @@ def _rules(plan: Plan, edition: str, schedule: str | None) -> Rules:
             where="schedule",
             got=repr(schedule),
             want=", ".join(EDITIONS[edition]),
-            hint=did_you_mean(schedule, EDITIONS[edition]),
+            hint=nearest(schedule, EDITIONS[edition]),
         )
     if plan.trains == (schedule == "InferenceSchedule") or (schedule == "DataParallelSchedule" and plan.num_ranks > 1):
         raise PlanError(

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from fds.errors import PlanError, did_you_mean
+from fds.errors import PlanError, did_you_mean, nearest
 from fds.plans.measuring import LayerCosts
 
 NAMES = ("uniform", "parameters", "type:REGEX")
@@ -75,7 +75,7 @@ def boundaries_of(
         where="partition",
         got=repr(partition),
         want=f"{_WANTED}, LayerCosts or boundaries",
-        hint=did_you_mean(partition, NAMES),
+        hint=nearest(partition, NAMES),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from fds import tree
-from fds.errors import ComposeError, did_you_mean
+from fds.errors import ComposeError, did_you_mean, nearest
 from fds.step.checks import forms
 from fds.step.memory import Memory
 from fds.step.sharding.kept import SLOT, nothing_kept
@@ -86,7 +86,7 @@ def _station(step: Step, name: str) -> Any:
         return step.memory
     if name not in known:
         raise ComposeError(
-            "there is no such station", where="fill", got=name, want=", ".join(known), hint=did_you_mean(name, known)
+            "there is no such station", where="fill", got=name, want=", ".join(known), hint=nearest(name, known)
         )
     return getattr(step, name)
 

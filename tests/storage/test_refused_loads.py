@@ -41,6 +41,7 @@ def test_a_directory_without_saves(tmp_path):
     for name, got in (("nowhere", "nothing"), ("empty", "a directory"), ("file", "a file")):
         error = refused(tmp_path / name)
         assert (error.what, error.where, error.got) == ("there is no save here", str(tmp_path / name), got)
+        assert error.hint == f"looked in {tmp_path / name}; fds storage show DIR lists the saves of a run's directory"
 
 
 def test_the_folder_above_or_below_the_run_is_pointed_out(folder):

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from fds.errors import StorageError, did_you_mean
+from fds.errors import StorageError, nearest
 from fds.storage.disk.locks import lock_file
 from fds.storage.disk.small_files import read_small
 from fds.storage.format import manifest
@@ -66,7 +66,7 @@ def find(dir: Path, tag: str | None) -> Path:
             where=str(where),
             got=repr(tag)[:80],
             want="one of " + ", ".join(map(repr, known)),
-            hint=did_you_mean(str(tag), known),
+            hint=nearest(str(tag), known),
         )
     return versions(dir, tag)[0]
 
@@ -251,7 +251,9 @@ def _hint(dir: Path) -> str:
     if (dir / manifest.NAME).exists():
         return f"this is one save; load({str(dir.parent)!r}, ..., tag={dir.name!r})"
     below = [p.name for p in dir.iterdir() if p.is_dir() and tags(p)] if dir.is_dir() else []
-    return f"there are saves in {dir / below[0]}" if below else ""
+    if below:
+        return f"there are saves in {dir / below[0]}"
+    return f"looked in {dir.absolute()}; fds storage show DIR lists the saves of a run's directory"
 
 
 def _check_replaceable(folder: Path) -> None:
