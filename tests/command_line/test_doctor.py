@@ -85,6 +85,16 @@ def test_ranks_that_do_not_meet_in_time_are_a_problem():
     assert "GLOO_SOCKET_IFNAME" in found.advice
 
 
+def test_ranks_are_not_started_on_a_loopback_that_does_not_answer(monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(ranks.socket, "create_connection", unreachable)
+    found = ranks.handshake(60.0)
+    assert found.level == "problem" and "loopback, does not answer: Network is unreachable" in found.found
+    assert found.advice == "ip link set lo up"
+
+
 def test_processes_that_hang_are_killed_in_time():
     ended = process.run_together("http.server", [{}, {}], arguments="0 --bind 127.0.0.1", limit=0.5)
     assert [one.code for one in ended] == [None, None] and "no answer within the time limit" in ended[0].reason

@@ -36,11 +36,22 @@ def ranks(settings: Settings) -> Iterator[Finding]:
         yield handshake(LIMIT)
 
 
+def _free_port() -> int:
+    """Return a free port of the loopback. Raises `OSError` if connections within it fail."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=5.0).close()
+    with socket.socket() as s:  # another port, which has had no connection
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 def handshake(limit: float) -> Finding:
     """Start two fresh processes that meet over gloo and sum tensors; find how fast that is."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    try:
+        port = _free_port()
+    except OSError as error:
+        found = f"did not meet: 127.0.0.1, the loopback, does not answer: {error.strerror or error}"
+        return Finding("two ranks", found, "problem", "ip link set lo up")
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environs = [{**world, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"} for rank in ("0", "1")]
     ended = run_together("fds.command_line.doctor.handshake", environs, limit=limit)
