@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, get_args
 
-from fds.command_line.parser import Parser
+from fds.command_line.parser import Parser, count
 from fds.config.explain import explanation
 from fds.config.field import EDITIONS
 from fds.config.schema import schema
@@ -55,7 +55,7 @@ def fill_explain(parser: Parser) -> None:
         "docs/config.md is the guide, docs/config-keys.md lists every key.",
     )
     parser.add_argument("config", metavar="FILE", help="a JSON file, or JSON in base64")
-    parser.add_argument("--world-size", type=_count, metavar="N", help="number of ranks (default: of --mesh, or 1)")
+    parser.add_argument("--world-size", type=count, metavar="N", help="number of ranks (default: of --mesh, or 1)")
     parser.add_argument(
         "--mesh",
         type=_mesh,
@@ -63,7 +63,7 @@ def fill_explain(parser: Parser) -> None:
         metavar="AXES",
         help="sizes of the axes: pp=2,dp=4; dp takes the remaining ranks",
     )
-    parser.add_argument("--parameters", type=_count, metavar="P", help="parameters of the model, to show bytes: 7e9")
+    parser.add_argument("--parameters", type=count, metavar="P", help="parameters of the model, to show bytes: 7e9")
     parser.add_argument(
         "--defaults",
         choices=EDITIONS,
@@ -175,14 +175,3 @@ def _auto(text: str) -> tuple[str, Any]:
         return path, json.loads(value)
     except json.JSONDecodeError:
         return path, value
-
-
-def _count(text: str) -> int:
-    """Parse an integer, 1 or more, which may be written as 7e9."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not number.is_integer() or number < 1:
-        raise argparse.ArgumentTypeError(f"not an integer, 1 or more: {text!r}")
-    return int(number)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -48,3 +50,16 @@ class Parser(argparse.ArgumentParser):
         """Exit with code 2, the usage and the message, and say where help is."""
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: error: {message}\nhelp: {self.prog} --help\n")
+
+
+def count(text: str) -> int:
+    """Parse an integer, 1 or more, which may be written as 7e9. Raises `ArgumentTypeError`."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if number.is_integer() and number >= 1:
+        return int(number)
+    units = re.fullmatch(r"([0-9.]+) *([kmbt])", text, re.IGNORECASE)  # 7B
+    instead = f"; write {units[1]}e{3 + 3 * 'kmbt'.index(units[2].lower())}" if units else ""
+    raise argparse.ArgumentTypeError(f"not an integer, 1 or more: {text!r}{instead}")

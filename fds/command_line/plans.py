@@ -7,8 +7,8 @@ import shutil
 import sys
 from collections.abc import Callable
 
-from fds.command_line.parser import Parser
-from fds.errors import PlanError, did_you_mean
+from fds.command_line.parser import Parser, count
+from fds.errors import PlanError, nearest
 from fds.plans.buffers import assign_buffers
 from fds.plans.costs import Costs
 from fds.plans.lowering import communicate, overlap
@@ -41,6 +41,13 @@ SCHEDULES: dict[str, Callable[[Options, Costs], tuple[PipelineSchedule, int]]] =
     "inference": lambda options, costs: (inference, 1),
     "data_parallel": lambda options, costs: (data_parallel, 1),
 }
+_OTHER_NAMES = {  # of papers and of torch.distributed.pipelining, in lower case without separators
+    "1f1b": "one_f_one_b",
+    "interleaved1f1b": "interleaved",
+    "zbvzerobubble": "zb_v",
+    "dualpipe": "dualpipe_v",
+    **{name.replace("_", ""): name for name in SCHEDULES},
+}
 
 
 def fill(parser: Parser) -> None:
@@ -58,10 +65,10 @@ def fill(parser: Parser) -> None:
         "docs/pipelines.md is the guide.",
     )
     parser.add_argument("schedule", metavar="SCHEDULE", help=", ".join(SCHEDULES))
-    parser.add_argument("--stages", type=int, default=4, metavar="N", help="of all ranks together (%(default)s)")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="of a step (%(default)s)")
+    parser.add_argument("--stages", type=count, default=4, metavar="N", help="of all ranks together (%(default)s)")
+    parser.add_argument("--microbatches", type=count, default=8, metavar="N", help="of a step (%(default)s)")
     parser.add_argument(
-        "--chunks", type=int, default=2, metavar="N", help="stages a rank, for interleaved (%(default)s)"
+        "--chunks", type=count, default=2, metavar="N", help="stages a rank, for interleaved (%(default)s)"
     )
     parser.add_argument("--memory-bound", metavar="BYTES", help="a number or one per rank, for searched (none)")
     for name in ("--forward", "--backward-input", "--backward-weight", "--activation-bytes"):
@@ -104,10 +111,7 @@ def _show(options: Options) -> int:
 def _plan(options: Options, costs: Costs) -> Plan:
     if options.schedule not in SCHEDULES:
         raise PlanError(
-            "unknown schedule",
-            got=repr(options.schedule),
-            want=", ".join(SCHEDULES),
-            hint=did_you_mean(options.schedule, SCHEDULES),
+            "unknown schedule", got=repr(options.schedule), want=", ".join(SCHEDULES), hint=_hint(options.schedule)
         )
     if options.memory_bound is not None and options.schedule != "searched":
         raise PlanError(
@@ -125,6 +129,12 @@ def _plan(options: Options, costs: Costs) -> Plan:
             want=f"a multiple of {per_rank}",
         )
     return Plan.of(schedule(ranks, options.microbatches))
+
+
+def _hint(schedule: str) -> str:
+    """Return the name here of a schedule that is spelled as elsewhere: 1F1B, zb-h1, ScheduleDualPipeV."""
+    plain = "".join(filter(str.isalnum, schedule.lower())).removeprefix("schedule")
+    return f"did you mean {_OTHER_NAMES[plain]!r}?" if plain in _OTHER_NAMES else nearest(schedule, SCHEDULES)
 
 
 def _bound(options: Options) -> float | tuple[float, ...] | None:

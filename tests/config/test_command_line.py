@@ -134,6 +134,13 @@ def test_a_bad_option_is_refused_by_name(file, capsys, option, value):
     assert ended.value.code == 2 and f"argument {option}: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("size", "instead"), [("7B", "7e9"), ("1.5b", "1.5e9"), ("350 M", "350e6")])
+def test_a_number_of_parameters_with_a_unit_is_refused_with_what_to_write(file, capsys, size, instead):
+    with pytest.raises(SystemExit):
+        main(["config", "explain", str(file), "--parameters", size])
+    assert f"write {instead}" in capsys.readouterr().err
+
+
 def test_values_of_auto_are_given_beside_the_file(tmp_path, capsys):
     (tmp_path / "auto.json").write_text(
         json.dumps(

@@ -243,7 +243,11 @@ def test_all_that_the_command_line_shows(capsys, tmp_path):
     [
         ("one_f_one_bee", "did you mean 'one_f_one_b'?"),
         ("interleaved --stages 5", "a multiple of 2"),
-        ("interleaved --chunks 0", "chunks=0"),
+        ("1F1B", "did you mean 'one_f_one_b'?"),
+        ("zbh1", "did you mean 'zb_h1'?"),
+        ("ZB-V", "did you mean 'zb_v'?"),
+        ("ScheduleDualPipeV", "did you mean 'dualpipe_v'?"),
+        ("dualpipe", "did you mean 'dualpipe_v'?"),
         ("gpipe --forward one", "not a list of numbers"),
         ("gpipe --forward 1,2", "no cost for this stage"),
         ("gpipe --forward -1", "negative or not finite"),
@@ -261,6 +265,18 @@ def test_what_the_command_line_refuses(arguments, words, capsys):
     shown = capsys.readouterr().err
     assert shown.startswith("PlanError: ")
     assert words in shown
+
+
+@pytest.mark.parametrize("option", ["--stages", "--microbatches", "--chunks"])
+def test_a_size_that_is_no_count_is_refused_by_the_name_of_its_option(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plans", "interleaved", option, "0"])
+    assert ended.value.code == 2 and f"argument {option}: not an integer, 1 or more: '0'" in capsys.readouterr().err
+
+
+def test_a_schedule_that_resembles_none_is_refused_with_the_list_once(capsys):
+    assert main(["plans", "xyz"]) == 2
+    assert capsys.readouterr().err.count("data_parallel") == 1
 
 
 def test_the_command_itself():
