@@ -28,7 +28,7 @@ NAME = "rank0.safetensors"
 
 
 @pytest.fixture(autouse=True)
-def no_file_stays_open():
+def no_file_stays_open(few_objects):
     gc.collect()  # what tests before this one held
     before = len(os.listdir("/proc/self/fd"))
     yield

@@ -21,7 +21,7 @@ HEADER = b"header  " * (ALIGN // 8)
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def nothing_is_left(few_objects):
     gc.collect()  # what tests before this one held
     threads, fds = threading.active_count(), os.listdir("/proc/self/fd")
     yield
