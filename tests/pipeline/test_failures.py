@@ -14,6 +14,7 @@ from fds import errors, plans
 from fds.errors import BatchError, ComposeError, FdsError, LossError, PlanError, RankError
 from fds.step import Transform, Transport, fill, transform
 from tests.bits import assert_same_bits
+from tests.pairs import covering
 
 WIDTH, ROWS, MICROBATCHES = 4, 8, 4
 LAYERS = 6
@@ -158,10 +159,9 @@ def turn(cases: tuple, place: tuple, other: int):
     return cases[(PLACES.index(place) + other) % len(cases)]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_what_a_stage_raises_is_raised_on_every_rank_and_the_old_state_is_good(name, place):
-    schedule, size = SCHEDULES[name]
+@pytest.mark.parametrize(("name", "layer", "kind"), covering((name, *place) for name in SCHEDULES for place in PLACES))
+def test_what_a_stage_raises_is_raised_on_every_rank_and_the_old_state_is_good(name, layer, kind):
+    (schedule, size), place = SCHEDULES[name], (layer, kind)
     good, microbatch = turn(((0, 0), (1, 2), (1, 3)), place, list(SCHEDULES).index(name))
     armed, want = (place, microbatch, boom()), untroubled(name, good)
     found = fds.simulate(lambda: stumble(fds.mesh(pp=size)["pp"], schedule, armed, good=good), size)
@@ -187,10 +187,11 @@ def untroubled_alone(schedule, size: int, good: int):
     return list(stumble(size, schedule, None, good=good)[1:])
 
 
-@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "zb_v"])
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_one_process_raises_the_error_itself_with_a_note_of_stage_and_microbatch(name, place):
-    schedule, size = SCHEDULES[name]
+@pytest.mark.parametrize(
+    ("name", "layer", "kind"), covering((name, *place) for name in ("one_f_one_b", "zb_h1", "zb_v") for place in PLACES)
+)
+def test_one_process_raises_the_error_itself_with_a_note_of_stage_and_microbatch(name, layer, kind):
+    (schedule, size), place = SCHEDULES[name], (layer, kind)
     stages = len(plans.Plan.of(schedule(size, MICROBATCHES)).placement)
     layer = LAYERS - 1 if place[0] == "criterion" else place[0]
     for good, microbatch in ((0, 0), (1, 2)):
@@ -226,9 +227,11 @@ def untroubled_pair(schedule, good: int, stage: int):
 
 
 # Layer 2 ends the stage that layer 0 begins; gradients travel alike at stages 0 and 1.
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("place", [place for place in PLACES if place[0] != 2], ids=str)
-def test_where_one_of_two_pipelines_fails_both_say_so(place, stage):
+@pytest.mark.parametrize(
+    ("layer", "kind", "stage"), covering((*place, stage) for place in PLACES for stage in (1, 2, 3) if place[0] != 2)
+)
+def test_where_one_of_two_pipelines_fails_both_say_so(layer, kind, stage):
+    place = layer, kind
     cases = (plans.one_f_one_b, 0, 0, 1), (plans.zb_h1, 0, 3, 0), (plans.one_f_one_b, 1, 3, 0), (plans.zb_h1, 1, 1, 1)
     schedule, good, microbatch, at = turn(cases, place, stage)
     run = functools.partial(two_by_two, schedule, (place, microbatch, boom()), good, stage, at=at)
