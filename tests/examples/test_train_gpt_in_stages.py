@@ -48,12 +48,12 @@ def test_a_pipeline_of_two_ranks_follows_the_curve_of_one(tmp_path: Path, book: 
 
 
 def test_a_run_in_stages_is_stopped_and_resumed_with_others_and_without(tmp_path: Path, book: Path):
-    options = [*QUICK, "--data", book, "--accumulate", 4, "--steps", 90, "--eval-every", 30]
+    options = [*QUICK, "--data", book, "--accumulate", 4, "--steps", 60, "--eval-every", 20]
     out = tmp_path / "staged"
     ranks = as_ranks(2, *options, "--pipeline", "zb_h1", "--stages", 2, "--out", out)
     until(lambda: logged(out) > 0, ranks[0])
     interrupted(ranks, ranks[1:])
-    assert 0 < logged(out) < 93
+    assert 0 < logged(out) < 63
     begun = logged(out)
     ranks = as_ranks(2, "--resume", out, "--pipeline", "zb_v", "--stages", 4)
     until(lambda: logged(out) > begun, ranks[0])
@@ -84,11 +84,11 @@ def test_stages_are_sharded_over_the_ranks_that_are_left(tmp_path: Path, book: P
 
 
 def test_a_run_in_stages_that_lost_ranks_is_started_again_and_equals_one_that_did_not(tmp_path: Path, book: Path):
-    words = "--quick --steps 90 --save-every 20 --eval-every 45 --sample 3 --pipeline zb_h1 --stages 2"
+    words = "--quick --steps 60 --save-every 12 --eval-every 30 --sample 3 --pipeline zb_h1 --stages 2"
     options = [*words.split(), "--data", book]
     out = tmp_path / "killed"
     killed = command(*options, "--ranks", 2, "--restarts", 1, "--out", out)
-    until(lambda: logged(out) > 20, killed)
+    until(lambda: logged(out) > 12, killed)
     first = ranks_of(killed)
     os.kill(first[1], signal.SIGKILL)
     until(lambda: set(first).isdisjoint(then := ranks_of(killed)) and len(then) == 2, killed)
