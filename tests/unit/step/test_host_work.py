@@ -1,6 +1,7 @@
 """What a step does on the host: so many calls a parameter, however many parameters there are."""
 
 import functools
+import gc
 import sys
 import threading
 from collections import Counter
@@ -47,6 +48,7 @@ def calls(work):
         if event in ("call", "c_call"):
             found[event] += 1
 
+    gc.disable()  # what ends objects of other tests would count too
     threading.setprofile(count)
     sys.setprofile(count)
     try:
@@ -54,6 +56,7 @@ def calls(work):
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
+        gc.enable()
     return found
 
 
