@@ -1,6 +1,7 @@
 """Every kernel compiles for a GPU that is not there, in every dtype, and keeps what it works on in registers."""
 
 import ast
+import fcntl
 import json
 import os
 import subprocess
@@ -40,12 +41,23 @@ def launched_in(path: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, list[dict]]:
-    """Compile all cases in one process, for it takes seconds to start; return what each takes of a multiprocessor."""
+def compiled(tmp_path_factory) -> dict[str, list[dict]]:
+    """Compile all cases in one process, for it takes seconds to start; return what each takes of a multiprocessor.
+
+    The first worker that asks compiles, 100 s where Triton's cache is empty, and the others wait for its answer.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     code = [sys.executable, "-m", "tests.kernels.ahead_of_time", *CASES, "--each"]
-    done = subprocess.run(code, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    with (folder / "ahead_of_time.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        answer = folder / "ahead_of_time.json"
+        if not answer.exists():
+            done = subprocess.run(code, cwd=ROOT, env=env, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-3000:]
+            answer.write_text(done.stdout)
+    return json.loads(answer.read_text())
 
 
 @pytest.mark.parametrize("name", CASES)
