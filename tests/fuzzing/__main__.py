@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -22,8 +20,8 @@ from tests.fuzzing.cases import drawn
 from tests.fuzzing.comparing import differences
 from tests.fuzzing.listed import LISTED
 from tests.fuzzing.training import Run
+from tests.peers.launch import started
 
-ROOT = Path(__file__).parents[2]
 MANY = 25  # cases of one start of the ranks
 
 
@@ -82,26 +80,7 @@ def _together(ranks: int, numbers: list[int]) -> Iterable[tuple[int, Run, Run]]:
         out, rest = Path(folder) / "runs.jsonl", list(numbers)
         while rest:
             out.write_text("")
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={ranks}",
-                "-m",
-                "tests.fuzzing.worker",
-                str(out),
-                *map(str, rest),
-            ]
-            ended = subprocess.run(
-                command,
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-                env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-            )
+            ended = started("tests.fuzzing.worker", out, *rest, ranks=ranks)
             lines = [json.loads(line) for line in out.read_text().splitlines()]
             yield from ((line["number"], Run(**line["fds"]), Run(**line["deepspeed"])) for line in lines)
             rest = rest[len(lines) :]

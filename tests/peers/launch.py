@@ -10,8 +10,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(module: str, *arguments: str | Path, ranks: int) -> None:
+def torchrun(module: str, *arguments: object, ranks: int) -> None:
     """Run `python -m module arguments` on new processes until they end. Raises with what they printed."""
+    ended = started(module, *arguments, ranks=ranks)
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(ended.args)} failed:\n{ended.stdout[-6000:]}")
+
+
+def started(module: str, *arguments: object, ranks: int) -> subprocess.CompletedProcess[str]:
+    """Do the same, and return how they ended, with what they printed."""
     command = [
         sys.executable,
         "-m",
@@ -22,7 +29,7 @@ def torchrun(module: str, *arguments: str | Path, ranks: int) -> None:
         module,
         *map(str, arguments),
     ]
-    ended = subprocess.run(
+    return subprocess.run(
         command,
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -31,5 +38,3 @@ def torchrun(module: str, *arguments: str | Path, ranks: int) -> None:
         check=False,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
     )
-    if ended.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{ended.stdout[-6000:]}")
