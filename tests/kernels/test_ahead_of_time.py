@@ -1,7 +1,6 @@
 """Every kernel compiles for a GPU that is not there, in every dtype, and keeps what it works on in registers."""
 
 import ast
-import fcntl
 import json
 import os
 import subprocess
@@ -9,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.once import once
 
 ROOT = Path(__file__).parents[2]
 CASES = sorted(path.stem for path in (ROOT / "tests/kernels/cases").glob("*.py") if path.stem != "__init__")
@@ -44,20 +45,17 @@ def launched_in(path: Path) -> set[str]:
 def compiled(tmp_path_factory) -> dict[str, list[dict]]:
     """Compile all cases in one process, for it takes seconds to start; return what each takes of a multiprocessor.
 
-    The first worker that asks compiles, 100 s where Triton's cache is empty, and the others wait for its answer.
+    Where Triton's cache is empty that takes 100 s.
     """
-    folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    code = [sys.executable, "-m", "tests.kernels.ahead_of_time", *CASES, "--each"]
-    env = {**os.environ, "TRITON_INTERPRET": "0"}
-    with (folder / "ahead_of_time.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        answer = folder / "ahead_of_time.json"
-        if not answer.exists():
-            done = subprocess.run(code, cwd=ROOT, env=env, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr[-3000:]
-            answer.write_text(done.stdout)
-    return json.loads(answer.read_text())
+
+    def compile_all(folder: Path) -> None:
+        code = [sys.executable, "-m", "tests.kernels.ahead_of_time", *CASES, "--each"]
+        env = {**os.environ, "TRITON_INTERPRET": "0"}
+        done = subprocess.run(code, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        (folder / "each.json").write_text(done.stdout)
+
+    return json.loads((once(tmp_path_factory, "ahead_of_time", compile_all) / "each.json").read_text())
 
 
 @pytest.mark.parametrize("name", CASES)

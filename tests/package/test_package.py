@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import fds
+from tests.once import once
 from tests.package.example import ROOT, program
 
 CACHES = {"__pycache__", ".git"}
@@ -35,14 +36,17 @@ def files(*options: str) -> set[str]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     """Build both, the wheel from the source distribution, and return their folder."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in files("--cached", "--others", "--exclude-standard"):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, source / name)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source]
-    ran = subprocess.run(command, cwd=out, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return out
+    source = tmp_path_factory.mktemp("source")
+
+    def build(out: Path) -> None:
+        for name in files("--cached", "--others", "--exclude-standard"):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, source / name)
+        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source]
+        ran = subprocess.run(command, cwd=out, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+
+    return once(tmp_path_factory, "dist", build)
 
 
 def only(folder: Path, pattern: str) -> Path:
