@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fds
+from tests.collector import uncollected
 
 TRANSFORMS = {
     "plain": (),
@@ -31,12 +32,8 @@ def test_no_tensor_waits_for_the_garbage_collector(name):
     state, batch = step.init(layers.init), (torch.randn(8, 5), torch.randn(8, 3))
     for _ in range(2):
         state, _ = step(state, batch)
-    gc.collect()
-    gc.disable()
-    try:
+    with uncollected():
         before = live_tensors()
         for _ in range(5):
             state, _ = step(state, batch)
         assert live_tensors() == before
-    finally:
-        gc.enable()

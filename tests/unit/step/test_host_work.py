@@ -1,7 +1,6 @@
 """What a step does on the host: so many calls a parameter, however many parameters there are."""
 
 import functools
-import gc
 import sys
 import threading
 from collections import Counter
@@ -12,6 +11,7 @@ from torch import nn
 
 import fds
 from fds.step import Dimension, Shard, Step, fill, transform
+from tests.collector import uncollected
 
 
 def network(leaves):
@@ -48,15 +48,14 @@ def calls(work):
         if event in ("call", "c_call"):
             found[event] += 1
 
-    gc.disable()  # what ends objects of other tests would count too
-    threading.setprofile(count)
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-        gc.enable()
+    with uncollected():  # what ends objects of other tests would count too
+        threading.setprofile(count)
+        sys.setprofile(count)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
     return found
 
 

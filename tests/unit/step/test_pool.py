@@ -1,7 +1,5 @@
 """The pool: memory comes back when nobody looks, and never before."""
 
-import gc
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ import fds
 from fds import tree
 from fds.step.pool import Pool
 from tests.bits import assert_same_bits, snapshot
+from tests.collector import uncollected
 from tests.unit.step.problem import BATCH, make, make_params
 
 
@@ -127,15 +126,11 @@ def test_an_earlier_state_can_be_stepped_again():
 
 def test_no_cycle_keeps_a_state_alive():
     step = make(fds.precision(torch.bfloat16), fds.accumulate(2))
-    gc.collect()
-    gc.disable()
-    try:
+    with uncollected():
         state, seen = step.init(make_params()), []
         for _ in range(6):
             state, _ = step(state, BATCH)
             seen.append(addresses(state))
-    finally:
-        gc.enable()
     assert seen[0] == seen[2] == seen[4]
 
 
