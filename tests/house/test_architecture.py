@@ -1,18 +1,16 @@
 """ARCHITECTURE.md: its picture is drawn from the code as it is."""
 
-import importlib.util
 import re
 from pathlib import Path
+
+from tests.scripts import loaded
 
 ROOT = Path(__file__).parents[2]
 
 
 def script():
     """Load docs/draw_architecture.py."""
-    spec = importlib.util.spec_from_file_location("draw_architecture", ROOT / "docs" / "draw_architecture.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "docs" / "draw_architecture.py")
 
 
 def test_the_picture_is_up_to_date():

@@ -1,8 +1,9 @@
 """The gallery: `make gallery` draws what docs/pipelines.md shows, all of it and nothing else."""
 
-import importlib.util
 import re
 from pathlib import Path
+
+from tests.scripts import loaded
 
 ROOT = Path(__file__).parents[2]
 PAGE, IMAGES = ROOT / "docs" / "pipelines.md", ROOT / "docs" / "images"
@@ -10,10 +11,7 @@ PAGE, IMAGES = ROOT / "docs" / "pipelines.md", ROOT / "docs" / "images"
 
 def script():
     """Load docs/draw_schedules.py."""
-    spec = importlib.util.spec_from_file_location("draw_schedules", ROOT / "docs" / "draw_schedules.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "docs" / "draw_schedules.py")
 
 
 def test_the_pictures_are_those_that_are_drawn_and_shown(tmp_path):

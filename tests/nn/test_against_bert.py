@@ -1,6 +1,5 @@
 """The layer against Hugging Face's BertLayer, as recorded and live; tests/golden/bert_layer.py says how."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from fds.errors import KernelError
 from fds.nn import TransformerConfig, TransformerLayer, from_bert
 from tests.kernels.accuracy import distance
+from tests.scripts import loaded
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = json.loads((GOLDEN / "bert_layer.json").read_text())["cases"]
@@ -17,15 +17,7 @@ SIZES = ("hidden_size", "heads", "intermediate_size", "batch", "tokens", "masked
 DTYPES = [torch.float64, torch.float32]
 
 
-def load_recorder():
-    spec = importlib.util.spec_from_file_location("bert_layer", GOLDEN / "bert_layer.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-recorder = load_recorder()
+recorder = loaded(GOLDEN / "bert_layer.py")
 
 
 def bound(sizes: tuple, dtype: torch.dtype) -> float:

@@ -1,6 +1,5 @@
 """Ticks, buffers and partitions against values recorded from DeepSpeed; tests/golden/generate.py says how."""
 
-import importlib.util
 import itertools
 import json
 from pathlib import Path
@@ -16,6 +15,7 @@ from fds.plans.schedules.data_parallel import data_parallel
 from fds.plans.schedules.gpipe import gpipe
 from fds.plans.schedules.inference import inference
 from fds.plans.schedules.one_f_one_b import one_f_one_b
+from tests.scripts import loaded
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 STREAMS = json.loads((GOLDEN / "pipeline_schedules.json").read_text())["cases"]
@@ -159,9 +159,6 @@ def test_balanced_partitions_are_those_of_the_edition(minimise):
 @pytest.mark.peers
 def test_the_golden_values_are_what_deepspeed_says_now(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    spec = importlib.util.spec_from_file_location("generate", GOLDEN / "generate.py")
-    assert spec and spec.loader
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+    generate = loaded(GOLDEN / "generate.py")
     assert generate.pipeline_cases() == STREAMS
     assert generate.partition_cases() == PARTITIONS

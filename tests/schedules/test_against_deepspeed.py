@@ -1,6 +1,5 @@
 """Our curves against values recorded from DeepSpeed 0.19.6; tests/golden/generate.py says how."""
 
-import importlib.util
 import json
 import math
 from collections.abc import Callable
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from fds import schedules
+from tests.scripts import loaded
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = json.loads((GOLDEN / "lr_schedules.json").read_text())["cases"]
@@ -84,9 +84,6 @@ def test_the_momentum_is_deepspeeds_at_the_same_t(case):
 @pytest.mark.peers
 def test_the_golden_values_are_what_deepspeed_says_now(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    spec = importlib.util.spec_from_file_location("generate", GOLDEN / "generate.py")
-    assert spec and spec.loader
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+    generate = loaded(GOLDEN / "generate.py")
     assert generate.lr_cases() == CASES
     assert generate.loss_scale_cases() == json.loads((GOLDEN / "loss_scale.json").read_text())["cases"]

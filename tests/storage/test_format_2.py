@@ -1,6 +1,5 @@
 """Saves of format 2 go on loading; tests/golden/format_2.py says what of them."""
 
-import importlib.util
 import json
 import tarfile
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 
 import fds
 from fds import tree
+from tests.scripts import loaded
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -20,10 +20,7 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("format_2")
     with tarfile.open(GOLDEN / "format_2.tar.xz") as archive:
         archive.extractall(folder, filter="data")
-    spec = importlib.util.spec_from_file_location("format_2", GOLDEN / "format_2.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return folder, module
+    return folder, loaded(GOLDEN / "format_2.py")
 
 
 @pytest.mark.parametrize(("run", "local"), [("whole", False), ("local", True)])

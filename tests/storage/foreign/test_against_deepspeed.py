@@ -1,12 +1,12 @@
 """Asks the installed DeepSpeed again: two ranks of it train, save and go on, and fds goes on from the same files."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
 from fds.storage.importing import import_deepspeed
+from tests.scripts import loaded
 from tests.storage.foreign.test_deepspeed import assert_continues, expected, go_on, make_step
 
 GENERATOR = Path(__file__).parents[2] / "golden" / "deepspeed_checkpoints.py"
@@ -16,9 +16,7 @@ CASES = ["zero1_ranks2", "zero2_ranks2", "zero3_ranks2", "pipe_zero1"]
 @pytest.fixture(scope="module")
 def trained_now(tmp_path_factory):
     """Return the directory of cases that DeepSpeed has just trained."""
-    spec = importlib.util.spec_from_file_location("deepspeed_checkpoints", GENERATOR)
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
+    generator = loaded(GENERATOR)
     root = tmp_path_factory.mktemp("now")
     before = "deepspeed" in sys.modules  # other tests of this group may have asked it already
     generator.launch(root, CASES[:3], 2)
