@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import fds
 from fds import plans
@@ -19,6 +20,14 @@ def trained(step, batch=(X, Y), calls=2):
     for _ in range(calls):
         state, metrics = step(state, batch)
     return step.params(state), metrics
+
+
+def two_stages(schedule, loss=squares):
+    """Return the axis of this rank, a step of two layers in a pipeline of two ranks, and its first state."""
+    axis = fds.mesh(pp=2)["pp"]
+    layers = fds.Layers([fds.LayerSpec(nn.Linear, 4, 4), fds.LayerSpec(nn.Linear, 4, 4)], loss)
+    step = fds.compose(fds.pipeline(schedule, axis, num_microbatches=4), fds.sgd(0.1))(layers)
+    return axis, step, step.init(layers.init, key=0)
 
 
 def on_ranks(layers, *transforms, schedule=plans.one_f_one_b, cut=None, batch=lambda rank: (X, Y), ranks=2):

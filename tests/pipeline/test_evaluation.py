@@ -7,7 +7,7 @@ from torch import nn
 import fds
 from fds import plans
 from tests.bits import assert_rounding
-from tests.pipeline.regression import X, Y
+from tests.pipeline.regression import X, Y, two_stages
 
 
 def test_ranks_with_other_numbers_of_rows_evaluate_together():
@@ -26,10 +26,7 @@ def test_ranks_with_other_numbers_of_rows_evaluate_together():
 
 def test_evaluation_keeps_no_memory_of_every_shape():
     def run():
-        axis = fds.mesh(pp=2)["pp"]
-        layers = fds.Layers([fds.LayerSpec(nn.Linear, 4, 4), fds.LayerSpec(nn.Linear, 4, 4)], nn.MSELoss())
-        step = fds.compose(fds.pipeline(plans.gpipe, axis, num_microbatches=4), fds.sgd(0.1))(layers)
-        state = step.init(layers.init, key=0)
+        _, step, state = two_stages(plans.gpipe)
         for rows in range(1, 9):
             step.evaluate(state, (X[:rows], Y[:rows]))
         return sum(len(held) for held in step.runtime.pool.scratch.values())
@@ -38,13 +35,9 @@ def test_evaluation_keeps_no_memory_of_every_shape():
 
 
 def test_losses_of_a_plain_mean_are_the_same_function_in_evaluation():
-    layers = [fds.LayerSpec(nn.Linear, 4, 4), fds.LayerSpec(nn.Linear, 4, 4)]
-
     def run():
-        axis = fds.mesh(pp=2)["pp"]
-        loss = fds.Layers(layers, lambda out, y: fds.Mean(F.mse_loss(out, y, reduction="sum"), y.numel()))
-        step = fds.compose(fds.pipeline(plans.gpipe, axis, num_microbatches=4), fds.sgd(0.1))(loss)
-        state = step.init(loss.init, key=0)
+        mean = lambda out, y: fds.Mean(F.mse_loss(out, y, reduction="sum"), y.numel())
+        _, step, state = two_stages(plans.gpipe, mean)
         return step.evaluate(state, (X, Y))["loss"], step.evaluate(state, (X[:7], Y[:7]))["loss"], step.params(state)
 
     for whole, seven, params in fds.simulate(run, 2):

@@ -2,11 +2,10 @@
 
 import attrs
 import pytest
-from torch import nn
 
 import fds
 from fds import plans
-from tests.pipeline.regression import X, Y
+from tests.pipeline.regression import X, Y, two_stages
 from tests.pipeline.test_failures import MICROBATCHES, SCHEDULES, batch, piped
 
 
@@ -33,10 +32,7 @@ def test_a_recording_does_not_count_waiting_as_work():
     """Simulated ranks take turns, so no work of one lies inside work of another."""
 
     def run():
-        axis = fds.mesh(pp=2)["pp"]
-        layers = fds.Layers([fds.LayerSpec(nn.Linear, 4, 4), fds.LayerSpec(nn.Linear, 4, 4)], nn.MSELoss())
-        step = fds.compose(fds.pipeline(plans.one_f_one_b, axis, num_microbatches=4), fds.sgd(0.1))(layers)
-        state = step.init(layers.init, key=0)
+        _, step, state = two_stages(plans.one_f_one_b)
         with plans.record() as recording:
             step(state, (X, Y))
         return recording.rows

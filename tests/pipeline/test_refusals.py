@@ -6,7 +6,7 @@ from torch import nn
 import fds
 from fds import plans
 from fds.errors import BatchError, PlanError, StateError
-from tests.pipeline.regression import X, Y, on_ranks, raised
+from tests.pipeline.regression import X, Y, on_ranks, raised, two_stages
 
 
 def test_forwards_out_of_order_are_refused_where_layers_have_buffers():
@@ -57,10 +57,7 @@ def test_parameters_that_one_rank_cannot_make_are_refused_on_all(tied):
 
 def test_ranks_with_different_batches_are_refused():
     def run():
-        axis = fds.mesh(pp=2)["pp"]
-        layers = fds.Layers([fds.LayerSpec(nn.Linear, 4, 4), fds.LayerSpec(nn.Linear, 4, 4)], nn.MSELoss())
-        step = fds.compose(fds.pipeline(plans.gpipe, axis, num_microbatches=4), fds.sgd(0.1))(layers)
-        state = step.init(layers.init, key=0)
+        axis, step, state = two_stages(plans.gpipe)
         errors = [raised(lambda mine=mine: step(state, mine)) for mine in ((X + axis.index, Y), (X, Y + axis.index))]
         apart = (X, None) if axis.index == 0 else (None, Y)
         step(state, apart)  # each needs its own half alone
