@@ -2,6 +2,7 @@
 PYTHON ?= $(shell for p in python3.11 python3; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 ARGS ?=
+# workers of pytest: three on two cores, since many tests wait for processes that they have started
 JOBS ?= 3
 QUICK := $(addprefix tests/,unit optim schedules house/test_doors.py house/test_docstrings.py house/test_imports.py) fds
 unexport PYTHONDONTWRITEBYTECODE  # tests are rewritten and compiled once, which takes each worker 5 s
