@@ -35,7 +35,7 @@ class Case:
     limit_s: float = 60.0  # after which its process is killed
 
 
-class Failed(Exception):  # noqa: N818 - what a case raises to fail and keep its figures
+class Failed(Exception):
     """A case that ran to its end and is wrong: the text says what, the figures are kept."""
 
     def __init__(self, text: str, figures: Mapping[str, Any] | None = None):
