@@ -1,11 +1,13 @@
-"""Compile kernels for sm_90 without a GPU: `python -m tests.kernels.ahead_of_time gated ... [--each | --table]`.
+"""Compile kernels without a GPU: `python -m tests.kernels.ahead_of_time swiglu ... [--each | --table] [--target 86]`.
 
-Triton is told of an H200 that is not there. Each module of `tests.kernels.cases` makes the launches of one kernel as
-users would, on CPU tensors; what would be launched is compiled, with the same specialisation, and not run. Without a
-name all are; `--table` has one line for the variants of a kernel, `--each` the JSON of each name, with one variant in
-float16, which compiles as bfloat16 does.
+Triton is told of an H200 that is not there, or of a GPU of another compute capability: 80, 86, 89 or 120. Each module
+of `tests.kernels.cases` makes the launches of one kernel as users would, on CPU tensors; what would be launched is
+compiled, with the same specialisation, and not run. Without a name all are; `--table` has one line for the variants of
+a kernel, `--each` the JSON of each name, with one variant in float16, which compiles as bfloat16 does; `--narrow`
+compiles only what depends on the limit of shared memory. What needs more of it than the GPU has is an error.
 """
 
+import argparse
 import importlib
 import json
 import re
@@ -23,18 +25,22 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fds.kernels import choice, language
+from fds.kernels import choice, language, shared_memory
 
 BIN = Path(nvidia.__file__).parent / "bin"
 CASES = Path(__file__).parent / "cases"
-COLUMNS = ["kernel", "dtype", "registers", "spilled bytes", "shared bytes", "vectors", "case"]
+KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # of shared memory that a block may use, by compute capability
+COLUMNS = ["kernel", "dtype", "registers", "spilled bytes", "shared bytes", "vectors", "hgmma", "tma", "case"]
 
 
 class Absent:
     """The driver of a GPU that is not there."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -47,19 +53,33 @@ class Absent:
 
 
 def launches(
-    names: list[str], dtypes: list[torch.dtype], *, once: Container[torch.dtype] = ()
+    names: list[str],
+    dtypes: list[torch.dtype],
+    *,
+    once: Container[torch.dtype] = (),
+    target: int = 90,
+    narrow: bool = False,
 ) -> list[tuple[str, Any, torch.dtype, Any]]:
     """Return (case, function, dtype, compiled kernel) of all that the cases of some kernels launch, each once.
 
-    In the dtypes of `once`, a kernel is compiled for the first of its cases only.
+    In the dtypes of `once`, a kernel is compiled for the first of its cases only. `target` is a compute capability.
+    With `narrow` only those are, before which a launch table was asked that depends on the limit of shared memory.
     """
     found: dict[tuple, tuple] = {}
     seen: set[tuple] = set()
-    run, now = JITFunction.run, ("", torch.float32)
+    run, limit, now = JITFunction.run, shared_memory.limit, ("", torch.float32)
+    depends = not narrow
+
+    def limit_of_target(device: torch.device) -> int:
+        nonlocal depends
+        depends = True
+        return KIB[target]
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        case, dtype = now
-        if dtype in once and (self.fn, dtype) in seen:
+        nonlocal depends
+        (case, dtype), is_wanted = now, depends
+        depends = not narrow
+        if not is_wanted or (dtype in once and (self.fn, dtype) in seen):
             return None
         seen.add((self.fn, dtype))
         made = run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -68,8 +88,8 @@ def launches(
 
     # before kernels are told that they are interpreted, which is decided where they are defined
     cases = [importlib.import_module(f"tests.kernels.cases.{name}").cases for name in names]
-    driver.set_active(Absent())
-    JITFunction.run, language.is_interpreted = compile_only, True
+    driver.set_active(Absent(target))
+    JITFunction.run, language.is_interpreted, shared_memory.limit = compile_only, True, limit_of_target
     try:
         with choice.only("triton"):
             for of_kernel in cases:
@@ -78,7 +98,7 @@ def launches(
                         now = (case, dtype)
                         thunk()
     finally:
-        JITFunction.run, language.is_interpreted = run, False
+        JITFunction.run, language.is_interpreted, shared_memory.limit = run, False, limit
     return list(found.values())
 
 
@@ -96,6 +116,8 @@ def resources(made: Any) -> dict[str, int]:
         "spilled bytes": took["STACK"] + took["LOCAL"],
         "shared bytes": made.metadata.shared,
         "vectors": vectors,
+        "hgmma": made.asm["ptx"].count("wgmma.mma_async"),
+        "tma": made.asm["ptx"].count("cp.async.bulk.tensor"),
     }
 
 
@@ -112,8 +134,10 @@ def table(rows: list[dict]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def rows_of(names: list[str], *, once: Container[torch.dtype] = ()) -> list[dict]:
-    """Compile what the cases of some kernels launch, and return a row for each variant; `once` as of `launches`."""
+def rows_of(
+    names: list[str], *, once: Container[torch.dtype] = (), target: int = 90, narrow: bool = False
+) -> list[dict]:
+    """Compile what the cases of some kernels launch, and return a row for each variant; options as of `launches`."""
     return [
         {
             "kernel": f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}",
@@ -121,28 +145,46 @@ def rows_of(names: list[str], *, once: Container[torch.dtype] = ()) -> list[dict
             **resources(made),
             "case": case,
         }
-        for case, fn, dtype, made in launches(names, list(choice.DTYPES), once=once)
+        for case, fn, dtype, made in launches(names, list(choice.DTYPES), once=once, target=target, narrow=narrow)
     ]
 
 
-def main(arguments: list[str]) -> None:
-    options = {"--each", "--table"} & set(arguments)
-    names = [x for x in arguments if x not in options]
-    names = names or sorted(path.stem for path in CASES.glob("*.py") if path.stem != "__init__")
-    if "--each" in options:
-        print(json.dumps({name: rows_of([name], once=[torch.float16]) for name in names}))  # it compiles as bfloat16
-        return
-    rows = rows_of(names)
-    if options:
+def too_large(rows: list[dict], target: int) -> list[str]:
+    """Return a line for each variant that needs more shared memory than a GPU of this compute capability has."""
+    most = KIB[target] * 1024
+    return [
+        f"more than {KIB[target]} KiB of shared memory: {row['shared bytes']} bytes, {row['kernel']}, {row['case']}"
+        for row in rows
+        if row["shared bytes"] > most
+    ]
+
+
+def main(given: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
+    parser.add_argument("names", nargs="*", help="modules of tests.kernels.cases; without one all")
+    parser.add_argument("--each", action="store_true", help="JSON of each name, float16 in one variant only")
+    parser.add_argument("--table", action="store_true", help="one line for the variants of a kernel")
+    parser.add_argument("--narrow", action="store_true", help="only what depends on the limit of shared memory")
+    parser.add_argument("--target", type=int, default=90, choices=KIB, help="compute capability times 10")
+    options = parser.parse_args(given)
+    names = options.names or sorted(path.stem for path in CASES.glob("*.py") if path.stem != "__init__")
+    choices = {"target": options.target, "narrow": options.narrow}
+    if options.each:
+        print(json.dumps({name: rows_of([name], once=[torch.float16], **choices) for name in names}))
+        return 0
+    rows = rows_of(names, **choices)
+    if options.table:
         print(table(rows))
-        return
-    for row in [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]:
+    for row in [] if options.table else [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]:
         print(
             f"{row['kernel']:<40}{row['dtype']:<10}{row['registers']:>10}{row['spilled bytes']:>15}"
-            f"{row['shared bytes']:>14}{row['vectors']:>9}  {row['case']}"
+            f"{row['shared bytes']:>14}{row['vectors']:>9}{row['hgmma']:>7}{row['tma']:>5}  {row['case']}"
         )
+    refused = too_large(rows, options.target)
+    print("".join(f"{line}\n" for line in refused), end="")
+    return 1 if refused else 0
 
 
 if __name__ == "__main__":
     assert not triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 compiles nothing"
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
