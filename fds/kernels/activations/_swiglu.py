@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
-from fds.kernels.first_order import first_order
+from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv, jit, on, tl
+from fds.kernels.operators import operator
 
 
 def reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ def _backward_kernel(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, n, BLOCK: tl.
     tl.store(dup_ptr + at, (dy * gate * s).to(dup_ptr.dtype.element_ty), mask=inside)
 
 
-@torch.library.custom_op("fds::swiglu", mutates_args=())
+@operator("swiglu")
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
@@ -69,7 +70,7 @@ def _forward(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-@torch.library.custom_op("fds::swiglu_backward", mutates_args=())
+@operator("swiglu_backward")
 def _backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dy, gate, up = dy.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
@@ -90,7 +91,7 @@ def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return dgate, torch.empty_like(dgate)
 
 
-class _Swiglu(torch.autograd.Function):
+class _Swiglu(Function):
     @staticmethod
     def forward(gate: Tensor, up: Tensor) -> Tensor:
         return _forward(gate, up)

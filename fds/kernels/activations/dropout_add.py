@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fds.kernels import arguments, philox, tiles
 from fds.kernels.choice import runs_triton
-from fds.kernels.first_order import first_order
+from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv, jit, on, tl
+from fds.kernels.operators import operator
 
 
 def reference(
@@ -85,7 +86,7 @@ def _backward_kernel(
         tl.store(sums_ptr + group.to(tl.int64) * columns + column, tl.sum(sums, axis=0), mask=here)
 
 
-@torch.library.custom_op("fds::bias_dropout_add", mutates_args=())
+@operator("bias_dropout_add")
 def _forward(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float, offset: int
 ) -> Tensor:
@@ -99,7 +100,7 @@ def _forward(
     return y
 
 
-@torch.library.custom_op("fds::bias_dropout_add_backward", mutates_args=())
+@operator("bias_dropout_add_backward")
 def _backward(dy: Tensor, seed: Tensor, p: float, offset: int, has_bias: bool) -> tuple[Tensor, Tensor]:
     dy = dy.contiguous()
     dx, (rows, columns) = torch.empty_like(dy), tiles.extent(dy)
@@ -127,7 +128,7 @@ def _(dy: Tensor, seed: Tensor, p: float, offset: int, has_bias: bool) -> tuple[
     return tiles.like(dy), sums
 
 
-class _DropoutAdd(torch.autograd.Function):
+class _DropoutAdd(Function):
     """The kernels; saves the seed."""
 
     @staticmethod

@@ -24,8 +24,9 @@ from torch import Tensor
 from fds.errors import KernelError
 from fds.kernels import arguments, tiles
 from fds.kernels.choice import runs_triton
-from fds.kernels.first_order import first_order
+from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv, jit, on, tl
+from fds.kernels.operators import operator
 
 APPROXIMATE = ("tanh", "none")  # as in torch.nn.functional.gelu
 
@@ -165,24 +166,24 @@ def _cut(launch: dict, x: Tensor, has_bias: bool) -> tuple[dict[str, int], int, 
     return {"ROWS": 1, "COLUMNS": row["ELEMENTS"], "num_warps": row["num_warps"]}, 1, x.numel()
 
 
-@torch.library.custom_op("fds::bias_gelu", mutates_args=())
+@operator("bias_gelu")
 def forward(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     """Return gelu(x + bias) alone."""
     return _launch_forward(x, bias, approximate, None)
 
 
-@torch.library.custom_op("fds::bias_gelu_and_derivative", mutates_args=())
+@operator("bias_gelu_and_derivative")
 def _forward_and_derivative(x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
     derivative = tiles.like(x)
     return _launch_forward(x, bias, approximate, derivative), derivative
 
 
-@torch.library.custom_op("fds::bias_gelu_multiply", mutates_args=())
+@operator("bias_gelu_multiply")
 def _multiply(dy: Tensor, derivative: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
     return _launch_backward(dy, None, None, derivative.contiguous(), "tanh", sums=has_bias, y=None)
 
 
-@torch.library.custom_op("fds::bias_gelu_backward", mutates_args=())
+@operator("bias_gelu_backward")
 def backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, with_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,7 +216,7 @@ def _(dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, with_y: bool
     return tiles.like(dy), sums, tiles.like(x) if with_y else x.new_empty(0)
 
 
-class _Keep(torch.autograd.Function):
+class _Keep(Function):
     """Saves the derivative."""
 
     @staticmethod
@@ -236,7 +237,7 @@ class _Keep(torch.autograd.Function):
         return dx, None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype), None
 
 
-class _Recompute(torch.autograd.Function):
+class _Recompute(Function):
     """Saves its inputs."""
 
     @staticmethod

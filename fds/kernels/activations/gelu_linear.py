@@ -22,7 +22,7 @@ from torch import Tensor
 from fds.kernels import arguments
 from fds.kernels.activations import gelu
 from fds.kernels.choice import runs_triton
-from fds.kernels.first_order import first_order
+from fds.kernels.first_order import Function, first_order
 
 
 def reference(
@@ -32,7 +32,7 @@ def reference(
     return F.linear(gelu.reference(x, bias, approximate), weight, linear_bias)
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     """Saves its inputs; the products are torch's."""
 
     @staticmethod

@@ -21,7 +21,9 @@ from torch import Tensor
 from fds.errors import KernelError
 from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
+from fds.kernels.first_order import Function
 from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
+from fds.kernels.operators import operator
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -94,7 +96,7 @@ def _out(x: Tensor) -> Tensor:
     return y if x.dim() <= 4 and y.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("fds::rotary", mutates_args=())
+@operator("rotary")
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
     y = _out(x)
     if not x.numel():
@@ -130,7 +132,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Ten
     return _out(x)
 
 
-class _Rotary(torch.autograd.Function):
+class _Rotary(Function):
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
         return _rotate(x, cos, sin, interleaved, back)

@@ -41,8 +41,9 @@ from fds.kernels.attentions.flash_blocks import (
     store_rows,
 )
 from fds.kernels.choice import runs_triton
-from fds.kernels.first_order import first_order
+from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv, jit, on, tl
+from fds.kernels.operators import operator
 from fds.kernels.philox import keep
 
 MOST_BYTES = 512  # of a row of q that fits into a block
@@ -160,7 +161,7 @@ def _forward_kernel(
     store_rows(out_ptr, out, b, h, i, num_heads, num_queries, D, BLOCK_D)
 
 
-@torch.library.custom_op("fds::flash_attention", mutates_args=())
+@operator("flash_attention")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, bias: Tensor | None, seed: Tensor | None,
     causal: bool, scale: float, p: float, offset: int,
@@ -181,7 +182,7 @@ def _(q, k, v, key_padding, bias, seed, causal, scale, p, offset) -> tuple[Tenso
     return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-class _Flash(torch.autograd.Function):
+class _Flash(Function):
     @staticmethod
     def forward(*args) -> tuple[Tensor, Tensor]:
         return _forward(*args)
@@ -200,7 +201,7 @@ class _Flash(torch.autograd.Function):
         return *first_order(backward, dout, *ctx.saved_tensors, *ctx.options), *[None] * 7
 
 
-class _Recomputed(torch.autograd.Function):
+class _Recomputed(Function):
     """The reference, which saves as little as the kernel (without lse): backward computes the scores again."""
 
     @staticmethod

@@ -36,6 +36,7 @@ from fds.kernels.attentions.flash_blocks import (
     strides,
 )
 from fds.kernels.language import cdiv, jit, on, tl
+from fds.kernels.operators import operator
 from fds.kernels.philox import keep
 
 # As fds.kernels.attentions.flash.LAUNCH, derived, not measured. Of the kernel over queries ...
@@ -164,7 +165,7 @@ def _keys_kernel(
     store_rows(dv_ptr, dv * kept_scale, b, bg % key_heads, j, key_heads, num_keys, D, BLOCK_D)
 
 
-@torch.library.custom_op("fds::flash_attention_backward", mutates_args=())
+@operator("flash_attention_backward")
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, bias: Tensor | None,
     seed: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float, p: float, offset: int,

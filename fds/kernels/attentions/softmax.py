@@ -25,8 +25,9 @@ from torch import Tensor
 from fds.errors import KernelError
 from fds.kernels import arguments, philox
 from fds.kernels.choice import runs_triton
-from fds.kernels.first_order import first_order
+from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
+from fds.kernels.operators import operator
 
 
 def reference(
@@ -49,7 +50,7 @@ def _probabilities(scores: Tensor, mask: Tensor | None, scale: float, causal: bo
     return s.masked_fill(is_empty, 0.0).softmax(-1).masked_fill(is_empty, 0.0)
 
 
-class _Saved(torch.autograd.Function):
+class _Saved(Function):
     """The reference, which saves as little as the kernel; backward is differentiable, because `probs` is an output."""
 
     @staticmethod
@@ -231,7 +232,7 @@ def _four_dims(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, str]:
     return mask.expand(scores.shape).reshape(outer, lead[-1] if lead else 1, queries, columns), kind
 
 
-@torch.library.custom_op("fds::masked_softmax", mutates_args=())
+@operator("masked_softmax")
 def _forward(
     scores: Tensor, mask: Tensor | None, scale: float, causal: bool, p: float, seed: Tensor | None, offset: int
 ) -> tuple[Tensor, Tensor]:
@@ -250,7 +251,7 @@ def _forward(
     return out, probs
 
 
-@torch.library.custom_op("fds::masked_softmax_backward", mutates_args=())
+@operator("masked_softmax_backward")
 def _backward(dout: Tensor, probs: Tensor, scale: float, p: float, seed: Tensor | None, offset: int) -> Tensor:
     dout, probs = dout.contiguous(), probs.contiguous()
     dscores = torch.empty_like(probs)
@@ -288,7 +289,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)  # or zeros as large as probs would be made
 
 
-class _Softmax(torch.autograd.Function):
+class _Softmax(Function):
     @staticmethod
     def forward(
         scores: Tensor, mask: Tensor | None, scale: float, causal: bool, p: float, seed: Tensor | None, offset: int

@@ -30,8 +30,9 @@ from torch import Tensor
 from fds.errors import KernelError, is_int, is_number
 from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
-from fds.kernels.first_order import first_order
+from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
+from fds.kernels.operators import operator
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -213,7 +214,7 @@ def _outputs(targets: Tensor) -> tuple[Tensor, Tensor]:
     return loss, loss.new_empty(*targets.shape, 2)
 
 
-@torch.library.custom_op("fds::cross_entropy", mutates_args=())
+@operator("cross_entropy")
 def _forward(
     logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
@@ -222,7 +223,7 @@ def _forward(
     return loss, norms
 
 
-@torch.library.custom_op("fds::cross_entropy_backward", mutates_args=())
+@operator("cross_entropy_backward")
 def _backward(
     dloss: Tensor, logits: Tensor, targets: Tensor, norms: Tensor, label_smoothing: float, z_loss: float,
     ignore_index: int,
@@ -249,7 +250,7 @@ def _(
     return torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Function):
     @staticmethod
     def forward(
         logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float, ignore_index: int

@@ -27,10 +27,11 @@ from torch import Tensor
 from fds.errors import KernelError, is_int
 from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
-from fds.kernels.first_order import first_order
+from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv
 from fds.kernels.losses import _cross_entropy as token_loss
 from fds.kernels.losses._cross_entropy import check_options, check_targets, launch_backward, launch_forward, num_tokens
+from fds.kernels.operators import operator
 
 # Rows of a chunk start at multiples of 64 elements, 128 bytes in 16 bits: the fast kernels of torch.mm, and loads of 16
 # bytes, need rows aligned to 16 bytes, which rows of 50257 elements are not.
@@ -149,7 +150,7 @@ def _outputs(hidden: Tensor, weight: Tensor, wants: list[bool]) -> tuple[Tensor,
     )
 
 
-@torch.library.custom_op("fds::linear_cross_entropy", mutates_args=())
+@operator("linear_cross_entropy")
 def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, label_smoothing: float, z_loss: float,
     ignore_index: int, chunk_tokens: int, wants: list[bool], by_kernels: bool,
@@ -161,7 +162,7 @@ def _forward(
         )
 
 
-@torch.library.custom_op("fds::linear_cross_entropy_backward", mutates_args=())
+@operator("linear_cross_entropy_backward")
 def _backward(dtotal: Tensor, dhidden: Tensor, dweight: Tensor, dbias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dtype = dhidden.dtype  # of hidden, weight and bias; an empty gradient has it too
     return _scaled(dhidden, dtotal, dtype), _scaled(dweight, dtotal, dtype), _scaled(dbias, dtotal, dtype)
@@ -186,7 +187,7 @@ def _(dtotal: Tensor, dhidden: Tensor, dweight: Tensor, dbias: Tensor) -> tuple[
     return torch.empty_like(dhidden), torch.empty_like(dweight, dtype=dtype), torch.empty_like(dbias, dtype=dtype)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
         return _forward(*args)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fds.errors import KernelError, is_number
 from fds.kernels import arguments
-from fds.kernels.first_order import first_order
+from fds.kernels.first_order import Function, first_order
 from fds.kernels.norms import normalization_backward, normalization_forward
 
 
@@ -72,7 +72,7 @@ def _over_rows(x: Tensor) -> Tensor:
     return x.sum(list(range(x.dim() - 1))) if x.dim() > 1 else x
 
 
-class Formulas(torch.autograd.Function):
+class Formulas(Function):
     """The same in plain torch, saving as little as the kernels; backward is differentiable."""
 
     @staticmethod
@@ -111,7 +111,7 @@ class Formulas(torch.autograd.Function):
         return dx.to(dy.dtype), dweight, dbias, None, None, None
 
 
-class NormFunction(torch.autograd.Function):
+class NormFunction(Function):
     """The kernels of normalization_forward and normalization_backward."""
 
     @staticmethod

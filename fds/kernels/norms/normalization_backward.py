@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fds.kernels.language import cdiv, jit, next_power_of_2, num_processors, on, tl
 from fds.kernels.norms.normalization_forward import readable, unit_of
+from fds.kernels.operators import operator
 
 # Derived, not measured. 16 elements per thread take about 128 registers: 32 for sums, 16 each for dy, x and the weight.
 # While a step is computed, the rows of the next are loaded to shared memory (STAGES): 32 KB per multiprocessor in 16
@@ -161,7 +162,7 @@ def _sum_kernel(partial_ptr, out_ptr, second_out_ptr, programs, columns, PROGRAM
         tl.store(second_out_ptr + column, out.to(second_out_ptr.dtype.element_ty), mask=column < columns)
 
 
-@torch.library.custom_op("fds::normalize_backward", mutates_args=())
+@operator("normalize_backward")
 def backward(
     dy: Tensor, x: Tensor, mean: Tensor | None, r: Tensor, weight: Tensor | None, bias: Tensor | None,
     dtotal: Tensor | None, centered: bool, invertible: bool, dweight_dtype: torch.dtype | None,

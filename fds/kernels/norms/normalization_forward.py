@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fds.kernels.language import cdiv, jit, next_power_of_2, num_processors, on, tl
+from fds.kernels.operators import operator
 
 # Derived, not measured. Rows that fit are held in registers, 32 elements per thread, with all loads of a program in
 # flight at once; 61 to 95 registers per thread allow 16 to 32 warps per multiprocessor, of which some load while others
@@ -134,7 +135,7 @@ def unit_of(columns: int) -> int:
     return math.gcd(columns, 16)
 
 
-@torch.library.custom_op("fds::normalize", mutates_args=())
+@operator("normalize")
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool,
     keeps_sum: bool, keeps_mean: bool,
