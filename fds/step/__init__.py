@@ -24,7 +24,7 @@ from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import Pending, Transport
 from fds.step.split_batch import SplitBatch
-from fds.step.stations import After, Commit, Place, Scale
+from fds.step.stations import After, Commit, Place, Program, Run, Scale
 from fds.step.structure import Structure
 from fds.step.sums import Sum
 from fds.step.topology import Dimension, Dimensions
@@ -56,9 +56,11 @@ __all__ = [
     "Pending",
     "Place",
     "Placement",
+    "Program",
     "Reduce",
     "Replicated",
     "Residency",
+    "Run",
     "Runtime",
     "Scale",
     "Seeds",

@@ -33,7 +33,7 @@ from fds.step.sharding.order import LearnedOrder, Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard, shard_of
 from fds.step.split_batch import SplitBatch, cut, split_batch
-from fds.step.stations import After, Commit, Composing, Kernels, Place, Scale
+from fds.step.stations import After, AtOnce, Commit, Composing, Kernels, Place, Run, Scale
 from fds.step.structure import Structure
 from fds.step.sums import InPlace, Sum
 from fds.step.topology import Dimension, Dimensions
@@ -42,7 +42,7 @@ from fds.step.views import Views
 
 @attrs.frozen(eq=False, repr=False)
 class Stations:
-    """The stations of a step, down to `place` in the order in which it passes them."""
+    """The stations of a step, down to `place` in the order in which it passes them, and how it does so."""
 
     topology: tuple[Dimension, ...] = ()  # the axes that share the step, and how parameters lie along each
     batch: tuple[Callable[[Any, Call], Any], ...] = ()  # maps of the batch, before anything else
@@ -65,6 +65,7 @@ class Stations:
     commit: Commit | None = None  # whether the update is accepted
     after: tuple[After, ...] = ()  # what follows an accepted update
     place: Place = Place()  # where the new state is written
+    run: Run = AtOnce()  # how all of this is done: at once, or recorded and replayed
     memory: Mapping[str, Memory] = tree.new(dict)  # by slot
     composition: tuple[Any, ...] = ()  # the transforms, as they were written
     composing: Composing = attrs.field(default=Composing(), repr=False)

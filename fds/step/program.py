@@ -1,4 +1,8 @@
-"""The program: a training step as a fixed sequence of stations. Reading `Step.__call__` is reading the step."""
+"""The program: a training step as a fixed sequence of stations. Reading `Step.__call__` is reading the step.
+
+What a call checks on the host comes first. The rest, from the batch to the next state, is `Step.work`: what the device
+does, which the station `run` runs at once, or records and replays.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ from fds.step.notes import Notes, followed, may_note
 from fds.step.ranges import profiled
 from fds.step.seeds import guesses
 from fds.step.sharding.kept import SLOT
-from fds.step.stations import unless, with_chosen_kernels
+from fds.step.stations import Program, unless, with_chosen_kernels
 from fds.step.sums import check_used
 from fds.step.totals import Totals, agree
 from fds.step.update import new_leaves
@@ -88,6 +92,13 @@ class Step(Stations):
         held = self.check(state)
         if (plain := check.without_graph(state, held)) is not state:
             state, held = plain, self.check(plain)
+        return self.run(Program(self.work, self.check, self.runtime), state, held, batch)
+
+    def work(self, state: State, held: check.StateTensors, batch: Any) -> tuple[State, dict[str, Tensor]]:
+        """Return what a call does, of a state that was checked and holds these tensors: from the batch to the update.
+
+        Nothing in it depends on values that the host reads, but keys and `calls`, where a device is at work.
+        """
         structure, parts = held.structure, held.parts
         assert self.optimizer is not None
         notes = self.notes(state) if self.following else None

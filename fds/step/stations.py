@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from fds import tree
+from fds.state import State
 from fds.step.call import Call
 from fds.step.checks import contracts
+from fds.step.checks.state_check import StateTensors
 from fds.step.residency import OnDevice, Residency, text_of
+from fds.step.runtime import Runtime
 
 P = ParamSpec("P")
 S = TypeVar("S", bound="HasKernels")
@@ -86,6 +89,42 @@ class Commit(Protocol):
     def __call__(self, slots: dict[str, Any], skip: Tensor) -> dict[str, Any]:
         """Return the slots after a step that was skipped where `skip`, () bool, is true."""
         ...
+
+
+@attrs.frozen(eq=False)
+class Program:
+    """What the station `run` may know of a step.
+
+    Attributes:
+        work: `(state, its tensors, batch) -> (state, metrics)`: what the device does in a call.
+        check: returns the tensors of a state that the step can take, and raises `StateError` for any other.
+        runtime: the step's caches.
+    """
+
+    work: Callable[[State, StateTensors, Any], tuple[State, dict[str, Tensor]]]
+    check: Callable[[State], StateTensors]
+    runtime: Runtime
+
+
+class Run(Protocol):
+    """The station `run`: how the work of a call is done, with the results that doing it at once has, bit for bit."""
+
+    def __call__(
+        self, program: Program, state: State, held: StateTensors, batch: Any
+    ) -> tuple[State, dict[str, Tensor]]:
+        """Return the next state and the metrics, of a state that was checked and holds these tensors."""
+        ...
+
+
+@attrs.frozen
+class AtOnce:
+    """Every call launches its work on the device by itself."""
+
+    def __call__(
+        self, program: Program, state: State, held: StateTensors, batch: Any
+    ) -> tuple[State, dict[str, Tensor]]:
+        """Do the work."""
+        return program.work(state, held, batch)
 
 
 @attrs.frozen

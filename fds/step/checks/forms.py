@@ -88,6 +88,10 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda x: given("slot", "params", "skip", "call")(x) and isinstance(getattr(x, "slot", None), str),
         "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name",
     ),
+    "run": (
+        given("program", "state", "held", "batch"),
+        "a function (program, state, held, batch) -> (state, metrics), as `program.work` is one but for the program",
+    ),
     "memory": (
         lambda x: hasattr(x, "slot") and hasattr(x, "lies"),
         "fds.step.Memory(slot, init, lies, merge=None, accept=None), "

@@ -162,6 +162,7 @@ UNFIT = {
     "gather: nothing": ({"gather": None}, "None", "Gather"),
     "sum: a dtype": ({"sum": torch.float64}, "float64", "Sum"),
     "place: a flag": ({"place": True}, "True", "Place"),
+    "run: one argument": ({"run": lambda program: program}, "(program)", "program.work"),
     "execute: nothing": ({"execute": None}, "None", "InTurn"),
     "execute: half of one": ({"execute": Half()}, "Half", "InTurn"),
     "topology: an unknown role": ({"topology": fds.step.Dimension(None, "tensors")}, "tensors", "'data', 'tensor'"),
