@@ -35,7 +35,7 @@ from benchmarks.kernel_layers import hugging_face
 from benchmarks.kernel_timing import AGAIN, COPIED_BYTES, COPY, Clock, Timed
 from benchmarks.kernel_works import Setting, Work
 from benchmarks.report import Rows
-from fds.kernels import language
+from fds.kernels import language, only
 
 FAMILIES: dict[str, Callable[[Setting], Iterator[Work]]] = {
     "updates": streams.updates,
@@ -81,7 +81,8 @@ def measure(
     timed, missing = [], []
     recompile = {"recompile_limit": RECOMPILATIONS, "accumulated_recompile_limit": 4 * RECOMPILATIONS}
     # a compiled backward may write over what it is given unless it is told that it runs more than once
-    with torch._dynamo.config.patch(recompile), torch._functorch.config.patch(donated_buffer=False):
+    compiling = (torch._dynamo.config.patch(recompile), torch._functorch.config.patch(donated_buffer=False))
+    with compiling[0], compiling[1], only("triton"):
         for work in works(setting, options.only):
             if time.monotonic() - started > options.seconds:
                 missing.append(f"{work.name}, {work.size}")

@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.ema import ema
     from fds.transforms.donate import donate
     from fds.transforms.reference_kernels import reference_kernels
+    from fds.transforms.triton_kernels import triton_kernels
 
     # a parameter that is gathered when it is used, as a plain tensor
     from fds.step.sharding.handles import materialize
@@ -84,6 +85,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.ema": "ema",
         "fds.transforms.donate": "donate",
         "fds.transforms.reference_kernels": "reference_kernels",
+        "fds.transforms.triton_kernels": "triton_kernels",
         "fds.step.sharding.handles": "materialize",
         "fds.state": "State",
         "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
@@ -160,6 +162,7 @@ __all__ = [
     "skip_nonfinite",
     "static_loss_scale",
     "tree",
+    "triton_kernels",
     "whole",
     "with_buffers",
 ]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fds.kernels.attentions._rotary import rotary
     from fds.kernels.attentions.flash import flash_attention
     from fds.kernels.attentions.softmax import masked_softmax
-    from fds.kernels.choice import chosen, only
+    from fds.kernels.choice import chosen, explained, only, prefer_triton
     from fds.kernels.losses._cross_entropy import cross_entropy
     from fds.kernels.losses._linear_cross_entropy import linear_cross_entropy
     from fds.kernels.norms.layer_normalization import add_layer_norm, layer_norm
@@ -36,7 +36,7 @@ __getattr__, __dir__ = lazily(__name__, {
     "fds.kernels.attentions._rotary": "rotary",
     "fds.kernels.attentions.flash": "flash_attention",
     "fds.kernels.attentions.softmax": "masked_softmax",
-    "fds.kernels.choice": "chosen only",
+    "fds.kernels.choice": "chosen explained only prefer_triton",
     "fds.kernels.losses._cross_entropy": "cross_entropy",
     "fds.kernels.losses._linear_cross_entropy": "linear_cross_entropy",
     "fds.kernels.norms.layer_normalization": "add_layer_norm layer_norm",
@@ -49,6 +49,6 @@ __getattr__, __dir__ = lazily(__name__, {
 
 __all__ = [
     "add_layer_norm", "add_rms_norm", "adamw", "attention", "bias_dropout_add", "bias_gelu", "bias_gelu_linear",
-    "chosen", "cross_entropy", "dropout", "flash_attention", "lamb", "layer_norm", "linear_cross_entropy", "lion",
-    "masked_softmax", "only", "rms_norm", "rotary", "sgd", "swiglu",
+    "chosen", "cross_entropy", "dropout", "explained", "flash_attention", "lamb", "layer_norm", "linear_cross_entropy",
+    "lion", "masked_softmax", "only", "prefer_triton", "rms_norm", "rotary", "sgd", "swiglu",
 ]

@@ -1,4 +1,7 @@
-"""Choose between kernel and reference: CUDA tensors take the Triton kernel, others the reference.
+"""Choose between a kernel and torch's own operators: on a GPU by evidence, elsewhere always torch's.
+
+A kernel is chosen where the repository records that its cases passed on a GPU of the same architecture, as they are
+written now (`fds.kernels.evidence`); a scope overrules that. What was decided once is a look-up afterwards.
 
 Triton is loaded (by `fds.kernels.language`) where it may run, not where this is imported: it takes 70 ms.
 """
@@ -17,10 +20,11 @@ from fds.errors import KernelError
 
 TRITON, REFERENCE = "triton", "reference"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of the kernels; references take float64 too
+_PREFERRED = "preferred"  # the kind of scope that `prefer_triton` opens
 
 
 class _Scopes:
-    """The open scopes of `only`, of all threads: backward runs in threads of torch and must choose as forward did.
+    """The open scopes of `only` and `prefer_triton`, of all threads: backward, in threads of torch, chooses as forward.
 
     A plain attribute, on which torch.compile guards, unlike a context variable or thread-local data.
     """
@@ -42,14 +46,7 @@ os.register_at_fork(after_in_child=_renew)
 
 
 @contextlib.contextmanager
-def only(kind: str) -> Iterator[None]:
-    """Run only "reference" implementations, or only "triton" kernels, inside the block.
-
-    It applies to all threads of the process. On CPU tensors "triton" needs Triton's interpreter (TRITON_INTERPRET=1
-    before a kernel is first used). Raises `KernelError` for any other `kind`.
-    """
-    if kind not in (TRITON, REFERENCE):
-        raise KernelError("there is no such kernel", where="kind", got=repr(kind), want="'triton' or 'reference'")
+def _scope(kind: str) -> Iterator[None]:
     with _changing:
         _scopes.kinds = (*_scopes.kinds, kind)
     try:
@@ -60,49 +57,137 @@ def only(kind: str) -> Iterator[None]:
             _scopes.kinds = _scopes.kinds[:last] + _scopes.kinds[last + 1 :]
 
 
-def chosen(device: torch.device, dtype: torch.dtype = torch.float32) -> str:
-    """Return which implementation runs on such tensors: "triton" on a CUDA device, else "reference".
+def only(kind: str) -> contextlib.AbstractContextManager[None]:
+    """Run only "reference" implementations, or only "triton" kernels, inside the block.
 
-    Inside `only(kind)` it is that kind. `dtype` is that of the tensors: the kernels take float32, float16 and bfloat16.
+    It applies to all threads of the process. Inside `only("triton")` a call that no kernel can take raises an error
+    (`prefer_triton` runs the reference): on CPU tensors it needs Triton's interpreter (TRITON_INTERPRET=1 before a
+    kernel is first used). Raises `KernelError` for any other `kind`.
     """
-    if _scopes.kinds:
-        return _scopes.kinds[-1]
-    if device.type != "cuda" or dtype not in DTYPES:
-        return REFERENCE
-    from fds.kernels import language
-
-    return TRITON if language.is_there else REFERENCE
+    if kind not in (TRITON, REFERENCE):
+        raise KernelError("there is no such kernel", where="kind", got=repr(kind), want="'triton' or 'reference'")
+    return _scope(kind)
 
 
-def runs_triton(x: Tensor) -> bool:
-    """Return whether the Triton kernel runs on `x`.
+def prefer_triton() -> contextlib.AbstractContextManager[None]:
+    """Run Triton kernels inside the block wherever they can run, whether they passed on such a GPU or not.
 
-    Raises `KernelError` where Triton was requested and cannot run.
+    That is on CUDA tensors of float32, float16 and bfloat16, and in Triton's interpreter on those of the CPU.
+    References run on all others. It applies to all threads of the process.
     """
-    if chosen(x.device, x.dtype) == REFERENCE:
+    return _scope(_PREFERRED)
+
+
+def chosen(kernel: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+    """Return which implementation runs for such tensors: "triton" or "reference".
+
+    Args:
+        kernel: the name of a function of `fds.kernels`, such as "layer_norm".
+        device: that of the tensors.
+        dtype: that of the tensors; the kernels take float32, float16 and bfloat16.
+
+    Raises `KernelError` for a function that `fds.kernels` does not have.
+    """
+    return TRITON if _decide(kernel, device, dtype, _kind()) == TRITON else REFERENCE
+
+
+def runs_triton(kernel: str, x: Tensor) -> bool:
+    """Return whether the Triton kernel of this name runs on `x`.
+
+    Raises `KernelError` where Triton was requested by `only` and cannot run.
+    """
+    device, kinds = x.device, _scopes.kinds
+    if not kinds and device.type != "cuda":
         return False
-    from fds.kernels import language
-
-    if not language.is_there or (x.device.type != "cuda" and not language.is_interpreted):
-        raise KernelError(
-            "Triton kernels were requested, and cannot run here", where="kernels.only('triton')",
-            got=f"a tensor on {x.device}" if language.is_there else "no triton",
-            want="a tensor on a GPU, or TRITON_INTERPRET=1",
-            hint="references run everywhere: leave only('triton') out",
-        )
-    if x.dtype not in DTYPES:
-        raise KernelError(
-            "Triton kernels were requested, and do not take this dtype", where="kernels.only('triton')",
-            got=str(x.dtype), want="float32, float16 or bfloat16", hint="the reference takes float64",
-        )
-    return True
+    found = _decide(kernel, device, x.dtype, kinds[-1] if kinds else "")
+    if found == TRITON:
+        return True
+    if found == REFERENCE:
+        return False
+    raise KernelError(
+        f"Triton kernels were requested, and {found}", where="kernels.only('triton')",
+        got=f"a tensor on {device}, {x.dtype}",
+        want="float32, float16 or bfloat16 on a GPU, or on a CPU with TRITON_INTERPRET=1",
+        hint="references take any: leave only('triton') out, or take prefer_triton()",
+    )
 
 
-def all_run_triton(tensors: Sequence[Tensor]) -> bool:
+def all_run_triton(kernel: str, tensors: Sequence[Tensor]) -> bool:
     """Return whether the Triton kernel runs on all of some tensors on one device; one of each dtype is checked.
 
     Raises `KernelError` as `runs_triton` does.
     """
     if not _scopes.kinds and tensors and tensors[0].device.type != "cuda":
         return False
-    return all(map(runs_triton, {x.dtype: x for x in tensors}.values()))
+    return all(runs_triton(kernel, x) for x in {x.dtype: x for x in tensors}.values())
+
+
+def is_demanded() -> bool:
+    """Return whether `only("triton")` holds here: what a kernel cannot take is then an error."""
+    return _kind() == TRITON
+
+
+def _kind() -> str:
+    """Return the kind of the innermost scope; empty without one."""
+    return _scopes.kinds[-1] if _scopes.kinds else ""
+
+
+_decided: dict[tuple[str, torch.device, torch.dtype, str], str] = {}
+
+
+def _decide(kernel: str, device: torch.device, dtype: torch.dtype, kind: str) -> str:
+    """Return "triton", "reference", or why Triton cannot run although `only` demands it."""
+    key = (kernel, device, dtype, kind)
+    found = _decided.get(key)
+    if found is None:
+        found = _decided[key] = _reasons(kernel, device, dtype, kind)[0]
+    return found
+
+
+# What torch.compiler.assume_constant_result sets, which loads all of torch._dynamo (1 s): a decision is constant in a
+# process, so torch.compile calls this while it traces, and traces past it.
+_decide._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def explained(kernel: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+    """Return why that runs which `chosen` returns, in words."""
+    return _reasons(kernel, device, dtype, _kind())[1]
+
+
+def _reasons(kernel: str, device: torch.device, dtype: torch.dtype, kind: str) -> tuple[str, str]:
+    """Return what `_decide` does, and why, in words."""
+    from fds.kernels import evidence
+
+    evidence.check(kernel)
+    if kind == REFERENCE:
+        return REFERENCE, "references were requested"
+    if not kind and device.type != "cuda":
+        return REFERENCE, "kernels run on GPUs"
+    if not kind:
+        is_chosen, words = evidence.judge(kernel, _architecture(device), dtype)
+        if not is_chosen:
+            return REFERENCE, words
+    obstacle = _obstacle(device, dtype)
+    if obstacle:
+        return obstacle if kind == TRITON else REFERENCE, obstacle
+    return TRITON, "kernels were requested" if kind else words
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why no kernel can run on such tensors; empty where kernels can."""
+    from fds.kernels import language
+
+    if not language.is_there:
+        return "cannot run here: Triton is not installed"
+    if device.type != "cuda" and not language.is_interpreted:
+        return f"cannot run here: kernels run on GPUs, and this is {device.type}"
+    return "" if dtype in DTYPES else f"do not take this dtype: {dtype}".replace("torch.", "")
+
+
+def _architecture(device: torch.device) -> str:
+    """Return the architecture of a GPU, such as "sm_90"; empty where torch sees no such GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ""
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))

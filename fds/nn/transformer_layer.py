@@ -159,7 +159,7 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         config = self.config
         p = config.attn_dropout_ratio if self.training else 0.0
-        fits = not runs_triton(q) or q.shape[-1] * q.element_size() <= MOST_BYTES
+        fits = not runs_triton("flash_attention", q) or q.shape[-1] * q.element_size() <= MOST_BYTES
         function = _select_attention(config, p, fits=fits, trains_on_gpu=self.training and q.is_cuda)
         if function is masked_softmax:
             mask = bias if padding is None else padding[:, None, None, :]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.kernels.choice import all_run_triton, chosen
+from fds.kernels.choice import all_run_triton, chosen, explained
 from fds.optim.base import LRSchedule, Optimizer, Segment, Values, at
 
 Rule = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now"], None]
@@ -177,7 +177,7 @@ class _RuleOptimizer:
             return params, opt
         now = Now(step, self.hyper_at(step, lr, values), grad_scale, skip, segments, axes)
         with torch.no_grad():
-            if self.kernel is not None and all_run_triton(params) and now.static(*self.hyper):
+            if self.kernel is not None and all_run_triton(self.name, params) and now.static(*self.hyper):
                 self.kernel(params, list(grads), opt, now, [None] * len(params) if out is None else list(out))
             else:
                 self.run_rule(params, grads, opt, now, out)
@@ -205,10 +205,12 @@ class _RuleOptimizer:
     def runs(self, device: torch.device) -> str:
         """Return what updates float32 parameters on a device, in words."""
         static = device.type == "cpu" or not any(map(callable, self.hyper.values()))
-        if self.kernel is not None and static and chosen(device) == "triton":
-            return f"{self.name}: triton"
-        fused = static and self.fused(device)
-        return f"{self.name}: torch's fused functions" if fused else f"{self.name}: torch's formula"
+        has_kernel = self.kernel is not None and static
+        if has_kernel and chosen(self.name, device) == "triton":
+            return f"{self.name}: Triton kernel ({explained(self.name, device)})"
+        words = "torch's fused functions" if static and self.fused(device) else "torch's formula"
+        why = f" ({explained(self.name, device)})" if has_kernel and device.type == "cuda" else ""
+        return f"{self.name}: {words}{why}"
 
 
 def _by_segment(

@@ -23,7 +23,7 @@ class Description:
 
     Attributes:
         stations: station -> what fills it, in program order, filled ones only.
-        kernels: which run: with a state the optimizer's, on its device; and the rule for all others.
+        kernels: which run, and why: with a state the optimizer's and all others' on its device, else the rule.
         num_bytes: part -> bytes that this rank holds: those of the state between steps; within one also `gradients`,
             `buckets`, `whole`, `viewed` and `low` parameters, and `chunks`, copies of what lives elsewhere (see
             `fds.step.sharding.footprint`). Empty without a state.
@@ -49,7 +49,7 @@ class Description:
 
     def __str__(self) -> str:
         lines = [f"{name:<10} {text}" for name, text in self.stations.items() if name != "kernels"]
-        lines += [f"kernels    {self.kernels}"]
+        lines += ["kernels    " + self.kernels.replace("\n", "\n" + " " * 11)]
         where = {name: f" in {place}" for name, place in self.lives.items()}
         lines += [f"{name:<10} {n:>16,} bytes{where.get(name, '')}" for name, n in self.num_bytes.items()]
         lines += [f"memory     {n:>16,} bytes in {slot}" for slot, n in self.memory.items()]
@@ -85,7 +85,7 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
             stations[station.name] = _station(station.name, value)
         if station.name == "memory":  # what follows is not a station
             break
-    kernels = stations.get("kernels", "triton on a GPU, references elsewhere")
+    kernels = stations.get("kernels", "torch's operators; on a GPU also kernels that passed there")
     if state is None and batch is None:
         return Description(stations, kernels)
     usable(state, "describe")
@@ -94,7 +94,10 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     trained = set(structure.trained_names)
     frozen = tuple(name for name in structure.names if name not in trained)
     unused = () if batch is None else _unused(step, structure, state, batch)
-    kernels = f"{step.optimizer.runs(state.step.device)}; others: {kernels}"
+    from fds.kernels.explanation import summary  # which a step that is not described does not load
+
+    device = state.step.device
+    kernels = f"{step.optimizer.runs(device)}; others: {stations.get('kernels') or summary(device)}"
     layout = structure.layout
     buckets = () if layout is None else tuple(b.numel * b.dtype.itemsize for b in layout.buckets)
     residency = step.place.residency

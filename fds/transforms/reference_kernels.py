@@ -1,8 +1,8 @@
 """Run the references of all kernels, in plain torch, wherever the tensors are.
 
 Fills:  kernels                  State:  none
-Law:    on the CPU the identity, bit for bit; on a GPU the same to the rounding of its dtypes
-Cost:   on a GPU the time that kernels save; on a CPU nothing
+Law:    on the CPU the identity, bit for bit; on a GPU, where kernels are chosen, the same to rounding
+Cost:   on a GPU what chosen kernels save; on a CPU nothing
 Source: fds/kernels/choice.py, the one place that decides which runs
 """
 

@@ -26,7 +26,7 @@ ROOMS = {
     "kernels": "errors lazy",
     "optim": "kernels layout collectives tree errors",
     "schedules": "errors",
-    "step": BELOW_STEP,
+    "step": f"{BELOW_STEP} kernels",
     "plans": "errors _html",
     "transforms": f"step {BELOW_STEP} kernels plans schedules",
     "nn": "loss kernels random errors",

@@ -8,50 +8,84 @@ import pytest
 import torch
 
 from fds.errors import KernelError
-from fds.kernels import choice, language
+from fds.kernels import choice, evidence, language
 from fds.kernels.activations._swiglu import swiglu
-from fds.kernels.choice import chosen, only, runs_triton
+from fds.kernels.choice import chosen, only, prefer_triton, runs_triton
 from tests.kernels.ways import traced
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_tensors_on_a_gpu_take_kernels_and_others_references():
-    assert chosen(CPU) == "reference" and chosen(torch.device("meta")) == "reference"
-    assert chosen(CUDA) == "triton" and chosen(CUDA, torch.bfloat16) == "triton"
-    assert chosen(CUDA, torch.float64) == "reference"  # which no kernel takes
-    assert not runs_triton(torch.ones(3))
+@pytest.fixture(autouse=True)
+def undecided(monkeypatch):
+    """Decide anew in every test, and forget what was decided with a machine that is not there."""
+    monkeypatch.setattr(choice, "_decided", {})
+
+
+def which(device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+    return chosen("swiglu", device, dtype)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_torchs_operators_run_where_no_kernel_is_recorded(device, dtype):
+    for kernel in (*evidence.HOMES, *evidence.SAME):
+        assert chosen(kernel, torch.device(device), dtype) == "reference"
+    assert not runs_triton("swiglu", torch.ones(3, dtype=dtype))
+
+
+def test_kernels_that_are_preferred_run_wherever_they_can(monkeypatch):
+    with prefer_triton():
+        assert which(CUDA) == which(CUDA, torch.bfloat16) == which(CPU) == "triton"  # the CPU's in the interpreter
+        assert which(CUDA, torch.float64) == which(CPU, torch.float64) == "reference"
+        assert runs_triton("swiglu", torch.ones(3)) and not runs_triton("swiglu", torch.ones(3).double())
+        x = torch.ones(3).double()
+        assert torch.equal(swiglu(x, x), torch.nn.functional.silu(x) * x)
+    monkeypatch.setattr(language, "is_interpreted", False)
+    choice._decided.clear()
+    with prefer_triton():
+        assert which(CUDA) == "triton" and which(CPU) == "reference"
+    monkeypatch.setattr(language, "is_there", False)
+    choice._decided.clear()
+    with prefer_triton():
+        assert which(CUDA) == "reference"
 
 
 def test_a_machine_without_triton_runs_references(monkeypatch):
     monkeypatch.setattr(language, "is_there", False)
-    assert chosen(CUDA) == "reference"
-    with only("triton"), pytest.raises(KernelError, match="cannot run here"):
-        runs_triton(torch.ones(3))
+    assert which(CUDA) == "reference"
+    with only("triton"), pytest.raises(KernelError, match="cannot run here: Triton is not installed"):
+        runs_triton("swiglu", torch.ones(3))
+
+
+def test_a_kernel_that_does_not_exist_is_refused():
+    with pytest.raises(KernelError, match="no such kernel") as caught:
+        chosen("swigloo", CPU)
+    assert caught.value.got == "'swigloo'" and "swiglu" in caught.value.want
 
 
 def test_scopes_nest_and_the_innermost_decides():
-    with only("reference"):
-        assert chosen(CUDA) == "reference"
+    with prefer_triton(), only("reference"):
+        assert which(CUDA) == "reference"
         with only("triton"):
-            assert chosen(CPU) == "triton"
+            assert which(CPU) == "triton"
             with only("triton"), only("reference"):
-                assert chosen(CPU) == "reference"
-            assert chosen(CPU) == "triton" and runs_triton(torch.ones(3))
-        assert chosen(CUDA) == "reference"
-    assert chosen(CPU) == "reference" and chosen(CUDA) == "triton"
+                assert which(CPU) == "reference"
+            assert which(CPU) == "triton" and runs_triton("swiglu", torch.ones(3))
+        assert which(CUDA) == "reference"
+    assert which(CPU) == which(CUDA) == "reference"
 
 
 def test_a_scope_ends_with_an_error_too():
     with pytest.raises(ZeroDivisionError), only("triton"):
         _ = 1 / 0
-    assert chosen(CPU) == "reference"
+    assert which(CPU) == "reference"
 
 
 def test_scopes_may_close_in_any_order():
     for seed in range(20):
-        kinds = random.Random(seed).choices(["triton", "reference"], k=6)
-        scopes = [only(kind) for kind in kinds]
+        kinds = random.Random(seed).choices(["triton", "reference", "preferred"], k=6)
+        scopes = [prefer_triton() if kind == "preferred" else only(kind) for kind in kinds]
         for scope in scopes:
             scope.__enter__()
         left = list(zip(kinds, scopes, strict=True))
@@ -75,10 +109,10 @@ def test_a_scope_holds_in_every_thread():
     thread.start()
     assert inside.wait(10)
     with only("reference"):  # opened later, closed earlier
-        seen.append(chosen(CPU))
+        seen.append(which(CPU))
         done.set()
         thread.join(10)
-        seen.append(chosen(CUDA))
+        seen.append(which(CUDA))
     assert seen == ["reference", "reference"] and choice._scopes.kinds == ()
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 import fds
 from fds.errors import ComposeError
 from fds.transforms.reference_kernels import reference_kernels
+from fds.transforms.triton_kernels import triton_kernels
 from tests.bits import assert_same_bits
 from tests.laws.problems import TRANSFORMS, compositions, optimizers, problems
 
@@ -48,12 +49,13 @@ ONCE = (
     fds.ema(0.9),
     fds.donate(),
     reference_kernels(),
+    triton_kernels(),
 )
 CLASHES = [
     (a, b)
     for i, a in enumerate(ONCE)
     for j, b in enumerate(ONCE)
-    if i == j or {i, j} in ({1, 2}, {1, 3}, {2, 3}, {5, 6})
+    if i == j or {i, j} in ({1, 2}, {1, 3}, {2, 3}, {5, 6}, {9, 10})
 ]
 
 

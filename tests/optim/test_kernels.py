@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 import fds
 from fds import tree
-from fds.kernels import only
+from fds.kernels import only, prefer_triton
 from fds.kernels.optimizers import adam_update, lamb_update, lion_update, sgd_update
 from fds.optim import Optimizer, adagrad, adam, adamw, assembly, by_name, lamb, lion, muon, sgd
 from tests.bits import assert_same_bits
@@ -141,35 +143,52 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize(
     ("optimizer", "cpu", "gpu", "gpu_by_reference"),
     [
-        (adam(falling), "adam: torch's fused functions", "adam: triton", "adam: torch's fused functions"),
-        (adamw(), "adamw: torch's fused functions", "adamw: triton", "adamw: torch's fused functions"),
+        (adam(falling), "adam: torch's fused functions", "adam: Triton kernel", "adam: torch's fused functions"),
+        (adamw(), "adamw: torch's fused functions", "adamw: Triton kernel", "adamw: torch's fused functions"),
         (
             adamw(betas=(0.9, falling)),
             "adamw: torch's fused functions",
             "adamw: torch's formula",
             "adamw: torch's formula",
         ),
-        (lamb(), "lamb: torch's formula", "lamb: triton", "lamb: torch's formula"),
-        (lion(), "lion: torch's formula", "lion: triton", "lion: torch's formula"),
-        (sgd(), "sgd: torch's fused functions", "sgd: triton", "sgd: torch's fused functions"),
-        (sgd(momentum=0.9, dampening=0.1), "sgd: torch's fused functions", "sgd: triton", "sgd: torch's formula"),
+        (lamb(), "lamb: torch's formula", "lamb: Triton kernel", "lamb: torch's formula"),
+        (lion(), "lion: torch's formula", "lion: Triton kernel", "lion: torch's formula"),
+        (sgd(), "sgd: torch's fused functions", "sgd: Triton kernel", "sgd: torch's fused functions"),
+        (
+            sgd(momentum=0.9, dampening=0.1),
+            "sgd: torch's fused functions",
+            "sgd: Triton kernel",
+            "sgd: torch's formula",
+        ),
         (adagrad(), *["adagrad: torch's fused functions"] * 3),
         (muon(), *["muon: torch's formula"] * 3),
         (
             by_name({"a": sgd(), "b": by_name({"c": sgd(0.1), "*": lion()}), "*": muon()}),
             "sgd: torch's fused functions, lion: torch's formula, muon: torch's formula",
-            "sgd: triton, lion: triton, muon: torch's formula",
+            "sgd: Triton kernel, lion: Triton kernel, muon: torch's formula",
             "sgd: torch's fused functions, lion: torch's formula, muon: torch's formula",
         ),
         (Optimizer(lambda *_, **__: {}, lambda *_, **__: ([], {})), *["the optimizer's own"] * 3),
     ],
 )
 def test_an_optimizer_says_what_runs(optimizer, cpu, gpu, gpu_by_reference):
-    assert optimizer.runs(CPU) == cpu and optimizer.runs(GPU) == gpu
+    assert optimizer.runs(CPU) == cpu and without_reasons(optimizer.runs(GPU)) == gpu_by_reference
     with only("reference"):
-        assert optimizer.runs(CPU) == cpu and optimizer.runs(GPU) == gpu_by_reference
-    with only("triton"):
-        assert optimizer.runs(GPU) == gpu
+        assert optimizer.runs(CPU) == cpu and without_reasons(optimizer.runs(GPU)) == gpu_by_reference
+    for scope in (only("triton"), prefer_triton()):
+        with scope:
+            assert without_reasons(optimizer.runs(GPU)) == gpu
+
+
+def without_reasons(text: str) -> str:
+    return re.sub(r" \([^)]*\)", "", text)
+
+
+def test_an_optimizer_says_why_it_runs():
+    assert adam().runs(GPU) == "adam: torch's fused functions (torch sees no such GPU)"
+    assert adagrad().runs(GPU) == "adagrad: torch's fused functions"  # there is no kernel
+    with prefer_triton():
+        assert lamb().runs(GPU) == "lamb: Triton kernel (kernels were requested)"
 
 
 def loss_and_batch():

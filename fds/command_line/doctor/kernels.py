@@ -9,7 +9,7 @@ import torch
 
 from fds.command_line.doctor.finding import Finding, Settings
 from fds.command_line.doctor.process import run_together
-from fds.kernels import chosen
+from fds.kernels.explanation import explanations
 from fds.kernels.language import is_there
 
 LIMIT = 120.0  # seconds; compiling takes a few
@@ -19,20 +19,20 @@ def kernels(settings: Settings) -> Iterator[Finding]:
     """Find which kernels run on every kind of device at hand, and run one of Triton's in a fresh process."""
     kinds = ["cuda"] * torch.cuda.is_available() + ["cpu"]
     for kind in kinds:
-        runs = chosen(torch.device(kind))
-        yield Finding(f"on {kind}", _NAMES[runs], advice=_why(kind, runs), values={"chosen": runs})
+        yield from _chosen(torch.device(kind))
     for kind in kinds:
         if is_there and not settings.quick:
             yield _trial(kind)
 
 
-_NAMES = {"triton": "Triton kernels", "reference": "references, in plain torch"}
-
-
-def _why(kind: str, runs: str) -> str:
-    if runs == "triton":
-        return "float64 tensors take the references; fds.reference_kernels() takes them for all"
-    return "Triton compiles for GPUs" if kind == "cpu" else "Triton is not installed"
+def _chosen(device: torch.device) -> Iterator[Finding]:
+    """Find what runs for every kernel, and why; kernels of which the same is true are one finding."""
+    kernels: dict[str, list[str]] = {}
+    for kernel, text in explanations(device).items():
+        kernels.setdefault(text, []).append(kernel)
+    for text, names in kernels.items():
+        advice = "all kernels" if len(kernels) == 1 else ", ".join(names)
+        yield Finding(f"on {device.type}", text, advice=advice, values={"kernels": names})
 
 
 def _trial(kind: str) -> Finding:

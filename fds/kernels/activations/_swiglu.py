@@ -116,4 +116,4 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """
     arguments.floating(gate=gate, up=up)
     arguments.alike(gate=gate, up=up)
-    return _Swiglu.apply(gate, up) if runs_triton(gate) else reference(gate, up)
+    return _Swiglu.apply(gate, up) if runs_triton("swiglu", gate) else reference(gate, up)

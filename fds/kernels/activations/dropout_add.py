@@ -205,7 +205,8 @@ def bias_dropout_add(
     arguments.shape((x.shape[-1],), bias=bias)
     arguments.ratio("p", p)
     key = philox.as_seed(seed, x.device) if p else None
-    return (_DropoutAdd if runs_triton(x) else _DropoutAddReference).apply(x, bias, residual, key, p, offset)
+    function = _DropoutAdd if runs_triton("bias_dropout_add", x) else _DropoutAddReference
+    return function.apply(x, bias, residual, key, p, offset)
 
 
 def dropout(x: Tensor, *, p: float, seed: int | Tensor | None = None, offset: int = 0) -> Tensor:

@@ -282,7 +282,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
     Raises `KernelError` for any other dtype, shape or `approximate`, and where x and bias differ in dtype or device.
     """
     bias = check(x, bias, approximate)
-    if not runs_triton(x):
+    if not runs_triton("bias_gelu", x):
         return (_RecomputeReference.apply if recompute else reference)(x, bias, approximate)
     if recompute or not torch.is_grad_enabled():
         return _Recompute.apply(x, bias, approximate)

@@ -105,4 +105,5 @@ def bias_gelu_linear(
     arguments.same_dtype(x=x, weight=weight, linear_bias=linear_bias)
     arguments.shape((None, x.shape[-1]), weight=weight)
     arguments.shape((weight.shape[0],), linear_bias=linear_bias)
-    return (_Linear if runs_triton(x) else _LinearReference).apply(x, bias, weight, linear_bias, approximate)
+    function = _Linear if runs_triton("bias_gelu_linear", x) else _LinearReference
+    return function.apply(x, bias, weight, linear_bias, approximate)

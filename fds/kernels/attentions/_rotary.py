@@ -164,7 +164,9 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     """
     arguments.floating(x=x, cos=cos, sin=sin)
     _check_tables(x, cos, sin)
-    return _Rotary.apply(x, cos, sin, interleaved, False) if runs_triton(x) else reference(x, cos, sin, interleaved)
+    if runs_triton("rotary", x):
+        return _Rotary.apply(x, cos, sin, interleaved, False)
+    return reference(x, cos, sin, interleaved)
 
 
 def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -40,7 +40,7 @@ from fds.kernels.attentions.flash_blocks import (
     query_block,
     store_rows,
 )
-from fds.kernels.choice import runs_triton
+from fds.kernels.choice import is_demanded, runs_triton
 from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv, jit, on, tl
 from fds.kernels.operators import operator
@@ -260,13 +260,15 @@ def flash_attention(
     """
     q, k, v = arguments.as_products_cast(q, k, v)
     check(q, k, v, key_padding, bias, scale, p)
-    is_triton = runs_triton(q)
-    if is_triton and q.shape[3] * q.element_size() > MOST_BYTES:
+    is_triton = runs_triton("flash_attention", q)
+    is_too_wide = is_triton and q.shape[3] * q.element_size() > MOST_BYTES
+    if is_too_wide and is_demanded():
         raise KernelError(
             "the head dimension of q exceeds a block", where="q", got=f"{q.shape[3]} of {q.dtype}",
             want=f"at most {MOST_BYTES // q.element_size()}",
             hint="fds.kernels.attention without dropout and masks; attn_dropout_checkpoint=False in a TransformerLayer",
         )
+    is_triton = is_triton and not is_too_wide
     seed = philox.as_seed(seed, q.device) if p else None
     k = k.view_as(k) if k is q else k  # torch.compile does not accept one tensor as two arguments
     v = v.view_as(v) if v is q or v is k else v

@@ -336,7 +336,7 @@ def masked_softmax(
     arguments.ratio("p", p)
     seed = philox.as_seed(seed, scores.device) if p else None
     args = (scores, mask, float(scale), bool(causal), float(p), seed, offset)
-    return (_Softmax if runs_triton(scores) else _Saved).apply(*args)[0]
+    return (_Softmax if runs_triton("masked_softmax", scores) else _Saved).apply(*args)[0]
 
 
 def _check_scores(scores: Tensor) -> None:

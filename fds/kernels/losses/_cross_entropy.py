@@ -298,7 +298,7 @@ def cross_entropy(
     check_options(label_smoothing, z_loss, ignore_index, reduction, REDUCTIONS)
     x, t = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     options = (float(label_smoothing), float(z_loss), ignore_index)
-    if runs_triton(logits):
+    if runs_triton("cross_entropy", logits):
         loss, _ = _CrossEntropy.apply(x, t, *options)
     else:
         loss = reference(x, t, label_smoothing=options[0], z_loss=options[1], ignore_index=ignore_index)

@@ -245,7 +245,7 @@ def linear_cross_entropy(
     x = hidden.reshape(targets.numel(), hidden.shape[-1])
     total, *_ = _LinearCrossEntropy.apply(
         x, weight, targets.reshape(-1), bias, float(label_smoothing), float(z_loss), ignore_index,
-        chunk_tokens or chunk_size(targets.numel()), wants, runs_triton(hidden),
+        chunk_tokens or chunk_size(targets.numel()), wants, runs_triton("linear_cross_entropy", hidden),
     )
     return total if reduction == "sum" else total / num_tokens(targets, ignore_index)
 

@@ -53,7 +53,7 @@ def layer_norm(
     Raises `KernelError` for any other dtype, and where shapes or devices do not fit.
     """
     check(x, residual, weight, bias, eps)
-    if runs_triton(x):
+    if runs_triton("layer_norm", x):
         return NormFunction.apply(x, residual, weight, bias, eps, True, invertible, False)[0]
     total = x if residual is None else x + residual
     return _by_reference(total, weight, bias, eps, invertible)
@@ -69,7 +69,7 @@ def add_layer_norm(
     pass.
     """
     check(x, residual, weight, bias, eps)
-    if runs_triton(x):
+    if runs_triton("layer_norm", x):
         return NormFunction.apply(x, residual, weight, bias, eps, True, invertible, True)[:2]
     total = x + residual
     return _by_reference(total, weight, bias, eps, invertible), total

@@ -44,7 +44,7 @@ def rms_norm(
     Raises `KernelError` for any other dtype, and where shapes or devices do not fit.
     """
     check(x, residual, weight, None, eps)
-    if runs_triton(x):
+    if runs_triton("rms_norm", x):
         return NormFunction.apply(x, residual, weight, None, eps, False, invertible, False)[0]
     total = x if residual is None else x + residual
     return Formulas.apply(total, weight, None, eps, False, invertible)[0]
@@ -59,7 +59,7 @@ def add_rms_norm(
     pass.
     """
     check(x, residual, weight, None, eps)
-    if runs_triton(x):
+    if runs_triton("rms_norm", x):
         return NormFunction.apply(x, residual, weight, None, eps, False, invertible, True)[:2]
     total = x + residual
     return Formulas.apply(total, weight, None, eps, False, invertible)[0], total

@@ -113,9 +113,9 @@ def _checked(named: dict[str, Any], first: Any, place: str) -> Row:
     return (param, grad.contiguous(), *others)
 
 
-def run_triton(slices: list[Row]) -> bool:
-    """Return whether the Triton kernel runs on all of these slices."""
-    return all_run_triton([row[0] for row in slices])
+def run_triton(kernel: str, slices: list[Row]) -> bool:
+    """Return whether the Triton kernel of this name runs on all of these slices."""
+    return all_run_triton(kernel, [row[0] for row in slices])
 
 
 def launches(slices: list[Row]) -> Iterator[KernelLaunch]:

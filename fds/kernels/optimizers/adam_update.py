@@ -126,7 +126,7 @@ def adamw(
     if not rows:
         return
     flat.scalars(rows[0][0], step=step, lr=lr, grad_scale=grad_scale, skip=skip)
-    if not _multi_tensor.run_triton(rows):
+    if not _multi_tensor.run_triton("adamw", rows):
         for *slices, low in rows:
             reference(
                 *slices, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,

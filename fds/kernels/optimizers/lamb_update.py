@@ -250,7 +250,7 @@ def lamb_moments(
     flat.numbers(eps=eps, weight_decay=weight_decay)
     flat.numbers(beta1=beta1, beta2=beta2, high=1.0)
     spans = _checked(segments, param.numel())
-    if not runs_triton(param):
+    if not runs_triton("lamb", param):
         return _reference_moments(
             param, grad, exp_avg, exp_avg_sq, segments=spans, beta1=beta1, beta2=beta2, eps=eps,
             weight_decay=weight_decay, eps_inside_sqrt=eps_inside_sqrt, grad_scale=grad_scale, skip=skip,
@@ -293,7 +293,7 @@ def lamb_params(
         raise KernelError("squares are not those of the segments", where="squares",
                           got=f"{tuple(squares.shape)} {squares.dtype} on {squares.device}",
                           want=f"(2, {len(spans)}) torch.float64 on {param.device}")
-    if not runs_triton(param):
+    if not runs_triton("lamb", param):
         return _reference_params(
             param, exp_avg, exp_avg_sq, squares, segments=spans, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps,
             weight_decay=weight_decay, min_coeff=min_coeff, max_coeff=max_coeff, bias_correction=bias_correction,

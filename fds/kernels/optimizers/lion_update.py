@@ -100,7 +100,7 @@ def lion(
     if not rows:
         return
     flat.scalars(rows[0][0], lr=lr, grad_scale=grad_scale, skip=skip)
-    if not _multi_tensor.run_triton(rows):
+    if not _multi_tensor.run_triton("lion", rows):
         for *slices, low in rows:
             reference(
                 *slices, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale, skip=skip,

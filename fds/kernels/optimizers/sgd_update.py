@@ -114,7 +114,7 @@ def sgd(
     if not rows:
         return
     flat.scalars(rows[0][0], step=step, lr=lr, grad_scale=grad_scale, skip=skip)
-    if not _multi_tensor.run_triton(rows):
+    if not _multi_tensor.run_triton("sgd", rows):
         for *slices, low in rows:
             reference(
                 *slices, step=step, lr=lr, momentum=momentum, weight_decay=weight_decay, dampening=dampening,

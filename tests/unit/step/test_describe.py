@@ -79,15 +79,15 @@ def test_describing_changes_nothing():
 
 def test_the_kernels_that_run_are_told_for_the_device_of_the_state():
     step = make()
-    assert step.describe().kernels == "triton on a GPU, references elsewhere"
+    assert step.describe().kernels == "torch's operators; on a GPU also kernels that passed there"
     told = step.describe(step.init(make_params()))
-    assert told.kernels == "adam: torch's fused functions; others: triton on a GPU, references elsewhere"
+    assert told.kernels == "adam: torch's fused functions; others: torch's operators (kernels run on GPUs)"
     assert f"kernels    {told.kernels}" in str(told).splitlines()
 
 
 def test_the_kernels_are_told_as_they_were_chosen_around_the_step_and_in_it():
     for step, want in (
-        (make(), "adam: triton; others: triton on a GPU, references elsewhere"),
+        (make(), "adam: Triton kernel (kernels were requested); others: Triton kernel (kernels were requested)"),
         (make(reference_kernels()), "adam: torch's fused functions; others: references only"),
     ):
         state = step.init(make_params())

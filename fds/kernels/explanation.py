@@ -1,0 +1,34 @@
+"""What runs for every kernel on a device, and why, in words: for descriptions of steps, and for `fds doctor`."""
+
+from __future__ import annotations
+
+import torch
+
+from fds.kernels import choice, evidence
+
+RUNS = {choice.TRITON: "Triton kernel", choice.REFERENCE: "torch's operators"}
+
+
+def explanations(device: torch.device) -> dict[str, str]:
+    """Return for every kernel what runs on a device, and why; dtypes for which that differs are told apart."""
+    texts = {}
+    for kernel in evidence.HOMES:
+        found: dict[str, list[str]] = {}
+        for dtype in choice.DTYPES:
+            text = f"{RUNS[choice.chosen(kernel, device, dtype)]} ({choice.explained(kernel, device, dtype)})"
+            found.setdefault(text, []).append(str(dtype).removeprefix("torch."))
+        if len(found) == 1:
+            texts[kernel] = next(iter(found))
+        else:
+            texts[kernel] = "; ".join(f"{text} in {', '.join(dtypes)}" for text, dtypes in found.items())
+    return texts
+
+
+def summary(device: torch.device) -> str:
+    """Return the same as one text: one line if it is the same for all kernels, else one for each text."""
+    kernels: dict[str, list[str]] = {}
+    for kernel, text in explanations(device).items():
+        kernels.setdefault(text, []).append(kernel)
+    if len(kernels) == 1:
+        return next(iter(kernels))
+    return "\n".join(f"{', '.join(names)}: {text}" for text, names in kernels.items())
