@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -60,10 +61,7 @@ class Series:
 
     def interval(self, *, draws: int = 10_000) -> tuple[float, float]:
         """Return the 95% bootstrap interval of `ratio`: the same for the same times."""
-        ratios, chance = self.ratios, np.random.default_rng(0)
-        medians = np.median(chance.choice(ratios, (draws, len(ratios))), axis=1)
-        low, high = np.percentile(medians, [2.5, 97.5])
-        return float(low), float(high)
+        return _interval(self, draws)
 
     def reaches(self, at_most: float | None) -> bool | None:
         """Whether the interval reaches down to a claim; None where nothing is claimed."""
@@ -72,6 +70,14 @@ class Series:
     def medians_ms(self) -> tuple[float, float]:
         """Return the median milliseconds of the contender and of the one beside it."""
         return 1e3 * statistics.median(self.contender), 1e3 * statistics.median(self.beside)
+
+
+@functools.lru_cache(maxsize=4096)  # tables of a thousand series are written again and again while more are measured
+def _interval(series: Series, draws: int) -> tuple[float, float]:
+    ratios, chance = series.ratios, np.random.default_rng(0)
+    medians = np.median(chance.choice(ratios, (draws, len(ratios))), axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return float(low), float(high)
 
 
 @attrs.frozen

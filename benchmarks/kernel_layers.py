@@ -70,7 +70,8 @@ def layers(setting: Setting, *, hidden: int, heads: int, dropout: float) -> tupl
         **options,
     )
     torch.manual_seed(0)
-    first, bert = TransformerLayer(make()), hugging_face(hidden, heads, dropout)
+    with torch.device(setting.device):
+        first, bert = TransformerLayer(make()), hugging_face(hidden, heads, dropout)
     if bert is not None:
         first.load_state_dict(from_bert(bert.state_dict()))
     ours = {
@@ -80,7 +81,8 @@ def layers(setting: Setting, *, hidden: int, heads: int, dropout: float) -> tupl
     }
     ways = []
     for name, config in ours.items():
-        layer = TransformerLayer(config)
+        with torch.device(setting.device):
+            layer = TransformerLayer(config)
         layer.load_state_dict(first.state_dict())
         ways.append(_way(setting, name, layer))
     plain = lambda **more: Plain(first, heads, dropout, **more)

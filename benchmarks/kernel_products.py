@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.goals import (
+    COMPILED,
+    COPY_FORWARD,
+    LAYER_BESIDE_COMPILED,
+    LAYER_BESIDE_EAGER,
+    LINEAR_LOSS_MEMORY,
+    LINEAR_LOSS_TIME,
+)
 from benchmarks.kernel_layers import layers
 from benchmarks.kernel_peers import peers
-from benchmarks.kernel_streams import BF16, COMPILED, drawn, phases, together, words
+from benchmarks.kernel_streams import BF16, drawn, phases, together, words
 from benchmarks.kernel_works import Goals, Setting, Way, Work, ways_beside
 from fds.kernels.attentions.flash import flash_attention
 from fds.kernels.attentions.softmax import masked_softmax
@@ -71,11 +80,12 @@ def torch_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) 
 def losses(setting: Setting) -> Iterator[Work]:
     """Yield the losses over a vocabulary, and the head's with it."""
     for n, v in [(6, 123)] if setting.tiny else [(8192, GPT2_VOCABULARY), (8192, LLAMA_VOCABULARY)]:
-        ways = ways_beside(setting, cross_entropy, torch_cross_entropy)
+        ways = ways_beside(setting, cross_entropy, torch_cross_entropy, *peers(setting, "cross_entropy"))
         given = together(logits=drawn(n, v, dtype=BF16), targets=targets(n, v))
-        yield from phases("cross_entropy", n, v, given, ways, (1, 2), goals=(None, None), compiled=COMPILED)
+        goals = (COPY_FORWARD, COPY_FORWARD)
+        yield from phases("cross_entropy", n, v, given, ways, (1, 2), goals=goals, compiled=COMPILED)
     h = setting.size(768, 16)
-    goals = Goals(None, {"torch eager": 1.0}, {"torch eager": 0.25})
+    goals = Goals(None, {"torch eager": LINEAR_LOSS_TIME}, {"torch eager": LINEAR_LOSS_MEMORY})
     for n, v in [(42, 123)] if setting.tiny else [(8192, GPT2_VOCABULARY), (32768, GPT2_VOCABULARY)]:
         others = peers(setting, "linear_cross_entropy")
         ways = ways_beside(setting, linear_cross_entropy, torch_linear_cross_entropy, *others)
@@ -83,7 +93,15 @@ def losses(setting: Setting) -> Iterator[Work]:
         given = together(hidden=drawn(n, h, dtype=BF16), weight=scaled, targets=targets(n, v))
         oracle = Way("oracle", lambda hidden, weight, targets: F.cross_entropy(hidden @ weight.t(), targets))
         yield Work(
-            "linear_cross_entropy", words(n, h, v), "both", given, ways, oracle, goals=goals, oracle_dtype=torch.float32
+            "linear_cross_entropy",
+            words(n, h, v),
+            "both",
+            given,
+            ways,
+            oracle,
+            goals=goals,
+            oracle_dtype=torch.float32,
+            flops=3 * 2 * n * h * v,  # the logits, and the two gradients from theirs
         )
 
 
@@ -95,35 +113,55 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
     return F.dropout((scores + mask).softmax(-1), p) @ v
 
 
+def causal_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention by torch, which chooses the backend."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def by_backend(backend: SDPBackend) -> Callable[..., Tensor]:
+    """Return causal attention by one backend of torch; it raises where that does not run."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return causal_sdpa(q, k, v)
+
+    return call
+
+
 def attentions(setting: Setting) -> Iterator[Work]:
-    """Yield attention: causal beside torch's own, and with mask and dropout beside its parts."""
-    b, heads, s, d = (1, 2, 16, 16) if setting.tiny else (8, 16, 2048, 64)
-    qkv = {name: drawn(b, heads, s, d, dtype=BF16) for name in "qkv"}
-    sdpa = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    """Yield attention: causal beside torch's backends, and with mask and dropout beside its parts."""
     ours = lambda **x: flash_attention(**x, causal=True)
-    ways = [
-        Way("fds", ours),
-        Way("torch eager", eager_attention),
-        Way("torch SDPA", sdpa),
-        *peers(setting, "flash_attention"),
-    ]
-    for phase in PHASES:
-        yield Work(
-            "flash_attention, causal",
-            words(b, heads, s, d),
-            phase,
-            together(**qkv),
-            ways,
-            ways[1],
-            oracle_dtype=torch.float32,
-        )
+    full = [(4, 16, 4096, 128), (8, 16, 2048, 64), (8, 12, 1024, 64)]  # the last is GPT-2's
+    for b, heads, s, d in [(1, 2, 16, 16)] if setting.tiny else full:
+        ways = [Way("fds", ours), Way("torch eager", eager_attention), Way("torch SDPA", causal_sdpa)]
+        if setting.device.type == "cuda":
+            ways += [Way("torch SDPA, cuDNN", by_backend(SDPBackend.CUDNN_ATTENTION))]
+            ways += [Way("torch SDPA, flash", by_backend(SDPBackend.FLASH_ATTENTION))]
+        ways += peers(setting, "flash_attention")
+        qkv = together(**{name: drawn(b, heads, s, d, dtype=BF16) for name in "qkv"})
+        for phase, products in zip(PHASES, (2, 5, 7), strict=True):
+            yield Work(
+                "flash_attention, causal",
+                words(b, heads, s, d),
+                phase,
+                qkv,
+                ways,
+                ways[1],
+                oracle_dtype=torch.float32,
+                flops=products * 2 * b * heads * s * s * d // 2,  # half of the scores are masked
+            )
+    yield from masked_attentions(setting)
+
+
+def masked_attentions(setting: Setting) -> Iterator[Work]:
+    """Yield attention with a mask and dropout."""
     b, heads, s, d = (1, 2, 16, 16) if setting.tiny else (16, 16, 512, 64)
     qkv = {name: drawn(b, heads, s, d, dtype=BF16) for name in "qkv"}
     ours = lambda mask, **x: flash_attention(**x, bias=mask, seed=1)
     sdpa = lambda q, k, v, mask, p: F.scaled_dot_product_attention(q, k, v, mask.expand(-1, 1, s, s), dropout_p=p)
     ways = ways_beside(setting, ours, eager_attention, Way("torch SDPA", sdpa))
     given = together(**qkv, mask=padding(b, s))
-    for phase in PHASES:
+    for phase, products in zip(PHASES, (2, 5, 7), strict=True):
         yield Work(
             "flash_attention, mask and dropout",
             words(b, heads, s, d),
@@ -133,12 +171,13 @@ def attentions(setting: Setting) -> Iterator[Work]:
             ways[1],
             dropout=DROPOUT,
             oracle_dtype=torch.float32,
+            flops=products * 2 * b * heads * s * s * d,
         )
 
 
 def transformer_layers(setting: Setting) -> Iterator[Work]:
     """Yield a layer of BERT-large, forward and backward as in training."""
-    goals = Goals(None, {"torch eager": 0.7, "torch.compile": 1.0})
+    goals = Goals(None, {"torch eager": LAYER_BESIDE_EAGER, "torch.compile": LAYER_BESIDE_COMPILED})
     for b, s in [(2, 6)] if setting.tiny else [(64, 128), (16, 512)]:
         hidden, heads = (16, 2) if setting.tiny else (1024, 16)
         given = together(x=drawn(b, s, hidden, dtype=BF16), mask=padding(b, s))

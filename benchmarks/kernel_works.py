@@ -17,13 +17,24 @@ Outputs = tuple[Tensor, ...]
 WITHIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
+def by_inductor(f: Callable) -> Callable:
+    """Return a function compiled as torch does by default, for the shapes that it is called with."""
+    return torch.compile(f, dynamic=False)
+
+
+def by_tracing(f: Callable) -> Callable:
+    """Return a function that is traced and runs in torch's operators: what a CPU without a C++ compiler can do."""
+    return torch.compile(f, backend="aot_eager", dynamic=False)
+
+
 @attrs.frozen
 class Setting:
     """Where and how large: a GPU and sizes as trained with, or a CPU and tiny ones (a smoke test)."""
 
     device: torch.device
     tiny: bool = False
-    compiled: Callable[[Callable], Callable] = lambda f: torch.compile(f, dynamic=False)
+    compiled: Callable[[Callable], Callable] = by_inductor
+    done: frozenset[str] = frozenset()  # names of cases that passed in earlier calls: nothing is prepared for them
 
     def size(self, full: int, tiny: int) -> int:
         """Return one of the two."""
@@ -73,11 +84,17 @@ class Work:
     dropout: float = 0.0
     oracle_dtype: torch.dtype = torch.float64
     hide_launches: bool = True  # time the device alone; False: back to back, as in a model
+    flops: int = 0  # of matrix products, multiplications and additions; 0 where memory takes the time
 
     @property
     def name(self) -> str:
         """What it is called in tables."""
         return f"{self.family}, {self.phase}"
+
+    @property
+    def unit(self) -> str:
+        """What its phases share: they are checked as one."""
+        return f"{self.family}, {self.size}"
 
     def arguments(self, inputs: Mapping[str, Tensor], *, p: float | None) -> dict[str, Any]:
         """Return what a way is called with."""
@@ -141,14 +158,26 @@ def distance(out: Tensor, ref: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300))
 
 
-def disagreement(work: Work, way: Way, device: torch.device, *, seed: int) -> str:
+def expected(work: Work, device: torch.device, *, seed: int) -> Outputs:
+    """Return what every way should compute on the inputs of a seed: outputs and gradients in float64, or in float32."""
+    inputs = work.inputs(torch.Generator(device).manual_seed(seed))
+    phase = checked_phase(work, inputs, work.oracle)
+    return tuple(x.detach() for x in work.prepare(work.oracle, raised(inputs, work.oracle_dtype), phase=phase, p=0.0)())
+
+
+def checked_phase(work: Work, inputs: Mapping[str, Tensor], way: Way) -> str:
+    """Return the phase that shows all that a way computes."""
+    return "update" if work.phase == "update" else "both" if needs_gradient(inputs, way) else "forward"
+
+
+def disagreement(work: Work, way: Way, device: torch.device, *, seed: int, oracle: Outputs | None = None) -> str:
     """Return what is wrong with what a way computes on fresh inputs, "" where it agrees with the oracle.
 
     Dropout is off for that. The first way is also compared with its own reference with dropout on: one mask.
     """
+    oracle = expected(work, device, seed=seed) if oracle is None else oracle
     inputs = work.inputs(torch.Generator(device).manual_seed(seed))
-    phase = "update" if work.phase == "update" else "both" if needs_gradient(inputs, way) else "forward"
-    oracle = work.prepare(work.oracle, raised(inputs, work.oracle_dtype), phase=phase, p=0.0)()
+    phase = checked_phase(work, inputs, way)
     read = () if phase == "update" else (*inputs.values(), *way.params)
     within = max((WITHIN[x.dtype] for x in read if x.dtype in WITHIN), default=0.0)
     wrong = differences(work.prepare(way, copies(inputs), phase=phase, p=0.0)(), oracle, within, way.compared)

@@ -1,27 +1,31 @@
 """The benchmark's contenders do the same work: all run once, at tiny sizes, and nothing is timed."""
 
+import collections
 import subprocess
 import sys
-import time
-import types
 
 import attrs
 import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import kernel_timing, kernels, report
-from benchmarks.kernel_timing import COPIED_BYTES, Timed
-from benchmarks.kernel_works import Goals, Setting, Way, Work, differences, disagreement
+from benchmarks import kernel_peers, kernel_tables, kernel_units, kernels, report
+from benchmarks.children import Outcome
+from benchmarks.gpu.records import FAILED, NO_TIME, PASSED, Record, Records
+from benchmarks.kernel_timing import COPIED_BYTES, Clock, Timed
+from benchmarks.kernel_works import Goals, Setting, Way, by_tracing, differences, disagreement
 from fds.kernels import only as kernels_only
 
 CPU = torch.device("cpu")
 TINY = Setting(CPU, tiny=True, compiled=lambda f: f)
+FULL = Setting(torch.device("meta"))
 
 
-@pytest.mark.parametrize("family", kernels.FAMILIES)
+@pytest.mark.parametrize("family", kernel_units.FAMILIES)
 def test_every_contender_of_a_family_agrees(family):
-    works = {(work.family, work.size): work for work in kernels.FAMILIES[family](TINY)}  # all phases are checked as one
+    works = {
+        (work.family, work.size): work for work in kernel_units.FAMILIES[family](TINY)
+    }  # all phases are checked as one
     assert works
     with kernels_only("triton"):
         for work in works.values():
@@ -31,7 +35,7 @@ def test_every_contender_of_a_family_agrees(family):
 
 @pytest.mark.parametrize("wrong", [lambda y: 1.1 * y, lambda y: y[:-1], lambda y: y.clone().fill_(float("nan"))])
 def test_a_contender_that_does_other_work_is_seen(wrong):
-    work = next(kernels.FAMILIES["norms"](TINY))
+    work = next(kernel_units.FAMILIES["norms"](TINY))
     call = work.ways[1].call
     assert disagreement(work, Way("wrong", lambda **given: wrong(call(**given))), CPU, seed=7)
 
@@ -44,7 +48,7 @@ def test_numbers_that_are_not_there_never_agree():
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "both"])
 def test_what_is_timed_can_be_called_again(phase):
-    work = attrs.evolve(next(kernels.FAMILIES["norms"](TINY)), phase=phase)
+    work = attrs.evolve(next(kernel_units.FAMILIES["norms"](TINY)), phase=phase)
     for way in work.ways:
         call = work.prepare(way, work.inputs(torch.Generator().manual_seed(0)))
         first, second = call(), call()
@@ -53,103 +57,138 @@ def test_what_is_timed_can_be_called_again(phase):
 
 
 def test_torchs_compiler_takes_what_is_compiled():
-    compiled = Setting(CPU, tiny=True, compiled=lambda f: torch.compile(f, backend="aot_eager", dynamic=False))
-    work = next(kernels.FAMILIES["softmax"](compiled))
+    compiled = Setting(CPU, tiny=True, compiled=by_tracing)
+    work = next(kernel_units.FAMILIES["softmax"](compiled))
     (way,) = (way for way in work.ways if way.name == "torch.compile")
     assert disagreement(work, way, CPU, seed=7) == ""
 
 
+GOALS = Goals(0.9, {"torch eager": 0.5}, {"torch eager": 0.25})
+SECONDS = {"fds": (1.0,) * 20, "torch eager": (1.5,) * 20, "copy": (1.9,) * 20}
+NORM = Timed(
+    "norm, forward",
+    "tiny",
+    "fds",
+    SECONDS,
+    {"fds": 1, "torch eager": 4},
+    {"peer": "not installed"},
+    {"fds": 1.0, "torch eager": 2.0},
+    COPIED_BYTES // 2,
+    0,
+    GOALS,
+)
+
+
 def test_goals_are_met_where_the_interval_reaches_them():
-    work = Work(
-        "norm",
-        "tiny",
-        "forward",
-        lambda g: {},
-        [Way("fds", None), Way("torch eager", None)],
-        Way("", None),
-        COPIED_BYTES // 2,
-        Goals(0.9, {"torch eager": 0.5}, {"torch eager": 0.25}),
-    )
-    seconds = {"fds": (1.0,) * 20, "torch eager": (1.5,) * 20, "copy": (1.9,) * 20}
-    timed = Timed(work, seconds, {"fds": 1, "torch eager": 4}, {}, {"fds": 1.0, "torch eager": 2.0})
-    assert [(got, met) for _, got, met in kernels.goals(timed)] == [("0.950", True), ("0.667", False), ("0.250", True)]
-    tables = kernels.tables_of([timed], ["not begun"])
+    found = kernel_tables.goals(NORM)
+    assert [(got, met) for _, got, met in found] == [("0.950", True), ("0.667", False), ("0.250", True)]
+    tables = kernel_tables.tables_of([NORM], {"another": "no time left"})
     assert [title.split(",")[0].split(" ")[0] for title, *_ in tables] == ["Time", "Not", "Goals"]
     assert all(len(row) == len(header) for _, header, rows in tables for row in rows)
-    assert "NO" in kernels.line(timed)
+    assert "NO" in kernel_tables.line(NORM)
 
 
 def test_a_kernel_that_disagrees_meets_no_goal():
-    work = attrs.evolve(next(kernels.FAMILIES["norms"](TINY)), goals=Goals(0.9))
-    timed = Timed(work, {"torch eager": (1.0,), "copy": (1.0,)}, {"torch eager": 1}, {"fds": "result 0 is apart"}, {})
-    assert [met for *_, met in kernels.goals(timed)] == [False]
-    assert [row[-1] for row in kernels.tables_of([timed], [])[-1][2]] == ["NO"]
+    timed = attrs.evolve(NORM, failed={"fds": "result 0 is apart"})
+    assert [met for *_, met in kernel_tables.goals(timed)] == [False]
+    assert [row[-1] for row in kernel_tables.tables_of([timed], {})[-1][2]] == ["NO"]
+
+
+def test_what_was_timed_comes_back_from_its_record(tmp_path):
+    records = Records(tmp_path)
+    records.add(Record("kernels", "norm", PASSED, figures=NORM.figures()))
+    (read,), missing = kernels.timed_of(Records(tmp_path).latest("kernels").values())
+    assert kernel_tables.tables_of([read], missing) == kernel_tables.tables_of([NORM], {})
 
 
 def test_only_what_is_asked_for_is_made():
-    names = lambda *only: {work.family for work in kernels.works(TINY, list(only))}
+    names = lambda *only: {work.family for work in kernel_units.works(TINY, list(only))}
     assert names("updates") == {"adamw", "lion", "sgd, momentum"}
     assert names("rms_norm", "swiglu") == {"rms_norm", "swiglu"}
 
 
-class Event:
-    """Time as the processor has it, in milliseconds."""
+def test_every_case_has_a_name_of_its_own_and_none_is_left_out():
+    named = [case.name for case in kernels.cases(FULL)]
+    assert len(set(named)) == len(named)
+    assert {kernels.name_of(work) for work in kernel_units.works(FULL, [])} < set(named)
 
-    def __init__(self, enable_timing):
-        assert enable_timing
 
-    def record(self):
-        self.at = time.perf_counter()
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, end):
-        return 1e3 * (end.at - self.at)
+def test_the_first_size_of_everything_comes_before_the_second_of_anything():
+    listed = kernel_units.in_turn(kernel_units.works(FULL, []))
+    units = list(dict.fromkeys((work.family, work.unit) for work in listed))
+    turns, seen = [], collections.Counter()
+    for family, _ in units:
+        turns.append(seen[family])
+        seen[family] += 1
+    assert turns == sorted(turns) and turns[-1] > 2
+    assert units[0][0] == "flash_attention, causal" and turns.count(0) > 15
 
 
 @pytest.fixture
-def pretended_gpu(monkeypatch):
-    """Let the CPU stand for a GPU, with a cache of 1 KB."""
-    nothing, zero = (lambda *_: None), (lambda *_: 0)
-    for name, value in {
-        "is_available": lambda: True,
-        "Event": Event,
-        "synchronize": nothing,
-        "_sleep": nothing,
-        "empty_cache": nothing,
-        "get_device_properties": lambda device: types.SimpleNamespace(L2_cache_size=1024),
-        "get_device_name": lambda *_: "none",
-        "reset_peak_memory_stats": nothing,
-        "memory_allocated": zero,
-        "max_memory_allocated": lambda *_: 1000,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(kernel_timing, "COPIED_BYTES", 4096)
-    monkeypatch.setattr(kernels, "setting", lambda: TINY)
+def checked_here(monkeypatch):
+    """Check in this process instead of children, and forget it after the test."""
+    here = lambda setting, names: {name: Outcome(check(name)) for name in names}
+    check = lambda unit: kernel_units.check("cpu", True, unit, skip={}, tell=lambda way: None)
+    monkeypatch.setattr(kernel_units, "checked", here)
+    monkeypatch.setattr(kernel_units, "setting_of", lambda device, tiny: TINY)
+    monkeypatch.setattr(kernels, "_checked", {})
 
 
-@pytest.mark.parametrize("only", ["swiglu", "adamw"])
-def test_the_program_runs_from_checks_to_tables(only, pretended_gpu, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["kernels.py", "--quick", "--only", only, "--out", str(tmp_path)])
-    with kernels_only("triton"):
-        assert kernels.main() in (0, 1)  # the goals are a GPU's
+def program(monkeypatch, folder, *arguments):
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--device", "cpu", "--out", str(folder), *arguments])
+    return kernels.main()
+
+
+def test_the_program_runs_from_checks_to_tables_and_does_nothing_twice(checked_here, monkeypatch, capsys, tmp_path):
+    assert program(monkeypatch, tmp_path, "--rounds", "2", "--only", "lion,sgd") in (0, 1)  # the goals are a GPU's
     shown = capsys.readouterr().out
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.md")
     kept = path.read_text()
-    assert shown.partition("Goals")[2].count(only) > 0  # the goals come last
+    assert shown.partition("Goals")[2].count("lion") == 1  # the goals come last
     assert "## Goals" in kept and "triton:" in kept and "TB/s" in kept and "Not timed" not in kept
+    before = Records(tmp_path).records
+    assert next(r.case for r in before if r.status == PASSED).startswith(kernels.AHEAD)
+    assert [r.case.split(",")[0] for r in before if "seconds" in r.figures] == ["lion", "sgd"]
+    program(monkeypatch, tmp_path, "--rounds", "2", "--only", "lion,sgd")
+    assert [r.case for r in Records(tmp_path).records if "seconds" in r.figures] == [
+        r.case for r in before if "seconds" in r.figures
+    ]
 
 
-def test_a_peer_that_fails_is_told_and_not_timed(pretended_gpu):
-    work = next(kernels.FAMILIES["norms"](TINY))
+def test_a_peer_that_fails_is_told_and_not_timed(checked_here):
+    work = next(kernel_units.FAMILIES["norms"](TINY))
     broken = [Way("peer", lambda **_: 1 / 0), Way("wrong", lambda x, weight, bias: x + weight + bias)]
-    work = attrs.evolve(work, ways=[*work.ways, *broken])
+    work, clock = attrs.evolve(work, ways=[*work.ways, *broken]), Clock(CPU, 4096)
     with kernels_only("triton"):
-        timed = kernel_timing.Clock(CPU).time(work, rounds=2)
+        failed = clock.check(work, skip={"torch eager": "took more than 1 s"}, tell=lambda name: None)
+        timed = clock.time(work, rounds=2, failed=failed)
     assert timed.failed["peer"].startswith("ZeroDivisionError") and "apart" in timed.failed["wrong"]
-    assert set(timed.seconds) == {"fds", "fds again", "torch eager", "torch.compile", "copy"}
-    assert [row[0] for row in kernels.tables_of([timed], [])[1][2]] == ["peer", "wrong"]
+    assert timed.failed["torch eager"] == "took more than 1 s"
+    assert set(timed.seconds) == {"fds", "fds again", "torch.compile", "copy"}
+    assert [row[0] for row in kernel_tables.tables_of([timed], {})[1][2]] == ["torch eager", "peer", "wrong"]
+
+
+def test_a_peer_that_is_not_there_says_so(monkeypatch):
+    monkeypatch.setattr(kernel_peers, "KNOWN", {"norm": (("nobody", "no_such_package", "norm", lambda f: f),)})
+    (way,) = kernel_peers.peers(attrs.evolve(TINY, device=torch.device("cuda")), "norm")
+    with pytest.raises(ImportError, match=r"^not installed$"):
+        way.call(torch.ones(3))
+
+
+def test_a_kernel_that_is_wrong_is_recorded_and_its_neighbours_are_timed(checked_here, monkeypatch, tmp_path):
+    check = kernel_units.checked
+    wrong = lambda setting, names: {
+        name: Outcome(outcome.result | {"fds": "result 0 is apart"} if "lion" in name else outcome.result)
+        for name, outcome in check(setting, names).items()
+    }
+    monkeypatch.setattr(kernel_units, "checked", wrong)
+    assert program(monkeypatch, tmp_path, "--rounds", "2", "--only", "lion,sgd") == 1
+    statuses = [r.status for r in Records(tmp_path).latest("kernels").values()]
+    assert statuses == [PASSED, FAILED, PASSED]
+    monkeypatch.setattr(kernel_units, "checked", lambda setting, names: {n: Outcome(error="gone") for n in names})
+    monkeypatch.setattr(kernels, "_checked", {})
+    program(monkeypatch, tmp_path / "gone", "--rounds", "2", "--only", "lion,sgd")
+    assert {r.status for r in Records(tmp_path / "gone").records if r.case.startswith("lion")} == {FAILED}
 
 
 def test_the_text_of_an_error_is_shown_as_it_is(capsys):
@@ -158,11 +197,10 @@ def test_the_text_of_an_error_is_shown_as_it_is(capsys):
     assert "[/a/b]" in capsys.readouterr().out
 
 
-def test_what_there_is_no_time_for_is_said_and_nothing_is_kept(pretended_gpu, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["kernels.py", "--only", "updates", "--seconds", "0", "--out", str(tmp_path)])
-    with kernels_only("triton"):
-        assert kernels.main() == 1
-    assert "no time left" in capsys.readouterr().out and not list(tmp_path.iterdir())
+def test_what_there_is_no_time_for_is_said(checked_here, monkeypatch, capsys, tmp_path):
+    assert program(monkeypatch, tmp_path, "--only", "updates", "--seconds", "0") == 1
+    assert "no time left" in capsys.readouterr().out and not list(tmp_path.glob("*.md"))
+    assert {r.status for r in Records(tmp_path).records} == {NO_TIME}
 
 
 def test_without_a_gpu_it_says_so_and_shows_what_was_compiled(monkeypatch, capsys):
