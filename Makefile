@@ -13,7 +13,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels bench-imports package gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels bench-imports gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -86,6 +86,27 @@ bench-kernels: $(READY)  ## time the kernels on a GPU beside torch's; without on
 
 bench-imports: $(READY)  ## time import fds beside import torch
 	@$(BIN)/python benchmarks/imports.py $(ARGS)
+
+# On a GPU: no environment is made and nothing is installed, for the machine may have no network (docs/gpu.md). GPU_PYTHON
+# has a torch that sees the GPU, GPU_SITE is a folder with the wheels that it lacks.
+GPU_PYTHON ?= python3
+GPU_SITE ?=
+GPU = @PYTHONPATH=$(CURDIR)$(if $(GPU_SITE),:$(GPU_SITE))$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m benchmarks.gpu
+
+gpu:  ## prove and measure all of it on a GPU, in calls of nine minutes: call it until it has nothing left to do
+	$(GPU) $(ARGS)
+
+gpu-tests:  ## the tests on CUDA
+	$(GPU) tests $(ARGS)
+
+gpu-kernels:  ## kernels beside torch, torch.compile and what else is installed
+	$(GPU) kernels $(ARGS)
+
+gpu-step:  ## whole steps of GPT-2 124M beside torch's
+	$(GPU) step $(ARGS)
+
+gpu-counters:  ## compute-sanitizer on tiny shapes of every kernel
+	$(GPU) counters $(ARGS)
 
 package: $(READY)  ## build the source distribution and the wheel into dist, and try the wheel in an empty environment
 	@rm -rf build dist

@@ -16,9 +16,10 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+from tests import devices
+
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TRITON_INTERPRET", "0" if devices.NAME == "cuda" else "1")
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests import interpreting
 
@@ -29,6 +30,11 @@ settings.register_profile("full", max_examples=250, deadline=None, print_blob=Tr
 # `make mutants` asks only whether a test fails, of the same examples as "fast"
 settings.register_profile("unshrunk", settings.get_profile("fast"), phases=set(Phase) - {Phase.shrink, Phase.explain})
 settings.load_profile(os.environ.get("FDS_HYPOTHESIS_PROFILE", "fast"))
+
+
+def pytest_configure(config):
+    """Make all tensors of the tests where FDS_TEST_DEVICE says, from the import of their modules on."""
+    config.add_cleanup(devices.begin())
 
 
 def pytest_collection_finish(session):

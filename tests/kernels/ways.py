@@ -116,7 +116,7 @@ def poisoned(margin: int = 1024) -> Iterator[None]:
         if not made.is_floating_point() or not made.numel():
             return made
         span = 1 + sum((n - 1) * s for n, s in zip(made.shape, made.stride(), strict=True))
-        around = torch.full((span + 2 * margin,), float("nan"), dtype=made.dtype)
+        around = torch.full((span + 2 * margin,), float("nan"), dtype=made.dtype, device=made.device)
         given.append((around, around.as_strided(made.shape, made.stride(), margin)))
         return given[-1][1]
 

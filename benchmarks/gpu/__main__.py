@@ -1,0 +1,189 @@
+"""`python -m benchmarks.gpu`: run the parts that are asked for, or all, within one call's time; go on in the next call.
+
+python -m benchmarks.gpu --out results                   # all parts; call it until nothing is left
+python -m benchmarks.gpu tests kernels --out results     # of them
+python -m benchmarks.gpu --out new --resume results      # go on in another folder; `results` is only read
+python -m benchmarks.gpu --device cpu --out try          # tiny shapes on the CPU: does it all run?
+python -m benchmarks.gpu merge --out results             # write results.* of the records again
+python -m benchmarks.gpu record results                  # the kernels that passed, into fds/kernels
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import shutil
+import signal
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.gpu import merging, running
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.records import NAME, Records, counted
+
+END_S = 8.0  # of a call's time, kept for ending processes and writing files
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "attrs",
+    "cattrs",
+    "safetensors",
+    "xxhash",
+    "rich",
+    "hypothesis",
+    "pytest",
+    "pytest-xdist",
+)
+
+
+def main() -> int:
+    """Run from the command line; the exit status says whether all that was asked for has passed."""
+    options = parse()
+    options.out.mkdir(parents=True, exist_ok=True)
+    records = resumed(options.out, options.resume)
+    if options.parts == ["merge"]:
+        merging.write(records)
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`: processes end with it
+    return run(options, records)
+
+
+def run(options: argparse.Namespace, records: Records) -> int:
+    """Run a call: each part within its own time, then what was left with what time is left."""
+    until = time.monotonic() + options.seconds - END_S
+    select, jobs = tuple(options.tests.split()), options.jobs
+    call = running.Call(options.out, options.device, jobs, select, Writer())
+    parts = [PARTS[name] for name in options.parts or PARTS]
+    records.begin({**facts(options.device), "parts": " ".join(part.name for part in parts), "seconds": options.seconds})
+    try:
+        for again in (False, True):
+            for part in parts:
+                limit = part.seconds - spent(records, part.name) if len(parts) > 1 and not again else float("inf")
+                end = min(until, time.monotonic() + limit)
+                if end - time.monotonic() > 1 and not (again and finished(records, part.name)):
+                    tell(f"{part.name}: {part.what}, {end - time.monotonic():.0f} s at most")
+                    running.run(call, part, records, end)
+                    tell(f"{part.name}: {summary(records, part.name)}")
+    finally:
+        records.refresh()
+        merging.write(records)
+    return 0 if all(finished(records, part.name, passed=True) for part in parts) else 1
+
+
+class Writer:
+    """Writes the files when something was done, though not more often than every two seconds."""
+
+    def __init__(self):
+        self.next = 0.0
+
+    def __call__(self, records: Records) -> None:
+        if time.monotonic() >= self.next:
+            begun = time.monotonic()
+            merging.write(records)
+            self.next = time.monotonic() + max(2.0, 10 * (time.monotonic() - begun))
+
+
+def resumed(out: Path, earlier: Path | None) -> Records:
+    """Return the records of a folder, which begin with those of another one where it has none."""
+    if earlier is not None and not (out / NAME).exists() and (earlier / NAME).exists():
+        shutil.copyfile(earlier / NAME, out / NAME)
+    return Records(out)
+
+
+def spent(records: Records, part: str) -> float:
+    """Return the seconds that a part took in earlier calls, from its first record in each to its last."""
+    moments: dict[int, list[float]] = {}
+    for r in records.records:
+        if r.part == part and r.call < records.call:
+            moments.setdefault(r.call, []).append(r.at)
+    return sum(max(some) - min(some) for some in moments.values())
+
+
+def finished(records: Records, part: str, *, passed: bool = False) -> bool:
+    """Say whether every case of a part has ended, or `passed`, as far as it is known; an unknown part has not."""
+    cases = merging.cases_of(records, part)
+    over = records.done(part) if passed else records.done(part) | records.tried(part)
+    return bool(over) and all(r.case in over for r in cases)
+
+
+def summary(records: Records, part: str) -> str:
+    """Return how many cases of a part came to what."""
+    return ", ".join(f"{n} {status}" for status, n in counted(merging.cases_of(records, part)).items()) or "nothing"
+
+
+def facts(device: str) -> dict[str, str]:
+    """Return the machine, the versions and the code, without importing what a part may break."""
+    versions = {name: version(name) for name in PACKAGES}
+    return {
+        "device": device,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "GPU": gpu() if device == "cuda" else "none",
+        "Python": platform.python_version(),
+        **versions,
+        "code": fingerprint(),
+    }
+
+
+def gpu() -> str:
+    """Return the name of the GPU. Raises `SystemExit` where torch sees none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit(
+            "fds: torch sees no GPU; GPU_PYTHON=... names a Python whose torch does, --device cpu tries all without one"
+        )
+    about = torch.cuda.get_device_properties(0)
+    return f"{about.name}, sm_{about.major}{about.minor}, {about.total_memory >> 20} MiB, CUDA {torch.version.cuda}"
+
+
+def version(package: str) -> str:
+    """Return the version of an installed package, "none" where it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def fingerprint() -> str:
+    """Return 12 hexadecimal digits of the code of fds: results of two calls are of one program where they are equal."""
+    found = hashlib.sha256()
+    for path in sorted((running.ROOT / "fds").rglob("*.py")):
+        found.update(path.relative_to(running.ROOT).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def tell(text: str) -> None:
+    """Say something at once."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (all), or merge")
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu-results"), help="where results go, and go on (%(default)s)"
+    )
+    parser.add_argument("--seconds", type=float, default=540.0, help="of this call (%(default)s)")
+    parser.add_argument("--resume", type=Path, help="a folder with the results of earlier calls, which is only read")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes, to see that all runs"
+    )
+    parser.add_argument("--tests", default="", help="paths of tests, in quotes (those that make sense on a GPU)")
+    parser.add_argument("--jobs", type=int, default=12, help="workers of pytest (%(default)s)")
+    options = parser.parse_args()
+    if unknown := [name for name in options.parts if name not in PARTS and options.parts != ["merge"]]:
+        parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    options.out, options.resume = options.out.resolve(), options.resume and options.resume.resolve()
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

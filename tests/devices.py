@@ -1,0 +1,54 @@
+"""The device of the tests: the CPU, or a GPU where the same tests are held on one (`pytest --device cuda`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+NAME = os.environ.get("FDS_TEST_DEVICE", "cpu")  # "cpu", "cuda", or "pretended": CUDA as tests/pretending.py has it
+DEVICE = torch.device("cpu") if NAME == "cpu" else torch.device("cuda", 0)
+
+
+def begin() -> Callable[[], None]:
+    """Make the device of the tests the default one, and return what undoes that."""
+    stack = contextlib.ExitStack()
+    if NAME == "pretended":
+        from tests.pretending import pretended
+
+        stack.enter_context(pretended())
+    if DEVICE.type != "cpu":
+        stack.enter_context(DefaultDevice(DEVICE))
+    return stack.close
+
+
+class DefaultDevice(DeviceContext):
+    """Make tensors on a device, as torch's own default device does; what is random are the numbers of the CPU.
+
+    A test that draws from a `torch.Generator()`, or makes a tensor of numbers, means the same tensor on every device.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") is None:
+            generator = kwargs.get("generator")
+            drawn = generator is not None and generator.device.type == "cpu" and func in _DRAWING
+            if drawn or func in _OF_NUMBERS:
+                made = func(
+                    *args,
+                    **{**kwargs, "device": "cpu"} | ({"requires_grad": False} if "requires_grad" in kwargs else {}),
+                )
+                return made.to(self.device).requires_grad_(kwargs.get("requires_grad", False))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_DRAWING = {torch.rand, torch.randn, torch.randint, torch.randperm}
+_OF_NUMBERS = {torch.tensor}
+
+
+# What pytest runs on a GPU; NOT_ON_A_GPU says of every other folder and file of tests/ why not.
+ON_A_GPU = ["tests/kernels"]
