@@ -155,6 +155,19 @@ def test_large_logits_do_not_overflow_and_impossible_classes_are_not_chosen(kind
             assert_near(torch.autograd.grad(loss, x)[0], torch.autograd.grad(want, x)[0])
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # NumPy's, of what a GPU rounds to minus infinity
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_classes_that_are_masked_by_the_least_number_are_not_chosen(dtype):
+    least = torch.finfo(dtype).min
+    logits, targets = made(3, 5000, dtype=dtype)
+    masked = logits.detach().index_fill(1, torch.arange(4000, 5000), least)
+    targets.clamp_(0, 3999)
+    masked[2] = least  # no class is likelier than another
+    with only("triton"):
+        loss = cross_entropy(masked, targets, reduction="none")
+    assert_near(loss, F.cross_entropy(masked.double(), targets, reduction="none"))
+
+
 def test_logits_and_targets_may_lie_anyhow_in_memory():
     logits, targets = made(5, 43)
     compare(strided(logits.detach()).requires_grad_(), strided(targets), reduction="none")
