@@ -103,6 +103,30 @@ def test_far_from_zero_it_is_zero_or_the_identity(approximate):
             assert torch.autograd.grad(bias_gelu(x_nan, recompute=recompute).sum(), x_nan)[0].isnan().all()
 
 
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_every_number_is_as_near_as_the_module_says(approximate):
+    x = torch.cat([torch.linspace(-15, 15, 60_001), torch.linspace(-1e-3, 1e-3, 101)]).requires_grad_()
+    with only("triton"):
+        y = bias_gelu(x, approximate=approximate, recompute=True)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+    z = x.detach().double()
+    a, root = z.abs(), (2 / torch.pi) ** 0.5
+    if approximate == "tanh":
+        exponent = 2 * root * (a + 0.044715 * a**3)
+        tail = 1 / (1 + exponent.exp())
+        density = tail * (1 - tail) * 2 * root * (1 + 3 * 0.044715 * a**2)
+    else:
+        exponent = a**2 / 2
+        tail, density = torch.special.erfc(a / 2**0.5) / 2, torch.exp(-exponent) * root / 2
+    g = tail - a * density
+    y64, dx64 = z.clamp(min=0) - a * tail, torch.where(z > 0, 1 - g, g)
+    assert torch.allclose(y64, F.gelu(z, approximate=approximate), rtol=1e-12, atol=1e-15)
+    unit, least = 2**-24, 1e-37  # float32's rounding, and what a GPU takes for 0
+    error = unit * (20 + 3 * exponent)
+    assert ((y - y64).abs() <= error * a * tail + unit * y64.abs() + least).all()
+    assert ((dx - dx64).abs() <= error * (tail + a * density) + unit * dx64.abs() + least).all()
+
+
 def test_all_is_written_and_nothing_else():
     for shape, dtype in (((5, 123), torch.bfloat16), ((431,), torch.float32), ((37, 1040), torch.float16)):
         x, bias, dy = made(shape, dtype)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fds.errors import KernelError
 from fds.kernels import arguments, tiles
+from fds.kernels.activations import gelu_tail
 from fds.kernels.choice import runs_triton
 from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv, jit, on, tl
@@ -37,47 +38,12 @@ def reference(x: Tensor, bias: Tensor | None = None, approximate: str = "tanh") 
 
 
 # By bytes per element: each thread has two to four vectors of 16 bytes per tensor in flight, one per line, so that it
-# holds whole columns of its tile and sums them in registers. Backward has smaller tiles, because it loops and holds the
-# sums too (16-bit: at most 80 registers instead of 168). Derived from the compiled kernels, not measured.
-FORWARD = {
-    2: {"ELEMENTS": 4096, "COLUMNS": 1024, "num_warps": 4},
-    4: {"ELEMENTS": 2048, "COLUMNS": 512, "num_warps": 4},
-}
-BACKWARD = {
+# holds whole columns of its tile and sums them in registers. 16 elements take 32 to 64 registers, so that a
+# multiprocessor holds 1024 to 2048 threads; 32 took up to 166. Derived from the compiled kernels, not measured.
+LAUNCH = {
     2: {"ELEMENTS": 2048, "COLUMNS": 1024, "num_warps": 4},
     4: {"ELEMENTS": 2048, "COLUMNS": 512, "num_warps": 4},
 }
-
-
-@jit
-def _clamped(z):
-    """Clamp z to [-9, 9], beyond which sigmoid(2u) is 0 or 1 in float32 and exp(-2u) might overflow."""
-    return tl.clamp(z, -9.0, 9.0, tl.PropagateNan.ALL)
-
-
-@jit
-def _exp(z):
-    """Return exp(-2u) for u of z."""
-    return tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z))
-
-
-@jit
-def _gelu(z, TANH: tl.constexpr):
-    """Return gelu(z) for float32."""
-    if TANH:
-        return z * tl.where(z > -9, 1 / (1 + _exp(_clamped(z))), 0.0)
-    return 0.5 * z * (1 + tl.erf(0.7071067811865476 * z))
-
-
-@jit
-def _derivative(z, TANH: tl.constexpr):
-    """Return gelu'(z) for float32."""
-    if TANH:
-        z = _clamped(z)
-        e = _exp(z)
-        s = 1 / (1 + e)
-        return s + z * s * (e * s) * 1.5957691216057308 * (1 + 0.134145 * z * z)  # e * s is 1 - s without cancellation
-    return 0.5 * (1 + tl.erf(0.7071067811865476 * z)) + z * tl.exp(-0.5 * z * z) * 0.3989422804014327
 
 
 @jit(do_not_specialize=["rows"])
@@ -92,9 +58,11 @@ def _forward_kernel(
     z = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + at, _gelu(z, TANH).to(y_ptr.dtype.element_ty), mask=inside)
+    a, probability, density = gelu_tail.tail(z, TANH)
+    tl.store(y_ptr + at, gelu_tail.gelu(z, a, probability).to(y_ptr.dtype.element_ty), mask=inside)
     if derivative_ptr is not None:
-        tl.store(derivative_ptr + at, _derivative(z, TANH).to(derivative_ptr.dtype.element_ty), mask=inside)
+        slope = gelu_tail.derivative(z, a, probability, density)
+        tl.store(derivative_ptr + at, slope.to(derivative_ptr.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["rows", "rows_each"])
@@ -121,9 +89,10 @@ def _backward_kernel(
             z = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
             if bias_ptr is not None:
                 z += bias
-            dx *= _derivative(z, TANH)
+            a, probability, density = gelu_tail.tail(z, TANH)
+            dx *= gelu_tail.derivative(z, a, probability, density)
             if y_ptr is not None:
-                tl.store(y_ptr + at, _gelu(z, TANH).to(y_ptr.dtype.element_ty), mask=inside)
+                tl.store(y_ptr + at, gelu_tail.gelu(z, a, probability).to(y_ptr.dtype.element_ty), mask=inside)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         sums += dx
     if sums_ptr is not None:
@@ -132,7 +101,7 @@ def _backward_kernel(
 
 def _launch_forward(x: Tensor, bias: Tensor | None, approximate: str, derivative: Tensor | None) -> Tensor:
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-    y, (meta, rows, columns) = torch.empty_like(x), _cut(FORWARD, x, bias is not None)
+    y, (meta, rows, columns) = torch.empty_like(x), _cut(x, bias is not None)
     with on(x):
         _forward_kernel[tiles.grid(meta, rows, columns)](
             x, bias, y, derivative, rows, columns, TANH=approximate == "tanh", **meta
@@ -146,7 +115,7 @@ def _launch_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dx and its sums over rows in float32, (N,), or (0,) without `sums`."""
     dy = dy.contiguous()
-    dx, (meta, rows, columns) = torch.empty_like(dy), _cut(BACKWARD, dy, sums)
+    dx, (meta, rows, columns) = torch.empty_like(dy), _cut(dy, sums)
     each = tiles.rows_each(meta, dy, rows, columns) if sums else meta["ROWS"]
     groups = cdiv(rows, each)
     partial = dy.new_empty(groups, columns, dtype=torch.float32) if sums else None
@@ -157,9 +126,9 @@ def _launch_backward(
     return dx, dy.new_empty(0, dtype=torch.float32) if partial is None else partial.sum(0)
 
 
-def _cut(launch: dict, x: Tensor, has_bias: bool) -> tuple[dict[str, int], int, int]:
+def _cut(x: Tensor, has_bias: bool) -> tuple[dict[str, int], int, int]:
     """Return a tile, and the number of rows and columns; without a bias x is one long row."""
-    row = launch[x.element_size()]
+    row = LAUNCH[x.element_size()]
     if has_bias:
         rows, columns = tiles.extent(x)
         return tiles.tile(row, columns), rows, columns
