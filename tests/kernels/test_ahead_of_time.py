@@ -70,5 +70,11 @@ def test_kernels_compile_for_hopper_without_spills(name, compiled):
     assert rows and not missing, sorted(missing)
 
 
+def test_rotary_moves_vectors_where_half_a_head_is_a_multiple_of_eight(compiled):
+    for row in compiled["rotary"]:
+        has_vectors = not row["case"].startswith(("24", "100"))  # halves of 12 and of 50 elements
+        assert row["vectors"] >= 16 if has_vectors else row["registers"] <= 80, row
+
+
 def test_every_file_with_kernels_has_cases():
     assert {case_of(path) for path in FILES if launched_in(path)} <= set(CASES)

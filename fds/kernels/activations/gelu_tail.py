@@ -50,12 +50,12 @@ def tail(z, TANH: tl.constexpr):
 
 @jit
 def gelu(z, a, probability):
-    """Return gelu(z), given two results of `tail`."""
+    """Return the GELU of z, given two results of `tail`."""
     return tl.maximum(z, 0.0) - a * probability
 
 
 @jit
 def derivative(z, a, probability, density):
-    """Return gelu'(z), given the results of `tail`."""
+    """Return the derivative at z, given the results of `tail`."""
     g = probability - a * density
     return tl.where(z > 0, 1 - g, g)

@@ -15,6 +15,8 @@ arXiv:2204.06745, section 2.1.1: halves of a head, and a part of it.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -43,14 +45,22 @@ LAUNCH = {
 }
 
 
-@jit(do_not_specialize=["heads", "rows"])
+STRIDES = [f"{tensor}_{dim}" for tensor in ("x", "y", "cos", "sin") for dim in ("batch", "head", "row")]
+
+
+@jit(do_not_specialize=["heads", "rows", "halves", "rests", *STRIDES])
 def _kernel(
-    x_ptr, y_ptr, cos_ptr, sin_ptr, heads, rows, half, rest,
+    x_ptr, y_ptr, cos_ptr, sin_ptr, heads, rows, halves, rests,
     x_batch, x_head, x_row, y_batch, y_head, y_row, cos_batch, cos_head, cos_row, sin_batch, sin_head, sin_row,
     BACK: tl.constexpr, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr, PART: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Rotate ROWS positions by COLUMNS pairs of HEADS heads; with PART, copy as many of the other elements."""
+    """Rotate ROWS positions by COLUMNS pairs of HEADS heads; with PART, copy as many of the other elements.
+
+    Sizes and strides of x and y come in units of UNIT elements, strides of the tables in units of TABLE_UNIT: the
+    compiler sees the greatest vectors that are aligned.
+    """
+    half, rest = halves * UNIT, rests * UNIT
     across = tl.cdiv(tl.maximum(2 * half, rest), 2 * COLUMNS)
     first = (tl.program_id(0) % across) * COLUMNS
     left = tl.program_id(0) // across
@@ -59,18 +69,18 @@ def _kernel(
     batch = (left // tl.cdiv(heads, HEADS)).to(tl.int64)
     pair, wide = first + tl.arange(0, COLUMNS), 2 * first + tl.arange(0, 2 * COLUMNS)
     here, row_64 = (row < rows)[:, None], row.to(tl.int64)[:, None]
-    cos_at = cos_ptr + batch * cos_batch + row_64 * cos_row + pair[None, :]
-    sin_at = sin_ptr + batch * sin_batch + row_64 * sin_row + pair[None, :]
+    cos_at = cos_ptr + (batch * cos_batch + row_64 * cos_row) * TABLE_UNIT + pair[None, :]
+    sin_at = sin_ptr + (batch * sin_batch + row_64 * sin_row) * TABLE_UNIT + pair[None, :]
     for i in tl.static_range(HEADS):
         head = ((left % tl.cdiv(heads, HEADS)) * HEADS + i).to(tl.int64)
         inside = tl.where(head < heads, here, False)
         turned = inside & (pair < half)[None, :]
-        x_at = x_ptr + batch * x_batch + head * x_head + row_64 * x_row
-        y_at = y_ptr + batch * y_batch + head * y_head + row_64 * y_row
+        x_at = x_ptr + (batch * x_batch + head * x_head + row_64 * x_row) * UNIT
+        y_at = y_ptr + (batch * y_batch + head * y_head + row_64 * y_row) * UNIT
         if i == 0 or not SHARED:
             of_head = here & (pair < half)[None, :] if SHARED else turned
-            cos = tl.load(cos_at + head * cos_head, mask=of_head, other=0.0).to(tl.float32)
-            sin = tl.load(sin_at + head * sin_head, mask=of_head, other=0.0).to(tl.float32)
+            cos = tl.load(cos_at + head * cos_head * TABLE_UNIT, mask=of_head, other=0.0).to(tl.float32)
+            sin = tl.load(sin_at + head * sin_head * TABLE_UNIT, mask=of_head, other=0.0).to(tl.float32)
             if BACK:
                 sin = -sin
         if INTERLEAVED:
@@ -110,14 +120,22 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) 
     wide = min(row["COLUMNS"], max(next_power_of_2(max(half, cdiv(rest, 2))), 16))
     meta = {"HEADS": min(row["HEADS"], heads), "ROWS": row["PAIRS"] // wide, "COLUMNS": wide}
     across = cdiv(max(2 * half, rest), 2 * wide)
+    unit, strides = _in_units(x_, y_, also=(half, rest))
+    table_unit, table_strides = _in_units(cos_, sin_, also=())
     with on(x):
         _kernel[(across * cdiv(rows, meta["ROWS"]) * cdiv(heads, meta["HEADS"]) * batch,)](
-            x_, y_, cos_, sin_, heads, rows, half, rest,
-            *x_.stride()[:3], *y_.stride()[:3], *cos_.stride()[:3], *sin_.stride()[:3],
+            x_, y_, cos_, sin_, heads, rows, half // unit, rest // unit, *strides, *table_strides,
             BACK=back, INTERLEAVED=interleaved, SHARED=not (cos_.stride(1) or sin_.stride(1)), PART=rest > 0,
-            num_warps=row["num_warps"], **meta,
+            UNIT=unit, TABLE_UNIT=table_unit, num_warps=row["num_warps"], **meta,
         )
     return y
+
+
+def _in_units(*tensors: Tensor, also: tuple[int, ...]) -> tuple[int, list[int]]:
+    """Return the greatest power of two up to 16 that divides all first three strides, and `also`; strides over it."""
+    strides = [n if size > 1 else 0 for x in tensors for size, n in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    unit = math.gcd(16, *strides, *also)
+    return unit, [n // unit for n in strides]
 
 
 def _four(x: Tensor, leading: torch.Size) -> Tensor:

@@ -8,7 +8,8 @@ from fds.kernels.attentions._rotary import rotary
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
-    for head, part, interleaved in ((64, 64, False), (128, 128, False), (128, 128, True), (96, 24, False)):
+    plain = [(head, head, False) for head in (64, 128, 80, 100)]  # halves of 32, 64, 40 and 50 elements
+    for head, part, interleaved in (*plain, (128, 128, True), (96, 24, False)):
         x = torch.empty(2, 64, 16, head, dtype=dtype, requires_grad=True).transpose(1, 2)  # (B, heads, T, D), seen so
         for tables in (torch.float32, dtype):
             angles = torch.empty(64, part // 2, dtype=tables)
