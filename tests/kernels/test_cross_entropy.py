@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from fds.errors import KernelError
 from fds.kernels.choice import only
-from fds.kernels.losses import _cross_entropy as token_loss
+from fds.kernels.losses import _cross_entropy as token_loss, loss_and_gradient
 from fds.kernels.losses._cross_entropy import cross_entropy, reference
 from tests.kernels.accuracy import AWKWARD, DTYPES, TOLERANCE, assert_near, in_float64, random, strided
 from tests.kernels.ways import WAYS, kept_bytes, plain, poisoned, traced, without_a_gradient, zeros_in_backward
@@ -199,12 +199,16 @@ def test_all_is_written_and_nothing_around_is_read_or_written(dtype):
             loss, norms = torch.full((3,), float("nan")), torch.full((3, 2), float("nan"))
             want = reference(logits, targets, label_smoothing=0.1, z_loss=0.01)
             dwant = torch.func.grad(lambda x: reference(x, targets, label_smoothing=0.1, z_loss=0.01).sum())(logits)  # noqa: B023
+            before = around.clone()
             with only("triton"):
                 token_loss.launch_forward(logits, targets, loss, norms, *given)
                 token_loss.launch_backward(torch.ones(1).expand(3), logits, targets, norms, logits, *given)
-            assert_near(loss, want)
-            assert_near(logits, dwant)
-            assert around[:shift].isnan().all() and around[shift + 3 * num_classes :].isnan().all()
+            for _ in range(2):  # second, what does both at once
+                assert_near(loss, want)
+                assert_near(logits, dwant)
+                assert around[:shift].isnan().all() and around[shift + 3 * num_classes :].isnan().all()
+                around.copy_(before)
+                loss_and_gradient.launch(logits, targets, loss.fill_(float("nan")), *given)
     with only("triton"), poisoned():
         x, t = made(3, 123, dtype=dtype)
         cross_entropy(x, t).backward()
@@ -223,6 +227,22 @@ def test_losses_do_not_depend_on_blocks(monkeypatch):
     logits, targets = made(3, 1234)
     monkeypatch.setattr(token_loss, "LAUNCH", {"BLOCK": 512, "per_thread": 16})
     compare(logits, targets, label_smoothing=0.1, reduction="none")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_classes", "width"), [(9001, 9024), (9001, 9001), (16384, 16384), (600, 640)])
+def test_loss_and_gradient_at_once_are_those_of_two_kernels(num_classes, width, dtype):
+    logits = (3 * random(4, width)).to(dtype)[:, :num_classes]
+    targets = torch.tensor([0, IGNORED, num_classes - 1, num_classes])
+    loss, norms, both = torch.empty(4), torch.empty(4, 2), torch.empty(4)
+    for options in ((0.0, 0.0, IGNORED), (0.1, 0.01, IGNORED)):
+        overwritten, gradient = (torch.empty(4, width, dtype=dtype)[:, :num_classes].copy_(logits) for _ in range(2))
+        token_loss.launch_forward(logits, targets, loss, norms, *options)
+        token_loss.launch_backward(torch.ones(1).expand(4), logits, targets, norms, gradient, *options)
+        loss_and_gradient.launch(overwritten, targets, both, *options)
+        assert both[3].isnan() and overwritten[3].isnan().all()
+        assert_near(both[:3], loss[:3])
+        assert_near(overwritten[:3], gradient[:3])
 
 
 def test_backward_keeps_logits_targets_and_a_number_per_token():

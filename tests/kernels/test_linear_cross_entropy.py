@@ -115,6 +115,36 @@ def test_no_tensor_holds_the_logits_of_more_than_a_chunk(dtype, by_kernels):
     assert seen.nbytes <= max(chunk * 1024 * 4, v * h * 4) < n * v * dtype.itemsize / 4
 
 
+class WideProducts(TorchDispatchMode):
+    """Compute the product that torch has on CUDA alone, and remember what it was added to."""
+
+    def __init__(self):
+        super().__init__()
+        self.betas, self.nbytes = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.addmm.dtype_out:
+            total, a, b, dtype = args
+            assert kwargs["out"] is total and total.dtype == dtype and a.dtype == b.dtype == torch.bfloat16
+            self.betas.append(kwargs.get("beta", 1))
+            return total.addmm_(a.float(), b.float(), beta=self.betas[-1])
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.shape == (19, 8):
+            self.nbytes += out.nbytes
+        return out
+
+
+def test_where_products_of_16_bits_are_float32_each_is_added_as_it_is_made(monkeypatch):
+    hidden, weight, targets, _ = made(20, 8, 19, torch.bfloat16)
+    given = (hidden.detach(), weight.detach(), targets, None, 0.0, 0.0, IGNORED, 6, [False, True, False], False)
+    want = total_and_gradients(*given)[2]
+    monkeypatch.setattr(head_loss, "_products_are_wide", lambda device: True)
+    with WideProducts() as seen:
+        got = total_and_gradients(*given)[2]
+    assert_near(got, want)
+    assert seen.betas == [0, 1, 1, 1] and seen.nbytes == 4 * 19 * 8  # the gradient itself, and nothing of its size
+
+
 @pytest.mark.parametrize("kind", ["triton", "reference"])
 def test_the_most_memory_ever_held_is_that_of_a_chunk(kind):
     n, h, v, chunk = 256, 4, 1000, 16
@@ -153,7 +183,7 @@ def test_only_gradients_that_are_wanted_are_computed(kind, monkeypatch):
         (dhidden,) = torch.autograd.grad(linear_cross_entropy(hidden, weight.detach(), targets), [hidden])
         (dweight,) = torch.autograd.grad(linear_cross_entropy(hidden.detach(), weight, targets), [weight])
         assert torch.equal(dhidden, both[0]) and torch.equal(dweight, both[1])
-        for name in ("launch_backward", "_add_product"):
+        for name in ("loss_and_gradient", "_add_product"):
             monkeypatch.setattr(head_loss, name, None)
         with torch.no_grad():
             assert not linear_cross_entropy(hidden, weight, targets).requires_grad

@@ -10,8 +10,6 @@ An ignored token has loss 0 and gradient 0, whatever its logits. A target outsid
 loss and its gradient NaN, because raising an error would mean waiting for the device.
 m and l are stored separately: their sum is rounded relative to its size, so that with logits of 1000 every probability
 would be wrong in its fifth digit. Logits (N, V); targets (N,) int64; loss (N,) and (m, l) (N, 2) float32.
-Loads of 16 bytes must be aligned, and the rows of an odd vocabulary (50257 of 2 bytes) are not: both kernels split a
-row into an aligned part, moved in vectors, and less than 16 bytes at either end.
 
 Moves: forward reads logits, backward reads logits and writes their gradient. Saves: logits, targets, m and l.
 Sources:
@@ -32,6 +30,7 @@ from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
 from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
+from fds.kernels.losses import logit_rows
 from fds.kernels.operators import operator
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -55,42 +54,15 @@ def reference(
     return (loss * poison).masked_fill(is_ignored, 0.0)
 
 
-# Sixteen elements per thread, eight warps: two loads of 16 bytes in flight in 16 bits, four in float32, and in forward
-# 48 registers for a tile and the maximum and sum of each lane. Four programs of a multiprocessor then have 32 KB in
-# flight, about latency times bandwidth. Smaller vocabularies take fewer warps. Derived, not measured.
+# Sixteen elements per thread, eight warps: two loads of 16 bytes in flight in 16 bits, four in float32. A maximum and a
+# sum per vector, not per element, leave 30 registers: a multiprocessor holds eight programs, with 64 KB in flight.
+# Smaller vocabularies take fewer warps. Derived, not measured.
 LAUNCH = {"BLOCK": 4096, "per_thread": 16}
 
 
 def _launch(num_classes: int) -> dict[str, int]:
     block = min(max(next_power_of_2(num_classes), 512), LAUNCH["BLOCK"])
     return {"BLOCK": block, "num_warps": block // (32 * LAUNCH["per_thread"])}
-
-
-LOWEST = tl.constexpr(-3.4028234663852886e38) if tl else None  # finite: two minus infinities have no difference
-FLAT = tl.constexpr(-200.0) if tl else None  # exp of it is 0
-
-
-@jit
-def _exp(x):
-    """Return exp(x) for x <= 0, in two instructions: tl.exp takes three more for results below 1e-38, here 0."""
-    return tl.exp2(1.4426950408889634 * x)
-
-
-@jit
-def _middle(base, num_classes, VECTOR: tl.constexpr):
-    """Return the first element of the aligned part of a row, a multiple of VECTOR, and the part's length."""
-    first = (base + VECTOR - 1) // VECTOR * VECTOR
-    last = (base + num_classes) // VECTOR * VECTOR
-    return first, (tl.maximum(last, first) - first).to(tl.int32)
-
-
-@jit
-def _ends(base, first, length, num_classes, VECTOR: tl.constexpr):
-    """Return the columns (2 * VECTOR,) before and after the aligned part of a row, and a mask of those in the row."""
-    lane = tl.arange(0, 2 * VECTOR)
-    before = (first - base).to(tl.int32)  # may exceed a row without an aligned part
-    column = tl.where(lane < VECTOR, lane, before + length + lane - VECTOR)
-    return column, (column < num_classes) & ((lane >= VECTOR) | (lane < before))
 
 
 @jit
@@ -100,53 +72,18 @@ def _forward_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
-    is_taken = target != ignore_index
-    base = row * row_stride
-    first, length = _middle(base, num_classes, VECTOR)
-    # Each lane has its own maximum, so that lanes synchronise once per row, not once per tile. It takes one vector of a
-    # tile at a time, whose sum it rescales once: 7 instructions an element, one of them the exp.
-    lane = VECTOR * tl.arange(0, BLOCK // VECTOR)
-    maximum = tl.full((BLOCK // VECTOR,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK // VECTOR,), tl.float32)
-    plain = tl.zeros((BLOCK // VECTOR,), tl.float32)
-    for start in range(0, tl.where(is_taken, length, 0), BLOCK):
-        at = (start + lane)[:, None] + tl.arange(0, VECTOR)[None, :]
-        inside = (start + lane < length)[:, None]  # the part's length is a number of vectors
-        x = tl.load(logits_ptr + first + at, mask=inside, other=-float("inf")).to(tl.float32)
-        above = tl.maximum(maximum, tl.max(x, 1))
-        total = total * _exp(tl.maximum(maximum - above, FLAT)) + tl.sum(_exp(x - above[:, None]), 1)
-        maximum = above
-        if SMOOTHED:
-            plain += tl.sum(tl.where(inside, x, 0.0), 1)
-    top = tl.max(maximum, 0)
-    if ENDS:
-        column, inside = _ends(base, first, length, num_classes, VECTOR)
-        x = tl.load(logits_ptr + base + column, mask=tl.where(is_taken, inside, False), other=-float("inf"))
-        x = x.to(tl.float32)
-        top = tl.maximum(top, tl.max(x, 0))
-    among = tl.sum(total * _exp(tl.maximum(maximum - top, FLAT)), 0)
-    if ENDS:
-        among += tl.sum(_exp(x - top), 0)
-    top = tl.where(is_taken, top, 0.0)
-    log_sum = tl.log(tl.where(is_taken, among, 1.0))
-    lse = top + log_sum
-    is_inside = (target >= 0) & (target < num_classes)
-    at_target = tl.load(logits_ptr + base + target, mask=is_inside & is_taken, other=0.0).to(tl.float32)
-    loss = log_sum + (1 - smoothing) * (top - at_target) + z_loss * lse * lse
-    if SMOOTHED:
-        every = tl.sum(plain, 0)
-        if ENDS:
-            every += tl.sum(tl.where(inside, x, 0.0), 0)
-        loss += smoothing * (top - every / num_classes)
-    loss = tl.where(is_inside, loss, float("nan"))
-    tl.store(loss_ptr + row, tl.where(is_taken, loss, 0.0))
+    loss, top, log_sum, _ = logit_rows.row_loss(
+        logits_ptr, row * row_stride, target, target != ignore_index, num_classes, smoothing, z_loss, SMOOTHED, VECTOR,
+        ENDS, BLOCK,
+    )
+    tl.store(loss_ptr + row, loss)
     tl.store(norms_ptr + 2 * row, top)
     tl.store(norms_ptr + 2 * row + 1, log_sum)
 
 
 @jit
 def _gradient(x, column, target, top, log_sum, of_probability, of_target, of_every):
-    dx = _exp(x.to(tl.float32) - top - log_sum) * of_probability - of_every
+    dx = logit_rows.exp(x.to(tl.float32) - top - log_sum) * of_probability - of_every
     return tl.where(column == target, dx - of_target, dx)
 
 
@@ -166,7 +103,7 @@ def _backward_kernel(
     of_probability = dloss * (1 + 2 * z_loss * (top + log_sum))
     of_target, of_every = dloss * (1 - smoothing), dloss * (smoothing / num_classes)
     base = row * row_stride
-    first, length = _middle(base, num_classes, VECTOR)
+    first, length = logit_rows.middle(base, num_classes, VECTOR)
     at = tile * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
     x = tl.load(logits_ptr + first + at, mask=tl.where(is_taken, inside, False), other=-float("inf"))
@@ -175,15 +112,10 @@ def _backward_kernel(
     tl.store(dlogits_ptr + first + at, dx.to(dlogits_ptr.dtype.element_ty), mask=inside)
     if ENDS:  # noqa: SIM102  (a compile-time condition)
         if tile == 0:
-            column, is_end = _ends(base, first, length, num_classes, VECTOR)
+            column, is_end = logit_rows.ends(base, first, length, num_classes, VECTOR)
             x_end = tl.load(logits_ptr + base + column, mask=tl.where(is_taken, is_end, False), other=-float("inf"))
             dx_end = _gradient(x_end, column, target, top, log_sum, of_probability, of_target, of_every)
             tl.store(dlogits_ptr + base + column, dx_end.to(dlogits_ptr.dtype.element_ty), mask=is_end)
-
-
-def _vectors(logits: Tensor) -> dict[str, int]:
-    vector = 16 // logits.element_size()
-    return {"VECTOR": vector, "ENDS": logits.stride(0) % vector != 0 or logits.shape[1] % vector != 0}
 
 
 def launch_forward(
@@ -196,7 +128,7 @@ def launch_forward(
     with on(logits):
         _forward_kernel[(targets.numel(),)](
             logits, targets, loss, norms, logits.stride(0), logits.shape[1], label_smoothing, z_loss, ignore_index,
-            SMOOTHED=label_smoothing > 0, **_vectors(logits), **_launch(logits.shape[1]),
+            SMOOTHED=label_smoothing > 0, **logit_rows.vectors(logits), **_launch(logits.shape[1]),
         )
 
 
@@ -212,7 +144,7 @@ def launch_backward(
     with on(logits):
         _backward_kernel[(targets.numel() * tiles,)](
             dloss, logits, targets, norms, dlogits, dloss.stride(0), logits.stride(0), logits.shape[1], tiles,
-            label_smoothing, z_loss, ignore_index, **_vectors(logits), **meta,
+            label_smoothing, z_loss, ignore_index, **logit_rows.vectors(logits), **meta,
         )
 
 

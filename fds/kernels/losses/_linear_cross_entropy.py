@@ -9,8 +9,9 @@ overwrites them with their gradient, and multiplies that with hidden and weight:
 
 so backward only scales by the gradient of the total, which it reads on the device.
 Holds: C * V logits and, if required, dhidden in its dtype and dweight in float32 (4 * V * H bytes); backward writes
-both in their dtypes. Plain torch holds N * V two or three times. Moves, beside the three products: 3 * N * V elements
-of logits, and dweight twice per chunk. Saves: dhidden and dweight; neither hidden nor weight.
+both in their dtypes. Plain torch holds N * V two or three times. Moves, of N * V elements of logits: one product writes
+them, fds.kernels.losses.loss_and_gradient reads and writes them, two products read them; and dweight twice per chunk,
+inside of its product. Saves: dhidden and dweight; neither hidden nor weight.
 Sources:
 1. Hsu et al. 2024, arXiv:2410.10989, section 3.2: the chunks, with gradients computed in the forward pass.
 2. Wijmans et al. 2024, arXiv:2411.09009: the same loss, and the memory that it takes.
@@ -29,15 +30,14 @@ from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
 from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv
-from fds.kernels.losses import _cross_entropy as token_loss
-from fds.kernels.losses._cross_entropy import check_options, check_targets, launch_backward, launch_forward, num_tokens
+from fds.kernels.losses import _cross_entropy as token_loss, loss_and_gradient
+from fds.kernels.losses._cross_entropy import check_options, check_targets, launch_forward, num_tokens
 from fds.kernels.operators import operator
 
 # Rows of a chunk start at multiples of 64 elements, 128 bytes in 16 bits: the fast kernels of torch.mm, and loads of 16
 # bytes, need rows aligned to 16 bytes, which rows of 50257 elements are not.
 ROW = 64
-# Of a product that is added to dweight, in float32: it stays in the 50 MB of L2, and adds this much to peak memory.
-SLICE_BYTES = 2**25
+SLICE_BYTES = 2**25  # of a product in float32 where it cannot be added to dweight at once: so much more is held
 
 _LEVELS: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  (what torch.func wraps tensors with)
 
@@ -77,8 +77,9 @@ def total_and_gradients(
     options = (label_smoothing, z_loss, ignore_index)
     n, v = hidden.shape[0], weight.shape[0]
     total, dhidden, dweight, dbias = _outputs(hidden, weight, wants)
-    dweight.zero_()
     dbias.zero_()
+    if not n:
+        dweight.zero_()
     memory = hidden.new_empty(min(chunk_tokens, n), cdiv(v, ROW) * ROW)
     losses = total.new_empty(n)
     for start in range(0, n, chunk_tokens):
@@ -93,7 +94,7 @@ def total_and_gradients(
         if wants[0]:
             torch.mm(logits, weight, out=dhidden[rows])
         if wants[1]:
-            _add_product(dweight, logits, h)
+            _add_product(dweight, logits, h, beta=min(start, 1))
         if wants[2]:
             dbias += logits.sum(0, dtype=dbias.dtype)
     return losses.sum(), dhidden, dweight, dbias
@@ -101,10 +102,10 @@ def total_and_gradients(
 
 def _kernels(logits: Tensor, targets: Tensor, losses: Tensor, wants: bool, *options: Any) -> None:
     """Write the losses, and overwrite logits with their gradient if `wants`."""
-    norms = losses.new_empty(*losses.shape, 2)
-    launch_forward(logits, targets, losses, norms, *options)
     if wants:
-        launch_backward(losses.new_ones(1).expand(losses.shape), logits, targets, norms, logits, *options)
+        loss_and_gradient.launch(logits, targets, losses, *options)
+    else:
+        launch_forward(logits, targets, losses, losses.new_empty(*losses.shape, 2), *options)
 
 
 def _torch(
@@ -126,19 +127,22 @@ def _torch(
         logits.copy_(dx.masked_fill_((targets == ignore_index)[:, None], 0.0))
 
 
-def _add_product(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
-    """Add dlogits.T @ hidden to total, in float32 for 16-bit numbers, since rounding sums of chunks loses digits."""
+def _add_product(total: Tensor, dlogits: Tensor, hidden: Tensor, beta: int) -> None:
+    """Write dlogits.T @ hidden + beta * total to total, which is float32 for 16 bits: sums of chunks lose no digits."""
     if total.dtype == hidden.dtype:
-        total.addmm_(dlogits.T, hidden)
-        return
-    step = max(SLICE_BYTES // (4 * max(hidden.shape[1], 1)) // ROW * ROW, ROW)
-    for start in range(0, total.shape[0], step):
-        part = dlogits[:, start : start + step].T
-        if hidden.is_cuda:
-            product = torch.mm(part, hidden, out_dtype=torch.float32)
-        else:
-            product = part.float() @ hidden.float()  # torch.mm has no out_dtype on the CPU
-        total[start : start + step] += product
+        total.addmm_(dlogits.T, hidden, beta=beta)
+    elif _products_are_wide(hidden.device):
+        torch.addmm(total, dlogits.T, hidden, beta=beta, out_dtype=total.dtype, out=total)
+    else:
+        step = max(SLICE_BYTES // (4 * max(hidden.shape[1], 1)) // ROW * ROW, ROW)
+        for part, of_part in zip(total.split(step), dlogits.T.split(step), strict=True):
+            product = of_part.to(total.dtype) @ hidden.to(total.dtype)
+            part.copy_(product) if beta == 0 else part.add_(product)
+
+
+def _products_are_wide(device: torch.device) -> bool:
+    """Return whether torch multiplies 16-bit numbers to float32 there: on CUDA, from compute capability 8.0 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _outputs(hidden: Tensor, weight: Tensor, wants: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

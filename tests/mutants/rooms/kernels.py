@@ -5,15 +5,15 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "cross-entropy-forgets-the-ends",
-        "fds/kernels/losses/_cross_entropy.py",
-        "among += tl.sum(tl.exp(x - top), 0)",
+        "fds/kernels/losses/logit_rows.py",
+        "among += tl.sum(exp(x - top), 0)",
         "pass",
         "the unaligned ends of an odd vocabulary are left out of the sum",
         "tests/kernels/test_cross_entropy.py",
     ),
     Mutant(
         "cross-entropy-smooths-without-the-ends",
-        "fds/kernels/losses/_cross_entropy.py",
+        "fds/kernels/losses/logit_rows.py",
         "every += tl.sum(tl.where(inside, x, 0.0), 0)",
         "pass",
         "label smoothing leaves out the ends of an odd vocabulary",
@@ -42,6 +42,22 @@ MUTANTS = (
         "of_probability = dloss * (1 + 2 * z_loss * log_sum)",
         "the z-loss has a gradient that lacks the maximum",
         "tests/kernels/test_cross_entropy.py",
+    ),
+    Mutant(
+        "linear-loss-forgets-earlier-chunks",
+        "fds/kernels/losses/_linear_cross_entropy.py",
+        "beta=min(start, 1)",
+        "beta=0",
+        "the gradient of the head is that of the last chunk alone",
+        "tests/kernels/test_linear_cross_entropy.py",
+    ),
+    Mutant(
+        "linear-loss-smooths-the-target-alone",
+        "fds/kernels/losses/loss_and_gradient.py",
+        "of_target = logit_rows.exp(at_target - top - log_sum) * of_probability - of_every - dloss",
+        "of_target = logit_rows.exp(at_target - top - log_sum) * of_probability - dloss",
+        "the gradient at the target lacks its part of the smoothing",
+        "tests/kernels/test_linear_cross_entropy.py",
     ),
     Mutant(
         "linear-loss-ignores-nothing",
