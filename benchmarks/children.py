@@ -47,12 +47,15 @@ class Outcome:
 
 
 class Child:
-    """One process, and what it is doing."""
+    """One process, and what it is doing. torch's inductor compiles with so many processes of its own; 1 is itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, compile_threads: int = 1) -> None:
         self.pipe, end = Pipe()
         command = [sys.executable, "-m", "benchmarks.children", str(end.fileno())]
-        self.process = subprocess.Popen(command, cwd=ROOT, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)
+        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": str(compile_threads)}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL
+        )
         end.close()
         self.task: Task | None = None
         self.contender, self.deadline, self.fresh = "", 0.0, True
@@ -103,8 +106,8 @@ class Child:
 class Pool:
     """Children that stay between calls of `run`; with `fresh` a new one does each task."""
 
-    def __init__(self, jobs: int, *, fresh: bool = False):
-        self.jobs, self.fresh = jobs, fresh
+    def __init__(self, jobs: int, *, fresh: bool = False, compile_threads: int = 1):
+        self.jobs, self.fresh, self.compile_threads = jobs, fresh, compile_threads
         self.idle: list[Child] = []
 
     def run(self, tasks: Iterable[Task]) -> dict[str, Outcome]:
@@ -113,7 +116,7 @@ class Pool:
         try:
             while waiting or busy:
                 while waiting and len(busy) < self.jobs:
-                    child = self.idle.pop() if self.idle else Child()
+                    child = self.idle.pop() if self.idle else Child(self.compile_threads)
                     child.begin(waiting.popleft())
                     busy.append(child)
                 wait([child.pipe for child in busy], timeout=1.0)

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 import torch._dynamo.config
 import torch._functorch.config
+import torch._inductor.config
 
 from benchmarks import kernel_products as products, kernel_streams as streams
 from benchmarks.children import Outcome, Pool, Task
@@ -86,7 +87,9 @@ def kernels_of(device: torch.device) -> AbstractContextManager[None]:
 def compiler() -> Iterator[None]:
     """Let torch.compile take one function at many sizes, and call its backward repeatedly."""
     recompile = {"recompile_limit": RECOMPILATIONS, "accumulated_recompile_limit": 4 * RECOMPILATIONS}
-    with torch._dynamo.config.patch(recompile), torch._functorch.config.patch(donated_buffer=False):
+    again, itself = {"donated_buffer": False}, {"compile_threads": 1}  # no processes of inductor's while a clock runs
+    patches = (torch._functorch.config.patch(again), torch._inductor.config.patch(itself))
+    with torch._dynamo.config.patch(recompile), patches[0], patches[1]:
         yield
 
 

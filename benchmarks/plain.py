@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -215,8 +215,8 @@ def show_peaks(rows: list[Row], console: Console, device: torch.device) -> int:
     return 0
 
 
-def parse() -> argparse.Namespace:
-    """Return the options: the example's own, and this benchmark's."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options, of the command line unless others are given: the example's own, and this benchmark's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=20, help="at least (%(default)s)")
     parser.add_argument("--most", type=int, default=200, help="pairs, where the intervals stay wide (%(default)s)")
@@ -227,7 +227,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", help="where the table goes (benchmarks/results; nowhere with --quick)")
     parser.add_argument("--name", default="plain", help="in the name of the table (%(default)s)")
     parser.add_argument("--device", default="cpu", help="(%(default)s)")
-    mine = parser.parse_args()
+    mine = parser.parse_args(arguments)
     options = train_gpt.parse(["--quick"] if mine.quick else ["--steps", "1000"])
     if mine.quick:
         mine.pairs, mine.most = min(mine.pairs, 4), 4

@@ -26,7 +26,7 @@ from benchmarks.gpu.records import Case, Failed
 from benchmarks.gpu.step_contenders import COMPILED, EAGER, Contender, contenders, sizes_of
 from benchmarks.gpu.step_model import GPT
 from benchmarks.gpu.step_tables import tables as tables  # which the part offers beside its cases
-from benchmarks.harness import Call
+from benchmarks.harness import Call, compare
 from benchmarks.kernel_works import Setting
 
 PART = "step"
@@ -35,7 +35,7 @@ AT_ONCE = {8: 4, 32: 2}  # processes that run alone at the same time: what fits 
 PAIRS, MOST_PAIRS = 20, 40
 LOSSES_WITHIN = torch.finfo(torch.bfloat16).eps  # of a loss, relative: one rounding to bfloat16
 ALONE_S, BESIDE_S = 480.0, 300.0
-PRODUCT = "matrix product"
+PRODUCT, EXAMPLE = "matrix product", "the example's GPT in float32"
 
 _alone: dict[tuple[int, str], Outcome] = {}  # by this process's children
 _beside: dict[int, tuple[str, Call]] = {}  # of one batch: the reference that is alive
@@ -50,6 +50,7 @@ def cases(setting: Setting) -> Iterator[Case]:
         for one in contenders():
             name = name_of(one.name, rows, setting, "timed")
             yield Case(name, functools.partial(beside, setting, one, rows), BESIDE_S)
+    yield Case(EXAMPLE, lambda: example(setting), limit_s=BESIDE_S)
 
 
 def name_of(contender: str, rows: int, setting: Setting, what: str) -> str:
@@ -62,6 +63,25 @@ def matrix_product(setting: Setting) -> dict[str, float]:
     return {"flops": measure.product_flops(setting.device, setting.size(8192, 64))}
 
 
+def example(setting: Setting) -> dict[str, Any]:
+    """Time fds's step of the example beside the plain loop, as benchmarks/plain.py does: small, so the host counts."""
+    from benchmarks import plain  # it imports the example
+
+    options = plain.parse(["--device", str(setting.device), *(["--quick"] if setting.tiny else [])])
+    rows = plain.contenders(options, plain.draw_batches(options, setting.device), setting.device)
+    least, most = (2, 2) if setting.tiny else (PAIRS, MOST_PAIRS)
+    found = compare(rows, device=setting.device, pairs=least, most=most)
+    series = lambda times: {"seconds": list(times.contender), "beside_seconds": list(times.beside)}
+    each = [(r.row.contender.name, r.row.beside.name, r.time, r.agreement, r.memory_ratio) for r in found.results]
+    each += [(one.name, one.name, times, "", 1.0) for one, times in found.itself]
+    return {
+        "pairs": [
+            {"contender": name, "beside": other, "agree": agree, "memory": memory, **series(times)}
+            for name, other, times, agree, memory in each
+        ]
+    }
+
+
 def alone(setting: Setting, one: Contender, rows: int) -> dict[str, Any]:
     """Return what one contender is alone; the first one asked for runs all of this batch, several at once."""
     if (rows, one.name) not in _alone:
@@ -69,8 +89,10 @@ def alone(setting: Setting, one: Contender, rows: int) -> dict[str, Any]:
         done = {other.name for other in contenders() if name_of(other.name, rows, setting, "alone") in setting.done}
         names = [other.name for other in contenders() if other.name not in known | done - {EAGER}]
         tasks = [Task(name, run_alone, (str(setting.device), setting.tiny, name, rows), ALONE_S) for name in names]
-        at_once = min(AT_ONCE.get(rows, 2), os.cpu_count() or 1)
-        _alone.update({(rows, name): outcome for name, outcome in Pool(at_once, fresh=True).run(tasks).items()})
+        cores = os.cpu_count() or 1
+        at_once = min(AT_ONCE.get(rows, 2), cores)
+        pool = Pool(at_once, fresh=True, compile_threads=cores // at_once)
+        _alone.update({(rows, name): outcome for name, outcome in pool.run(tasks).items()})
     outcome = _alone[rows, one.name]
     if outcome.error:
         raise Failed(outcome.error)

@@ -77,7 +77,7 @@ def launches(call: Call, device: torch.device) -> dict[str, int]:
         call()
         if on_gpu:
             torch.cuda.synchronize(device)
-    events = record.events() or []
+    events = [e for e in record.events() or [] if not e.is_user_annotation]  # the optimizer's, inductor's
     on_device = [e.name for e in events if e.device_type == DeviceType.CUDA]
     of_host = [e.name for e in events if e.device_type == DeviceType.CPU]
     return {

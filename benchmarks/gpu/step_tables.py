@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from benchmarks import report
 from benchmarks.goals import CAPTURED_BESIDE_COMPILED, PEAK_FLOPS, STEP_BESIDE_COMPILED
 from benchmarks.gpu.records import FAILED, PASSED, Record
 from benchmarks.gpu.step_contenders import CAPTURED, COMPILED, EAGER
@@ -20,6 +21,7 @@ def tables(records: list[Record]) -> list[Rows]:
     passed = [r.figures for r in records if r.status in (PASSED, FAILED) and "contender" in r.figures]
     timed = [f for f in passed if "seconds" in f]
     alone = [f for f in passed if "losses" in f]
+    small = [pair for r in records for pair in r.figures.get("pairs", ())]
     product = next((r.figures["flops"] for r in records if "flops" in r.figures), None)
     losses = {(f["contender"], f["rows"]): f["losses"] for f in alone}
     what = {f["contender"]: f["what"] for f in passed}
@@ -28,6 +30,7 @@ def tables(records: list[Record]) -> list[Rows]:
     made = [
         (f"A step (MFU: 6 N + 12 layers W T operations a token, of {peak})", TIME_HEADER, [*times(timed, product)]),
         ("Alone in a process", ALONE_HEADER, [memory_of(f, losses) for f in alone]),
+        ("The example's GPT in float32, a small one", EXAMPLE_HEADER, [example_of(f) for f in small]),
         ("What each does", ["contender", "what"], [[name, text] for name, text in what.items()]),
         ("Not run, or not as the others", ["contender", "why"], failed),
     ]
@@ -38,6 +41,7 @@ TIME_HEADER = ["contender", "batch", "ms", "tokens/s", "MFU", "of a product", "o
 TIME_HEADER += ["host us", "CPU us"]
 ALONE_HEADER = ["contender", "batch", "peak MiB", "reserved MiB", "held MiB", "kernels", "launches", "operators"]
 ALONE_HEADER += ["first loss", "last", "from eager's", "first steps s"]
+EXAMPLE_HEADER = ["contender", "other", "ms", "its ms", "ratio", "95% interval", "agree", "peak over its peak"]
 
 
 def series_of(figures: Figures) -> Series:
@@ -65,6 +69,12 @@ def times(timed: Iterable[Figures], product: float | None) -> Iterator[list[str]
             f"{f['host_us']:.0f}",
             f"{f['cpu_us']:.0f}",
         ]
+
+
+def example_of(f: Figures) -> list[str]:
+    """Return the line of one comparison of the example's steps."""
+    other = f"{f['beside']} (A/A)" if f["beside"] == f["contender"] else f["beside"]
+    return [f["contender"], other, *report.timed(series_of(f)), f["agree"], f"{f['memory']:.3f}"]
 
 
 def memory_of(f: Figures, losses: Mapping[tuple[str, int], list[float]]) -> list[str]:

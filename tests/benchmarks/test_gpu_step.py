@@ -98,7 +98,7 @@ def test_who_passed_in_an_earlier_call_does_not_run_again_but_for_the_one_to_com
 def test_every_case_has_a_name_of_its_own():
     for setting, rows in ((TINY, "2 x 16"), (Setting(CPU), "8 x 1024")):
         names = [case.name for case in step.cases(setting)]
-        assert len(set(names)) == len(names) == 1 + 4 * len(step_contenders.contenders())
+        assert len(set(names)) == len(names) == 2 + 4 * len(step_contenders.contenders())
         assert f"fds, captured, {rows}, timed" in names
 
 
