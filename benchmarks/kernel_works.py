@@ -34,7 +34,7 @@ class Setting:
     device: torch.device
     tiny: bool = False
     compiled: Callable[[Callable], Callable] = by_inductor
-    done: frozenset[str] = frozenset()  # names of cases that passed in earlier calls: nothing is prepared for them
+    done: frozenset[str] = frozenset()  # names of cases that are not done any more: nothing is prepared for them
 
     def size(self, full: int, tiny: int) -> int:
         """Return one of the two."""

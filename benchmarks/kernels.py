@@ -50,8 +50,9 @@ CASE_S, AHEAD_S = 240.0, 420.0  # a case alone has to compile for itself, if a r
 _checked: dict[str, Outcome] = {}  # by this process's children
 
 
-def cases(setting: Setting, *, only: Sequence[str] = (), rounds: int = ROUNDS) -> Iterator[Case]:
+def cases(setting: Setting, *, only: Sequence[str] = (), rounds: int | None = None) -> Iterator[Case]:
     """Yield every piece of work as a case, wave after wave; a wave begins by compiling and checking all of it."""
+    rounds = rounds or setting.size(ROUNDS, 3)
     listed = units.in_turn(units.works(units.nowhere(setting), list(only)))
     together = [(unit, list(some)) for unit, some in groupby(listed, lambda work: work.unit)]
     for i in range(0, len(together), WAVE):

@@ -33,7 +33,7 @@ class Case:
     name: str
     run: Callable[[], Mapping[str, Any] | None]  # -> figures, anything that JSON takes
     limit_s: float = 60.0  # after which its process is killed
-    again: bool = False  # it is done in every call: what it makes is not in the folder of results
+    again: bool = False  # every process does it: what it makes is not in the folder of results
 
 
 class Failed(Exception):

@@ -29,7 +29,8 @@ def main(out: str, part: str, module: str, device: str) -> int:
     end_with_parent()
     records = Records(Path(out))
     records.add(Record(part, LISTED, BEGUN, 120.0))
-    todo = left(records, part, list(importlib.import_module(module).cases(setting_of(device))))
+    setting = setting_of(device, records.done(part) | records.tried(part))
+    todo = left(records, part, list(importlib.import_module(module).cases(setting)))
     records.add(Record(part, LISTED, PASSED, figures={"left": [case.name for case in todo]}))
     for case in todo:
         records.add(Record(part, case.name, BEGUN, case.limit_s))
@@ -40,17 +41,18 @@ def main(out: str, part: str, module: str, device: str) -> int:
     return 0
 
 
-def setting_of(device: str) -> Setting:
+def setting_of(device: str, done: set[str]) -> Setting:
     """Return where and how large: on the CPU tiny, and nothing compiled, since it is to be seen that all runs."""
-    return Setting(torch.device(device)) if device == "cuda" else Setting(torch.device(device), True, lambda f: f)
+    small = {} if device == "cuda" else {"tiny": True, "compiled": lambda f: f}
+    return Setting(torch.device(device), **small, done=frozenset(done))
 
 
 def left(records: Records, part: str, cases: list[Case]) -> list[Case]:
     """Return the cases to do, those that were never tried first."""
     latest = records.latest(part)
     over = records.done(part) | records.tried(part)
-    new = lambda case: case.name not in latest or latest[case.name].status == NO_TIME
-    return sorted((case for case in cases if case.name not in over), key=lambda case: not new(case))
+    new = lambda case: case.again or case.name not in latest or latest[case.name].status == NO_TIME
+    return sorted((case for case in cases if case.again or case.name not in over), key=lambda case: not new(case))
 
 
 def attempt(part: str, case: Case) -> Record:

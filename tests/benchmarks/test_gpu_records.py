@@ -2,7 +2,8 @@
 
 import json
 
-from benchmarks.gpu.records import BEGUN, ERROR, FAILED, NO_TIME, PASSED, Record, Records, counted
+from benchmarks.gpu.records import BEGUN, ERROR, FAILED, NO_TIME, PASSED, Case, Record, Records, counted
+from benchmarks.gpu.worker import left
 
 
 def test_a_later_call_knows_what_passed_and_tries_the_rest_again(tmp_path):
@@ -37,3 +38,13 @@ def test_a_line_that_a_kill_broke_off_is_left_out_and_ended(tmp_path):
     again.add(Record("kernels", "gelu", FAILED, error="x" * 100_000))
     assert Records(tmp_path).latest("kernels")["gelu"].status == FAILED and Records(tmp_path).call == 2
     assert records.path.stat().st_size < 6_000
+
+
+def test_what_is_to_be_done_again_stays_before_what_it_is_for(tmp_path):
+    records = Records(tmp_path)
+    records.begin({})
+    for case, status in (("ahead", PASSED), ("norm", PASSED), ("gelu", FAILED)):
+        records.add(Record("kernels", case, status))
+    records.begin({})
+    cases = [Case("gelu", dict), Case("ahead", dict, again=True), Case("norm", dict), Case("new", dict)]
+    assert [case.name for case in left(records, "kernels", cases)] == ["ahead", "new", "gelu"]
