@@ -1,8 +1,8 @@
 """A transformer layer made of fused kernels: `fds.nn.TransformerLayer`, in a stack of `LayerSpec`s.
 
 It has the parameters of DeepSpeed's transformer kernel, and three options that keep less for backward: each one is
-measured here. Triton kernels run on a GPU, plain torch on a CPU; both keep the same. Dropout draws its masks from
-the step's key and stores none. Layers hand on (hidden states, mask), for lines of different lengths.
+measured here. Triton kernels run on a GPU where they are chosen, else plain torch; both keep the same. Dropout draws
+its masks from the step's key and stores none. Layers hand on (hidden states, mask), for lines of different lengths.
 """
 
 import inspect

@@ -122,6 +122,14 @@ def all_run_triton(kernel: str, tensors: Sequence[Tensor]) -> bool:
     return all(runs_triton(kernel, x) for x in {x.dtype: x for x in tensors}.values())
 
 
+def is_left_to_torch(kernel: str, x: Tensor) -> bool:
+    """Return whether torch's own operator may take the place of a kernel's function: on a GPU, where nobody asked.
+
+    References, which are asked for, give what the kernels give; torch's dropout draws other masks.
+    """
+    return x.is_cuda and not _scopes.kinds and not runs_triton(kernel, x)
+
+
 def is_demanded() -> bool:
     """Return whether `only("triton")` holds here: what a kernel cannot take is then an error."""
     return _kind() == TRITON

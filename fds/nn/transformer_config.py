@@ -83,8 +83,8 @@ class TransformerConfig:
     which the next layer saves anyway. A norm whose weight contains a 0 cannot be inverted (see `layer_norm`).
     `attn_dropout_checkpoint` on a GPU requires heads of at most 512 bytes: 256 elements of 16 bits, 128 of 32.
     `stochastic_mode` only affects layers that train on a GPU without mask and dropout on attention: with it they use
-    torch's attention, whose backward is nondeterministic, else fds's, which is deterministic. Everything else in a
-    layer is deterministic either way.
+    torch's attention, whose backward is nondeterministic, else fds's, which is deterministic. Where fds's kernel is not
+    chosen (`fds.kernels.chosen`), torch's runs either way. Everything else in a layer is deterministic.
 
     These settings of DeepSpeed are replaced here:
 

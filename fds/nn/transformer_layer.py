@@ -6,7 +6,8 @@ With n and m the layer norms with weights `norm_*` and `attn_n*`, and x (B, S, h
     post layer norm:   u = m(x + D(attention(x) Wo + bo))         y = n(u + D(gelu(u Wi + bi) Wf + bf))
 
 attention(z) is D(softmax(Q K^T / sqrt(h / heads) + mask)) V with (Q, K, V) = z Wqkv + bqkv; D is dropout. The three
-dropouts of a call share one seed from torch's generator, at the offsets 0, 1 and 2.
+dropouts of a call share one seed from torch's generator, at the offsets 0, 1 and 2. On a GPU where the kernels are not
+chosen (`fds.kernels.chosen`), torch's own dropout draws their masks from its generator.
 
 Saved for backward, in elements: with pre layer norm x, n(x), Q, K, V, the output of attention, u, m(u), the derivative
 of gelu and its output: 8BSh + 2BSi; with post layer norm the same, with the input of the last norm instead of n(x).
@@ -39,7 +40,8 @@ from fds.kernels import (
 )
 from fds.kernels.attentions.flash import MOST_BYTES
 from fds.kernels.attentions.flash_blocks import LEAST_BIAS
-from fds.kernels.choice import runs_triton
+from fds.kernels.attentions.scaled_dot_product import scaled_dot_product
+from fds.kernels.choice import is_left_to_torch, runs_triton
 from fds.loss import LayerSpec
 from fds.nn.transformer_config import TransformerConfig
 
@@ -159,8 +161,11 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         config = self.config
         p = config.attn_dropout_ratio if self.training else 0.0
-        fits = not runs_triton("flash_attention", q) or q.shape[-1] * q.element_size() <= MOST_BYTES
-        function = _select_attention(config, p, fits=fits, trains_on_gpu=self.training and q.is_cuda)
+        if p and is_left_to_torch("flash_attention", q):
+            return scaled_dot_product(q, k, v, causal=config.causal, key_padding=padding, bias=bias, p=p)
+        by_kernel = runs_triton("flash_attention", q)
+        fits = not by_kernel or q.shape[-1] * q.element_size() <= MOST_BYTES
+        function = _select_attention(config, p, fits=fits, trains_on_gpu=self.training and q.is_cuda and by_kernel)
         if function is masked_softmax:
             mask = bias if padding is None else padding[:, None, None, :]
             scores, scale = q @ k.transpose(-1, -2), q.shape[-1] ** -0.5
@@ -179,6 +184,8 @@ class TransformerLayer(nn.Module):
     def _add(self, x: Tensor, bias: Tensor, residual: Tensor, seed: Tensor | None, offset: int) -> Tensor:
         """Return residual + dropout(x + bias)."""
         p = self.config.hidden_dropout_ratio if self.training else 0.0
+        if p and is_left_to_torch("bias_dropout_add", x):
+            return residual + F.dropout(x + bias, p)
         return bias_dropout_add(x, bias, residual, p=p, seed=seed if p else None, offset=offset)
 
     def _seed(self, x: Tensor) -> Tensor | None:

@@ -39,8 +39,8 @@ def adam(
         weight_decay: L2 penalty.
         bias_correction: False takes c1 = c2 = 1.
 
-    On a GPU one kernel updates all float32 and 16-bit parameters; if a beta or weight_decay follows a schedule, torch
-    operators do.
+    Torch's fused function updates all parameters. On a GPU a kernel of fds can, float32 and 16-bit ones in one launch,
+    where it is chosen (`fds.kernels.chosen`); if a beta or weight_decay follows a schedule, torch operators do.
 
     Raises `OptimizerError` for a value out of range.
     Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.

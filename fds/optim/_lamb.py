@@ -46,8 +46,8 @@ def lamb(
         bias_correction: False takes rate = lr.
         eps_inside_sqrt: True adds eps inside the square root.
 
-    On a GPU two kernels per slice update float32 and 16-bit parameters; if a beta or weight_decay follows a schedule,
-    torch operators do.
+    Torch operators update all parameters. On a GPU kernels of fds can, float32 and 16-bit ones, where they are chosen
+    (`fds.kernels.chosen`), unless a beta or weight_decay follows a schedule.
 
     Raises `OptimizerError` for a value out of range.
     Source: You et al. 2020, arXiv:1904.00962, algorithm 2; clamping and the correction of the rate rather

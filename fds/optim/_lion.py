@@ -27,8 +27,8 @@ def lion(
         betas: weight of the momentum in the direction, and in its own update, in [0, 1).
         weight_decay: decoupled, three to ten times AdamW's.
 
-    On a GPU one kernel updates all float32 and 16-bit parameters; if a beta or weight_decay follows a schedule, torch
-    operators do.
+    Torch operators update all parameters. On a GPU a kernel of fds can, float32 and 16-bit ones in one launch, where it
+    is chosen (`fds.kernels.chosen`), unless a beta or weight_decay follows a schedule.
 
     Raises `OptimizerError` for a value out of range.
     Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.

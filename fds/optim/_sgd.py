@@ -39,8 +39,9 @@ def sgd(
         dampening: reduces the weight of the gradient in b, after the first update.
         nesterov: use Nesterov momentum.
 
-    On a GPU one kernel updates all float32 and 16-bit parameters; if momentum or weight_decay follows a schedule, torch
-    operators do. On a CPU torch's fused function updates float32 and float64 parameters.
+    Torch's fused function updates all parameters, on a CPU those of float32 and float64. On a GPU a kernel of fds can,
+    float32 and 16-bit ones in one launch, where it is chosen (`fds.kernels.chosen`); if momentum or weight_decay
+    follows a schedule, torch operators do.
 
     Raises `OptimizerError` for a value out of range, and for nesterov without momentum or with dampening.
     Source: Polyak 1964; Sutskever et al. 2013, ICML, section 2; the form is torch.optim.SGD's.

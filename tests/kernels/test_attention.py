@@ -6,10 +6,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fds.errors import KernelError
-from fds.kernels.attentions import _attention as dense
+from fds.kernels import prefer_triton
 from fds.kernels.attentions._attention import attention
 from fds.kernels.attentions.flash import flash_attention
+from fds.kernels.attentions.scaled_dot_product import merged, scaled_dot_product
 from tests.kernels.accuracy import DTYPES, assert_near, in_float64, random
+from tests.kernels.on_gpu import Pretended
 from tests.kernels.ways import WAYS, plain, traced
 
 SEED = torch.tensor(11)
@@ -69,7 +71,7 @@ def test_masks_are_merged_as_narrowly_as_they_are_given(monkeypatch):
     for name, shape in shapes.items():
         options = {"causal": False, "key_padding": None, "bias": None, **masks()[name]}
         options.pop("scale", None)
-        mask = dense._merged(*qkv()[:2], **options)
+        mask = merged(*qkv()[:2], **options)
         assert mask is not None and mask.shape == shape
 
 
@@ -121,3 +123,34 @@ def test_autocast_casts_what_comes_in_two_dtypes(p):
         mixed = attention(q, k, v.bfloat16(), p=p, seed=3 if p else None)
     want = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), p=p, seed=3 if p else None)
     assert mixed.dtype == torch.bfloat16 and torch.equal(mixed, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["causal", "key_padding", "bias", "causal padding", "all", "least"])
+def test_on_a_gpu_torch_takes_masks_where_the_kernel_is_not_chosen(name, dtype, monkeypatch):
+    backends, its = [], scaled_dot_product.__globals__
+    allow = its["sdpa_kernel"]
+    monkeypatch.setitem(its, "sdpa_kernel", lambda some: backends.append(some) or allow(some))
+    for key_heads in (4, 2):
+        args, options = qkv(dtype=dtype, key_heads=key_heads), masks()[name]
+        there, wide = [x.as_subclass(Pretended) for x in args], in_float64(*args)
+        out, want = attention(*there, **options).as_subclass(torch.Tensor), flash_attention(*wide, **options)
+        assert backends == [] if name == "causal" else SDPBackend.CUDNN_ATTENTION not in backends.pop()
+        dout = random(*out.shape, dtype=dtype, seed=9)
+        assert out.dtype == dtype
+        assert_near(out, want, factor=4)  # the bias is rounded too
+        found, sought = torch.autograd.grad(out, args, dout), torch.autograd.grad(want, wide, dout.double())
+        for got, ref in zip(found, sought, strict=True):
+            assert_near(got, ref, factor=4)
+
+
+def test_on_a_gpu_the_kernel_takes_masks_where_it_is_chosen(monkeypatch):
+    ran = []
+    monkeypatch.setitem(attention.__globals__, "flash_attention", lambda *args, **options: ran.append("ours"))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **options: ran.append("torch's"))
+    there = [x.as_subclass(Pretended) for x in qkv()]
+    with prefer_triton():
+        attention(*there, **masks()["bias"])
+        attention(*there, causal=True)
+    attention(*there, **masks()["bias"])
+    assert ran == ["ours", "torch's", "torch's"]

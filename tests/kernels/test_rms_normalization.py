@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from fds.kernels import only
+from fds.kernels.norms.normalization import Formulas
 from fds.kernels.norms.rms_normalization import add_rms_norm, reference, rms_norm
 from tests.kernels.accuracy import assert_near, random
+from tests.kernels.on_gpu import Pretended
 
 KINDS = ["triton", "reference"]
 
@@ -50,3 +52,16 @@ def test_a_row_of_zeros_stays_one(kind):
         (dx,) = torch.autograd.grad(y, x, random(2, 42))
     assert torch.equal(y, torch.zeros(2, 42))
     assert dx.isfinite().all()
+
+
+def test_on_a_gpu_torchs_fused_function_runs_where_it_takes_the_arguments(monkeypatch):
+    formulas, apply = [], Formulas.apply
+    monkeypatch.setattr(Formulas, "apply", lambda *args: formulas.append(args) or apply(*args))
+    x, weight = random(6, 42).as_subclass(Pretended), random(42, seed=1)
+    want = F.rms_norm(random(6, 42).double(), (42,), weight.double(), 1e-3)
+    assert_near(rms_norm(x, weight, eps=1e-3).as_subclass(torch.Tensor), want)
+    assert torch.equal(add_rms_norm(x, x, weight)[0], rms_norm(2 * x, weight)) and not formulas
+    rms_norm(x, weight.double())
+    rms_norm(x, weight, invertible=True)
+    rms_norm(random(6, 42), weight)  # on the CPU it is no faster
+    assert len(formulas) == 3

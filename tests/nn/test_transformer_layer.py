@@ -14,7 +14,7 @@ from fds.kernels.attentions._attention import attention
 from fds.kernels.attentions.flash import flash_attention
 from fds.kernels.attentions.softmax import masked_softmax
 from fds.kernels.choice import only
-from fds.nn import TransformerConfig, TransformerLayer
+from fds.nn import TransformerConfig, TransformerLayer, transformer_layer
 from fds.nn.transformer_layer import _select_attention
 from tests.bits import assert_same_bits
 from tests.kernels.accuracy import DTYPES, assert_near, distance
@@ -345,3 +345,40 @@ def test_hidden_states_that_do_not_fit_the_weights_are_refused(given, words):
     layer = TransformerLayer(TransformerConfig(hidden_size=16, heads=2, adjust_init_range=False))
     with pytest.raises(KernelError, match=words):
         layer(given(torch.zeros(1, 2, 16)))
+
+
+@pytest.fixture
+def left_to_torch(monkeypatch):
+    """Let torch's own dropout take the place of seeded masks, as on a GPU where no kernel is chosen."""
+    monkeypatch.setattr(transformer_layer, "is_left_to_torch", lambda kernel, x: True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"attn_dropout_checkpoint": True}, {"pre_layer_norm": False, "causal": True}])
+def test_torchs_own_dropout_is_an_average_of_nothing_dropped(left_to_torch, settings):
+    layer = build(torch.float64, attn_dropout_ratio=0.3, hidden_dropout_ratio=0.2, initializer_range=0.01, **settings)
+    x, mask = inputs(layer.config, 2, 5, torch.float64), padding(2, 5)
+    torch.manual_seed(1)
+    first, other = layer(x, mask), layer(x, mask)
+    torch.manual_seed(1)
+    assert_same_bits(layer(x, mask), first)  # the masks are those of torch's generator
+    assert not torch.equal(other, first)
+    with torch.no_grad():
+        z = layer._feed_forward(x)
+        drawn = torch.stack([layer._add(z, layer.output_b, x, None, 2) for _ in range(4000)]) - x
+        expected = z + layer.output_b
+        standard_error = 0.5 * expected.abs() / 4000**0.5  # the variance is p / (1 - p) times the square
+        assert ((drawn.mean(0) - expected).abs() / standard_error).max() < 6
+        assert abs((drawn == 0).double().mean() - 0.2) < 0.01
+
+
+def test_torchs_own_dropout_is_recomputed_alike_and_off_in_eval_mode(left_to_torch):
+    layer = build(torch.float64, attn_dropout_ratio=0.3, hidden_dropout_ratio=0.2)
+    x = inputs(layer.config, 2, 5, torch.float64)
+    results = []
+    for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        torch.manual_seed(3)
+        out = call(x)
+        results.append((out, torch.autograd.grad(out.sum(), list(layer.parameters()))))
+    assert_same_bits(results[1], results[0])
+    layer.eval()
+    compare(layer, inputs(layer.config, 2, 5, torch.float64), padding(2, 5))

@@ -16,7 +16,7 @@ from fds.errors import ConfigError
 
 _ADAM = ("adamw", "adam")
 _TYPE = PartOf("type")
-_FOREACH = NotApplicable("fds chooses between torch's fused functions and its own kernels by device")
+_FOREACH = NotApplicable("fds takes torch's fused functions, or its own kernels where they are chosen")
 
 
 def _lr(default: float | None, *of: str) -> Any:
