@@ -60,7 +60,7 @@ class OnGPU(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return _computed(func, args, kwargs or {})
+        return _dispatched(func, types, args, kwargs or {})
 
     device = property(lambda self: DEVICE)
     is_cuda = property(lambda self: True)
@@ -115,6 +115,13 @@ def _without_device(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[st
     if args and is_here(args[0]):
         return args[1:], kwargs
     return (args[0].dtype, *args[1:]) if args and isinstance(args[0], OnGPU) else args, kwargs
+
+
+def _dispatched(func: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Compute an operator, unless another kind of tensor is among its arguments, which takes it apart itself first."""
+    if any(t not in (OnGPU, torch.Tensor, torch.nn.Parameter) for t in types):
+        return NotImplemented
+    return _computed(func, args, kwargs)
 
 
 def _computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -190,7 +197,7 @@ class Pretending(TorchDispatchMode):
     """Compute everything as `OnGPU` does: what is made with `device="cuda"` too."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return _computed(func, args, kwargs or {})
+        return _dispatched(func, types, args, kwargs or {})
 
 
 class _Numbered(TorchFunctionMode):

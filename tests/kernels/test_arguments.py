@@ -5,6 +5,7 @@ import torch
 
 from fds.errors import KernelError
 from fds.kernels import arguments
+from tests.devices import DEVICE
 
 X = torch.ones(2, 3)
 
@@ -14,7 +15,7 @@ X = torch.ones(2, 3)
     [
         (lambda: arguments.floating(x=X, y=X.int()), "y", "torch.int32", "float32"),
         (lambda: arguments.floating(x=3), "x", "int", "float32"),
-        (lambda: arguments.floating(x=X, y=X.to("meta")), "y", "meta", "cpu"),
+        (lambda: arguments.floating(x=X, y=X.to("meta")), "y", "meta", str(DEVICE)),
         (lambda: arguments.same_dtype(x=X, y=None, z=X.double()), "z", "torch.float64", "torch.float32"),
         (lambda: arguments.shape((2, None), x=X, y=X[0]), "y", "(3,)", "(2, any)"),
         (lambda: arguments.shape((2, 4), x=X), "x", "(2, 3)", "(2, 4)"),
@@ -46,7 +47,7 @@ def test_what_fits_and_what_is_absent_passes():
 def test_casts_happen_under_autocast_alone():
     leaf = X.clone().requires_grad_()
     assert arguments.under_autocast(torch.bfloat16, leaf) is leaf
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         assert arguments.under_autocast(torch.float32, leaf) is leaf
         assert arguments.under_autocast(torch.float32, None) is None
         cast = arguments.under_autocast(torch.bfloat16, leaf)

@@ -10,6 +10,7 @@ from fds.kernels import prefer_triton
 from fds.kernels.attentions._attention import attention
 from fds.kernels.attentions.flash import flash_attention
 from fds.kernels.attentions.scaled_dot_product import merged, scaled_dot_product
+from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES, assert_near, in_float64, random
 from tests.kernels.on_gpu import Pretended
 from tests.kernels.ways import WAYS, plain, traced
@@ -119,7 +120,7 @@ def test_bad_arguments_are_refused_by_name():
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_autocast_casts_what_comes_in_two_dtypes(p):
     q, k, v = (random(2, 2, 5, 16, seed=i) for i in range(3))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         mixed = attention(q, k, v.bfloat16(), p=p, seed=3 if p else None)
     want = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), p=p, seed=3 if p else None)
     assert mixed.dtype == torch.bfloat16 and torch.equal(mixed, want)

@@ -9,6 +9,7 @@ from fds.errors import KernelError
 from fds.kernels.choice import only
 from fds.kernels.losses import _cross_entropy as token_loss, loss_and_gradient
 from fds.kernels.losses._cross_entropy import cross_entropy, reference
+from tests.devices import DEVICE
 from tests.kernels.accuracy import AWKWARD, DTYPES, TOLERANCE, assert_near, in_float64, random, strided
 from tests.kernels.ways import WAYS, kept_bytes, plain, poisoned, traced, without_a_gradient, zeros_in_backward
 
@@ -281,7 +282,7 @@ def test_autocast_changes_nothing():
     for kind in ("triton", "reference"):
         with only(kind):
             want = cross_entropy(logits, targets)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE.type, torch.bfloat16):
                 assert torch.equal(cross_entropy(logits, targets), want)
 
 

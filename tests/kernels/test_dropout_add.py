@@ -8,6 +8,7 @@ from fds.errors import KernelError
 from fds.kernels import philox
 from fds.kernels.activations.dropout_add import bias_dropout_add, dropout, reference
 from fds.kernels.choice import only
+from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES, assert_near, in_float64, random, strided
 from tests.kernels.ways import WAYS, as_handle, kept_bytes, plain, poisoned, traced
 
@@ -158,7 +159,7 @@ def test_a_bias_may_be_a_handle(kind):
 @pytest.mark.parametrize("kind", ["triton", "reference"])
 def test_under_autocast_what_is_narrow_is_widened(kind):
     x, bias, residual = made((5, 12), torch.float32)
-    with only(kind), torch.autocast("cpu", torch.bfloat16):
+    with only(kind), torch.autocast(DEVICE.type, torch.bfloat16):
         wide = bias_dropout_add(x.bfloat16(), bias, residual, p=0.1, seed=1)
         narrow = bias_dropout_add(x.bfloat16(), bias, residual.bfloat16(), p=0.1, seed=1)
     assert wide.dtype == torch.float32 and narrow.dtype == torch.bfloat16

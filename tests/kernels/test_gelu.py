@@ -9,6 +9,7 @@ from fds.errors import KernelError
 from fds.kernels.activations.gelu import bias_gelu
 from fds.kernels.activations.gelu_linear import bias_gelu_linear
 from fds.kernels.choice import only
+from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES, assert_near, in_float64, random, strided
 from tests.kernels.ways import (
     WAYS,
@@ -243,7 +244,7 @@ def test_only_the_gradients_that_are_asked_for_are_computed(kind):
 @pytest.mark.parametrize("kind", ["triton", "reference"])
 def test_under_autocast_it_casts_as_linear_does(kind):
     x, bias, weight, linear_bias = inputs()
-    with only(kind), torch.autocast("cpu", torch.bfloat16):
+    with only(kind), torch.autocast(DEVICE.type, torch.bfloat16):
         y = bias_gelu_linear(x, bias, weight, linear_bias)
         z = bias_gelu(x.bfloat16(), bias)
     assert y.dtype == z.dtype == torch.bfloat16
@@ -257,7 +258,7 @@ def test_under_autocast_it_casts_as_linear_does(kind):
 def test_under_autocast_a_handle_is_cast_without_memory_of_its_own():
     x, bias, weight, linear_bias = inputs()
     nbytes = 2 * x.numel() + 2 * bias.numel()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         y = bias_gelu_linear(x, bias, as_handle(weight), linear_bias)
     kept = [t for t in y.grad_fn.saved_tensors if type(t) is torch.Tensor]
     assert sum(t.numel() * t.element_size() for t in kept) == nbytes

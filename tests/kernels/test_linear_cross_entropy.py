@@ -11,6 +11,7 @@ from fds.errors import KernelError
 from fds.kernels.choice import only
 from fds.kernels.losses import _linear_cross_entropy as head_loss
 from fds.kernels.losses._linear_cross_entropy import chunk_size, linear_cross_entropy, reference, total_and_gradients
+from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES, TOLERANCE, assert_near, in_float64, random
 from tests.kernels.ways import WAYS, as_handle, kept_bytes, plain, traced, without_a_gradient, zeros_in_backward
 
@@ -260,14 +261,14 @@ def test_autocast_casts_as_for_linear(kind):
     low = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight, bias)]
     with only(kind):
         want = linear_cross_entropy(low[0], low[1], targets, low[2])
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             got = linear_cross_entropy(hidden, weight, targets, bias)
         grads = torch.autograd.grad(got, [hidden, weight, bias]), torch.autograd.grad(want, low)
     assert torch.equal(got, want)
     for g, w in zip(*grads, strict=True):
         assert g.dtype == torch.float32 and torch.equal(g, w.float())
     doubles = [x.detach().double() for x in (hidden, weight)]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         assert linear_cross_entropy(*doubles, targets).dtype == torch.float64
 
 
@@ -323,7 +324,7 @@ def test_a_weight_that_is_gathered_on_use(kind, is_autocast):
     held = as_handle(weight)
     results = []
     for w in (held, weight):
-        with only(kind), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        with only(kind), torch.autocast(DEVICE.type, torch.bfloat16, enabled=is_autocast):
             loss = linear_cross_entropy(hidden, w, targets)
         results.append((loss, *torch.autograd.grad(loss, [hidden, w])))
     for got, want in zip(*results, strict=True):

@@ -7,6 +7,7 @@ from hypothesis import given, strategies as st
 from fds.errors import KernelError
 from fds.kernels import philox
 from fds.kernels.language import cdiv, jit, tl
+from tests.devices import DEVICE
 
 WORD = 0xFFFFFFFF
 
@@ -137,13 +138,12 @@ def test_rows_are_told_apart_up_to_32_bits():
 
 
 def test_a_seed_is_an_integer_or_a_tensor_of_one_on_the_device():
-    cpu = torch.device("cpu")
     for seed in (0, -1, 2**63 - 1, -(2**63)):
-        made = philox.as_seed(seed, cpu)
+        made = philox.as_seed(seed, DEVICE)
         assert made.dtype == torch.int64 and made.shape == () and int(made) == seed
     held = torch.tensor(3)
-    assert philox.as_seed(held, cpu) is held
+    assert philox.as_seed(held, DEVICE) is held
     for bad in (None, 1.0, True, 2**63, "1", torch.tensor([1]), torch.tensor(1.0), torch.tensor(1, device="meta")):
         with pytest.raises(KernelError) as caught:
-            philox.as_seed(bad, cpu)
+            philox.as_seed(bad, DEVICE)
         assert caught.value.where == "seed" and caught.value.hint

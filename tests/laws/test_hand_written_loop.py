@@ -14,6 +14,8 @@ from tests.bits import assert_rounding, assert_same_bits
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt.model import Block, Embedding, gpt
 
+from tests.devices import DEVICE
+
 WIDTH, LAYERS, HEADS, ROWS, STEPS = 32, 2, 2, 8, 20
 
 
@@ -79,10 +81,10 @@ def test_plain_training_is_bit_equal(donated):
 def test_mixed_precision_with_a_grad_scaler_is_bit_equal(dtype):
     loss, params, module, batches = start()
     optimizer = torch.optim.AdamW(module.parameters(), 1e-2, weight_decay=0.1, fused=True)
-    scaler, losses = torch.amp.GradScaler("cpu", init_scale=2.0**12), []
+    scaler, losses = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**12), []
     for batch in batches:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", dtype=dtype):
+        with torch.autocast(DEVICE.type, dtype=dtype):
             value = cross_entropy(module, batch)
         scaler.scale(value).backward()
         scaler.step(optimizer)

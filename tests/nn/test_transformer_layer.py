@@ -17,6 +17,7 @@ from fds.kernels.choice import only
 from fds.nn import TransformerConfig, TransformerLayer, transformer_layer
 from fds.nn.transformer_layer import _select_attention
 from tests.bits import assert_same_bits
+from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES, assert_near, distance
 from tests.nn.plain import build, drawn, gradients, inputs, padding, plain_layer
 
@@ -307,7 +308,7 @@ def test_autocast_runs_products_in_the_low_dtype():
     layer = build(hidden_dropout_ratio=0.2, attn_dropout_ratio=0.0, gelu_checkpoint=True)
     x, params = inputs(layer.config), dict(layer.named_parameters())
     key = drawn(4)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         out = layer(x, padding(2, 5))
     out.float().square().sum().backward()
     wide = {name: p.double() for name, p in params.items()}

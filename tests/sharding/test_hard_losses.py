@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fds
 from fds import tree
 from tests.bits import assert_same_bits
+from tests.devices import DEVICE
 from tests.sharding.models import data_axis, mine
 
 ROWS, WIDTH = 4, 8
@@ -185,7 +186,7 @@ def gradient_penalty_by_the_parameters(p, b):
 
 @loss
 def autocast_inside(p, b):
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         x = layer(p, "b", layer(p, "a", layer(p, "a", b["x"])))
     return x.float().square().mean()
 

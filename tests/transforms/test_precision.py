@@ -13,6 +13,7 @@ import fds
 from fds import tree
 from fds.errors import ComposeError, StateError
 from tests.bits import assert_same_bits
+from tests.devices import DEVICE
 from tests.laws.problems import squared_error
 
 
@@ -122,7 +123,7 @@ def test_autocast_equals_torch_autocast(dtype):
     step = fds.compose(fds.autocast(dtype), fds.checkpoint_activations(), fds.sgd(0.5))(mse(apply))
     state, metrics = step(step.init(params), batch)
     opt = torch.optim.SGD(net.parameters(), 0.5, fused=True)
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast(DEVICE.type, dtype=dtype):
         loss = F.mse_loss(net(batch["x"]).float(), batch["y"])
     loss.backward()
     opt.step()

@@ -17,6 +17,7 @@ from fds import tree
 from fds.errors import LossError
 from fds.step.sharding.handles import BucketWindow, Handle, handle, materialize
 from tests.bits import assert_same_bits
+from tests.devices import DEVICE
 
 
 class Pages:
@@ -356,9 +357,9 @@ def test_scalars_empty_and_integer_parameters():
 @pytest.mark.parametrize("cache", [True, False])
 def test_autocast_trains_alike(cache):
     def loss(p):
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+        with torch.autocast(DEVICE.type, torch.bfloat16, cache_enabled=cache):
             out = layer(layer(layer(X, p["a"]), p["b"]), p["a"])
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast(DEVICE.type, enabled=False):
                 low = p["a"].bfloat16().float()
                 low += 1
             return out.float().square().sum() + (low * p["b"]).sum()
@@ -373,7 +374,7 @@ def chain(p, x):
 
 
 def by_autocast(p, x):
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         return chain(p, x).float()
 
 
@@ -393,7 +394,7 @@ def test_no_more_than_two_of_seven_buckets_live(loss):
 
 def test_a_graph_holds_no_memory():
     pages, held = handles({f"{i}": rand(4, 4, seed=i) for i in range(7)})
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         value = chain(held, X) + sum(x.square().sum() + x.t().chunk(2)[0].sin().sum() for x in held.values())
     pages.held.clear()
     assert pages.alive == 0
@@ -409,7 +410,7 @@ def test_views_and_printing_gather_nothing():
     assert repr(p) == str(p) == f"{p}" == "Handle('w', shape=(2, 6), dtype=torch.float32)"
     assert isinstance(p, torch.Tensor) and tree.leaves({"w": p}) == [p]
     assert p.is_leaf and p.requires_grad and p._version == 0 and p.grad is None
-    assert (p.shape, p.stride(), p.dtype, p.device.type) == ((2, 6), (6, 1), torch.float32, "cpu")
+    assert (p.shape, p.stride(), p.dtype, p.device) == ((2, 6), (6, 1), torch.float32, DEVICE)
     assert (p.numel(), p.nbytes, p.dim(), p.storage_offset(), p.is_contiguous()) == (12, 48, 2, 0, True)
     assert p.contiguous() is p and p.to(torch.float32) is p and p.float() is p
     assert pages.gathers == 0
@@ -496,7 +497,7 @@ WITHOUT_GRAD = {
 def test_writing_over_a_parameter_is_refused(name, requires_grad):
     pages = Pages([rand(4)])
     window = BucketWindow.whole("w", 0, 0, (4,), torch.float32)
-    p = handle(pages, window, torch.float32, torch.device("cpu"), requires_grad)
+    p = handle(pages, window, torch.float32, DEVICE, requires_grad)
     contexts = [torch.no_grad, torch.inference_mode]
     if name in WRITES or not requires_grad:
         contexts.append(torch.enable_grad)
