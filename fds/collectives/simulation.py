@@ -42,8 +42,8 @@ def simulate(fn: Callable[[], T], world_size: int) -> list[T]:
     """Run `fn()` once per rank and return the results, in rank order.
 
     The ranks are threads that take turns: one runs until it waits in a collective or ends, then the next one that can
-    run. Each has its own global generators (torch's of the CPU, Python's and NumPy's), which start with the caller's
-    states; the caller's are restored. The order of execution and of sums is deterministic.
+    run. Each has its own global generators (torch's, Python's and NumPy's), which start with the caller's states; the
+    caller's are restored. The order of execution and of sums is deterministic.
 
     Steps in other threads wait until the simulation ends. So a rank must not wait for another thread that steps, unless
     that thread runs in a copy of the rank's context (`contextvars.copy_context().run`); otherwise the step raises

@@ -21,16 +21,18 @@ class Stopped(BaseException):
 
 @attrs.frozen(eq=False)
 class Generators:
-    """The states of the global generators: torch's of the CPU, Python's and NumPy's."""
+    """The states of the global generators: torch's of the CPU and of each GPU in use, Python's and NumPy's."""
 
     torch: Any
+    gpus: tuple[Any, ...]
     python: Any
     numpy: Any
 
     @classmethod
     def now(cls) -> Generators:
         """Return the current states."""
-        return cls(torch.default_generator.get_state(), python_random.getstate(), np.random.get_state())
+        gpus = tuple(g.get_state() for g in _of_gpus())
+        return cls(torch.default_generator.get_state(), gpus, python_random.getstate(), np.random.get_state())
 
     def restore(self, present: Generators | None = None) -> None:
         """Set the generators to these states.
@@ -39,10 +41,16 @@ class Generators:
         2 us, setting it 20.
         """
         torch.default_generator.set_state(self.torch)
+        for generator, state in zip(_of_gpus(), self.gpus, strict=False):  # a rank may be the first to use GPUs
+            generator.set_state(state)
         if present is None or present.python != self.python:
             python_random.setstate(self.python)
         if present is None or not _same(present.numpy, self.numpy):
             np.random.set_state(self.numpy)
+
+
+def _of_gpus() -> tuple[torch.Generator, ...]:
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
 
 
 def _same(one: tuple, other: tuple) -> bool:
@@ -120,7 +128,7 @@ class Turns:
                 where=f"rank {rank}",
                 got=threading.current_thread().name,
                 want=seat.thread.name,
-                hint="make the mesh inside the function that is simulated; tensors must be on the CPU",
+                hint="make the mesh inside the function that is simulated",
             )
         if self.stopped:
             raise Stopped
@@ -134,6 +142,7 @@ class Turns:
     def _run(self, rank: int, context: contextvars.Context, body: Callable[[], Any]) -> None:
         seat = self.seats[rank]
         torch.set_grad_enabled(self.grad_mode)
+        torch.autograd.set_multithreading_enabled(False)  # else torch runs backward on a GPU in a thread of its own
         try:
             self._come(rank)
             seat.result = context.run(body)

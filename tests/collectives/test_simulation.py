@@ -313,3 +313,21 @@ def test_ranks_draw_from_pythons_and_numpys_generators_as_if_they_were_alone(dra
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def test_ranks_draw_from_the_generator_of_a_gpu_as_if_they_were_alone(monkeypatch):
+    of_a_gpu = torch.Generator().manual_seed(5)  # CUDA's would be one of the device
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", (of_a_gpu,))
+    before = of_a_gpu.get_state()
+
+    def draws():
+        axis, drawn = fds.mesh(dp=-1)["dp"], []
+        for _ in range(3):
+            drawn += torch.rand(2, generator=of_a_gpu).tolist()
+            axis.all_reduce(torch.ones(()))
+        return drawn
+
+    (alone,) = fds.simulate(draws, 1)
+    assert torch.equal(of_a_gpu.get_state(), before)
+    assert fds.simulate(draws, 3) == [alone] * 3
