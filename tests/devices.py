@@ -1,4 +1,4 @@
-"""The device of the tests: the CPU, or a GPU where the same tests are held on one (`pytest --device cuda`)."""
+"""The device of the tests: the CPU, or a GPU where the same tests are held on one (FDS_TEST_DEVICE=cuda)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._device import DeviceContext
@@ -23,7 +24,25 @@ def begin() -> Callable[[], None]:
         stack.enter_context(pretended())
     if DEVICE.type != "cpu":
         stack.enter_context(DefaultDevice(DEVICE))
+        from fds.collectives.turns import Turns
+
+        stack.enter_context(mock.patch.object(Turns, "_run", _on_the_device(Turns._run)))
     return stack.close
+
+
+def _on_the_device(run: Callable[..., None]) -> Callable[..., None]:
+    """Let the thread of a simulated rank have the device of the tests too: torch's default is of a thread."""
+
+    def begun(*args: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            if NAME == "pretended":
+                from tests.pretending import modes
+
+                stack.enter_context(modes())
+            stack.enter_context(DefaultDevice(DEVICE))
+            run(*args)
+
+    return begun
 
 
 class DefaultDevice(DeviceContext):
@@ -38,17 +57,11 @@ class DefaultDevice(DeviceContext):
             generator = kwargs.get("generator")
             drawn = generator is not None and generator.device.type == "cpu" and func in _DRAWING
             if drawn or func in _OF_NUMBERS:
-                made = func(
-                    *args,
-                    **{**kwargs, "device": "cpu"} | ({"requires_grad": False} if "requires_grad" in kwargs else {}),
-                )
-                return made.to(self.device).requires_grad_(kwargs.get("requires_grad", False))
+                wanted = kwargs.get("requires_grad", False)
+                kwargs = {name: x for name, x in kwargs.items() if name != "requires_grad"}
+                return func(*args, **{**kwargs, "device": "cpu"}).to(self.device).requires_grad_(wanted)
         return super().__torch_function__(func, types, args, kwargs)
 
 
 _DRAWING = {torch.rand, torch.randn, torch.randint, torch.randperm}
 _OF_NUMBERS = {torch.tensor}
-
-
-# What pytest runs on a GPU; NOT_ON_A_GPU says of every other folder and file of tests/ why not.
-ON_A_GPU = ["tests/kernels"]

@@ -310,6 +310,12 @@ def pretended() -> Iterator[None]:
         stack.enter_context(mock.patch.object(executor, "__call__", _launched(executor.__call__)))
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)
-        stack.enter_context(_Numbered())
-        stack.enter_context(Pretending())
+        stack.enter_context(modes())
+        yield
+
+
+@contextlib.contextmanager
+def modes() -> Iterator[None]:
+    """Pretend in this thread what `pretended` does for the process."""
+    with _Numbered(), Pretending():
         yield

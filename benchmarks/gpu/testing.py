@@ -18,7 +18,7 @@ OUT, NOW, UNTIL, LIMIT = "FDS_GPU_OUT", "FDS_GPU_NOW", "FDS_GPU_UNTIL", "FDS_GPU
 def command(call: Call, until: float) -> tuple[list[str], dict[str, str]]:
     """Return the command that runs what is left of the tests, and its environment."""
     from benchmarks.gpu.running import environment
-    from tests.devices import ON_A_GPU
+    from tests.on_a_gpu import NOT_ON_A_GPU, ON_A_GPU
 
     words = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "benchmarks.gpu.pytest_plugin"]
     words += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
@@ -36,4 +36,5 @@ def command(call: Call, until: float) -> tuple[list[str], dict[str, str]]:
         LIMIT: os.environ.get(LIMIT, str(LIMIT_S)),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products of equal bits, whichever stream
     }
+    words += [f"--ignore={path}" for path in NOT_ON_A_GPU if path.endswith(".py")]
     return [*words, *(call.select or ON_A_GPU)], {**environment(call.device), **environ}

@@ -27,7 +27,9 @@ class NcclLink:
 
     def start(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
         """Start a collective on NCCL's stream; tensors of the CPU go over gloo."""
-        return self.host.start(collective, out, x) if x.device.type == "cpu" else self.start_in_group(collective, out, x)
+        return (
+            self.host.start(collective, out, x) if x.device.type == "cpu" else self.start_in_group(collective, out, x)
+        )
 
     def start_in_group(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
         """Start a collective of tensors that the group carries."""

@@ -1,0 +1,68 @@
+"""Which tests run on a GPU (`make gpu-tests`), and why the others do not."""
+
+# What pytest runs on a GPU, in the order of what the rest stands on.
+ON_A_GPU = [
+    "tests/collectives/test_one_rank.py",
+    "tests/kernels",
+    "tests/laws",
+    "tests/optim",
+    "tests/transforms",
+    "tests/nn",
+    "tests/unit/step",
+    "tests/unit/loss",
+    "tests/unit/test_autodiff.py",
+    "tests/storage/test_background.py",
+    "tests/storage/test_residency.py",
+    "tests/storage/test_resume.py",
+    "tests/storage/test_round_trip.py",
+    "tests/storage/test_sharing.py",
+    "tests/storage/test_topologies.py",
+    "tests/sharding",
+    "tests/pipeline",
+    "tests/tensor_axis",
+]
+_OF_THE_HOST = "its subject is the host: text, files, plans, no arithmetic of the device"
+_OF_THE_CPU = "its subject is the CPU, or a machine without a GPU"
+_PROCESSES = "it starts processes, whose ranks meet over gloo and compute on the CPU"
+_DRAWN_FOR_A_CPU = "bits, bytes or times that were recorded on a CPU"
+# Of all other files, why not; a folder stands for those in it.
+NOT_ON_A_GPU = {
+    "tests/kernels/test_ahead_of_time.py": "it compiles for a GPU that is not there",
+    "tests/kernels/test_benchmark.py": "the benchmark itself runs as a part of its own",
+    "tests/kernels/test_choice.py": _OF_THE_CPU,
+    "tests/kernels/test_evidence.py": _OF_THE_CPU,
+    "tests/kernels/test_shared_memory.py": _OF_THE_CPU,
+    "tests/laws/test_configurations.py": _PROCESSES,
+    "tests/laws/test_law_10_plans.py": _OF_THE_HOST,
+    "tests/laws/test_law_9_storage.py": _PROCESSES,
+    "tests/laws/test_no_host_synchronisation.py": "it runs on `meta` tensors, everywhere alike",
+    "tests/sharding/test_bytes.py": _DRAWN_FOR_A_CPU,
+    "tests/sharding/test_gpt_on_real_ranks.py": _PROCESSES,
+    "tests/pipeline/test_real_ranks.py": _PROCESSES,
+    "tests/unit/step/test_host_work.py": _DRAWN_FOR_A_CPU,
+    "tests/nn/test_transformer_memory.py": _DRAWN_FOR_A_CPU,
+    "tests/transforms/test_checkpoint_memory.py": _DRAWN_FOR_A_CPU,
+    "tests/unit": _OF_THE_HOST,
+    "tests/storage": _OF_THE_HOST,
+    "tests/collectives": "simulated ranks, whose sums are the CPU's, and real ones over gloo",
+    "tests/benchmarks": _OF_THE_HOST,
+    "tests/command_line": _OF_THE_HOST,
+    "tests/config": _DRAWN_FOR_A_CPU,
+    "tests/data": _OF_THE_HOST,
+    "tests/display": _OF_THE_HOST,
+    "tests/examples": _PROCESSES,
+    "tests/fuzzing": _PROCESSES,
+    "tests/house": _OF_THE_HOST,
+    "tests/package": _OF_THE_HOST,
+    "tests/peers": _PROCESSES,
+    "tests/plans": _OF_THE_HOST,
+    "tests/schedules": _OF_THE_HOST,
+}
+
+
+def runs_on_a_gpu(path: str) -> bool:
+    """Say whether a file of tests is among those that run on a GPU; the longest entry that names it decides."""
+    names = [name for name in (*ON_A_GPU, *NOT_ON_A_GPU) if path == name or path.startswith(f"{name}/")]
+    if not names:
+        raise KeyError(path)
+    return max(names, key=len) in ON_A_GPU
