@@ -46,8 +46,8 @@ def lamb(
         bias_correction: False takes rate = lr.
         eps_inside_sqrt: True adds eps inside the square root.
 
-    Torch operators update all parameters. On a GPU kernels of fds can, float32 and 16-bit ones, where they are chosen
-    (`fds.kernels.chosen`), unless a beta or weight_decay follows a schedule.
+    Torch operators update all parameters. On a GPU kernels of fds can, float32 and 16-bit ones in three launches, where
+    they are chosen (`fds.kernels.chosen`), unless a beta or weight_decay follows a schedule.
 
     Raises `OptimizerError` for a value out of range.
     Source: You et al. 2020, arXiv:1904.00962, algorithm 2; clamping and the correction of the rate rather
@@ -99,44 +99,31 @@ def _kernel(
 ) -> None:
     from fds.kernels.optimizers import lamb_update  # loads Triton, so only where it runs
 
-    beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
-    fixed = {
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "eps_inside_sqrt": eps_inside_sqrt,
-    }
-    device = now.read_on_device()
-    lr, skip = device.pop("lr"), device["skip"]
-    spans = [[(s.offset, s.length) for s in inside] for inside in now.segments]
-    slices = list(zip(params, opt["exp_avg"], opt["exp_avg_sq"], spans, strict=True))
-    squares = [
-        lamb_update.lamb_moments(p, g, m, v, segments=inside, **fixed, **device)
-        for g, (p, m, v, inside) in zip(grads, slices, strict=True)
-    ]
-    both = torch.cat(squares, dim=1)
-    if both.numel():
+    def summed(both: Tensor) -> Tensor:
         for axis in now.axes:
             both = axis.all_reduce(both)
-    parts = both.split([len(inside) for inside in spans], dim=1)
-    # in reverse, since the slices written last are still in the cache
-    for (p, m, v, inside), part, low in list(zip(slices, parts, out, strict=True))[::-1]:
-        lamb_update.lamb_params(
-            p,
-            m,
-            v,
-            part,
-            segments=inside,
-            step=now.step,
-            lr=lr,
-            min_coeff=bounds[0],
-            max_coeff=bounds[1],
-            bias_correction=bias_correction,
-            skip=skip,
-            out=low,
-            **fixed,
-        )
+        return both
+
+    beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
+    lamb_update.lamb(
+        params,
+        grads,
+        opt["exp_avg"],
+        opt["exp_avg_sq"],
+        segments=[[(s.offset, s.length) for s in inside] for inside in now.segments],
+        step=now.step,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        min_coeff=bounds[0],
+        max_coeff=bounds[1],
+        bias_correction=bias_correction,
+        eps_inside_sqrt=eps_inside_sqrt,
+        out=out,
+        reduce=summed,
+        **now.read_on_device(),
+    )
 
 
 def _rule(

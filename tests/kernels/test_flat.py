@@ -234,7 +234,6 @@ BAD = [
     ("grad", lambda x: x[:-1]),
     ("grad", lambda x: x.to("meta")),
     ("grad", lambda x: x.int()),
-    ("slot", lambda x: x.view(6, 7)),
     ("slot", lambda x: x.repeat(2)[::2]),
 ]
 BAD_SCALARS = [

@@ -6,7 +6,9 @@ from hypothesis import given, strategies as st
 
 from fds.errors import KernelError
 from fds.kernels import only
-from fds.kernels.optimizers.lamb_update import _sum_kernel, _tiles, lamb, lamb_moments, lamb_params, reference
+from fds.kernels.optimizers import _multi_tensor
+from fds.kernels.optimizers.lamb_tiles import tiles_of
+from fds.kernels.optimizers.lamb_update import _moments_kernel, _params_kernel, _sum_kernel, lamb, reference
 from tests.kernels.accuracy import assert_near, random
 
 BETAS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
@@ -20,6 +22,14 @@ def now():
 def draw(n):
     p, g, m, v = (random(n, seed=i) for i in range(4))
     return [p, g, m, v.square()]
+
+
+def squares_of(mine, segments, **more):
+    """Return the squared norms that an update hands on between its passes, and leave everything as it was."""
+    handed_on = []
+    mine = [x.clone() for x in mine] if isinstance(mine[0], torch.Tensor) else [[x.clone() for x in xs] for xs in mine]
+    lamb(*mine, segments=segments, **BETAS | BOUNDS | now() | more, reduce=lambda x: (handed_on.append(x), x)[1])
+    return handed_on[0].clone()
 
 
 def lay(gaps_and_lengths):
@@ -73,28 +83,26 @@ def test_slices_of_two_ranks_add_their_squares_to_the_norms_of_whole_parameters(
     parts = [[x[:cut].clone() for x in parts[0]], [x[cut:].clone() for x in parts[1]]]
     with only("triton"):
         lamb(*whole, segments=segments, **BETAS, **BOUNDS, **now())
-        squares = sum(lamb_moments(*part, segments=s, **BETAS) for part, s in zip(parts, mine, strict=True))
-        for (p, _, m, v), s in zip(parts, mine, strict=True):
-            lamb_params(p, m, v, squares, segments=s, **BETAS, **BOUNDS, **now())
+        squares = sum(squares_of(part, s) for part, s in zip(parts, mine, strict=True))
+        for part, s in zip(parts, mine, strict=True):
+            lamb(*part, segments=s, **BETAS, **BOUNDS, **now(), reduce=lambda own: squares)
     for x, *xs in zip(whole, *parts, strict=True):
         assert torch.equal(x, torch.cat(xs))  # float64 sums: where a parameter is cut is not seen
 
 
 def test_squares_are_the_same_bits_every_time_and_exact_to_float64():
-    p, g, m, v = draw(8191)
-    squares = []
-    for _ in range(2):
-        with only("triton"):
-            squares.append(lamb_moments(p, g, m.clone(), v.clone(), segments=[(0, 8191)], **BETAS))
+    mine = draw(8191)
+    with only("triton"):
+        squares = [squares_of(mine, [(0, 8191)]) for _ in range(2)]
     assert torch.equal(*squares)
-    want = p.double().square().sum()
+    want = mine[0].double().square().sum()
     assert (squares[0][0, 0] - want).abs() <= 1e-14 * want
 
 
 def test_the_squares_of_more_tiles_than_a_chunk_are_all_added():
     sums = random(2, 2600).double()  # of a parameter of 2.5 million elements, and one of a hundred thousand
     squares = torch.full((2, 2), torch.nan, dtype=torch.float64)
-    _sum_kernel[(2, 2)](sums, torch.tensor([0, 2500, 2600], dtype=torch.int32), squares, 2600, CHUNK=1024)
+    _sum_kernel[(2, 2)](sums, torch.tensor([[0, 2500], [2500, 2600]], dtype=torch.int32), squares, 2600, CHUNK=1024)
     want = torch.stack([sums[:, :2500].sum(1), sums[:, 2500:].sum(1)], dim=1)
     assert torch.allclose(squares, want, rtol=1e-12)
 
@@ -102,10 +110,11 @@ def test_the_squares_of_more_tiles_than_a_chunk_are_all_added():
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
 def test_lanes_beyond_a_parameter_add_nothing_to_its_norms():
     """The interpreter reads zeros there, of which 0 / 0 would be NaN; a GPU reads anything."""
-    (p, g, m, v), more = draw(42), {**BETAS, "eps": 0.0}
+    p, g, m, v = draw(42)
     with only("triton"):
-        squares = lamb_moments(p, g, m, v, segments=[(1, 30), (31, 11)], **more)
-    u = m / v.sqrt() + more["weight_decay"] * p
+        squares = squares_of([p, g, m, v], [(1, 30), (31, 11)], eps=0.0)
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    u = m / v.sqrt() + BETAS["weight_decay"] * p
     for row, x in zip(squares, (p, u), strict=True):
         assert_near(row, torch.stack([x[1:31].square().sum(), x[31:].square().sum()]), torch.float32)
 
@@ -132,8 +141,82 @@ def test_a_default_device_has_no_part_in_it():
 def test_a_captured_graph_copies_no_tables(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(KernelError, match="CUDA graph") as error:
-        _tiles(((0, 7),), 1024, torch.device("cuda", 0), 0)
+        tiles_of((((0, 7),),), (((0,), 1024),), torch.device("cuda", 0))
     assert error.value.where == "segments" and error.value.want == "a step before the capture"
+
+
+LENGTHS = [1200, 7, 0, 2600, 1024]
+SEGMENTS = [[(0, 1100), (1100, 100)], [(3, 4)], [(0, 0)], [(0, 2600)], [(24, 1000)]]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that were launched, one after another."""
+    names = []
+    for kernel in (_moments_kernel, _sum_kernel, _params_kernel):
+        run = kernel.run
+        noted = lambda *args, kernel=kernel, run=run, **kw: (names.append(kernel.fn.__name__), run(*args, **kw))[1]
+        monkeypatch.setattr(kernel, "run", noted)
+    return names
+
+
+def several():
+    """Return the tensors of several slices, a list of each."""
+    columns = [list(column) for column in zip(*map(draw, LENGTHS), strict=True)]
+    return [[x * (1 + i) for i, x in enumerate(column)] for column in columns]
+
+
+def one_by_one(columns, out):
+    for *row, segments, low in zip(*columns, SEGMENTS, out, strict=True):
+        lamb(*row, segments=segments, **BETAS, **BOUNDS, **now(), out=low)
+
+
+def test_slices_together_take_three_launches_and_get_the_bits_of_each_by_itself(launched):
+    mine, theirs = several(), several()
+    out, want = ([torch.full((n,), 7.0, dtype=torch.bfloat16) for n in LENGTHS] for _ in range(2))
+    with only("triton"):
+        lamb(*mine, segments=SEGMENTS, **BETAS, **BOUNDS, **now(), out=out)
+        assert launched == ["_moments_kernel", "_sum_kernel", "_params_kernel"]
+        one_by_one(theirs, want)
+    for got, column in zip([*mine, out], [*theirs, want], strict=True):
+        assert all(map(torch.equal, got, column))
+
+
+def test_squares_are_in_the_order_of_the_segments_whatever_is_launched_together():
+    mine = several()
+    other = [list(column) for column in mine]
+    for column in other:
+        column[0] = torch.cat([column[0].new_zeros(1), column[0]])[1:]  # at an odd address: a group of its own
+    other[1][3] = other[1][3].double()  # and another
+    with only("triton"):
+        assert torch.equal(squares_of(mine, SEGMENTS), squares_of(other, SEGMENTS))
+        want = torch.cat([squares_of(row, s) for *row, s in zip(*mine, SEGMENTS, strict=True)], dim=1)
+        assert torch.equal(squares_of(mine, SEGMENTS), want) and want.shape == (2, 6)
+
+
+@pytest.mark.parametrize("way", ["captured", "large"])
+def test_large_slices_and_those_of_a_captured_graph_are_launched_one_by_one(way, launched, monkeypatch):
+    mine, theirs, none = several(), several(), [None] * len(LENGTHS)
+    with only("triton"):
+        lamb(*several(), segments=SEGMENTS, **BETAS, **BOUNDS, **now())  # makes the tables
+        launched.clear()
+        if way == "captured":
+            monkeypatch.setattr(_multi_tensor, "is_capturing", lambda device: True)
+        else:
+            monkeypatch.setattr(_multi_tensor, "LARGE", 1)
+        lamb(*mine, segments=SEGMENTS, **BETAS, **BOUNDS, **now())
+        assert launched == ["_moments_kernel"] * 4 + ["_sum_kernel"] + ["_params_kernel"] * 4
+        one_by_one(theirs, none)
+    for got, column in zip(mine, theirs, strict=True):
+        assert all(map(torch.equal, got, column))
+
+
+def test_references_take_lists_too():
+    mine, theirs = several(), several()
+    lamb(*mine, segments=SEGMENTS, **BETAS, **BOUNDS, **now())
+    one_by_one(theirs, [None] * len(LENGTHS))
+    for got, column in zip(mine, theirs, strict=True):
+        assert all(map(torch.equal, got, column))
 
 
 @pytest.mark.parametrize("kind", ["triton", "reference"])
@@ -155,12 +238,8 @@ def test_segments_that_overlap_are_refused_by_name(kind):
         lamb(*draw(6), segments=[(3, 3), (3, 0), (4, 0), (0, 3)], **BETAS, **BOUNDS, **now())
 
 
-@pytest.mark.parametrize(
-    "squares",
-    [torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.float64, device="meta")],
-)
-def test_squares_of_other_segments_are_refused_by_name(squares):
-    p, _, m, v = draw(6)
-    with pytest.raises(KernelError) as error:
-        lamb_params(p, m, v, squares, segments=[(0, 6)], **BETAS, **BOUNDS, **now())
-    assert error.value.where == "squares" and error.value.got and error.value.want
+def test_lists_of_segments_are_refused_by_name_and_place():
+    for segments, where in ((SEGMENTS[:4], "segments"), ([*SEGMENTS[:4], [(24, 1001)]], "segments[4][0]")):
+        with pytest.raises(KernelError) as error:
+            lamb(*several(), segments=segments, **BETAS, **BOUNDS, **now())
+        assert error.value.where == where and error.value.got and error.value.want

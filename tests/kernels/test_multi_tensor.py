@@ -170,15 +170,27 @@ def test_gradients_with_gaps_in_memory_are_read_as_they_are(name):
     assert_equal([mine[0], *mine[2:]], [theirs[0], *theirs[2:]])
 
 
+@main
+def test_tensors_but_param_may_have_any_shape_of_as_many_elements(name):
+    mine, theirs, keywords = draw(name, [42, 6]), draw(name, [42, 6]), LISTS[name].keywords(0, 3)
+    for column in mine[1:]:
+        column[0] = column[0].view(6, 7)
+    for kind in ("triton", "reference"):
+        with only(kind):
+            LISTS[name].run(*mine, **keywords)
+            LISTS[name].run(*theirs, **keywords)
+    assert_equal([[x.view(-1) for x in column] for column in (mine[0], *mine[2:])], [theirs[0], *theirs[2:]])
+
+
 def test_tables_are_made_once_for_the_same_memory_and_tiles_once_for_the_same_lengths():
-    rows = [(torch.zeros(n), torch.zeros(n), None) for n in (5, 2000, 3)]
-    others = [(torch.zeros(n), torch.zeros(n), None) for n in (5, 2000, 3)]
-    (first,), (again,), (other,) = (list(_multi_tensor.launches(x)) for x in (rows, rows, others))
+    ones, others = ([[torch.ones(n) for n in (5, 2000, 3)] for _ in range(2)] for _ in range(2))
+    made = [_multi_tensor.columns({"out": None}, param=xs[0], grad=xs[1]) for xs in (ones, ones, others)]
+    (first,), (again,), (other,) = (list(_multi_tensor.launches(x)) for x in made)
     assert again.table is first.table and again.tiles is first.tiles
     assert first.table is not None and first.tiles is not None
     assert other.table is not first.table and other.tiles is first.tiles
     assert first.tiles.tolist() == [[0, 0], [1, 0], [1, 1], [2, 0]] and first.grid == (4,)
-    assert first.table.tolist() == [[p.numel(), p.data_ptr(), g.data_ptr(), 0] for p, g, _ in rows]
+    assert first.table.tolist() == [[p.numel(), p.data_ptr(), g.data_ptr(), 0] for p, g in zip(*ones, strict=True)]
 
 
 BAD = [

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -29,12 +32,64 @@ from fds.kernels.optimizers import flat
 Slices = Tensor | Sequence[Tensor]
 MaybeSlices = Tensor | Sequence[Tensor | None] | None
 Row = tuple[Any, ...]  # the tensors of one slice; None for an optional one that is absent
+Column = list[Any]  # the same tensor of every slice
 
 # From this average number of elements on, slices are launched one by one. Moving their bytes takes the device 12 us (12
 # per element, SGD) to 27 us (28, Adam) at 4.3 TB/s, and a launch takes the host some 15 us: the device need not wait,
 # and programs read no tables. Derived, not measured.
 LARGE = 2**22
 WIDEST = 16  # bytes of an access
+
+_dtype_of, _FLOATING = attrgetter("dtype"), frozenset(arguments.FLOATING)
+
+
+@attrs.frozen
+class Columns:
+    """All slices: lists of what each has.
+
+    Attributes:
+        columns: of every tensor: the parameters, the gradients, ...; None for an optional one that is absent.
+        sizes: elements.
+        addresses: as columns; 0 for None.
+        dtypes: of the tensors of a slice; None for None.
+    """
+
+    columns: list[Column]
+    sizes: list[int]
+    addresses: list[list[int]]
+    dtypes: list[tuple[torch.dtype | None, ...]]
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the tensors of every slice, in one dimension."""
+        for row in zip(*self.columns, strict=True):
+            yield tuple([None if x is None else x.view(-1) for x in row])
+
+    def row(self, i: int) -> Row:
+        """Return the tensors of a slice as they are."""
+        return tuple([column[i] for column in self.columns])
+
+    def run_triton(self, kernel: str) -> bool:
+        """Return whether the Triton kernel of this name runs on all of these slices."""
+        return all_run_triton(kernel, self.columns[0])
+
+
+@attrs.frozen
+class Group:
+    """Slices of the same dtypes and alignment.
+
+    Attributes:
+        indices: of the slices.
+        sizes: their elements.
+        table: (S, 1 + K) int64 on the device: sizes and addresses; None where each slice is launched by itself.
+        aligned: whether all addresses in the table are multiples of 16 bytes.
+        meta: a row of the launch table.
+    """
+
+    indices: Sequence[int]
+    sizes: tuple[int, ...]
+    table: Tensor | None
+    aligned: bool
+    meta: dict[str, int]
 
 
 @attrs.frozen
@@ -44,11 +99,11 @@ class KernelLaunch:
     Attributes:
         row: the tensors of the only slice, or of the first of many with the same dtypes.
         tiles: (T, 2) int32 on the device, or None for a single slice.
-        table: (S, 1 + K) int64 on the device, or None.
+        table: that of the group.
         size: elements of the only slice.
         grid: number of programs.
-        aligned: whether all addresses in the table are multiples of 16 bytes.
-        meta: a row of the launch table.
+        aligned: that of the group.
+        meta: that of the group.
     """
 
     row: Row
@@ -60,112 +115,155 @@ class KernelLaunch:
     meta: dict[str, int]
 
 
-def rows(optional: Mapping[str, MaybeSlices], **required: Slices) -> list[Row]:
-    """Return the tensors of every slice: `param`, `grad` and the state, then the optional ones.
+def columns(optional: Mapping[str, MaybeSlices], **required: Slices) -> Columns:
+    """Return `param`, `grad` and the state of all slices, then what is optional.
 
-    A gradient that is not contiguous is copied; None stands for an optional tensor that is absent.
+    A gradient that is not contiguous is copied. All but `param` may have any shape of as many elements.
 
     Raises `KernelError`, with name and index, unless there are as many of each as of `param`, all on one device and
     accepted by `flat.slices`.
     """
     param, names = required["param"], (*required, *optional)
+    if param is None:
+        _check_there("param", param)
     count = len(param) if isinstance(param, Sequence) else 1
-    columns = [_column(name, x, count, needed=True) for name, x in required.items()]
-    columns += [_column(name, x, count, needed=False) for name, x in optional.items()]
-    result = list(zip(*columns, strict=True))
-    for i, row in enumerate(result):
-        if not _is_plain(row, result[0][0]):
-            place = f"[{i}]" if isinstance(param, Sequence) else ""
-            result[i] = _checked(dict(zip(names, row, strict=True)), result[0][0], place)
-    return result
+    found = [_column(name, x, count) for name, x in required.items()]
+    found += [[None] * count if x is None else _column(name, x, count) for name, x in optional.items()]
+    if (plain := _plain(found, len(required))) is not None:
+        return plain
+    for name, x in required.items():
+        _check_there(name, x)
+    rows = []
+    for i, row in enumerate(zip(*found, strict=True)):
+        place = f"[{i}]" if isinstance(param, Sequence) else ""
+        rows.append(_checked(dict(zip(names, row, strict=True)), found[0][0], place))
+    found = [list(column) for column in zip(*rows, strict=True)]
+    addresses = [[0 if x is None else x.data_ptr() for x in column] for column in found]
+    kinds = [[None if x is None else x.dtype for x in column] for column in found]
+    return Columns(found, [row[0].numel() for row in rows], addresses, list(zip(*kinds, strict=True)))
 
 
-def _column(name: str, x: MaybeSlices, count: int, *, needed: bool) -> list[Any]:
-    column = list(x) if isinstance(x, Sequence) else [x] * (1 if needed or x is not None else count)
+def _check_there(name: str, x: MaybeSlices) -> None:
+    missing = [i for i, one in enumerate(x) if one is None] if isinstance(x, Sequence) else [0] * (x is None)
+    if missing:
+        where = f"{name}[{missing[0]}]" if isinstance(x, Sequence) else name
+        raise KernelError(f"{where} is missing", where=where, got="None", want="a tensor (N,)")
+
+
+def _column(name: str, x: MaybeSlices, count: int) -> Column:
+    column = list(x) if isinstance(x, Sequence) else [x]
     if len(column) != count:
         raise KernelError(f"{name} has another number of slices than param", where=name, got=str(len(column)),
                           want=str(count))
-    if needed and (missing := [i for i, x in enumerate(column) if x is None]):
-        where = f"{name}[{missing[0]}]" if isinstance(x, Sequence) else name
-        raise KernelError(f"{where} is missing", where=where, got="None", want="a tensor (N,)")
     return column
 
 
-def _is_plain(row: Row, first: Any) -> bool:
-    """Return whether a slice needs neither an error nor a copy: 1.7 us on a slow host, where `_checked` takes 7."""
-    param = row[0]
-    if not isinstance(param, Tensor) or param.dim() != 1:
-        return False
-    shape, device = param.shape, first.device
-    for x in row:
-        if x is not None and not (
-            isinstance(x, Tensor) and x.dtype in arguments.FLOATING and x.shape == shape and x.device == device
-            and x.is_contiguous()
-        ):
-            return False
-    return True
+def _plain(found: list[Column], required: int) -> Columns | None:
+    """Return slices that all have the same dtypes, where none needs an error or a copy, else None.
+
+    One property of all tensors at a time: 0.25 us a tensor on a slow host, where `_checked` takes 2.
+    """
+    addresses: list[list[int]] = []
+    kinds: list[torch.dtype | None] = []
+    try:
+        sizes, device = list(map(Tensor.numel, found[0])), set(map(Tensor.get_device, found[0]))
+        if len(device) != 1 or not {1}.issuperset(map(Tensor.dim, found[0])):
+            return None
+        for k, column in enumerate(found):
+            if k >= required and column[0] is None and set(map(type, column)) == {type(None)}:
+                addresses.append([0] * len(sizes))
+                kinds.append(None)
+                continue
+            dtypes = set(map(_dtype_of, column))
+            if not (
+                len(dtypes) == 1 and dtypes <= _FLOATING and list(map(Tensor.numel, column)) == sizes
+                and all(map(Tensor.is_contiguous, column)) and device.issuperset(map(Tensor.get_device, column))
+            ):
+                return None
+            addresses.append(list(map(Tensor.data_ptr, column)))
+            kinds += dtypes
+            if 0 in addresses[-1]:  # empty, or on the meta device, whose index is that of the CPU
+                return None
+    except (TypeError, AttributeError):  # not a tensor
+        return None
+    return Columns(found, sizes, addresses, [tuple(kinds)] * len(sizes))
 
 
 def _checked(named: dict[str, Any], first: Any, place: str) -> Row:
-    param, grad, *others = named.values()
-    flat.slices(param, read={"grad": grad}, written=dict(zip(list(named)[2:], others, strict=True)), place=place)
+    param, *others = named.values()
+    if isinstance(param, Tensor):
+        flatten = lambda x: isinstance(x, Tensor) and x.is_contiguous() and x.numel() == param.numel()
+        others = [x.view(-1) if flatten(x) else x for x in others]
+    grad, *written = others
+    flat.slices(param, read={"grad": grad}, written=dict(zip(list(named)[2:], written, strict=True)), place=place)
     arguments.floating(**{"param[0]": first, f"param{place}": param})
-    return (param, grad.contiguous(), *others)
+    return (param, grad.contiguous(), *written)
 
 
-def run_triton(kernel: str, slices: list[Row]) -> bool:
-    """Return whether the Triton kernel of this name runs on all of these slices."""
-    return all_run_triton(kernel, [row[0] for row in slices])
+def groups(found: Columns) -> Iterator[Group]:
+    """Yield the groups of the slices on one device, without those that are empty.
 
-
-def launches(slices: list[Row]) -> Iterator[KernelLaunch]:
-    """Yield the launches that update slices on one device: one for all with the same dtypes and alignment.
-
-    Large slices, and a single one, have a launch each. So has every slice where a CUDA graph is captured: its replays
-    would copy tables from memory that was freed since, and their launches cost the host nothing.
+    Large slices, and a single one, are launched by themselves. So is every slice where a CUDA graph is captured: its
+    replays would copy tables from memory that was freed since, and their launches cost the host nothing.
     """
-    groups: dict[tuple, list[tuple[Row, tuple[int, ...]]]] = {}
-    captured = is_capturing(slices[0][0].device)
-    for row in slices:
-        if size := row[0].numel():
-            addresses = [0 if x is None else x.data_ptr() for x in row]
-            aligned = math.gcd(WIDEST, *addresses) == WIDEST
-            key = (aligned, *[None if x is None else x.dtype for x in row])
-            groups.setdefault(key, []).append((row, (size, *addresses)))
-    for (aligned, *_), group in groups.items():
-        if captured or len(group) == 1 or sum(line[0] for _, line in group) >= LARGE * len(group):
-            yield from (_alone(row) for row, _ in group)
+    device, captured = found.columns[0][0].device, is_capturing(found.columns[0][0].device)
+    for (aligned, dtype, *_), indices in _together(found).items():
+        sizes = tuple([found.sizes[i] for i in indices])
+        table = None
+        if not captured and len(sizes) > 1 and sum(sizes) < LARGE * len(sizes):
+            whole = len(sizes) == len(found.sizes)
+            numbers = chain(sizes, *(x if whole else [x[i] for i in indices] for x in found.addresses))
+            table = _table(tuple(numbers), len(sizes), device, current_stream(device))
+        yield Group(indices, sizes, table, aligned and table is not None, flat.LAUNCH[dtype.itemsize])
+
+
+def _together(found: Columns) -> Mapping[tuple[Any, ...], Sequence[int]]:
+    """Return the slices that are not empty by alignment and dtypes."""
+    if len({*found.dtypes}) == 1 and all(found.sizes) and _is_aligned(chain(*found.addresses)):
+        return {(True, *found.dtypes[0]): range(len(found.sizes))}
+    together: dict[tuple[Any, ...], list[int]] = {}
+    for i, (size, *row) in enumerate(zip(found.sizes, *found.addresses, strict=True)):
+        if size:
+            together.setdefault((_is_aligned(row), *found.dtypes[i]), []).append(i)
+    return together
+
+
+def _is_aligned(addresses: Iterable[int]) -> bool:
+    return math.gcd(WIDEST, *addresses) == WIDEST
+
+
+def launches(found: Columns) -> Iterator[KernelLaunch]:
+    """Yield the launches that update slices on one device: one for those of a group with a table."""
+    for group in groups(found):
+        meta, some = group.meta, group.indices
+        if group.table is None:
+            for i, size in zip(some, group.sizes, strict=True):
+                yield KernelLaunch(found.row(i), None, None, size, (cdiv(size, meta["BLOCK"]),), False, meta)
         else:
-            yield _together(group[0][0], tuple(line for _, line in group), aligned)
+            tiles = _tiles(group.sizes, meta["BLOCK"], group.table.device)
+            yield KernelLaunch(found.row(some[0]), tiles, group.table, 0, (len(tiles),), group.aligned, meta)
 
 
-def _alone(row: Row) -> KernelLaunch:
-    meta, size = flat.LAUNCH[row[0].element_size()], row[0].numel()
-    return KernelLaunch(row, None, None, size, (cdiv(size, meta["BLOCK"]),), False, meta)
+@functools.cache
+def _tiles(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
+    """Return the table of tiles, made once for slices of these lengths.
 
-
-def _together(row: Row, lines: tuple[tuple[int, ...], ...], aligned: bool) -> KernelLaunch:
-    meta, device = flat.LAUNCH[row[0].element_size()], row[0].device
-    stream = current_stream(device)
-    tiles = _tiles(tuple(line[0] for line in lines), meta["BLOCK"], device, stream)
-    return KernelLaunch(row, tiles, _table(lines, device, stream), 0, (len(tiles),), aligned, meta)
+    It is never freed, and complete on every stream before anything reads it.
+    """
+    counts = -(-torch.tensor(sizes, device="cpu") // block)
+    slices = torch.repeat_interleave(counts)
+    blocks = torch.arange(len(slices), device="cpu") - (counts.cumsum(0) - counts)[slices]
+    return torch.stack([slices, blocks], dim=1).int().to(device)
 
 
 # A table is a function of its key alone, so a cached one is always valid. Keys repeat: the caching allocator gives a
 # step the memory that the step before freed, and the state stays in place. The stream is part of the key, because
 # tables are copied, read and freed in its order.
 @functools.lru_cache(maxsize=64)
-def _tiles(sizes: tuple[int, ...], block: int, device: torch.device, stream: int) -> Tensor:
-    counts = -(-torch.tensor(sizes, device="cpu") // block)
-    slices = torch.repeat_interleave(counts)
-    blocks = torch.arange(len(slices), device="cpu") - (counts.cumsum(0) - counts)[slices]
-    return to_device(torch.stack([slices, blocks], dim=1).int(), device)
-
-
-@functools.lru_cache(maxsize=64)
-def _table(lines: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
-    numbers = [number for line in lines for number in line]  # twice as fast as from tuples of tuples
-    return to_device(torch.tensor(numbers, device="cpu").view(len(lines), -1), device)
+def _table(numbers: tuple[int, ...], count: int, device: torch.device, stream: int) -> Tensor:
+    """Return the table of these sizes and addresses, all of one tensor after all of another."""
+    by_tensor = torch.frombuffer(array("q", numbers), dtype=torch.int64).view(-1, count)
+    return to_device(by_tensor.t().contiguous(), device)
 
 
 @jit

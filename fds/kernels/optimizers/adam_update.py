@@ -103,7 +103,7 @@ def adamw(
     Args:
         param: (N,) contiguous, float32 or 16 bit; arithmetic is in float32. Or a list of such slices, of any lengths;
             then grad, exp_avg, exp_avg_sq and out, if not None, are lists of as many.
-        grad: (N,) of any floating dtype, multiplied by `grad_scale`.
+        grad: (N,), or any shape of N elements, of any floating dtype, multiplied by `grad_scale`.
         exp_avg: (N,) contiguous, the first moment.
         exp_avg_sq: (N,) contiguous, the second moment.
         step: () int64, updates applied before this one.
@@ -122,19 +122,19 @@ def adamw(
     """
     flat.numbers(eps=eps, weight_decay=weight_decay)
     flat.numbers(beta1=beta1, beta2=beta2, high=1.0)
-    rows = _multi_tensor.rows({"out": out}, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    if not rows:
+    found = _multi_tensor.columns({"out": out}, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    if not found.sizes:
         return
-    flat.scalars(rows[0][0], step=step, lr=lr, grad_scale=grad_scale, skip=skip)
-    if not _multi_tensor.run_triton("adamw", rows):
-        for *slices, low in rows:
+    flat.scalars(found.columns[0][0], step=step, lr=lr, grad_scale=grad_scale, skip=skip)
+    if not found.run_triton("adamw"):
+        for *slices, low in found.rows():
             reference(
                 *slices, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
                 bias_correction=bias_correction, decoupled=decoupled, grad_scale=grad_scale, skip=skip, out=low,
             )
         return
-    with on(rows[0][0]):
-        for at in _multi_tensor.launches(rows):
+    with on(found.columns[0][0]):
+        for at in _multi_tensor.launches(found):
             _adam_kernel[at.grid](
                 *at.row, at.tiles, at.table, step, lr, grad_scale, skip, at.size,
                 1 - beta1, 1 - beta2, flat.log_of(beta1, corrected=bias_correction),

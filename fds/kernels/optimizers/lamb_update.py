@@ -6,10 +6,10 @@
     c = clamp(|p| / |u|, min_coeff, max_coeff)                1 where either norm is 0; per parameter
     p = p - rate * c * u                         rate = lr * sqrt(1 - beta2^n) / (1 - beta1^n), n = step + 1
 
-All (N,), cut into tiles that lie in one parameter each. The first pass (`lamb_moments`) updates m and v and returns
-|p|^2 and |u|^2, the second (`lamb_params`) computes u again and updates p. Squares are summed in float64, within a tile
-and then over tiles in order: deterministic, and equal to some 1e-16 for any slicing of a parameter.
-Padding is neither read nor written.
+All (N,), cut into tiles that lie in one parameter each. The first pass updates m and v and sums |p|^2 and |u|^2 within
+each tile, a launch in between adds the tiles of each parameter, and the second pass computes u again and updates p.
+Three launches do so for all slices of the same dtypes. Squares are summed in float64, within a tile and then over tiles
+in order: deterministic, and equal to some 1e-16 for any slicing of a parameter. Padding is neither read nor written.
 
 Moves: 40 bytes per element in float32 with 16-bit gradient and copy: reads p, g, m, v, writes m, v; then reads p, m, v,
 writes p, out. (Storing u between the passes would move as many, and take memory.)
@@ -19,19 +19,17 @@ moments are DeepSpeed's FusedLamb.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
-from fds.errors import KernelError
-from fds.kernels.choice import runs_triton
-from fds.kernels.language import current_stream, is_capturing, jit, on, tl, to_device
-from fds.kernels.optimizers import flat
-from fds.kernels.optimizers.flat import LAUNCH
-
-Spans = Sequence[tuple[int, int]]
+from fds.kernels.language import jit, on, tl
+from fds.kernels.optimizers import _multi_tensor, flat
+from fds.kernels.optimizers._multi_tensor import Columns, Group, MaybeSlices, Slices
+from fds.kernels.optimizers.lamb_tiles import SliceSpans, Spans, Tiles, checked, tiles_of
 
 
 def reference(
@@ -102,8 +100,8 @@ def _toward(p, m, v, eps, weight_decay, EPS_INSIDE: tl.constexpr):
 
 @jit
 def _moments(
-    param_ptr, grad_ptr, m_ptr, v_ptr, sums_ptr, scale_ptr, skip_ptr, at, inside, fresh1, fresh2, eps, weight_decay,
-    EPS_INSIDE: tl.constexpr,
+    param_ptr, grad_ptr, m_ptr, v_ptr, sum_ptr, num_tiles, scale_ptr, skip_ptr, at, inside,
+    fresh1, fresh2, eps, weight_decay, EPS_INSIDE: tl.constexpr,
 ):
     p = tl.load(param_ptr + at, mask=inside).to(tl.float32)
     m = tl.load(m_ptr + at, mask=inside).to(tl.float32)
@@ -119,31 +117,48 @@ def _moments(
     p2, u2 = p * p, u * u
     if inside is not None:
         p2, u2 = tl.where(inside, p2, 0.0), tl.where(inside, u2, 0.0)
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(p2))
-    tl.store(sums_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(u2))
+    tl.store(sum_ptr, tl.sum(p2))
+    tl.store(sum_ptr + num_tiles, tl.sum(u2))
 
 
 @jit
+def _line(tile, table_ptr):
+    """Return the line of a tile's slice in the table of addresses; None without a table."""
+    line = table_ptr
+    if table_ptr is not None:
+        line = table_ptr + tl.load(tile).to(tl.int64) * 6
+    return line
+
+
+@jit(do_not_specialize=["first", "num_tiles"])
 def _moments_kernel(
-    param_ptr, grad_ptr, m_ptr, v_ptr, sums_ptr, tiles_ptr, scale_ptr, skip_ptr, fresh1, fresh2, eps, weight_decay,
-    EPS_INSIDE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    param_ptr, grad_ptr, m_ptr, v_ptr, sums_ptr, tiles_ptr, table_ptr, scale_ptr, skip_ptr, first, num_tiles,
+    fresh1, fresh2, eps, weight_decay,
+    EPS_INSIDE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):
-    tile = tiles_ptr + tl.program_id(0) * 4
-    block, low, high = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    number = first + tl.program_id(0)
+    tile = tiles_ptr + number.to(tl.int64) * 5
+    block, low, high = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    line = _line(tile, table_ptr)
+    param_ptr = _multi_tensor.tensor(line, 0, param_ptr, ALIGNED)
+    grad_ptr = _multi_tensor.tensor(line, 1, grad_ptr, ALIGNED)
+    m_ptr = _multi_tensor.tensor(line, 2, m_ptr, ALIGNED)
+    v_ptr = _multi_tensor.tensor(line, 3, v_ptr, ALIGNED)
+    sum_ptr = sums_ptr + number
     lane = tl.arange(0, BLOCK)
     at = tl.max_contiguous(block.to(tl.int64) * BLOCK + lane, VECTOR)
     if high - low == BLOCK:
-        _moments(param_ptr, grad_ptr, m_ptr, v_ptr, sums_ptr, scale_ptr, skip_ptr, at, None,
+        _moments(param_ptr, grad_ptr, m_ptr, v_ptr, sum_ptr, num_tiles, scale_ptr, skip_ptr, at, None,
                  fresh1, fresh2, eps, weight_decay, EPS_INSIDE)
     else:
-        _moments(param_ptr, grad_ptr, m_ptr, v_ptr, sums_ptr, scale_ptr, skip_ptr, at, (lane >= low) & (lane < high),
-                 fresh1, fresh2, eps, weight_decay, EPS_INSIDE)
+        _moments(param_ptr, grad_ptr, m_ptr, v_ptr, sum_ptr, num_tiles, scale_ptr, skip_ptr, at,
+                 (lane >= low) & (lane < high), fresh1, fresh2, eps, weight_decay, EPS_INSIDE)
 
 
 @jit(do_not_specialize=["num_tiles"])
-def _sum_kernel(sums_ptr, firsts_ptr, squares_ptr, num_tiles, CHUNK: tl.constexpr):
+def _sum_kernel(sums_ptr, bounds_ptr, squares_ptr, num_tiles, CHUNK: tl.constexpr):
     segment, which = tl.program_id(0), tl.program_id(1)
-    first, end = tl.load(firsts_ptr + segment), tl.load(firsts_ptr + segment + 1)
+    first, end = tl.load(bounds_ptr + 2 * segment), tl.load(bounds_ptr + 2 * segment + 1)
     total = tl.zeros((CHUNK,), tl.float64)
     for start in range(first, end, CHUNK):
         at = start + tl.arange(0, CHUNK)
@@ -162,15 +177,20 @@ def _params(
     flat.store(param_ptr, out_ptr, at, p - rate * u, flat.written(inside, skip_ptr))
 
 
-@jit(do_not_specialize=["row"])
+@jit(do_not_specialize=["first", "row"])
 def _params_kernel(
-    param_ptr, m_ptr, v_ptr, out_ptr, tiles_ptr, squares_ptr, step_ptr, lr_ptr, skip_ptr, row,
+    param_ptr, m_ptr, v_ptr, out_ptr, tiles_ptr, table_ptr, squares_ptr, step_ptr, lr_ptr, skip_ptr, first, row,
     log_beta1, log_beta2, eps, weight_decay, min_coeff, max_coeff,
-    EPS_INSIDE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    EPS_INSIDE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):
     # begin with the last tile, whose moments the first pass wrote last: they may still be in cache
-    tile = tiles_ptr + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
-    block, low, high, segment = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    tile = tiles_ptr + (first + tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * 5
+    block, low, high, segment = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    line = _line(tile, table_ptr)
+    param_ptr = _multi_tensor.tensor(line, 0, param_ptr, ALIGNED)
+    m_ptr = _multi_tensor.tensor(line, 2, m_ptr, ALIGNED)
+    v_ptr = _multi_tensor.tensor(line, 3, v_ptr, ALIGNED)
+    out_ptr = _multi_tensor.tensor(line, 4, out_ptr, ALIGNED)
     p_norm = tl.sqrt(tl.load(squares_ptr + segment))
     u_norm = tl.sqrt(tl.load(squares_ptr + row + segment))
     there = (p_norm > 0) & (u_norm > 0)
@@ -187,143 +207,42 @@ def _params_kernel(
         _params(param_ptr, m_ptr, v_ptr, out_ptr, skip_ptr, at, inside, rate, eps, weight_decay, EPS_INSIDE)
 
 
-@functools.lru_cache(maxsize=256)
-def _tiles(
-    segments: tuple[tuple[int, int], ...], block: int, device: torch.device, stream: int
-) -> tuple[Tensor, Tensor]:
-    """Return the table of tiles (T, 4), and the first tile of every segment (S + 1,), int32 on the device.
+@attrs.frozen
+class _Launch:
+    """The arguments that a launch has beside those of all: of tiles `first` to `first + count`."""
 
-    A tile is (block, low, high, segment): the elements [low, high) of a block, whose start is a multiple of its
-    size, so that the compiler knows the alignment. Made and copied once per layout and stream, and read on that stream.
-
-    Raises `KernelError` where a CUDA graph is captured, whose replays would copy from memory that was freed since.
-    """
-    if is_capturing(device):
-        raise KernelError("a CUDA graph cannot capture the first update of a layout", where="segments",
-                          got=f"{len(segments)} of them, now first seen", want="a step before the capture")
-    offset, length = torch.tensor(segments, dtype=torch.int64, device="cpu").view(-1, 2).T  # not on the default
-    begin, end = offset // block, -(-(offset + length) // block)
-    counts = torch.where(length > 0, end - begin, 0)
-    firsts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    segment = torch.repeat_interleave(counts)  # counts[0] times 0, then counts[1] times 1, ...
-    blocks = begin[segment] + torch.arange(len(segment), device="cpu") - firsts[segment]
-    low = (offset[segment] - blocks * block).clamp(min=0)
-    high = (offset[segment] + length[segment] - blocks * block).clamp(max=block)
-    tiles = torch.stack([blocks, low, high, segment], dim=1)
-    return to_device(tiles.int(), device), to_device(firsts.int(), device)
+    row: tuple[Any, ...]
+    table: Tensor | None
+    first: int
+    count: int
+    options: dict[str, Any]
 
 
-def _checked(segments: Spans, size: int) -> tuple[tuple[int, int], ...]:
-    spans = tuple((offset, length) for offset, length in segments)
-    _check(spans, size)
-    return spans
-
-
-@functools.lru_cache(maxsize=256)
-def _check(spans: tuple[tuple[int, int], ...], size: int) -> None:
-    last = 0
-    for (offset, length), i in sorted(zip(spans, range(len(spans)), strict=True)):
-        if offset < 0 or length < 0 or offset + length > size:
-            raise KernelError("a segment does not lie in the slice", where=f"segments[{i}]",
-                              got=f"(offset {offset}, length {length})", want=f"inside {size} elements")
-        if length and offset < last:
-            raise KernelError("a segment overlaps another", where=f"segments[{i}]",
-                              got=f"offset {offset}", want=f"{last} or more")
-        last = max(last, offset + length)
+def _launches(found: Columns, groups: list[Group], tiles: Tiles) -> Iterator[_Launch]:
+    """Yield the launches of a pass: one for a group with a table, else one for each slice."""
+    for group in groups:
+        options = {"ALIGNED": group.aligned, **group.meta}
+        some = list(group.indices)
+        for i in some[:1] if group.table is not None else some:
+            first, end = tiles.starts[i], tiles.ends[i if group.table is None else some[-1]]
+            if first < end:
+                yield _Launch(found.row(i), group.table, first, end - first, options)
 
 
 @torch.no_grad()
-def lamb_moments(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, segments: Spans, beta1: float, beta2: float,
-    eps: float, weight_decay: float, eps_inside_sqrt: bool = False, grad_scale: Tensor | None = None,
-    skip: Tensor | None = None,
-) -> Tensor:
-    """Update the moments of a flat slice in place, and return the squared norms that `lamb_params` needs.
-
-    Arguments are those of `lamb`. The result is (2, S) float64 for S segments: |p|^2 and |u|^2 over this slice, 0 for
-    segments of length 0. Ranks that hold parts of the same parameters sum theirs.
-
-    Raises `KernelError`, naming the argument, for any other shape, dtype, device or range.
-    """
-    flat.slices(param, read={"grad": grad}, written={"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq})
-    flat.scalars(param, grad_scale=grad_scale, skip=skip)
-    flat.numbers(eps=eps, weight_decay=weight_decay)
-    flat.numbers(beta1=beta1, beta2=beta2, high=1.0)
-    spans = _checked(segments, param.numel())
-    if not runs_triton("lamb", param):
-        return _reference_moments(
-            param, grad, exp_avg, exp_avg_sq, segments=spans, beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, eps_inside_sqrt=eps_inside_sqrt, grad_scale=grad_scale, skip=skip,
-        )
-    squares = param.new_empty(2, len(spans), dtype=torch.float64)
-    if not spans:
-        return squares
-    meta = LAUNCH[param.element_size()]
-    tiles, firsts = _tiles(spans, meta["BLOCK"], param.device, current_stream(param.device))
-    sums = param.new_empty(2, len(tiles), dtype=torch.float64)
-    with on(param):
-        if len(tiles):
-            _moments_kernel[(len(tiles),)](
-                param, grad.contiguous(), exp_avg, exp_avg_sq, sums, tiles, grad_scale, skip, 1 - beta1, 1 - beta2,
-                eps, weight_decay, EPS_INSIDE=eps_inside_sqrt, **meta,
-            )
-        _sum_kernel[(len(spans), 2)](sums, firsts, squares, len(tiles), CHUNK=1024)
-    return squares
-
-
-@torch.no_grad()
-def lamb_params(
-    param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, squares: Tensor, *, segments: Spans, step: Tensor, lr: Tensor,
-    beta1: float, beta2: float, eps: float, weight_decay: float, min_coeff: float, max_coeff: float,
-    bias_correction: bool = True, eps_inside_sqrt: bool = False, skip: Tensor | None = None,
-    out: Tensor | None = None,
-) -> None:
-    """Update the parameters of a flat slice in place, after `lamb_moments`.
-
-    Arguments are those of `lamb`; `squares` (2, S) float64: |p|^2 and |u|^2 of whole parameters.
-
-    Raises `KernelError`, naming the argument, for any other shape, dtype, device or range.
-    """
-    flat.slices(param, read={}, written={"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out})
-    flat.scalars(param, step=step, lr=lr, skip=skip)
-    flat.numbers(eps=eps, weight_decay=weight_decay, min_coeff=min_coeff, max_coeff=max_coeff)
-    flat.numbers(beta1=beta1, beta2=beta2, high=1.0)
-    spans = _checked(segments, param.numel())
-    if squares.shape != (2, len(spans)) or squares.dtype != torch.float64 or squares.device != param.device:
-        raise KernelError("squares are not those of the segments", where="squares",
-                          got=f"{tuple(squares.shape)} {squares.dtype} on {squares.device}",
-                          want=f"(2, {len(spans)}) torch.float64 on {param.device}")
-    if not runs_triton("lamb", param):
-        return _reference_params(
-            param, exp_avg, exp_avg_sq, squares, segments=spans, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, min_coeff=min_coeff, max_coeff=max_coeff, bias_correction=bias_correction,
-            eps_inside_sqrt=eps_inside_sqrt, skip=skip, out=out,
-        )
-    if not any(length for _, length in spans):
-        return None
-    meta = LAUNCH[param.element_size()]
-    tiles, _ = _tiles(spans, meta["BLOCK"], param.device, current_stream(param.device))
-    squares = squares if squares.stride(1) == 1 else squares.contiguous()
-    with on(param):
-        _params_kernel[(len(tiles),)](
-            param, exp_avg, exp_avg_sq, out, tiles, squares, step, lr, skip, squares.stride(0),
-            flat.log_of(beta1, corrected=bias_correction), flat.log_of(beta2, corrected=bias_correction),
-            eps, weight_decay, min_coeff, max_coeff, EPS_INSIDE=eps_inside_sqrt, **meta,
-        )
-
-
 def lamb(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, segments: Spans,
+    param: Slices, grad: Slices, exp_avg: Slices, exp_avg_sq: Slices, *, segments: Spans | Sequence[Spans],
     step: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float,
     min_coeff: float, max_coeff: float, bias_correction: bool = True, eps_inside_sqrt: bool = False,
-    grad_scale: Tensor | None = None, skip: Tensor | None = None, out: Tensor | None = None,
+    grad_scale: Tensor | None = None, skip: Tensor | None = None, out: MaybeSlices = None,
     reduce: Callable[[Tensor], Tensor] = lambda squares: squares,
 ) -> None:
-    """Update the parameters of a flat slice and their moments in place, in three launches.
+    """Update the parameters of flat slices and their moments in place, in three launches for all of the same dtypes.
 
     Args:
-        param: (N,) contiguous, float32 or 16 bit; arithmetic is in float32, norms in float64.
-        grad: (N,) of any floating dtype, multiplied by `grad_scale`.
+        param: (N,) contiguous, float32 or 16 bit; arithmetic is in float32, norms in float64. Or a list of such slices,
+            of any lengths; then grad, exp_avg, exp_avg_sq, segments and out, if not None, are lists of as many.
+        grad: (N,), or any shape of N elements, of any floating dtype, multiplied by `grad_scale`.
         exp_avg: (N,) contiguous, the first moment.
         exp_avg_sq: (N,) contiguous, the second moment.
         segments: (offset, length) of every parameter in the slice, without overlap; a length may be 0.
@@ -340,12 +259,62 @@ def lamb(
         grad_scale: () float32 divisor of the gradients, or None.
         skip: () bool, or None; if true, nothing is written, whatever the gradients are.
         out: (N,) contiguous, to which the new parameters are written in its dtype, or None.
-        reduce: squared norms (2, S) float64 of this slice -> those of whole parameters.
+        reduce: squared norms (2, S) float64 of the S segments of all slices -> those of whole parameters; not called
+            where there are none.
 
     Raises `KernelError`, naming the argument, for any other shape, dtype, device or range.
     """
-    direction = {"segments": segments, "eps": eps, "weight_decay": weight_decay, "eps_inside_sqrt": eps_inside_sqrt}
-    squares = reduce(lamb_moments(param, grad, exp_avg, exp_avg_sq, beta1=beta1, beta2=beta2, grad_scale=grad_scale,
-                                  skip=skip, **direction))
-    lamb_params(param, exp_avg, exp_avg_sq, squares, step=step, lr=lr, beta1=beta1, beta2=beta2, min_coeff=min_coeff,
-                max_coeff=max_coeff, bias_correction=bias_correction, skip=skip, out=out, **direction)
+    flat.numbers(eps=eps, weight_decay=weight_decay, min_coeff=min_coeff, max_coeff=max_coeff)
+    flat.numbers(beta1=beta1, beta2=beta2, high=1.0)
+    found = _multi_tensor.columns({"out": out}, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    if not found.sizes:
+        return
+    flat.scalars(found.columns[0][0], step=step, lr=lr, grad_scale=grad_scale, skip=skip)
+    spans = checked(segments, found.sizes, many=isinstance(param, Sequence))
+    if not any(spans):
+        return
+    options = {"step": step, "lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay,
+               "min_coeff": min_coeff, "max_coeff": max_coeff, "bias_correction": bias_correction,
+               "eps_inside_sqrt": eps_inside_sqrt, "grad_scale": grad_scale, "skip": skip}
+    run = _by_kernels if found.run_triton("lamb") else _by_reference
+    run(found, spans, reduce, **options)
+
+
+def _by_kernels(
+    found: Columns, spans: SliceSpans, reduce: Callable[[Tensor], Tensor], *, step, lr, beta1, beta2, eps,
+    weight_decay, min_coeff, max_coeff, bias_correction, eps_inside_sqrt, grad_scale, skip,
+) -> None:
+    like = found.columns[0][0]
+    groups = list(_multi_tensor.groups(found))
+    tiles = tiles_of(spans, tuple((tuple(group.indices), group.meta["BLOCK"]) for group in groups), like.device)
+    sums = like.new_empty(2, tiles.count, dtype=torch.float64)
+    squares = like.new_empty(2, len(tiles.bounds), dtype=torch.float64)
+    launches = list(_launches(found, groups, tiles))
+    with on(like):
+        for at in launches:
+            _moments_kernel[(at.count,)](
+                *at.row[:4], sums, tiles.table, at.table, grad_scale, skip, at.first, tiles.count,
+                1 - beta1, 1 - beta2, eps, weight_decay, EPS_INSIDE=eps_inside_sqrt, **at.options,
+            )
+        _sum_kernel[(len(tiles.bounds), 2)](sums, tiles.bounds, squares, tiles.count, CHUNK=1024)
+        squares = reduce(squares)
+        squares = squares if squares.stride(1) == 1 else squares.contiguous()
+        for at in reversed(launches):
+            param, _, m, v, low = at.row
+            _params_kernel[(at.count,)](
+                param, m, v, low, tiles.table, at.table, squares, step, lr, skip, at.first, squares.stride(0),
+                flat.log_of(beta1, corrected=bias_correction), flat.log_of(beta2, corrected=bias_correction),
+                eps, weight_decay, min_coeff, max_coeff, EPS_INSIDE=eps_inside_sqrt, **at.options,
+            )
+
+
+def _by_reference(found: Columns, spans: SliceSpans, reduce: Callable[[Tensor], Tensor], **options: Any) -> None:
+    rows = list(zip(found.rows(), spans, strict=True))
+    own = {name: options[name] for name in ("beta1", "beta2", "grad_scale")}
+    shared = {name: options[name] for name in ("eps", "weight_decay", "eps_inside_sqrt", "skip")}
+    squares = [_reference_moments(*row[:4], segments=inside, **own, **shared) for row, inside in rows]
+    parts = reduce(torch.cat(squares, dim=1)).split(list(map(len, spans)), dim=1)
+    names = ("step", "lr", "beta1", "beta2", "min_coeff", "max_coeff", "bias_correction")
+    own = {name: options[name] for name in names}
+    for ((param, _, m, v, low), inside), part in zip(rows, parts, strict=True):
+        _reference_params(param, m, v, part, segments=inside, out=low, **own, **shared)

@@ -82,7 +82,7 @@ def lion(
     Args:
         param: (N,) contiguous, float32 or 16 bit; arithmetic is in float32. Or a list of such slices, of any lengths;
             then grad, exp_avg and out, if not None, are lists of as many.
-        grad: (N,) of any floating dtype, multiplied by `grad_scale`.
+        grad: (N,), or any shape of N elements, of any floating dtype, multiplied by `grad_scale`.
         exp_avg: (N,) contiguous, the momentum.
         lr: () float64 or float32.
         beta1: weight of the momentum in the direction, in [0, 1).
@@ -96,19 +96,19 @@ def lion(
     """
     flat.numbers(weight_decay=weight_decay)
     flat.numbers(beta1=beta1, beta2=beta2, high=1.0)
-    rows = _multi_tensor.rows({"out": out}, param=param, grad=grad, exp_avg=exp_avg)
-    if not rows:
+    found = _multi_tensor.columns({"out": out}, param=param, grad=grad, exp_avg=exp_avg)
+    if not found.sizes:
         return
-    flat.scalars(rows[0][0], lr=lr, grad_scale=grad_scale, skip=skip)
-    if not _multi_tensor.run_triton("lion", rows):
-        for *slices, low in rows:
+    flat.scalars(found.columns[0][0], lr=lr, grad_scale=grad_scale, skip=skip)
+    if not found.run_triton("lion"):
+        for *slices, low in found.rows():
             reference(
                 *slices, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale, skip=skip,
                 out=low,
             )
         return
-    with on(rows[0][0]):
-        for at in _multi_tensor.launches(rows):
+    with on(found.columns[0][0]):
+        for at in _multi_tensor.launches(found):
             _lion_kernel[at.grid](
                 *at.row, at.tiles, at.table, lr, grad_scale, skip, at.size, 1 - beta1, 1 - beta2, weight_decay,
                 ALIGNED=at.aligned, **at.meta,

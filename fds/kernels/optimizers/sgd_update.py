@@ -95,7 +95,7 @@ def sgd(
     Args:
         param: (N,) contiguous, float32 or 16 bit; arithmetic is in float32. Or a list of such slices, of any lengths;
             then grad, and momentum_buffer and out, if not None, are lists of as many.
-        grad: (N,) of any floating dtype, multiplied by `grad_scale`.
+        grad: (N,), or any shape of N elements, of any floating dtype, multiplied by `grad_scale`.
         momentum_buffer: (N,) contiguous, zeros before the first update; None: p = p - lr * g.
         step: () int64, updates applied before this one; dampening begins after the first.
         lr: () float64 or float32.
@@ -110,19 +110,19 @@ def sgd(
     Raises `KernelError`, naming the argument, for any other shape, dtype, device or range.
     """
     flat.numbers(momentum=momentum, weight_decay=weight_decay, dampening=dampening)
-    rows = _multi_tensor.rows({"momentum_buffer": momentum_buffer, "out": out}, param=param, grad=grad)
-    if not rows:
+    found = _multi_tensor.columns({"momentum_buffer": momentum_buffer, "out": out}, param=param, grad=grad)
+    if not found.sizes:
         return
-    flat.scalars(rows[0][0], step=step, lr=lr, grad_scale=grad_scale, skip=skip)
-    if not _multi_tensor.run_triton("sgd", rows):
-        for *slices, low in rows:
+    flat.scalars(found.columns[0][0], step=step, lr=lr, grad_scale=grad_scale, skip=skip)
+    if not found.run_triton("sgd"):
+        for *slices, low in found.rows():
             reference(
                 *slices, step=step, lr=lr, momentum=momentum, weight_decay=weight_decay, dampening=dampening,
                 nesterov=nesterov, grad_scale=grad_scale, skip=skip, out=low,
             )
         return
-    with on(rows[0][0]):
-        for at in _multi_tensor.launches(rows):
+    with on(found.columns[0][0]):
+        for at in _multi_tensor.launches(found):
             _sgd_kernel[at.grid](
                 *at.row, at.tiles, at.table, step, lr, grad_scale, skip, at.size,
                 momentum, 1 - momentum, 1 - dampening, weight_decay, NESTEROV=nesterov, ALIGNED=at.aligned, **at.meta,
