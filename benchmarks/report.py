@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import fds
 from benchmarks.harness import Comparison, Series
 
 RESULTS = Path(__file__).parent / "results"
@@ -79,7 +79,7 @@ def machine() -> dict[str, str]:
         "CPU": f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "load": "{:.1f}, {:.1f}, {:.1f} over the last 1, 5, 15 minutes".format(*os.getloadavg()),
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, fds {version('fds')}{_commit()}",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, fds {fds.__version__}{_commit()}",
     }
 
 
