@@ -5,7 +5,7 @@ python -m benchmarks.gpu tests kernels --out results     # of them
 python -m benchmarks.gpu --out new --resume results      # go on in another folder; `results` is only read
 python -m benchmarks.gpu --device cpu --out try          # tiny shapes on the CPU: does it all run?
 python -m benchmarks.gpu merge --out results             # write results.* of the records again
-python -m benchmarks.gpu record results                  # the kernels that passed, into fds/kernels
+python -m benchmarks.gpu record --out results            # the kernels that passed, into fds/kernels/passed.json
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu import merging, running
+from benchmarks.gpu import evidence, merging, running
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.records import NAME, Records, counted
+from fds.kernels.evidence import RECORD
 
 END_S = 8.0  # of a call's time, kept for ending processes and writing files
 PACKAGES = (
@@ -46,8 +48,11 @@ def main() -> int:
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
     records = resumed(options.out, options.resume)
-    if options.parts == ["merge"]:
+    if options.parts in (["merge"], ["record"]):
         merging.write(records)
+        if options.parts == ["record"]:
+            for kernel, words in evidence.record(options.out / merging.RESULTS, RECORD).items():
+                print(f"{kernel:<22}{words}")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`: processes end with it
     return run(options, records)
@@ -116,7 +121,7 @@ def summary(records: Records, part: str) -> str:
     return ", ".join(f"{n} {status}" for status, n in counted(merging.cases_of(records, part)).items()) or "nothing"
 
 
-def facts(device: str) -> dict[str, str]:
+def facts(device: str) -> dict[str, Any]:
     """Return the machine, the versions and the code, without importing what a part may break."""
     versions = {name: version(name) for name in PACKAGES}
     return {
@@ -126,6 +131,7 @@ def facts(device: str) -> dict[str, str]:
         "Python": platform.python_version(),
         **versions,
         "code": fingerprint(),
+        "kernels": evidence.fingerprints(),
     }
 
 
@@ -167,7 +173,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (all), or merge")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (all), or merge, or record")
     parser.add_argument(
         "--out", type=Path, default=Path("gpu-results"), help="where results go, and go on (%(default)s)"
     )
@@ -179,7 +185,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tests", default="", help="paths of tests, in quotes (those that make sense on a GPU)")
     parser.add_argument("--jobs", type=int, default=12, help="workers of pytest (%(default)s)")
     options = parser.parse_args()
-    if unknown := [name for name in options.parts if name not in PARTS and options.parts != ["merge"]]:
+    alone = options.parts in (["merge"], ["record"])
+    if unknown := [name for name in options.parts if name not in PARTS and not alone]:
         parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
     options.out, options.resume = options.out.resolve(), options.resume and options.resume.resolve()
     return options

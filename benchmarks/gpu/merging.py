@@ -92,7 +92,7 @@ def _table(title: str, header: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _facts(head: dict) -> str:
-    return ", ".join(f"{key} {value}" for key, value in head.items())
+    return ", ".join(f"{key} {value}" for key, value in head.items() if not isinstance(value, dict))
 
 
 def _last_line(text: str) -> str:

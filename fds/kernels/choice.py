@@ -79,7 +79,7 @@ def prefer_triton() -> contextlib.AbstractContextManager[None]:
 
 
 def chosen(kernel: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
-    """Return which implementation runs for such tensors: "triton" or "reference".
+    """Return which implementation runs for such tensors: "triton" or "reference"; inside `only`, that kind.
 
     Args:
         kernel: the name of a function of `fds.kernels`, such as "layer_norm".
@@ -88,7 +88,7 @@ def chosen(kernel: str, device: torch.device, dtype: torch.dtype = torch.float32
 
     Raises `KernelError` for a function that `fds.kernels` does not have.
     """
-    return TRITON if _decide(kernel, device, dtype, _kind()) == TRITON else REFERENCE
+    return REFERENCE if _decide(kernel, device, dtype, _kind()) == REFERENCE else TRITON
 
 
 def runs_triton(kernel: str, x: Tensor) -> bool:

@@ -18,8 +18,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def undecided(monkeypatch):
-    """Decide anew in every test, and forget what was decided with a machine that is not there."""
+    """Decide anew in every test, where nothing is recorded, and forget what was decided for a machine not there."""
     monkeypatch.setattr(choice, "_decided", {})
+    monkeypatch.setattr(evidence, "recorded", dict)
 
 
 def which(device: torch.device, dtype: torch.dtype = torch.float32) -> str:
@@ -35,6 +36,7 @@ def test_torchs_operators_run_where_no_kernel_is_recorded(device, dtype):
 
 
 def test_kernels_that_are_preferred_run_wherever_they_can(monkeypatch):
+    monkeypatch.setattr(language, "is_interpreted", True)
     with prefer_triton():
         assert which(CUDA) == which(CUDA, torch.bfloat16) == which(CPU) == "triton"  # the CPU's in the interpreter
         assert which(CUDA, torch.float64) == which(CPU, torch.float64) == "reference"

@@ -10,7 +10,7 @@ from torch import nn
 
 import fds
 from fds import tree
-from fds.kernels import only, prefer_triton
+from fds.kernels import choice, only, prefer_triton
 from fds.kernels.optimizers import adam_update, lamb_update, lion_update, sgd_update
 from fds.optim import Optimizer, adagrad, adam, adamw, assembly, by_name, lamb, lion, muon, sgd
 from tests.bits import assert_same_bits
@@ -178,7 +178,9 @@ def without_reasons(text: str) -> str:
     return re.sub(r" \([^)]*\)", "", text)
 
 
-def test_an_optimizer_says_why_it_runs():
+def test_an_optimizer_says_why_it_runs(monkeypatch):
+    monkeypatch.setattr(choice, "_architecture", lambda device: "")
+    monkeypatch.setattr(choice, "_decided", {})
     assert adam().runs(GPU) == "adam: torch's fused functions (torch sees no such GPU)"
     assert adagrad().runs(GPU) == "adagrad: torch's fused functions"  # there is no kernel
     with prefer_triton():
