@@ -24,7 +24,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from typing import Protocol
 
+import attrs
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,8 +37,64 @@ PATIENCE_S = 120.0  # how long a scope waits for another one while the process i
 
 Words = tuple[int, int]  # a key as numbers on the host: folding many of them makes no tensors
 
+
+class Calls(int):
+    """A number of calls, in a run whose seeds are traced."""
+
+
+class TracedWords(tuple[int, int]):
+    """The words of a key, of which `fold` says how they follow from a state's key; None for that key itself."""
+
+    fold: Fold | None = None
+
+
+class TracedSeed(int):
+    """A seed, of which `fold` says how it follows from a state's key."""
+
+    fold: Fold
+
+
+@attrs.frozen
+class Fold:
+    """How a key follows from a state's key and its number of calls, for which None stands among the data."""
+
+    parent: Fold | None
+    data: tuple[int | str | None, ...]
+
+    def words(self, base: Words, calls: int, known: dict[int, Words]) -> Words:
+        """Return the words that follow from a key's; `known` remembers those of other folds, by id."""
+        if id(self) not in known:
+            key = base if self.parent is None else self.parent.words(base, calls, known)
+            known[id(self)] = folded(key, *(calls if x is None else x for x in self.data))
+        return known[id(self)]
+
+    def seed(self, base: Words, calls: int, known: dict[int, Words]) -> int:
+        """Return the seed that follows from a key's words, as `random.seed` of it is."""
+        return (self.words(base, calls, known)[0] & _WORD) >> 1
+
+    def __str__(self) -> str:
+        data = ", ".join("calls" if x is None else repr(x) for x in self.data)
+        return data if self.parent is None else f"{self.parent}, {data}"
+
+
+_WORD = 2**64 - 1
+
+
+class Seeding(Protocol):
+    """What is done in the place of seeding the default generators: see `seeding_by`."""
+
+    def reseed(self, seed: int, devices: Iterable[torch.device]) -> None:
+        """Have what is drawn from here on follow from a seed."""
+        ...
+
+    def scope(self, devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
+        """Return a scope that what is seeded inside is confined to."""
+        ...
+
+
 _lock = threading.Lock()  # held while a scope uses the generators of the process
 _holds: ContextVar[bool] = ContextVar("fds_generators", default=False)  # whether this context holds the lock
+_instead: Seeding | None = None  # of all threads: a backward on a GPU, and what it computes again, runs in another one
 
 
 def key(seed: int | Tensor) -> Tensor:
@@ -67,7 +125,12 @@ def fold_in(key: Tensor, *data: int | str) -> Tensor:
 
 def folded(key: Words, *data: int | str) -> Words:
     """Return what `fold_in` does, of words."""
-    return struct.unpack("<qq", _digest(key, data))
+    found = struct.unpack("<qq", _digest(key, data))
+    if type(key) is not TracedWords:
+        return found
+    traced = TracedWords(found)
+    traced.fold = _fold(key, data)
+    return traced
 
 
 def words(key: Tensor) -> Words:
@@ -82,7 +145,17 @@ def as_key(words: Words) -> Tensor:
 
 def seed(key: Tensor | Words, *data: int | str) -> int:
     """Return the 63-bit seed of `fold_in(key, *data)`, for a generator."""
-    return int.from_bytes(_digest(key if isinstance(key, tuple) else words(key), data)[:8], "little") >> 1
+    found = int.from_bytes(_digest(key if isinstance(key, tuple) else words(key), data)[:8], "little") >> 1
+    if type(key) is not TracedWords:
+        return found
+    traced = TracedSeed(found)
+    traced.fold = _fold(key, data)
+    return traced
+
+
+def of_call(key: Tensor, calls: Tensor) -> tuple[Words, int]:
+    """Return a state's key and calls on the host, from which all seeds of a call follow; traced in `seeding_by`."""
+    return (words(key), int(calls)) if _other() is None else (TracedWords(words(key)), Calls(calls))
 
 
 def generator(key: Tensor, device: torch.device | str = "cpu") -> torch.Generator:
@@ -96,9 +169,7 @@ def exclusive() -> Iterator[None]:
 
     Raises `FdsError` for a deadlock.
     """
-    # A thread of autograd may pass: the lock is held by the thread that waits for this backward. Private; torch has no
-    # public function that says so.
-    if _holds.get() or torch._C._current_graph_task_id() != -1:
+    if _is_held_here():
         yield
         return
     lock = _lock
@@ -129,10 +200,26 @@ def _wait_for(lock: threading.Lock) -> None:
 
 
 @contextlib.contextmanager
+def seeding_by(other: Seeding) -> Iterator[None]:
+    """Have another seed the generators inside, in every scope of the process, given seeds that are traced."""
+    global _instead
+    with exclusive():
+        _instead = other
+        try:
+            yield
+        finally:
+            _instead = None
+
+
+@contextlib.contextmanager
 def scope(devices: Iterable[torch.device]) -> Iterator[None]:
     """Restore the default generators of the CPU and of `devices` on leaving; other threads' scopes wait until then."""
+    if (other := _other()) is not None:
+        with other.scope(devices):
+            yield
+        return
     with exclusive():
-        states = [(g, g.get_state()) for g in _generators(devices)]
+        states = [(g, g.get_state()) for g in default_generators(devices)]
         try:
             yield
         finally:
@@ -182,14 +269,27 @@ def reseed(seed: int, devices: Iterable[torch.device]) -> None:
 
     `Generator.manual_seed` costs 1.4 us on the CPU, `torch.manual_seed` 157 us.
     """
-    for g in _generators(devices):
+    if (other := _other()) is not None:
+        return other.reseed(seed, devices)
+    for g in default_generators(devices):
         g.manual_seed(seed)
+    return None
 
 
 def reseed_python(seed: int) -> None:
     """Seed the global generators of Python and NumPy; call it inside a `python_seeded`."""
     python_random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def _is_held_here() -> bool:
+    """Return whether the lock is held by this context, or by the thread that waits for the backward in this one."""
+    return _holds.get() or torch._C._current_graph_task_id() != -1  # private; torch has no public function for it
+
+
+def _other() -> Seeding | None:
+    """Return what seeds generators here in the place of this module."""
+    return _instead if _instead is not None and _is_held_here() else None
 
 
 def _renew() -> None:
@@ -201,7 +301,8 @@ def _renew() -> None:
 os.register_at_fork(after_in_child=_renew)
 
 
-def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+def default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """Return torch's default generators of the CPU and of `devices`, in this order."""
     generators = [torch.default_generator]
     for device in devices:
         if device.type == "cuda":
@@ -209,6 +310,10 @@ def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
             index = torch.cuda.current_device() if device.index is None else device.index
             generators.append(torch.cuda.default_generators[index])
     return generators
+
+
+def _fold(key: TracedWords, data: tuple[int | str, ...]) -> Fold:
+    return Fold(key.fold, tuple(None if type(x) is Calls else x for x in data))
 
 
 def _digest(words: Words, data: tuple[int | str, ...]) -> bytes:
