@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.optim import Optimizer, adagrad, adam, adamw, by_name, lamb, lion, muon, sgd
     from fds.transforms.ema import ema
     from fds.transforms.donate import donate
+    from fds.transforms.cuda_graph import cuda_graph
     from fds.transforms.reference_kernels import reference_kernels
     from fds.transforms.triton_kernels import triton_kernels
 
@@ -84,6 +85,7 @@ __getattr__, __dir__ = lazily(
         "fds.optim": "Optimizer adagrad adam adamw by_name lamb lion muon sgd",
         "fds.transforms.ema": "ema",
         "fds.transforms.donate": "donate",
+        "fds.transforms.cuda_graph": "cuda_graph",
         "fds.transforms.reference_kernels": "reference_kernels",
         "fds.transforms.triton_kernels": "triton_kernels",
         "fds.step.sharding.handles": "materialize",
@@ -125,6 +127,7 @@ __all__ = [
     "collectives",
     "compose",
     "config",
+    "cuda_graph",
     "data",
     "donate",
     "ema",

@@ -65,7 +65,7 @@ class Stations:
     commit: Commit | None = None  # whether the update is accepted
     after: tuple[After, ...] = ()  # what follows an accepted update
     place: Place = Place()  # where the new state is written
-    run: Run = AtOnce()  # how all of this is done: at once, or recorded and replayed
+    run: Run = AtOnce()  # how all of this is done: at once, or captured and replayed
     memory: Mapping[str, Memory] = tree.new(dict)  # by slot
     composition: tuple[Any, ...] = ()  # the transforms, as they were written
     composing: Composing = attrs.field(default=Composing(), repr=False)

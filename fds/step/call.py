@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fds import random, tree
 from fds.state import State
-from fds.step.checks import contracts
+from fds.step.checks import capture, contracts
 from fds.step.topology import Dimensions
 
 
@@ -32,14 +32,13 @@ class Call:
 
     Attributes:
         step: () int64 on the device, updates applied before this call.
-        calls: calls made before this one, skipped ones included: a number on the host.
         device: of the state.
         training: whether this is a training step; False in an evaluation.
         dimensions: the axes that share the step, and where this rank is on them.
     """
 
     step: Tensor
-    calls: int
+    _calls: int
     device: torch.device
     training: bool
     _state: State = attrs.field(repr=False)  # not `slots`: who holds those keeps them from being donated
@@ -54,9 +53,18 @@ class Call:
     @classmethod
     def with_state(cls, state: State, dimensions: Dimensions, notes: Notes | None = None, *, training: bool) -> Call:
         """Return a call of a step with this state."""
-        calls, kind = int(state.calls), "step" if training else "evaluate"
-        base = random.words(state.key)
+        (base, calls), kind = random.of_call(state.key, state.calls), "step" if training else "evaluate"
         return cls(state.step, calls, state.step.device, training, state, dimensions, base, (kind, calls), None, notes)
+
+    @property
+    def calls(self) -> int:
+        """Calls made before this one, skipped ones included: a number on the host.
+
+        Raises `ComposeError` where a CUDA graph is captured (`fds.cuda_graph`), for which it would stay what it is.
+        """
+        if isinstance(self._calls, random.Calls):
+            raise capture.frozen("call.calls")
+        return self._calls
 
     @property
     def slots(self) -> Mapping[str, Any]:
@@ -75,9 +83,12 @@ class Call:
     def key(self) -> Tensor:
         """A random key, (2,) int64 on the CPU: another one for every call, microbatch, station and filler.
 
-        Raises `ComposeError` in a filler with `draws = False`.
+        Raises `ComposeError` in a filler with `draws = False`, and where a CUDA graph is captured (`fds.cuda_graph`).
         """
-        return random.as_key(self.words)
+        words = self.words
+        if isinstance(words, random.TracedWords):
+            raise capture.frozen("call.key")
+        return random.as_key(words)
 
     @property
     def words(self) -> random.Words:
@@ -135,7 +146,7 @@ class Call:
         """Return the same call with other values of these fields; `attrs.evolve` takes three times as long."""
         return Call(
             self.step,
-            self.calls,
+            self._calls,
             self.device,
             self.training,
             self._state,

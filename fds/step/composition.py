@@ -123,6 +123,7 @@ class Composition:
             raise ComposeError(
                 "the composition has no optimizer", got=repr(self), want=written_out([*self.parts, "adamw(3e-4)"])
             )
+        step.run.refuse(step)
         split, differs = step.dimensions.split, step.dimensions.differing
         for one in step.condition if split or differs else ():
             if not getattr(one, "takes_slices", False):

@@ -26,7 +26,8 @@ class Description:
         kernels: which run, and why: with a state the optimizer's and all others' on its device, else the rule.
         num_bytes: part -> bytes that this rank holds: those of the state between steps; within one also `gradients`,
             `buckets`, `whole`, `viewed` and `low` parameters, and `chunks`, copies of what lives elsewhere (see
-            `fds.step.sharding.footprint`). Empty without a state.
+            `fds.step.sharding.footprint`); `graphs`, what CUDA graphs hold for what lies between their inputs and
+            outputs, and for batches. Empty without a state.
         lives: part -> where it lives, of those that a residency holds: `params`, `opt`, of `slots` those of averages.
         sent: station -> bytes that this rank sends in a step, where the loss uses every bucket once and ranks take
             one path.
@@ -100,11 +101,14 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     kernels = f"{step.optimizer.runs(device)}; others: {stations.get('kernels') or summary(device)}"
     layout = structure.layout
     buckets = () if layout is None else tuple(b.numel * b.dtype.itemsize for b in layout.buckets)
-    residency = step.place.residency
+    residency, captured = step.place.residency, step.runtime.captured[0]
+    held = held_bytes(step, structure, state)
+    if captured is not None and captured.num_bytes:
+        held["graphs"] = captured.num_bytes
     return Description(
         stations,
         kernels,
-        held_bytes(step, structure, state),
+        held,
         {kind: text_of(residency) for kind in residency.kinds},
         sent_bytes(step, structure),
         frozen,

@@ -32,6 +32,9 @@ class KnownMemory:
         return cls(places, kind, Buffers.of(tensors) if buffers is None else buffers, buffers is not None)
 
 
+TAKEN = KnownMemory([], None, Buffers([], [], []), pooled=False)  # of a state whose tensors may all be written over
+
+
 def writable(
     state: State,
     parts: Sequence[tuple[Any, list[Tensor]]],
@@ -53,6 +56,8 @@ def writable(
         copy: copies the tensor of an index, in the order of the parts, to memory of its own.
     """
     tensors = [x for _, leaves in parts for x in leaves]
+    if state.token.memory is TAKEN:
+        return tensors, KnownMemory.of(tensors, kind)
     known, places = state.token.memory, list(map(Tensor.data_ptr, tensors))
     dense = list(map(Tensor.is_contiguous, tensors))
     if known is not None and known.kind is kind and known.places == places and all(dense):
@@ -73,7 +78,8 @@ def writable(
 def _held(state: State, parts: Sequence[tuple[Any, list[Tensor]]], tensors: list[Tensor], lists: int) -> list[bool]:
     """Say of every tensor whether Python holds it, or a container that it is in, in more places than are known."""
     held: list[bool] = []
-    in_slots = next(map(sys.getrefcount, [state.slots])) != _ONCE + 1
+    listed = sum(one is state.slots for one, _ in parts)
+    in_slots = next(map(sys.getrefcount, [state.slots])) != _ONCE + 1 + listed
     for one, leaves in parts:
         nodes = tree.nodes(one)
         counts = list(map(sys.getrefcount, nodes))

@@ -1,7 +1,7 @@
 """The program: a training step as a fixed sequence of stations. Reading `Step.__call__` is reading the step.
 
 What a call checks on the host comes first. The rest, from the batch to the next state, is `Step.work`: what the device
-does, which the station `run` runs at once, or records and replays.
+does, which the station `run` runs at once, or captures and replays.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Step(Stations):
             check_used(found.used, losses.name(self.loss), viewed=bool(self.view))
 
         # from the gradient to a decision, the same on every rank
-        totals, norm, buffers = self._agree(found, call.calls, batch, notes)
+        totals, norm, buffers = self._agree(found, state.calls, batch, notes)
         empty = totals.empty()
         totals = totals.filled(empty)
         divisor = found.predivide if totals.divisor is None else totals.divisor * found.predivide
@@ -248,7 +248,7 @@ class Step(Stations):
         return check.StateTensors(structure, leaves, devices, check.same_slots(state, structure.opt, at))
 
     def _agree(
-        self, found: LocalGradients, calls: int, batch: Any, notes: Notes | None
+        self, found: LocalGradients, calls: Tensor, batch: Any, notes: Notes | None
     ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""
         measured = self.commit is not None or any(m.norm for m in self.measure) or guesses(found.totals)
@@ -263,7 +263,7 @@ class Step(Stations):
             found.buffers,
             self.everyone,
             self.dimensions.data,
-            calls=calls,
+            calls=int(calls),
             used=some,
             repeats=repeats,
             seen=seen,

@@ -14,7 +14,7 @@ from torch import Tensor
 from fds import tree
 from fds.state import State
 from fds.step.call import Call
-from fds.step.checks import contracts
+from fds.step.checks import capture, contracts
 from fds.step.checks.state_check import StateTensors
 from fds.step.residency import OnDevice, Residency, text_of
 from fds.step.runtime import Runtime
@@ -109,6 +109,10 @@ class Program:
 class Run(Protocol):
     """The station `run`: how the work of a call is done, with the results that doing it at once has, bit for bit."""
 
+    def refuse(self, step: capture.HasStations) -> None:
+        """Raise `ComposeError` for a step whose work cannot be done so."""
+        ...
+
     def __call__(
         self, program: Program, state: State, held: StateTensors, batch: Any
     ) -> tuple[State, dict[str, Tensor]]:
@@ -119,6 +123,9 @@ class Run(Protocol):
 @attrs.frozen
 class AtOnce:
     """Every call launches its work on the device by itself."""
+
+    def refuse(self, step: capture.HasStations) -> None:
+        """Do nothing: every step's can."""
 
     def __call__(
         self, program: Program, state: State, held: StateTensors, batch: Any

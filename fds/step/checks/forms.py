@@ -89,8 +89,8 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name",
     ),
     "run": (
-        given("program", "state", "held", "batch"),
-        "a function (program, state, held, batch) -> (state, metrics), as `program.work` is one but for the program",
+        lambda x: given("program", "state", "held", "batch")(x) and has(x, "refuse"),
+        "an object, (program, state, held, batch) -> (state, metrics), as program.work is, with refuse(step)",
     ),
     "memory": (
         lambda x: hasattr(x, "slot") and hasattr(x, "lies"),

@@ -1,0 +1,83 @@
+"""CUDA graphs, as torch captures and replays them.
+
+Source: torch.cuda.graphs; https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import attrs
+import torch
+
+from fds import random
+
+# which torch leaves without types
+_segments: Callable[[Any], list[dict[str, Any]]] = torch.cuda.memory_snapshot  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+@attrs.frozen
+class CudaGraphs:
+    """Captures the work of CUDA devices; other devices have no graphs, and every call is run."""
+
+    def open(self, device: torch.device) -> CudaDevice | None:
+        """Return what captures on this device, None for one that is no GPU."""
+        return CudaDevice.of(device) if device.type == "cuda" else None
+
+    def __repr__(self) -> str:
+        return "one CUDA graph for every kind of batch; on other devices at once"
+
+
+@attrs.frozen(eq=False)
+class CudaDevice:
+    """A GPU: graphs of one step share a pool of memory, since nothing in it outlives a replay."""
+
+    device: torch.device
+    generator: torch.Generator
+    stream: torch.cuda.Stream
+    pool: Any
+
+    @classmethod
+    def of(cls, device: torch.device) -> CudaDevice:
+        """Open a device."""
+        _, generator = random.default_generators([device])
+        return cls(device, generator, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the pool, used or not."""
+        return sum(segment["total_size"] for segment in _segments(self.pool))
+
+    @contextlib.contextmanager
+    def apart(self) -> Generator[None]:
+        """Work on the stream that captures: libraries make their workspaces for a stream when it is first used."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            yield
+        current.wait_stream(self.stream)
+
+    @contextlib.contextmanager
+    def strict(self) -> Generator[None]:
+        """Work there, and raise `RuntimeError` for whatever waits for the device."""
+        before = torch.cuda.get_sync_debug_mode()
+        with self.apart():
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+
+    @contextlib.contextmanager
+    def capture(self, states: list[torch.Generator]) -> Generator[torch.cuda.CUDAGraph]:
+        """Capture what is done inside; other threads may go on with what cannot be captured, such as pinning memory."""
+        graph = torch.cuda.CUDAGraph()
+        for state in states:
+            graph.register_generator_state(state)  # pyright: ignore[reportUnknownMemberType]  (as above)
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+        ):
+            yield graph

@@ -1,0 +1,169 @@
+"""Memory that captured work reads and writes in every replay: of the state, and of what a call returns beside it."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import tree
+from fds.state import State, Token
+from fds.step import foreach
+from fds.step.donated import TAKEN, KnownMemory, writable
+from fds.step.structure import Structure, contiguous_copy
+
+_PARTS = ("params", "opt", "buffers", "slots")
+
+
+def _leaves(state: State) -> list[Tensor]:
+    """Return all leaves of a state on the device but `step`, which is read from a place of its own."""
+    return [x for part in _PARTS for x in tree.leaves(getattr(state, part))]
+
+
+@attrs.define(eq=False)
+class StateMemory:
+    """The leaves of one state after another, always in the same memory; and who has it now."""
+
+    structure: Structure
+    build: Callable[[list[Tensor]], dict[str, Any]]  # leaves -> the parts of a state
+    leaves: list[Tensor]
+    step: Tensor  # () int64
+    known: KnownMemory
+    owner: weakref.ref[State] | None = None  # the state that a call returned last
+    token: Token | None = None  # of that state
+
+    @classmethod
+    def of(cls, state: State, structure: Structure) -> StateMemory:
+        """Take over the memory of a state, each of whose leaves is in one more list; others' are copied."""
+        leaves, known = _writable(state, structure, lists=2)
+        _, build = tree.flatten({part: getattr(state, part) for part in _PARTS})
+        return cls(structure, build, leaves, state.step.clone(), known)
+
+    def takes(self, state: State, structure: Structure) -> bool:
+        """Say whether a state is in this memory and nobody else holds it, or can be: then copy it there.
+
+        Each of the state's leaves is in one more list.
+        """
+        if structure is not self.structure:
+            return False
+        leaves = _leaves(state)
+        if all(map(operator.is_, leaves, self.leaves)):
+            state.token.memory = self.known
+            found, _ = _writable(state, structure, lists=4)
+            if not all(map(operator.is_, found, self.leaves)):
+                return False
+            if self.owner is None or self.owner() is not state:
+                self.step.copy_(state.step)
+            return True
+        if not self.is_free() or [x.shape for x in leaves] != [x.shape for x in self.leaves]:
+            return False
+        foreach.copy_([*self.leaves, self.step], [*leaves, state.step])
+        return True
+
+    def is_wanted(self, state: State) -> bool:
+        """Say whether another state is in this memory, which may be given to a call again."""
+        owner = None if self.owner is None else self.owner()
+        return owner is not None and owner is not state and owner.token.spent_at is None
+
+    def is_free(self) -> bool:
+        """Say whether nobody reads this memory any more: no state, no save, nothing else."""
+        if self.token is None or self.token.readers:
+            return False
+        return list(map(sys.getrefcount, self.leaves)).count(_ALONE) == len(self.leaves) and not any(
+            self.known.buffers.shared()
+        )
+
+    def state(self, like: State) -> State:
+        """Return the state in this memory, to be worked on: its tensors may be written over."""
+        return State(self.step, like.calls, key=like.key, token=Token(memory=TAKEN), **self.build(self.leaves))
+
+    def write(self, after: State) -> None:
+        """Write what has become of the state where that is not done already."""
+        new, places = [*_leaves(after), after.step], [*self.leaves, self.step]
+        own = set(map(_storage, places))
+        moved = [(x, y) for x, y in zip(places, new, strict=True) if x.numel() and not _same_memory(x, y)]
+        if moved:  # and one leaf may have become what another was
+            new = [y.clone() if _storage(y) in own else y for _, y in moved]
+            foreach.copy_([x for x, _ in moved], new)
+
+    def returned(self, old: State, step: Tensor) -> State:
+        """Return the state after a call, given a copy of its `step`; it has the memory from here on."""
+        token = Token.after(old, self.known)
+        new = State(step, old.calls + 1, key=old.key, token=token, **self.build(self.leaves))
+        self.owner, self.token = weakref.ref(new), token
+        old.token.became = True
+        return new
+
+
+def _writable(state: State, structure: Structure, *, lists: int) -> tuple[list[Tensor], KnownMemory]:
+    """Return the leaves of a state, or copies of those that anybody else holds, and what is known of their memory."""
+    parts = [(one, tree.leaves(one)) for one in (state.params, state.opt, state.buffers, state.slots)]
+    return writable(state, parts, structure, lists, lambda i, x: contiguous_copy(x))
+
+
+@attrs.define(eq=False)
+class Results:
+    """Scalars that a call returns, side by side in one buffer, of which every call gets a copy."""
+
+    buffer: Tensor  # (N,) uint8
+    names: dict[torch.dtype, list[str]]  # of the scalars of a dtype, which lie one after another
+
+    @classmethod
+    def like(cls, scalars: Mapping[str, Tensor]) -> Results:
+        """Return memory for these scalars, () each."""
+        names: dict[torch.dtype, list[str]] = {}
+        for name, x in sorted(scalars.items(), key=lambda one: -one[1].itemsize):  # so each lies at a multiple of it
+            names.setdefault(x.dtype, []).append(name)
+        device = next(iter(scalars.values())).device
+        size = sum(x.itemsize for x in scalars.values())
+        return cls(torch.zeros(size, dtype=torch.uint8, device=device), names)
+
+    def write(self, scalars: Mapping[str, Tensor]) -> None:
+        """Write the scalars of a call."""
+        for place, names in self._cut(self.buffer):
+            torch.stack([scalars[name] for name in names], out=place)
+
+    def read(self) -> dict[str, Tensor]:
+        """Return copies of them, which later calls leave alone."""
+        found: dict[str, Tensor] = {}
+        for place, names in self._cut(self.buffer.clone()):
+            found.update(zip(names, place.unbind(), strict=True))
+        return found
+
+    def fits(self, scalars: Mapping[str, Tensor]) -> bool:
+        """Say whether these are scalars of the same names and dtypes."""
+        return {name: x.dtype for name, x in scalars.items()} == {
+            n: t for t, names in self.names.items() for n in names
+        }
+
+    def _cut(self, buffer: Tensor) -> Iterable[tuple[Tensor, list[str]]]:
+        start = 0
+        for dtype, names in self.names.items():
+            end = start + dtype.itemsize * len(names)
+            yield buffer[start:end].view(dtype), names
+            start = end
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  (an address is 0 on `meta`)
+
+
+def _same_memory(x: Tensor, y: Tensor) -> bool:
+    return _storage(x) == _storage(y) and (x.storage_offset(), x.stride()) == (y.storage_offset(), y.stride())
+
+
+def _counted_alone() -> int:
+    leaves = [torch.empty(1)]
+    known = KnownMemory.of(leaves, None)
+    count = next(map(sys.getrefcount, leaves))
+    del known
+    return count
+
+
+_ALONE = _counted_alone()  # of what one list holds, whose memory is known

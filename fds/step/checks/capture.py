@@ -1,0 +1,197 @@
+"""What a CUDA graph cannot capture: errors that say which code it is, and what to write instead."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import types
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fds import tree
+from fds.collectives import Axis
+from fds.errors import BatchError, ComposeError, FdsError, LossError, ScheduleError, StateError
+from fds.step.residency import Residency, text_of
+
+_HINT = "leave out fds.cuda_graph()"
+
+
+class HasStations(Protocol):
+    """What is looked at of a step: stations of other fillers."""
+
+    @property
+    def place(self) -> Placed:
+        """The station `place`."""
+        ...
+
+    @property
+    def layer(self) -> Sequence[Any]:
+        """The station `layer`."""
+        ...
+
+    @property
+    def everyone(self) -> Axis | None:
+        """The ranks that share the step."""
+        ...
+
+
+class Placed(Protocol):
+    """What is looked at of the station `place`."""
+
+    @property
+    def donate(self) -> bool:
+        """Whether the old state is given up."""
+        ...
+
+    @property
+    def residency(self) -> Residency:
+        """Where leaves live."""
+        ...
+
+
+def composition(step: HasStations) -> None:
+    """Raise `ComposeError` for a step that cannot be captured, as far as its composition says so."""
+    if not step.place.donate:
+        raise _composed(
+            "the old state is kept", "fds.donate() too", "a graph writes to the same memory in every replay"
+        )
+    if step.place.residency.kinds:
+        lives = f"{', '.join(step.place.residency.kinds)} in {text_of(step.place.residency)}"
+        raise _composed(lives, "all leaves on the device", "the host reads and writes what lives elsewhere")
+    if step.everyone is not None:
+        got = f"axis {step.everyone.name!r} of {step.everyone.size} ranks"
+        raise _composed(got, "one rank", "ranks that share a step are not captured yet")
+    if any(getattr(one, "store", None) == "host" for one in step.layer):
+        raise _composed("checkpoint_activations(store='host')", "store='device'", "the host waits for what it stores")
+
+
+def _composed(got: str, want: str, why: str) -> ComposeError:
+    return ComposeError("a CUDA graph cannot capture this step", where="station 'run'", got=got, want=want, hint=why)
+
+
+def frozen(what: str) -> ComposeError:
+    """Return the error of a filler that asks for a number on the host, which no replay would change."""
+    return ComposeError(
+        "a CUDA graph would keep a number of the host as it is now",
+        where=outside(),
+        got=what,
+        want="torch's generators, which are seeded for every replay; or call.step, a tensor on the device",
+        hint=_HINT,
+    )
+
+
+def drawn_on_host(fold: object) -> LossError:
+    """Return the error of random numbers of the host, in the scope whose seed was folded like this."""
+    return LossError(
+        "a CUDA graph would keep a random number that was drawn on the CPU",
+        where=f"seeded by ({fold})",
+        got="torch's generator of the CPU, drawn from",
+        want="the device's: torch.randint(2**62, (), device=x.device), torch.rand(n, device=x.device)",
+        hint=_HINT,
+    )
+
+
+def untraced() -> ComposeError:
+    """Return the error of code that seeds torch's generators by itself."""
+    return ComposeError(
+        "a CUDA graph would keep a seed as it is now",
+        where=outside(),
+        got="fds.random.seeded or reseed, by a key of its own",
+        want="the seeds of the step: draw without seeding",
+        hint=_HINT,
+    )
+
+
+def other_path(got: str, want: str) -> ComposeError:
+    """Return the error of work that sets other seeds in each call."""
+    return ComposeError(
+        "a CUDA graph repeats one path through the step, and this call took another than the last one",
+        where="the scopes that seed generators",
+        got=got,
+        want=want,
+        hint="decide on the device (torch.where), or by the shapes of the batch; or " + _HINT,
+    )
+
+
+def synchronized(error: Exception) -> FdsError:
+    """Return the error of code that makes the host wait for the device, or cannot be captured for another reason."""
+    first: BaseException = error
+    while first.__context__ is not None:  # handling it may have waited too
+        first = first.__context__
+    modules = [(tb.tb_frame.f_globals.get("__name__", ""), tb) for tb in _traceback(first)]
+    kinds = {"fds.loss": LossError, "fds.optim.base": ScheduleError}
+    inside = [kind for name, kind in kinds.items() if any(at.startswith(name) for at, _ in modules)]
+    own = [tb for name, tb in modules if not _is_ours(name)]
+    return (inside[-1] if inside else ComposeError)(
+        "a CUDA graph cannot capture what waits for the device, or depends on its values",
+        where=_place(own[-1].tb_frame.f_code, own[-1].tb_lineno) if own else "",
+        got=str(first).strip().partition("\n")[0][:200],
+        want="tensors that stay on the device, of shapes that do not depend on values",
+        hint="look for .item(), float(x), if x, .cpu(), nonzero, x[mask], torch.tensor(..., device=x.device)",
+    )
+
+
+def state_of(devices: Collection[object]) -> StateError:
+    """Return the error of a state on several devices."""
+    return StateError(
+        "a CUDA graph captures the work of one device",
+        got="a state on " + ", ".join(sorted(map(str, devices))),
+        want="all of it on one",
+        hint=_HINT,
+    )
+
+
+def leaf_of_batch(path: str, x: Any, device: object) -> BatchError:
+    """Return the error of a leaf of the batch that a replay could not follow."""
+    got = f"{type(x).__name__} on {x.device}, {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+    return BatchError(
+        "a CUDA graph reads every batch from the same memory of the device",
+        where=".".join(filter(None, ("batch", path))),
+        got=got,
+        want=f"a dense torch.Tensor on {device}, a number, a string or None",
+        hint="x.to(device, non_blocking=True) before the step, of pinned memory",
+    )
+
+
+def too_many(shapes: str, most: int) -> BatchError:
+    """Return the error of batches of more and more shapes."""
+    return BatchError(
+        "every structure and shape of a batch needs a CUDA graph of its own",
+        where="batch",
+        got=f"shapes of number {most + 1}: {shapes}",
+        want=f"at most {most}",
+        hint="pad batches to a few lengths; or " + _HINT,
+    )
+
+
+def outside() -> str:
+    """Return file, line and function of the innermost caller that is neither fds nor torch; "" where there is none."""
+    frame = inspect.currentframe()
+    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return "" if frame is None else _place(frame.f_code, frame.f_lineno)
+
+
+def shapes_of(batch: Any) -> str:
+    """Return the shapes in a batch as text."""
+    return ", ".join(str(tuple(x.shape)) for x in tree.leaves(batch) if isinstance(x, Tensor))[:120]
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("fds", "torch", "contextlib", "functools", "triton")
+
+
+def _place(code: types.CodeType, line: int) -> str:
+    return f"{pathlib.Path(code.co_filename).name}:{line}, in {code.co_name}"
+
+
+def _traceback(error: BaseException) -> list[types.TracebackType]:
+    """Return where an error passed, up to a mode of torch that looks on."""
+    found: list[types.TracebackType] = []
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_name not in ("__torch_dispatch__", "__torch_function__"):
+        found.append(tb)
+        tb = tb.tb_next
+    return found
