@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.precision import precision
     from fds.transforms.autocast import autocast
     from fds.transforms.checkpoint_activations import checkpoint_activations
+    from fds.transforms.compile import compile
     from fds.transforms.loss_scale import loss_scale
     from fds.transforms.static_loss_scale import static_loss_scale
     from fds.transforms.skip_nonfinite import skip_nonfinite
@@ -77,6 +78,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.precision": "precision",
         "fds.transforms.autocast": "autocast",
         "fds.transforms.checkpoint_activations": "checkpoint_activations",
+        "fds.transforms.compile": "compile",
         "fds.transforms.loss_scale": "loss_scale",
         "fds.transforms.static_loss_scale": "static_loss_scale",
         "fds.transforms.skip_nonfinite": "skip_nonfinite",
@@ -125,6 +127,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_value",
     "collectives",
+    "compile",
     "compose",
     "config",
     "cuda_graph",

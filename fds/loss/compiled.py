@@ -6,6 +6,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -78,6 +79,19 @@ def is_compiled(function: Any) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable") or (
         type(function).__name__ == "OptimizedModule" and type(function).__module__.startswith("torch._dynamo")
     )
+
+
+def lent(params: dict[str, Tensor]) -> tuple[dict[str, Tensor], AbstractContextManager[object]]:
+    """Return parameters that compiled code can read, and the scope in which it has to run.
+
+    Those that are gathered on use are gathered now, and again for backward.
+    """
+    names = [name for name, p in params.items() if getattr(type(p), "gathered_on_use", False)]
+    if not names:
+        return params, nullcontext()
+    handles: Any = [params[name] for name in names]
+    values, scope = type(handles[0]).lent(handles)
+    return {**params, **dict(zip(names, values, strict=True))}, scope
 
 
 def with_memory(p: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fds import _html, random
 from fds.errors import BatchError, LossError
 from fds.loss.behaviour import may_draw
+from fds.loss.compiling import Compiler
 from fds.loss.modules import Apply, functional
 from fds.loss.recipes import Recipe, every
 from fds.loss.specs import LayerSpec
@@ -29,17 +30,22 @@ class Layer:
     initial_buffers: dict[str, Tensor]
     draws: bool
     in_place: bool  # it overwrites its input, so it must be recomputed together with the layer before it
+    compiler: Compiler | None = None
 
     def __call__(self, params: dict[str, Tensor], buffers: dict[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
         """Return the layer's output and its new buffers."""
+        compiler = self.compiler
         if self.apply is None:
             assert self.function is not None
-            return self.function(x), {}
+            return self.function(x) if compiler is None else compiler.function(self.function, (x,), "a layer"), {}
         mine = {local: params[name] for name, local in self.params.items()}
-        if not self.buffers:
-            return self.apply(mine, x), {}
         held = {local: buffers[name] for name, local in self.buffers.items()}
-        out, new = self.apply.with_buffers(mine, held, x)
+        if compiler is not None:
+            out, new = compiler.module(self.apply, mine, held, x, in_place=self.in_place)
+        elif not self.buffers:
+            return self.apply(mine, x), {}
+        else:
+            out, new = self.apply.with_buffers(mine, held, x)
         return out, {name: new[local] for name, local in self.buffers.items()}
 
 
@@ -97,6 +103,7 @@ class Layers:
     criterion: Callable[..., Any]
     names: tuple[str, ...] = attrs.field(repr=False)
     built: dict[Any, Any] = attrs.field(repr=False)
+    compiler: Compiler | None = attrs.field(default=None, repr=False)
 
     def __init__(self, layers: Any, criterion: Callable[..., Any]):
         names, layers = _children(layers)
@@ -130,6 +137,10 @@ class Layers:
                 )
             self.built["criterion"] = functools.partial(apply, {})
 
+    def __repr__(self) -> str:
+        by = "" if self.compiler is None else f", each through {self.compiler}"
+        return f"Layers(layers={self.layers!r}, criterion={self.criterion!r}){by}"
+
     def _repr_html_(self) -> str:
         words = lambda f: getattr(f, "__name__", "") or repr(f)
         rows = [(name, words(layer)) for name, layer in zip(self.names, self.layers, strict=True)]
@@ -157,7 +168,17 @@ class Layers:
 
     def compare(self, output: Any, targets: Any) -> Any:
         """Return what the criterion returns; a criterion that is a module runs in the mode of the step."""
-        return self.built.get("criterion", self.criterion)(output, targets)
+        criterion = self.built.get("criterion", self.criterion)
+        if self.compiler is not None:
+            return self.compiler.function(criterion, (output, targets), "the criterion of Layers")
+        return criterion(output, targets)
+
+    def compiled(self, compiler: Compiler) -> Layers:
+        """Return these layers, each and the criterion run as `compiler` compiles them."""
+        layers = {i: attrs.evolve(x, compiler=compiler) if type(x) is Layer else x for i, x in self.built.items()}
+        new = object.__new__(type(self))
+        new.__attrs_init__(self.layers, self.criterion, self.names, layers, compiler)  # pyright: ignore[reportAttributeAccessIssue]
+        return new
 
     def check(self, params: Any) -> None:
         """Raise `LossError` unless these are the parameters of these layers."""
@@ -270,7 +291,7 @@ class Layers:
     def _describe(self, index: int, module: Any) -> Layer:
         prefix, spec = self._prefix(index), self.layers[index]
         if not isinstance(module, nn.Module):
-            return Layer(None, module, {}, {}, {}, may_draw(module), False)
+            return Layer(None, module, {}, {}, {}, may_draw(module), False, self.compiler)
         names = [name for name, _ in module.named_parameters()]
         held = [name for name, _ in module.named_buffers() if _persistent(module, name)]
         values = dict(module.named_buffers())
@@ -286,6 +307,7 @@ class Layers:
             {prefix + n: values[n].detach().clone() for n in held},
             may_draw(use),
             _writes_over_input(module),
+            self.compiler,
         )
 
 

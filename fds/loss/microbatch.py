@@ -13,6 +13,7 @@ from fds import random
 from fds.errors import ComposeError
 from fds.loss import compiled
 from fds.loss.carried import Carried
+from fds.loss.compiling import CompiledLoss, Compiler
 from fds.loss.layers import Layers
 from fds.loss.modes import Mode, mode
 from fds.loss.values import Buffered, Outcome, read
@@ -158,8 +159,19 @@ def run(loss: Any, params: Any, batch: Any, buffers: dict[str, Tensor], setting:
 
 
 def is_compiled(loss: Any) -> bool:
-    """Return whether this loss was returned by `torch.compile`, so that its parameters must be plain tensors."""
-    return compiled.is_compiled(loss.loss_fn if isinstance(loss, Buffered) else loss)
+    """Return whether this loss is compiled as a whole, so that its parameters must be plain tensors."""
+    inner = loss.loss_fn if isinstance(loss, Buffered) else loss
+    return isinstance(inner, CompiledLoss) or compiled.is_compiled(inner)
+
+
+def compiled_with(arguments: dict[str, Any], text: str, loss: Any) -> Any:
+    """Return a loss that does what this one does, compiled with these arguments: `Layers` layer by layer."""
+    compiler = Compiler.of(loss, arguments, text)
+    if isinstance(loss, Layers):
+        return loss.compiled(compiler)
+    if isinstance(loss, Buffered):
+        return attrs.evolve(loss, loss_fn=CompiledLoss(loss.loss_fn, compiler, name(loss)))
+    return CompiledLoss(loss, compiler, name(loss))
 
 
 def name(loss: Any) -> str:

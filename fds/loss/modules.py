@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fds.errors import LossError
-from fds.loss import originals
+from fds.loss import originals, traced
 from fds.loss.attributes import AttributeWatch
 from fds.loss.behaviour import warn_of_eval_mode, warn_of_hooks
 from fds.loss.compiled import untraced
@@ -21,7 +21,10 @@ from fds.loss.mixed import in_float32, raise_if_mixed
 from fds.loss.modes import Mode, current
 from fds.loss.variants import Run, Variant
 
-_UNTRACED = "fds.functional runs a copy of the module; compile that: fds.functional(torch.compile(module))"
+_UNTRACED = (
+    "fds.functional runs a copy of the module; compile the loss by fds.compile() in the composition, or the module: "
+    "fds.functional(torch.compile(module))"
+)
 
 
 @attrs.frozen(eq=False)
@@ -46,8 +49,8 @@ class Apply:
     looked: set[tuple] = attrs.field(factory=set, repr=False)  # modes in which a call read none of the originals
     watches: dict[tuple, AttributeWatch] = attrs.field(factory=dict, repr=False)  # of plain attributes, by mode
     threaded: list[bool] = attrs.field(factory=list, repr=False)  # holds True once `with_buffers` was called
+    traced: dict[traced.Key, traced.TracedModule] = attrs.field(factory=dict, repr=False)  # for code that is compiled
 
-    @untraced(_UNTRACED)
     def __call__(
         self, params: dict[str, Tensor], *args: Any, buffers: dict[str, Tensor] | None = None, **kwargs: Any
     ) -> Any:
@@ -55,12 +58,22 @@ class Apply:
 
         Raises `LossError` where the module changes its buffers, or where an `eval_fn` does not say which they are.
         """
+        if torch.compiler.is_compiling():
+            key = traced.key_in_trace()
+            if key in self.traced:
+                return traced.output(self.traced[key], params, buffers, args, kwargs)
+        return self._call(params, args, buffers, kwargs)
+
+    @untraced(_UNTRACED)
+    def _call(self, params: dict, args: tuple, buffers: dict[str, Tensor] | None, kwargs: dict) -> Any:
+        carried: dict[str, Tensor] = {}
         if buffers is None:
-            carried = current().carried
-            buffers = {} if carried is None else carried.of(self)
+            known = current().carried
+            buffers = carried = {} if known is None else known.of(self)
         before = {**self.constants, **buffers}
         run = self._run(params, before, args, kwargs)
         self._check_unchanged(before, run, set(before))
+        self._make_traceable(carried)
         return run.out
 
     def __deepcopy__(self, memo: dict) -> Apply:
@@ -73,10 +86,10 @@ class Apply:
             probed=set(),
             looked=set(),
             watches={},
+            traced={},
         )
         return memo.setdefault(id(self), copied)
 
-    @untraced(_UNTRACED)
     def with_buffers(
         self, params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
@@ -84,10 +97,30 @@ class Apply:
 
         Raises `LossError` where the module changes a buffer that was not passed.
         """
+        if torch.compiler.is_compiling():
+            key = traced.key_in_trace()
+            if key in self.traced:
+                return traced.output_and_buffers(self.traced[key], params, buffers, args, kwargs)
+        return self._call_with_buffers(params, buffers, args, kwargs)
+
+    @untraced(_UNTRACED)
+    def _call_with_buffers(
+        self, params: dict, buffers: dict, args: tuple, kwargs: dict
+    ) -> tuple[Any, dict[str, Tensor]]:
         self.threaded[:] = [True]
         run = self._run(params, {**self.constants, **buffers}, args, kwargs)
         self._check_unchanged(self.constants, run, self.constants.keys() - buffers.keys())
+        self._make_traceable({})
         return run.out, {name: run.buffers[name].detach() for name in buffers}
+
+    def _make_traceable(self, carried: dict[str, Tensor]) -> None:
+        """Where a loss is run before it is compiled, prepare this module for that."""
+        key = traced.now.looking
+        if key is not None and not torch.compiler.is_compiling():
+            if key not in self.traced:
+                now = current()
+                self.traced[key] = traced.TracedModule.of(self._new_variant(now), self.constants, now)
+            self.traced[key].find(carried, current().carried)
 
     def _run(self, params: dict, buffers: dict, args: tuple, kwargs: dict) -> Run:
         """Run the module on copies of the buffers."""

@@ -35,6 +35,10 @@ class Mean:
     total: Tensor  # () floating point
     weight: Tensor | float  # () or a number, not negative
 
+    def __init__(self, total: Tensor, weight: Tensor | float):  # torch.compile cannot trace what attrs writes
+        object.__setattr__(self, "total", total)
+        object.__setattr__(self, "weight", weight)
+
 
 @attrs.frozen(eq=False, repr=False)
 class Buffered:

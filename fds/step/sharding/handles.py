@@ -8,6 +8,7 @@ what reads it in backward gathers by itself. There is neither a mode nor a saved
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -22,6 +23,9 @@ from fds.loss.compiled import untraced
 aten = torch.ops.aten
 # What a tensor subclass must tell and ask the dispatcher has no public name.
 _torch_c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+# private: torch has no public function that returns the saved-tensor hooks in force
+_hooks: Any = _torch_c._autograd
+SavedTensors = contextlib.AbstractContextManager[object]
 
 
 class BucketSource(Protocol):
@@ -100,6 +104,28 @@ class Handle(Tensor):
             return handle(first.source, first.window, kwargs["dtype"], first.device)
         return _call(func, args, kwargs, Handle.read)
 
+    @staticmethod
+    def lent(handles: Sequence[Handle]) -> tuple[tuple[Tensor, ...], SavedTensors]:
+        """Return the values of handles for code that needs memory, with gradients, and scope in which that runs.
+
+        What it saves of them for backward are windows, gathered again there, where no other hooks take what is saved.
+        """
+        values = _lend(*handles)
+        if _hooks._top_saved_tensors_default_hooks(True) is not None:  # as of a checkpoint, which drops it
+            return values, contextlib.nullcontext()
+        lent = {_address(x): h for h, x in zip(handles, values, strict=True) if h.is_window}
+
+        def pack(x: Tensor) -> Any:
+            h = lent.get(_address(x))
+            return x if h is None else (h.source, h.window.bucket, x.shape, x.stride(), x.storage_offset())
+
+        return values, torch.autograd.graph.saved_tensors_hooks(pack, _unpacked)
+
+    @property
+    def is_window(self) -> bool:
+        """Whether reading it is a view of its bucket, not a copy in another dtype."""
+        return self.dtype == self.window.meta.dtype
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Handle({self.window.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -135,6 +161,34 @@ class Handle(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         _raise_written(self, "p.data = ...")
+
+
+class _Lend(torch.autograd.Function):
+    """Handles -> their values, which are views of gathered buckets."""
+
+    @staticmethod
+    def forward(ctx: Any, *handles: Handle) -> tuple[Tensor, ...]:
+        return tuple(h.read() for h in handles)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+_lend: Callable[..., tuple[Tensor, ...]] = _Lend.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def _address(x: Tensor) -> int:
+    """Return what tells the storage of a tensor from others that are alive."""
+    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def _unpacked(kept: Any) -> Tensor:
+    """Return what was saved for backward, gathered again where it was a window onto a bucket."""
+    if isinstance(kept, Tensor):
+        return kept
+    source, bucket, *at = kept
+    return source.bucket(bucket).as_strided(*at)
 
 
 def handle(

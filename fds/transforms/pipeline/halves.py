@@ -47,7 +47,8 @@ def backward_input(
         return lambda arrived: kept.__setitem__(node, arrived)
 
     with _hooked({node: keep(node) for nodes, _ in groups for node in nodes if node in leads}):
-        found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
+        # compiled code frees what it saved as it runs, and refuses to keep a graph
+        found = torch.autograd.grad(outputs, inputs, grads, retain_graph=bool(groups), allow_unused=True)
     # an output of parameters alone has its gradient already
     alone = [(edge, grad) for edge, grad in zip(outputs, grads, strict=True) if edge.node not in leads]
 

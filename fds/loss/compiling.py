@@ -1,0 +1,179 @@
+"""Losses and layers that run through torch.compile: what `fds.compile` puts in the place of a loss."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NoReturn
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch
+
+from fds import random, tree
+from fds.errors import ComposeError, LossError
+from fds.loss import traced
+from fds.loss.compiled import lent
+from fds.loss.modes import current
+from fds.loss.modules import Apply
+
+_is_watched = _python_dispatch.is_in_any_mode_without_ignore_compile_internals
+_numbers = itertools.count()
+_known: weakref.WeakKeyDictionary[Any, dict[Hashable, Compiler]] = weakref.WeakKeyDictionary()
+
+
+@attrs.frozen(eq=False, repr=False)
+class Compiler:
+    """How a loss is compiled, and what has been: a function for each kind of layer, or for the loss, in each mode.
+
+    What is called for the first time in a mode also runs once uncompiled, which makes copies of its modules and looks
+    for mistakes in it as in an uncompiled loss. That result is dropped. Inside a `TorchDispatchMode` that has to see
+    every operator, such as `FlopCounterMode`, all run uncompiled, as torch would have it.
+    """
+
+    arguments: dict[str, Any]  # of torch.compile
+    text: str
+    number: int = attrs.field(init=False, factory=_numbers.__next__)
+    functions: dict[Hashable, Callable] = attrs.field(init=False, factory=dict)
+    looked: set[Hashable] = attrs.field(init=False, factory=set)  # functions that ran uncompiled, by id and mode
+
+    @classmethod
+    def of(cls, loss: Any, arguments: dict[str, Any], text: str) -> Compiler:
+        """Return the compiler of a loss with these arguments: one for all steps, whose functions outlive none of them.
+
+        A loss holds all functions that it calls, so their ids stay their own.
+        """
+        known = _known.setdefault(loss, {})
+        key = tuple(x if isinstance(x, Hashable) else repr(x) for x in arguments.values())
+        return known.get(key) or known.setdefault(key, cls(arguments, text))
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def module(
+        self, apply: Apply, params: dict, buffers: dict, x: Any, *, in_place: bool
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Return a layer's output and new buffers. One that works in place leaves its input as it is."""
+        if _is_watched():
+            return apply.with_buffers(params, buffers, x)
+        key = (self.number, *current().key)
+        module = apply.traced.get(key)
+        if module is None:
+            self._look(apply.with_buffers, (params, buffers), (x,))
+            module = apply.traced[key]
+        where = f"layer {apply.prefix.rstrip('.')}, a {type(apply.source).__name__}"
+        code = traced.call_on_copy if in_place else traced.call
+        params, scope = lent(params)
+        with scope:
+            return self._run(code, module.kind, where, module, params, buffers, x)
+
+    def function(self, function: Callable, args: Sequence[Any], where: str) -> Any:
+        """Return what a function of tensors returns: a layer without parameters, or a criterion."""
+        if _is_watched():
+            return function(*args)
+        kind = self._looked_at(function, (), args)
+        return self._run(traced.call_function, kind, where, function, tuple(args))
+
+    def loss(self, function: Callable, args: Sequence[Any], where: str) -> Any:
+        """Return what a whole loss returns."""
+        if _is_watched():
+            return function(*args)
+        kind, now = self._looked_at(function, args[:1], args[1:]), current()
+        if not now.evaluating:
+            return self._run(traced.call_function, kind, where, function, tuple(args))
+        carried = {} if now.carried is None else now.carried.values
+        value, shown = self._run(traced.call_and_show, kind, where, function, tuple(args), carried)
+        if now.seen is not None:
+            now.seen[:] = shown
+        return value
+
+    def _looked_at(self, function: Callable, params: Sequence[Any], given: Sequence[Any]) -> Hashable:
+        """Run a function uncompiled, the first time in this mode; return what its compiled code is found by."""
+        kind = (id(function), current().key)
+        if kind not in self.looked:
+            self._look(function, params, given)
+            self.looked.add(kind)
+        return kind
+
+    def _look(self, function: Callable, params: Sequence[Any], given: Sequence[Any]) -> None:
+        """Run a function uncompiled, and drop what it returns, draws, saves and writes into what it is given."""
+        given = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, given)
+        traced.now.looking = (self.number, *current().key)
+        try:
+            with (
+                random.scope(random.in_use()),
+                torch.autograd.graph.saved_tensors_hooks(_same, _same),  # a checkpoint's count what is saved,
+                _python_dispatch._disable_current_modes(),  # and its modes what is called
+            ):
+                function(*params, *given)
+        finally:
+            traced.now.looking = None
+
+    def _run(self, code: Callable, kind: Hashable, where: str, *args: Any) -> Any:
+        """Call the compiled function of a kind. Raises `LossError` for what torch.compile refuses."""
+        function = self.functions.get(kind) or self.functions.setdefault(kind, self._compiled(code))
+        before, traced.now.key = traced.now.key, (self.number, *current().key)
+        try:
+            return function(*args)
+        except Exception as error:
+            dynamo: Any = sys.modules["torch._dynamo"]
+            if isinstance(error, dynamo.exc.TorchDynamoException):
+                self._raise(error, where)
+            raise
+        finally:
+            traced.now.key = before
+
+    def _compiled(self, code: Callable) -> Callable:
+        """Return a compiled function, with a code object and a name of its own.
+
+        torch limits how many versions each object has, and by name remembers which sizes change from call to call.
+        """
+        name = f"{code.__name__}_{self.number}_{len(self.functions)}"
+        own: Any = types.FunctionType(code.__code__.replace(co_name=name), code.__globals__, name)
+        try:
+            return torch.compile(own, **self.arguments)
+        except RuntimeError as error:
+            raise ComposeError(
+                "torch.compile does not take this", where="compile", got=str(error)[:400], want="its arguments"
+            ) from error
+
+    def _raise(self, error: Exception, where: str) -> NoReturn:
+        raise LossError(
+            "torch.compile refuses this code",
+            where=where,
+            got=str(error).partition("\nSet TORCHDYNAMO_VERBOSE")[0].strip(),
+            want=f"code that {self} can compile",
+            hint=_hint(type(error).__name__),
+        ) from error
+
+
+def _hint(name: str) -> str:
+    if name == "Unsupported":
+        return "fds.compile(fullgraph=False) lets what cannot be traced run uncompiled"
+    if "Recompile" in name:
+        return "batches of few shapes, fds.compile(dynamic=True), or a larger torch._dynamo.config.recompile_limit"
+    return ""
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@attrs.frozen(eq=False, repr=False)
+class CompiledLoss:
+    """A loss without layers in the open, compiled as a whole."""
+
+    function: Callable[..., Any]
+    compiler: Compiler
+    __name__: str
+
+    def __repr__(self) -> str:
+        return f"{self.__name__}, through {self.compiler}"
+
+    def __call__(self, *args: Any) -> Any:
+        """Return what the loss returns."""
+        return self.compiler.loss(self.function, args, self.__name__)

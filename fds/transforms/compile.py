@@ -1,0 +1,70 @@
+"""Compile the loss by torch.compile, in training and in evaluation: `Layers` layer by layer, other losses whole.
+
+Fills:  loss                     State:  none
+Law:    the composition without it: bit for bit with `backend="aot_eager"`, to rounding with inductor
+Cost:   compile time in the first steps, once for all equal layers; each layer, or the loss, also runs once uncompiled
+Source: Ansel et al. 2024, "PyTorch 2", doi:10.1145/3620665.3640366
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from fds import loss as losses
+from fds.errors import ComposeError
+from fds.step import Step, fill, transform
+
+
+@transform
+def compile(
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = True,
+    options: dict[str, Any] | None = None,
+):
+    """Run the loss through `torch.compile` inside the step.
+
+    Of `fds.Layers` each layer and the criterion is a function of its own, and equal layers share one; any other loss is
+    one function. Views, contexts, layer maps and the executor run around them, and see the loss as it was.
+
+    Args:
+        backend: as in `torch.compile`: `"inductor"`, which needs a C++ compiler on a CPU and Triton on a GPU,
+            `"aot_eager"`, which needs neither and computes what uncompiled code does, or a function.
+        mode: as in `torch.compile`: `"max-autotune-no-cudagraphs"` and the like.
+        dynamic: as in `torch.compile`: None compiles for the first shapes, and for all where they change.
+        fullgraph: whether code that torch cannot trace is a `LossError`, not a part that runs uncompiled.
+        options: of the backend. `{"fallback_random": True}` lets inductor draw the random numbers that uncompiled code
+            draws; without it others, which follow from state and batch all the same.
+
+    Raises `ComposeError` for `mode` and `options` together, of which `torch.compile` takes one, and for a loss that is
+    compiled already; in a step for other arguments that torch refuses, and `LossError` for code that it refuses.
+    """
+    if mode is not None and options is not None:
+        raise ComposeError(
+            "compile takes a mode or options",
+            got=f"mode={mode!r}, options={options!r}",
+            want="one of them",
+            hint="torch._inductor.list_mode_options(mode) says which options a mode is",
+        )
+    given = {"backend": backend, "mode": mode, "dynamic": dynamic, "fullgraph": fullgraph, "options": options}
+    name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+
+    def apply(step: Step) -> Step:
+        if losses.is_compiled(step.loss) or losses.is_compiled(step.eval_loss):
+            raise ComposeError(
+                "the loss is compiled already",
+                where="compile",
+                got=f"{losses.name(step.loss)}, which torch.compile returned",
+                want="the function itself",
+            )
+        compiled = functools.partial(losses.compiled_with, given, f"torch.compile by {name}")
+        loss = compiled(step.loss)
+        return attrs.evolve(
+            fill(step, loss=loss), eval_loss=loss if step.eval_loss is step.loss else compiled(step.eval_loss)
+        )
+
+    return apply
