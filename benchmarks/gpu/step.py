@@ -34,7 +34,8 @@ ROWS, TINY_ROWS = (8, 32), (2, 3)
 AT_ONCE = {8: 4, 32: 2}  # processes that run alone at the same time: what fits into 139 GiB, and 16 cores
 PAIRS, MOST_PAIRS = 20, 40
 LOSSES_WITHIN = torch.finfo(torch.bfloat16).eps  # of a loss, relative: one rounding to bfloat16
-ALONE_S, BESIDE_S = 480.0, 300.0
+MAIN = 6  # contenders that run with the larger batch too: the others inform
+ALONE_S, TRY_S, BESIDE_S = 480.0, 240.0, 300.0  # of a case that runs several alone; of each of them; of a timing
 PRODUCT, EXAMPLE = "matrix product", "the example's GPT in float32"
 
 _alone: dict[tuple[int, str], Outcome] = {}  # by this process's children
@@ -45,12 +46,17 @@ def cases(setting: Setting) -> Iterator[Case]:
     """Yield for each batch everybody alone, then everybody beside the compiled loop."""
     yield Case(PRODUCT, lambda: matrix_product(setting), limit_s=60)
     for rows in TINY_ROWS if setting.tiny else ROWS:
-        for one in contenders():
+        for one in running(rows):
             yield Case(name_of(one.name, rows, setting, "alone"), functools.partial(alone, setting, one, rows), ALONE_S)
-        for one in contenders():
+        for one in running(rows):
             name = name_of(one.name, rows, setting, "timed")
             yield Case(name, functools.partial(beside, setting, one, rows), BESIDE_S)
     yield Case(EXAMPLE, lambda: example(setting), limit_s=BESIDE_S)
+
+
+def running(rows: int) -> list[Contender]:
+    """Return who runs with a batch."""
+    return contenders()[: MAIN if rows in (ROWS[1], TINY_ROWS[1]) else None]
 
 
 def name_of(contender: str, rows: int, setting: Setting, what: str) -> str:
@@ -83,14 +89,16 @@ def example(setting: Setting) -> dict[str, Any]:
 
 
 def alone(setting: Setting, one: Contender, rows: int) -> dict[str, Any]:
-    """Return what one contender is alone; the first one asked for runs all of this batch, several at once."""
+    """Return what one contender is alone. The next ones run at the same time, and the eager loop, to compare with."""
     if (rows, one.name) not in _alone:
-        known = {name for batch, name in _alone if batch == rows}
-        done = {other.name for other in contenders() if name_of(other.name, rows, setting, "alone") in setting.done}
-        names = [other.name for other in contenders() if other.name not in known | done - {EAGER}]
-        tasks = [Task(name, run_alone, (str(setting.device), setting.tiny, name, rows), ALONE_S) for name in names]
         cores = os.cpu_count() or 1
         at_once = min(AT_ONCE.get(rows, 2), cores)
+        done = {other.name for other in running(rows) if name_of(other.name, rows, setting, "alone") in setting.done}
+        over = {name for batch, name in _alone if batch == rows} | done
+        left = [other.name for other in running(rows) if other.name not in over | {one.name, EAGER}]
+        eager = [] if (rows, EAGER) in _alone else [EAGER]
+        names = list(dict.fromkeys([one.name, *eager, *left]))[: max(at_once, 2)]
+        tasks = [Task(name, run_alone, (str(setting.device), setting.tiny, name, rows), TRY_S) for name in names]
         pool = Pool(at_once, fresh=True, compile_threads=cores // at_once)
         _alone.update({(rows, name): outcome for name, outcome in pool.run(tasks).items()})
     outcome = _alone[rows, one.name]

@@ -73,7 +73,8 @@ def loop(setting: Setting, rows: int, compiled: Callable[[nn.Module], Callable[.
 def step(setting: Setting, rows: int, kind: type[GPT], *parts: fds.Transform) -> Call:
     """Return one step of fds."""
     apply, params, _ = fds.functional(model(kind, setting))
-    adamw = fds.by_name({"*norm*": fds.adamw(LR, BETAS), "*": fds.adamw(LR, BETAS, weight_decay=WEIGHT_DECAY)})
+    decays = {"*norm*": 0.0, "*": WEIGHT_DECAY}
+    adamw = fds.by_name({pattern: fds.adamw(LR, BETAS, weight_decay=decay) for pattern, decay in decays.items()})
     transforms = (*parts, fds.clip_by_global_norm(MAX_NORM), adamw, fds.donate())
     made = fds.compose(*transforms)(lambda p, batch: apply(p, *batch))
     state, batch_of = made.init(params, key=0), in_turn(setting, rows)

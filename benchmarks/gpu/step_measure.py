@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -72,6 +73,7 @@ def launches(call: Call, device: torch.device) -> dict[str, int]:
     A graph of a thousand kernels is one launch.
     """
     on_gpu = device.type == "cuda"
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints a line at every start and stop
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as record:
         call()

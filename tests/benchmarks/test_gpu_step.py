@@ -98,7 +98,7 @@ def test_who_passed_in_an_earlier_call_does_not_run_again_but_for_the_one_to_com
 def test_every_case_has_a_name_of_its_own():
     for setting, rows in ((TINY, "2 x 16"), (Setting(CPU), "8 x 1024")):
         names = [case.name for case in step.cases(setting)]
-        assert len(set(names)) == len(names) == 2 + 4 * len(step_contenders.contenders())
+        assert len(set(names)) == len(names) == 2 + 2 * (len(step_contenders.contenders()) + step.MAIN)
         assert f"fds, captured, {rows}, timed" in names
 
 
@@ -122,6 +122,9 @@ def test_tables_come_from_records_and_goals_are_of_the_fastest(tmp_path):
         records.add(record)
     records.add(Record("step", "fds, compiled, timed", ERROR, error="Traceback\nAttributeError: no compile"))
     records.add(Record("step", "never begun", NO_TIME))
+    pair = {"contender": "a", "beside": "a", "agree": "bit for bit", "memory": 1.0}
+    pair |= {"seconds": [0.002] * 20, "beside_seconds": [0.001] * 20}
+    records.add(Record("step", step.EXAMPLE, PASSED, figures={"pairs": [pair]}))
     tables = {
         title.split(" (")[0]: rows for title, _, rows in step.tables(list(Records(tmp_path).latest("step").values()))
     }
@@ -131,6 +134,9 @@ def test_tables_come_from_records_and_goals_are_of_the_fastest(tmp_path):
     assert tables["Not run, or not as the others"] == [
         ["fds, compiled, timed", "AttributeError: no compile"],
         ["never begun", "no time left"],
+    ]
+    assert [row[1:5] for row in tables["The example's GPT in float32, a small one"]] == [
+        ["a (A/A)", "2", "1", "2.0000"]
     ]
     assert [(row[0], row[-2:]) for row in tables["Goals"]] == [
         ("fds, kernels, 8 x 1024", ["0.850", "yes"]),
