@@ -19,6 +19,7 @@ DTYPES = {"float32", "float16", "bfloat16"}
 ELSEWHERE = {
     "normalization_forward": "layer_normalization",
     "normalization_backward": "layer_normalization",
+    "normalization_backward_long": "layer_normalization",
     "flash_backward": "flash",
 }
 

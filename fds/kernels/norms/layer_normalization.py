@@ -6,7 +6,8 @@ With a residual, x + residual takes the place of x, rounded to the dtype of x as
 kernels: fds.kernels.norms.normalization.
 
 Moves: forward reads 1 tensor (2 with a residual) and writes 1 (2 if the sum is returned or saved);
-backward reads 2 (3 with a gradient of the sum) and writes 1. Rows beyond 8192 columns: see normalization_backward.
+backward reads 2 (3 with a gradient of the sum) and writes 1. Rows beyond 8192 columns: see
+normalization_backward_long.
 Saves: x or the sum, the mean and 1 / sqrt(var + eps) in float32, and the weight. `invertible`: y in place of x or the
 sum, no mean, and the bias.
 Source: Ba et al. 2016, arXiv:1607.06450, section 3.

@@ -1,33 +1,37 @@
 """Backward of normalisation: persistent programs loop over rows and sum their part of the weight's gradient.
 
 The equations are in fds.kernels.norms.normalization. dweight and dbias are summed in two steps and in a fixed order,
-without atomics: each program sums its rows in float32, for its columns, and writes the sums once to partials (2, P, N);
-a small kernel sums over P.
-Moves: up to 8192 columns, reads dy, x and (if the sum has a gradient) ds once, and writes dx; a program holds whole
-rows. The sums of longer rows exceed the registers of a multiprocessor, so a first kernel reads dy and x for the row
-means, and programs of 1024 columns then read them again: 5 tensors moved instead of 3.
+without atomics: each program sums its rows in float32 and writes the sums once to partials (2, P, N); a small kernel
+sums over P. A program holds whole rows of up to 8192 columns; longer ones: see normalization_backward_long.
+Moves: reads dy, x and (if the sum has a gradient) ds once, and writes dx.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fds.kernels.language import cdiv, jit, next_power_of_2, num_processors, on, tl
+from fds.kernels.norms import normalization_backward_long
 from fds.kernels.norms.normalization_forward import readable, unit_of
+from fds.kernels.norms.normalization_parts import parameter, row_means, x_hat_of
 from fds.kernels.operators import operator
+from fds.kernels.shared_memory import fitting
 
 # Derived, not measured. 16 elements per thread take about 128 registers: 32 for sums, 16 each for dy, x and the weight.
-# While a step is computed, the rows of the next are loaded to shared memory (STAGES): 32 KB per multiprocessor in 16
-# bits. By columns: elements per program, warps, programs per multiprocessor (as many as registers allow), and whether
-# the weight is held in registers; where it would spill, it is loaded from cache at each step.
+# By columns: elements per program, warps, programs per multiprocessor (as many as registers allow), and whether the
+# weight is held in registers; where it would spill, it is loaded from cache at each step.
 WHOLE = {2048: (2048, 4, 4, True), 4096: (4096, 8, 2, True), 8192: (8192, 16, 1, False)}
 UNALIGNED = 4096  # greatest length of whole rows that are not aligned to 16 bytes, which takes more registers
-STAGES = 2
-# Longer rows: ROWS x COLUMNS per step, and programs per multiprocessor, enough to balance the last wave.
-TILED = {"ROWS": 2, "COLUMNS": 1024, "HOLD": True, "STAGES": STAGES, "num_warps": 4}
-TILED_PROGRAMS, TILED_STEPS = 16, 8  # the least number of steps of a program, so that partials are few
-MOMENTS = {"CHUNK": 4096, "STAGES": 3, "num_warps": 16}  # as LONG of the forward pass
+# By columns, KiB of shared memory and bytes per element. With 3, the rows of the next two steps are on their way to
+# shared memory while one is computed, 64 KB per multiprocessor in 16 bits; with 2 those of the next are, when the step
+# is done; with 1 they are loaded to registers, and nothing is held.
+STAGES = {
+    2048: {99: {2: 3, 4: 3}}, 4096: {99: {2: 3, 4: 2}},  # a third of float32 takes more than 128 registers
+    8192: {227: {2: 3, 4: 2}, 163: {2: 2, 4: 2}, 99: {2: 1, 4: 1}},
+}
 # The sum over partials, by columns: what one program sums. Short rows have many partials, but few columns to divide.
 SUM = {
     4096: {"PROGRAMS": 256, "COLUMNS": 16, "num_warps": 8}, 16384: {"PROGRAMS": 64, "COLUMNS": 64, "num_warps": 8},
@@ -35,69 +39,16 @@ SUM = {
 }
 
 
-@jit
-def _parameter(ptr, column, n, absent):
-    """Return columns of a weight or bias in float32, or `absent` where there is none."""
-    if ptr is None:
-        return absent
-    else:  # noqa: RET505  (Triton would compile code after the if)
-        return tl.load(ptr + column, mask=column < n, other=0, eviction_policy="evict_last").to(tl.float32)
-
-
-@jit
-def _unscaled(y, weight, bias, n, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
-    """Recover x_hat from y: 0 where the weight is 0, NaN where y is NaN."""
-    x_hat = y - bias if BIAS else y
-    if WEIGHT:
-        bound = tl.sqrt(n.to(tl.float32))
-        x_hat = x_hat / tl.where(weight == 0, 1, weight)
-        x_hat = tl.where(x_hat > bound, bound, tl.where(x_hat < -bound, -bound, x_hat))
-        x_hat = tl.where(weight == 0, 0, x_hat)
-    return x_hat
-
-
-@jit(do_not_specialize=("units",))
-def _moments_kernel(
-    dy_ptr, x_ptr, mean_ptr, r_ptr, weight_ptr, bias_ptr, first_ptr, second_ptr, units,
-    CENTERED: tl.constexpr, INVERTIBLE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-):
-    n = units * UNIT
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, CHUNK)
-    r = tl.load(r_ptr + row)
-    mean = tl.load(mean_ptr + row) if CENTERED and not INVERTIBLE else 0.0
-    first_sum = tl.zeros([CHUNK], tl.float32)
-    second_sum = tl.zeros([CHUNK], tl.float32)
-    for start in tl.range(0, n, CHUNK, num_stages=STAGES):
-        column = start + lane
-        inside = column < n
-        g = tl.load(dy_ptr + row * n + column, mask=inside, other=0).to(tl.float32)
-        x = tl.load(x_ptr + row * n + column, mask=inside, other=0).to(tl.float32)
-        weight = _parameter(weight_ptr, column, n, 1.0)
-        if weight_ptr is not None:
-            g *= weight
-        if INVERTIBLE:
-            bias = _parameter(bias_ptr, column, n, 0.0)
-            x_hat = _unscaled(x, weight, bias, n, weight_ptr is not None, bias_ptr is not None)
-        else:
-            x_hat = (x - mean) * r
-        first_sum += g
-        second_sum += g * x_hat
-    if CENTERED:
-        tl.store(first_ptr + row, tl.sum(first_sum) / n)
-    tl.store(second_ptr + row, tl.sum(second_sum) / n)
-
-
 @jit(do_not_specialize=("rows", "units"))
 def _backward_kernel(
-    dy_ptr, x_ptr, mean_ptr, r_ptr, weight_ptr, bias_ptr, dtotal_ptr, first_ptr, second_ptr, dx_ptr, partial_ptr,
-    rows, units, CENTERED: tl.constexpr, INVERTIBLE: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+    dy_ptr, x_ptr, mean_ptr, r_ptr, weight_ptr, bias_ptr, dtotal_ptr, dx_ptr, partial_ptr, rows, units,
+    CENTERED: tl.constexpr, INVERTIBLE: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HOLD: tl.constexpr, STAGES: tl.constexpr,
 ):
     n = units * UNIT
-    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    held_weight = _parameter(weight_ptr, column, n, 1.0) if HOLD else 1.0
-    held_bias = _parameter(bias_ptr, column, n, 0.0) if HOLD else 0.0
+    column = tl.arange(0, COLUMNS)[None, :]
+    held_weight = parameter(weight_ptr, column, column < n, 1.0) if HOLD else 1.0
+    held_bias = parameter(bias_ptr, column, column < n, 0.0) if HOLD else 0.0
     dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
     dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -107,30 +58,21 @@ def _backward_kernel(
         dy = tl.load(dy_ptr + at, mask=inside, other=0).to(tl.float32)
         x = tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
         r = tl.load(r_ptr + row, mask=row < rows, other=0)[:, None]
-        weight = held_weight if HOLD else _parameter(weight_ptr, column, n, 1.0)
-        if INVERTIBLE:
-            bias = held_bias if HOLD else _parameter(bias_ptr, column, n, 0.0)
-            x_hat = _unscaled(x, weight, bias, n, weight_ptr is not None, bias_ptr is not None)
-        else:
-            x_hat = x * r
-            if CENTERED:
-                x_hat = (x - tl.load(mean_ptr + row, mask=row < rows, other=0)[:, None]) * r
+        weight = held_weight if HOLD else parameter(weight_ptr, column, column < n, 1.0)
+        bias = held_bias if HOLD else (parameter(bias_ptr, column, column < n, 0.0) if INVERTIBLE else 0.0)
+        mean = 0.0
+        if CENTERED and not INVERTIBLE:
+            mean = tl.load(mean_ptr + row, mask=row < rows, other=0)[:, None]
+        x_hat = x_hat_of(
+            x, mean, r, weight, bias, n, CENTERED, INVERTIBLE, weight_ptr is not None, bias_ptr is not None
+        )
         if DWEIGHT:
             dweight += dy * x_hat
         if DBIAS:
             dbias += dy
         g = dy * weight if weight_ptr is not None else dy
-        if second_ptr is None:
-            second = tl.sum(g * x_hat, axis=1)[:, None] / n
-        else:
-            second = tl.load(second_ptr + row, mask=row < rows, other=0)[:, None]
-        dx = g - x_hat * second
-        if CENTERED:
-            if second_ptr is None:
-                dx -= tl.sum(g, axis=1)[:, None] / n
-            else:
-                dx -= tl.load(first_ptr + row, mask=row < rows, other=0)[:, None]
-        dx *= r
+        first, second = row_means(g, g * x_hat, n, CENTERED)
+        dx = r * (g - x_hat * second[:, None] - first[:, None])
         if dtotal_ptr is not None:
             dx += tl.load(dtotal_ptr + at, mask=inside, other=0).to(tl.float32)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -174,39 +116,46 @@ def backward(
         return dx, dweight.zero_(), dbias.zero_()
     dy, x = dy.contiguous(), x.contiguous()
     weight, bias, dtotal = (None if t is None else readable(t) for t in (weight, bias, dtotal))
-    rows, columns = r.numel(), x.shape[-1]
-    unit, block = unit_of(columns), next_power_of_2(columns)
     outs = [t for t, dtype in ((dweight, dweight_dtype), (dbias, dbias_dtype)) if dtype is not None]
-    modes = {"CENTERED": centered, "INVERTIBLE": invertible, "UNIT": unit}
-    saved = dy, x, mean, r, weight, bias
-    first = second = None
+    modes = {
+        "CENTERED": centered, "INVERTIBLE": invertible, "DWEIGHT": dweight_dtype is not None,
+        "DBIAS": dbias_dtype is not None, "UNIT": unit_of(x.shape[-1]),
+    }
     with on(x):
-        if block > (max(WHOLE) if unit * x.element_size() >= 16 else UNALIGNED):
-            meta = TILED
-            grid = _tiled_grid(rows, columns, x.device)
-            first, second = (torch.empty_like(r) if needed else None for needed in (centered, True))
-            _moments_kernel[(rows,)](*saved, first, second, columns // unit, **modes, **MOMENTS)
-        else:
-            elements, warps, resident, hold = WHOLE[min(most for most in WHOLE if block <= most)]
-            size = min(elements // block, 64)
-            meta = {"ROWS": size, "COLUMNS": block, "num_warps": warps, "HOLD": hold, "STAGES": STAGES}
-            grid = min(cdiv(rows, size), resident * num_processors(x.device)), 1
-        partial = r.new_empty(len(outs), grid[0], columns) if outs else None
-        _backward_kernel[grid](
-            *saved, dtotal, first, second, dx, partial, rows, columns // unit, DWEIGHT=dweight_dtype is not None,
-            DBIAS=dbias_dtype is not None, **modes, **meta,
-        )
+        launch = _whole if _fits(x) else normalization_backward_long.launch
+        partial = launch(dy, x, mean, r, weight, bias, dtotal, dx, len(outs), modes)
         if outs:
+            _, programs, columns = partial.shape
             meta = SUM[min(most for most in SUM if columns <= most)]
-            grid_of_sum = cdiv(columns, meta["COLUMNS"]), len(outs)
-            _sum_kernel[grid_of_sum](partial, *[*outs, None][:2], grid[0], columns, **meta)
+            grid = cdiv(columns, meta["COLUMNS"]), len(outs)
+            _sum_kernel[grid](partial, *[*outs, None][:2], programs, columns, **meta)
     return dx, dweight, dbias
 
 
-def _tiled_grid(rows: int, columns: int, device: torch.device) -> tuple[int, int]:
-    tiles = cdiv(columns, TILED["COLUMNS"])
-    wanted = cdiv(TILED_PROGRAMS * num_processors(device), tiles)
-    return min(wanted, cdiv(rows, TILED["ROWS"] * TILED_STEPS)), tiles
+def _fits(x: Tensor) -> bool:
+    """Return whether a program may hold whole rows of `x`."""
+    columns = x.shape[-1]
+    return next_power_of_2(columns) <= (max(WHOLE) if unit_of(columns) * x.element_size() >= 16 else UNALIGNED)
+
+
+def _whole(
+    dy: Tensor, x: Tensor, mean: Tensor | None, r: Tensor, weight: Tensor | None, bias: Tensor | None,
+    dtotal: Tensor | None, dx: Tensor, num_sums: int, modes: dict[str, Any],
+) -> Tensor:
+    """Write dx and return partial sums (num_sums, programs, N) of dweight and dbias in float32."""
+    rows, columns = r.numel(), x.shape[-1]
+    block = next_power_of_2(columns)
+    most = min(most for most in WHOLE if block <= most)
+    elements, warps, resident, hold = WHOLE[most]
+    stages = fitting(STAGES[most], x.device)[x.element_size()]
+    size = min(elements // block, 64)
+    programs = min(cdiv(rows, size), resident * num_processors(x.device))
+    partial = r.new_empty(num_sums, programs, columns)
+    _backward_kernel[(programs,)](
+        dy, x, mean, r, weight, bias, dtotal, dx, partial, rows, columns // modes["UNIT"], **modes, ROWS=size,
+        COLUMNS=block, HOLD=hold, STAGES=stages, num_warps=warps,
+    )
+    return partial
 
 
 def _gradients(x: Tensor, dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fds.kernels.language import cdiv, jit, next_power_of_2, num_processors, on, tl
 from fds.kernels.operators import operator
+from fds.kernels.shared_memory import fitting
 
 # Derived, not measured. Rows that fit are held in registers, 32 elements per thread, with all loads of a program in
 # flight at once; 61 to 95 registers per thread allow 16 to 32 warps per multiprocessor, of which some load while others
@@ -23,8 +24,9 @@ from fds.kernels.operators import operator
 SHORT = {4096: (4096, 4), 8192: (8192, 8)}
 # Longer rows are read twice. Persistent programs bound how many rows are in use, so that the second read finds its row
 # in cache: 264 of 128 KB, or 132 of 256 KB, are 35 MB of the 50 MB L2. (Beyond 256 KB some are read from memory again:
-# at worst 3 tensors are moved instead of 2.) By bytes of a row: programs per multiprocessor, warps.
-LONG = {2**17: (2, 16), 2**63: (1, 32)}
+# at worst 3 tensors are moved instead of 2.) By KiB of shared memory and bytes of a row: programs per multiprocessor,
+# warps.
+LONG = {163: {2**17: (2, 16), 2**63: (1, 32)}, 99: {2**63: (1, 16)}}
 PER_WARP = 256  # elements of a chunk: 8 per thread, a load of 16 bytes in 16 bits; 16 per thread spill
 # By bytes per element: chunks in flight to shared memory, 32 KB per multiprocessor. A third chunk of float32 would need
 # 256 KB where a residual is added twice.
@@ -155,7 +157,8 @@ def forward(
             modes |= {"ROWS": min(elements // block, 64), "COLUMNS": block, "num_warps": warps}
             _short_kernel[(cdiv(rows, modes["ROWS"]),)](*tensors, rows, columns // unit, eps, **modes)
         else:
-            resident, warps = LONG[min(most for most in LONG if columns * size <= most)]
+            table = fitting(LONG, x.device)
+            resident, warps = table[min(most for most in table if columns * size <= most)]
             modes |= {"CHUNK": warps * PER_WARP, "STAGES": STAGES[size], "num_warps": warps}
             grid = (min(rows, resident * num_processors(x.device)),)
             _long_kernel[grid](*tensors, rows, columns // unit, eps, **modes)

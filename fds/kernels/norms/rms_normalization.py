@@ -6,7 +6,8 @@ With a residual, x + residual takes the place of x, rounded to the dtype of x as
 kernels: fds.kernels.norms.normalization.
 
 Moves: forward reads 1 tensor (2 with a residual) and writes 1 (2 if the sum is returned or saved);
-backward reads 2 (3 with a gradient of the sum) and writes 1. Rows beyond 8192 columns: see normalization_backward.
+backward reads 2 (3 with a gradient of the sum) and writes 1. Rows beyond 8192 columns: see
+normalization_backward_long.
 Saves: x or the sum, 1 / sqrt(mean(x^2) + eps) in float32, and the weight. `invertible`: y in place of x or the sum.
 Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
 """

@@ -7,7 +7,7 @@ import torch
 from fds.kernels.norms.layer_normalization import add_layer_norm, layer_norm
 
 # Few, each row of the launch tables, beyond them, and what has no vectors of 16 bytes.
-COLUMNS = [42, 1000, 1024, 4096, 8191, 8192, 65536, 131072]
+COLUMNS = [42, 1000, 1024, 4096, 8191, 8192, 12296, 65536, 131072]
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -165,10 +165,18 @@ MUTANTS = (
     ),
     Mutant(
         "norm-long-rows-uncentered",
-        "fds/kernels/norms/normalization_backward.py",
-        "dx -= tl.load(first_ptr + row, mask=row < rows, other=0)[:, None]",
-        "pass",
+        "fds/kernels/norms/normalization_backward_long.py",
+        "of_one = -r * (tl.sum(gs) / n) if CENTERED else 0.0",
+        "of_one = 0.0",
         "the gradient of layer norm is wrong in rows too long for one program",
+        "tests/kernels/test_normalization.py",
+    ),
+    Mutant(
+        "norm-long-rows-of-the-next-slab",
+        "fds/kernels/norms/normalization_backward_long.py",
+        "row = slab * SLAB + part",
+        "row = slab * SLAB + part + slab",
+        "rows beyond the first slab have no gradient where they should",
         "tests/kernels/test_normalization.py",
     ),
     Mutant(
