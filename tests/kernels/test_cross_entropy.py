@@ -204,7 +204,7 @@ def test_all_is_written_and_nothing_around_is_read_or_written(dtype):
             with only("triton"):
                 token_loss.launch_forward(logits, targets, loss, norms, *given)
                 token_loss.launch_backward(torch.ones(1).expand(3), logits, targets, norms, logits, *given)
-            for _ in range(2):  # second, what does both at once
+            for _ in range(2 if shift in (0, 3) else 1):  # second, what does both at once
                 assert_near(loss, want)
                 assert_near(logits, dwant)
                 assert around[:shift].isnan().all() and around[shift + 3 * num_classes :].isnan().all()
