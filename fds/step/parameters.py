@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from fds.step import foreach
 from fds.step.pool import Pool
 from fds.step.ranges import in_range
 from fds.step.sharding.gather import Gather
@@ -47,7 +48,7 @@ def open_parameters(
     live = None
     if not structure.sharded:
         casts = structure.casts
-        whole = parts if casts is None else [x.to(dtype) for x, dtype in zip(parts, casts, strict=True)]
+        whole = parts if casts is None else foreach.cast(parts, casts)
     elif shard is not None and order is not None and _gathers_on_use(gather, shard, structure):
         live = Live(gather, shard, structure, parts, pool, order)
         whole = live.handles(train)

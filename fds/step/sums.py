@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fds import autodiff, tree
 from fds.errors import LossError
+from fds.step import foreach
 from fds.step.ranges import in_range
 
 
@@ -22,6 +23,45 @@ class Sum:
     dtype: torch.dtype | None = None
 
 
+# Gradients are cast some at a time: each by itself takes a launch, and all at once would be held in both dtypes.
+# Moving 16 MiB takes a GPU as long as a launch takes the host; not measured.
+MOST, MOST_BYTES = 64, 2**24
+
+
+@attrs.define(eq=False)
+class Wide:
+    """Sums of gradients in another dtype than that of their leaves."""
+
+    dtype: torch.dtype
+    sums: dict[int, Tensor | None]  # index of a leaf -> its sum
+    waiting: dict[int, Tensor] = tree.new(dict)  # index -> a gradient that is yet to be added
+    num_bytes: int = 0  # of those that wait
+
+    def take(self, i: int, leaf: Tensor) -> None:
+        """Take the new gradient of leaf `i` away from it."""
+        assert leaf.grad is not None
+        grad = leaf.grad if leaf.grad.layout is torch.strided else leaf.grad.to_dense()
+        leaf.grad = None
+        if i in self.waiting:
+            self.add()
+        self.waiting[i] = grad
+        self.num_bytes += grad.nbytes
+        if len(self.waiting) >= MOST or self.num_bytes >= MOST_BYTES:
+            self.add()
+
+    def add(self) -> None:
+        """Add what waits to the sums: one call for all first gradients, and one for all others."""
+        first = [i for i in self.waiting if self.sums[i] is None]
+        later = [i for i in self.waiting if self.sums[i] is not None]
+        for i in first:
+            self.sums[i] = torch.empty_like(self.waiting[i], dtype=self.dtype, memory_format=torch.contiguous_format)
+        for some, call in ((first, foreach.copy_), (later, foreach.add_)):
+            if some:
+                call([x for i in some if (x := self.sums[i]) is not None], [self.waiting[i] for i in some])
+        self.waiting.clear()
+        self.num_bytes = 0
+
+
 @attrs.define(eq=False)
 class InPlace:
     """Gradients with respect to `leaves`, summed over microbatches: in `.grad`, or in `wide` for another dtype."""
@@ -29,7 +69,7 @@ class InPlace:
     leaves: list[Tensor]
     dtype: torch.dtype | None = None  # of the sums, None for the leaves' own
     waiting: list[Tensor] = tree.new(list)  # leaves whose `.grad` will be the sum, and is not ours yet
-    wide: dict[int, Tensor | None] = tree.new(dict)  # index of any other leaf -> its sum
+    wide: Wide | None = None  # the sums of any other leaves
     left: list[Tensor] | None = tree.new(list)  # the sums as an `add` left them; None once the last began
     versions: list[int] = tree.new(list)  # and their versions
     predivide: float = 1.0  # what sums were divided by before they were sent: they are not
@@ -38,14 +78,13 @@ class InPlace:
     @classmethod
     def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> InPlace:
         """Prepare to sum gradients with respect to `leaves` in `dtype`."""
-        if dtype is None:
+        others = [i for i, leaf in enumerate(leaves) if dtype is not None and leaf.dtype != dtype]
+        if dtype is None or not others:
             return cls(leaves, dtype, leaves)
-        sums = cls(leaves, dtype, [leaf for leaf in leaves if leaf.dtype == dtype])
-        for i, leaf in enumerate(leaves):
-            if leaf.dtype != dtype:
-                sums.wide[i] = None
-                autodiff.on_gradient(leaf, _widen(sums.wide, i, dtype))
-        return sums
+        wide = Wide(dtype, dict.fromkeys(others))
+        for i in others:
+            autodiff.on_gradient(leaves[i], functools.partial(wide.take, i))  # which holds no leaf: no cycle
+        return cls(leaves, dtype, [leaf for leaf in leaves if leaf.dtype == dtype], wide)
 
     def add(self, backward: Callable[[list[Tensor]], None], *, last: bool, in_parts: bool = False) -> None:
         """Add the gradients that `backward(leaves)` puts into `.grad`; autograd adds in place to sums that we own.
@@ -54,26 +93,30 @@ class InPlace:
         """
         if self.left is not None:
             held, versions = self._held()  # lists of other lengths have other versions
-            if versions != self.versions or not all(map(operator.is_, held, self.left)):
+            waits = self.wide is not None and self.wide.waiting
+            if waits or versions != self.versions or not all(map(operator.is_, held, self.left)):
                 raise backward_inside()
             del held
         self.left = None  # a backward that fails leaves the gradients that have arrived
         backward(self.leaves)
+        if self.wide is not None:
+            self.wide.add()
         if self.waiting:
             self.waiting = autodiff.own(self.waiting)
         if not last:
             self.left, self.versions = self._held()
 
     def _held(self) -> tuple[list[Tensor], list[int]]:
-        held = [x for x in (*map(tree.grad_of, self.leaves), *self.wide.values()) if x is not None]
+        wide = () if self.wide is None else self.wide.sums.values()
+        held = [x for x in (*map(tree.grad_of, self.leaves), *wide) if x is not None]
         return held, list(map(tree.version_of, held))
 
     def used(self) -> list[bool]:
         """Say of every leaf whether a gradient has come for it."""
-        if not self.waiting and not self.wide:
+        if not self.waiting and self.wide is None:
             return [True] * len(self.leaves)
-        grads = map(tree.grad_of, self.leaves)
-        return [grad is not None or self.wide.get(i) is not None for i, grad in enumerate(grads)]
+        wide = {} if self.wide is None else self.wide.sums
+        return [grad is not None or wide.get(i) is not None for i, grad in enumerate(map(tree.grad_of, self.leaves))]
 
     @in_range("reduce")
     def finish(self) -> list[Tensor]:
@@ -81,9 +124,9 @@ class InPlace:
         sums = list(map(tree.grad_of, self.leaves))
         for leaf in self.leaves:
             leaf.grad = None
-        for i, wide in self.wide.items():
+        for i, wide in self.wide.sums.items() if self.wide is not None else ():
             sums[i] = wide
-        if self.waiting or self.wide:
+        if self.waiting or self.wide is not None:
             zeros = functools.partial(torch.zeros_like, dtype=self.dtype, memory_format=torch.contiguous_format)
             sums = [zeros(x) if grad is None else grad for x, grad in zip(self.leaves, sums, strict=True)]
         self.close()
@@ -91,7 +134,7 @@ class InPlace:
 
     def close(self) -> None:
         """Let go of the leaves."""
-        self.leaves, self.wide, self.waiting, self.left = [], {}, [], None
+        self.leaves, self.wide, self.waiting, self.left = [], None, [], None
 
 
 def check_used(used: Sequence[bool], where: str, *, viewed: bool = False) -> None:
@@ -120,16 +163,3 @@ def backward_inside() -> LossError:
         want="a loss that returns a scalar, which the step differentiates",
         hint="for gradients inside a loss: fds.autodiff.value_and_grad(..., create_graph=True)",
     )
-
-
-def _widen(wide: dict[int, Tensor | None], i: int, dtype: torch.dtype) -> Callable[[Tensor], None]:
-    """Return the hook that moves a leaf's new gradient into sum `i`; it holds no leaf, so there is no cycle."""
-
-    def add(leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        held = wide[i]
-        grad = leaf.grad if leaf.grad.layout is torch.strided else leaf.grad.to_dense()
-        wide[i] = grad.to(dtype).contiguous() if held is None else held.add_(grad)
-        leaf.grad = None
-
-    return add

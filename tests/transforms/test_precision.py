@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fds
 from fds import tree
 from fds.errors import ComposeError, StateError
+from fds.step import sums
 from tests.bits import assert_same_bits
 from tests.devices import DEVICE
 from tests.laws.problems import squared_error
@@ -115,6 +117,49 @@ def test_a_pattern_without_a_match_is_named():
         step.init(params)
     with pytest.raises(ComposeError):
         fds.precision(torch.int8)
+
+
+class Called(TorchDispatchMode):
+    """Note the names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_parameters_and_gradients_are_cast_by_one_call_for_many(slices):
+    def calls(num_layers):
+        apply, params, _ = fds.functional(nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers))))
+        parts = fds.precision(torch.bfloat16), fds.accumulate(slices), fds.sgd(0.1)
+        step = fds.compose(*parts)(lambda p, x: apply(p, x).float().square().mean())
+        state, _ = step(step.init(params), torch.ones(6, 4))
+        with Called() as called:
+            step(state, torch.ones(6, 4))
+        return called.names
+
+    few, many = calls(2), calls(20)
+    assert few.count("_to_copy") == many.count("_to_copy")
+    assert many.count("_foreach_copy_") == few.count("_foreach_copy_")
+    assert many.count("_foreach_add_") == few.count("_foreach_add_") == slices - 1
+
+
+@pytest.mark.parametrize("limit", ["MOST", "MOST_BYTES"])
+def test_gradients_that_wait_to_be_cast_are_few(limit, monkeypatch):
+    _, apply, params, batch = problem()
+    step = fds.compose(fds.precision(torch.bfloat16), fds.sgd(0.1))(mse(apply))
+    want, _ = step(step.init(params), batch)
+    monkeypatch.setattr(sums, limit, 2)  # of gradients, or bytes: each by itself
+    waited = []
+    add = sums.Wide.add
+    monkeypatch.setattr(sums.Wide, "add", lambda wide: (waited.append(len(wide.waiting)), add(wide))[1])
+    got, _ = step(step.init(params), batch)
+    assert max(waited) == (2 if limit == "MOST" else 1)
+    assert_same_bits(got.params, want.params)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -190,8 +190,8 @@ MUTANTS = (
     Mutant(
         "wide-sums-narrow",
         "fds/step/sums.py",
-        "wide[i] = grad.to(dtype).contiguous() if held is None else held.add_(grad)",
-        "wide[i] = grad if held is None else grad.add_(held)",
+        "dtype=self.dtype, memory_format=torch.contiguous_format)\n        for some",
+        "memory_format=torch.contiguous_format)\n        for some",
         "16-bit gradients of microbatches are added in 16 bit",
         "tests/transforms/test_precision.py",
     ),
