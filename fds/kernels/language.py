@@ -13,13 +13,15 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # not on Linux: references run, and requesting a kernel raises an error (fds.kernels.choice)
     triton: Any = None
     tl: Any = None
+    TensorDescriptor: Any = None
 
 __all__ = [
-    "cdiv", "current_stream", "is_capturing", "is_interpreted", "is_there", "jit", "next_power_of_2", "num_processors",
-    "on", "tl", "to_device", "triton",
+    "TensorDescriptor", "cdiv", "current_stream", "is_capturing", "is_interpreted", "is_there", "jit",
+    "next_power_of_2", "num_processors", "on", "tl", "to_device", "triton",
 ]
 
 is_there = triton is not None

@@ -57,13 +57,15 @@ def launches(
     dtypes: list[torch.dtype],
     *,
     once: Container[torch.dtype] = (),
+    only: Container[str] = (),
     target: int = 90,
     narrow: bool = False,
 ) -> list[tuple[str, Any, torch.dtype, Any]]:
     """Return (case, function, dtype, compiled kernel) of all that the cases of some kernels launch, each once.
 
-    In the dtypes of `once`, a kernel is compiled for the first of its cases only. `target` is a compute capability.
-    With `narrow` only those are, before which a launch table was asked that depends on the limit of shared memory.
+    In the dtypes of `once`, a kernel is compiled for the first of its cases only; `only` names the cases to compile, if
+    not all. `target` is a compute capability. With `narrow` only those launches are compiled, before which a launch
+    table was asked that depends on the limit of shared memory.
     """
     found: dict[tuple, tuple] = {}
     seen: set[tuple] = set()
@@ -96,7 +98,8 @@ def launches(
                 for dtype in dtypes:
                     for case, thunk in of_kernel(dtype):
                         now = (case, dtype)
-                        thunk()
+                        if not only or case in only:
+                            thunk()
     finally:
         JITFunction.run, language.is_interpreted, shared_memory.limit = run, False, limit
     return list(found.values())
@@ -134,9 +137,7 @@ def table(rows: list[dict]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def rows_of(
-    names: list[str], *, once: Container[torch.dtype] = (), target: int = 90, narrow: bool = False
-) -> list[dict]:
+def rows_of(names: list[str], **options: Any) -> list[dict]:
     """Compile what the cases of some kernels launch, and return a row for each variant; options as of `launches`."""
     return [
         {
@@ -145,7 +146,7 @@ def rows_of(
             **resources(made),
             "case": case,
         }
-        for case, fn, dtype, made in launches(names, list(choice.DTYPES), once=once, target=target, narrow=narrow)
+        for case, fn, dtype, made in launches(names, list(choice.DTYPES), **options)
     ]
 
 
@@ -165,10 +166,11 @@ def main(given: list[str]) -> int:
     parser.add_argument("--each", action="store_true", help="JSON of each name, float16 in one variant only")
     parser.add_argument("--table", action="store_true", help="one line for the variants of a kernel")
     parser.add_argument("--narrow", action="store_true", help="only what depends on the limit of shared memory")
+    parser.add_argument("--case", action="append", default=[], help="a case to compile, by its name; without one all")
     parser.add_argument("--target", type=int, default=90, choices=KIB, help="compute capability times 10")
     options = parser.parse_args(given)
     names = options.names or sorted(path.stem for path in CASES.glob("*.py") if path.stem != "__init__")
-    choices = {"target": options.target, "narrow": options.narrow}
+    choices = {"only": options.case, "target": options.target, "narrow": options.narrow}
     if options.each:
         print(json.dumps({name: rows_of([name], once=[torch.float16], **choices) for name in names}))
         return 0

@@ -7,10 +7,12 @@ from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fds.errors import KernelError
-from fds.kernels import philox
+from fds.kernels import philox, shared_memory
 from fds.kernels.attentions import flash, flash_backward
 from fds.kernels.attentions.flash import flash_attention, reference
+from fds.kernels.attentions.flash_blocks import described
 from fds.kernels.choice import only
+from fds.kernels.shared_memory import LEAST, MOST
 from tests.devices import DEVICE
 from tests.kernels.accuracy import DTYPES, TOLERANCE, assert_near, in_float64, random, strided
 from tests.kernels.ways import (
@@ -32,9 +34,10 @@ ROUNDINGS = 2.0
 
 def resize(queries, keys, patch):
     for table in (flash.LAUNCH, flash_backward.OVER_QUERIES, flash_backward.OVER_KEYS):
-        for row in table.values():
-            patch.setitem(row, "QUERIES", queries)
-            patch.setitem(row, "KEYS", keys)
+        for rows in table.values():
+            for row in rows.values():
+                patch.setitem(row, "QUERIES", queries)
+                patch.setitem(row, "KEYS", keys)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -260,15 +263,44 @@ def test_blocks_change_nothing(queries, keys, monkeypatch):
     compare(*qkv(1, 1, 40, 29, 16), kinds=["triton"], p=0.3, seed=SEED, key_padding=padding(1, 29), causal=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("d", [64, 128])
-def test_every_row_of_the_launch_tables_will_do(d, dtype, few_blocks):
+@pytest.mark.parametrize("kib", [LEAST, MOST])
+@pytest.mark.parametrize(
+    ("d", "dtype"),
+    [(64, torch.float32), (128, torch.float32), (64, torch.bfloat16), (128, torch.bfloat16), (256, torch.float16)],
+)
+def test_every_row_of_the_launch_tables_will_do(d, dtype, kib, few_blocks, monkeypatch):
+    """Those for less shared memory load by pointers, the others by descriptors where there are 16 bits."""
+    if dtype == torch.float32 and kib == LEAST:
+        assert all(list(rows) == [LEAST] for key, rows in flash.LAUNCH.items() if key[1] == 4)
+        return  # those for the least are all that there are
+    monkeypatch.setattr(shared_memory, "limit", lambda device: kib)
     few_blocks.undo()
     try:
         compare(*qkv(1, 1, 33, 35, d, dtype), kinds=["triton"], causal=True)
         compare(*qkv(1, 1, 33, 35, d, dtype), kinds=["triton"], p=0.1, seed=SEED)
+        compare(*qkv(1, 1, 33, 35, d, dtype), kinds=["triton"], bias=random(33, 35), causal=True)
     finally:
         resize(64, 64, few_blocks)
+
+
+@pytest.mark.parametrize("name", ["flash.LAUNCH", "flash_backward.OVER_QUERIES", "flash_backward.OVER_KEYS"])
+def test_16_bits_are_loaded_by_descriptors_where_shared_memory_allows_and_32_are_not(name):
+    module, table = name.split(".")
+    for (_, size, _), rows in getattr({"flash": flash, "flash_backward": flash_backward}[module], table).items():
+        assert {kib: row["TMA"] for kib, row in rows.items()} == (
+            {MOST: True, LEAST: False} if size == 2 else {LEAST: False}
+        )
+
+
+def test_a_descriptor_has_strides_of_16_bytes_whatever_torch_says_of_a_dimension_of_one_element():
+    x = torch.empty(2, 8, 16, dtype=torch.bfloat16).as_strided((1, 2, 8, 16), (7, 128, 16, 1))
+    for made in (described(x, 64, 16), described(x[:, :1].expand(3, 2, 8, 16), 64, 16)):
+        assert all(y * 2 % 16 == 0 and y > 0 for y in made.strides[:-1]) and made.block_shape == [1, 1, 64, 16]
+
+
+def test_a_great_bias_of_keys_is_not_taken_by_queries_that_are_not_there():
+    out, gradients = compare(*qkv(1, 1, 5, 70, 16), bias=300 * random(70, seed=6), kinds=["triton"])
+    assert all(x.isfinite().all() for x in (out, *gradients))
 
 
 def test_it_is_the_same_every_time():

@@ -21,23 +21,26 @@ from torch import Tensor
 
 from fds.errors import KernelError
 from fds.kernels import arguments, philox
-from fds.kernels.attentions.flash_arguments import check
+from fds.kernels.attentions.flash_arguments import check, positive
 from fds.kernels.attentions.flash_backward import backward
 from fds.kernels.attentions.flash_blocks import (
     COUNTS,
     LEAST_BIAS,
     LOG2E,
+    biased,
     blocks,
     dot,
+    empty_numbers,
     empty_rows,
-    head,
     in_vectors,
     key_ranges,
     kind,
     load_rows,
     masked,
+    operands,
     options,
     query_block,
+    store_numbers,
     store_rows,
 )
 from fds.kernels.choice import is_demanded, runs_triton
@@ -45,6 +48,7 @@ from fds.kernels.first_order import Function, first_order
 from fds.kernels.language import cdiv, jit, on, tl
 from fds.kernels.operators import operator
 from fds.kernels.philox import keep
+from fds.kernels.shared_memory import fitting
 
 MOST_BYTES = 512  # of a row of q that fits into a block
 
@@ -93,21 +97,26 @@ def _scale(q: Tensor, scale: float | None) -> float:
     return max(q.shape[-1], 1) ** -0.5 if scale is None else scale
 
 
-# Blocks of queries and keys, warps and stages, by (columns, bytes per element, whether there is a bias or dropout).
-# Derived, not measured: a warp group multiplies 64 rows, two groups share the loads, and blocks are the largest found
-# that spill no registers on sm_90 (at most 16 bytes with a few combinations of masks). A product of float32 is computed
-# as three of TF32, and takes many registers.
+# By (columns, bytes per element, what takes many registers) and KiB of shared memory: blocks of queries and keys, warps
+# and stages. Derived, not measured (`python -m benchmarks.attention_tables` measures): a warp group multiplies 64 rows,
+# two groups share the loads, and blocks are the largest found that spill no registers on sm_90 but for some bytes with
+# a few combinations of masks. A product of float32 is computed as three of TF32, and takes many registers.
 LAUNCH = {
-    (64, 2, False): blocks(128, 128, 8, 3),
-    (64, 2, True): blocks(128, 64, 8, 3),
-    (128, 2, False): blocks(128, 64, 8, 3),
-    (128, 2, True): blocks(128, 32, 8, 3),
-    (256, 2, False): blocks(64, 32, 8, 2),
-    (256, 2, True): blocks(64, 32, 8, 2),
-    (64, 4, False): blocks(32, 16, 4, 2),
-    (64, 4, True): blocks(32, 32, 4, 2),
-    (128, 4, False): blocks(16, 32, 8, 2),
-    (128, 4, True): blocks(16, 32, 8, 2),
+    (64, 2, ""): {227: blocks(128, 128, 8, 3, tma=True), 99: blocks(128, 128, 8, 3)},
+    (64, 2, "masked"): {227: blocks(128, 64, 8, 3, tma=True), 99: blocks(128, 64, 8, 3)},
+    (64, 2, "bias"): {227: blocks(128, 64, 8, 3, tma=True), 99: blocks(128, 64, 8, 3)},
+    (128, 2, ""): {227: blocks(128, 128, 8, 2, tma=True), 99: blocks(128, 64, 8, 3)},
+    (128, 2, "masked"): {227: blocks(128, 64, 8, 2, tma=True), 99: blocks(128, 32, 8, 3)},
+    (128, 2, "bias"): {227: blocks(128, 64, 8, 2, tma=True), 99: blocks(128, 32, 8, 3)},
+    (256, 2, ""): {227: blocks(128, 64, 8, 2, tma=True), 99: blocks(64, 32, 8, 2)},
+    (256, 2, "masked"): {227: blocks(64, 32, 8, 2, tma=True), 99: blocks(64, 32, 8, 2)},
+    (256, 2, "bias"): {227: blocks(64, 32, 8, 2, tma=True), 99: blocks(64, 32, 8, 2)},
+    (64, 4, ""): {99: blocks(32, 16, 4, 2)},
+    (64, 4, "masked"): {99: blocks(32, 32, 4, 2)},
+    (64, 4, "bias"): {99: blocks(32, 32, 4, 2)},
+    (128, 4, ""): {99: blocks(16, 32, 8, 2)},
+    (128, 4, "masked"): {99: blocks(16, 32, 8, 2)},
+    (128, 4, "bias"): {99: blocks(16, 32, 8, 2)},
 }
 
 
@@ -115,48 +124,54 @@ LAUNCH = {
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, key_padding_ptr, bias_ptr, seed_ptr, q_strides, k_strides, v_strides,
     key_padding_strides, bias_strides, num_heads, num_queries, num_keys, scale, offset, threshold, kept_scale,
-    CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_PADDING: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     bh, b, h, first = query_block(num_heads, num_queries, CAUSAL, QUERIES)
     i = first + tl.arange(0, QUERIES)
 
-    k_base = head(k_ptr, b, h // GROUP, k_strides)
-    v_base = head(v_ptr, b, h // GROUP, v_strides)
-    q_base = head(q_ptr, b, h, q_strides)
-    q = load_rows(q_base, first, q_strides[2], num_queries, D, QUERIES, BLOCK_D)
+    q = load_rows(q_ptr, b, h, first, q_strides, num_queries, D, QUERIES, BLOCK_D)
+    factor = scale * LOG2E  # of products, to scores in base 2; with a bias they are multiplied before it is added
+    if BIAS != "":
+        factor = 1.0
 
-    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)  # before `factor`, which is positive
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     whole, last = key_ranges(first, num_keys, CAUSAL, QUERIES, KEYS)
     for EDGE in tl.static_range(2):  # blocks of keys that all queries see, then those at the edge
         for start in range(whole if EDGE else 0, last if EDGE else whole, KEYS):
             j = start + tl.arange(0, KEYS)
-            k = load_rows(k_base, start, k_strides[2], num_keys, D, KEYS, BLOCK_D)
+            k = load_rows(k_ptr, b, h // GROUP, start, k_strides, num_keys, D, KEYS, BLOCK_D)
+            scores = dot(q, tl.trans(k), None)
+            if BIAS != "":
+                scores = biased(
+                    scores * (scale * LOG2E), b, h, i[:, None], j[None, :], num_queries, num_keys, bias_ptr,
+                    bias_strides, BIAS,
+                )
             scores = masked(
-                dot(q, tl.trans(k), None) * (scale * LOG2E), b, h, i[:, None], j[None, :], num_queries, num_keys,
-                key_padding_ptr, key_padding_strides, bias_ptr, bias_strides, CAUSAL and EDGE, EDGE,
-                HAS_PADDING, HAS_BIAS,
+                scores, float("-inf"), b, i[:, None], j[None, :], num_keys, key_padding_ptr, key_padding_strides,
+                CAUSAL and EDGE, EDGE, HAS_PADDING,
             )
             now = tl.maximum(highest, tl.max(scores, 1))
             base = now
-            if HAS_PADDING or HAS_BIAS:
+            if HAS_PADDING or BIAS != "":
                 base = tl.where(now == float("-inf"), 0.0, now)  # no key yet
-            shrink = tl.exp2(highest - base)
-            weights = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2((highest - base) * factor)
+            weights = tl.exp2(scores * factor - (base * factor)[:, None])  # one multiply-add and exp2 an element
             total = total * shrink + tl.sum(weights, 1)
             if DROPOUT:
                 kept = keep(tl.load(seed_ptr), offset, bh * num_queries + i, start, threshold, KEYS)
                 weights = tl.where(kept, weights, 0.0)
-            v = load_rows(v_base, start, v_strides[2], num_keys, D, KEYS, BLOCK_D)
+            v = load_rows(v_ptr, b, h // GROUP, start, v_strides, num_keys, D, KEYS, BLOCK_D)
             sums = dot(weights.to(v.dtype), v, sums * shrink[:, None])
             highest = now
 
     has_keys = total != 0
     total = tl.where(has_keys, total, 1.0)
-    lse = tl.where(has_keys, highest + tl.log2(total), float("inf"))  # without keys inf: backward's weights are 0
-    tl.store(lse_ptr + bh * num_queries + i, lse, mask=i < num_queries)
+    lse = tl.where(has_keys, highest * factor + tl.log2(total), float("inf"))  # inf: weights of 0 in backward
+    store_numbers(lse_ptr, lse, bh, i, num_queries)
     out = sums * (kept_scale / total)[:, None]
     store_rows(out_ptr, out, b, h, i, num_heads, num_queries, D, BLOCK_D)
 
@@ -166,20 +181,23 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None, bias: Tensor | None, seed: Tensor | None,
     causal: bool, scale: float, p: float, offset: int,
 ) -> tuple[Tensor, Tensor]:
-    out, lse, d = empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32), q.shape[3]
+    out, lse, d = empty_rows(q), empty_numbers(q), q.shape[3]
+    if not k.numel():  # no key, or no column
+        return out.zero_(), lse.fill_(math.inf)
     q, k, v = in_vectors(q), in_vectors(k), in_vectors(v)
-    meta = LAUNCH[kind(q, bias, p)]
+    row = fitting(LAUNCH[kind(q, key_padding, bias, p)], q.device)
     if out.numel():
         with on(q):
-            _forward_kernel[(q.shape[0] * q.shape[1] * cdiv(q.shape[2], meta["QUERIES"]),)](
-                q, k, v, out, lse, **options(q, k, v, d, key_padding, bias, seed, causal, scale, p, offset), **meta
+            _forward_kernel[(q.shape[0] * q.shape[1] * cdiv(q.shape[2], row["QUERIES"]),)](
+                out_ptr=out, lse_ptr=lse, **operands(row, "q", q=q, k=k, v=v),
+                **options(q, k, d, key_padding, bias, seed, causal, scale, p, offset), **row,
             )
     return out, lse
 
 
 @_forward.register_fake
 def _(q, k, v, key_padding, bias, seed, causal, scale, p, offset) -> tuple[Tensor, Tensor]:
-    return empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_rows(q), empty_numbers(q)
 
 
 class _Flash(Function):
@@ -232,6 +250,11 @@ class _Recomputed(Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 7
 
 
+def kernel_runs(q: Tensor) -> bool:
+    """Return whether the kernel, not the reference, runs on such queries; raises where only it may and cannot."""
+    return q.shape[-1] * q.element_size() <= MOST_BYTES and runs_triton("flash_attention", q)
+
+
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_padding: Tensor | None = None,
     bias: Tensor | None = None, scale: float | None = None, p: float = 0.0, seed: int | Tensor | None = None,
@@ -268,9 +291,11 @@ def flash_attention(
             want=f"at most {MOST_BYTES // q.element_size()}",
             hint="fds.kernels.attention without dropout and masks; attn_dropout_checkpoint=False in a TransformerLayer",
         )
-    is_triton = is_triton and not is_too_wide
+    is_triton, scale = is_triton and not is_too_wide, _scale(q, scale)
+    if is_triton:
+        q, scale = positive(q, scale)
     seed = philox.as_seed(seed, q.device) if p else None
     k = k.view_as(k) if k is q else k  # torch.compile does not accept one tensor as two arguments
     v = v.view_as(v) if v is q or v is k else v
-    others = key_padding, bias, seed, bool(causal), float(_scale(q, scale)), float(p), offset
+    others = key_padding, bias, seed, bool(causal), float(scale), float(p), offset
     return _Flash.apply(q, k, v, *others)[0] if is_triton else _Recomputed.apply(q, k, v, *others)

@@ -70,3 +70,8 @@ def _check_bias(bias: Tensor, scores: tuple[int, ...]) -> None:
 def _check_scale(scale: float) -> None:
     if not is_number(scale) or not -math.inf < scale < math.inf:
         raise KernelError("scale is not a number", where="scale", got=repr(scale), want="a finite float, or None")
+
+
+def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return q and a scale greater than zero with the same products: kernels find the largest before they scale."""
+    return (q, scale) if scale > 0 else (q * (-1.0 if scale else 0.0), -scale or 1.0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fds.kernels.language import cdiv, is_interpreted, jit, next_power_of_2, tl
+from fds.kernels.language import TensorDescriptor, cdiv, is_interpreted, jit, next_power_of_2, tl
 from fds.kernels.philox import threshold
 
 INTERPRETED = tl.constexpr(is_interpreted) if tl else None
@@ -18,27 +20,26 @@ FAR = 2**22  # stride of rows up to which 32-bit offsets suffice within a block 
 
 
 @jit
-def load_rows(base, start, stride, count, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return rows start + arange(ROWS) of a matrix of `count` rows, (ROWS, BLOCK_D), zero outside.
+def load_rows(x, b, h, start, strides, count, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return rows start + arange(ROWS) of a head of x (B, H, count, D), (ROWS, BLOCK_D), zero outside.
 
-    `stride` is in vectors of 16 bytes, of which a row is a multiple (see `in_vectors`).
+    x is a pointer, with strides in vectors of 16 bytes, of which a row is a multiple (see `in_vectors`), or a
+    descriptor (see `described`), by which Hopper's copy engine (TMA) loads the block.
     """
-    VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
-    stride = stride * VECTOR
-    rows = tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK_D)
-    at = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
-    inside = (start + rows < count)[:, None]
-    WHOLE: tl.constexpr = (D + VECTOR - 1) // VECTOR * VECTOR
-    if WHOLE < BLOCK_D:
-        inside = inside & (columns < WHOLE)[None, :]
-    return tl.load(at, mask=inside, other=0.0)
-
-
-@jit
-def head(x, b, h, strides):
-    """Return the address of the first row of a head, of a tensor (B, H, S, D) whose strides are in vectors."""
-    return x + (b * strides[0] + h * strides[1]) * (128 // x.dtype.element_ty.primitive_bitwidth)
+    if strides is None:
+        return tl.reshape(x.load([b.to(tl.int32), h.to(tl.int32), start, 0]), [ROWS, BLOCK_D])
+    else:  # noqa: RET505  (Triton would compile code after the if)
+        VECTOR: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+        stride = strides[2] * VECTOR
+        rows = tl.arange(0, ROWS)
+        columns = tl.arange(0, BLOCK_D)
+        base = x + (b * strides[0] + h * strides[1]) * VECTOR + tl.cast(start, tl.int64) * stride
+        at = base + (rows[:, None] * stride + columns[None, :])
+        inside = (start + rows < count)[:, None]
+        WHOLE: tl.constexpr = (D + VECTOR - 1) // VECTOR * VECTOR
+        if WHOLE < BLOCK_D:
+            inside = inside & (columns < WHOLE)[None, :]
+        return tl.load(at, mask=inside, other=0.0)
 
 
 @jit
@@ -48,6 +49,23 @@ def store_rows(base, x, b, h, rows, num_heads, count, D: tl.constexpr, BLOCK_D: 
     at = ((b * count + rows) * num_heads + h)[:, None] * D + columns[None, :]
     inside = (rows < count)[:, None] & (columns < D)[None, :]
     tl.store(base + at, x.to(base.dtype.element_ty), mask=inside)
+
+
+@jit
+def store_numbers(base, x, bh, i, count):
+    """Store x, a float32 for each query i of a head, in memory from `empty_numbers`, padding included."""
+    whole = (count + 3) // 4 * 4
+    tl.store(base + bh * whole + i, x, mask=i < whole)
+
+
+@jit
+def load_numbers(x, b, h, start, num_heads, count, COUNT: tl.constexpr, TMA: tl.constexpr):
+    """Return numbers start + arange(COUNT) of a head of x (B, H, count) float32, (COUNT,), zero outside."""
+    if TMA:
+        return tl.reshape(x.load([b.to(tl.int32), h.to(tl.int32), start]), [COUNT])
+    else:  # noqa: RET505
+        i = start + tl.arange(0, COUNT)
+        return tl.load(x + (b * num_heads + h) * ((count + 3) // 4 * 4) + i, mask=i < count, other=0.0)
 
 
 @jit
@@ -82,28 +100,38 @@ def dot(a, b, c):
 
 
 @jit
-def masked(
-    scores, b, h, i, j, num_queries, num_keys, key_padding_ptr, key_padding_strides, bias_ptr, bias_strides,
-    CAUSAL: tl.constexpr, END: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_BIAS: tl.constexpr,
-):
-    """Return scores in base 2 with their bias, -inf where a query does not see a key.
+def biased(scores, b, h, i, j, num_queries, num_keys, bias_ptr, bias_strides, BIAS: tl.constexpr):
+    """Return scores in base 2 with their bias, -inf where it masks; i and j as of `masked`.
 
-    i and j are the indices of queries and keys, in shapes that broadcast to those of the scores, in either order.
+    A bias that is equal for all queries ("keys") is loaded once for a block's keys, not for each element.
     """
-    if HAS_BIAS:
-        bias = bias_ptr + b * bias_strides[0] + h * bias_strides[1]
-        at = bias + i.to(tl.int64) * bias_strides[2] + j.to(tl.int64) * bias_strides[3]
-        bias_block = tl.load(at, mask=(i < num_queries) & (j < num_keys), other=float("-inf")).to(tl.float32)
-        scores += tl.where(bias_block < UNSEEN, float("-inf"), bias_block) * LOG2E
+    at = bias_ptr + b * bias_strides[0] + h * bias_strides[1] + j.to(tl.int64) * bias_strides[3]
+    inside = j < num_keys
+    if BIAS == "scores":
+        at += i.to(tl.int64) * bias_strides[2]
+        inside = inside & (i < num_queries)
+    bias = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+    return scores + tl.where(bias < UNSEEN, float("-inf"), bias) * LOG2E
+
+
+@jit
+def masked(
+    x, hidden, b, i, j, num_keys, key_padding_ptr, key_padding_strides,
+    CAUSAL: tl.constexpr, END: tl.constexpr, HAS_PADDING: tl.constexpr,
+):
+    """Return x, a block of scores or weights, and `hidden` where a query does not see a key.
+
+    i and j are the indices of queries and keys, in shapes that broadcast to those of x, in either order.
+    """
     if HAS_PADDING:
         key_padding = key_padding_ptr + b * key_padding_strides[0]
         real = tl.load(key_padding + j.to(tl.int64) * key_padding_strides[1], mask=j < num_keys, other=0)
-        scores = tl.where(real != 0, scores, float("-inf"))
+        x = tl.where(real != 0, x, hidden)
     if CAUSAL:
-        scores = tl.where(i >= j, scores, float("-inf"))
+        x = tl.where(i >= j, x, hidden)
     if END:
-        scores = tl.where(j < num_keys, scores, float("-inf"))
-    return scores
+        x = tl.where(j < num_keys, x, hidden)
+    return x
 
 
 def in_vectors(x: Tensor) -> Tensor:
@@ -125,30 +153,53 @@ def strides(x: Tensor) -> tuple[int, int, int]:
     return tuple(y * x.element_size() // 16 for y in x.stride()[:3])  # pyright: ignore[reportReturnType]  (three)
 
 
+def described(x: Tensor, rows: int, columns: int) -> Any:
+    """Return x (B, H, S, D), from `in_vectors`, as the descriptor by which blocks (rows, columns) are loaded.
+
+    The strides of dimensions of one element are replaced, and expanded dimensions copied: descriptors take multiples of
+    16 bytes, and it is not documented whether 0 is one.
+    """
+    shape, steps = list(x.shape), x.stride()
+    if 1 in shape[:3] or 0 in steps:
+        x = x.contiguous() if any(n > 1 and y == 0 for n, y in zip(shape, steps, strict=True)) else x
+        steps = [shape[3] if n == 1 else y for n, y in zip(shape[:3], x.stride(), strict=False)] + [1]
+    return TensorDescriptor(x, shape, list(steps), [1, 1, rows, columns])
+
+
 def empty_rows(x: Tensor) -> Tensor:
     """Return uninitialised memory for a tensor like x (B, H, S, D), laid out as (B, S, H, D), so that heads merge."""
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 
+def empty_numbers(q: Tensor) -> Tensor:
+    """Return uninitialised memory for a float32 per query, (B, H, Sq); each head begins at a multiple of 16 bytes."""
+    b, h, m = q.shape[:3]
+    return q.new_empty(b, h, cdiv(m, 4) * 4, dtype=torch.float32)[..., :m]
+
+
+def numbers(row: Mapping[str, int], x: Tensor) -> Any:
+    """Return x, from `empty_numbers`, as a launch with this row reads QUERIES of its numbers at a time."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, row["QUERIES"]]) if row["TMA"] else x
+
+
 def options(
-    q: Tensor, k: Tensor, v: Tensor, d: int, key_padding: Tensor | None, bias: Tensor | None, seed: Tensor | None,
+    q: Tensor, k: Tensor, d: int, key_padding: Tensor | None, bias: Tensor | None, seed: Tensor | None,
     causal: bool, scale: float, p: float, offset: int,
 ) -> dict[str, Any]:
-    """Return the arguments that all kernels of attention share, beside pointers; q, k and v come from `in_vectors`.
+    """Return the arguments that all kernels of attention share, beside q, k and v and their strides.
 
-    `d` is the head dimension without padding.
+    `d` is the head dimension without padding, `scale` greater than zero.
     """
     if bias is not None:
         bias = bias.expand(*q.shape[:3], k.shape[2])
     return {
-        "q_strides": strides(q), "k_strides": strides(k), "v_strides": strides(v),
         "num_heads": q.shape[1], "num_queries": q.shape[2], "num_keys": k.shape[2], "scale": scale,
         "GROUP": q.shape[1] // max(k.shape[1], 1), "D": d, "BLOCK_D": width(d),
         "key_padding_ptr": key_padding, "bias_ptr": bias, "seed_ptr": seed,
         "key_padding_strides": (0, 0) if key_padding is None else key_padding.stride(),
         "bias_strides": (0, 0, 0, 0) if bias is None else bias.stride(),
         "offset": offset, "threshold": threshold(p), "kept_scale": 1 / (1 - p),
-        "CAUSAL": causal, "HAS_PADDING": key_padding is not None, "HAS_BIAS": bias is not None, "DROPOUT": p > 0,
+        "CAUSAL": causal, "HAS_PADDING": key_padding is not None, "BIAS": _varies(bias), "DROPOUT": p > 0,
     }
 
 
@@ -157,14 +208,36 @@ def width(d: int) -> int:
     return max(16, next_power_of_2(d))
 
 
-def blocks(queries: int, keys: int, num_warps: int, num_stages: int) -> dict[str, int]:
-    """Return a row of a launch table."""
-    return {"QUERIES": queries, "KEYS": keys, "num_warps": num_warps, "num_stages": num_stages}
+def blocks(queries: int, keys: int, num_warps: int, num_stages: int, *, tma: bool = False) -> dict[str, int]:
+    """Return a row of a launch table; with `tma` blocks are loaded by descriptors."""
+    return {"QUERIES": queries, "KEYS": keys, "num_warps": num_warps, "num_stages": num_stages, "TMA": tma}
 
 
-def kind(q: Tensor, bias: Tensor | None, p: float) -> tuple[int, int, bool]:
-    """Return the key of q's row in a launch table."""
-    return max(width(q.shape[3]), 64), q.element_size(), bias is not None or p > 0
+def operands(row: Mapping[str, int], over: str, **tensors: Tensor) -> dict[str, Any]:
+    """Return tensors from `in_vectors` as a launch with this row takes them: `NAME_ptr` and `NAME_strides` of each.
+
+    `over` names those of which a block has QUERIES rows; the others' have KEYS.
+    """
+    found: dict[str, Any] = {}
+    for name, x in tensors.items():
+        rows = row["QUERIES" if name in over.split() else "KEYS"]
+        found[f"{name}_ptr"] = described(x, rows, width(x.shape[3])) if row["TMA"] else x
+        found[f"{name}_strides"] = None if row["TMA"] else strides(x)
+    return found
+
+
+def _varies(bias: Tensor | None) -> str:
+    """Return over what an expanded bias varies: "keys", or both dimensions of the "scores"; "" without one."""
+    return "" if bias is None else "scores" if bias.stride(2) else "keys"
+
+
+def kind(q: Tensor, key_padding: Tensor | None, bias: Tensor | None, p: float) -> tuple[int, int, str]:
+    """Return the key of q's row in a launch table: columns, bytes per element, and what takes registers.
+
+    That is a "bias" with whatever else, else key padding or dropout ("masked"); "" without them, causal or not.
+    """
+    what = "bias" if bias is not None else "masked" if p or key_padding is not None else ""
+    return max(width(q.shape[3]), 64), q.element_size(), what
 
 
 # Arguments whose values the compiler does not specialise on.
