@@ -74,7 +74,7 @@ class TransformerConfig:
     normalize_invertible     recompute the inputs of layer norms from their outputs: saves 2BSh elements
     gelu_checkpoint          recompute the output of the activation: saves BSi elements
     attn_dropout_checkpoint  recompute attention probabilities under dropout: saves 2BaSS elements
-    stochastic_mode          let attention on a GPU sum gradients in nondeterministic order
+    stochastic_mode          no effect (see below)
     return_tuple             return `(hidden_states,)`, as Hugging Face's layers did
     training                 initial mode of the layer: `train()` or `eval()`
     =======================  ===========================================================================================
@@ -82,9 +82,9 @@ class TransformerConfig:
     The saving of `normalize_invertible` is that in a stack: with post layer norm one of the two outputs is the layer's,
     which the next layer saves anyway. A norm whose weight contains a 0 cannot be inverted (see `layer_norm`).
     `attn_dropout_checkpoint` on a GPU requires heads of at most 512 bytes: 256 elements of 16 bits, 128 of 32.
-    `stochastic_mode` only affects layers that train on a GPU without mask and dropout on attention: with it they use
-    torch's attention, whose backward is nondeterministic, else fds's, which is deterministic. Where fds's kernel is not
-    chosen (`fds.kernels.chosen`), torch's runs either way. Everything else in a layer is deterministic.
+    `stochastic_mode` is accepted and has no effect. Without dropout on attention a layer on a GPU uses torch's, whose
+    backward may sum gradients in an order that varies; `torch.use_deterministic_algorithms(True)` fixes the order.
+    Everything else in a layer is deterministic.
 
     These settings of DeepSpeed are replaced here:
 

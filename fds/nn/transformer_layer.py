@@ -38,10 +38,9 @@ from fds.kernels import (
     layer_norm,
     masked_softmax,
 )
-from fds.kernels.attentions.flash import MOST_BYTES
 from fds.kernels.attentions.flash_blocks import LEAST_BIAS
 from fds.kernels.attentions.scaled_dot_product import scaled_dot_product
-from fds.kernels.choice import is_left_to_torch, runs_triton
+from fds.kernels.choice import is_left_to_torch
 from fds.loss import LayerSpec
 from fds.nn.transformer_config import TransformerConfig
 
@@ -163,9 +162,7 @@ class TransformerLayer(nn.Module):
         p = config.attn_dropout_ratio if self.training else 0.0
         if p and is_left_to_torch("flash_attention", q):
             return scaled_dot_product(q, k, v, causal=config.causal, key_padding=padding, bias=bias, p=p)
-        by_kernel = runs_triton("flash_attention", q)
-        fits = not by_kernel or q.shape[-1] * q.element_size() <= MOST_BYTES
-        function = _select_attention(config, p, fits=fits, trains_on_gpu=self.training and q.is_cuda and by_kernel)
+        function = _select_attention(config, p)
         if function is masked_softmax:
             mask = bias if padding is None else padding[:, None, None, :]
             scores, scale = q @ k.transpose(-1, -2), q.shape[-1] ** -0.5
@@ -212,14 +209,11 @@ class TransformerLayer(nn.Module):
             _check_mask(mask, x, config.heads)
 
 
-def _select_attention(config: TransformerConfig, p: float, *, fits: bool, trains_on_gpu: bool) -> Callable[..., Tensor]:
-    """Return the function for attention with dropout p; `fits` says whether a head fits into a kernel's block."""
+def _select_attention(config: TransformerConfig, p: float) -> Callable[..., Tensor]:
+    """Return the function for attention with dropout p."""
     if p:
         return flash_attention if config.attn_dropout_checkpoint else masked_softmax
-    if not fits:
-        return masked_softmax
-    # torch's backward adds with atomics on a GPU, which is nondeterministic; without training it does not run
-    return flash_attention if trains_on_gpu and not config.stochastic_mode else attention
+    return attention
 
 
 def _empty(*shape: int) -> nn.Parameter:

@@ -155,3 +155,32 @@ def test_on_a_gpu_the_kernel_takes_masks_where_it_is_chosen(monkeypatch):
         attention(*there, causal=True)
     attention(*there, **masks()["bias"])
     assert ran == ["ours", "torch's", "torch's"]
+
+
+def test_on_a_gpu_heads_of_keys_are_repeated_where_torchs_fast_kernels_do_not_share_them(monkeypatch):
+    ran = []
+    note = lambda q, k, v, **options: ran.append((k.shape[1], v.shape[1], options["enable_gqa"])) or q
+    monkeypatch.setattr(F, "scaled_dot_product_attention", note)
+    for name, dtype, d, heads in [
+        ("causal", torch.bfloat16, 256, 2),
+        ("causal", torch.float32, 64, 4),
+        ("nothing", torch.float16, 264, 4),
+        ("key_padding", torch.bfloat16, 64, 4),
+    ]:
+        attention(*(x.as_subclass(Pretended) for x in qkv(d=d, dtype=dtype, key_heads=2)), **masks()[name])
+        assert ran.pop() == (heads, heads, heads == 2)
+
+
+def test_a_scale_that_is_not_positive_moves_into_the_queries(monkeypatch):
+    for scale in (-0.3, 0.0):
+        args = qkv()
+        wide = in_float64(*args)
+        out, want = attention(*args, scale=scale), flash_attention(*wide, scale=scale)
+        assert_near(out, want)
+        for got, ref in zip(torch.autograd.grad(out.sum(), args), torch.autograd.grad(want.sum(), wide), strict=True):
+            assert_near(got, ref, factor=2)
+    given = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *_, scale, **options: given.append(scale) or q)
+    for scale in (-0.3, 0.0, 2.0):
+        attention(*qkv(), scale=scale)
+    assert given == [0.3, 1.0, 2.0]

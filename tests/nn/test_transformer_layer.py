@@ -223,17 +223,11 @@ def test_a_sequence_that_is_masked_out_attends_to_nothing_however_that_is_said(d
 
 
 def test_attention_is_computed_by_what_the_config_asks_for():
-    """On a GPU too, which is not here."""
-    by = lambda p, on_gpu, fits=True, **settings: _select_attention(
-        build(**settings).config, p, fits=fits, trains_on_gpu=on_gpu
-    )
-    for on_gpu in (False, True):
-        assert by(0.1, on_gpu) is masked_softmax
-        assert by(0.1, on_gpu, attn_dropout_checkpoint=True) is flash_attention
-        assert by(0.0, on_gpu, stochastic_mode=True) is attention
-        assert by(0.0, on_gpu, fits=False) is masked_softmax
-    assert by(0.0, False) is attention
-    assert by(0.0, True) is flash_attention
+    by = lambda p, **settings: _select_attention(build(**settings).config, p)
+    assert by(0.1) is masked_softmax
+    assert by(0.1, attn_dropout_checkpoint=True) is flash_attention
+    for settings in ({}, {"stochastic_mode": True}, {"attn_dropout_checkpoint": True}):
+        assert by(0.0, **settings) is attention
 
 
 def test_a_mask_is_a_constant():

@@ -3,8 +3,11 @@
     out = softmax(scale * q k^T + bias) v        with the arguments of `flash_attention`
 
 Torch's kernels run without dropout, for which they take no seed. With key padding or bias on a GPU `flash_attention`
-runs, if its kernel is chosen (`fds.kernels.chosen`): torch needs a mask of size Sq x Sk with `causal`, and its kernels
-that take masks are slow there. On the CPU torch's kernel is fast with masks.
+runs, if its kernel is chosen (`fds.kernels.chosen`) and takes such heads: torch needs a mask of size Sq x Sk with
+`causal`, and its kernels that take masks are slow there. On the CPU torch's kernel is fast with masks.
+
+Torch's causal mask is aligned as ours, at the first query and the first key. On a GPU its kernels may sum gradients in
+an order that varies from run to run; `torch.use_deterministic_algorithms(True)` has them take a fixed one.
 """
 
 from __future__ import annotations
@@ -12,10 +15,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from fds.kernels import arguments
-from fds.kernels.attentions.flash import flash_attention
-from fds.kernels.attentions.flash_arguments import check
+from fds.kernels.attentions.flash import flash_attention, kernel_runs
+from fds.kernels.attentions.flash_arguments import check, positive
 from fds.kernels.attentions.scaled_dot_product import scaled_dot_product
-from fds.kernels.choice import runs_triton
 
 
 def attention(
@@ -45,10 +47,12 @@ def attention(
     Raises `KernelError` as `flash_attention` does.
     """
     has_mask = key_padding is not None or bias is not None
-    if p != 0 or (has_mask and q.is_cuda and runs_triton("flash_attention", q)):
+    if p != 0 or (has_mask and q.is_cuda and kernel_runs(q)):
         return flash_attention(
             q, k, v, causal=causal, key_padding=key_padding, bias=bias, scale=scale, p=p, seed=seed, offset=offset
         )
     q, k, v = arguments.as_products_cast(q, k, v)
     check(q, k, v, key_padding, bias, scale, p)
+    if scale is not None:
+        q, scale = positive(q, scale)
     return scaled_dot_product(q, k, v, causal=causal, key_padding=key_padding, bias=bias, scale=scale)

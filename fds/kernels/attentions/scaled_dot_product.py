@@ -30,13 +30,21 @@ def scaled_dot_product(
     if mask is not None and q.is_cuda:
         backends = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
         mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
-        if shares_heads:  # which the memory-efficient kernel does not take
-            k, v = (x.repeat_interleave(q.shape[1] // max(x.shape[1], 1), dim=1) for x in (k, v))
-            shares_heads = False
+    if shares_heads and q.is_cuda and not _takes_shared_heads(q, mask):
+        k, v = (x.repeat_interleave(q.shape[1] // max(x.shape[1], 1), dim=1) for x in (k, v))
+        shares_heads = False
     with backends:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=p, is_causal=is_causal, scale=scale, enable_gqa=shares_heads
         )
+
+
+def _takes_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
+    """Return whether cuDNN's kernel or FlashAttention's may run on a GPU.
+
+    The memory-efficient kernel does not take fewer heads of keys, and torch's formula would hold all scores in memory.
+    """
+    return mask is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= 256
 
 
 def merged(q: Tensor, k: Tensor, causal: bool, key_padding: Tensor | None, bias: Tensor | None) -> Tensor | None:
