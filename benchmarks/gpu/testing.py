@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 ENDED = (0, 1, 5)  # statuses of pytest: all passed, some failed, none was left
 LIMIT_S = 180.0  # of one test, with what it compiles
+MARKED = {"cuda": "not peers and not inductor", "cpu": "not peers and not inductor and not gpu"}
 OUT, NOW, UNTIL, LIMIT = "FDS_GPU_OUT", "FDS_GPU_NOW", "FDS_GPU_UNTIL", "FDS_GPU_TEST_LIMIT"
 
 
@@ -27,7 +28,7 @@ def command(call: Call, until: float) -> tuple[list[str], dict[str, str]]:
         "filterwarnings=default",
         "--disable-warnings",
     ]  # of torch 2.11 to 2.13, and of plugins that are there
-    words += ["-m", "not peers and not inductor", "-n", str(call.jobs), "--max-worker-restart", "100000"]
+    words += ["-m", MARKED[call.device], "-n", str(call.jobs), "--max-worker-restart", "100000"]
     now = time.time()
     environ = {
         OUT: str(call.out),

@@ -104,4 +104,4 @@ def _references(x: list[Tensor]) -> int:
     return next(map(sys.getrefcount, x))
 
 
-_ONCE = _references([torch.empty(1)])  # of what one list holds
+_ONCE = _references([torch.empty(1, device="cpu")])  # of what one list holds

@@ -72,7 +72,7 @@ class Buffers:
         return [count != alone for count in zip(*counts, strict=True)]
 
 
-_SAMPLE = torch.empty(1)
+_SAMPLE = torch.empty(1, device="cpu")
 _ALONE = tuple(count for (count,) in Buffers.of([_SAMPLE]).counts())  # (3, 3, 2) in torch 2.13
 
 
@@ -103,7 +103,7 @@ class Scratch:
         return list(views), list(gaps)
 
 
-_ALONE_STORAGE = storage_counts(torch.empty(1))
+_ALONE_STORAGE = storage_counts(torch.empty(1, device="cpu"))
 
 
 def _counted_in_two_lists() -> int:
