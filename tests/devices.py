@@ -27,6 +27,10 @@ def begin() -> Callable[[], None]:
         from fds.collectives.turns import Turns
 
         stack.enter_context(mock.patch.object(Turns, "_run", _on_the_device(Turns._run)))
+    if os.environ.get("FDS_TEST_KERNELS") == "triton":  # where a law does not say which, rather than torch's operators
+        from fds.kernels import prefer_triton
+
+        stack.enter_context(prefer_triton())
     return stack.close
 
 

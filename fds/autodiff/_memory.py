@@ -59,7 +59,7 @@ def storage_counts(x: Tensor) -> tuple[int, int]:
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)  # private: no public count
 
 
-_ALONE = storage_counts(torch.empty(1, device="cpu"))  # the counts of a tensor that shares nothing: 2 and 3 in torch 2.13
+_ALONE = storage_counts(torch.empty(1, device="cpu"))  # of a tensor that shares nothing: 2 and 3 in torch 2.13
 
 
 def _counts_in_list(tensors: list[Tensor]) -> tuple[int, int]:
