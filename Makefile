@@ -40,7 +40,7 @@ test-peers: $(PEERS_TESTED)  ## run the tests that ask DeepSpeed and transformer
 	@.venv-peers/bin/python -m pytest -m peers tests $(ARGS)
 
 test-inductor: $(READY)  ## run the tests that compile by torch's inductor (needs a C++ compiler; minutes)
-	@$(BIN)/pytest -m inductor tests/sharding $(ARGS)
+	@$(BIN)/pytest -m inductor tests/sharding tests/transforms $(ARGS)
 
 test-matrix: $(READY)  ## run a fast part of the tests on each version of torch and Python (makes .venv-matrix, large)
 	@$(BIN)/python -m tests.package.matrix $(ARGS)

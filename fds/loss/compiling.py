@@ -40,6 +40,7 @@ class Compiler:
     number: int = attrs.field(init=False, factory=_numbers.__next__)
     functions: dict[Hashable, Callable] = attrs.field(init=False, factory=dict)
     looked: set[Hashable] = attrs.field(init=False, factory=set)  # functions that ran uncompiled, by id and mode
+    alone: dict[int, Hashable] = attrs.field(init=False, factory=dict)  # kinds of layers that share no function, by id
 
     @classmethod
     def of(cls, loss: Any, arguments: dict[str, Any], text: str) -> Compiler:
@@ -69,7 +70,15 @@ class Compiler:
         code = traced.call_on_copy if in_place else traced.call
         params, scope = lent(params)
         with scope:
-            return self._run(code, module.kind, where, module, params, buffers, x)
+            kind = self.alone.get(id(module), module.kind)
+            try:
+                return self._run(code, kind, where, module, params, buffers, x)
+            except LossError as error:
+                if kind is not module.kind or not _is_limit(error.__cause__):
+                    raise
+            # layers that look alike, and differ more often than torch compiles versions of a function
+            kind = self.alone[id(module)] = (module.kind, id(module))
+            return self._run(code, kind, where, module, params, buffers, x)
 
     def function(self, function: Callable, args: Sequence[Any], where: str) -> Any:
         """Return what a function of tensors returns: a layer without parameters, or a criterion."""
@@ -106,8 +115,10 @@ class Compiler:
         try:
             with (
                 random.scope(random.in_use()),
-                torch.autograd.graph.saved_tensors_hooks(_same, _same),  # a checkpoint's count what is saved,
-                _python_dispatch._disable_current_modes(),  # and its modes what is called
+                # A checkpoint's hooks count what is saved, and its modes what is called. Kept as it is, an output would
+                # keep the graph that keeps it.
+                torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same),
+                _python_dispatch._disable_current_modes(),
             ):
                 function(*params, *given)
         finally:
@@ -121,7 +132,7 @@ class Compiler:
             return function(*args)
         except Exception as error:
             dynamo: Any = sys.modules["torch._dynamo"]
-            if isinstance(error, dynamo.exc.TorchDynamoException):
+            if isinstance(error, dynamo.exc.TorchDynamoException) or _is_limit(error):
                 self._raise(error, where)
             raise
         finally:
@@ -147,16 +158,20 @@ class Compiler:
             where=where,
             got=str(error).partition("\nSet TORCHDYNAMO_VERBOSE")[0].strip(),
             want=f"code that {self} can compile",
-            hint=_hint(type(error).__name__),
+            hint=_hint(error),
         ) from error
 
 
-def _hint(name: str) -> str:
-    if name == "Unsupported":
-        return "fds.compile(fullgraph=False) lets what cannot be traced run uncompiled"
-    if "Recompile" in name:
+def _is_limit(error: BaseException | None) -> bool:
+    """Say whether torch.compile raised this because it compiled a function in as many versions as it does."""
+    return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
+def _hint(error: Exception) -> str:
+    if _is_limit(error):
         return "batches of few shapes, fds.compile(dynamic=True), or a larger torch._dynamo.config.recompile_limit"
-    return ""
+    unsupported = type(error).__name__ == "Unsupported"
+    return "fds.compile(fullgraph=False) lets what cannot be traced run uncompiled" if unsupported else ""
 
 
 def _same(x: Tensor) -> Tensor:

@@ -70,3 +70,38 @@ def test_the_eval_mode_of_from_pretrained_is_told(tmp_path):
     step, state, _, _ = fds.initialize(module, config=CONFIG)
     with pytest.warns(LossWarning, match="from_pretrained"):
         step(state, encoding())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which Dynamo reads
+def test_gpt2_is_one_graph_and_its_blocks_share_one():
+    torch.manual_seed(0)
+    module, graphs = gpt2().train(), []
+    module.loss_type = "ForCausalLM"  # else it logs a warning, which no graph can hold
+    blocks = [Blocks(block) for block in module.transformer.h]
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    apply, params, _ = fds.functional(module)
+    whole = lambda p, batch: apply(p, **batch).loss
+    layers = fds.Layers([*blocks, *blocks], torch.nn.MSELoss())
+    states = torch.randn(4, 6, 8), torch.zeros(4, 6, 8)
+    for loss, start, batch, count in ((whole, params, dict(encoding()), 1), (layers, layers.init, states, 3)):
+        compiled, plain = (fds.compose(*more, fds.sgd(0.1))(loss) for more in ([fds.compile(backend=counted)], []))
+        got, want = (step(step.init(start, key=1), batch) for step in (compiled, plain))
+        torch.testing.assert_close(fds.tree.leaves(got), fds.tree.leaves(want))
+        assert len(graphs) == count
+        graphs.clear()
+
+
+class Blocks(torch.nn.Module):
+    """A block that returns the hidden states alone."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        out = self.block(x)
+        return out[0] if isinstance(out, tuple) else out

@@ -1,6 +1,7 @@
 """fds.compile: the composition without it is the oracle. torch compiles for seconds, so all tests share few losses."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -198,6 +199,59 @@ def test_equal_layers_share_a_function_and_other_sizes_of_batches_one_more():
     again = fds.compose(fds.compile(backend=counting), fds.accumulate(2), fds.sgd(0.1))(loss)
     again(again.init(loss.init), (torch.ones(16, 4), torch.ones(16, 4)))
     assert counting.graphs == 8
+
+
+class Bend(nn.Module):
+    """A layer that keeps its output for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("stage", [None, 3])
+def test_nothing_of_a_step_stays_in_memory(stage):
+    layers, rows = fds.Layers([Bend(), Bend()], nn.MSELoss()), 977
+    apply, params, _ = fds.functional(nn.Sequential(Bend(), Bend()))
+    whole = lambda params, batch: F.mse_loss(apply(params, batch[0]), batch[1])
+
+    def run():
+        shard = [] if stage is None else [fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=stage, bucket_bytes=64)]
+        for loss, start in ((layers, layers.init), (whole, params)):
+            step = fds.compose(EXACT, *shard, fds.sgd(0.1))(loss)
+            step(step.init(start), (torch.ones(rows, 3), torch.ones(rows, 3)))
+
+    fds.simulate(run, 2 if stage else 1)
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dim() == 2 and not x.is_meta]
+    assert not [x.shape for x in tensors if x.shape[0] == rows]
+
+
+class Times(nn.Module):
+    """Layers that look alike, and differ in a number that torch makes a constant of compiled code."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by, self.w = by, nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x * self.w * self.by
+
+
+def test_versions_beyond_the_limit_of_torch_are_functions_of_layers_or_an_error():
+    loss, counting = fds.Layers([Times(by) for by in (2, 3, 4, 5)], nn.MSELoss()), Counting()
+    step = fds.compose(fds.compile(backend=counting, dynamic=False), fds.sgd(0.1))(loss)
+    state, batch = step.init(loss.init), (torch.ones(2, 1), torch.ones(2, 1))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        after = step(state, batch)
+        assert counting.graphs == 5  # the criterion's too
+        assert_same_bits(step(state, batch), after)
+        assert counting.graphs == 5
+        with pytest.raises(LossError, match=r"(?s)where: layer \d, a Times.*fds.compile\(dynamic=True\)"):
+            [step(state, (torch.ones(rows, 1), torch.ones(rows, 1))) for rows in (3, 4)]
 
 
 def test_a_loss_with_modules_kernels_and_metrics_is_one_graph():

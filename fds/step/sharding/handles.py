@@ -117,7 +117,8 @@ class Handle(Tensor):
 
         def pack(x: Tensor) -> Any:
             h = lent.get(_address(x))
-            return x if h is None else (h.source, h.window.bucket, x.shape, x.stride(), x.storage_offset())
+            # an output that is kept as it is would keep the graph that keeps it
+            return x.detach() if h is None else (h.source, h.window.bucket, x.shape, x.stride(), x.storage_offset())
 
         return values, torch.autograd.graph.saved_tensors_hooks(pack, _unpacked)
 

@@ -4,6 +4,38 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "compile-shares-no-function",
+        "fds/loss/compiling.py",
+        "kind = self.alone.get(id(module), module.kind)",
+        "kind = id(module)",
+        "equal layers are compiled one by one",
+        "tests/transforms/test_compile.py -k share",
+    ),
+    Mutant(
+        "compile-looks-inside-a-checkpoint",
+        "fds/loss/compiling.py",
+        "torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same),",
+        "",
+        "what runs uncompiled once, to look for mistakes, is counted by the checkpoint around it",
+        "tests/transforms/test_compile.py -k policies",
+    ),
+    Mutant(
+        "compile-draws-before-the-layer",
+        "fds/loss/compiling.py",
+        "random.scope(random.in_use()),",
+        "",
+        "the first call of a compiled layer draws other random numbers",
+        "tests/transforms/test_compile.py -k pure",
+    ),
+    Mutant(
+        "compiled-layers-keep-parameters",
+        "fds/step/sharding/handles.py",
+        "return x.detach() if h is None else",
+        "return x.detach() if h is not h else",
+        "at stage 3 a compiled layer keeps its parameters in memory until backward",
+        "tests/unit/step/test_handles.py -k two_of_seven",
+    ),
+    Mutant(
         "checkpoint-groups-one-more",
         "fds/transforms/checkpoint_activations.py",
         "len(groups[-1]) >= self.every",

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fds
 from fds import tree
 from fds.errors import LossError
+from fds.loss.compiled import lent
 from fds.step.sharding.handles import BucketWindow, Handle, handle, materialize
 from tests.bits import assert_same_bits
 from tests.devices import DEVICE
@@ -382,7 +383,16 @@ def by_checkpoint(p, x):
     return again(chain, p, x)
 
 
-@pytest.mark.parametrize("loss", [chain, by_autocast, by_checkpoint])
+def by_lending(p, x):
+    for i in range(7):
+        given, scope = lent({"w": p[f"{i}"]})
+        with scope:
+            x = layer(x, given["w"])
+        del given
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("loss", [chain, by_autocast, by_checkpoint, by_lending])
 def test_no_more_than_two_of_seven_buckets_live(loss):
     params = {f"{i}": rand(4, 4, seed=i) for i in range(7)}
     pages = assert_invisible(lambda p: loss(p, X), params)

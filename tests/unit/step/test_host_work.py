@@ -150,3 +150,18 @@ def test_setting_up_is_linear(what):
     small, large = per_leaf(count, 20, 60), per_leaf(count, 100, 140)
     for event in small:
         assert large[event] <= 1.02 * small[event] + 0.2, event
+
+
+def test_a_compiled_loss_costs_what_torch_takes_of_it():
+    """`aot_eager` runs operators one by one, so that its calls grow with the parameters, as inductor's do not."""
+
+    def of_torch(leaves):
+        module, batch = network(leaves), torch.ones(8, 2)
+        loss = torch.compile(lambda x: module(x).pow(2).mean(), backend="aot_eager")
+        loss(batch).backward()
+        return calls(lambda: loss(batch).backward())
+
+    got = per_leaf(lambda n: of_a_step(n, (fds.compile(backend="aot_eager"),)), 2, 6)
+    module = per_leaf(of_torch, 2, 6)
+    assert got["call"] <= module["call"] + 2.6
+    assert got["c_call"] <= module["c_call"] + 4.6
