@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import fds
@@ -147,6 +148,17 @@ class Graph:
     num_bytes = 0
 
 
+class NoUploads(TorchFunctionMode):
+    """Raise for tensors that are made of numbers of the host, which `meta` would never get to see."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        there = torch.device(kwargs.get("device") or "cpu").type == "meta"
+        if there and function in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
+            raise RuntimeError("called a synchronizing operation: a copy from the host")
+        return function(*args, **kwargs)
+
+
 class Gpu(TorchDispatchMode):
     """The device, on while it is entered; what `Captured` opens."""
 
@@ -197,7 +209,8 @@ class Gpu(TorchDispatchMode):
         """Raise for what waits for the device."""
         self.is_strict = True
         try:
-            yield
+            with NoUploads():
+                yield
         finally:
             self.is_strict = False
 
@@ -209,7 +222,8 @@ class Gpu(TorchDispatchMode):
             graph.registered.append(self.generator.numbers)
         self.graph, self.captures = graph, self.captures + 1
         try:
-            yield graph
+            with NoUploads():
+                yield graph
         finally:
             self.graph = None
             for memory, held in graph.before.values():

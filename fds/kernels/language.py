@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ except ImportError:  # not on Linux: references run, and requesting a kernel rai
 
 __all__ = [
     "TensorDescriptor", "cdiv", "current_stream", "is_capturing", "is_interpreted", "is_there", "jit",
-    "next_power_of_2", "num_processors", "on", "tl", "to_device", "triton",
+    "next_power_of_2", "num_processors", "on", "rehearsing_capture", "tl", "to_device", "triton",
 ]
 
 is_there = triton is not None
@@ -61,7 +61,21 @@ def current_stream(device: torch.device) -> int:
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured: its replays would copy tables from memory that was freed since."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and (_rehearsed > 0 or torch.cuda.is_current_stream_capturing())
+
+
+@contextlib.contextmanager
+def rehearsing_capture() -> Iterator[None]:
+    """Launch as in a capture, in all threads: what a capture launches is compiled then, and loaded."""
+    global _rehearsed
+    _rehearsed += 1
+    try:
+        yield
+    finally:
+        _rehearsed -= 1
+
+
+_rehearsed = 0  # scopes that are open
 
 
 def to_device(table: Tensor, device: torch.device) -> Tensor:

@@ -37,7 +37,10 @@ def delayed(curve: Callable, updates: int = 1, *, before: float | None = None) -
         raise ScheduleError("delayed takes a schedule", where="delayed", got=repr(curve), want="a function of t")
 
     def formula(t: Tensor) -> Tensor:
-        value = torch.as_tensor(curve((t - updates).clamp(min=-1)), dtype=torch.float64, device=t.device)
+        value = curve((t - updates).clamp(min=-1))
+        if not isinstance(value, Tensor):  # filled in, not copied, for which the host would wait
+            value = torch.full((), value, dtype=torch.float64, device=t.device)
+        value = value.to(t.device, torch.float64)
         return value if before is None else torch.where(t - updates <= -1, before, value)
 
     return formula

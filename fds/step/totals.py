@@ -39,8 +39,10 @@ class Totals:
                 want=str(sorted(self.metrics)),
             )
         for name, value in outcome.metrics.items():
-            if isinstance(value, Tensor):  # an asynchronous copy to the CPU could be read too early
-                part = value.to(loss.device, non_blocking=loss.device.type != "cpu")
+            if isinstance(value, Tensor):
+                if value.device.type == "cpu" and loss.device.type != "cpu":  # captured, a copy would read freed memory
+                    value = torch.full((), value.item(), dtype=value.dtype, device=loss.device)
+                part = value.to(loss.device)  # not asynchronously: on the CPU it could be read too early
             else:
                 part = torch.full((), value, device=loss.device)
             part = _times(part, weight) if part.is_floating_point() else part.to(torch.int64, copy=True)

@@ -90,6 +90,10 @@ def uploads(params, batch):
     return linear(params, batch) + torch.tensor([1.0, 2.0]).to(batch["x"].device).sum()
 
 
+def uploads_at_once(params, batch):
+    return linear(params, batch) + torch.tensor([1.0, 2.0], device=batch["x"].device).sum()
+
+
 def draws_on_the_host(params, batch):
     return linear(params, batch) + kernels.dropout(batch["x"], p=0.5, seed=int(torch.randint(2**62, ()))).sum()
 
@@ -122,6 +126,7 @@ AT_WORK = {
     "shapes": ({"loss": counts}, LossError, "in counts"),
     "to the host": ({"loss": goes_home}, LossError, "in goes_home"),
     "from the host": ({"loss": uploads}, LossError, "in uploads"),
+    "of numbers": ({"loss": uploads_at_once}, LossError, "in uploads_at_once"),
     "the CPU's generator": ({"loss": draws_on_the_host}, LossError, "seeded by ('step', calls, 0, 0)"),
     "a seed": ({"loss": seeds_by_itself}, ComposeError, "in seeds_by_itself"),
     "calls": ({"transforms": [maps(by_the_calls)]}, ComposeError, "in by_the_calls"),
@@ -273,6 +278,52 @@ def test_kernels_draw_their_masks_from_a_seed_on_the_device():
         assert_same_bits(gpu.get((state, metrics)), gpu.get((other, wanted)))
         seen.add(float(gpu.get(metrics["loss"])))
     assert len(seen) == 6
+
+
+SCHEDULED = {
+    "schedules": lambda: fds.adamw(
+        fds.schedules.warmup_cosine(1e-1, warmup_steps=2, total_steps=7),
+        betas=(fds.schedules.one_cycle_momentum(first_steps=3), 0.99),
+    ),
+    "delayed": lambda: fds.sgd(fds.schedules.delayed(lambda t: 0.1, updates=2, before=0.01), momentum=0.9),
+    "groups": lambda: fds.by_name({"v": fds.lion(lambda t: 0.1 / (t + 1)), "*": fds.muon()}),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_schedules_follow_the_step_of_every_replay(name):
+    def loss(params, batch):
+        return linear(params, batch) + params["v"].square().sum(), {"rows": torch.tensor(len(batch["x"]))}
+
+    gpu, params = Gpu(), {"w": torch.ones(3, 2), "v": torch.ones(2)}
+    step, state, batch = start(gpu, loss=loss, optimizer=SCHEDULED[name](), params=params)
+    plain, other = fds.compose(SCHEDULED[name]())(loss), gpu.state(gpu.get(state))
+    for _ in range(8):
+        state, metrics = calls(gpu, step, state, batch, 1)
+        other, wanted = calls(gpu, plain, other, batch, 1)
+        assert_same_bits(gpu.get((state, metrics)), gpu.get((other, wanted)))
+    assert gpu.captures == 1 and int(gpu.get(metrics["rows"])) == 4
+
+
+def test_metrics_that_come_and_go_are_refused():
+    turns = []
+
+    def loss(params, batch):
+        turns.append(None)
+        return linear(params, batch), {"even": 1.0} if len(turns) % 2 else {}
+
+    gpu = Gpu()
+    step, state, batch = start(gpu, loss=loss)
+    state, _ = calls(gpu, step, state, batch, 1)
+    with pytest.raises(ComposeError, match="took another than the last one"):
+        calls(gpu, step, state, batch, 1)
+
+
+def test_kernels_are_launched_in_the_rehearsal_as_in_the_capture():
+    from fds.kernels.language import is_capturing, rehearsing_capture
+
+    with rehearsing_capture(), rehearsing_capture():
+        assert is_capturing(torch.device("cuda")) and not is_capturing(torch.device("cpu"))
 
 
 def test_a_state_goes_on_from_a_save(tmp_path):

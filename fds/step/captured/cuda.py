@@ -20,11 +20,16 @@ _segments: Callable[[Any], list[dict[str, Any]]] = torch.cuda.memory_snapshot  #
 
 @attrs.frozen
 class CudaGraphs:
-    """Captures the work of CUDA devices; other devices have no graphs, and every call is run."""
+    """Captures the work of CUDA devices; other devices have no graphs, and every call is run.
+
+    `rehearsing` returns a scope in which kernels are launched as in a capture.
+    """
+
+    rehearsing: Callable[[], contextlib.AbstractContextManager[None]]
 
     def open(self, device: torch.device) -> CudaDevice | None:
         """Return what captures on this device, None for one that is no GPU."""
-        return CudaDevice.of(device) if device.type == "cuda" else None
+        return CudaDevice.of(device, self.rehearsing) if device.type == "cuda" else None
 
     def __repr__(self) -> str:
         return "one CUDA graph for every kind of batch; on other devices at once"
@@ -38,12 +43,13 @@ class CudaDevice:
     generator: torch.Generator
     stream: torch.cuda.Stream
     pool: Any
+    rehearsing: Callable[[], contextlib.AbstractContextManager[None]]
 
     @classmethod
-    def of(cls, device: torch.device) -> CudaDevice:
+    def of(cls, device: torch.device, rehearsing: Callable[[], contextlib.AbstractContextManager[None]]) -> CudaDevice:
         """Open a device."""
         _, generator = random.default_generators([device])
-        return cls(device, generator, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+        return cls(device, generator, torch.cuda.Stream(device), torch.cuda.graph_pool_handle(), rehearsing)
 
     @property
     def num_bytes(self) -> int:
@@ -55,15 +61,17 @@ class CudaDevice:
         """Work on the stream that captures: libraries make their workspaces for a stream when it is first used."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            yield
-        current.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            current.wait_stream(self.stream)
 
     @contextlib.contextmanager
     def strict(self) -> Generator[None]:
         """Work there, and raise `RuntimeError` for whatever waits for the device."""
         before = torch.cuda.get_sync_debug_mode()
-        with self.apart():
+        with self.apart(), self.rehearsing():
             torch.cuda.set_sync_debug_mode("error")
             try:
                 yield

@@ -229,6 +229,8 @@ class OneCall:
         found = {**metrics, _STEP: after.step}
         if self.work.results is None:
             self.work.results = Results.like(found)
+        elif not self.work.results.fits(found):
+            raise capture.other_path(f"metrics {', '.join(metrics)}", "those of the call before, of the same dtypes")
         self.work.results.write(found)
         self.memory.write(after)
 

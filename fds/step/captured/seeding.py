@@ -33,6 +33,7 @@ class Seeding:
     folds: list[random.Fold] = tree.new(list)  # how the seeds of the others follow from the key
     wanted: list[random.Fold] | None = None  # those of an earlier run, of which the states are; None makes them
     host: Tensor | None = None  # the state of the CPU's generator, as seeding left it
+    drawn: list[bool] = tree.new(list)  # by state, whether the earlier run drew from it
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
@@ -79,7 +80,9 @@ class Seeding:
 
     def repeated(self) -> Seeding:
         """Return the one for a run that is captured: all states are there before it begins."""
-        return Seeding(self.default, list(map(_other, self.states)), wanted=self.folds)
+        first, *others = (state.get_offset() for state in self.states)
+        drawn = [first != self.default.get_offset(), *map(bool, others)]
+        return Seeding(self.default, [state.clone_state() for state in self.states], wanted=self.folds, drawn=drawn)
 
     def check_whole(self) -> None:
         """Raise `ComposeError` where fewer seeds were set than in the earlier run."""
@@ -88,7 +91,7 @@ class Seeding:
 
     def seeds(self) -> Seeds:
         """Return what seeds the states before every replay."""
-        return Seeds(self.default, self.states[0], list(zip(self.states[1:], self.folds, strict=True)))
+        return Seeds(self.default, self.states[0], list(zip(self.states[1:], self.folds, strict=True)), self.drawn)
 
 
 @attrs.define(eq=False)
@@ -98,6 +101,7 @@ class Seeds:
     default: torch.Generator
     outside: torch.Generator | None
     states: list[tuple[torch.Generator, random.Fold]]
+    drawn: list[bool]  # of `outside` and of the states: whether they were drawn from where nothing was captured
 
     def set(self, key: Tensor, calls: Tensor) -> None:
         """Seed every state for the next replay, from a state's key and calls."""
@@ -109,11 +113,11 @@ class Seeds:
             self.outside.set_offset(self.default.get_offset())
 
     def forget_unused(self) -> None:
-        """After the first replay: leave out the states that nothing was drawn from."""
-        self.states = [(state, fold) for state, fold in self.states if state.get_offset()]
-        if self.outside is not None and self.outside.get_offset() == self.default.get_offset():
-            self.outside = None
-
-
-def _other(state: torch.Generator) -> torch.Generator:
-    return state.clone_state()
+        """After the first replay: leave out the states that nothing is drawn from."""
+        if self.drawn:
+            first, *others = self.drawn
+            pairs = zip(self.states, others, strict=True)
+            self.states = [(state, fold) for (state, fold), drew in pairs if drew or state.get_offset()]
+            if self.outside is not None and not first and self.outside.get_offset() == self.default.get_offset():
+                self.outside = None
+            self.drawn = []
