@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 import weakref
@@ -18,12 +19,31 @@ from fds.step import foreach
 from fds.step.donated import TAKEN, KnownMemory, writable
 from fds.step.structure import Structure, contiguous_copy
 
-_PARTS = ("params", "opt", "buffers", "slots")
 
-
-def _leaves(state: State) -> list[Tensor]:
+def _leaves(state: State, structure: Structure) -> list[Tensor]:
     """Return all leaves of a state on the device but `step`, which is read from a place of its own."""
-    return [x for part in _PARTS for x in tree.leaves(getattr(state, part))]
+    return [x for leaves in _columns(state, structure) for x in leaves]
+
+
+def _columns(state: State, structure: Structure) -> list[list[Tensor]]:
+    """Return the same by where they are: parameters, optimizer state, buffers, slots."""
+    opt = [state.opt[slot][name] for slot, want in structure.opt.items() for name in want.names]
+    return [tree.leaves(state.params), opt, tree.leaves(state.buffers), tree.leaves(state.slots)]
+
+
+def _builder(state: State, structure: Structure) -> Callable[[list[Tensor]], dict[str, Any]]:
+    """Return the function that builds the parts of a state from other leaves, with containers of their own."""
+    sizes = list(map(len, _columns(state, structure)))
+    params, buffers, slots = (tree.flatten(one)[1] for one in (state.params, state.buffers, state.slots))
+
+    def build(leaves: list[Tensor]) -> dict[str, Any]:
+        rest = iter(leaves)
+        columns = [list(itertools.islice(rest, size)) for size in sizes]
+        values = iter(columns[1])
+        opt = {slot: dict(zip(want.names, values, strict=False)) for slot, want in structure.opt.items()}
+        return {"params": params(columns[0]), "opt": opt, "buffers": buffers(columns[2]), "slots": slots(columns[3])}
+
+    return build
 
 
 @attrs.define(eq=False)
@@ -31,6 +51,7 @@ class StateMemory:
     """The leaves of one state after another, always in the same memory; and who has it now."""
 
     structure: Structure
+    rest: Any  # the structure of buffers and slots
     build: Callable[[list[Tensor]], dict[str, Any]]  # leaves -> the parts of a state
     leaves: list[Tensor]
     step: Tensor  # () int64
@@ -42,8 +63,8 @@ class StateMemory:
     def of(cls, state: State, structure: Structure) -> StateMemory:
         """Take over the memory of a state, each of whose leaves is in one more list; others' are copied."""
         leaves, known = _writable(state, structure, lists=2)
-        _, build = tree.flatten({part: getattr(state, part) for part in _PARTS})
-        return cls(structure, build, leaves, state.step.clone(), known)
+        rest = tree.structure((state.buffers, state.slots))
+        return cls(structure, rest, _builder(state, structure), leaves, state.step.clone(), known)
 
     def takes(self, state: State, structure: Structure) -> bool:
         """Say whether a state is in this memory and nobody else holds it, or can be: then copy it there.
@@ -52,7 +73,7 @@ class StateMemory:
         """
         if structure is not self.structure:
             return False
-        leaves = _leaves(state)
+        leaves = _leaves(state, structure)
         if all(map(operator.is_, leaves, self.leaves)):
             state.token.memory = self.known
             found, _ = _writable(state, structure, lists=4)
@@ -61,7 +82,7 @@ class StateMemory:
             if self.owner is None or self.owner() is not state:
                 self.step.copy_(state.step)
             return True
-        if not self.is_free() or [x.shape for x in leaves] != [x.shape for x in self.leaves]:
+        if not self.is_free() or tree.structure((state.buffers, state.slots)) != self.rest:
             return False
         foreach.copy_([*self.leaves, self.step], [*leaves, state.step])
         return True
@@ -85,7 +106,7 @@ class StateMemory:
 
     def write(self, after: State) -> None:
         """Write what has become of the state where that is not done already."""
-        new, places = [*_leaves(after), after.step], [*self.leaves, self.step]
+        new, places = [*_leaves(after, self.structure), after.step], [*self.leaves, self.step]
         own = set(map(_storage, places))
         moved = [(x, y) for x, y in zip(places, new, strict=True) if x.numel() and not _same_memory(x, y)]
         if moved:  # and one leaf may have become what another was
@@ -103,7 +124,7 @@ class StateMemory:
 
 def _writable(state: State, structure: Structure, *, lists: int) -> tuple[list[Tensor], KnownMemory]:
     """Return the leaves of a state, or copies of those that anybody else holds, and what is known of their memory."""
-    parts = [(one, tree.leaves(one)) for one in (state.params, state.opt, state.buffers, state.slots)]
+    parts = list(zip((state.params, state.opt, state.buffers, state.slots), _columns(state, structure), strict=True))
     return writable(state, parts, structure, lists, lambda i, x: contiguous_copy(x))
 
 
