@@ -110,11 +110,12 @@ class Pool:
         self.jobs, self.fresh, self.compile_threads = jobs, fresh, compile_threads
         self.idle: list[Child] = []
 
-    def run(self, tasks: Iterable[Task]) -> dict[str, Outcome]:
-        """Do all tasks, several at once, and return what came of each by name."""
+    def run(self, tasks: Iterable[Task], *, seconds: float = float("inf")) -> dict[str, Outcome]:
+        """Do tasks, several at once, and return what came of each by name; of those not done in time, nothing."""
         waiting, busy, outcomes = deque(tasks), [], {}
+        until = time.monotonic() + seconds
         try:
-            while waiting or busy:
+            while (waiting or busy) and time.monotonic() < until:
                 while waiting and len(busy) < self.jobs:
                     child = self.idle.pop() if self.idle else Child(self.compile_threads)
                     child.begin(waiting.popleft())

@@ -116,7 +116,7 @@ def children() -> Pool:
     return Pool(max(1, min(MOST_CHILDREN, (os.cpu_count() or 1) // 2)))
 
 
-def checked(setting: Setting, units: list[str]) -> dict[str, Outcome]:
-    """Check units in child processes, several at once."""
+def checked(setting: Setting, units: list[str], *, seconds: float = float("inf")) -> dict[str, Outcome]:
+    """Check units in child processes, several at once; those for which there is no time are left out."""
     arguments = lambda unit: (str(setting.device), setting.tiny, unit)
-    return children().run([Task(unit, check, arguments(unit), CHECK_S) for unit in units])
+    return children().run([Task(unit, check, arguments(unit), CHECK_S) for unit in units], seconds=seconds)

@@ -73,9 +73,10 @@ def name_of(work: Work) -> str:
 
 def compile_ahead(setting: Setting, names: list[str]) -> dict[str, Any]:
     """Check units in child processes, and return what is wrong with whom."""
-    _checked.update(units.checked(setting, [name for name in names if name not in _checked]))
-    wrong = {name: told for name in names if (told := what_is_wrong(_checked[name]))}
-    return {"units": len(names), "wrong": wrong}
+    left = [name for name in names if name not in _checked]
+    _checked.update(units.checked(setting, left, seconds=AHEAD_S / 2))  # the others are checked when they are timed
+    wrong = {name: told for name in names if name in _checked and (told := what_is_wrong(_checked[name]))}
+    return {"units": len(names), "left for later": [name for name in names if name not in _checked], "wrong": wrong}
 
 
 def what_is_wrong(outcome: Outcome) -> dict[str, str]:

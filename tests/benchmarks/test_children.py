@@ -37,6 +37,11 @@ def test_what_a_task_raises_is_its_own_and_the_child_goes_on(pool):
     assert pool.run([task("a", one="works")])["a"].result["one"] == before
 
 
+def test_what_is_not_done_in_time_has_no_outcome(pool):
+    outcomes = pool.run([task("quick", one="works"), task("slow", one="hang"), task("never", one="hang")], seconds=3.0)
+    assert set(outcomes) <= {"quick"}  # a hang lasts a minute, and would have one then
+
+
 def test_children_stay_for_the_next_tasks_unless_each_wants_a_fresh_one(pool):
     same = [pool.run([task("a", one="works")])["a"].result["one"] for _ in range(2)]
     assert same[0] == same[1]

@@ -9,6 +9,7 @@ from benchmarks.children import Outcome
 from benchmarks.gpu import step, step_contenders, step_measure, step_model, step_tables
 from benchmarks.gpu.records import ERROR, NO_TIME, PASSED, Failed, Record, Records
 from benchmarks.kernel_works import Setting
+from tests.benchmarks import pretended_gpu
 
 CPU = torch.device("cpu")
 TINY = Setting(CPU, tiny=True, compiled=lambda f: f)
@@ -72,6 +73,20 @@ def test_what_a_contender_takes_is_measured_alone_and_beside_another(monkeypatch
     figures = step.beside(TINY, one, 2)
     assert len(figures["seconds"]) == len(figures["beside_seconds"]) == 2
     assert figures["host_us"] > 0 and figures["tokens"] == 2 * step_model.TINY.context
+
+
+def test_on_a_gpu_the_allocator_tells_the_peak_and_some_steps_make_a_timing(monkeypatch):
+    pretended_gpu.pretend(monkeypatch)
+    gpu, call = torch.device("cuda"), lambda: torch.ones(())
+    alone = step_measure.alone(lambda: call, gpu)
+    assert (alone["peak_bytes"], alone["reserved_bytes"], alone["held_bytes"]) == (1000, 2000, 100)
+    assert alone["launches"] == 0
+    assert all(us > 0 for us in step_measure.host_us(call, gpu))
+    made = []
+    monkeypatch.setattr(step_measure, "seconds", lambda call, calls, device: made.append((call(), calls)) or 0.03)
+    series = step_measure.pairs(lambda: "a", lambda: "b", gpu, least=3, most=9)
+    assert made[4:] == [("a", 4), ("b", 4), ("b", 4), ("a", 4), ("a", 4), ("b", 4)]  # 0.1 s each, in turned order
+    assert series.contender == series.beside == (0.03,) * 3  # the interval is narrow at once
 
 
 def test_a_contender_that_is_not_there_fails_and_the_others_go_on(monkeypatch, tmp_path):

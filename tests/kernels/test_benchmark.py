@@ -9,12 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import kernel_peers, kernel_tables, kernel_units, kernels, report
+from benchmarks import kernel_peers, kernel_tables, kernel_timing, kernel_units, kernels, report
 from benchmarks.children import Outcome
 from benchmarks.gpu.records import FAILED, NO_TIME, PASSED, Record, Records
 from benchmarks.kernel_timing import COPIED_BYTES, Clock, Timed
 from benchmarks.kernel_works import Goals, Setting, Way, by_tracing, differences, disagreement
 from fds.kernels import only as kernels_only
+from tests.benchmarks import pretended_gpu
 
 CPU = torch.device("cpu")
 TINY = Setting(CPU, tiny=True, compiled=lambda f: f)
@@ -127,7 +128,7 @@ def test_the_first_size_of_everything_comes_before_the_second_of_anything():
 @pytest.fixture
 def checked_here(monkeypatch):
     """Check in this process instead of children, and forget it after the test."""
-    here = lambda setting, names: {name: Outcome(check(name)) for name in names}
+    here = lambda setting, names, **_: {name: Outcome(check(name)) for name in names}
     check = lambda unit: kernel_units.check("cpu", True, unit, skip={}, tell=lambda way: None)
     monkeypatch.setattr(kernel_units, "checked", here)
     monkeypatch.setattr(kernel_units, "setting_of", lambda device, tiny: TINY)
@@ -168,6 +169,30 @@ def test_a_peer_that_fails_is_told_and_not_timed(checked_here):
     assert [row[0] for row in kernel_tables.tables_of([timed], {})[1][2]] == ["torch eager", "peer", "wrong"]
 
 
+def test_a_gpu_is_timed_by_events_behind_a_wait_and_weighed_by_its_allocator(monkeypatch):
+    called = pretended_gpu.pretend(monkeypatch)
+    clock = Clock(CPU, 4096)
+    clock.on_gpu = True
+    work = next(kernel_units.FAMILIES["elementwise"](TINY))
+    with kernels_only("triton"), kernel_units.compiler():
+        failed = clock.check(work, skip={}, tell=lambda name: None)
+        timed = clock.time(work, rounds=2, failed=failed)
+    assert not timed.failed and set(timed.peak_bytes.values()) == {900}
+    assert len(timed.seconds["fds"]) == 2 and all(s > 0 for s in timed.seconds["fds"])
+    assert called.count("empty_cache") == len(work.ways) and called.count("_sleep") > 2 * len(timed.seconds)
+    assert called.count("Event") % 2 == 0
+
+
+def test_a_gpu_that_no_longer_answers_ends_the_process(monkeypatch):
+    ended, clock = [], Clock(CPU, 4096)
+    pretended_gpu.pretend(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: (_ for _ in ()).throw(RuntimeError("illegal access")))
+    monkeypatch.setattr(kernel_timing.os, "_exit", ended.append)
+    clock.on_gpu = True
+    clock.release()
+    assert ended == [70]
+
+
 def test_a_peer_that_is_not_there_says_so(monkeypatch):
     monkeypatch.setattr(kernel_peers, "KNOWN", {"norm": (("nobody", "no_such_package", "norm", lambda f: f),)})
     (way,) = kernel_peers.peers(attrs.evolve(TINY, device=torch.device("cuda")), "norm")
@@ -177,7 +202,7 @@ def test_a_peer_that_is_not_there_says_so(monkeypatch):
 
 def test_a_kernel_that_is_wrong_is_recorded_and_its_neighbours_are_timed(checked_here, monkeypatch, tmp_path):
     check = kernel_units.checked
-    wrong = lambda setting, names: {
+    wrong = lambda setting, names, **_: {
         name: Outcome(outcome.result | {"fds": "result 0 is apart"} if "lion" in name else outcome.result)
         for name, outcome in check(setting, names).items()
     }
@@ -185,7 +210,7 @@ def test_a_kernel_that_is_wrong_is_recorded_and_its_neighbours_are_timed(checked
     assert program(monkeypatch, tmp_path, "--rounds", "2", "--only", "lion,sgd") == 1
     statuses = [r.status for r in Records(tmp_path).latest("kernels").values()]
     assert statuses == [PASSED, FAILED, PASSED]
-    monkeypatch.setattr(kernel_units, "checked", lambda setting, names: {n: Outcome(error="gone") for n in names})
+    monkeypatch.setattr(kernel_units, "checked", lambda setting, names, **_: {n: Outcome(error="gone") for n in names})
     monkeypatch.setattr(kernels, "_checked", {})
     program(monkeypatch, tmp_path / "gone", "--rounds", "2", "--only", "lion,sgd")
     assert {r.status for r in Records(tmp_path / "gone").records if r.case.startswith("lion")} == {FAILED}
