@@ -52,8 +52,8 @@ def _gpu(i: int) -> Finding:
     found = f"{about.name}, {total / GIB:.0f} GiB ({free / GIB:.0f} free), compute capability {capability}"
     values = {"name": about.name, "total_bytes": total, "free_bytes": free, "capability": capability}
     if torch.version.hip is None and (about.major, about.minor) < (7, 0):
-        advice = "Triton compiles for 7.0 and later: compose with fds.reference_kernels()"
-        return Finding(f"GPU {i}", found, "problem", advice, values)
+        advice = "Triton compiles for 7.0 and later: leave fds.triton_kernels() out"
+        return Finding(f"GPU {i}", found, "note", advice, values)
     if torch.version.hip is None and about.major < 8:
         advice = "no bfloat16 in hardware: fds.precision(torch.float16) with fds.loss_scale()"
         return Finding(f"GPU {i}", found, "note", advice, values)

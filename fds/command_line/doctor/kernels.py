@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from fds.command_line.doctor.finding import Finding, Settings
+from fds.command_line.doctor.finding import Finding, Level, Settings
 from fds.command_line.doctor.process import run_together
+from fds.kernels import chosen
 from fds.kernels.explanation import explanations
 from fds.kernels.language import is_there
 
@@ -31,8 +32,10 @@ def _chosen(device: torch.device) -> Iterator[Finding]:
     for kernel, text in explanations(device).items():
         kernels.setdefault(text, []).append(kernel)
     for text, names in kernels.items():
-        advice = "all kernels" if len(kernels) == 1 else ", ".join(names)
-        yield Finding(f"on {device.type}", text, advice=advice, values={"kernels": names})
+        which = f"{', '.join(names)}: " if len(kernels) > 1 else ""
+        is_left = device.type == "cuda" and chosen(names[0], device) == "reference"
+        advice = "fds.triton_kernels() runs the kernels" if is_left else ""
+        yield Finding(f"on {device.type}", which + text, advice=advice, values={"kernels": names})
 
 
 def _trial(kind: str) -> Finding:
@@ -44,14 +47,15 @@ def _trial(kind: str) -> Finding:
         arguments=kind,
         limit=LIMIT,
     )
+    is_used = not interprets and chosen("rms_norm", torch.device(kind)) == "triton"
+    level: Level = "problem" if is_used else "note"
+    around = "compose with fds.reference_kernels()" if is_used else "leave fds.triton_kernels() out"
     if ended.code != 0:
-        needed = "only tests of kernels need it" if interprets else "compose with fds.reference_kernels()"
-        return Finding(what, f"a kernel does not run: {ended.reason}", "note" if interprets else "problem", needed)
+        needed = "only tests of kernels need it" if interprets else around
+        return Finding(what, f"a kernel does not run: {ended.reason}", level, needed)
     values = json.loads(ended.out)
     found = f"rms_norm and its gradients, {values['max_error']:.1e} from the reference"
     if values["max_error"] > values["bound"]:
-        advice = (
-            f"more than rounding, {values['bound']:.1e}: compose with fds.reference_kernels(), and please report it"
-        )
-        return Finding(what, found, "note" if interprets else "problem", advice, values)
+        advice = f"more than rounding, {values['bound']:.1e}: {around}, and please report it"
+        return Finding(what, found, level, advice, values)
     return Finding(what, found, values=values)

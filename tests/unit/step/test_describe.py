@@ -1,5 +1,6 @@
 """A step in words."""
 
+import attrs
 import torch
 from torch import nn
 
@@ -128,3 +129,8 @@ def test_hundreds_of_names_and_buffers_are_counted():
     assert text.count('147 names: "base.*"') == 2 and "1 buffer, 4,096 bytes" in text
     assert len(text) < 1000 and "tensor(" not in text + repr(step)
     assert step.describe(step.init(params)).frozen == tuple(n for n in params if n != "head")
+
+
+def test_kernels_of_which_different_things_are_true_have_a_line_each():
+    lines = str(attrs.evolve(make().describe(), kernels="lion: Triton kernel\nsgd: torch's operators")).splitlines()
+    assert lines[-2:] == ["kernels    lion: Triton kernel", "           sgd: torch's operators"]
