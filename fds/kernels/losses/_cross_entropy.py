@@ -40,15 +40,23 @@ def reference(
     logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int = -100
 ) -> Tensor:
     """Return the loss of each token in plain torch, (N,) float32 (float64 for float64)."""
-    num_classes = logits.shape[-1]
     wide = arguments.width(logits)
     log_probs = logits.log_softmax(-1, dtype=wide)  # on a GPU it reads 16 bits, with no copy of the logits in float32
+    lse = logits.to(wide).logsumexp(-1) if z_loss else None
+    return losses_of(log_probs, lse, targets, label_smoothing, z_loss, ignore_index)
+
+
+def losses_of(
+    log_probs: Tensor, lse: Tensor | None, targets: Tensor, label_smoothing: float, z_loss: float, ignore_index: int
+) -> Tensor:
+    """Return the loss of each token (N,) of its logarithms of probabilities (N, V) and, with z_loss, lse (N,)."""
+    num_classes = log_probs.shape[-1]
     is_ignored, is_inside = targets == ignore_index, (targets >= 0) & (targets < num_classes)
     loss = (label_smoothing - 1) * log_probs.gather(-1, targets.where(is_inside, 0)[:, None])[:, 0]
     if label_smoothing:
         loss = loss - label_smoothing / num_classes * log_probs.sum(-1)
-    if z_loss:
-        loss = loss + z_loss * logits.to(wide).logsumexp(-1).square()
+    if lse is not None:
+        loss = loss + z_loss * lse.square()
     # a factor, so that the gradient is NaN too
     poison = torch.ones_like(loss).masked_fill(~is_inside & ~is_ignored, float("nan"))
     return (loss * poison).masked_fill(is_ignored, 0.0)

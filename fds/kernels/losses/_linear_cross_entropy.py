@@ -112,19 +112,21 @@ def _torch(
     logits: Tensor, targets: Tensor, losses: Tensor, wants: bool, label_smoothing: float, z_loss: float,
     ignore_index: int,
 ) -> None:
-    """Do what `_kernels` does in plain torch."""
-    x, v = logits.to(losses.dtype), logits.shape[1]
-    losses.copy_(
-        token_loss.reference(x, targets, label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index)
-    )
+    """Do what `_kernels` does in plain torch, in one further tensor as large as the logits, of the loss's dtype."""
+    v = logits.shape[1]
+    log_probs = logits.log_softmax(1, dtype=losses.dtype)
+    lse = logits.to(losses.dtype).logsumexp(1) if z_loss else None
+    losses.copy_(token_loss.losses_of(log_probs, lse, targets, label_smoothing, z_loss, ignore_index))
     if wants:
-        lse = x.logsumexp(1, keepdim=True)
-        dx = x.softmax(1) * (1 + 2 * z_loss * lse) - label_smoothing / v
+        dx = log_probs.exp_()
+        if lse is not None:
+            dx *= (1 + 2 * z_loss * lse)[:, None]
+        if label_smoothing:
+            dx -= label_smoothing / v
         is_inside = ((targets >= 0) & (targets < v))[:, None]
-        at = targets[:, None].where(is_inside, 0)
-        dx.scatter_add_(1, at, torch.full_like(lse, label_smoothing - 1).masked_fill_(~is_inside, float("nan")))
-        dx += torch.zeros_like(lse).masked_fill_(~is_inside, float("nan"))
-        logits.copy_(dx.masked_fill_((targets == ignore_index)[:, None], 0.0))
+        poison = torch.zeros_like(losses)[:, None].masked_fill_(~is_inside, float("nan"))
+        dx.scatter_add_(1, targets[:, None].where(is_inside, 0), poison + (label_smoothing - 1))
+        torch.add(dx, poison, out=logits).masked_fill_((targets == ignore_index)[:, None], 0.0)
 
 
 def _add_product(total: Tensor, dlogits: Tensor, hidden: Tensor, beta: int) -> None:

@@ -62,8 +62,8 @@ MUTANTS = (
     Mutant(
         "linear-loss-ignores-nothing",
         "fds/kernels/losses/_linear_cross_entropy.py",
-        "logits.copy_(dx.masked_fill_((targets == ignore_index)[:, None], 0.0))",
-        "logits.copy_(dx)",
+        "torch.add(dx, poison, out=logits).masked_fill_((targets == ignore_index)[:, None], 0.0)",
+        "torch.add(dx, poison, out=logits)",
         "without Triton ignored tokens have gradients in the fused loss",
         "tests/kernels/test_linear_cross_entropy.py",
     ),
