@@ -25,6 +25,7 @@ _OF_THE_HOST = "its subject is the host: text, files, plans, no arithmetic of th
 _OF_THE_CPU = "its subject is the CPU, or a machine without a GPU"
 _PROCESSES = "it starts processes, whose ranks meet over gloo and compute on the CPU"
 _DRAWN_FOR_A_CPU = "bits, bytes or times that were recorded on a CPU"
+_EMULATED = "it emulates a GPU on the CPU; test_cuda_graph_on_a_gpu.py asks a real one"
 # Of all other files, why not; a folder stands for those in it.
 NOT_ON_A_GPU = {
     "tests/kernels/test_ahead_of_time.py": "it compiles for a GPU that is not there",
@@ -34,6 +35,7 @@ NOT_ON_A_GPU = {
     "tests/kernels/test_shared_memory.py": _OF_THE_CPU,
     "tests/laws/test_configurations.py": _PROCESSES,
     "tests/laws/test_law_10_plans.py": _OF_THE_HOST,
+    "tests/laws/test_law_17_captures.py": _EMULATED,
     "tests/laws/test_law_9_storage.py": _PROCESSES,
     "tests/laws/test_no_host_synchronisation.py": "it runs on `meta` tensors, everywhere alike",
     "tests/sharding/test_bytes.py": _DRAWN_FOR_A_CPU,
@@ -42,6 +44,7 @@ NOT_ON_A_GPU = {
     "tests/unit/step/test_host_work.py": _DRAWN_FOR_A_CPU,
     "tests/nn/test_transformer_memory.py": _DRAWN_FOR_A_CPU,
     "tests/transforms/test_checkpoint_memory.py": _DRAWN_FOR_A_CPU,
+    "tests/transforms/test_cuda_graph.py": _EMULATED,
     "tests/unit": _OF_THE_HOST,
     "tests/storage": _OF_THE_HOST,
     "tests/collectives": "simulated ranks, whose sums are the CPU's, and real ones over gloo",
