@@ -1,5 +1,7 @@
 """Views at stage 3: what a view makes of a parameter exists while it is used, and trains as the plain step does."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -262,3 +264,25 @@ def test_a_viewed_parameter_that_is_read_after_its_step_says_what_is_wrong():
     with pytest.raises(LossError, match="read after its step"):
         kept[0] + 1
     assert tree.is_float(kept[0])
+
+
+def test_what_a_view_keeps_for_backward_goes_when_layers_are_recomputed():
+    layers = fds.Layers([nn.Linear(31, 31) for _ in range(3)], nn.MSELoss())
+
+    @fds.step.transform
+    def bent():
+        view = lambda x, leaf, call: x.tanh() if leaf.name.endswith("weight") else x
+        return lambda step: fds.step.fill(step, view=view)
+
+    def alive():
+        shard = fds.shard_optimizer(data_axis(), stage=3)
+        step = fds.compose(shard, bent(), fds.checkpoint_activations(), fds.sgd(0.1))(layers)
+        state, counts = step.init(layers.init), []
+        for _ in range(3):
+            state, _ = step(state, (torch.ones(2, 31), torch.ones(2, 31)))
+            gc.collect()
+            counts.append(sum(type(x) is torch.Tensor and x.shape == (31, 31) for x in gc.get_objects()))
+        return counts
+
+    for first, *_, last in fds.simulate(alive, 2):
+        assert last <= first

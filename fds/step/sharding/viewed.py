@@ -206,7 +206,8 @@ def _without_hooks() -> contextlib.AbstractContextManager[object]:
     enabled = _hooks._saved_tensors_hooks_is_enabled()  # torch.func disables them
     if not enabled or _hooks._top_saved_tensors_default_hooks(True) is None:
         return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    # kept as it is, an output would keep the graph that keeps it
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same)
 
 
 def _written(path: str) -> LossError:
