@@ -49,6 +49,11 @@ def _on_the_device(run: Callable[..., None]) -> Callable[..., None]:
     return begun
 
 
+def rng_state() -> torch.Tensor:
+    """Return the state of the generator that functions on the device of the tests draw from."""
+    return torch.get_rng_state() if DEVICE.type == "cpu" else torch.cuda.get_rng_state()
+
+
 class DefaultDevice(DeviceContext):
     """Make tensors on a device, as torch's own default device does; what is random are the numbers of the CPU.
 

@@ -310,6 +310,9 @@ def pretended() -> Iterator[None]:
         stack.enter_context(mock.patch.object(executor, "__call__", _launched(executor.__call__)))
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)
+        # a module's `double()` then swaps parameters, where it would write to `data`, which is of the wrapper alone
+        stack.callback(torch.__future__.set_swap_module_params_on_conversion, False)
+        torch.__future__.set_swap_module_params_on_conversion(True)
         stack.enter_context(modes())
         yield
 

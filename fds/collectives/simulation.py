@@ -26,7 +26,7 @@ class SimulatedWorld:
     rank: int
     size: int
     hub: Hub
-    device: torch.device = torch.device("cpu")
+    device: torch.device  # of what a pipeline sends; collectives take tensors of any
     timeout: float = math.inf  # deadlocks are detected, since then no rank can run
     shares_cores: bool = False  # simulated ranks stand for ranks of a cluster
     counters: list = attrs.field(factory=list)
@@ -42,8 +42,9 @@ def simulate(fn: Callable[[], T], world_size: int) -> list[T]:
     """Run `fn()` once per rank and return the results, in rank order.
 
     The ranks are threads that take turns: one runs until it waits in a collective or ends, then the next one that can
-    run. Each has its own global generators (torch's, Python's and NumPy's), which start with the caller's states; the
-    caller's are restored. The order of execution and of sums is deterministic.
+    run. Stages of a pipeline send each other tensors of the caller's default device. Each has its own global
+    generators (torch's, Python's and NumPy's), which start with the caller's states; the caller's are restored. The
+    order of execution and of sums is deterministic.
 
     Steps in other threads wait until the simulation ends. So a rank must not wait for another thread that steps, unless
     that thread runs in a copy of the rank's context (`contextvars.copy_context().run`); otherwise the step raises
@@ -69,7 +70,7 @@ def simulate(fn: Callable[[], T], world_size: int) -> list[T]:
         worlds.simulated.set(world)
         return fn()
 
-    ranks = [SimulatedWorld(rank, world_size, hub) for rank in range(world_size)]
+    ranks = [SimulatedWorld(rank, world_size, hub, torch.get_default_device()) for rank in range(world_size)]
     with random.exclusive():  # ranks swap the default generators; their threads run in copies of this context
         hub.turns = Turns([lambda world=world: body(world) for world in ranks])
         try:

@@ -48,7 +48,7 @@ class Mapped:
 
         def copied():
             self.check("read")
-            out = [x.clone() for x in old]
+            out = [x.to(device, copy=True) for x in old]
             self.log.append(f"has read {n}")
             return out
 

@@ -17,7 +17,7 @@ from fds.kernels.choice import only
 from fds.nn import TransformerConfig, TransformerLayer, transformer_layer
 from fds.nn.transformer_layer import _select_attention
 from tests.bits import assert_same_bits
-from tests.devices import DEVICE
+from tests.devices import DEVICE, rng_state
 from tests.kernels.accuracy import DTYPES, assert_near, distance
 from tests.nn.plain import build, drawn, gradients, inputs, padding, plain_layer
 
@@ -157,11 +157,11 @@ def test_a_query_that_may_attend_to_nothing_gets_no_attention():
 def test_dropout_is_off_in_eval_mode_and_draws_nothing():
     layer, plain = build(torch.float64), build(torch.float64, attn_dropout_ratio=0.0, hidden_dropout_ratio=0.0)
     x = inputs(layer.config, dtype=torch.float64)
-    before = torch.get_rng_state()
+    before = rng_state()
     assert torch.equal(layer.eval()(x), plain(x))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(rng_state(), before)
     layer.train()(x)
-    assert not torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(rng_state(), before)
 
 
 def test_the_config_says_in_which_mode_it_starts():
