@@ -13,7 +13,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-sharding bench-pipeline bench-storage bench-kernels bench-imports gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-launches bench-sharding bench-pipeline bench-storage bench-kernels bench-imports gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -71,6 +71,9 @@ bench-plain: $(READY)  ## time the plain step beside a hand-written loop
 
 bench-host: $(PEERS)  ## time what a step takes of the host, at up to 5,000 parameters (needs .venv-peers, large)
 	@.venv-peers/bin/python benchmarks/host.py $(ARGS)
+
+bench-launches: $(READY)  ## time what kernels and their launches take of the host; no GPU is needed
+	@$(BIN)/python benchmarks/launches.py $(ARGS)
 
 bench-sharding: $(PEERS)  ## time sharded training beside DDP, FSDP2 and DeepSpeed (needs .venv-peers, large)
 	@.venv-peers/bin/python benchmarks/sharding.py $(ARGS)

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,16 +171,21 @@ def turn_of(step: fds.Step, state: fds.State) -> Call:
     return call
 
 
-def measure(rounds: int, calls: int) -> dict[str, list[float]]:
+def all_calls(calls: int) -> Iterator[tuple[str, Call, int]]:
+    """Yield every call with its name, and how often it is made in a round."""
+    for name, forward, backward in functions():
+        yield f"{name}, forward" if backward else name, forward, calls if backward else max(calls // 20, 1)
+        if backward:
+            yield f"{name}, backward", backward, calls
+    for name, call in steps():
+        yield name, call, max(calls // 200, 1)
+
+
+def measure(todo: Iterable[tuple[str, Call, int]], rounds: int) -> dict[str, list[float]]:
     """Return name -> microseconds of the host, launches, operators of torch and casts, of one call each."""
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {}
     with without_a_device():
-        todo: list[tuple[str, Call, int]] = []
-        for name, forward, backward in functions():
-            todo += [(f"{name}, forward" if backward else name, forward, calls if backward else max(calls // 20, 1))]
-            todo += [(f"{name}, backward", backward, calls)] if backward else []
-        todo += [(name, call, max(calls // 200, 1)) for name, call in steps()]
         for name, call, repeat in todo:
             for _ in range(3):
                 call()
@@ -232,7 +237,7 @@ def main() -> int:
     """Run from the command line."""
     options = parse()
     if options.worker:
-        print(json.dumps(measure(options.rounds, options.calls)))
+        print(json.dumps(measure(all_calls(options.calls), options.rounds)))
         return 0
     checkouts = {"before": options.beside.resolve(), "now": HERE} if options.beside else {"now": HERE}
     runs: dict[str, list[dict[str, list[float]]]] = {label: [] for label in checkouts}

@@ -21,6 +21,7 @@ from tests.ranks import Pool
 ROOT = Path(__file__).parents[2]
 NAMES = re.findall(r"^bench-([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 NEEDS_A_GPU = {"kernels"}
+ELSEWHERE = {"launches"}  # tests/benchmarks/test_launches.py
 WITHOUT_PEERS = {  # what of a benchmark needs no package but torch
     "sharding": ["--only", "fds 0,DDP", "--stages", "0", "--rates", "loopback"],
     "pipeline": ["--only", "fds ZB-H1,torch 1F1B"],
@@ -73,7 +74,7 @@ def run(monkeypatch, capsys, pool, request):
     signal.signal(signal.SIGTERM, handler)
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES, "planning"} - NEEDS_A_GPU))
+@pytest.mark.parametrize("name", sorted({*NAMES, "planning"} - NEEDS_A_GPU - ELSEWHERE))
 def test_the_smallest_case_of_a_benchmark_runs(name, run):
     kept = set(report.RESULTS.iterdir())
     assert "contender" in run(name, "--quick", *WITHOUT_PEERS.get(name, []))
