@@ -148,7 +148,6 @@ def _keys_kernel(
     v = load_rows(v_ptr, b, bg % key_heads, first, v_strides, num_keys, D, KEYS, BLOCK_D)
     dk = tl.zeros([KEYS, BLOCK_D], tl.float32)
     dv = tl.zeros([KEYS, BLOCK_D], tl.float32)
-    # With CAUSAL every block is masked: separate loops for the diagonal and the rest need too many registers.
     start_at = first // QUERIES * QUERIES if CAUSAL else 0
     # At least one block, of zeros if need be: a branch around the loop makes ptxas run its products one after another.
     stop_at = tl.maximum(num_queries, start_at + 1)
@@ -171,8 +170,12 @@ def _keys_kernel(
             dout = load_rows(dout_ptr, b, h, start, dout_strides, num_queries, D, QUERIES, BLOCK_D)
             weights = masked(
                 tl.exp2(scores - lse[None, :]), 0.0, b, i[None, :], j[:, None], num_keys, key_padding_ptr,
-                key_padding_strides, CAUSAL, False, HAS_PADDING,
+                key_padding_strides, CAUSAL and BLOCK_D > 128, False, HAS_PADDING,
             )
+            if CAUSAL and BLOCK_D <= 128:  # noqa: SIM102  (known to the compiler, as the next is not)
+                # On the diagonal only: with a loop of its own, or wider heads, it would need too many registers.
+                if start < first + KEYS:
+                    weights = tl.where(i[None, :] >= j[:, None], weights, 0.0)
             dropped = weights
             if DROPOUT:
                 kept = tl.trans(keep(tl.load(seed_ptr), offset, rows + i, first, threshold, KEYS))
