@@ -22,6 +22,10 @@ def begin() -> Callable[[], None]:
         from tests.pretending import pretended
 
         stack.enter_context(pretended())
+    if NAME == "cuda":  # laws are of bits: sums in one order, and no products rounded to 10 bits
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.backends.cudnn.allow_tf32 = False
     if DEVICE.type != "cpu":
         stack.enter_context(DefaultDevice(DEVICE))
         from fds.collectives.turns import Turns
