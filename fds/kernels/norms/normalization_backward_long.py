@@ -7,7 +7,8 @@ which few persistent programs go, so that whoever comes second finds the slab in
 
 Moves: dy, x and (if the sum has a gradient) ds once, and dx, through memory; dy and x three times through L2, once of
 them from L1 where the rows in use fit there (16384 columns in 16 bits); and 16 / SLAB bytes an element of partial sums.
-Rows beyond 256 KB (131072 columns in 16 bits) are read from memory again in part: at worst 7 tensors instead of 3.
+Rows of more than 256 KB of dy and x (65536 columns in 16 bits) are read from memory again in part: at worst 7 tensors
+instead of 3.
 """
 
 from __future__ import annotations
