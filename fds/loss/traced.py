@@ -34,7 +34,9 @@ class TracedModule:
     def of(cls, variant: Variant, constants: dict[str, Tensor], mode: Mode) -> TracedModule:
         """Return that of a variant, which is used for nothing else afterwards."""
         shapes = [(name, p.shape, p.dtype) for (_, _, name), p in zip(variant.params, variant.empty, strict=False)]
-        kind = (type(variant.module), repr(variant.module), *shapes, mode.key)
+        # torch does not notice whether a module has hooks (torch._dynamo.config.skip_nnmodule_hook_guards)
+        own = id(variant.module) if any(map(_has_hooks, variant.module.modules())) else None
+        kind = (type(variant.module), repr(variant.module), *shapes, mode.key, own)
         for held, key, _ in variant.locations():
             held[key] = None
         unset = [(held, key) for held, key, *_ in variant.unset]
@@ -69,6 +71,11 @@ class TracedModule:
         for held, key in self.unset:  # a cache: the next call computes its own
             held[key] = None
         return out, new
+
+
+def _has_hooks(part: nn.Module) -> bool:
+    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
+    return any(hooks)
 
 
 class _Now(threading.local):

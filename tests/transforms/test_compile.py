@@ -230,6 +230,22 @@ def test_nothing_of_a_step_stays_in_memory(stage):
     assert not [x.shape for x in tensors if x.shape[0] == rows]
 
 
+def test_layers_with_hooks_share_no_function():
+    """torch does not notice whether a module has hooks."""
+
+    def hooked(by):
+        part = nn.Sequential(nn.Linear(3, 3))
+        if by:
+            part[0].register_forward_hook(lambda module, inputs, out: out * by)
+        return part
+
+    loss = fds.Layers([hooked(by) for by in (0, 0, 3.0, 2.0)], nn.MSELoss())
+    states = [fds.compose(*m, fds.sgd(0.1))(loss) for m in ([EXACT], [])]
+    batch = torch.ones(2, 3), torch.ones(2, 3)
+    got, want = (step(step.init(loss.init), batch) for step in states)
+    assert_same_bits(got, want)
+
+
 class Times(nn.Module):
     """Layers that look alike, and differ in a number that torch makes a constant of compiled code."""
 
