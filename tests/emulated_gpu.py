@@ -168,6 +168,11 @@ class Gpu(TorchDispatchMode):
         self.generator, self.is_strict, self.graph = Generator(self), False, None
         self.replays, self.captures, self.launched, self.num_bytes = 0, 0, 0, 7
 
+    @classmethod
+    def ignore_compile_internals(cls):
+        """Let torch.compile compile: this is the device, not somebody who looks on."""
+        return True
+
     # what a program sees
 
     def put(self, x):

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import math
 
 import attrs
 import pytest
@@ -208,6 +209,79 @@ def test_values_in_a_batch_have_graphs_of_their_own():
     again = [gpu.state(gpu.get(state)) for _ in range(2)]
     one, two = (calls(gpu, step, x, batch | {"by": by}, 1)[1]["loss"] for x, by in zip(again, (1, 2), strict=True))
     assert float(gpu.get(two)) == 2 * float(gpu.get(one))
+
+
+def test_zeros_of_either_sign_have_graphs_of_their_own_and_nan_has_one():
+    def signed(params, batch):
+        return linear(params, batch) + math.copysign(1.0, batch["by"])
+
+    gpu = Gpu()
+    step, state, batch = start(gpu, loss=signed)
+    plain, other = fds.compose(fds.adamw(0.1))(signed), gpu.state(gpu.get(state))
+    for by in [0.0] * 4 + [-0.0] * 4:
+        state, metrics = calls(gpu, step, state, batch | {"by": by}, 1)
+        other, wanted = calls(gpu, plain, other, batch | {"by": by}, 1)
+        assert_same_bits(gpu.get(metrics), gpu.get(wanted))
+    calls(gpu, step, state, batch | {"by": float("nan")}, 4)
+    assert gpu.captures == 3
+
+
+def test_a_step_that_is_written_over_counts_from_there():
+    gpu, make = Gpu(), lambda: fds.adamw(lambda t: 0.1 / (t + 1))
+    step, state, batch = start(gpu, optimizer=make())
+    plain, other = fds.compose(make())(linear), gpu.state(gpu.get(state))
+    for number in range(7):
+        state, metrics = calls(gpu, step, state, batch, 1)
+        other, wanted = calls(gpu, plain, other, batch, 1)
+        assert_same_bits(gpu.get((state, metrics)), gpu.get((other, wanted)))
+        if number in (0, 4):
+            with gpu:
+                state.step.fill_(100 * number)
+                other.step.fill_(100 * number)
+    assert gpu.captures == 1
+
+
+# what Dynamo does while it traces, and hides where warnings are no errors
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:aten.*an autograd kernel was not registered")
+def test_compiled_losses_are_captured():
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    layers = fds.Layers([nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)], F.mse_loss)
+    gpu, batch = Gpu(), (torch.randn(4, 3), torch.randn(4, 2))
+    plain = fds.compose(fds.accumulate(2), fds.adamw(0.1))(layers)
+    parts = (fds.compile(backend=counting), fds.donate(), captured(gpu))
+    step = fds.compose(fds.accumulate(2), *parts, fds.adamw(0.1))(layers)
+    state, batch = gpu.state(step.init(layers.init)), gpu.put(batch)
+    other = gpu.state(gpu.get(state))
+    for _ in range(5):
+        state, metrics = calls(gpu, step, state, batch, 1)
+        other, wanted = calls(gpu, plain, other, batch, 1)
+        assert_same_bits(gpu.get((state, metrics)), gpu.get((other, wanted)))
+    # 5 functions, compiled again in the emulated rehearsal, which is a mode of torch functions; never in a capture
+    assert len(graphs) == 2 * 5 and (gpu.captures, gpu.replays) == (1, 3)
+
+
+def test_what_is_drawn_in_a_scope_of_the_first_calls_is_drawn_again_after_it():
+    def twice(params, batch):
+        if not gpu.captures:  # as a compiled loss does, which also runs once uncompiled
+            with fds.random.scope([META]):
+                torch.rand((), device=META)
+        return linear(params, {**batch, "x": F.dropout(batch["x"], 0.5)})
+
+    gpu = Gpu()
+    step, state, batch = start(gpu, loss=twice)
+    plain = fds.compose(fds.adamw(0.1))(lambda p, b: linear(p, {**b, "x": F.dropout(b["x"], 0.5)}))
+    other = gpu.state(gpu.get(state))
+    for _ in range(2):
+        state, metrics = calls(gpu, step, state, batch, 1)
+        other, wanted = calls(gpu, plain, other, batch, 1)
+        assert_same_bits(gpu.get((state, metrics)), gpu.get((other, wanted)))
 
 
 def test_a_state_that_was_given_up_is_refused():

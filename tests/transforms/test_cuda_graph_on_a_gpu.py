@@ -86,6 +86,35 @@ def test_replays_allocate_nothing_that_stays_and_the_pool_is_described():
     assert step.describe(state).num_bytes["graphs"] >= tree.num_bytes(batch)
 
 
+def test_graphs_outlive_others_of_the_same_step():
+    """Destroying a graph frees what cuBLAS has on the stream that it was captured on (torch 2.12 and 2.13)."""
+    loss, batch = network(3), batches(2)[1]
+    step, plain = (fds.compose(fds.donate(), *m, fds.adamw())(loss) for m in ([fds.cuda_graph()], []))
+    kept, dropped, other = on_gpu(step, loss), on_gpu(step, loss), on_gpu(plain, loss)
+    for number in range(12):
+        kept, metrics = step(kept, batch)
+        other, wanted = plain(other, batch)
+        assert_same_bits((kept, metrics), (other, wanted))
+        if number < 4:
+            dropped, _ = step(dropped, batch)
+        else:
+            dropped = None
+            torch.cuda.empty_cache()
+            step(on_gpu(step, loss), batch)
+            torch.full((1 << 24,), torch.nan, device="cuda")
+
+
+def test_a_pool_is_followed_by_another_when_its_graphs_are_gone():
+    loss, batch = network(4), batches(2)[1]
+    step = fds.compose(fds.donate(), fds.cuda_graph(), fds.adamw())(loss)
+    state, held = on_gpu(step, loss), []
+    for _ in range(3):
+        for _ in range(4):
+            state, metrics = step(state, batch)
+        held.append(tree.leaves(state.params))
+    assert torch.isfinite(metrics["loss"])
+
+
 def test_a_number_that_is_read_is_refused_by_its_line_and_the_state_goes_on():
     def reads(params, batch):
         return F.mse_loss(batch[0] @ params["w"], batch[1]) * (batch[0].sum().item() < 1e9)

@@ -42,7 +42,7 @@ class Kind:
                 key, build = (x.shape, x.stride(), x.dtype, x.requires_grad), _tensor(len(tensors))
                 tensors.append(x)
             elif isinstance(x, _VALUES):
-                key, build = (type(x), x), _value(x)
+                key, build = (type(x), repr(x) if isinstance(x, float | complex) else x), _value(x)  # -0.0, nan
             else:
                 raise capture.leaf_of_batch(list(tree.paths(batch))[i], x, device)
             keys.append(key)

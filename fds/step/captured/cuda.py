@@ -6,16 +6,19 @@ Source: torch.cuda.graphs; https://docs.pytorch.org/docs/stable/notes/cuda.html#
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
 import attrs
 import torch
 
-from fds import random
+from fds import random, tree
 
 # which torch leaves without types
 _segments: Callable[[Any], list[dict[str, Any]]] = torch.cuda.memory_snapshot  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+# private: torch has no public function for it
+_clear_workspaces: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)  # pyright: ignore[reportPrivateUsage]
 
 
 @attrs.frozen
@@ -35,7 +38,7 @@ class CudaGraphs:
         return "one CUDA graph for every kind of batch; on other devices at once"
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class CudaDevice:
     """A GPU: graphs of one step share a pool of memory, since nothing in it outlives a replay."""
 
@@ -44,6 +47,7 @@ class CudaDevice:
     stream: torch.cuda.Stream
     pool: Any
     rehearsing: Callable[[], contextlib.AbstractContextManager[None]]
+    graphs: weakref.WeakSet[Any] = tree.new(weakref.WeakSet)  # that have the pool
 
     @classmethod
     def of(cls, device: torch.device, rehearsing: Callable[[], contextlib.AbstractContextManager[None]]) -> CudaDevice:
@@ -58,7 +62,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def apart(self) -> Generator[None]:
-        """Work on the stream that captures: libraries make their workspaces for a stream when it is first used."""
+        """Work on the stream that captures, where nothing waits that a capture would wait for."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
@@ -81,11 +85,30 @@ class CudaDevice:
     @contextlib.contextmanager
     def capture(self, states: list[torch.Generator]) -> Generator[torch.cuda.CUDAGraph]:
         """Capture what is done inside; other threads may go on with what cannot be captured, such as pinning memory."""
-        graph = torch.cuda.CUDAGraph()
-        for state in states:
-            graph.register_generator_state(state)  # pyright: ignore[reportUnknownMemberType]  (as above)
+        if not self.graphs:  # torch refuses a pool that had graphs and has none
+            self.pool = torch.cuda.graph_pool_handle()
         with (
-            torch.cuda.device(self.device),
-            torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+            torch.cuda.device(self.device),  # a state that is registered has its seed on the current one
+            torch.cuda.stream(torch.cuda.current_stream(self.device)),  # which a failed capture does not restore
+            _workspaces_in_the_pool(),
         ):
-            yield graph
+            graph = torch.cuda.CUDAGraph()
+            for state in states:
+                graph.register_generator_state(state)  # pyright: ignore[reportUnknownMemberType]  (as above)
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                yield graph
+        self.graphs.add(graph)
+
+
+@contextlib.contextmanager
+def _workspaces_in_the_pool() -> Generator[None]:
+    """Have cuBLAS take workspaces from the memory of the graph that is captured inside.
+
+    Those that a stream has already are freed when any graph that was captured on it is destroyed, and the others would
+    go on writing to them (torch 2.12 and 2.13, CUDAGraph::reset; `torch._inductor.cudagraph_trees` does as here).
+    """
+    _clear_workspaces()
+    try:
+        yield
+    finally:
+        _clear_workspaces()

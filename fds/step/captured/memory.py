@@ -58,6 +58,7 @@ class StateMemory:
     known: KnownMemory
     owner: weakref.ref[State] | None = None  # the state that a call returned last
     token: Token | None = None  # of that state
+    version: int = 0  # of its `step`: whether somebody wrote there
 
     @classmethod
     def of(cls, state: State, structure: Structure) -> StateMemory:
@@ -79,7 +80,7 @@ class StateMemory:
             found, _ = _writable(state, structure, lists=4)
             if not all(map(operator.is_, found, self.leaves)):
                 return False
-            if self.owner is None or self.owner() is not state:
+            if self.owner is None or self.owner() is not state or state.step._version != self.version:
                 self.step.copy_(state.step)
             return True
         if not self.is_free() or tree.structure((state.buffers, state.slots)) != self.rest:
@@ -117,7 +118,7 @@ class StateMemory:
         """Return the state after a call, given a copy of its `step`; it has the memory from here on."""
         token = Token.after(old, self.known)
         new = State(step, old.calls + 1, key=old.key, token=token, **self.build(self.leaves))
-        self.owner, self.token = weakref.ref(new), token
+        self.owner, self.token, self.version = weakref.ref(new), token, step._version
         old.token.became = True
         return new
 

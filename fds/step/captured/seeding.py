@@ -65,11 +65,17 @@ class Seeding:
 
     @contextlib.contextmanager
     def scope(self, devices: Iterable[torch.device]) -> Generator[None]:
-        """Go on inside with the current state, and after it too, whatever it was switched to inside."""
+        """Go on inside with the current state, and after it too, whatever it was switched to inside.
+
+        What is drawn from it inside is drawn again after it, but for a capture, in which no state can be set.
+        """
         before, known, host = self.default.graphsafe_get_state(), self.host, torch.default_generator.get_state()
+        place = self.default.get_state() if self.wanted is None else None
         yield
         self.check_host()
         self.default.graphsafe_set_state(before)
+        if place is not None:
+            self.default.set_state(place)
         torch.default_generator.set_state(host)
         self.host = known
 
