@@ -1,7 +1,8 @@
 """Compile the loss by torch.compile, in training and in evaluation: `Layers` layer by layer, other losses whole.
 
 Fills:  loss                     State:  none
-Law:    the composition without it: bit for bit with `backend="aot_eager"`, to rounding with inductor
+Law:    the composition without it: bit for bit with `backend="aot_eager"`, to rounding with inductor, and in
+        gradients of dropout in 16 bits, which torch rounds otherwise where it compiles
 Cost:   compile time in the first steps, once for all equal layers; each layer, or the loss, also runs once uncompiled
 Source: Ansel et al. 2024, "PyTorch 2", doi:10.1145/3620665.3640366
 """

@@ -90,7 +90,7 @@ def test_graphs_outlive_others_of_the_same_step():
     """Destroying a graph frees what cuBLAS has on the stream that it was captured on (torch 2.12 and 2.13)."""
     loss, batch = network(3), batches(2)[1]
     step, plain = (fds.compose(fds.donate(), *m, fds.adamw())(loss) for m in ([fds.cuda_graph()], []))
-    kept, dropped, other = on_gpu(step, loss), on_gpu(step, loss), on_gpu(plain, loss)
+    kept, dropped, other, held = on_gpu(step, loss), on_gpu(step, loss), on_gpu(plain, loss), []
     for number in range(12):
         kept, metrics = step(kept, batch)
         other, wanted = plain(other, batch)
@@ -98,9 +98,10 @@ def test_graphs_outlive_others_of_the_same_step():
         if number < 4:
             dropped, _ = step(dropped, batch)
         else:
+            held += [] if dropped is None else tree.leaves(dropped.params)  # so no other state takes this memory
             dropped = None
+            step(on_gpu(step, loss), batch)  # which lets go of it, and of its graph
             torch.cuda.empty_cache()
-            step(on_gpu(step, loss), batch)
             torch.full((1 << 24,), torch.nan, device="cuda")
 
 
