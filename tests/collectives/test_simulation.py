@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fds
@@ -240,6 +242,27 @@ def test_a_key_ends_it():
     threading.Thread(target=press).start()
     with pytest.raises(KeyboardInterrupt):
         c.simulate(run, 2)
+
+
+def test_dispatch_modes_are_a_ranks_own():
+    """torch keeps in flags of the process whether one is open, and compiles nothing while they say so."""
+
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    is_open = _python_dispatch.is_in_any_mode_without_ignore_compile_internals
+
+    def run():
+        before = is_open()
+        with Looks():
+            axis().barrier()
+            inside = is_open()
+        axis().barrier()  # the first to enter is the first to leave
+        return before, inside, is_open()
+
+    assert c.simulate(run, 3) == [(False, True, False)] * 3
+    assert not is_open()
 
 
 def test_context_variables_are_a_ranks_own():

@@ -12,6 +12,14 @@ MUTANTS = (
         "tests/collectives/test_simulation.py",
     ),
     Mutant(
+        "simulated-ranks-share-dispatch-flags",
+        "fds/collectives/turns.py",
+        "        self.flags[rank].restore()",
+        "        pass",
+        "a mode that one rank opened is closed by another, and torch.compile compiles nothing any more",
+        "tests/collectives/test_simulation.py",
+    ),
+    Mutant(
         "deadlock-not-noticed",
         "fds/collectives/turns.py",
         "            self.error, self.stopped, able = self._deadlock(), True, alive",

@@ -1,0 +1,37 @@
+"""Whether dispatch modes are open, which torch keeps in flags of the process, though modes are a thread's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from torch.utils import _python_dispatch
+
+# Private: torch has no public way to them. Each mode restores on leaving what it found, so that of two threads which
+# enter one after the other, and leave in the same order, the second sets what the first had set: for ever.
+_flags: Any = _python_dispatch
+
+
+@attrs.frozen
+class DispatchFlags:
+    """Those of all modes, of modes that are not torch's own, and of those that keep torch.compile from compiling."""
+
+    every: bool
+    others: bool
+    uncompiled: bool
+
+    @classmethod
+    def now(cls) -> DispatchFlags:
+        """Return the present flags."""
+        return cls(
+            _flags._is_in_torch_dispatch_mode,
+            _flags._is_in_non_infra_torch_dispatch_mode,
+            _flags._is_in_any_mode_without_ignore_compile_internals,
+        )
+
+    def restore(self) -> None:
+        """Set the flags to these."""
+        _flags._is_in_torch_dispatch_mode = self.every
+        _flags._is_in_non_infra_torch_dispatch_mode = self.others
+        _flags._is_in_any_mode_without_ignore_compile_internals = self.uncompiled
+        _flags.set_is_in_mode_without_ignore_compile_internals(self.uncompiled)
