@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -33,8 +34,10 @@ settings.load_profile(os.environ.get("FDS_HYPOTHESIS_PROFILE", "fast"))
 
 
 def pytest_configure(config):
-    """Make all tensors of the tests where FDS_TEST_DEVICE says, from the import of their modules on."""
+    """Make all tensors of the tests where FDS_TEST_DEVICE says, from their import on, and let interrupts come."""
     config.add_cleanup(devices.begin())
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for what a shell starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session):
