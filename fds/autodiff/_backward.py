@@ -75,7 +75,7 @@ def is_reentrant(total: Tensor) -> bool:
 
     It does after `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`. The search takes about 1 us per node.
     """
-    return any(node.name() == "CheckpointFunctionBackward" for node in _nodes([total]))
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in _nodes([total]))
 
 
 def backward_through_reentrant(

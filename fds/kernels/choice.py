@@ -65,7 +65,7 @@ def only(kind: str) -> contextlib.AbstractContextManager[None]:
     kernel is first used). Raises `KernelError` for any other `kind`.
     """
     if kind not in (TRITON, REFERENCE):
-        raise KernelError("there is no such kernel", where="kind", got=repr(kind), want="'triton' or 'reference'")
+        raise KernelError("there is no such kind", where="kind", got=repr(kind), want="'triton' or 'reference'")
     return _scope(kind)
 
 
@@ -78,17 +78,17 @@ def prefer_triton() -> contextlib.AbstractContextManager[None]:
     return _scope(_PREFERRED)
 
 
-def chosen(kernel: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+def chosen(kernel: str, device: torch.device | str, dtype: torch.dtype = torch.float32) -> str:
     """Return which implementation runs for such tensors: "triton" or "reference"; inside `only`, that kind.
 
     Args:
         kernel: the name of a function of `fds.kernels`, such as "layer_norm".
-        device: that of the tensors.
+        device: that of the tensors, such as torch.device("cuda") or "cuda".
         dtype: that of the tensors; the kernels take float32, float16 and bfloat16.
 
     Raises `KernelError` for a function that `fds.kernels` does not have.
     """
-    return REFERENCE if _decide(kernel, device, dtype, _kind()) == REFERENCE else TRITON
+    return REFERENCE if _decide(kernel, torch.device(device), dtype, _kind()) == REFERENCE else TRITON
 
 
 def runs_triton(kernel: str, x: Tensor) -> bool:
@@ -157,9 +157,9 @@ def _decide(kernel: str, device: torch.device, dtype: torch.dtype, kind: str) ->
 _decide._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def explained(kernel: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+def explained(kernel: str, device: torch.device | str, dtype: torch.dtype = torch.float32) -> str:
     """Return why that runs which `chosen` returns, in words."""
-    return _reasons(kernel, device, dtype, _kind())[1]
+    return _reasons(kernel, torch.device(device), dtype, _kind())[1]
 
 
 def _reasons(kernel: str, device: torch.device, dtype: torch.dtype, kind: str) -> tuple[str, str]:

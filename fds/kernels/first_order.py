@@ -54,12 +54,12 @@ class _FirstOrder(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.name = inputs[0].name
+        ctx.operator = inputs[0].name  # not `name`: the context is a node of the graph, whose method that is
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
         raise KernelError(
-            "a kernel has no second derivative", where=ctx.name, got="a gradient of its gradient",
+            "a kernel has no second derivative", where=ctx.operator, got="a gradient of its gradient",
             hint="references have one: with fds.kernels.only('reference'): ...",
         )
 

@@ -156,7 +156,7 @@ class Compiler:
         raise LossError(
             "torch.compile refuses this code",
             where=where,
-            got=str(error).partition("\nSet TORCHDYNAMO_VERBOSE")[0].strip(),
+            got=_words(error).partition("\nSet TORCHDYNAMO_VERBOSE")[0].strip(),
             want=f"code that {self} can compile",
             hint=_hint(error),
         ) from error
@@ -167,11 +167,23 @@ def _is_limit(error: BaseException | None) -> bool:
     return type(error).__name__ == "FailOnRecompileLimitHit"
 
 
+def _words(error: Exception) -> str:
+    """Return what torch says; of a limit of versions why it is one, which stands in its cause."""
+    if not _is_limit(error):
+        return str(error)
+    _, _, explained = str(error.__cause__).partition("Explanation: ")
+    said = f"{explained.partition('. ')[0]}; " if explained else ""
+    return f"{said}the last reason to compile again is in the warning that torch logged"
+
+
 def _hint(error: Exception) -> str:
     if _is_limit(error):
-        return "batches of few shapes, fds.compile(dynamic=True), or a larger torch._dynamo.config.recompile_limit"
-    unsupported = type(error).__name__ == "Unsupported"
-    return "fds.compile(fullgraph=False) lets what cannot be traced run uncompiled" if unsupported else ""
+        return (
+            "where shapes change: batches of few shapes, or fds.compile(dynamic=True); where Python values change that "
+            "the loss reads: put them into the batch, as tensors; or raise torch._dynamo.config.recompile_limit"
+        )
+    untraced = type(error).__name__ in ("Unsupported", "UserError")  # the latter: a branch on a value of a tensor
+    return "fds.compile(fullgraph=False) lets what cannot be traced run uncompiled" if untraced else ""
 
 
 def _same(x: Tensor) -> Tensor:

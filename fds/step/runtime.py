@@ -31,4 +31,6 @@ class Runtime:
     viewed: Known = tree.new(dict)  # at stage 3: the shapes of what views return
     forwards: dict[int, Any] = tree.new(dict)  # plans of evaluations, by their number of microbatches
     asked: dict[str, list[str]] = tree.new(dict)  # what the ranks have agreed on
-    captured: list[Any] = attrs.field(factory=lambda: [None])  # what the station `run` has captured, in one place
+    captured: list[Any] = attrs.field(
+        factory=lambda: [None], repr=False
+    )  # what the station `run` has captured, in one place

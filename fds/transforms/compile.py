@@ -17,10 +17,14 @@ from fds import loss as losses
 from fds.errors import ComposeError
 from fds.step import Step, fill, transform
 
+# Each takes CUDA graphs of torch's own, whose outputs lie in memory that the next replay writes over: a gradient that
+# torch keeps as it came, to add those of the next microbatch to it, would change.
+_GRAPHS = {"reduce-overhead": "fds.cuda_graph()", "max-autotune": 'mode="max-autotune-no-cudagraphs"'}
+
 
 @transform
 def compile(
-    *,
+    *misplaced: Any,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     dynamic: bool | None = None,
@@ -35,15 +39,24 @@ def compile(
     Args:
         backend: as in `torch.compile`: `"inductor"`, which needs a C++ compiler on a CPU and Triton on a GPU,
             `"aot_eager"`, which needs neither and computes what uncompiled code does, or a function.
-        mode: as in `torch.compile`: `"max-autotune-no-cudagraphs"` and the like.
+        mode: as in `torch.compile`: `"max-autotune-no-cudagraphs"` and the like, without CUDA graphs.
         dynamic: as in `torch.compile`: None compiles for the first shapes, and for all where they change.
         fullgraph: whether code that torch cannot trace is a `LossError`, not a part that runs uncompiled.
         options: of the backend. `{"fallback_random": True}` lets inductor draw the random numbers that uncompiled code
             draws; without it others, which follow from state and batch all the same.
 
-    Raises `ComposeError` for `mode` and `options` together, of which `torch.compile` takes one, and for a loss that is
-    compiled already; in a step for other arguments that torch refuses, and `LossError` for code that it refuses.
+    Raises `ComposeError` for `mode` and `options` together, of which `torch.compile` takes one, for those with CUDA
+    graphs of torch's own, for a loss that is compiled already, and for arguments by position; in a step for other
+    arguments that torch refuses, and `LossError` for code that it refuses.
     """
+    if misplaced:
+        raise ComposeError(
+            "compile takes arguments by keyword",
+            where="compile",
+            got=", ".join(repr(x) if isinstance(x, str) else type(x).__name__ for x in misplaced),
+            want="fds.compile(), fds.compile(backend=...)",
+            hint="it is a transform and stands in compose: fds.compose(fds.compile(), fds.adamw(3e-4))(loss_fn)",
+        )
     if mode is not None and options is not None:
         raise ComposeError(
             "compile takes a mode or options",
@@ -51,10 +64,20 @@ def compile(
             want="one of them",
             hint="torch._inductor.list_mode_options(mode) says which options a mode is",
         )
+    graphs = _graphs_of_torch(backend, mode, options or {})
+    if graphs:
+        raise ComposeError(
+            "CUDA graphs of torch's own would write over gradients that the step keeps",
+            where="compile",
+            got=graphs,
+            want="a mode, options and a backend without CUDA graphs",
+            hint=_GRAPHS.get(mode or "", "fds.cuda_graph()"),
+        )
     given = {"backend": backend, "mode": mode, "dynamic": dynamic, "fullgraph": fullgraph, "options": options}
     name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
 
     def apply(step: Step) -> Step:
+        filled = fill(step, loss=step.loss)
         if losses.is_compiled(step.loss) or losses.is_compiled(step.eval_loss):
             raise ComposeError(
                 "the loss is compiled already",
@@ -65,7 +88,16 @@ def compile(
         compiled = functools.partial(losses.compiled_with, given, f"torch.compile by {name}")
         loss = compiled(step.loss)
         return attrs.evolve(
-            fill(step, loss=loss), eval_loss=loss if step.eval_loss is step.loss else compiled(step.eval_loss)
+            filled, loss=loss, eval_loss=loss if step.eval_loss is step.loss else compiled(step.eval_loss)
         )
 
     return apply
+
+
+def _graphs_of_torch(backend: Any, mode: str | None, options: dict[str, Any]) -> str:
+    """Return the argument that asks for CUDA graphs of torch's own; empty where none does."""
+    if backend == "cudagraphs":
+        return "backend='cudagraphs'"
+    if backend == "inductor" and mode in _GRAPHS:
+        return f"mode={mode!r}"
+    return "options={'triton.cudagraphs': True}" if options.get("triton.cudagraphs") else ""

@@ -7,6 +7,8 @@ import threading
 import pytest
 import torch
 
+import fds
+from fds.autodiff import value_and_grad
 from fds.errors import KernelError
 from fds.kernels import choice, evidence, language
 from fds.kernels.activations._swiglu import swiglu
@@ -175,3 +177,29 @@ def test_scopes_of_many_threads_leave_nothing_open():
     finally:
         sys.setswitchinterval(before)
     assert choice._scopes.kinds == ()
+
+
+def test_devices_are_strings_as_in_torch():
+    with prefer_triton():
+        assert chosen("swiglu", "cuda") == chosen("swiglu", torch.device("cuda")) == "triton"
+        assert choice.explained("swiglu", "cuda:0") == "kernels were requested"
+
+
+def test_a_loss_that_differentiates_the_gradient_of_a_kernel_is_refused():
+    def loss_fn(params, x):
+        normed = lambda x: swiglu(x @ params["in"], x @ params["in"]).square().mean()
+        _, slopes = value_and_grad(normed, create_graph=True)(x)
+        return slopes.square().mean()
+
+    step = fds.compose(fds.triton_kernels(), fds.sgd(0.1))(loss_fn)
+    state, x = step.init({"in": torch.ones(3, 4)}), torch.ones(2, 3)
+    with pytest.raises(KernelError, match="no second derivative"):
+        step(state, x)
+    plain = fds.compose(fds.reference_kernels(), fds.sgd(0.1))(loss_fn)
+    assert plain(state, x)
+
+
+def test_a_kind_that_does_not_exist_is_refused():
+    with pytest.raises(KernelError, match="no such kind") as caught:
+        only("tritn")
+    assert caught.value.got == "'tritn'"

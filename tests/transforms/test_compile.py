@@ -270,6 +270,59 @@ def test_versions_beyond_the_limit_of_torch_are_functions_of_layers_or_an_error(
             [step(state, (torch.ones(rows, 1), torch.ones(rows, 1))) for rows in (3, 4)]
 
 
+def test_python_values_that_change_are_an_error_beyond_the_limit_of_torch():
+    now = {"phase": ""}
+    loss_fn = lambda params, x: (x @ params["w"]).square().mean() * (2 if now["phase"] == "1" else 3)
+    step = fds.compose(EXACT, fds.sgd(0.1))(loss_fn)
+    state = step.init({"w": torch.ones(3)})
+    want = r"(?s)exceeding the recompile_limit.*warning that torch logged.*Python values change.*into the batch"
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for now["phase"] in "ab":
+            step(state, torch.ones(4, 3))
+        now["phase"] = "c"
+        with pytest.raises(LossError, match=want):
+            step(state, torch.ones(4, 3))
+
+
+def test_a_branch_on_a_value_is_an_error_that_says_how_to_go_on():
+    def loss_fn(params, x):
+        s = (x @ params["w"]).square().mean()
+        return s * (2 if s.item() > 0 else 1)
+
+    step = fds.compose(EXACT, fds.sgd(0.1))(loss_fn)
+    with pytest.raises(LossError, match=r"(?s)where: loss_fn.*fullgraph=False"):
+        step(step.init({"w": torch.ones(3)}), torch.ones(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ({"mode": "reduce-overhead"}, "fds.cuda_graph()"),
+        ({"mode": "max-autotune"}, 'mode="max-autotune-no-cudagraphs"'),
+        ({"options": {"triton.cudagraphs": True}}, "fds.cuda_graph()"),
+        ({"backend": "cudagraphs"}, "fds.cuda_graph()"),
+    ],
+)
+def test_cuda_graphs_of_torch_are_refused(arguments, hint):
+    with pytest.raises(ComposeError, match="write over gradients") as caught:
+        fds.compile(**arguments)
+    assert caught.value.hint == hint
+    assert fds.compile(mode="max-autotune-no-cudagraphs")
+
+
+@pytest.mark.parametrize("given", [nn.Linear(2, 2), "aot_eager"])
+def test_arguments_by_position_are_refused(given):
+    with pytest.raises(ComposeError, match="by keyword") as caught:
+        fds.compile(given)
+    assert "compose(fds.compile()" in caught.value.hint
+
+
+@pytest.mark.parametrize("loss", [lambda params, x: params["w"].sum(), fds.Layers([nn.Linear(2, 2)], nn.MSELoss())])
+def test_compiling_twice_is_refused_as_such(loss):
+    with pytest.raises(ComposeError, match=r"filled by compile\(\) \(position 0\); compile\(\) fills it too"):
+        fds.compose(fds.compile(), fds.compile(), fds.sgd(0.1))(loss)
+
+
 def test_a_loss_with_modules_kernels_and_metrics_is_one_graph():
     torch.manual_seed(0)
     counting, norm = Counting(), torch.ones(4)

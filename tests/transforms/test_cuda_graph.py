@@ -99,6 +99,12 @@ def draws_on_the_host(params, batch):
     return linear(params, batch) + kernels.dropout(batch["x"], p=0.5, seed=int(torch.randint(2**62, ()))).sum()
 
 
+def draws_in_a_scope(params, batch):
+    with fds.random.scope([batch["x"].device]):
+        once = torch.rand((), device=batch["x"].device)
+    return linear(params, batch) + once * torch.rand((), device=batch["x"].device)
+
+
 def seeds_by_itself(params, batch):
     with fds.random.seeded(fds.random.key(3), devices=[batch["x"].device]):
         return linear(params, batch) + torch.rand((), device=batch["x"].device)
@@ -129,6 +135,7 @@ AT_WORK = {
     "from the host": ({"loss": uploads}, LossError, "in uploads"),
     "of numbers": ({"loss": uploads_at_once}, LossError, "in uploads_at_once"),
     "the CPU's generator": ({"loss": draws_on_the_host}, LossError, "seeded by ('step', calls, 0, 0)"),
+    "a scope": ({"loss": draws_in_a_scope}, ComposeError, "in draws_in_a_scope"),
     "a seed": ({"loss": seeds_by_itself}, ComposeError, "in seeds_by_itself"),
     "calls": ({"transforms": [maps(by_the_calls)]}, ComposeError, "in by_the_calls"),
     "a key": ({"transforms": [maps(by_a_key)]}, ComposeError, "in by_a_key"),
@@ -267,11 +274,14 @@ def test_compiled_losses_are_captured():
     assert len(graphs) == 2 * 5 and (gpu.captures, gpu.replays) == (1, 3)
 
 
-def test_what_is_drawn_in_a_scope_of_the_first_calls_is_drawn_again_after_it():
+def test_what_is_drawn_in_a_scope_of_the_first_call_is_drawn_again_after_it():
+    traced = []
+
     def twice(params, batch):
-        if not gpu.captures:  # as a compiled loss does, which also runs once uncompiled
+        if not traced:  # as a compiled loss does, which also runs once uncompiled
             with fds.random.scope([META]):
                 torch.rand((), device=META)
+            traced.append(None)
         return linear(params, {**batch, "x": F.dropout(batch["x"], 0.5)})
 
     gpu = Gpu()
@@ -292,6 +302,7 @@ def test_a_state_that_was_given_up_is_refused():
         with pytest.raises(DonatedStateError):
             doing()
     assert int(later.calls) == 5 and gpu.replays == 3
+    assert "tensor(" not in repr(step.runtime)
 
 
 def test_generators_are_left_as_they_were_and_what_is_drawn_outside_of_layers_is_the_same():

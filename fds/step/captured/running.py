@@ -162,7 +162,7 @@ class Captured:
             call.run(device.apart())
             work.ran = True
         elif work.seeding is None:
-            work.seeding = call.run(device.strict())
+            work.seeding = call.run(device.strict(), rehearsing=True)
         else:
             if work.graph is None:
                 call.capture()
@@ -182,9 +182,9 @@ class OneCall:
     work: Work
     state: State  # as it was given
 
-    def run(self, scope: contextlib.AbstractContextManager[None]) -> Seeding:
+    def run(self, scope: contextlib.AbstractContextManager[None], *, rehearsing: bool = False) -> Seeding:
         """Do the work in a scope of the device; return what seeded generators in it."""
-        inner, seeding = self.memory.state(self.state), Seeding(self.device.generator)
+        inner, seeding = self.memory.state(self.state), Seeding(self.device.generator, rehearsing=rehearsing)
         try:
             with scope, seeding.running():
                 self._do(inner)

@@ -34,6 +34,7 @@ class Seeding:
     wanted: list[random.Fold] | None = None  # those of an earlier run, of which the states are; None makes them
     host: Tensor | None = None  # the state of the CPU's generator, as seeding left it
     drawn: list[bool] = tree.new(list)  # by state, whether the earlier run drew from it
+    rehearsing: bool = False  # whether this run is under the rules of a capture, and none
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
@@ -67,13 +68,17 @@ class Seeding:
     def scope(self, devices: Iterable[torch.device]) -> Generator[None]:
         """Go on inside with the current state, and after it too, whatever it was switched to inside.
 
-        What is drawn from it inside is drawn again after it, but for a capture, in which no state can be set.
+        What is drawn from it inside is drawn again after it. In a capture no state can be set, so the run before it
+        raises `ComposeError` where something was drawn from it inside.
         """
         before, known, host = self.default.graphsafe_get_state(), self.host, torch.default_generator.get_state()
         place = self.default.get_state() if self.wanted is None else None
+        offset = self.default.get_offset() if self.rehearsing else 0
         yield
         self.check_host()
         self.default.graphsafe_set_state(before)
+        if self.rehearsing and self.default.get_offset() != offset:
+            raise capture.drawn_again()
         if place is not None:
             self.default.set_state(place)
         torch.default_generator.set_state(host)

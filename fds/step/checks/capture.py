@@ -104,6 +104,17 @@ def untraced() -> ComposeError:
     )
 
 
+def drawn_again() -> ComposeError:
+    """Return the error of a scope inside which random numbers are drawn that are to be drawn again after it."""
+    return ComposeError(
+        "a CUDA graph cannot set the generator back to where it was before a scope",
+        where=outside(),
+        got="random numbers drawn inside of fds.random.scope, from a seed that was set before it",
+        want="no such scope: in a replay what follows it would draw other numbers",
+        hint=_HINT,
+    )
+
+
 def other_path(got: str, want: str) -> ComposeError:
     """Return the error of work that sets other seeds in each call."""
     return ComposeError(
