@@ -47,6 +47,7 @@ TESTS = {
 DTYPES = ("bfloat16", "float16", "float32")
 # What runs in place of a kernel; without masks and dropout torch's attention runs anyway, so that is not compared.
 TORCHS = re.compile(r"torch (eager|fused|SDPA)")
+NOT_RECORDED = "not recorded: "
 NOT_COMPARED = ("flash_attention, causal",)
 
 
@@ -71,7 +72,7 @@ def record(results: Path, into: Path) -> dict[str, str]:
         try:
             entry = entry_of(kernel, found)
         except NotPassed as why:
-            told[kernel] = f"not recorded: {why}"
+            told[kernel] = f"{NOT_RECORDED}{why}"
             for architecture in architectures(found):
                 entries.pop((kernel, architecture), None)
         else:

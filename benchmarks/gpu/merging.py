@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -45,13 +46,25 @@ def page(records: Records, parts: dict[str, list[Record]]) -> str:
     statuses = [PASSED, FAILED, ERROR, NO_TIME]
     rows = [[part, *(str(counted(some).get(s, 0)) for s in statuses)] for part, some in parts.items() if some]
     lines += _table("Cases", ["part", *statuses], rows)
-    wrong = [[r.part, r.case, r.status, _last_line(r.error)] for some in parts.values() for r in some if r.error]
+    cases = [r for some in parts.values() for r in some]
+    wrong = [[r.part, r.case, r.status, _last_line(r.error)] for r in cases if r.status in (FAILED, ERROR)]
     if wrong:
         lines += _table("What failed, and its last words", ["part", "case", "status", "error"], wrong)
+    if left := not_reached(cases):
+        lines += ["", "## What was not reached", "", f"{left}. Call again."]
     for part, some in parts.items():
         for title, header, rows in tables_of(part, some):
             lines += _table(f"{part}: {title}", header, rows)
     return "\n".join(lines) + "\n"
+
+
+def not_reached(records: Iterable[Record]) -> str:
+    """Return how many cases of each part are left, in words, "" where none is."""
+    left = [r for r in records if r.status == NO_TIME]
+    known = Counter(r.part for r in left if r.case != LISTED)
+    counts = [f"{n} of {part}" for part, n in known.items()]
+    counts += [f"all of {r.part}" for r in left if r.case == LISTED]  # which could not yet say its cases
+    return f"{known.total() or ''} cases left ({', '.join(counts)})".lstrip() if left else ""
 
 
 def tables_of(part: str, records: list[Record]) -> list[Rows]:

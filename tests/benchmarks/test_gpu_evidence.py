@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import __main__ as program, evidence, merging
+from benchmarks.gpu import evidence, merging, program
 from benchmarks.gpu.records import ERROR, FAILED, NO_TIME, PASSED, Record, Records
 from fds.kernels.evidence import HOMES, Passed, fingerprint, read, write
 from tests.kernels.test_evidence import passed
@@ -160,3 +160,20 @@ def test_a_run_records_the_kernels_that_it_ran(tmp_path, monkeypatch, capsys):
     assert (entry.kernel, entry.architecture, entry.speed) == ("swiglu", "sm_90", {})
     assert "passed 1 cases on NVIDIA H200 (not timed)" in capsys.readouterr().out
     assert fingerprint("swiglu") not in (tmp_path / merging.PAGE).read_text()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_folder_of_which_nothing_is_recorded_is_told_by_the_exit_status(tmp_path, monkeypatch, device):
+    monkeypatch.setattr(program, "gpu", lambda: "NVIDIA H200, sm_90, 143771 MiB, CUDA 13.0")
+    records = Records(tmp_path)
+    records.begin(program.facts(device))
+    records.add(Record("tests", SWIGLU.format(0), PASSED if device == "cpu" else FAILED))
+    monkeypatch.setattr(program, "RECORD", tmp_path / "passed.json")
+    write(tmp_path / "passed.json", before := [passed("swiglu", architecture="sm_80")])
+    monkeypatch.setattr("sys.argv", ["gpu", "record", "--out", str(tmp_path)])
+    if device == "cpu":
+        with pytest.raises(SystemExit, match="ran on a GPU, so that nothing is recorded"):
+            program.main()
+    else:
+        assert program.main() == 1
+    assert read(tmp_path / "passed.json") == before

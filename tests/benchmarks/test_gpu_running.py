@@ -1,12 +1,19 @@
 """A run on a GPU, unattended: no case takes the others with it, and what is done is on disk whatever happens."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ET
 
-from benchmarks.gpu import __main__ as program, merging, running
-from benchmarks.gpu.parts import Part
+import pytest
+
+from benchmarks.gpu import merging, program, running
+from benchmarks.gpu.needed import what_is_missing
+from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.records import ERROR, FAILED, NO_TIME, PASSED, Record, Records, counted
+from benchmarks.gpu.worker import LISTED
 
 PART = Part("counters", "cases of all kinds", 60.0, "tests.benchmarks.gpu_cases")
 
@@ -38,7 +45,7 @@ def test_a_part_that_cannot_say_its_cases_is_an_error_and_not_tried_for_ever(tmp
     running.run(running.Call(tmp_path, "cpu"), part, records, time.monotonic() + 300)
     (record,) = merging.cases_of(records, "counters")
     assert record.status == ERROR and "no_such_module" in record.error
-    assert not program.finished(records, "counters", passed=True)
+    assert program.outcome(records, ["counters"]) == 1
 
 
 def test_files_tell_what_the_records_come_to(tmp_path):
@@ -46,7 +53,8 @@ def test_files_tell_what_the_records_come_to(tmp_path):
     records.begin({"device": "cpu"})
     records.add(Record("tests", "tests/a.py::test_b[c]", FAILED, 0.5, error="assert 1 == 2\nE  \x1b[31mno"))
     records.add(Record("tests", "tests/a.py::test_d", PASSED, 0.25))
-    records.add(Record("tests", "tests/a.py::test_e", NO_TIME))
+    records.add(Record("tests", "tests/a.py::test_e", NO_TIME, error="cut off: no time left"))
+    records.add(Record("step", LISTED, NO_TIME))
     records.add(Record("counters", "memcheck, swiglu", PASSED, 3.0, {"summary": "0 errors"}))
     merging.write(records)
     suite = ET.parse(tmp_path / merging.TESTS).getroot()
@@ -56,9 +64,13 @@ def test_files_tell_what_the_records_come_to(tmp_path):
     assert {part: counted(Record(**r) for r in some) for part, some in parts.items() if some} == {
         "tests": {PASSED: 1, FAILED: 1, NO_TIME: 1},
         "counters": {PASSED: 1},
+        "step": {NO_TIME: 1},
     }
     page = (tmp_path / merging.PAGE).read_text()
     assert "| tests | 1 | 1 | 0 | 1 |" in page and "memcheck, swiglu" in page and "0 errors" in page
+    failed, left = page.split("## What failed")[1].split("## What was not reached")
+    assert "test_b[c]" in failed and "test_e" not in failed
+    assert left.startswith("\n\n1 cases left (1 of tests, all of step). Call again.")
     assert len(list(tmp_path.iterdir())) == 4  # with the log five: not more than come back from a machine
 
 
@@ -72,7 +84,7 @@ def test_the_time_of_a_part_is_counted_over_its_calls(tmp_path):
     took = [r.at for r in records.records]
     records.begin({})
     assert abs(program.spent(records, "kernels") - (took[1] - took[0] + took[3] - took[2])) < 1e-9
-    assert program.finished(records, "kernels", passed=True) and not program.finished(records, "step")
+    assert program.finished(records, "kernels") and not program.finished(records, "step")
 
 
 def test_what_another_folder_holds_is_gone_on_with_and_left_as_it_is(tmp_path):
@@ -85,3 +97,53 @@ def test_what_another_folder_holds_is_gone_on_with_and_left_as_it_is(tmp_path):
     again = program.resumed(new, old)
     again.begin({})
     assert again.done("kernels") == {"norm"} and again.call == 2 and records.path.read_bytes() == before
+
+
+@pytest.mark.parametrize("command", ["record", "merge", "tests --device cpu --resume"])
+def test_a_folder_without_records_is_refused_and_none_is_made(tmp_path, monkeypatch, command):
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "missing", tmp_path / "empty"):
+        here = ["--out", str(folder)] if "resume" not in command else [str(folder), "--out", str(tmp_path / "new")]
+        monkeypatch.setattr("sys.argv", ["gpu", *command.split(), *here])
+        with pytest.raises(SystemExit, match=r"fds: .* holds no records\.jsonl"):
+            program.main()
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"] and not any((tmp_path / "empty").iterdir())
+
+
+def test_cases_that_are_left_are_no_failure_and_cases_that_failed_are(tmp_path, capsys):
+    records = Records(tmp_path)
+    records.begin({})
+    records.add(Record("kernels", "norm", PASSED))
+    records.add(Record("kernels", "gelu", NO_TIME, error="cut off: no time left"))
+    records.add(Record("kernels", "rotary", NO_TIME))
+    assert program.outcome(records, ["kernels"]) == 0
+    assert "2 cases left (2 of kernels): call again" in capsys.readouterr().out
+    records.add(Record("kernels", "gelu", ERROR))
+    assert program.outcome(records, ["kernels"]) == 1
+    assert "1 cases failed" in capsys.readouterr().out
+    records.add(Record("kernels", "gelu", PASSED))
+    records.add(Record("kernels", "rotary", PASSED))
+    assert program.outcome(records, ["kernels"]) == 0 and capsys.readouterr().out == ""
+
+
+def test_on_the_cpu_parts_share_the_time_that_is_left_and_on_a_gpu_each_has_its_own(tmp_path):
+    records, parts = Records(tmp_path), list(PARTS.values())
+    records.begin({})
+    assert program.share("cpu", parts, records, 200.0) == 50.0
+    assert program.share("cpu", parts[1:], records, 180.0) == 60.0
+    assert [program.share("cuda", parts[i:], records, 400.0) for i in range(4)] == [360.0, 400.0, 400.0, 300.0]
+
+
+def test_what_a_python_lacks_is_said_before_it_is_imported():
+    lacking = subprocess.run(
+        [sys.executable, "-S", "-m", "benchmarks.gpu", "--device", "cpu"],  # -S: without site-packages
+        cwd=running.ROOT,
+        env={**os.environ, "PYTHONPATH": str(running.ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert lacking.returncode == 1 and "Traceback" not in lacking.stderr
+    assert lacking.stderr.startswith("fds: torch, ") and f"cannot be imported by {sys.executable}" in lacking.stderr
+    assert "GPU_PYTHON=.venv/bin/python" in lacking.stderr and "GPU_SITE=" in lacking.stderr
+    assert what_is_missing({"a package": "no_such_module", "json": "json"}).startswith("fds: a package cannot")
+    assert what_is_missing({"json": "json"}) == ""
