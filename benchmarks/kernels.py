@@ -55,8 +55,9 @@ def cases(setting: Setting, *, only: Sequence[str] = (), rounds: int | None = No
     rounds = rounds or setting.size(ROUNDS, 3)
     listed = units.in_turn(units.works(units.nowhere(setting), list(only)))
     together = [(unit, list(some)) for unit, some in groupby(listed, lambda work: work.unit)]
-    for i in range(0, len(together), WAVE):
-        wave = together[i : i + WAVE]
+    size = setting.size(WAVE, 2)  # where it is to be seen that all runs, the first case is over soon
+    for i in range(0, len(together), size):
+        wave = together[i : i + size]
         names = [unit for unit, some in wave if not {name_of(work) for work in some} <= setting.done]
         ahead = lambda names=names: compile_ahead(setting, names)
         if names:
