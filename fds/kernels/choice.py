@@ -177,7 +177,7 @@ def _reasons(kernel: str, device: torch.device, dtype: torch.dtype, kind: str) -
             return REFERENCE, words
     obstacle = _obstacle(device, dtype)
     if obstacle:
-        return obstacle if kind == TRITON else REFERENCE, obstacle
+        return obstacle if kind == TRITON else REFERENCE, f"kernels {obstacle}"
     return TRITON, "kernels were requested" if kind else words
 
 

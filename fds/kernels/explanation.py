@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from fds.kernels import choice, evidence
@@ -9,12 +11,12 @@ from fds.kernels import choice, evidence
 RUNS = {choice.TRITON: "Triton kernel", choice.REFERENCE: "torch's operators"}
 
 
-def explanations(device: torch.device) -> dict[str, str]:
-    """Return for every kernel what runs on a device, and why; dtypes for which that differs are told apart."""
+def explanations(device: torch.device, more: Collection[torch.dtype] = ()) -> dict[str, str]:
+    """Return for every kernel what runs on a device, and why, for the dtypes of kernels and `more`, told apart."""
     texts = {}
     for kernel in evidence.HOMES:
         found: dict[str, list[str]] = {}
-        for dtype in choice.DTYPES:
+        for dtype in dict.fromkeys((*choice.DTYPES, *more)):
             text = f"{RUNS[choice.chosen(kernel, device, dtype)]} ({choice.explained(kernel, device, dtype)})"
             found.setdefault(text, []).append(str(dtype).removeprefix("torch."))
         if len(found) == 1:
@@ -24,10 +26,10 @@ def explanations(device: torch.device) -> dict[str, str]:
     return texts
 
 
-def summary(device: torch.device) -> str:
+def summary(device: torch.device, more: Collection[torch.dtype] = ()) -> str:
     """Return the same as one text: one line if it is the same for all kernels, else one for each text."""
     kernels: dict[str, list[str]] = {}
-    for kernel, text in explanations(device).items():
+    for kernel, text in explanations(device, more).items():
         kernels.setdefault(text, []).append(kernel)
     if len(kernels) == 1:
         return next(iter(kernels))

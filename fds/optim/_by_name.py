@@ -182,9 +182,9 @@ class _Groups:
         written = after.keys() == opt.keys() and all(_same(after[slot], opt[slot]) for slot in opt)
         return (params, opt) if written and _same(new, params) else (new, after)
 
-    def runs(self, device: torch.device) -> str:
-        """Return what the optimizers run on a device, each once."""
-        words = [word for member in self.members for word in member.runs(device).split(", ")]
+    def runs(self, device: torch.device, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> str:
+        """Return what the optimizers run on a device for parameters of these dtypes, each once."""
+        words = [word for member in self.members for word in member.runs(device, dtypes).split(", ")]
         return ", ".join(dict.fromkeys(words))
 
 

@@ -202,14 +202,15 @@ class _RuleOptimizer:
         if out is not None:
             torch.ops.aten._foreach_copy_(out, slices)
 
-    def runs(self, device: torch.device) -> str:
-        """Return what updates float32 parameters on a device, in words."""
+    def runs(self, device: torch.device, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> str:
+        """Return what updates parameters of these dtypes on a device, in words: all together, the kernel or not."""
         static = device.type == "cpu" or not any(map(callable, self.hyper.values()))
         has_kernel = self.kernel is not None and static
-        if has_kernel and chosen(self.name, device) == "triton":
-            return f"{self.name}: Triton kernel ({explained(self.name, device)})"
+        other = [dtype for dtype in dtypes if has_kernel and chosen(self.name, device, dtype) != "triton"]
+        if has_kernel and not other:
+            return f"{self.name}: Triton kernel ({explained(self.name, device, dtypes[0])})"
         words = "torch's fused functions" if static and self.fused(device) else "torch's formula"
-        why = f" ({explained(self.name, device)})" if has_kernel and device.type == "cuda" else ""
+        why = f" ({explained(self.name, device, other[0])})" if other and device.type == "cuda" else ""
         return f"{self.name}: {words}{why}"
 
 

@@ -160,7 +160,8 @@ class Optimizer:
         whole: True if `update` needs whole parameters in each slice; or a function parameter name -> bool.
         group: parameter name -> group; a slice never mixes groups.
         check: called with the names of all trained parameters of all ranks before `init`; raises `OptimizerError`.
-        runs: device -> text that says what updates float32 parameters there: "adamw: torch's fused functions".
+        runs: device, dtypes of the parameters, float32 by default -> text that says what updates them there: "adamw:
+            torch's fused functions".
         separate: True if `init` and `update` treat every slice by itself, so that they may be given some of the slices
             at a time, as a residency asks for (`fds.step.Residency`); else they are given all at once.
         draws: False if `update` draws no random numbers; else torch's default generators are seeded for it from the
@@ -179,7 +180,7 @@ class Optimizer:
     text: str = "optimizer"
     group: Callable[[str], Hashable] = single_group
     check: Callable[[Sequence[str]], None] = lambda names: None
-    runs: Callable[[torch.device], str] = lambda device: "the optimizer's own"
+    runs: Callable[..., str] = lambda device, dtypes=(): "the optimizer's own"
     hyper: Mapping[str, LRSchedule] = attrs.field(factory=dict)
     members: Mapping[str, Optimizer] = attrs.field(factory=dict)
     separate: bool = False

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import attrs
+import torch
 
 from fds import _html, tree
 from fds.state import State
@@ -98,7 +99,8 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     from fds.kernels.explanation import summary  # which a step that is not described does not load
 
     device = state.step.device
-    kernels = f"{step.optimizer.runs(device)}; others: {stations.get('kernels') or summary(device)}"
+    dtypes = list(dict.fromkeys(leaf.dtype for leaf in structure.leaves.values() if leaf.trained)) or [torch.float32]
+    kernels = f"{step.optimizer.runs(device, dtypes)}; others: {summary(device, dtypes)}"
     layout = structure.layout
     buckets = () if layout is None else tuple(b.numel * b.dtype.itemsize for b in layout.buckets)
     residency, captured = step.place.residency, step.runtime.captured[0]

@@ -93,4 +93,12 @@ MUTANTS = (
         "a save that runs beside the next calls reads their state in the place of its own",
         LAW,
     ),
+    Mutant(
+        "a-scope-draws-on-in-replays",
+        "fds/step/captured/running.py",
+        "call.run(device.strict(), rehearsing=True)",
+        "call.run(device.strict())",
+        "what follows a scope of the user's own draws other numbers in a replay than in the calls before",
+        "tests/transforms/test_cuda_graph.py -k would_not_follow",
+    ),
 )

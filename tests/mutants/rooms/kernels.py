@@ -278,8 +278,8 @@ MUTANTS = (
     Mutant(
         "preferred-kernels-refuse-float64",
         "fds/kernels/choice.py",
-        "return obstacle if kind == TRITON else REFERENCE, obstacle",
-        "return obstacle if kind else REFERENCE, obstacle",
+        "return obstacle if kind == TRITON else REFERENCE,",
+        "return obstacle if kind else REFERENCE,",
         "a step with triton_kernels() fails on float64 and on a CPU",
         "tests/kernels/test_choice.py",
     ),

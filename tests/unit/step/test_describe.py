@@ -6,7 +6,7 @@ from torch import nn
 
 import fds
 from fds import tree
-from fds.kernels import only
+from fds.kernels import choice, language, only
 from fds.transforms.reference_kernels import reference_kernels
 from tests.unit.step.problem import BATCH, loss_fn, make, make_params
 
@@ -89,11 +89,35 @@ def test_the_kernels_that_run_are_told_for_the_device_of_the_state():
 def test_the_kernels_are_told_as_they_were_chosen_around_the_step_and_in_it():
     for step, want in (
         (make(), "adam: Triton kernel (kernels were requested); others: Triton kernel (kernels were requested)"),
-        (make(reference_kernels()), "adam: torch's fused functions; others: references only"),
+        (
+            make(reference_kernels()),
+            "adam: torch's fused functions; others: torch's operators (references were requested)",
+        ),
     ):
         state = step.init(make_params())
         with only("triton"):
             assert step.describe(state).kernels == want
+
+
+def test_the_kernels_are_told_for_the_dtypes_of_the_state(monkeypatch):
+    monkeypatch.setattr(choice, "_decided", {})
+    step, params = make(fds.triton_kernels()), make_params()
+    requested = "Triton kernel (kernels were requested)"
+    assert step.describe(step.init(params)).kernels == f"adam: {requested}; others: {requested}"
+    double = tree.map(torch.Tensor.double, params)
+    told = step.describe(step.init(double)).kernels
+    assert told.startswith(f"adam: torch's fused functions; others: {requested} in float32, float16, bfloat16; ")
+    assert told.endswith("torch's operators (kernels do not take this dtype: float64) in float64")
+    mixed = {"net": {**params["net"], "w": double["net"]["w"]}}
+    assert step.describe(step.init(mixed)).kernels.startswith("adam: torch's fused functions; ")  # all by one update
+
+
+def test_kernels_that_cannot_run_on_a_cpu_are_not_told_to_run(monkeypatch):
+    monkeypatch.setattr(choice, "_decided", {})
+    monkeypatch.setattr(language, "is_interpreted", False)
+    step = make(fds.triton_kernels())
+    why = "kernels cannot run here: kernels run on GPUs, and this is cpu"
+    assert step.describe(step.init(make_params())).kernels.endswith(f"others: torch's operators ({why})")
 
 
 def test_the_station_and_what_runs_are_one_line():
