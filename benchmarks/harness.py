@@ -201,9 +201,9 @@ def timed(
             for _ in range(PAIRS_PER_MAKING):
                 flip = len(times[0]) % 2 == 1
                 for (call, other), kept in zip(calls_of, times, strict=True):
-                    second = _seconds(other, calls, device) if flip else None
-                    first = _seconds(call, calls, device)
-                    kept.append((first, _seconds(other, calls, device) if second is None else second))
+                    second = seconds(other, calls, device) if flip else None
+                    first = seconds(call, calls, device)
+                    kept.append((first, seconds(other, calls, device) if second is None else second))
                 if len(times[0]) >= most:
                     break
         finally:
@@ -219,8 +219,14 @@ def timed(
         del made, calls_of, call, other
 
 
-def _seconds(call: Call, calls: int, device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda device: None)
+def wait(device: torch.device) -> None:
+    """Wait until a GPU has done all that was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(call: Call, calls: int, device: torch.device) -> float:
+    """Return the seconds of one call of some in a row, the device waited for at the end."""
     wait(device)
     start = time.perf_counter()
     for _ in range(calls):

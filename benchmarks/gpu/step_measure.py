@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import memory
-from benchmarks.harness import Call, Series
+from benchmarks.harness import Call, Series, seconds, wait
 
 STEPS = 6  # whose losses are compared
 WARM_UP = 4  # more steps, after which nothing is compiled or captured any more
@@ -77,8 +77,7 @@ def launches(call: Call, device: torch.device) -> dict[str, int]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as record:
         call()
-        if on_gpu:
-            torch.cuda.synchronize(device)
+        wait(device)
     events = [e for e in record.events() or [] if not e.is_user_annotation]  # the optimizer's, inductor's
     on_device = [e.name for e in events if e.device_type == DeviceType.CUDA]
     of_host = [e.name for e in events if e.device_type == DeviceType.CPU]
@@ -96,7 +95,6 @@ def host_us(call: Call, device: torch.device, *, count: int = 11) -> tuple[float
     The device's queue holds about a thousand launches: a step of more waits for the device, which the first number
     then contains and the second does not.
     """
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda device: None)
     walls, works = [], []
     for _ in range(count):
         wait(device)
@@ -132,17 +130,6 @@ def steps_of(call: Call, device: torch.device) -> int:
     """Return how many steps make one timing."""
     once = min(seconds(call, 1, device) for _ in range(2))
     return max(1, math.ceil(TIMING_S / max(once, 1e-6))) if device.type == "cuda" else 1
-
-
-def seconds(call: Call, calls: int, device: torch.device) -> float:
-    """Return the seconds of one step of some in a row, the device waited for at the end."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda device: None)
-    wait(device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    wait(device)
-    return (time.perf_counter() - start) / calls
 
 
 def product_flops(device: torch.device, size: int) -> float:
