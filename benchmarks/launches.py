@@ -56,40 +56,19 @@ class Launched:
         Launched.count += 1
 
 
-class Absent:
-    """The driver of a GPU that is not there."""
-
-    def get_current_target(self) -> Any:
-        """Return an H200's."""
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        """Return the first."""
-        return 0
-
-    def get_current_stream(self, device: Any = None) -> int:
-        """Return the default stream."""
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        """Return where the tensors are."""
-        return torch.device("cpu")
-
-
 @contextlib.contextmanager
 def without_a_device() -> Iterator[None]:
     """Launch kernels inside on CPU tensors, up to the call of the driver."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from benchmarks.absent_gpu import AbsentGpu
     from fds.kernels import language
 
     def compiled(self: Any, key: Any, signature: Any, device: Any, *args: Any) -> Launched:
         return self.device_caches[device][0].setdefault(key, Launched())
 
-    absent: Any = Absent()  # no subclass of triton's driver, whose constructor looks for a GPU
+    absent: Any = AbsentGpu()
     driver.set_active(absent)
     function: Any = JITFunction
     plain, function._do_compile, language.is_interpreted = function._do_compile, compiled, True

@@ -21,35 +21,16 @@ from typing import Any
 import torch
 import triton
 import triton.backends.nvidia as nvidia
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.absent_gpu import AbsentGpu
 from fds.kernels import choice, language, shared_memory
 
 BIN = Path(nvidia.__file__).parent / "bin"
 CASES = Path(__file__).parent / "cases"
 KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # of shared memory that a block may use, by compute capability
 COLUMNS = ["kernel", "dtype", "registers", "spilled bytes", "shared bytes", "vectors", "hgmma", "tma", "case"]
-
-
-class Absent:
-    """The driver of a GPU that is not there."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: Any = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
 
 def launches(
@@ -90,7 +71,8 @@ def launches(
 
     # before kernels are told that they are interpreted, which is decided where they are defined
     cases = [importlib.import_module(f"tests.kernels.cases.{name}").cases for name in names]
-    driver.set_active(Absent(target))
+    absent: Any = AbsentGpu(target)
+    driver.set_active(absent)
     JITFunction.run, language.is_interpreted, shared_memory.limit = compile_only, True, limit_of_target
     try:
         with choice.only("triton"):
