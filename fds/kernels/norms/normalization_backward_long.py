@@ -44,6 +44,20 @@ def _loaded(dy_ptr, x_ptr, mean, weight, bias, n, inside, INVERTIBLE: tl.constex
 
 
 @jit
+def _weighted(dy_ptr, x_ptr, weight_ptr, bias_ptr, mean, column, inside, n, INVERTIBLE: tl.constexpr):
+    """Return the gradient of x_hat in some columns of a row, and x - mean or, with INVERTIBLE, x_hat."""
+    weight = parameter(weight_ptr, column, inside, 1.0)
+    bias = parameter(bias_ptr, column, inside, 0.0) if INVERTIBLE else 0.0
+    g, x = _loaded(
+        dy_ptr + column, x_ptr + column, mean, weight, bias, n, inside, INVERTIBLE, weight_ptr is not None,
+        bias_ptr is not None,
+    )
+    if weight_ptr is not None:
+        g *= weight
+    return g, x
+
+
+@jit
 def _row(
     dy_ptr, x_ptr, mean_ptr, r_ptr, weight_ptr, bias_ptr, dtotal_ptr, dx_ptr, row, n,
     CENTERED: tl.constexpr, INVERTIBLE: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
@@ -59,14 +73,7 @@ def _row(
     for first in range(0, n, CHUNK):
         column = first + lane
         inside = _inside(column, n, EVEN)
-        weight = parameter(weight_ptr, column, inside, 1.0)
-        bias = parameter(bias_ptr, column, inside, 0.0) if INVERTIBLE else 0.0
-        g, x = _loaded(
-            dy_ptr + column, x_ptr + column, mean, weight, bias, n, inside, INVERTIBLE, weight_ptr is not None,
-            bias_ptr is not None,
-        )
-        if weight_ptr is not None:
-            g *= weight
+        g, x = _weighted(dy_ptr, x_ptr, weight_ptr, bias_ptr, mean, column, inside, n, INVERTIBLE)
         gs += g
         products += g * x  # beyond the row g is 0
     of_g, of_x = r, -r * scale * scale * (tl.sum(products) / n)
@@ -74,14 +81,7 @@ def _row(
     for first in range(0, n, CHUNK):
         column = first + lane
         inside = _inside(column, n, EVEN)
-        weight = parameter(weight_ptr, column, inside, 1.0)
-        bias = parameter(bias_ptr, column, inside, 0.0) if INVERTIBLE else 0.0
-        g, x = _loaded(
-            dy_ptr + column, x_ptr + column, mean, weight, bias, n, inside, INVERTIBLE, weight_ptr is not None,
-            bias_ptr is not None,
-        )
-        if weight_ptr is not None:
-            g *= weight
+        g, x = _weighted(dy_ptr, x_ptr, weight_ptr, bias_ptr, mean, column, inside, n, INVERTIBLE)
         dx = of_g * g + (of_x * x + of_one)
         if dtotal_ptr is not None:
             dx += tl.load(dtotal_ptr + row * n + column, mask=inside, other=0).to(tl.float32)
