@@ -36,7 +36,13 @@ def jit(kernel: Any = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
     """
     if kernel is None:
         return functools.partial(jit, do_not_specialize=do_not_specialize)
-    return triton.jit(kernel, do_not_specialize=list(do_not_specialize)) if is_there else kernel
+    if not is_there:
+        return kernel
+    if triton.knobs.runtime.interpret:
+        return triton.jit(kernel)
+    from fds.kernels.launch import Kernel
+
+    return Kernel(kernel, do_not_specialize=list(do_not_specialize))
 
 
 def cdiv(a: int, b: int) -> int:
@@ -87,5 +93,9 @@ def to_device(table: Tensor, device: torch.device) -> Tensor:
 
 
 def on(x: Tensor) -> contextlib.AbstractContextManager:
-    """Make the device of a tensor the current one, on which Triton launches."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    """Make the device of a tensor the current one, on which Triton launches, where it is not."""
+    is_elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if is_elsewhere else _HERE
+
+
+_HERE = contextlib.nullcontext()

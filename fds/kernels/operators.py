@@ -17,6 +17,9 @@ from torch import Tensor
 
 from fds.errors import KernelError
 
+# private: torch has no public function that says whether dynamo would compile what is called here
+_tracer: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore
+
 _library = torch.library.Library("fds", "FRAGMENT")
 
 
@@ -31,8 +34,7 @@ class Operator:
         self.name = name
         schema = torch.library.infer_schema(function, mutates_args=())
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        # what launches is no code to trace: where a frame above could not be compiled, dynamo would look into it
-        _library.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")
+        _library.impl(name, _untraced(function), "CompositeExplicitAutograd")
         self._overload = getattr(torch.ops.fds, name).default
 
     def __call__(self, *args: Any) -> Any:
@@ -49,6 +51,15 @@ class Operator:
         """Register what makes results without data, of the right shape, strides and dtype; return it."""
         torch.library.register_fake(f"fds::{self.name}", function, lib=_library)
         return function
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function, which is no code to trace: a frame above that cannot be compiled has dynamo look here.
+
+    Where dynamo does not look, as it mostly does not, this takes 1.5 us less of a slow host than turning it off.
+    """
+    off = torch._disable_dynamo(function)
+    return lambda *args: function(*args) if _tracer() is None else off(*args)
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:

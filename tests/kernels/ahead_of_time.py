@@ -58,16 +58,15 @@ def launches(
         depends = True
         return KIB[target]
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         nonlocal depends
         (case, dtype), is_wanted = now, depends
         depends = not narrow
         if not is_wanted or (dtype in once and (self.fn, dtype) in seen):
-            return None
+            return
         seen.add((self.fn, dtype))
         made = run(self, *args, grid=grid, warmup=True, **kwargs)
         found.setdefault((made.metadata.hash, dtype), (case, self.fn, dtype, made))
-        return made
 
     # before kernels are told that they are interpreted, which is decided where they are defined
     cases = [importlib.import_module(f"tests.kernels.cases.{name}").cases for name in names]

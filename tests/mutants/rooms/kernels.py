@@ -4,6 +4,22 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "launch-forgets-alignment",
+        "fds/kernels/launch.py",
+        "x.dtype if x.data_ptr() & 15 == 0 else (x.dtype,)",
+        "x.dtype",
+        "a tensor at an odd address is given to a kernel that loads vectors",
+        "tests/kernels/test_launch.py",
+    ),
+    Mutant(
+        "launch-forgets-long-integers",
+        "fds/kernels/launch.py",
+        "-(2**31) <= x < 2**31, ",
+        "",
+        "an integer of 64 bits is given to a kernel that reads 32",
+        "tests/kernels/test_launch.py",
+    ),
+    Mutant(
         "cross-entropy-forgets-the-ends",
         "fds/kernels/losses/logit_rows.py",
         "among += tl.sum(exp(x - top), 0)",
