@@ -247,9 +247,13 @@ class Gpu(TorchDispatchMode):
             torch.default_generator,
             *(self.generator for one in devices if one.type == "meta"),
         ]
+        # else torch.tensor uploads its values past every mode, and nobody here would have a twin of them
+        self.lifted = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
     def __exit__(self, *error):
+        torch._C._set_only_lift_cpu_tensors(self.lifted)
         random.default_generators = self.patched
         return super().__exit__(*error)
 

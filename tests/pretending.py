@@ -140,6 +140,8 @@ def _computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     goes = device.type in HERE if device is not None else bool(here) and not _stays(packet, given)
     if device is not None and device.type in HERE:
         kwargs = {**kwargs, "device": torch.device("cpu")}
+        if packet is _aten.to and not here:  # inside of a dispatch mode it comes whole, and is a copy
+            kwargs["copy"] = True
         flat, spec = _pytree.tree_flatten((args, kwargs))
     generator = next((x for x in flat if isinstance(x, torch.Generator)), None)
     if generator is not None and goes is not isinstance(generator, Generator):

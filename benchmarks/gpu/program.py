@@ -135,14 +135,22 @@ def existing(folder: Path) -> Records:
 def resumed(out: Path, earlier: Path | None) -> Records:
     """Return the records of a folder, which begin with those of another one where it has none.
 
-    Raises `SystemExit` where that other one has none either.
+    Raises `SystemExit` where that other one has none either, and where the folder has records that begin otherwise.
     """
     if earlier is not None:
         existing(earlier)
     out.mkdir(parents=True, exist_ok=True)
-    if earlier is not None and not (out / NAME).exists():
-        shutil.copyfile(earlier / NAME, out / NAME)
+    if earlier is not None:
+        if not (out / NAME).exists():
+            shutil.copyfile(earlier / NAME, out / NAME)
+        elif _first_line(out / NAME) != _first_line(earlier / NAME):
+            sys.exit(f"fds: {out} has records of its own: leave --resume out, or give another --out")
     return Records(out)
+
+
+def _first_line(path: Path) -> str:
+    with path.open(encoding="utf-8") as file:
+        return file.readline()
 
 
 def spent(records: Records, part: str) -> float:

@@ -88,9 +88,9 @@ def step(setting: Setting, rows: int, kind: type[GPT], *parts: fds.Transform) ->
     return call
 
 
-def compiling(setting: Setting) -> fds.Transform:
+def compiling(setting: Setting, *, whole: bool = False) -> fds.Transform:
     """Return the transform that compiles; without its code generator at tiny sizes, which takes minutes on a CPU."""
-    return fds.compile(backend="aot_eager") if setting.tiny else fds.compile()
+    return fds.compile(backend="aot_eager", whole=whole) if setting.tiny else fds.compile(whole=whole)
 
 
 def contenders() -> list[Contender]:
@@ -110,6 +110,11 @@ def contenders() -> list[Contender]:
             "fds, compiled",
             f"{precision}; fds.compile() of the plain model, fds.triton_kernels() in the update, {donated}",
             lambda s, rows: step(s, rows, GPT, low(), compiling(s), fds.triton_kernels()),
+        ),
+        Contender(
+            "fds, whole step compiled",
+            f"{precision}; fds.compile(whole=True) of the plain model, one graph to the update, {donated}",
+            lambda s, rows: step(s, rows, GPT, low(), compiling(s, whole=True)),
         ),
         Contender(
             "fds, captured",

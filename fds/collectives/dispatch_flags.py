@@ -5,20 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import torch
 from torch.utils import _python_dispatch
 
 # Private: torch has no public way to them. Each mode restores on leaving what it found, so that of two threads which
 # enter one after the other, and leave in the same order, the second sets what the first had set: for ever.
 _flags: Any = _python_dispatch
+_core: Any = torch._C
 
 
 @attrs.frozen
 class DispatchFlags:
-    """Those of all modes, of modes that are not torch's own, and of those that keep torch.compile from compiling."""
+    """Those of all modes, of modes not torch's own, of those that keep torch.compile out, and of fake tensors' mode.
+
+    In the last `torch.tensor` makes its values on the CPU first.
+    """
 
     every: bool
     others: bool
     uncompiled: bool
+    lifted: bool
 
     @classmethod
     def now(cls) -> DispatchFlags:
@@ -27,6 +33,7 @@ class DispatchFlags:
             _flags._is_in_torch_dispatch_mode,
             _flags._is_in_non_infra_torch_dispatch_mode,
             _flags._is_in_any_mode_without_ignore_compile_internals,
+            _core._only_lift_cpu_tensors(),
         )
 
     def restore(self) -> None:
@@ -35,3 +42,4 @@ class DispatchFlags:
         _flags._is_in_non_infra_torch_dispatch_mode = self.others
         _flags._is_in_any_mode_without_ignore_compile_internals = self.uncompiled
         _flags.set_is_in_mode_without_ignore_compile_internals(self.uncompiled)
+        _core._set_only_lift_cpu_tensors(self.lifted)

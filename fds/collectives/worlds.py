@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fds.collectives.agreement import Checked
 from fds.collectives.gloo import GlooLink
-from fds.collectives.launch import on_one_node
+from fds.collectives.launch import launched, on_one_node
 from fds.collectives.links import Link
 from fds.collectives.nccl import NcclLink
 
@@ -140,6 +140,17 @@ def current() -> World:
     if not dist.is_initialized():
         return SINGLE
     return of_torch()
+
+
+def process_rank() -> int:
+    """Return the rank of this process, of torch.distributed or else of its launcher; 0 if it is the only one.
+
+    Simulated ranks are of one process. Raises `MeshError` for an incomplete environment.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    launch = launched(os.environ)
+    return 0 if launch is None else launch.rank
 
 
 def of_torch() -> TorchWorld:

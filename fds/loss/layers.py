@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -140,6 +141,14 @@ class Layers:
     def __repr__(self) -> str:
         by = "" if self.compiler is None else f", each through {self.compiler}"
         return f"Layers(layers={self.layers!r}, criterion={self.criterion!r}){by}"
+
+    def __str__(self) -> str:
+        """Name each kind of layer once where several follow each other, modules by their classes."""
+        of = lambda f: type(f).__name__ if isinstance(f, nn.Module) else getattr(f, "__name__", "") or repr(f)
+        kinds = [(word, len(list(some))) for word, some in itertools.groupby(map(of, self.layers))]
+        words = ", ".join(word if n == 1 else f"{n} x {word}" for word, n in kinds)
+        by = "" if self.compiler is None else f", each through {self.compiler}"
+        return f"Layers({words}; criterion={of(self.criterion)}){by}"
 
     def _repr_html_(self) -> str:
         words = lambda f: getattr(f, "__name__", "") or repr(f)

@@ -1,6 +1,6 @@
-"""Compile the loss by torch.compile, in training and in evaluation: `Layers` layer by layer, other losses whole.
+"""Compile the loss by torch.compile, `Layers` layer by layer, other losses whole; or all of a step as one graph.
 
-Fills:  loss                     State:  none
+Fills:  loss, or run             State:  none
 Law:    the composition without it: bit for bit with `backend="aot_eager"`, to rounding with inductor, and in
         gradients of dropout in 16 bits, which torch rounds otherwise where it compiles
 Cost:   compile time in the first steps, once for all equal layers; each layer, or the loss, also runs once uncompiled
@@ -16,6 +16,7 @@ import attrs
 from fds import loss as losses
 from fds.errors import ComposeError
 from fds.step import Step, fill, transform
+from fds.step.compiled import Backend, Compiled
 
 # Each takes CUDA graphs of torch's own, whose outputs lie in memory that the next replay writes over: a gradient that
 # torch keeps as it came, to add those of the next microbatch to it, would change.
@@ -30,11 +31,20 @@ def compile(
     dynamic: bool | None = None,
     fullgraph: bool = True,
     options: dict[str, Any] | None = None,
+    whole: bool = False,
 ):
-    """Run the loss through `torch.compile` inside the step.
+    """Run the loss through `torch.compile` inside the step, in training and in evaluation; or all of a training step.
 
     Of `fds.Layers` each layer and the criterion is a function of its own, and equal layers share one; any other loss is
     one function. Views, contexts, layer maps and the executor run around them, and see the loss as it was.
+
+    With `whole=True` one graph goes from the batch to the next state: forward, backward, sums, norms, gradient maps,
+    update, what is skipped and averaged. Of every structure and shapes of a batch, at most 16, the first call is run as
+    it is, the second is recorded and compiled, which takes the memory of another state, and from then on the graph
+    runs. Python runs when it is recorded alone. What torch draws is drawn before the graph, from the same seeds.
+    Evaluations are not compiled. Where a backend fuses operators, updates are by the optimizer's formula, else by what
+    updates uncompiled steps; only where a beta, momentum or weight decay follows a schedule, and in SGD with
+    dampening, is it always the formula, which rounds otherwise.
 
     Args:
         backend: as in `torch.compile`: `"inductor"`, which needs a C++ compiler on a CPU and Triton on a GPU,
@@ -44,10 +54,15 @@ def compile(
         fullgraph: whether code that torch cannot trace is a `LossError`, not a part that runs uncompiled.
         options: of the backend. `{"fallback_random": True}` lets inductor draw the random numbers that uncompiled code
             draws; without it others, which follow from state and batch all the same.
+        whole: whether to compile all of a step.
 
     Raises `ComposeError` for `mode` and `options` together, of which `torch.compile` takes one, for those with CUDA
     graphs of torch's own, for a loss that is compiled already, and for arguments by position; in a step for other
-    arguments that torch refuses, and `LossError` for code that it refuses.
+    arguments that torch refuses, and `LossError` for code that it refuses. With `whole` also `ComposeError` for
+    `dynamic` or no `fullgraph`, for ranks that share a step and for leaves that live elsewhere; from the second call on
+    `LossError`, `ScheduleError` or `ComposeError`, with the line that is at fault, for code that reads a number from
+    a tensor, needs shapes that depend on values, draws numbers that depend on values, writes to tensors outside of
+    the step, or asks for `call.calls` or `call.key`; the state is then as it was.
     """
     if misplaced:
         raise ComposeError(
@@ -73,25 +88,43 @@ def compile(
             want="a mode, options and a backend without CUDA graphs",
             hint=_GRAPHS.get(mode or "", "fds.cuda_graph()"),
         )
+    if whole and (dynamic or not fullgraph):
+        raise ComposeError(
+            "a step in one graph is compiled for each shape of a batch, all of it",
+            where="compile",
+            got=f"dynamic={dynamic!r}, fullgraph={fullgraph!r}",
+            want="fds.compile(whole=True)",
+            hint="fds.compile() compiles the loss alone, and takes both",
+        )
     given = {"backend": backend, "mode": mode, "dynamic": dynamic, "fullgraph": fullgraph, "options": options}
     name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
 
+    def apply_to_all(step: Step) -> Step:
+        _check_uncompiled(step)
+        run = Compiled(Backend(backend, mode, options, f"torch.compile's {name}"))
+        return fill(step, run=run, instead=None, hint="one of the two runs a step")
+
     def apply(step: Step) -> Step:
         filled = fill(step, loss=step.loss)
-        if losses.is_compiled(step.loss) or losses.is_compiled(step.eval_loss):
-            raise ComposeError(
-                "the loss is compiled already",
-                where="compile",
-                got=f"{losses.name(step.loss)}, which torch.compile returned",
-                want="the function itself",
-            )
+        _check_uncompiled(step)
         compiled = functools.partial(losses.compiled_with, given, f"torch.compile by {name}")
         loss = compiled(step.loss)
         return attrs.evolve(
             filled, loss=loss, eval_loss=loss if step.eval_loss is step.loss else compiled(step.eval_loss)
         )
 
-    return apply
+    return apply_to_all if whole else apply
+
+
+def _check_uncompiled(step: Step) -> None:
+    """Raise `ComposeError` for a loss that torch.compile returned."""
+    if losses.is_compiled(step.loss) or losses.is_compiled(step.eval_loss):
+        raise ComposeError(
+            "the loss is compiled already",
+            where="compile",
+            got=f"{losses.name(step.loss)}, which torch.compile returned",
+            want="the function itself",
+        )
 
 
 def _graphs_of_torch(backend: Any, mode: str | None, options: dict[str, Any]) -> str:

@@ -23,8 +23,9 @@ def cuda_graph():
 
     On a CPU every call is run, and nothing is captured. `step.evaluate` and `fds.evaluate` never are.
 
-    Raises `ComposeError` without `donate`, for leaves that live elsewhere, for `checkpoint_activations(store="host")`
-    and for ranks that share a step. From the second call on the step raises `LossError`, `ScheduleError` or
+    Raises `ComposeError` without `donate`, for leaves and for activations that live elsewhere
+    (`checkpoint_activations(store=...)`), and for ranks that share a step.
+    From the second call on the step raises `LossError`, `ScheduleError` or
     `ComposeError`, with the line that is at fault, for code that reads a number from the device, needs shapes that
     depend on values, draws from the generator of the CPU, or asks for `call.calls` or `call.key`; and `BatchError` for
     a batch on another device, or one of more than 16 shapes.

@@ -97,6 +97,18 @@ def test_what_another_folder_holds_is_gone_on_with_and_left_as_it_is(tmp_path):
     again = program.resumed(new, old)
     again.begin({})
     assert again.done("kernels") == {"norm"} and again.call == 2 and records.path.read_bytes() == before
+    assert program.resumed(new, old).done("kernels") == {"norm"}  # the same command, once more
+
+
+def test_records_of_another_beginning_are_not_taken_for_those_that_are_gone_on_with(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        records = Records(folder)
+        records.begin({"of": folder.name})
+    before = records.path.read_bytes()
+    with pytest.raises(SystemExit, match="has records of its own: leave --resume out"):
+        program.resumed(new, old)
+    assert records.path.read_bytes() == before
 
 
 @pytest.mark.parametrize("command", ["record", "merge", "tests --device cpu --resume"])

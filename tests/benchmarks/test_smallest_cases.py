@@ -26,6 +26,7 @@ WITHOUT_PEERS = {  # what of a benchmark needs no package but torch
     "sharding": ["--only", "fds 0,DDP", "--stages", "0", "--rates", "loopback"],
     "pipeline": ["--only", "fds ZB-H1,torch 1F1B"],
     "storage": ["--only", "saving", "--ranks", "1"],
+    "offload": ["--parts", "step"],
 }
 
 

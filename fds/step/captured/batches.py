@@ -14,6 +14,7 @@ from fds.step import foreach
 from fds.step.batch import Whole
 from fds.step.checks import capture
 
+MOST_KINDS = 16  # of batches: each has a graph
 _VALUES = (int, float, bool, str, bytes, complex, type(None), torch.dtype)  # of which a graph may hold what they are
 _PLAIN = (Tensor, torch.nn.Parameter)
 

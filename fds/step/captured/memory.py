@@ -20,7 +20,7 @@ from fds.step.donated import TAKEN, KnownMemory, writable
 from fds.step.structure import Structure, contiguous_copy
 
 
-def _leaves(state: State, structure: Structure) -> list[Tensor]:
+def leaves_of(state: State, structure: Structure) -> list[Tensor]:
     """Return all leaves of a state on the device but `step`, which is read from a place of its own."""
     return [x for leaves in _columns(state, structure) for x in leaves]
 
@@ -31,7 +31,7 @@ def _columns(state: State, structure: Structure) -> list[list[Tensor]]:
     return [tree.leaves(state.params), opt, tree.leaves(state.buffers), tree.leaves(state.slots)]
 
 
-def _builder(state: State, structure: Structure) -> Callable[[list[Tensor]], dict[str, Any]]:
+def builder(state: State, structure: Structure) -> Callable[[list[Tensor]], dict[str, Any]]:
     """Return the function that builds the parts of a state from other leaves, with containers of their own."""
     sizes = list(map(len, _columns(state, structure)))
     params, buffers, slots = (tree.flatten(one)[1] for one in (state.params, state.buffers, state.slots))
@@ -65,7 +65,7 @@ class StateMemory:
         """Take over the memory of a state, each of whose leaves is in one more list; others' are copied."""
         leaves, known = _writable(state, structure, lists=2)
         rest = tree.structure((state.buffers, state.slots))
-        return cls(structure, rest, _builder(state, structure), leaves, state.step.clone(), known)
+        return cls(structure, rest, builder(state, structure), leaves, state.step.clone(), known)
 
     def takes(self, state: State, structure: Structure) -> bool:
         """Say whether a state is in this memory and nobody else holds it, or can be: then copy it there.
@@ -74,7 +74,7 @@ class StateMemory:
         """
         if structure is not self.structure:
             return False
-        leaves = _leaves(state, structure)
+        leaves = leaves_of(state, structure)
         if all(map(operator.is_, leaves, self.leaves)):
             state.token.memory = self.known
             found, _ = _writable(state, structure, lists=4)
@@ -107,11 +107,11 @@ class StateMemory:
 
     def write(self, after: State) -> None:
         """Write what has become of the state where that is not done already."""
-        new, places = [*_leaves(after, self.structure), after.step], [*self.leaves, self.step]
-        own = set(map(_storage, places))
-        moved = [(x, y) for x, y in zip(places, new, strict=True) if x.numel() and not _same_memory(x, y)]
+        new, places = [*leaves_of(after, self.structure), after.step], [*self.leaves, self.step]
+        own = set(map(storage_of, places))
+        moved = [(x, y) for x, y in zip(places, new, strict=True) if x.numel() and not same_memory(x, y)]
         if moved:  # and one leaf may have become what another was
-            new = [y.clone() if _storage(y) in own else y for _, y in moved]
+            new = [y.clone() if storage_of(y) in own else y for _, y in moved]
             foreach.copy_([x for x, _ in moved], new)
 
     def returned(self, old: State, step: Tensor) -> State:
@@ -172,12 +172,14 @@ class Results:
             start = end
 
 
-def _storage(x: Tensor) -> int:
+def storage_of(x: Tensor) -> int:
+    """Return what tells the memory of a tensor from that of others."""
     return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  (an address is 0 on `meta`)
 
 
-def _same_memory(x: Tensor, y: Tensor) -> bool:
-    return _storage(x) == _storage(y) and (x.storage_offset(), x.stride()) == (y.storage_offset(), y.stride())
+def same_memory(x: Tensor, y: Tensor) -> bool:
+    """Say whether two tensors of one shape are the same elements in memory."""
+    return storage_of(x) == storage_of(y) and (x.storage_offset(), x.stride()) == (y.storage_offset(), y.stride())
 
 
 def _counted_alone() -> int:

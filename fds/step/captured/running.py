@@ -14,14 +14,13 @@ from torch import Tensor
 from fds import tree
 from fds.errors import FdsError
 from fds.state import State
-from fds.step.captured.batches import BatchMemory, Kind
+from fds.step.captured.batches import MOST_KINDS, BatchMemory, Kind
 from fds.step.captured.memory import Results, StateMemory
 from fds.step.captured.seeding import Seeding, Seeds
 from fds.step.checks import capture
 from fds.step.checks.state_check import StateTensors
 from fds.step.stations import Program
 
-MOST_KINDS = 16  # of batches: each has a graph
 SYNCHRONIZING = "synchronizing"  # in the errors that `Device.strict` raises, as torch's do
 _STEP = "state.step"  # the place of the state's `step` among results
 

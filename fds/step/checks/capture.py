@@ -1,11 +1,11 @@
-"""What a CUDA graph cannot capture: errors that say which code it is, and what to write instead."""
+"""What a graph of a step cannot hold: errors that say which code it is, and what to write instead."""
 
 from __future__ import annotations
 
 import inspect
 import pathlib
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch import Tensor
 from fds import tree
 from fds.collectives import Axis
 from fds.errors import BatchError, ComposeError, FdsError, LossError, ScheduleError, StateError
-from fds.step.residency import Residency, text_of
+from fds.step.residency.contract import Residency, text_of
 
-_HINT = "leave out fds.cuda_graph()"
+_HINT = "leave out fds.cuda_graph(), or fds.compile(whole=True)"
 
 
 class HasStations(Protocol):
@@ -57,14 +57,24 @@ def composition(step: HasStations) -> None:
         raise _composed(
             "the old state is kept", "fds.donate() too", "a graph writes to the same memory in every replay"
         )
+    alone_on_a_device(step, _composed, "ranks that share a step are not captured yet")
+
+
+def alone_on_a_device(step: HasStations, refused: Callable[[str, str, str], ComposeError], meeting: str) -> None:
+    """Raise `refused(got, want, why)` for a step that has leaves or activations elsewhere, or meets other ranks.
+
+    `meeting` says why it may not meet any.
+    """
     if step.place.residency.kinds:
         lives = f"{', '.join(step.place.residency.kinds)} in {text_of(step.place.residency)}"
-        raise _composed(lives, "all leaves on the device", "the host reads and writes what lives elsewhere")
+        raise refused(lives, "all leaves on the device", "the host reads and writes what lives elsewhere")
     if step.everyone is not None:
         got = f"axis {step.everyone.name!r} of {step.everyone.size} ranks"
-        raise _composed(got, "one rank", "ranks that share a step are not captured yet")
-    if any(getattr(one, "store", None) == "host" for one in step.layer):
-        raise _composed("checkpoint_activations(store='host')", "store='device'", "the host waits for what it stores")
+        raise refused(got, "one rank", meeting)
+    for store in (getattr(one, "store", None) for one in step.layer):
+        if store is not None:
+            got = f"checkpoint_activations(store={store.name!r})"
+            raise refused(got, "store='device'", "the host waits for what it stores")
 
 
 def _composed(got: str, want: str, why: str) -> ComposeError:
@@ -74,7 +84,7 @@ def _composed(got: str, want: str, why: str) -> ComposeError:
 def frozen(what: str) -> ComposeError:
     """Return the error of a filler that asks for a number on the host, which no replay would change."""
     return ComposeError(
-        "a CUDA graph would keep a number of the host as it is now",
+        "a graph would keep a number of the host as it is now",
         where=outside(),
         got=what,
         want="torch's generators, which are seeded for every replay; or call.step, a tensor on the device",
@@ -96,7 +106,7 @@ def drawn_on_host(fold: object) -> LossError:
 def untraced() -> ComposeError:
     """Return the error of code that seeds torch's generators by itself."""
     return ComposeError(
-        "a CUDA graph would keep a seed as it is now",
+        "a graph would keep a seed as it is now",
         where=outside(),
         got="fds.random.seeded or reseed, by a key of its own",
         want="the seeds of the step: draw without seeding",
@@ -127,7 +137,7 @@ def other_path(got: str, want: str) -> ComposeError:
 
 
 def synchronized(error: Exception) -> FdsError:
-    """Return the error of code that makes the host wait for the device, or cannot be captured for another reason."""
+    """Return the error of code that reads a number of a tensor, or cannot be in a graph for another reason."""
     first: BaseException = error
     while first.__context__ is not None:  # handling it may have waited too
         first = first.__context__
@@ -136,7 +146,7 @@ def synchronized(error: Exception) -> FdsError:
     inside = [kind for name, kind in kinds.items() if any(at.startswith(name) for at, _ in modules)]
     own = [tb for name, tb in modules if not _is_ours(name)]
     return (inside[-1] if inside else ComposeError)(
-        "a CUDA graph cannot capture what waits for the device, or depends on its values",
+        "a graph cannot hold what waits for the device, or depends on values",
         where=_place(own[-1].tb_frame.f_code, own[-1].tb_lineno) if own else "",
         got=str(first).strip().partition("\n")[0][:200],
         want="tensors that stay on the device, of shapes that do not depend on values",
@@ -158,7 +168,7 @@ def leaf_of_batch(path: str, x: Any, device: object) -> BatchError:
     """Return the error of a leaf of the batch that a replay could not follow."""
     got = f"{type(x).__name__} on {x.device}, {x.layout}" if isinstance(x, Tensor) else type(x).__name__
     return BatchError(
-        "a CUDA graph reads every batch from the same memory of the device",
+        "a graph reads the tensors of every batch on its device",
         where=".".join(filter(None, ("batch", path))),
         got=got,
         want=f"a dense torch.Tensor on {device}, a number, a string or None",
@@ -169,7 +179,7 @@ def leaf_of_batch(path: str, x: Any, device: object) -> BatchError:
 def too_many(shapes: str, most: int) -> BatchError:
     """Return the error of batches of more and more shapes."""
     return BatchError(
-        "every structure and shape of a batch needs a CUDA graph of its own",
+        "every structure and shape of a batch needs a graph of its own",
         where="batch",
         got=f"shapes of number {most + 1}: {shapes}",
         want=f"at most {most}",

@@ -40,8 +40,8 @@ MUTANTS = (
     Mutant(
         "replays-count-no-step",
         "fds/step/captured/memory.py",
-        "new, places = [*_leaves(after, self.structure), after.step], [*self.leaves, self.step]",
-        "new, places = _leaves(after, self.structure), self.leaves",
+        "new, places = [*leaves_of(after, self.structure), after.step], [*self.leaves, self.step]",
+        "new, places = leaves_of(after, self.structure), self.leaves",
         "`step` is the same in every replay, and with it learning rates and bias corrections",
         LAW,
     ),
