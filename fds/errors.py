@@ -75,6 +75,10 @@ class StorageError(FdsError):
     """Refuse to save to, or to load from, a directory."""
 
 
+class DiskError(FdsError):
+    """Refuse a directory for leaves on disk, or report that reading or writing them failed."""
+
+
 class StorageWarning(UserWarning):
     """Report the differences between a save and a step that `load(..., strict=False)` tolerated.
 

@@ -1,0 +1,29 @@
+"""Media: where a leaf of a state lives, on the device, the host or disk, and how it is read and written there.
+
+A leaf elsewhere is a tensor like any other: whoever reads it finds its values. `read` and `write` get at many leaves at
+once, beside what else is computed, in memory of a known size.
+"""
+
+from fds.media._disk import Disk, disk
+from fds.media.activations import Kept, KeptGroups
+from fds.media.device import Device
+from fds.media.extents import Extent, extent_of
+from fds.media.host import Host
+from fds.media.medium import Medium, medium_of, read, write
+from fds.media.tensors import written_in_place
+
+__all__ = [
+    "Device",
+    "Disk",
+    "Extent",
+    "Host",
+    "Kept",
+    "KeptGroups",
+    "Medium",
+    "disk",
+    "extent_of",
+    "medium_of",
+    "read",
+    "write",
+    "written_in_place",
+]

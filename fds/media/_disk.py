@@ -1,0 +1,234 @@
+"""A directory on disk: leaves in a nameless file, read and written past the page cache."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+import attrs
+import torch
+import xxhash
+from torch import Tensor
+
+from fds.errors import DiskError, is_a, is_int, is_number
+from fds.media import arena
+from fds.media.buffers import Buffers
+from fds.media.drive import Drive, backend_of
+from fds.media.mapping import PAGE, pages
+from fds.media.tensors import Leaf, leaves, nbytes_of, over, owned, view
+
+BACKENDS = ("auto", "io_uring", "threads")
+
+
+@attrs.frozen(eq=False)
+class Disk:
+    """Leaves on disk. `fds.disk` makes it, and says what its fields mean."""
+
+    directory: str
+    buffer_bytes: int
+    buffers: int
+    backend: str
+    queue_depth: int
+    checksums: bool
+    timeout: float
+    _open: list[Drive] = attrs.field(factory=list, init=False)
+    name = "disk"
+
+    def make(self, x: Tensor) -> Tensor:
+        """Return a mapped extent: a tensor on the CPU. Raises `DiskError`, also where the disk is full."""
+        nbytes = nbytes_of(x)
+        if not nbytes:
+            return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+        drive, size = self._drive(), pages(nbytes)
+        address = drive.arena.take(size)
+        leaf = over(owned(address, nbytes, _freed, drive.arena, address, size), x)
+        leaves[address] = Leaf(self, drive.arena)
+        return leaf
+
+    def read(self, leaves: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
+        """Begin to read leaves into buffers; other tensors are copied. Waiting raises `DiskError`."""
+        drive = self._drive()
+        known = {i: leaf for i, x in enumerate(leaves) if (leaf := drive.leaf(x)) is not None}
+        order = sorted(known, key=lambda i: leaves[i].data_ptr())
+        slots = drive.slots([pages(leaves[i].nbytes) for i in order])
+        copies = {i: over(owner, leaves[i], offset) for i, (owner, offset) in zip(order, slots, strict=True)}
+        request = drive.start([(leaves[i], x) for i, x in copies.items()], writes=False)
+
+        def wait() -> list[Tensor]:
+            drive.wait(request, writes=False)
+            for i, x in copies.items():
+                self._compare(x, leaves[i], known[i])
+            found = (copies[i] if i in copies else x.detach().clone() for i, x in enumerate(leaves))
+            return [x.to(device) for x in found]
+
+        return wait
+
+    def write(self, worked: list[Tensor], new: list[Tensor]) -> Callable[[], None]:
+        """Begin to write leaves; other tensors are copied. Waiting raises `DiskError`."""
+        drive = self._drive()
+        ready: list[tuple[Tensor, Tensor]] = []
+        staged: list[tuple[Tensor, Tensor]] = []
+        for x, leaf in zip(worked, new, strict=True):
+            known = drive.leaf(leaf)
+            if known is None:
+                _through_memory(x, leaf)
+                continue
+            known.wrote(*_bytes_of(leaf))
+            (ready if _is_ready(x, leaf) else staged).append((leaf, x))
+        if staged:
+            staged.sort(key=lambda pair: pair[0].data_ptr())
+            slots = drive.slots([pages(leaf.nbytes) for leaf, _ in staged])
+            copies = [over(owner, leaf, at) for (leaf, _), (owner, at) in zip(staged, slots, strict=True)]
+            torch._foreach_copy_(copies, [x.detach() for _, x in staged])
+            ready += [(leaf, x) for (leaf, _), x in zip(staged, copies, strict=True)]
+            del slots, copies
+        for leaf, x in ready if self.checksums else ():
+            if (known := drive.leaf(leaf)) is not None and not known.in_place:
+                known.checksums[_bytes_of(leaf)] = _checksum(x)
+        request = drive.start(ready, writes=True)
+        if staged:
+            with drive.lock:
+                drive.staged.append(request)
+        return lambda: drive.wait(request, writes=True)
+
+    def __str__(self) -> str:
+        how = [f", {one.backend.name}{'' if one.arena.file.direct else ', not O_DIRECT'}" for one in self._open]
+        return f"disk {self.directory}{''.join(how)}"
+
+    def __repr__(self) -> str:
+        given = [f"{name}={getattr(self, name)!r}" for name, value in _DEFAULTS.items() if getattr(self, name) != value]
+        return f"fds.disk({', '.join([repr(self.directory), *given])})"
+
+    def __reduce__(self) -> tuple:
+        """Let a copy open its own."""
+        return (Disk, tuple(getattr(self, name) for name in ("directory", *_DEFAULTS)))
+
+    def _drive(self) -> Drive:
+        with _opening:
+            if not self._open:
+                opened = arena.arena_of(self.directory)
+                backend = backend_of(self.backend, self.queue_depth, direct=opened.file.direct)
+                self._open.append(Drive(opened, Buffers(self.buffer_bytes, self.buffers), backend, self.timeout))
+                _disks.add(self)
+            return self._open[0]
+
+    def _compare(self, x: Tensor, old: Tensor, leaf: Leaf) -> None:
+        """Compare what was read with what was written: of every piece that lies in it."""
+        first, last = _bytes_of(old)
+        for (start, end), want in list(leaf.checksums.items()) if self.checksums else ():
+            if first <= start and end <= last:
+                found = xxhash.xxh3_64_intdigest(view(x.data_ptr() + start - first, end - start))
+                if found != want:
+                    raise DiskError(
+                        "the disk returned other bytes than were written",
+                        where=self.directory,
+                        got=f"a checksum of {found:016x}, tensor {tuple(x.shape)} {x.dtype}",
+                        want=f"{want:016x}",
+                        hint="look at the disk; if a tensor of the state was written in place instead, "
+                        "turn checksums off",
+                    )
+
+
+def disk(
+    directory: str | os.PathLike[str],
+    *,
+    buffer_bytes: int = 2**26,
+    buffers: int = 3,
+    backend: str = "auto",
+    queue_depth: int = 8,
+    checksums: bool = False,
+    timeout: float = 60.0,
+) -> Disk:
+    """Return a medium: leaves of a state in a directory of a local disk, read and written past the page cache.
+
+    Nothing is opened before the first leaf is made. Then the directory is locked: a second run in it is refused. The
+    leaves are in one file without a name, so that nothing is left of them when the process ends, in whatever way. A
+    leaf takes whole pages of 4096 bytes, and is a tensor that anybody may read; what nobody holds is used again. A
+    forked process has changes of its own, and sees, where it made none, what its parent writes later: it must copy
+    what it needs before the parent goes on.
+
+    Memory is bounded by `buffers` times `buffer_bytes`, or times the largest set of leaves that is read at once if that
+    is more, and what a caller keeps of the results beyond that. A file system without O_DIRECT is used through the page
+    cache, which is told to keep nothing.
+
+    Args:
+        directory: one that exists, on a local disk, for all ranks of a run or one for each.
+        buffer_bytes: what is read at once: the size of a buffer, in bytes.
+        buffers: the number of buffers: one that is read, one that is updated, one that is written.
+        backend: "io_uring" (the extra `nvme`), "threads", or "auto": the first where it is there.
+        queue_depth: the number of requests, of at most 2 MiB, that the disk has at once.
+        checksums: whether what is read is compared with what was written (xxh3, 64 bits). Leaves must not be written in
+            place then.
+        timeout: the seconds without any progress after which waiting for the disk ends with an error.
+
+    Raises `DiskError` for a wrong argument; when it is used, for a directory that is missing, locked or full, and for a
+    disk that fails, does not answer, or returns other bytes.
+    """
+    path = os.fspath(directory) if is_a(directory, str | os.PathLike) else None
+    _check(is_a(path, str) and bool(path), "directory", directory, "a path")
+    _check(is_int(buffer_bytes, PAGE), "buffer_bytes", buffer_bytes, f"bytes, at least {PAGE}")
+    _check(is_int(buffers, 1), "buffers", buffers, "a positive integer")
+    _check(backend in BACKENDS, "backend", backend, " or ".join(map(repr, BACKENDS)))
+    _check(is_int(queue_depth, 1) and queue_depth <= 1024, "queue_depth", queue_depth, "an integer from 1 to 1024")
+    _check(is_a(checksums, bool), "checksums", checksums, "True or False")
+    _check(
+        is_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX, "timeout", timeout, "a positive number of seconds"
+    )
+    return Disk(os.path.abspath(str(path)), buffer_bytes, buffers, backend, queue_depth, checksums, float(timeout))
+
+
+_DEFAULTS = dict(disk.__kwdefaults__ or {})
+_disks: weakref.WeakSet[Disk] = weakref.WeakSet()  # that are open
+_opening = threading.Lock()
+
+
+def _check(right: bool, name: str, got: object, want: str) -> None:
+    if not right:
+        raise DiskError("a wrong argument of fds.disk", where=name, got=repr(got)[:80], want=want)
+
+
+def _freed(home: arena.Arena, address: int, nbytes: int) -> None:
+    leaves.pop(address, None)
+    home.give(address, nbytes)
+
+
+def _is_ready(x: Tensor, leaf: Tensor) -> bool:
+    """Return whether the pages that a tensor is in can be written as they are."""
+    same = x.device.type == "cpu" and x.dtype == leaf.dtype and x.shape == leaf.shape
+    return same and x.data_ptr() % PAGE == 0 and x.is_contiguous() and not (x.is_conj() or x.is_neg())
+
+
+def _through_memory(x: Tensor, leaf: Tensor) -> None:
+    """Write a part of a leaf, or no leaf of a disk."""
+    leaf.detach().copy_(x.detach())
+    if (known := leaves.get(leaf.untyped_storage().data_ptr())) is not None:
+        known.wrote(*_bytes_of(leaf))
+
+
+def _bytes_of(x: Tensor) -> tuple[int, int]:
+    """Return the first and last + 1 byte in its storage that a tensor may reach; of one with gaps all."""
+    if not x.is_contiguous():
+        return 0, x.untyped_storage().nbytes()
+    start = int(x.storage_offset()) * x.element_size()
+    return start, start + x.nbytes
+
+
+def _checksum(x: Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(view(x.data_ptr(), x.nbytes))
+
+
+def _forked() -> None:
+    """Let the child of a fork treat leaves as plain tensors, with values that it alone changes from here on."""
+    global _opening
+    _opening = threading.Lock()
+    for address, leaf in list(leaves.items()):
+        if isinstance(leaf.place, arena.Arena):
+            del leaves[address]
+    arena.forked()
+    for one in list(_disks):
+        one._open.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,81 @@
+"""The lock of a directory: leaves of one run at a time, a file for each of its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+import time
+
+import attrs
+
+from fds.collectives.worlds import process_rank
+from fds.errors import DiskError
+
+
+@attrs.define(eq=False)
+class Lock:
+    """The lock of a directory. It ends with the process, however that ends."""
+
+    path: str
+    fd: int
+    owner: int  # the process that took it
+
+    def release(self) -> None:
+        """Let go of it. In a forked process, close the copy, with which it would outlive this process."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            if os.getpid() == self.owner:
+                with contextlib.suppress(OSError):  # the next run locks the file that is there
+                    os.unlink(self.path)
+            os.close(fd)
+
+
+def locked(directory: str) -> Lock:
+    """Lock a directory for this rank; without effect on a file system without locks.
+
+    Raises `DiskError` that names the holder where another process has it, `OSError` where the file cannot be made.
+    """
+    path = os.path.join(directory, f"fds.lock-{process_rank()}")
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            _take(fd, path)
+            if _is_at(fd, path):  # whoever had it may have removed the file meanwhile
+                since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+                return Lock(path, fd, os.getpid())
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _take(fd: int, path: str) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
+        raise DiskError(
+            "another run has its leaves in this directory",
+            where=path,
+            got=f"locked by {holder or 'a process that did not write which'}",
+            want="a directory of its own for every run",
+            hint="end that process, or name another directory",
+        ) from error
+    except OSError:
+        pass  # a file system without locks
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Return whether an open file is still the one that has this name."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,261 @@
+"""Directories and disks that fail: named errors, and nothing lost that was not on them."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+import torch
+
+import fds
+from fds import media
+from fds.errors import DiskError
+from fds.media import files
+from fds.media.requests import Clock
+
+CPU = torch.device("cpu")
+BOTH = pytest.mark.parametrize("backend", ["threads", "io_uring"])
+
+
+def fill(disk, values):
+    made = [disk.make(x) for x in values]
+    disk.write(values, made)()
+    return made
+
+
+def file_of(disk):
+    return disk._open[0].arena.file
+
+
+class Stuck:
+    """A backend whose disk answers when it is told to."""
+
+    name = "stuck"
+
+    def __init__(self):
+        self.clock, self.pieces = Clock(), []
+
+    def start(self, pieces):
+        self.pieces += pieces
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("directory", x) for x in (None, "", b"/tmp", 3)),
+        *(("buffer_bytes", x) for x in (0, 4095, 1e6, True, "64MiB")),
+        *(("buffers", x) for x in (0, -1, 1.5, None)),
+        *(("backend", x) for x in ("aio", None, 3)),
+        *(("queue_depth", x) for x in (0, 1025, 2.0)),
+        *(("checksums", x) for x in (1, None, "yes")),
+        *(("timeout", x) for x in (0, -1, float("nan"), float("inf"), True, "60")),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(tmp_path, name, value):
+    with pytest.raises(DiskError) as caught:
+        fds.disk(**({"directory": tmp_path} | {name: value}))
+    assert caught.value.where == name and caught.value.want
+
+
+def test_nothing_is_opened_before_the_first_leaf(tmp_path):
+    disk = fds.disk(tmp_path / "missing", buffers=2)
+    assert repr(disk) == f"fds.disk('{tmp_path}/missing', buffers=2)" and os.listdir(tmp_path) == []
+    with pytest.raises(DiskError, match="No such file or directory"):
+        disk.make(torch.ones(3))
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match="Not a directory"):
+        fds.disk(tmp_path / "file").make(torch.ones(3))
+    (tmp_path / "missing").mkdir()
+    assert fill(disk, [torch.ones(3)])[0].sum() == 3
+
+
+def test_a_lock_that_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "fds.lock-0")
+    with pytest.raises(DiskError, match="not a regular file"):
+        fds.disk(tmp_path).make(torch.ones(3))
+
+
+@BOTH
+def test_a_disk_that_fails_is_named_and_works_again_when_it_does(tmp_path, backend):
+    disk = fds.disk(tmp_path, backend=backend)
+    values = torch.randn(2**20)
+    made = fill(disk, [values])
+    good = os.dup(file_of(disk).fd)
+    for path, flags, read_error, write_error in (
+        ("/dev/full", os.O_RDWR, None, "No space left"),
+        ("/dev/null", os.O_RDWR, "nothing was read", None),
+        (tmp_path / "empty", os.O_WRONLY | os.O_CREAT, "Bad file descriptor", None),
+        (tmp_path / "empty", os.O_RDONLY, "nothing was read", "Bad file descriptor"),
+    ):
+        bad = os.open(path, flags)
+        os.dup2(bad, file_of(disk).fd)
+        os.close(bad)
+        if read_error:
+            with pytest.raises(DiskError, match=f"failed to read\n.*\n.*{read_error}.*bytes at"):
+                disk.read(made, CPU)()
+        if write_error:
+            with pytest.raises(DiskError, match=f"failed to write\n.*\n.*{write_error}.*bytes at"):
+                disk.write([values], made)()
+        os.dup2(good, file_of(disk).fd)
+        assert torch.equal(disk.read(made, CPU)()[0], values)
+    os.close(good)
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for_and_its_memory_not_used_again(tmp_path):
+    disk = fds.disk(tmp_path, buffer_bytes=4096, buffers=2, timeout=0.05)
+    made = fill(disk, [torch.ones(1024)])
+    drive = disk._open[0]
+    working, drive.backend = drive.backend, Stuck()
+    stuck = drive.backend
+    with pytest.raises(DiskError, match=r"did not get on(.|\n)*nothing done in 0.05 s"):
+        disk.read(made, CPU)()
+    with pytest.raises(DiskError, match="to write"):
+        disk.write([torch.zeros(1024)], made)()
+    drive.backend = working
+    busy = {id(one.request): one for one in stuck.pieces}
+    places = [torch.frombuffer(one.memory, dtype=torch.uint8).data_ptr() for one in busy.values()]
+    held = [disk.read(made, CPU)() for _ in range(3)]
+    assert len(places) == 2 and not {x.data_ptr() for (x,) in held} & set(places)
+    address = made[0].data_ptr()
+    del made
+    assert disk.make(torch.ones(1024)).data_ptr() != address  # the disk may still write there
+    for one in stuck.pieces:
+        one.request.done(one)
+    del held
+    assert {slot[0] is not None for slot in drive.buffers.take([4096]) or []} == {True}
+
+
+@BOTH
+def test_a_byte_that_changed_on_disk_is_noticed(tmp_path, backend):
+    disk = fds.disk(tmp_path, checksums=True, backend=backend)
+    values = [torch.randn(100), torch.randn(5000)]
+    made = fill(disk, values)
+    assert all(map(torch.equal, disk.read(made, CPU)(), values))
+    extent = media.extent_of(made[1])
+    with open(f"/proc/self/fd/{extent.fd}", "r+b", buffering=0) as file:
+        (before,) = os.pread(file.fileno(), 1, extent.offset + 7777)
+        os.pwrite(file.fileno(), bytes([before ^ 1]), extent.offset + 7777)
+        os.fsync(file.fileno())
+    with pytest.raises(DiskError, match="other bytes than were written"):
+        disk.read(made, CPU)()
+    assert torch.equal(disk.read(made[:1], CPU)()[0], values[0])
+    disk.write(values, made)()
+    assert all(map(torch.equal, disk.read(made, CPU)(), values))
+
+
+def test_a_file_system_without_direct_io_or_nameless_files_will_do(tmp_path, monkeypatch):
+    def refuse(fd, command, flags):
+        raise OSError(errno.EINVAL, "no O_DIRECT")
+
+    open_ = os.open
+
+    def open_named(path, flags, mode=0o777, **how):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE")
+        return open_(path, flags, mode, **how)
+
+    monkeypatch.setattr(files.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(files.os, "open", open_named)
+    disk = fds.disk(tmp_path)
+    values = [torch.randn(5000), torch.randn(3)]
+    made = fill(disk, values)
+    assert all(map(torch.equal, disk.read(made, CPU)(), values)) and all(map(torch.equal, made, values))
+    assert str(disk).endswith("threads, not O_DIRECT") and os.listdir(tmp_path) == ["fds.lock-0"]
+
+
+def in_a_process(function, *args):
+    """Return what a function writes to the pipe that it is given, run in a process that is forked."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reads)
+            torch.set_num_threads(1)  # OpenMP does not survive a fork
+            os.write(writes, repr(function(*args)).encode())
+        except BaseException as error:
+            os.write(writes, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with open(reads) as pipe:
+        found = pipe.read()
+    os.waitpid(child, 0)
+    return found
+
+
+def test_a_child_keeps_the_values_and_changes_nothing_of_its_parents(tmp_path):
+    disk = fds.disk(tmp_path)
+    made = fill(disk, [torch.ones(2000), torch.full((10,), 2.0)])
+    offset = media.extent_of(made[1]).offset
+
+    def child():
+        found = [float(x.sum()) for x in media.read(made, CPU)()]
+        media.write([torch.zeros(2000)], made[:1])()
+        kinds = [media.medium_of(x) for x in made]
+        found += [float(made[0].sum()), kinds]
+        del made[:]
+        try:
+            disk.make(torch.ones(1))
+        except DiskError as error:
+            return found, error.what, str(os.getppid()) in error.got
+        return found
+
+    want = ([2000.0, 20.0, 0.0, [None, None]], "another run has its leaves in this directory", True)
+    assert in_a_process(child) == repr(want)
+    assert [float(x.sum()) for x in disk.read(made, CPU)()] == [2000, 20]
+    assert os.listdir(tmp_path) == ["fds.lock-0"]
+    new = fill(disk, [torch.zeros(10)])
+    assert media.extent_of(new[0]).offset > offset and float(made[1].sum()) == 20
+
+
+def limited(directory):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, 2**21))
+    disk = fds.disk(directory)
+    made = fill(disk, [torch.ones(2**18)])
+    try:
+        disk.make(torch.ones(2**19))
+    except DiskError as error:
+        full = error.what, "2,097,152 bytes more" in str(error)
+    small = fill(disk, [torch.ones(2**10)])
+    made += small
+    return full, [float(x.sum()) for x in disk.read(made, CPU)()]
+
+
+def test_a_full_disk_is_an_error_when_a_leaf_is_made_and_never_later(tmp_path):
+    assert in_a_process(limited, tmp_path) == repr((("the disk is full", True), [2.0**18, 2.0**10]))
+
+
+RUN = """
+import sys, torch, fds
+disk = fds.disk(sys.argv[1])
+made = [disk.make(torch.empty(2**22)) for _ in range(4)]
+worked = disk.read(made[:1], torch.device("cpu"))()
+print("ready", flush=True)
+while True:
+    waits = [disk.write(worked, [leaf]) for leaf in made]
+    [wait() for wait in waits]
+"""
+
+
+def test_a_second_run_is_refused_and_a_killed_one_leaves_nothing_in_the_way():
+    with tempfile.TemporaryDirectory() as directory:
+        run = subprocess.Popen([sys.executable, "-c", RUN, directory], stdout=subprocess.PIPE, text=True)
+        assert run.stdout is not None
+        assert run.stdout.readline() == "ready\n"
+        disk = fds.disk(directory)
+        with pytest.raises(DiskError, match=f"another run(.|\n)*fds.lock-0(.|\n)*locked by process {run.pid} on"):
+            disk.make(torch.ones(1))
+        time.sleep(0.05)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        run.stdout.close()
+        assert os.listdir(directory) == ["fds.lock-0"]
+        assert fill(disk, [torch.ones(5)])[0].sum() == 5
+        with open(f"{directory}/fds.lock-0") as file:
+            assert file.read().startswith(f"process {os.getpid()} on")
+        del disk
