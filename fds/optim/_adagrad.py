@@ -48,7 +48,7 @@ def adagrad(
     check_numbers("adagrad", schedule=False, lr_decay=lr_decay, initial_accumulator_value=slots["sum"], eps=eps)
     hyper = {"lr": lr, "weight_decay": weight_decay}
     rule = partial(_rule, lr_decay=lr_decay, eps=eps)
-    return assemble(rule, text=text, hyper=hyper, slots=slots, fused=lambda device: True)
+    return assemble(rule, text=text, hyper=hyper, slots=slots, elementwise=True, fused=lambda device: True)
 
 
 def _rule(

@@ -92,6 +92,7 @@ def _family(
         text=text,
         hyper=hyper,
         slots={"exp_avg": 0.0, "exp_avg_sq": 0.0},
+        elementwise=True,
         kernel=partial(_kernel, **fixed),
         fused=lambda device: True,
         takes_shapes=True,

@@ -50,6 +50,7 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         runs=groups.runs,
         members=groups.optimizers,
         separate=all(m.separate for m in members),
+        elementwise=groups.is_elementwise,
         draws=any(m.draws for m in members),
         takes_shapes=True,  # which `returned.update` makes 1-D for those that do not
     )
@@ -107,6 +108,10 @@ class _Groups:
     def needs_whole(self, name: str) -> bool:
         """Return whether the optimizer of this parameter needs it whole."""
         return self.members[self.index(name)].needs_whole(name)
+
+    def is_elementwise(self, name: str) -> bool:
+        """Return whether the optimizer of this parameter treats every element by itself."""
+        return self.members[self.index(name)].is_elementwise(name)
 
     def check(self, names: Sequence[str]) -> None:
         """Raise `OptimizerError` for a pattern that matches no parameter, and let each optimizer check its own."""

@@ -40,7 +40,7 @@ def lion(
     check_numbers("lion", lr=lr, weight_decay=weight_decay)
     check_betas("lion", betas)
     hyper = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
-    return assemble(_rule, text=text, hyper=hyper, slots={"exp_avg": 0.0}, kernel=_kernel)
+    return assemble(_rule, text=text, hyper=hyper, slots={"exp_avg": 0.0}, elementwise=True, kernel=_kernel)
 
 
 def _kernel(

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fds import reading
 from fds.errors import OptimizerError
 from fds.optim.arguments import call_text, check_numbers
 from fds.optim.assembly import Now, assemble
@@ -69,6 +70,7 @@ def sgd(
         text=text,
         hyper=hyper,
         slots=slots,
+        elementwise=True,
         kernel=partial(_kernel, **fixed),
         fused=lambda device: device.type == "cpu" or not dampened,
     )
@@ -114,7 +116,7 @@ def _rule(
     buffers = opt.get("momentum_buffer", [])
     # torch's fused function needs to know whether this is the first update. A CPU tensor can be read at no cost; on an
     # accelerator a buffer of zeros gives the same result without dampening. At momentum 0 it does not write the buffer.
-    on_host = now.step.device.type == "cpu"
+    on_host, is_free = now.step.device.type == "cpu", reading.is_free(now.step)
     dampened = bool(buffers) and dampening != 0
     low = [on_host and is_low(p) for p in params]  # torch 2.13's fused function is wrong for 16 elements and more
     if any(low) and not all(low):
@@ -123,7 +125,7 @@ def _rule(
             slots = {slot: some(xs) for slot, xs in opt.items()}
             _rule(some(params), some(grads), slots, now, dampening=dampening, nesterov=nesterov)
         return None
-    fits = now.static("momentum", "weight_decay") and not (buffers and momentum == 0) and (on_host or not dampened)
+    fits = now.static("momentum", "weight_decay") and not (buffers and momentum == 0) and (is_free or not dampened)
     if any(low) or not fits:
         return _formula(params, grads, opt, now, dampening=dampening, nesterov=nesterov)
     now.fused(
@@ -133,7 +135,7 @@ def _rule(
         weight_decay=weight_decay,
         dampening=dampening,
         nesterov=nesterov,
-        is_first_step=on_host and int(now.step) == 0,
+        is_first_step=is_free and int(now.step) == 0,
     )
     return None
 

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds import tree
+from fds import reading, tree
 from fds.kernels.choice import all_run_triton, chosen, explained
 from fds.optim.base import LRSchedule, Optimizer, Segment, Values, at
 
@@ -44,7 +44,10 @@ class Now:
         return [self.values[name] for name in names]
 
     def static(self, *names: str) -> bool:
-        """Return whether all of these values are floats, which fused kernels require."""
+        """Return whether fused kernels can run: all of these values are floats, and no compiler fuses the formula."""
+        graph = reading.now.recording
+        if graph is not None and graph.fuses:
+            return False
         return not any(isinstance(self.values[name], Tensor) for name in names)
 
     def read_on_device(self) -> dict[str, Any]:
@@ -76,7 +79,7 @@ class Now:
     def fused(self, kernel: Callable, lists: Sequence[list[Tensor]], **options: Any) -> None:
         """Run a fused kernel of torch, which unscales and skips by itself, once per dtype; lists[0] is params."""
         lr = self.values["lr"]
-        options["lr"] = lr.float() if isinstance(lr, Tensor) else lr
+        options["lr"] = lr.float() if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
         options["grad_scale"] = None if self.grad_scale is None else self.grad_scale.float()
         options["found_inf"] = None if self.skip is None else self.skip.float()
         dtypes = set(map(tree.dtype_of, lists[0]))
@@ -94,6 +97,7 @@ def assemble(
     hyper: Mapping[str, LRSchedule],
     slots: Mapping[str, float],
     whole: bool = False,
+    elementwise: bool = False,
     check: Check | None = None,
     keep_empty: bool = False,
     kernel: Kernel | None = None,
@@ -111,6 +115,7 @@ def assemble(
         hyper: hyper-parameters that may be schedules, "lr" among them.
         slots: slot name -> initial value of its tensors.
         whole: as in `Optimizer`.
+        elementwise: as in `Optimizer`.
         check: raises for segments that the rule cannot update.
         keep_empty: the rule also sees parameters of which this rank has no elements, since it communicates.
         kernel: `kernel(params, grads, opt, now, out)` on whole slices; gradients have their own dtype, still scaled;
@@ -130,6 +135,7 @@ def assemble(
         runs=ours.runs,
         hyper=hyper,
         separate=True,
+        elementwise=elementwise,
         draws=False,
         takes_shapes=takes_shapes,
     )
@@ -177,8 +183,10 @@ class _RuleOptimizer:
             return params, opt
         now = Now(step, self.hyper_at(step, lr, values), grad_scale, skip, segments, axes)
         with torch.no_grad():
-            if self.kernel is not None and all_run_triton(self.name, params) and now.static(*self.hyper):
-                self.kernel(params, list(grads), opt, now, [None] * len(params) if out is None else list(out))
+            # a graph would not have its launches, which are no operators
+            kernel = self.kernel if reading.now.recording is None else None
+            if kernel is not None and all_run_triton(self.name, params) and now.static(*self.hyper):
+                kernel(params, list(grads), opt, now, [None] * len(params) if out is None else list(out))
             else:
                 self.run_rule(params, grads, opt, now, out)
         return params, opt
@@ -267,4 +275,4 @@ def lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
 
 def _read_on_cpu(value: float | Tensor) -> float | Tensor:
     # Reading a CPU tensor costs nothing, and with floats the fused kernels equal torch.optim's bit for bit.
-    return value if isinstance(value, Tensor) and value.device.type != "cpu" else float(value)
+    return value if isinstance(value, Tensor) and not reading.is_free(value) else float(value)

@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds import reading
 from fds.errors import FdsError, OptimizerError, ScheduleError
 from fds.layout import Segment
 
@@ -43,7 +44,7 @@ def at(value: LRSchedule, step: Tensor, name: str = "lr") -> float | Tensor:
         raise _schedule_error(name, value, f"{type(error).__name__}: {error}", step) from error
     result = result.detach() if isinstance(result, Tensor) else result
     good = _is_scalar(result)
-    readable = good and (not isinstance(result, Tensor) or result.device.type == "cpu")
+    readable = good and (not isinstance(result, Tensor) or reading.is_free(result))
     if not good or (readable and not math.isfinite(result)):
         raise _schedule_error(name, value, f"it returned {result!r}"[:200], step)
     return result if isinstance(result, Tensor) else float(result)
@@ -58,7 +59,7 @@ def _is_scalar(x: Any) -> TypeGuard[float | Tensor]:
 
 def _schedule_error(name: str, schedule: Callable[..., Any], got: str, step: Tensor) -> ScheduleError:
     label = getattr(schedule, "__qualname__", None) or repr(schedule)
-    t = "" if step.is_meta else f", t = {int(step)}"
+    t = "" if step.is_meta or reading.now.recording is not None else f", t = {int(step)}"
     return ScheduleError(
         "a schedule did not return a number",
         where=f"{name}, {label}{t}",
@@ -108,6 +109,12 @@ class Values:
     lr: Tensor | None
     hyper: Mapping[str, float | Tensor]
     members: Mapping[str, Values]
+
+    def to(self, device: torch.device) -> Values:
+        """Return the same on a device."""
+        moved = lambda x: x.to(device) if isinstance(x, Tensor) else x
+        hyper = {name: moved(x) for name, x in self.hyper.items()}
+        return Values(moved(self.lr), hyper, {name: values.to(device) for name, values in self.members.items()})
 
     def rates(self) -> dict[str, Tensor]:
         """Return the learning rates under their names in the metrics: `lr` if all are equal, `lr/PATTERN` per group."""
@@ -164,6 +171,8 @@ class Optimizer:
             torch's fused functions".
         separate: True if `init` and `update` treat every slice by itself, so that they may be given some of the slices
             at a time, as a residency asks for (`fds.step.Residency`); else they are given all at once.
+        elementwise: True if what `init` and `update` make of an element depends on no other, so that they may be given
+            pieces of slices too, cut at multiples of 64 elements; or a function parameter name -> bool.
         draws: False if `update` draws no random numbers; else torch's default generators are seeded for it from the
             key of the state, equally on ranks that update the same slices, differently on ranks with other slices.
         takes_shapes: True if `update` also takes gradients in the shapes of their parameters, contiguous, so that
@@ -184,6 +193,7 @@ class Optimizer:
     hyper: Mapping[str, LRSchedule] = attrs.field(factory=dict)
     members: Mapping[str, Optimizer] = attrs.field(factory=dict)
     separate: bool = False
+    elementwise: bool | Callable[[str], bool] = False
     draws: bool = True
     takes_shapes: bool = False
 
@@ -204,6 +214,10 @@ class Optimizer:
         """Return whether a slice must hold all of this parameter or nothing of it."""
         return self.whole(name) if callable(self.whole) else self.whole
 
+    def is_elementwise(self, name: str) -> bool:
+        """Return whether what becomes of an element of this parameter depends on no other."""
+        return self.elementwise(name) if callable(self.elementwise) else self.elementwise
+
     def learning_rate(self, step: Tensor) -> Tensor | None:
         """Return the learning rate at t = `step` () as a () float64 tensor on its device, None if groups differ.
 
@@ -214,6 +228,8 @@ class Optimizer:
         value = at(self.lr, step)
         if isinstance(value, Tensor):
             return value.to(step.device, torch.float64)
+        if reading.now.recording is not None:
+            return reading.constant(value, step.device)
         return torch.full((), value, dtype=torch.float64, device=step.device)
 
     def values(self, step: Tensor) -> Values:

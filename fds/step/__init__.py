@@ -14,7 +14,7 @@ from fds.step.memory import Memory
 from fds.step.placements import Owned, Placement, Replicated, SplitDim
 from fds.step.program import Step
 from fds.step.ranges import profiled
-from fds.step.residency import OnDevice, Residency
+from fds.step.residency.contract import OnDevice, Residency, Resident
 from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.gather import Gather
@@ -60,6 +60,7 @@ __all__ = [
     "Reduce",
     "Replicated",
     "Residency",
+    "Resident",
     "Run",
     "Runtime",
     "Scale",

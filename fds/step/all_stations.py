@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +25,11 @@ from fds.step.gradients import Gradients, Measure
 from fds.step.memory import Memory
 from fds.step.notes import Notes
 from fds.step.parameters import open_parameters
-from fds.step.residency import agreed_chunks
+from fds.step.residency.chunks import Piece, agreed_chunks, may_leave
+from fds.step.residency.contract import Resident
+from fds.step.residency.landing import Landing
+from fds.step.residency.lives import Lives, resident_at
+from fds.step.residency.masters import NOWHERE, Masters, elsewhere
 from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.buckets import Bucketed
@@ -111,11 +116,19 @@ class Stations:
     ) -> LocalGradients:
         """Return the gradients of a batch, times `scale` / divisor, summed over microbatches and ranks."""
         ran, sums = self._run(state, structure, parts, batch, scale, call)
-        used, leaves = sums.used(), sums.finish()
-        wide = self.everyone is not None and torch.float64 in set(map(tree.dtype_of, leaves))
-        totals, wide = self.execute.agree(ran, self.everyone, self.runtime, wide=wide)
-        counted = self.dimensions.add_up(leaves, structure.segments)
-        return LocalGradients(totals, leaves, used, counted, ran.buffers, sums.predivide, wide, sums.kept)
+        landing, everyone = sums.landing, self.everyone
+        try:
+            used, leaves = sums.used(), sums.finish()
+            wide = everyone is not None and torch.float64 in set(map(tree.dtype_of, leaves))
+            totals, wide = self.execute.agree(ran, everyone, self.runtime, wide=wide)
+            counted = self.dimensions.add_up(leaves, structure.segments)
+            if landing is not None:
+                leaves = landing.finish(leaves)
+        except BaseException:
+            if landing is not None:
+                landing.close()
+            raise
+        return LocalGradients(totals, leaves, used, counted, ran.buffers, sums.predivide, wide, sums.kept, landing)
 
     def _run(
         self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None, call: Call
@@ -126,7 +139,8 @@ class Stations:
         """
         microbatches, pool, order = self.split_batch(call, batch), self.runtime.pool, self.order("step", structure)
         settings = self.settings(call, state.buffers, microbatches.count)
-        params = open_parameters(self.gather, self.shard, structure, parts, pool, train=True, order=order)
+        masters = self.masters(structure, parts, call.device)
+        params = open_parameters(self.gather, self.shard, structure, masters, pool, train=True, order=order)
         kinds = self.execute.dtypes(params.trained, self.gather.dtype, self.everyone, self.runtime.asked)
         seeds = Seeds.of(
             scale,
@@ -138,8 +152,10 @@ class Stations:
             asked=self.runtime.asked,
             order=None if self.execute.together else order,
         )
+        elsewhere = "gradients" in self.place.residency.kinds
+        landing = self.landing(structure, state, params.trained) if elsewhere else None
         sums = self.reduce.sums(
-            structure, self.shard, params.trained, self.sum.dtype, pool, order, kinds, seeds, state.slots
+            structure, self.shard, params.trained, self.sum.dtype, pool, order, kinds, seeds, state.slots, landing
         )
         run = Pass(
             self.loss,
@@ -157,6 +173,24 @@ class Stations:
         )
         with training(settings[0], params, sums, order):
             return self.execute.train(run), sums
+
+    def masters(self, structure: Structure, parts: list[Tensor], device: torch.device) -> Masters:
+        """Return the parameters as a state holds them, for a loss that runs on a device."""
+        residency, known = self.place.residency, NOWHERE
+        if residency.kinds:
+            known = self.runtime.elsewhere.get(structure)
+            if known is None:
+                known = self.runtime.elsewhere[structure] = elsewhere(residency, structure)
+        return Masters(parts, device, residency, known)
+
+    def landing(self, structure: Structure, state: State, trained: list[Tensor]) -> Landing:
+        """Return where the sums of gradients go as each is final."""
+        held = self.lives(structure, state).landed
+        first = [members[0] for members in structure.members.values()] if structure.sharded else range(len(trained))
+        dtypes = [self.sum.dtype or trained[i].dtype for i in first]
+        late = [k for k, inside in enumerate(structure.segments) if inside and self.dimensions.is_late(inside[0].name)]
+        pool, device = self.runtime.gradients, state.step.device
+        return Landing.of(self.place.residency, structure, held, dtypes, device, late, pool)
 
     def microbatch(self, loss: Any, structure: Structure) -> Microbatch:
         """Return the stations that every microbatch passes."""
@@ -228,13 +262,23 @@ class Stations:
             self.runtime.recent[0] = key, structure
         return structure, leaves
 
-    def kind_of(self, name: str) -> str | None:
-        """Return the kind of a leaf of the state, by its key path, as residencies tell them apart; None for others."""
-        kind, _, rest = name.partition(".")
-        follows = kind == "slots" and rest.partition(".")[0] in {one.slot for one in self.after}
-        return kind if kind in ("params", "opt") or follows else None
+    def resident(self, structure: Structure, path: str) -> Resident | None:
+        """Return the leaf at a key path of a state as a residency knows it, None for one that never lives elsewhere."""
+        return resident_at(structure, path, [one.slot for one in self.after])
 
-    def chunks(self, structure: Structure) -> list[list[int]]:
+    def lives(self, structure: Structure, state: State) -> Lives:
+        """Return where the leaves live that an update writes, read once for each structure."""
+        device = torch.get_default_device() if state.step.is_meta else state.step.device
+        known = self.runtime.lives.get((structure, device))
+        if known is None:
+            assert self.optimizer is not None
+            leave = functools.partial(may_leave, structure, self.optimizer, bool(self.dimensions.split))
+            after = [one.slot for one in self.after]
+            known = Lives.of(self.place.residency, structure, state.slots, after, device, leave)
+            self.runtime.lives[structure, device] = known
+        return known
+
+    def chunks(self, structure: Structure) -> list[list[Piece]]:
         """Return in which chunks an update visits the slices, on all ranks that hold slices of the same parameters."""
         known = self.runtime.chunks.get(structure)
         if known is None:

@@ -60,7 +60,8 @@ class Call:
     def calls(self) -> int:
         """Calls made before this one, skipped ones included: a number on the host.
 
-        Raises `ComposeError` where a CUDA graph is captured (`fds.cuda_graph`), for which it would stay what it is.
+        Raises `ComposeError` where a graph is made of the step (`fds.cuda_graph`, `fds.compile(whole=True)`): there
+        it would stay what it is.
         """
         if isinstance(self._calls, random.Calls):
             raise capture.frozen("call.calls")
@@ -83,7 +84,7 @@ class Call:
     def key(self) -> Tensor:
         """A random key, (2,) int64 on the CPU: another one for every call, microbatch, station and filler.
 
-        Raises `ComposeError` in a filler with `draws = False`, and where a CUDA graph is captured (`fds.cuda_graph`).
+        Raises `ComposeError` in a filler with `draws = False`, and where a graph is made of the step, as `calls` does.
         """
         words = self.words
         if isinstance(words, random.TracedWords):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, cast
 
 import attrs
 import torch
@@ -40,6 +40,17 @@ class Transform:
         written = (*step.composition, self)
         composing = attrs.evolve(step.composing, position=len(step.composition))
         return _apply(self, attrs.evolve(step, composition=written, composing=composing))
+
+    def __enter__(self) -> NoReturn:
+        raise ComposeError(
+            "a transform is part of a step, not a scope",
+            got=f"with {self.text}: ...",
+            want=f"fds.compose({self.text}, ...)(loss)",
+            hint="kernels are chosen in a scope by fds.kernels.prefer_triton() and fds.kernels.only('reference')",
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Be asked for by `with`, before `__enter__` is called."""
 
     def __repr__(self) -> str:
         return self.text

@@ -13,7 +13,8 @@ from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import usable
-from fds.step.residency import text_of
+from fds.step.residency.contract import is_held
+from fds.step.residency.lives import resident
 from fds.step.sharding.footprint import held_bytes, sent_bytes
 from fds.step.structure import Structure
 
@@ -29,7 +30,10 @@ class Description:
             `buckets`, `whole`, `viewed` and `low` parameters, and `chunks`, copies of what lives elsewhere (see
             `fds.step.sharding.footprint`); `graphs`, what CUDA graphs hold for what lies between their inputs and
             outputs, and for batches. Empty without a state.
-        lives: part -> where it lives, of those that a residency holds: `params`, `opt`, of `slots` those of averages.
+        places: place -> bytes of the state that live there between steps: "device", "host", "disk /nvme"; empty where
+            all of it is on the device.
+        lives: part -> the places of those that do not all live on the device: `params`, `opt`, `gradients`, of `slots`
+            averages.
         sent: station -> bytes that this rank sends in a step, where the loss uses every bucket once and ranks take
             one path.
         buckets: whole bytes of each flat bucket, in the dtype of the masters; empty where nothing is sharded.
@@ -43,6 +47,7 @@ class Description:
     kernels: str
     num_bytes: dict[str, int] = tree.new(dict)
     lives: dict[str, str] = tree.new(dict)
+    places: dict[str, int] = tree.new(dict)
     sent: dict[str, int] = tree.new(dict)
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
@@ -54,6 +59,7 @@ class Description:
         lines += ["kernels    " + self.kernels.replace("\n", "\n" + " " * 11)]
         where = {name: f" in {place}" for name, place in self.lives.items()}
         lines += [f"{name:<10} {n:>16,} bytes{where.get(name, '')}" for name, n in self.num_bytes.items()]
+        lines += [f"{name:<10} {n:>16,} bytes of the state" for name, n in self.places.items()]
         lines += [f"memory     {n:>16,} bytes in {slot}" for slot, n in self.memory.items()]
         lines += [f"{name:<10} {n:>16,} bytes sent a step" for name, n in self.sent.items()]
         if self.buckets:
@@ -69,6 +75,7 @@ class Description:
         stations += [("kernels", self.kernels)]
         where = {name: f"in {place}" for name, place in self.lives.items()}
         held = [(name, f"{n:,}", "bytes", where.get(name, "")) for name, n in self.num_bytes.items()]
+        held += [(name, f"{n:,}", "bytes", "of the state") for name, n in self.places.items()]
         held += [(f"slots.{slot}", f"{n:,}", "bytes", "of the slots") for slot, n in self.memory.items()]
         held += [(name, f"{n:,}", "bytes", "sent a step") for name, n in self.sent.items()]
         notes = [f"frozen: {tree.named(self.frozen)}"] if self.frozen else []
@@ -103,7 +110,8 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     kernels = f"{step.optimizer.runs(device, dtypes)}; others: {summary(device, dtypes)}"
     layout = structure.layout
     buckets = () if layout is None else tuple(b.numel * b.dtype.itemsize for b in layout.buckets)
-    residency, captured = step.place.residency, step.runtime.captured[0]
+    captured, places = step.runtime.captured[0], _places(step, structure, state)
+    sums = _sums(step, structure)
     held = held_bytes(step, structure, state)
     if captured is not None and captured.num_bytes:
         held["graphs"] = captured.num_bytes
@@ -111,13 +119,44 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
         stations,
         kernels,
         held,
-        {kind: text_of(residency) for kind in residency.kinds},
+        {part: ", ".join(some) for part, some in {**places, **sums}.items() if set(some) - {"device"}},
+        _summed(places),
         sent_bytes(step, structure),
         frozen,
         unused,
         buckets,
         {slot: tree.num_bytes(held) for slot, held in state.slots.items()},
     )
+
+
+def _places(step: Stations, structure: Structure, state: State) -> dict[str, dict[str, int]]:
+    """Return part of the state -> place -> bytes of its leaves there, where some live elsewhere."""
+    residency, found = step.place.residency, dict[str, dict[str, int]]()
+    for part in ("params", "opt", "buffers", "slots") if residency.kinds else ():
+        some = found[part] = dict[str, int]()
+        for path, x in tree.paths(getattr(state, part)).items():
+            leaf = step.resident(structure, f"{part}.{path}")
+            where = residency.medium(leaf) if leaf and is_held(residency, leaf, x.numel()) else "device"
+            some[where] = some.get(where, 0) + x.nbytes
+    return found
+
+
+def _sums(step: Stations, structure: Structure) -> dict[str, list[str]]:
+    """Return the places of the gradients' sums, where some live elsewhere."""
+    residency, found = step.place.residency, dict[str, None]()
+    for part in structure.trained if "gradients" in residency.kinds else ():
+        leaf = resident(structure, "gradients", part)
+        held = is_held(residency, leaf, structure.shapes[part].numel())
+        found[residency.medium(leaf) if held else "device"] = None
+    return {"gradients": list(found)} if found else {}
+
+
+def _summed(places: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Return place -> bytes there of all parts."""
+    found: dict[str, int] = {}
+    for where, n in (one for some in places.values() for one in some.items()):
+        found[where] = found.get(where, 0) + n
+    return found
 
 
 def _station(name: str, value: Any) -> str:

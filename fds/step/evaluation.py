@@ -185,8 +185,9 @@ def _local(step: Stations, state: State) -> Local:
     usable(state, "evaluate")
     structure, parts = step.structure_of(state.params)
     waits = step.order("evaluate", structure) is not None
+    masters = step.masters(structure, parts, state.step.device)
     opened = functools.partial(
-        open_parameters, step.gather, step.shard, structure, parts, step.runtime.pool, train=False
+        open_parameters, step.gather, step.shard, structure, masters, step.runtime.pool, train=False
     )
     kept = None if waits else opened(order=None)
 

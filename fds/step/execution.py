@@ -22,6 +22,7 @@ from fds.step.checks import contracts, state_check as check
 from fds.step.gradients import global_norm
 from fds.step.parameters import Parameters
 from fds.step.ranges import in_range, profiled
+from fds.step.residency.landing import Landing
 from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.buckets import Bucketed
@@ -142,17 +143,21 @@ class LocalGradients:
     predivide: float = 1.0  # what they were divided by before they were sent
     wide: bool = False  # some rank's gradients are float64
     kept: Kept | None = None  # what was not sent
+    landing: Landing | None = None  # where leaves live that do not live where the step runs
 
-    def norm(self, leaves: Sequence[Tensor] | None = None) -> Tensor:
-        """Return the norm () of the leaves, or of what became of them, that count here."""
-        pairs = zip(self.leaves if leaves is None else leaves, self.counted, strict=True)
-        norm = global_norm([x if counts else x.new_empty(0) for x, counts in pairs])
+    def norm(self) -> Tensor:
+        """Return the norm () of the leaves that count here."""
+        return self._norm(self.leaves, self.landing)
+
+    def _norm(self, leaves: Sequence[Tensor], landing: Landing | None) -> Tensor:
+        pairs = zip(leaves, self.counted, strict=True)
+        norm = global_norm([x if counts else x.new_empty(0) for x, counts in pairs], landing=landing)
         assert self.totals.loss is not None
         return (norm.double() if self.wide else norm).to(self.totals.loss.device)
 
-    def norm_of_all(self, leaves: Sequence[Tensor], everyone: Axis) -> Tensor:
-        """Return the norm () of these leaves on all ranks, the same on each."""
-        own = self.norm(leaves)
+    def norm_of_all(self, leaves: Sequence[Tensor], everyone: Axis, landing: Landing | None) -> Tensor:
+        """Return the norm () of what became of these leaves on all ranks, the same on each."""
+        own = self._norm(leaves, landing)
         return clamped(combined(everyone.all_reduce(placed(own, everyone))), own.dtype)
 
 
@@ -226,6 +231,8 @@ def training(
                 order.finish()
         except BaseException:
             sums.close()
+            if sums.landing is not None:
+                sums.landing.close()
             raise
         finally:
             setting.mode.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +17,9 @@ from fds.step.all_stations import Stations
 from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
 from fds.step.memory import first_slots
-from fds.step.residency import check_apart, first_opt, settled
+from fds.step.residency.contract import check_apart, is_held
+from fds.step.residency.first import first_opt
+from fds.step.residency.lives import resident, settled
 from fds.step.structure import Structure, check_finite, check_own, contiguous_copy
 
 
@@ -63,10 +64,16 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
                     step.dimensions.share(name, x)
                 yield name, x
 
-    settle = functools.partial(settled, step.place.residency, kind="params")
+    devices: list[torch.device] = []  # on which the step runs, wherever leaves live
+
+    def settle(part: int, x: Tensor) -> Tensor:
+        devices.append(x.device)
+        return settled(step.place.residency, x, resident(structure, "params", part))
+
     held = structure.hold(values(), step.dimensions.slice, settle)
     _check_made(failed, everyone)
-    return beginning(step, held, key, device_of(held, shapes, everyone), alone=alone)
+    device = devices[0] if devices else device_of(held, shapes, everyone)
+    return beginning(step, held, key, device, alone=alone)
 
 
 def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device, *, alone: bool = False) -> State:
@@ -79,24 +86,20 @@ def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device
     data = None if alone else step.dimensions.data
     flat, key = [x.view(-1) for x in structure.pick(parts)], random.key(key)
     with random.seeded(key, "optimizer", *step.dimensions.coordinates):
-        opt = first_opt(step.place.residency, step.optimizer, structure, flat)
+        opt = first_opt(step.place.residency, step.optimizer, structure, flat, device)
     slots = first_slots(
         step.memory, held, structure.trained_shapes, whole_shapes(step, structure), device, key, step.dimensions
     )
-    if "slots" in step.place.residency.kinds:
-        settle = functools.partial(settled, step.place.residency, kind="slots")
-        slots = {name: tree.map(settle, x) if step.kind_of(f"slots.{name}") else x for name, x in slots.items()}
+    residency = step.place.residency
+    if "slots" in residency.kinds:
+        leaves = [settled(residency, x, step.resident(structure, f"slots.{at}")) for at, x in tree.paths(slots).items()]
+        slots = tree.flatten(slots)[1](leaves)
     buffers = {
         name: _of_rank_0(contiguous_copy(step.dimensions.cut(name, b.to(device))), data)
         for name, b in losses.initial_buffers(step.loss).items()
         if step.dimensions.holds(name)
     }
-    if kinds := step.place.residency.kinds:
-        made = parts * ("params" in kinds)
-        made += [x for leaves in opt.values() for x in leaves if x is not None] * ("opt" in kinds)
-        made += [x for name, slot in slots.items() if step.kind_of(f"slots.{name}") in kinds for x in tree.leaves(slot)]
-        check_apart(step.place.residency, made)
-    return State(
+    state = State(
         step=torch.zeros((), dtype=torch.int64, device=device),
         calls=torch.zeros((), dtype=torch.int64, device="cpu"),
         params=held,
@@ -105,6 +108,12 @@ def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device
         slots=slots,
         key=key,
     )
+    if residency.kinds:
+        leaves = {at: x for at, x in tree.paths(state).items() if not x.is_meta}
+        check_apart(
+            residency, [x for at, x in leaves.items() if is_held(residency, step.resident(structure, at), x.numel())]
+        )
+    return state
 
 
 def traced(step: Stations, params: Any) -> State:
@@ -231,13 +240,14 @@ def _read(step: Stations, params: Any, key: Tensor, *, own: bool) -> tuple[Any, 
     structure, _ = step.structure_of(step.dimensions.held(shapes))
     names = step.dimensions.names(structure.names)
     tree.match(step.gather.float32, names, what="precision(keep_float32=...)")
+    tree.match(step.place.patterns, names, what="offload")
     still = tree.match(step.frozen, names, what="freeze")
     floats = [name for name, x in tree.paths(shapes).items() if tree.is_float(x)]
     assert step.optimizer is not None
     step.optimizer.check([name for name in floats if name not in still])
     if step.shard is not None and step.shard.gathers_on_use:
         assert structure.layout is not None
-        step.gather.room(structure.layout, step.shard)
+        step.gather.room(structure.layout, step.shard, step.gather.passing(structure.layout, step.shard))
     return shapes, params
 
 

@@ -23,19 +23,23 @@ Pair = tuple[str, Tensor, Tensor]  # name in the module, what is there, what it 
 
 
 def whole_parameters(step: Stations, state: State, doing: str, *, copies: bool) -> Any:
-    """Return the whole parameters in the user's structure; without `copies` they may be the state's own memory."""
+    """Return the whole parameters in the user's structure; without `copies` they may be the state's own memory.
+
+    They are where a state holds them, but where ranks have different ones and send them: on the device of these.
+    """
     same_composition(step)
     usable(state, doing)
     structure, parts = step.structure_of(state.params)
+    masters = step.masters(structure, parts, state.step.device)
+    sent = bool(step.dimensions.differing)
     if not structure.sharded:
-        return step.dimensions.collect(tree.map(torch.clone, state.params) if copies else state.params)
+        whole = (masters if sent else masters.at_home()).seen(None)
+        whole = [x.clone() if copies and x is part else x for x, part in zip(whole, parts, strict=True)]
+        return step.dimensions.collect(structure.build_whole(whole))
     assert structure.layout is not None and step.shard is not None
-    exact = Gather()
-    views: list[list[Tensor]] = []
-    for bucket, part in zip(structure.layout.buckets, parts, strict=True):
-        flat, work = exact.start(bucket, part, step.shard.axis, Pool())
-        work.wait()
-        views.append(bucket.views(flat))
+    flats = Gather().in_turn(structure.layout, masters, step.shard.axis, Pool())
+    held = zip(structure.layout.buckets, parts, flats, strict=True)
+    views = [bucket.views(flat if sent else flat.to(part.device)) for bucket, part, flat in held]
     return step.dimensions.collect(structure.build_whole(structure.layout.collect(views)))
 
 

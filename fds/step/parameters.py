@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from fds.step import foreach
 from fds.step.pool import Pool
 from fds.step.ranges import in_range
+from fds.step.residency.masters import Masters
 from fds.step.sharding.gather import Gather
 from fds.step.sharding.live import Live
 from fds.step.sharding.order import Order
@@ -38,23 +38,22 @@ def open_parameters(
     gather: Gather,
     shard: Shard | None,
     structure: Structure,
-    parts: list[Tensor],
+    masters: Masters,
     pool: Pool,
     *,
     train: bool,
     order: Order | None,
 ) -> Parameters:
-    """Return what the loss sees, cast once a step; with `train` the trained leaves require gradients."""
+    """Return what the loss sees, read and cast once a step; with `train` the trained leaves require gradients."""
     live = None
     if not structure.sharded:
-        casts = structure.casts
-        whole = parts if casts is None else foreach.cast(parts, casts)
+        whole = masters.seen(structure.casts) if masters.elsewhere or structure.casts else masters.parts
     elif shard is not None and order is not None and _gathers_on_use(gather, shard, structure):
-        live = Live(gather, shard, structure, parts, pool, order)
+        live = Live(gather, shard, structure, masters, pool, order)
         whole = live.handles(train)
     else:
-        assert shard is not None
-        whole = gather.all_at_once(structure, shard, parts, pool)
+        assert shard is not None and structure.layout is not None
+        whole = gather.all_at_once(structure.layout, masters, shard.axis, pool)
     if live is None:
         whole = _as_leaves(whole, structure.is_trained, train=train, keep=not structure.sharded)
     trained = whole if all(structure.is_trained) else list(compress(whole, structure.is_trained))

@@ -14,14 +14,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fds import loss as losses, tree
+from fds import loss as losses, reading, tree
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.batch import checksum
 from fds.step.call import seeded
 from fds.step.checks import contracts, state_check as check
 from fds.step.checks.agreement import same_composition
-from fds.step.checks.draws import tie
+from fds.step.conditions import conditioned
 from fds.step.describe import Description, describe
 from fds.step.evaluation import evaluator
 from fds.step.execution import LocalGradients
@@ -35,7 +35,7 @@ from fds.step.sharding.kept import SLOT
 from fds.step.stations import Program, unless, with_chosen_kernels
 from fds.step.sums import check_used
 from fds.step.totals import Totals, agree
-from fds.step.update import new_leaves
+from fds.step.update import NewLeaves, new_leaves
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -92,7 +92,7 @@ class Step(Stations):
         held = self.check(state)
         if (plain := check.without_graph(state, held)) is not state:
             state, held = plain, self.check(plain)
-        return self.run(Program(self.work, self.check, self.runtime), state, held, batch)
+        return self.run(Program(self.work, self.check, self.leaves, self.runtime), state, held, batch)
 
     def work(self, state: State, held: check.StateTensors, batch: Any) -> tuple[State, dict[str, Tensor]]:
         """Return what a call does, of a state that was checked and holds these tensors: from the batch to the update.
@@ -110,8 +110,8 @@ class Step(Stations):
             with seeded(call, [self.scale], "scale"):
                 scale = contracts.scalar(self.scale.scale(state.slots, state.step.device), self.scale)
         self.runtime.pool.sweep()
-        found = self.gradients(state, structure, parts, batch, scale, call)
-        if self.everyone is None:
+        found, everyone = self.gradients(state, structure, parts, batch, scale, call), self.everyone
+        if everyone is None:
             check_used(found.used, losses.name(self.loss), viewed=bool(self.view))
 
         # from the gradient to a decision, the same on every rank
@@ -125,27 +125,26 @@ class Step(Stations):
         overflow = None if norm is None or not decides else ~norm.isfinite()
         skip = overflow if empty is None else empty if overflow is None else overflow | empty
         norm_of = None
-        if self.everyone is not None and self.dimensions.differing:
-            norm_of = functools.partial(found.norm_of_all, everyone=self.everyone)
+        if everyone is not None and self.dimensions.differing:
+            norm_of = functools.partial(found.norm_of_all, everyone=everyone)
         grads = known = Gradients(
-            found.leaves, total, norm, structure.segments, self.dimensions.split, norm_of, found.counted
+            found.leaves, total, norm, structure.segments, self.dimensions.split, norm_of, found.counted, found.landing
         )
         for i, one in enumerate(self.condition):
             own = call.given_to(one, "condition", i, *self.dimensions.coordinates)
             own = own if notes is None or may_note(one) else own.silent()
             with seeded(own, [one]):
-                grads = contracts.gradients(one(grads, own), known, one)
-            tie(self.dimensions.share, one, grads.leaves, structure.segments)
+                grads = conditioned(one, grads, known, own, self.dimensions.share)
         grads = grads.settled()
 
         # the update: from the last of these lines on the new state's memory is written
         with seeded(call, self.optimizer.schedules(), "schedule"):
             values = self.optimizer.values(state.step)
-        new = new_leaves(self.place, self.runtime.pool, state, held, self.after)
+        new = self.leaves(state, held)
         with profiled("optimizer"), seeded(call, [self.optimizer], "optimizer", *self.dimensions.coordinates):
             new.update(state, self.optimizer, grads, self.chunks(structure), self.dimensions, skip=skip, values=values)
 
-        if state.step.device.type == "cpu":
+        if reading.now.recording is None and state.step.device.type == "cpu":
             self.runtime.pool.ballast.extend(grads.leaves)
 
         # keep or skip, and what follows
@@ -244,8 +243,13 @@ class Step(Stations):
             if (got := getattr(state, name)) != {} or want != {}:
                 check.same_kinds(name, got, want)
         devices = list(map(tree.device_of, structure.pick(leaves)))
-        at = None if "opt" in self.place.residency.kinds else devices
+        at = None if self.place.residency.kinds else devices
         return check.StateTensors(structure, leaves, devices, check.same_slots(state, structure.opt, at))
+
+    def leaves(self, state: State, held: check.StateTensors) -> NewLeaves:
+        """Return memory for what an update of a state writes, with the old values."""
+        lives = self.lives(held.structure, state)
+        return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after)
 
     def _agree(
         self, found: LocalGradients, calls: Tensor, batch: Any, notes: Notes | None

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.state import State
+from fds.state import State, Token
 from fds.step.call import Call
 from fds.step.checks import capture, contracts
 from fds.step.checks.state_check import StateTensors
-from fds.step.residency import OnDevice, Residency, text_of
+from fds.step.residency.contract import OnDevice, Residency, text_of
 from fds.step.runtime import Runtime
 
 P = ParamSpec("P")
@@ -61,10 +61,14 @@ def with_chosen_kernels(method: Callable[Concatenate[S, P], R]) -> Callable[Conc
 
 @attrs.frozen(repr=False)
 class Place:
-    """The station `place`: where leaves live, and whether the caller gives the old state up."""
+    """The station `place`: where leaves live, and whether the caller gives the old state up.
+
+    `patterns` are those of names by which a residency tells leaves apart; each matches a parameter.
+    """
 
     donate: bool = False
     residency: Residency = OnDevice()
+    patterns: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         where = f"{', '.join(self.residency.kinds)} in {text_of(self.residency)}" if self.residency.kinds else ""
@@ -91,6 +95,22 @@ class Commit(Protocol):
         ...
 
 
+class Leaves(Protocol):
+    """Memory of the next state: the old state's where that is given up, else of its own."""
+
+    trained: list[Tensor]
+    opt: dict[str, dict[str, Tensor]]
+    after: dict[str, Any]  # slot -> what follows an update
+
+    def give_up(self, state: State) -> None:
+        """Mark a state that is given up as such, before the first of its tensors is written."""
+        ...
+
+    def token(self, state: State) -> Token:
+        """Return the token of the next state."""
+        ...
+
+
 @attrs.frozen(eq=False)
 class Program:
     """What the station `run` may know of a step.
@@ -98,11 +118,13 @@ class Program:
     Attributes:
         work: `(state, its tensors, batch) -> (state, metrics)`: what the device does in a call.
         check: returns the tensors of a state that the step can take, and raises `StateError` for any other.
+        leaves: `(state, its tensors) -> leaves` with the values of those that an update writes, to be written over.
         runtime: the step's caches.
     """
 
     work: Callable[[State, StateTensors, Any], tuple[State, dict[str, Tensor]]]
     check: Callable[[State], StateTensors]
+    leaves: Callable[[State, StateTensors], Leaves]
     runtime: Runtime
 
 

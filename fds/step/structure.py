@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import attrs
 import torch
@@ -19,6 +19,8 @@ from fds.optim.returned import first_slots
 from fds.step.sharding.handles import BucketWindow
 from fds.step.sharding.shard import Shard
 from fds.step.topology import Dimensions
+
+T = TypeVar("T")
 
 
 class Gathers(Protocol):
@@ -177,24 +179,45 @@ class Structure:
             found.setdefault(i, []).append(k)
         return found
 
+    @functools.cached_property
+    def parts(self) -> dict[str, int]:
+        """The index of every part, by its name."""
+        return {name: i for i, name in enumerate(self.held)}
+
+    def inside(self, part: int) -> tuple[str, ...]:
+        """Return the names of the parameters in a part."""
+        if not self.sharded:
+            return (self.held[part],)
+        assert self.layout is not None
+        return tuple(leaf.name for leaf in self.layout.buckets[part].leaves)
+
     def hold(
-        self, leaves: Iterable[tuple[str, Tensor]], index: int, settle: Callable[[Tensor], Tensor] = lambda x: x
+        self,
+        leaves: Iterable[tuple[str, Tensor]],
+        index: int,
+        settle: Callable[[int, Tensor], Tensor] = lambda part, x: x,
     ) -> Any:
         """Return what a state holds, from (name, whole leaf) one after another: all, or slice `index` of each bucket.
 
-        Leaves are taken over where they are held whole, else copied from; `settle` moves each to where it is to live.
+        Leaves are taken over where they are held whole, else copied from; `settle` moves each part to where it is to
+        live.
         """
         if not self.sharded:
-            named = {name: settle(leaf) for name, leaf in leaves}
+            at = {name: i for i, name in enumerate(self.held)}
+            named = {name: settle(at[name], leaf) for name, leaf in leaves}
             return self.build([named[name] for name in self.names])
         assert self.layout is not None
         places = {s.name: (i, s) for i, b in enumerate(self.layout.buckets) for s in b.segments(index)}
         parts: list[Any] = [None] * len(self.held)
+        missing = [len(bucket.leaves) for bucket in self.layout.buckets]
         for name, leaf in leaves:
             i, s = places[name]
             if parts[i] is None:
-                parts[i] = settle(leaf.new_zeros(self.shapes[i]))
+                parts[i] = leaf.new_zeros(self.shapes[i])
             s.of(parts[i]).copy_(leaf.reshape(-1)[s.start : s.start + s.length])
+            missing[i] -= 1
+            if not missing[i]:  # a slice that is complete leaves for where it lives
+                parts[i] = settle(i, parts[i])
         return self.build(parts)
 
     def pick(self, parts: Sequence[Any]) -> list[Any]:
@@ -208,11 +231,11 @@ class Structure:
             out[i] = x
         return self.build(out)
 
-    def align(self, slots: Sequence[Tensor]) -> dict[str, list[Tensor | None]]:
+    def align(self, slots: Sequence[T]) -> dict[str, list[T | None]]:
         """Return the optimizer's slots, given all tensors of all of them: one per trained part, None without."""
         rest = iter(slots)
 
-        def take(has: tuple[bool, ...]) -> list[Tensor | None]:
+        def take(has: tuple[bool, ...]) -> list[T | None]:
             return [*islice(rest, len(has))] if all(has) else [next(rest) if one else None for one in has]
 
         return {name: take(slot.has) for name, slot in self.opt.items()}

@@ -14,6 +14,7 @@ from fds import autodiff, tree
 from fds.errors import LossError
 from fds.step import foreach
 from fds.step.ranges import in_range
+from fds.step.residency.landing import Landing
 
 
 @attrs.frozen
@@ -72,19 +73,27 @@ class InPlace:
     wide: Wide | None = None  # the sums of any other leaves
     left: list[Tensor] | None = tree.new(list)  # the sums as an `add` left them; None once the last began
     versions: list[int] = tree.new(list)  # and their versions
+    landing: Landing | None = None  # where sums go as soon as the last backward is done with them
+    landed: dict[int, Tensor] = tree.new(dict)  # index of a leaf -> its sum, where it lives
+    landing_now: bool = False  # whether a gradient that comes is the last part of its sum
     predivide: float = 1.0  # what sums were divided by before they were sent: they are not
     kept: None = None  # of what is sent
 
     @classmethod
-    def over(cls, leaves: list[Tensor], dtype: torch.dtype | None) -> InPlace:
-        """Prepare to sum gradients with respect to `leaves` in `dtype`."""
+    def over(cls, leaves: list[Tensor], dtype: torch.dtype | None, landing: Landing | None = None) -> InPlace:
+        """Prepare to sum gradients with respect to `leaves` in `dtype`, and to let them land."""
         others = [i for i, leaf in enumerate(leaves) if dtype is not None and leaf.dtype != dtype]
-        if dtype is None or not others:
-            return cls(leaves, dtype, leaves)
-        wide = Wide(dtype, dict.fromkeys(others))
-        for i in others:
-            autodiff.on_gradient(leaves[i], functools.partial(wide.take, i))  # which holds no leaf: no cycle
-        return cls(leaves, dtype, [leaf for leaf in leaves if leaf.dtype == dtype], wide)
+        wide = Wide(dtype, dict.fromkeys(others)) if dtype is not None and others else None
+        made = cls(leaves, dtype, leaves, wide, landing=landing)
+        if wide is not None:
+            made.waiting = [leaf for leaf in leaves if leaf.dtype == dtype]
+            for i in others:
+                autodiff.on_gradient(leaves[i], functools.partial(wide.take, i))  # which holds no leaf: no cycle
+        if landing is not None:
+            for i, leaf in enumerate(leaves):
+                if landing.lands(i):
+                    autodiff.on_gradient(leaf, functools.partial(made._land, i))
+        return made
 
     def add(self, backward: Callable[[list[Tensor]], None], *, last: bool, in_parts: bool = False) -> None:
         """Add the gradients that `backward(leaves)` puts into `.grad`; autograd adds in place to sums that we own.
@@ -98,13 +107,30 @@ class InPlace:
                 raise backward_inside()
             del held
         self.left = None  # a backward that fails leaves the gradients that have arrived
+        self.landing_now = last and not in_parts
         backward(self.leaves)
+        self.landing_now = False
         if self.wide is not None:
             self.wide.add()
         if self.waiting:
             self.waiting = autodiff.own(self.waiting)
         if not last:
             self.left, self.versions = self._held()
+
+    def _land(self, i: int, leaf: Tensor) -> None:
+        """Let the sum of a leaf land, of which this was the last gradient."""
+        if not self.landing_now:
+            return
+        if i in self.landed:
+            raise backward_inside()
+        assert self.landing is not None
+        if self.wide is not None and i in self.wide.sums:
+            self.wide.add()
+            total, self.wide.sums[i] = self.wide.sums[i], None
+        else:
+            total, leaf.grad = leaf.grad, None
+        assert total is not None
+        self.landed[i] = self.landing.land(i, autodiff.exclusive(total))
 
     def _held(self) -> tuple[list[Tensor], list[int]]:
         wide = () if self.wide is None else self.wide.sums.values()
@@ -116,7 +142,8 @@ class InPlace:
         if not self.waiting and self.wide is None:
             return [True] * len(self.leaves)
         wide = {} if self.wide is None else self.wide.sums
-        return [grad is not None or wide.get(i) is not None for i, grad in enumerate(map(tree.grad_of, self.leaves))]
+        come = [grad is not None or wide.get(i) is not None for i, grad in enumerate(map(tree.grad_of, self.leaves))]
+        return [one or i in self.landed for i, one in enumerate(come)]
 
     @in_range("reduce")
     def finish(self) -> list[Tensor]:
@@ -126,15 +153,20 @@ class InPlace:
             leaf.grad = None
         for i, wide in self.wide.sums.items() if self.wide is not None else ():
             sums[i] = wide
-        if self.waiting or self.wide is not None:
+        if self.waiting or self.wide is not None or self.landing is not None:
             zeros = functools.partial(torch.zeros_like, dtype=self.dtype, memory_format=torch.contiguous_format)
-            sums = [zeros(x) if grad is None else grad for x, grad in zip(self.leaves, sums, strict=True)]
+            for i, x in enumerate(self.leaves):
+                total = zeros(x) if sums[i] is None and i not in self.landed else sums[i]
+                if self.landing is not None and self.landing.lands(i):
+                    total = self.landed[i] if total is None else self.landing.land(i, total)
+                sums[i] = total
         self.close()
         return sums
 
     def close(self) -> None:
-        """Let go of the leaves."""
+        """Let go of the leaves, whose hooks may lead here."""
         self.leaves, self.wide, self.waiting, self.left = [], None, [], None
+        self.landed = {}
 
 
 def check_used(used: Sequence[bool], where: str, *, viewed: bool = False) -> None:

@@ -270,6 +270,11 @@ class Dimensions:
             counted = [a and b for a, b in zip(counted, one.placement.counts(firsts), strict=True)]
         return counted
 
+    def is_late(self, name: str) -> bool:
+        """Say whether other ranks add to the gradient of a parameter after backward; see `add_up`."""
+        every = [placement.lies(name) for _, placement in self.differing]
+        return any(one == Replicated("sum") or (isinstance(one, Owned) and len(one.ranks) > 1) for one in every)
+
     def collect(self, held: Any) -> Any:
         """Return a tree of all whole parameters, or buffers, on every rank, given what each holds."""
         for _, placement in reversed(self.differing):

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.layout import Segment
 from fds.optim import Optimizer, returned
 from fds.optim.base import Values
 from fds.state import State, Token
 from fds.step.checks.draws import tie
 from fds.step.checks.state_check import StateTensors
-from fds.step.chunks import Column, visit
-from fds.step.donated import KnownMemory, writable
+from fds.step.donated import TAKEN, KnownMemory, writable
 from fds.step.gradients import Gradients
 from fds.step.pool import Pool
-from fds.step.residency import READ, Lives, check_apart
+from fds.step.residency.chunks import Piece
+from fds.step.residency.contract import check_apart
+from fds.step.residency.lives import Column, Lives
+from fds.step.residency.visit import HOST, visit
 from fds.step.stations import After, Place
 from fds.step.structure import Structure
 from fds.step.topology import Dimensions
@@ -31,23 +32,23 @@ from fds.step.topology import Dimensions
 
 def _run(
     optimizer: Optimizer,
-    grads: list[Tensor],
     slots: list[str],
-    segments: list[list[Segment]],
     share: Callable[[str, Tensor], None],
-    now: dict[str, Any],
-    indices: list[int],
+    now: dict[torch.device, dict[str, Any]],
+    pieces: list[Piece],
+    grads: list[Tensor],
     columns: list[Column],
+    device: torch.device,
 ) -> list[Column]:
-    """Update some slices; return the columns that the optimizer returned."""
-    inside = [segments[i] for i in indices]
+    """Update some slices, or pieces of them, on a device; return the columns that the optimizer returned."""
+    inside = [x.segments for x in pieces]
     params, opt = returned.update(
         optimizer,
-        [grads[i] for i in indices],
+        grads,
         dict(zip(slots, columns[1:], strict=True)),
         [x for x in columns[0] if x is not None],
         segments=inside,
-        **now,
+        **now[device],
     )
     found: list[Column] = [list(params), *(opt[slot] for slot in slots)]
     for column in found:
@@ -64,6 +65,7 @@ class NewLeaves:
 
     structure: Structure
     place: Place
+    lives: Lives
     over: bool  # whether they are the old state's memory
     trained: list[Tensor]
     opt: dict[str, dict[str, Tensor]]
@@ -77,7 +79,7 @@ class NewLeaves:
         state: State,
         optimizer: Optimizer,
         grads: Gradients,
-        chunks: list[list[int]],
+        chunks: list[list[Piece]],
         dimensions: Dimensions,
         *,
         skip: Tensor | None,
@@ -88,12 +90,16 @@ class NewLeaves:
         flat, flat_opt = self.flat[:n], structure.align(self.flat[n:])
         now = {"step": state.step, "grad_scale": grads.scale, "skip": skip, "axes": dimensions.split}
         now |= optimizer.given(values)
-        if not READ.isdisjoint(self.place.residency.kinds):
+        if self.lives.visited:
+            columns: list[Column] = [list(flat), *flat_opt.values()]
             old: list[Column] = [list(self.old[:n]), *structure.align(self.old[n:]).values()]
-            run = functools.partial(_run, optimizer, grads.leaves, list(flat_opt), segments, dimensions.share, now)
-            first = functools.partial(self._give_up, state)
-            return visit(self.place.residency, [list(flat), *flat_opt.values()], old, chunks, run, first)
-        self._give_up(state)
+            moved = {state.step.device: now}
+            if any(self.lives.on_host):
+                scalars = {name: x.to(HOST) if isinstance(x, Tensor) else x for name, x in now.items()}
+                moved[HOST] = scalars | optimizer.given(values.to(HOST))
+            run = functools.partial(_run, optimizer, list(flat_opt), dimensions.share, moved)
+            return visit(self.lives, columns, old, grads.leaves, chunks, run, lambda: self.give_up(state))
+        self.give_up(state)
         new, new_opt = returned.update(optimizer, grads.leaves, flat_opt, flat, segments=segments, **now)
         for slices in (new, *new_opt.values()):
             tie(dimensions.share, optimizer, slices, segments)
@@ -102,7 +108,7 @@ class NewLeaves:
             self.opt, self.known = structure.name_slots(new_opt), None
         return None
 
-    def _give_up(self, state: State) -> None:
+    def give_up(self, state: State) -> None:
         """Mark a state that is given up as such, before the first of its tensors is written."""
         if self.place.donate:
             state.token.spent_at = int(state.calls)
@@ -117,13 +123,15 @@ class NewLeaves:
         return Token.after(state, self.known) if self.over else Token(memory=self.known)
 
 
-def new_leaves(place: Place, pool: Pool, state: State, held: StateTensors, after: Sequence[After]) -> NewLeaves:
+def new_leaves(
+    place: Place, lives: Lives, pool: Pool, state: State, held: StateTensors, after: Sequence[After]
+) -> NewLeaves:
     """Return the leaves of the new state, with the old values: the old state's own to write over, or the pool's."""
-    structure, over = held.structure, place.donate and not state.token.readers
+    over = state.token.memory is TAKEN or (place.donate and not state.token.readers)
+    structure = held.structure
     averages = {one.slot: tree.flatten(state.slots[one.slot]) for one in after}
     parts = [(state.params, structure.pick(held.parts)), (state.opt, list(held.opt))]  # each in two lists
     parts += [(state.slots[name], list(leaves)) for name, (leaves, _) in averages.items()]
-    lives = Lives(place.residency, len(structure.trained), len(held.opt))
     if over:
         tensors, known = writable(state, parts, structure, lists=2, copy=lives.copy)
         buffers = known.buffers
@@ -131,15 +139,22 @@ def new_leaves(place: Place, pool: Pool, state: State, held: StateTensors, after
     else:
         old = [x for _, some in parts for x in some]
         others = map(tree.device_of, old[len(held.devices) + len(held.opt) :])
-        make, copied = (lives.make, lives.is_copied) if place.residency.kinds else (None, None)
-        tensors, buffers = pool.copies(old, (structure, *held.devices, *others), make=make, copied=copied)
+        fresh: list[Tensor] = []
+
+        def make(i: int, x: Tensor) -> Tensor:
+            fresh.append(lives.make(i, x))
+            return fresh[-1]
+
+        kind = (structure, *held.devices, *others)
+        some = (make, lives.is_copied) if lives.media else (None, None)
+        tensors, buffers = pool.copies(old, kind, make=some[0], copied=some[1])
         known = KnownMemory.of(tensors, structure, buffers) if place.donate else None
-        if lives.fresh:
-            fresh = {x.data_ptr() for x in lives.fresh}
-            made = [x.data_ptr() in fresh for x in tensors]
+        if fresh:
+            places = {x.data_ptr() for x in fresh}
+            made = [x.data_ptr() in places for x in tensors]
             check_apart(place.residency, compress(tensors, made), [*compress(tensors, map(not_, made)), *old])
     out = iter(tensors)
     trained = list(islice(out, len(structure.trained)))
     opt = {slot: dict(zip(want.names, out, strict=False)) for slot, want in structure.opt.items()}
     built = {name: build(islice(out, len(leaves))) for name, (leaves, build) in averages.items()}
-    return NewLeaves(structure, place, over, trained, opt, built, buffers.flat, old, known)
+    return NewLeaves(structure, place, lives, over, trained, opt, built, buffers.flat, old, known)

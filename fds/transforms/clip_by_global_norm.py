@@ -20,6 +20,7 @@ class ClipNorm:
 
     max_norm: float
     takes_slices: ClassVar = True
+    needs: ClassVar = "norm"
     draws: ClassVar = False
 
     def __call__(self, grads: Gradients, call: Call) -> Gradients:

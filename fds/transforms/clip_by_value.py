@@ -20,6 +20,7 @@ class ClipValue:
 
     max_value: float
     takes_slices: ClassVar = True
+    needs: ClassVar = "slices"
     draws: ClassVar = False
 
     def __call__(self, grads: Gradients, call: Call) -> Gradients:

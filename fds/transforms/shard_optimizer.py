@@ -33,7 +33,8 @@ def shard_optimizer(
     in backward. `fds.precision` says in which dtypes parameters and gradients are sent and summed.
 
     Args:
-        axis: of `fds.mesh`, over which batches and slices differ. One of size 1 changes nothing.
+        axis: of `fds.mesh`, over which batches and slices differ. One of size 1 changes nothing, but at stage 3 with
+            `max_live_bytes`, where one rank keeps to that too.
         stage: 0, 1, 2 or 3. At stage 3 forward-mode AD over a parameter takes its `fds.materialize`d values.
         replicate: a second axis of the same mesh, over which batches differ and slices are alike: gathers stay on
             `axis` (inside a node), gradients are summed over both (hybrid sharding).
@@ -42,6 +43,7 @@ def shard_optimizer(
             bytes, at least 1 MiB and at most 32, so that sending overlaps backward; 32 MiB where all ranks share the
             CPU of one node, where it cannot. `step.describe(state)` shows the sizes.
         max_live_bytes: stage 3: bound of the parameters that are whole at once; None for two buckets and the prefetch.
+            What lives elsewhere (on disk) is read for it bucket by bucket, in forward and again in backward.
             Where all fit they are gathered once, before the loss runs, as plain tensors: a parameter that is gathered
             on use costs the host some 10 us for each operator that reads it.
         prefetch: stage 3: buckets that are gathered ahead, in the order of the step before.
@@ -69,7 +71,8 @@ def shard_optimizer(
     )
 
     def apply(step: Step) -> Step:
-        return step if data.size == 1 else fill(step, topology=Dimension(shard.data, "data", shard))
+        changes = data.size > 1 or (shard.gathers_on_use and max_live_bytes is not None)
+        return fill(step, topology=Dimension(shard.data, "data", shard)) if changes else step
 
     return apply
 

@@ -13,10 +13,10 @@ from fds.step import fill, transform
 
 
 class Mapped:
-    """Leaves of some kinds in files of a folder; remembers what it was asked for."""
+    """Leaves of some kinds, or `some` of these, in files of a folder; remembers what it was asked for."""
 
-    def __init__(self, folder, kinds=("opt",), size=1):
-        self.folder, self.kinds, self.size = Path(folder), kinds, size
+    def __init__(self, folder, kinds=("opt",), size=1, some=lambda leaf: True):
+        self.folder, self.kinds, self.size, self.some = Path(folder), kinds, size, some
         self.threads, self.count = ThreadPoolExecutor(2), itertools.count()
         self.made: list[tuple[str, int]] = []  # kind and bytes of every leaf
         self.places: set[int] = set()  # addresses of those
@@ -25,16 +25,25 @@ class Mapped:
     def __repr__(self):
         return f"Mapped({self.folder.name!r})"
 
+    updates_on = "device"
+
+    def medium(self, leaf):
+        return "files"
+
+    def holds(self, leaf):
+        assert leaf.kind in self.kinds and leaf.index < leaf.count
+        return self.some(leaf)
+
     def chunks(self, structure):
         """Return slices in pairs, or so many, the last ones first."""
         indices = list(range(len(structure.segments)))[::-1]
         return [indices[i : i + self.size] for i in range(0, len(indices), self.size)]
 
-    def make(self, x, kind):
-        assert not x.is_meta and x.numel()
+    def make(self, x, leaf):
+        assert not x.is_meta and x.numel() and self.holds(leaf)
         with tempfile.NamedTemporaryFile(dir=self.folder) as file:  # its name goes, the mapping keeps its memory
             out = torch.from_file(file.name, shared=True, size=x.numel(), dtype=x.dtype)
-        self.made.append((kind, x.numel() * x.element_size()))
+        self.made.append((leaf.kind, x.numel() * x.element_size()))
         self.places.add(out.data_ptr())
         out.fill_(7)  # anything
         return out.view(x.shape)

@@ -5,6 +5,8 @@ A new kind of loss or a new transform is a row here, and then meets every law.
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -355,6 +357,17 @@ def optimizers() -> st.SearchStrategy[Optimizer]:
     return st.sampled_from(sorted(OPTIMIZERS)).map(lambda name: OPTIMIZERS[name]())
 
 
+@functools.cache
+def directory() -> tempfile.TemporaryDirectory[str]:
+    """Return a directory of this process."""
+    return tempfile.TemporaryDirectory(prefix="fds-laws-")
+
+
+def _on_disk() -> Any:
+    disk = fds.disk(directory().name, buffer_bytes=4096)
+    return fds.offload(disk, disk, averages=disk)
+
+
 @attrs.frozen
 class Part:
     """A transform that compositions may hold: its tuple station, inside which order matters, and whom it excludes."""
@@ -379,6 +392,8 @@ TRANSFORMS: dict[str, Part] = {
     "half": Part(lambda: fds.precision(torch.float16), excludes="precision"),
     "references": Part(lambda: reference_kernels()),
     "autocast": Part(lambda: fds.autocast(torch.bfloat16), "context", "precision"),
+    "offload": Part(lambda: fds.offload("host", "host", averages="host", ratio=0.7), excludes="place"),
+    "offload_to_disk": Part(_on_disk, excludes="place"),
 }
 
 

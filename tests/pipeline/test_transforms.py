@@ -298,3 +298,11 @@ def test_a_stage_that_begins_with_a_layer_in_place_is_recomputed(schedule):
     _, _, metrics, params = run(lambda: fds.accumulate(3))
     for _, _, told, whole in fds.simulate(lambda: run(cut), 2):
         assert_close((told, whole), (metrics, params))
+
+
+@pytest.mark.parametrize("schedule", [plans.gpipe, plans.one_f_one_b, plans.zb_h1])
+def test_where_activations_wait_changes_no_bit(tmp_path, schedule):
+    stored = lambda store: fds.checkpoint_activations(store=store, policy="matmuls")
+    here = on_ranks(stored("device"), schedule=schedule)
+    there = on_ranks(stored(fds.disk(tmp_path)), schedule=schedule)
+    assert_same_bits([called[1:] for called in there], [called[1:] for called in here])

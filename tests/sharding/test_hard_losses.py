@@ -1,6 +1,7 @@
 """Losses that are hard on parameters which are whole only when they are used: every stage trains alike."""
 
 import functools
+import tempfile
 
 import numpy as np
 import pytest
@@ -390,11 +391,13 @@ def seen_otherwise():
     return lambda step: fds.step.fill(step, view=view)
 
 
+FOLDER = tempfile.TemporaryDirectory(prefix="activations")
 EXTRAS = {
     "views": seen_otherwise,
     "checkpoint": lambda: fds.checkpoint_activations(),
     "matmuls kept": lambda: fds.checkpoint_activations(policy="matmuls"),
     "on the host": lambda: fds.checkpoint_activations(store="host"),
+    "on a disk": lambda: fds.checkpoint_activations(policy="matmuls", store=fds.disk(FOLDER.name)),
     "bf16": lambda: fds.precision(torch.bfloat16),
     "autocast": lambda: fds.autocast(torch.bfloat16),
 }

@@ -115,7 +115,14 @@ def gradients(found: Any, known: Gradients, one: Any) -> Gradients:
     if found.leaves is not known.leaves:
         leaves = _alike("condition", one, found.leaves, known.leaves)
         found = attrs.evolve(found, leaves=[x.contiguous() for x in leaves])
-    return attrs.evolve(found, segments=known.segments, axes=known.axes, norm_of=known.norm_of, counted=known.counted)
+    return attrs.evolve(
+        found,
+        segments=known.segments,
+        axes=known.axes,
+        norm_of=known.norm_of,
+        counted=known.counted,
+        landing=known.landing,
+    )
 
 
 def remembered(found: Any, given: Any, one: Any, station: str = "after") -> Any:

@@ -55,17 +55,30 @@ def given(*names: str) -> Callable[[Any], bool]:
 
 
 _RESIDES = (
-    'a residency: `kinds`, some of "params", "opt" and "slots"; chunks(structure), make(x, kind), '
-    "read(old, device) and write(worked, new); see `fds.step.Residency`"
+    'a residency: `kinds`, some of "params", "opt", "slots" and "gradients"; `updates_on`, "device" or "host"; '
+    "holds(leaf), medium(leaf), chunks(structure), make(x, leaf), read(old, device) and write(worked, new); "
+    "see `fds.step.Residency`"
 )
-_KINDS = ("params", "opt", "slots")
-_METHODS = {"chunks": "(structure)", "make": "(x, kind)", "read": "(old, device)", "write": "(worked, new)"}
+_KINDS = ("params", "opt", "slots", "gradients")
+_METHODS = {
+    "holds": "(leaf)",
+    "medium": "(leaf)",
+    "chunks": "(structure)",
+    "make": "(x, leaf)",
+    "read": "(old, device)",
+    "write": "(worked, new)",
+}
 
 
 def _has_kinds(x: Any) -> bool:
     """Say whether a residency names the kinds of its leaves."""
     kinds = getattr(x, "kinds", None)
     return (tree.is_sequence(kinds) or tree.is_set(kinds)) and set(kinds) <= set(_KINDS)
+
+
+def _has_place(x: Any) -> bool:
+    """Say whether a residency says where its leaves are updated."""
+    return getattr(x, "updates_on", None) in ("device", "host")
 
 
 _EXECUTES = ("agreement", "reads", "draws", "dtypes", "pieces", "train", "agree", "evaluate")
@@ -140,13 +153,14 @@ def field(station: str, name: str, value: Any) -> None:
                 "this cannot fill the station", where=where, got=written(value)[:120], want=_RESIDES, hint=hint
             )
         _check_methods(where, value, _METHODS)
-        if not _has_kinds(value):
-            raise ComposeError(
-                "this cannot fill the station",
-                where=where,
-                want=_RESIDES,
-                got=f"kinds: {getattr(value, 'kinds', 'missing')!r}",
-            )
+        for attribute, good in (("kinds", _has_kinds(value)), ("updates_on", _has_place(value))):
+            if not good:
+                raise ComposeError(
+                    "this cannot fill the station",
+                    where=where,
+                    want=_RESIDES,
+                    got=f"{attribute}: {getattr(value, attribute, 'missing')!r}",
+                )
     if name == "transport":
         if not isinstance(value, Transport):
             legs = ", ".join(f"{leg}{takes_these}" for leg, takes_these in _LEGS.items())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import compress
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -16,45 +14,14 @@ from fds.step import foreach
 from fds.step.checks import contracts
 from fds.step.pool import Pool
 from fds.step.ranges import in_range
+from fds.step.residency.landing import Landing
+from fds.step.sharding.flight import Filling, Flight
 from fds.step.sharding.kept import Kept
 from fds.step.sharding.order import Order
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import Transport
 from fds.step.structure import Structure
 from fds.step.sums import backward_inside
-
-
-@attrs.define(eq=False)
-class Filling:
-    """A bucket that gradients are being written into, and which of its parameters have some."""
-
-    flat: Tensor
-    views: list[Tensor]
-    filled: set[int] = tree.new(set)
-
-    def add(self, which: Sequence[int], grads: list[Tensor]) -> None:
-        """Write the gradients of these parameters, or add them to what is there."""
-        if set(map(tree.layout_of, grads)) != {torch.strided}:
-            grads = [x if x.layout is torch.strided else x.to_dense() for x in grads]
-        if not self.filled and len(which) == len(self.views):  # in order, all of them
-            foreach.copy_(self.views, grads)
-            self.filled.update(which)
-            return
-        views, more = [self.views[j] for j in which], [j in self.filled for j in which]
-        for write, some in ((foreach.copy_, [not one for one in more]), (foreach.add_, more)):
-            if any(some):
-                write(list(compress(views, some)), list(compress(grads, some)))
-        self.filled.update(which)
-
-
-@attrs.frozen(eq=False)
-class Flight:
-    """A bucket that is being reduced: what was sent, and where this rank's slice of the sum arrives."""
-
-    held: Filling
-    sent: Tensor
-    own: Tensor
-    work: Work
 
 
 class Bucketed:
@@ -82,6 +49,7 @@ class Bucketed:
         predivide: float,
         order: Order | None,
         kept: Kept | None,
+        landing: Landing | None = None,
     ):
         assert structure.layout is not None
         self.places = structure.places
@@ -93,11 +61,15 @@ class Bucketed:
         self.dtypes = {i: dtype or held[0].dtype for i, held in self.leaves.items()}  # of the sums
         self.reduce_dtype = reduce_dtype
         self.predivide = predivide
-        self.kept = kept
+        self.kept, self.landing = kept, landing
+        self.index = {i: k for k, i in enumerate(self.buckets)}  # of its slice
+        self.members = structure.members
+        self.last = False  # whether the last microbatch adds
+        self.landed: set[int] = set()  # buckets that did
         self.filling: dict[int, Filling] = {}
         self.flying: dict[int, Flight] = {}
         self.slices: dict[int, Tensor] = {}  # this rank's slices of the sums over ranks
-        self.gathering: list[tuple[Flight, Work]] = []  # stage 0: the sum that is on its way to everybody
+        self.gathering: list[tuple[int, Flight, Work]] = []  # stage 0: the sum that is on its way to everybody
         self.whole: dict[int, list[Tensor]] = {}  # stage 0: the sums
         self.seen: dict[int, set[int]] = {i: set() for i in self.buckets}  # leaves that got a gradient
         self.arrived: dict[int, set[int]] = {}  # and were taken, in this microbatch
@@ -127,7 +99,7 @@ class Bucketed:
             raise backward_inside()
         if not (self.reducing and self.order is None):  # else the last backward failed, with some buckets under way
             self.turn = sorted(self.buckets)
-        self.reducing = (last and not in_parts) or self.order is not None
+        self.last, self.reducing = last, (last and not in_parts) or self.order is not None
         self.arrived, self.come = {i: set() for i in self.buckets}, dict.fromkeys(self.buckets, 0)
         if in_parts and not self.in_parts:
             self._hook_each()
@@ -177,9 +149,10 @@ class Bucketed:
                 self.whole[i] = list(zeros)
             return [self.whole[i][j] for i, j in self.places]
         for i in self.buckets:
-            if i not in self.slices:  # no rank used it
-                self.slices[i] = torch.zeros(self.buckets[i].length, dtype=self.dtypes[i], device=self.device)
-            self._over_replicas(self.slices[i])
+            if self.landing is None and i in self.slices:
+                self._over_replicas(self.slices[i])
+            elif i not in self.landed:
+                self._complete(i)
         return [self.slices[i] for i in self.buckets]
 
     def close(self) -> None:
@@ -275,18 +248,22 @@ class Bucketed:
         if self.predivide != 1:
             sent.div_(self.predivide)
         own = bucket.slice(shard.axis.index, sent)
-        if self.order is not None and i not in self.slices and sent.dtype == self.dtypes[i]:
+        if (landing := self.landing and self._elsewhere(i)) is not None:
+            landing.expect(self.index[i])
+        elif self.order is not None and i not in self.slices and sent.dtype == self.dtypes[i]:
             own = self.pool.take(bucket.length, sent.dtype, self.device)  # the first sum is where others are added
         kept = None if self.kept is None else self.kept.bucket(i, bucket)
         work = contracts.sent(self.transport.reduce(shard.axis, sent, own, kept), self.transport, "reduce")
         self.flying[i] = Flight(held, sent, own, work)
-        while len(self.flying) > 1:
+        while len(self.flying) > 1 or (landing is not None and self.flying and work.done()):
             self._land(next(iter(self.flying)))
 
     def _land_all(self) -> None:
-        """Let every bucket arrive that is on its way."""
+        """Let every bucket arrive that is on its way, and be written where it lives."""
         while self.flying:
             self._land(next(iter(self.flying)))
+        if self.landing is not None:
+            self.landing.settle()
 
     def _land(self, i: int) -> None:
         """Add a bucket that has arrived to the sum of its slice, and give its memory back."""
@@ -297,18 +274,54 @@ class Bucketed:
             self._over_replicas(own)
             gathered = contracts.sent(self.transport.spread(self.shard.axis, own, sent), self.transport, "spread")
             self._spread()
-            self.gathering.append((flight, gathered))
+            self.gathering.append((i, flight, gathered))
             self.whole[i] = flight.held.views
         elif not self.shard.reduces_each_microbatch:
             self.slices[i] = self.buckets[i].slice(self.shard.axis.index, flight.held.flat)
             if own.data_ptr() != self.slices[i].data_ptr():
                 self.slices[i].copy_(own)
-        elif i in self.slices:
+            if self.landing is not None:
+                self._complete(i)
+        elif (landing := self.landing and self._elsewhere(i)) is not None:
+            total = landing.add(self.index[i], own)
+            if self.last and self._lands(i):
+                self._complete(i, total)
+            else:
+                landing.write(self.index[i], total)
+        else:
+            self._add(i, own, sent)
+            if self.landing is not None and self.last and self._lands(i):
+                self._complete(i)
+
+    def _add(self, i: int, own: Tensor, sent: Tensor) -> None:
+        """Add a bucket that has arrived to the sum of its slice in memory."""
+        if i in self.slices:
             self.slices[i].add_(own)
         elif own.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr():
             self.slices[i] = self.pool.take(own.numel(), self.dtypes[i], self.device).copy_(own)
         else:
             self.slices[i] = own
+
+    def _elsewhere(self, i: int) -> Landing | None:
+        """Return where the sum of a bucket is written after every microbatch, None where it is in memory."""
+        held = self.landing is not None and self.order is not None and self.index[i] in self.landing.leaves
+        return self.landing if held else None
+
+    def _lands(self, i: int) -> bool:
+        """Say whether nothing is to be added to a bucket that was reduced in the last microbatch."""
+        return self.landing is not None and self.landing.lands(self.index[i]) and self.shard.replicate is None
+
+    def _complete(self, i: int, total: Tensor | None = None) -> None:
+        """Add the sum of a slice up over its replicas, and let it land where it can."""
+        k, landing = self.index[i], self.landing
+        total = self.slices.get(i) if total is None else total
+        if landing is not None and total is None and k in landing.stored:
+            total = landing.value(k, landing.leaves[k])
+        if total is None:  # no rank used it
+            total = torch.zeros(self.buckets[i].length, dtype=self.dtypes[i], device=self.device)
+        self._over_replicas(total)
+        self.slices[i] = landing.land(k, total) if landing is not None and landing.lands(k) else total
+        self.landed.add(i)
 
     def _over_replicas(self, own: Tensor) -> None:
         """Add up a slice over its replicas; outside of `order`, which their ranks do not share."""
@@ -318,10 +331,13 @@ class Bucketed:
     def _spread(self) -> None:
         """Let the bucket that is being gathered arrive."""
         while self.gathering:
-            flight, work = self.gathering.pop()
+            i, flight, work = self.gathering.pop()
             work.wait()
             if flight.held.flat is not flight.sent:
                 flight.held.flat.copy_(flight.sent)
+            if (landing := self.landing) is not None:
+                sums = zip(self.members[i], flight.held.views, strict=True)
+                self.whole[i] = [landing.land(k, x) if landing.lands(k) else x for k, x in sums]
 
 
 def _zero(views: list[Tensor]) -> None:

@@ -8,7 +8,8 @@ from fds import tree
 from fds.layout import Bucket
 from fds.state import State
 from fds.step.all_stations import Stations
-from fds.step.residency import READ, chunk_bytes, chunks_of
+from fds.step.residency.chunks import chunk_bytes, chunks_of
+from fds.step.residency.masters import elsewhere, groups
 from fds.step.sharding.shard import Shard
 from fds.step.structure import Structure
 
@@ -16,51 +17,99 @@ from fds.step.structure import Structure
 def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, int]:
     """Return part -> bytes that this rank holds: between steps the parts of the state, within one the others.
 
-    `gradients` are their sums; `buckets` at stages 2 and 3 the two that are being filled and reduced; `kept` what a
+    `gradients` are their sums; `buckets` at stages 2 and 3 the two that are being filled and reduced, and where sums
+    live elsewhere the one that is written (without microbatches, else all, at other stages too); `kept` what a
     transport keeps of them until the step is over; `whole` the gathered parameters, at stage 3 never more; `viewed`
-    what views make of one of those; `low` an unsharded step's 16-bit copy; `chunks` the copies of what a residency
-    holds, of the chunk that is updated, the one before and the one after.
+    what views make of one of those; `low` an unsharded step's 16-bit copy, and its copy of what lives elsewhere; `read`
+    the slices that were read from there and are not sent, or cast, yet; `chunks` the copies of what a residency holds,
+    of the chunk that is updated, the one before and the one after.
     """
     held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
-    if not READ.isdisjoint(step.place.residency.kinds):
+    lives = step.lives(structure, state)
+    if lives.visited:
         held["chunks"] = _chunks(step, structure, state)
     gather, shard, layout = step.gather, step.shard, structure.layout
+    away = elsewhere(step.place.residency, structure)
+    if away and (read := _read(step, structure, away)):
+        held["read"] = read
+    leave = any(lives.landed)
     if not structure.sharded:
         leaves = dict(zip(structure.names, tree.leaves(state.params), strict=True))
         seen = {name: gather.dtype_of(name, x.dtype) for name, x in leaves.items()}
         live = structure.trained_names
         sums = {n: leaves[n].numel() * (step.sum.dtype or seen[n]).itemsize for n in live}
-        low = sum(x.numel() * seen[n].itemsize for n, x in leaves.items() if x.dtype != seen[n])
+        copied = {structure.held[i] for i in away} | {n for n, x in leaves.items() if x.dtype != seen[n]}
+        low = sum(leaves[n].numel() * seen[n].itemsize for n in copied)
         held |= {"low": low} if low else {}
         if layout is None:
+            held |= {"buckets": _landing(step, list(sums.values()), 3)} if leave else {}
             return {**held, "gradients": sum(sums.values())}
     assert layout is not None and shard is not None
     trained = [b for b in layout.buckets if b.trained]
+    slices = [b.length * _sum_dtype(step, b).itemsize for b in trained]
     if not shard.reduces_each_microbatch:
-        held["gradients"] = sum(b.numel * _sum_dtype(step, b).itemsize for b in trained)
+        whole = [b.numel * _sum_dtype(step, b).itemsize for b in trained]
+        held["gradients"] = sum(slices if leave and structure.sharded else whole)
+        held |= {"buckets": _landing(step, whole, 4)} if leave else {}
     else:
-        held["gradients"] = sum(b.length * _sum_dtype(step, b).itemsize for b in trained)
+        held["gradients"] = sum(slices)
         filled = [b.numel * (step.reduce.dtype or _sum_dtype(step, b)).itemsize for b in trained]
-        held["buckets"] = sum(sorted(filled)[-2:])
+        held["buckets"] = sum(sorted(filled)[-2:]) + leave * max(slices, default=0)
     if step.reduce.transport.keeps:
         held["kept"] = sum(b.numel * 4 for b in trained)
     if structure.sharded:
         sizes = [_gathered(step, b) for b in layout.buckets]
         held["whole"] = sum(sizes)
         if shard.gathers_on_use:
-            some = list(gather.passing(layout, shard).values())
-            bound = gather.room(layout, shard) + shard.prefetch * max(some, default=0)
+            passing = gather.passing(layout, shard)
+            some = list(passing.values())
+            bound = gather.room(layout, shard, passing) + shard.prefetch * max(some, default=0)
             held["whole"] = sum(sizes) - sum(some) + min(bound, sum(some))
             if step.view and some:
                 held["viewed"] = _viewed(step, structure)
     return held
 
 
+def _read(step: Stations, structure: Structure, away: frozenset[int]) -> int:
+    """Return the most bytes of slices that were read and are not sent, or cast, yet: of one, or of two in a row."""
+    gather, shard, layout = step.gather, step.shard, structure.layout
+    if not structure.sharded:
+        names = [structure.leaves[name] for name in structure.names]
+        sizes = [leaf.numel * leaf.dtype.itemsize for leaf in names]
+        return _in_a_row([sum(sizes[i] for i in group) for group in groups(away, sizes)])
+    assert layout is not None and shard is not None
+    slices = {i: b.length * b.dtype.itemsize for i, b in enumerate(layout.buckets) if i in away}
+    passing = gather.passing(layout, shard) if shard.gathers_on_use else {}
+    used = [
+        size
+        for i, size in slices.items()
+        if i in passing and (shard.axis.size > 1 or _seen_dtype(step, layout.buckets[i]) != layout.buckets[i].dtype)
+    ]
+    begun = min(2, max(1, shard.prefetch))
+    return max(_in_a_row([n for i, n in slices.items() if i not in passing]), sum(sorted(used)[-begun:]))
+
+
+def _in_a_row(sizes: list[int]) -> int:
+    return max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
+
+
+def _landing(step: Stations, sums: list[int], most: int) -> int:
+    """Return the bytes in memory of sums that land in the last microbatch, of one microbatch so many at once."""
+    return sum(sums) if step.split.num_microbatches > 1 else sum(sorted(sums)[-most:])
+
+
 def _chunks(step: Stations, structure: Structure, state: State) -> int:
     assert step.optimizer is not None
     opt = structure.align([state.opt[slot][name] for slot, want in structure.opt.items() for name in want.names])
-    columns = [structure.pick(tree.leaves(state.params)), *opt.values()]
-    return chunk_bytes(step.place.residency, columns, chunks_of(step.place.residency, structure, step.optimizer))
+    params, lives = structure.pick(tree.leaves(state.params)), step.lives(structure, state)
+    sizes = [
+        x.numel() * (step.sum.dtype or x.dtype).itemsize * (way == "read")
+        for x, way in zip(params, lives.gradients, strict=True)
+    ]
+    for leaves, ways in zip([params, *opt.values()], lives.ways, strict=True):
+        for i, (x, way) in enumerate(zip(leaves, ways, strict=True)):
+            sizes[i] += x.nbytes if x is not None and way != "place" else 0
+    return chunk_bytes(sizes, structure, chunks_of(step.place.residency, structure, step.optimizer))
 
 
 def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
@@ -111,7 +160,7 @@ def _sum_dtype(step: Stations, bucket: Bucket) -> torch.dtype:
 
 
 def _seen_dtype(step: Stations, bucket: Bucket) -> torch.dtype:
-    return step.gather.dtype_of(bucket.leaves[0].name, bucket.dtype)
+    return step.gather.dtype_of_bucket(bucket, bucket.dtype)
 
 
 def _gathered(step: Stations, bucket: Bucket) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 
 import attrs
 import torch
@@ -13,9 +15,12 @@ from fds.errors import StateError
 from fds.layout import Bucket, Layout
 from fds.step.checks import contracts
 from fds.step.pool import Pool
+from fds.step.residency.masters import Masters
+from fds.step.sharding.coming import Coming, Departures
 from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import LOSSLESS, Transport
-from fds.step.structure import Structure
+
+Memory = Callable[[Tensor], Tensor]  # a rank's slice of a bucket, as it was read -> memory for the whole bucket
 
 
 @attrs.frozen
@@ -26,25 +31,55 @@ class Gather:
     float32: tuple[str, ...] = ()  # patterns of parameters that stay as they are
     transport: Transport = LOSSLESS
 
-    def all_at_once(self, structure: Structure, shard: Shard, parts: list[Tensor], pool: Pool) -> list[Tensor]:
+    def all_at_once(self, layout: Layout, masters: Masters, axis: Axis, pool: Pool) -> list[Tensor]:
         """Gather every bucket; the parameters are views of them, which the pool keeps."""
-        assert structure.layout is not None
-        taken: list[list[Tensor]] = []
-        works: list[Work] = []
-        for bucket, part in zip(structure.layout.buckets, parts, strict=True):
-            dtype = self.dtype_of(bucket.leaves[0].name, part.dtype)
-            flat, views, _ = pool.take_bucket(bucket, dtype, part.device)
-            taken.append(views)
-            works.append(contracts.sent(self.transport.gather(shard.axis, part, flat), self.transport, "gather"))
-        for work in works:
-            work.wait()
-        return structure.layout.collect(taken)
+        buckets = enumerate(layout.buckets)
+        dtypes = [self.dtype_of_bucket(b, x.dtype) for b, x in zip(layout.buckets, masters.parts, strict=True)]
+        taken = [pool.take_bucket(b, dtypes[i], masters.device_of(i))[:2] for i, b in buckets]
+        self.some(range(len(taken)), layout, masters, axis, lambda i: lambda part: taken[i][0])
+        return layout.collect([views for _, views in taken])
 
-    def start(self, bucket: Bucket, part: Tensor, axis: Axis, pool: Pool) -> tuple[Tensor, Work]:
-        """Begin to gather a bucket from the slices of all ranks; return its memory (numel,) and the work."""
-        dtype = self.dtype_of(bucket.leaves[0].name, part.dtype)
-        flat = pool.take(bucket.numel, dtype, part.device)
-        return flat, contracts.sent(self.transport.gather(axis, part, flat), self.transport, "gather")
+    def some(
+        self, indices: Iterable[int], layout: Layout, masters: Masters, axis: Axis, memory: Callable[[int], Memory]
+    ) -> dict[int, Tensor]:
+        """Gather some buckets; return them by index, whole (numel,)."""
+        coming, departures = dict[int, Coming](), Departures()
+        try:
+            for i in indices:
+                coming[i] = self.start(layout.buckets[i], i, masters, axis, memory(i))
+                departures.add(coming[i])
+            return {i: departures.arrive(one) for i, one in coming.items()}
+        finally:
+            departures.give_up()
+
+    def in_turn(self, layout: Layout, masters: Masters, axis: Axis, pool: Pool) -> Iterator[Tensor]:
+        """Yield the whole buckets (numel,) one after another, while the next one is on its way."""
+        coming, departures = deque[Coming](), Departures()
+        try:
+            for i, bucket in enumerate(layout.buckets):
+                coming.append(self.start(bucket, i, masters, axis, self.memory(bucket, masters.device_of(i), pool)))
+                departures.add(coming[-1])
+                if i:
+                    yield departures.arrive(coming.popleft())
+            while coming:
+                yield departures.arrive(coming.popleft())
+        finally:
+            departures.give_up()
+
+    def start(self, bucket: Bucket, i: int, masters: Masters, axis: Axis, memory: Memory) -> Coming:
+        """Begin to gather bucket `i` of a layout from the slices of all ranks."""
+
+        def begin(part: Tensor) -> tuple[Tensor, Work]:
+            flat = memory(part)
+            return flat, contracts.sent(self.transport.gather(axis, part, flat), self.transport, "gather")
+
+        if i in masters.elsewhere:
+            return Coming(None, masters.read([i]), begin)
+        return Coming(masters.parts[i], None, begin)
+
+    def memory(self, bucket: Bucket, device: torch.device, pool: Pool) -> Memory:
+        """Return what makes memory (numel,) for a whole bucket."""
+        return lambda part: pool.take(bucket.numel, self.dtype_of_bucket(bucket, part.dtype), device)
 
     def passing(self, layout: Layout, shard: Shard) -> dict[int, int]:
         """Return the buckets that stage 3 does not keep whole for the length of a step, with their bytes if whole.
@@ -58,18 +93,19 @@ class Gather:
         }
         return {} if shard.max_live_bytes is not None and sum(sizes.values()) <= shard.max_live_bytes else sizes
 
-    def room(self, layout: Layout, shard: Shard) -> int:
+    def room(self, layout: Layout, shard: Shard, passing: dict[int, int]) -> int:
         """Return the bytes of used buckets that stage 3 may keep whole beside those that are on their way.
 
-        Raises `StateError` where the bound has no room for a single bucket.
+        `passing` are those that it does not keep for the length of a step. Raises `StateError` where the bound has no
+        room for a single bucket.
         """
-        sizes, bound = self.passing(layout, shard), shard.max_live_bytes
-        largest = max(sizes.values(), default=0)
+        bound = shard.max_live_bytes
+        largest = max(passing.values(), default=0)
         coming = shard.prefetch * largest
         if bound is None:
             return 2 * largest
         if bound < largest + coming:
-            bucket = layout.buckets[max(sizes, key=sizes.__getitem__)]
+            bucket = layout.buckets[max(passing, key=passing.__getitem__)]
             raise StateError(
                 "shard_optimizer: max_live_bytes has no room for the largest bucket",
                 where=bucket.leaves[0].name + (f" and {len(bucket.leaves) - 1} more" if bucket.leaves[1:] else ""),
@@ -78,6 +114,10 @@ class Gather:
                 hint="prefetch=0, or more room" if len(bucket.leaves) == 1 else "smaller bucket_bytes, or prefetch=0",
             )
         return bound - coming
+
+    def dtype_of_bucket(self, bucket: Bucket, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the loss sees a bucket that is held in `dtype`: that of averages may be another."""
+        return self.dtype_of(bucket.leaves[0].name, dtype)
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the loss sees a parameter that is held in `dtype`."""

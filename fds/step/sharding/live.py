@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fds.collectives import Work
 from fds.errors import LossError
 from fds.layout import Layout
 from fds.step.pool import Pool
 from fds.step.ranges import profiled
-from fds.step.sharding.gather import Gather
+from fds.step.residency.masters import Masters
+from fds.step.sharding.coming import Coming
+from fds.step.sharding.gather import Gather, Memory
 from fds.step.sharding.handles import BucketWindow, handle
 from fds.step.sharding.order import Order
 from fds.step.sharding.shard import Shard
@@ -25,26 +26,22 @@ class Live:
     have been used since. To evict it drops our reference: what a user still holds stays as it is.
     """
 
-    def __init__(
-        self, gather: Gather, shard: Shard, structure: Structure, parts: list[Tensor], pool: Pool, order: Order
-    ):
+    def __init__(self, gather: Gather, shard: Shard, structure: Structure, masters: Masters, pool: Pool, order: Order):
         layout = structure.layout
         assert layout is not None
-        self.gather, self.axis, self.layout, self.parts, self.pool = gather, shard.axis, layout, parts, pool
+        self.gather, self.axis, self.layout, self.masters, self.pool = gather, shard.axis, layout, masters, pool
         self.order = order
         self.trained, self.ahead = set(structure.trained_names), max(1, shard.prefetch)
         self.used: dict[int, Tensor] = {}  # least recently used first
-        self.coming: dict[int, tuple[Tensor, Work]] = {}  # under way, or arrived and not used yet
+        self.coming: dict[int, Coming] = {}  # under way, or arrived and not used yet
         self.wanted: int | None = None  # what an operator is waiting for
         self.viewed: tuple[Any, Tensor] | None = None  # what a view made of a parameter last, and by whom it is read
         self.over = False  # the step has ended
-        self.bytes, self.capacity = gather.passing(layout, shard), gather.room(layout, shard)
+        self.bytes = gather.passing(layout, shard)
+        self.capacity = gather.room(layout, shard, self.bytes)
         self.bound = self.capacity + shard.prefetch * max(self.bytes.values(), default=0)
         staying = [i for i in range(len(layout.buckets)) if i not in self.bytes]
-        started = {i: gather.start(layout.buckets[i], parts[i], shard.axis, pool) for i in staying}
-        for _, work in started.values():
-            work.wait()
-        self.staying = {i: flat for i, (flat, _) in started.items()}
+        self.staying = gather.some(staying, layout, masters, shard.axis, self._pooled)
         order.joins["gather"] = self.join
         if not structure.windows:
             structure.windows.extend(_windows(gather, layout))
@@ -54,7 +51,7 @@ class Live:
         """Return a handle for every parameter, in the order of the layout's names; with `train` autograd leaves."""
         found: list[list[Tensor]] = []
         for i, windows in enumerate(self.windows):
-            device = self.parts[i].device
+            device = self.masters.device_of(i)
             found.append([handle(self, x, x.meta.dtype, device, train and x.path in self.trained) for x in windows])
         return self.layout.collect(found)
 
@@ -78,8 +75,8 @@ class Live:
                 self.wanted = index
                 self.order.need(("gather", index))
                 self.wanted = None
-            flat, work = self.coming.pop(index)
-            work.wait()
+            flat = self.order.departures.arrive(self.coming[index])
+            del self.coming[index]
         self._make_room(self.bytes[index], self.capacity)
         self.used[index] = flat
         self.order.look_ahead(len(self.coming))
@@ -94,7 +91,10 @@ class Live:
             self._drop(i)
         coming = sum(self.bytes[i] for i in self.coming)
         self._make_room(self.bytes[index] + coming, self.capacity if index == self.wanted else self.bound)
-        self.coming[index] = self.gather.start(self.layout.buckets[index], self.parts[index], self.axis, self.pool)
+        self.coming[index] = one = self.gather.start(
+            self.layout.buckets[index], index, self.masters, self.axis, self._memory(index)
+        )
+        self.order.departures.add(one)
 
     def _make_room(self, num_bytes: int, bound: int) -> None:
         """Let go of those used least recently, until so many more bytes do not exceed a bound."""
@@ -103,15 +103,28 @@ class Live:
 
     def close(self) -> None:
         """Let go of everything."""
-        for index in list(self.coming):
-            self._drop(index)
+        for one in self.coming.values():
+            one.give_up()
+        self.coming.clear()
         self.over, self.viewed = True, None
         self.used.clear()
         self.staying.clear()
 
     def _drop(self, index: int) -> None:
-        self.coming.pop(index)[1].wait()
+        self.order.departures.arrive(self.coming[index])
+        del self.coming[index]
         self.order.wasted = True
+
+    def _pooled(self, index: int) -> Memory:
+        """Return what makes memory of the pool for a bucket."""
+        return self.gather.memory(self.layout.buckets[index], self.masters.device_of(index), self.pool)
+
+    def _memory(self, index: int) -> Memory:
+        """Return what makes memory for a bucket: what a rank alone has read is the whole bucket, where it can be."""
+        make, bucket, dtype_of = self._pooled(index), self.layout.buckets[index], self.gather.dtype_of_bucket
+        if self.axis.size > 1 or index not in self.masters.elsewhere:
+            return make
+        return lambda part: part if part.dtype == dtype_of(bucket, part.dtype) and _is_bucket(part) else make(part)
 
 
 def _windows(gather: Gather, layout: Layout) -> list[list[BucketWindow]]:
@@ -124,3 +137,8 @@ def _windows(gather: Gather, layout: Layout) -> list[list[BucketWindow]]:
         ]
         for i, bucket in enumerate(layout.buckets)
     ]
+
+
+def _is_bucket(x: Tensor) -> bool:
+    """Say whether memory lies as that of a bucket does: see `fds.layout.ALIGN`."""
+    return x.is_contiguous() and not x.storage_offset() and not x.data_ptr() % 64

@@ -9,6 +9,9 @@ ranks that wait, the one that has come least far waits for an event that all oth
 
 The plan is what was asked for in the step before, when there was no plan; it is learned anew when somebody had to ask.
 
+A slice that lives elsewhere is read before it is sent. To join its gather begins the reading; it is sent, in the order
+of the events, before anything else is, and before this rank waits for others.
+
 Where a step is several pieces of work between which ranks also wait for others than these (the actions of a pipeline),
 each piece settles: nobody leaves it before all have joined what any of them needed in it.
 """
@@ -23,6 +26,7 @@ import attrs
 
 from fds import tree
 from fds.collectives import Axis
+from fds.step.sharding.coming import Departures
 
 Event = tuple[str, int]  # ("gather" or "reduce", bucket)
 Want = list[Any] | bool  # an event, or whether a rank gathered for nothing
@@ -50,6 +54,7 @@ class Order:
     asked: list[Event] = tree.new(list)
     ends: list[int] = tree.new(list)  # of the pieces that are over, in what was asked
     wasted: bool = False  # whether this rank gathered for nothing
+    departures: Departures = attrs.field(factory=Departures)  # of what was joined and is not sent yet
 
     def need(self, event: Event) -> None:
         """Join events up to this one."""
@@ -107,6 +112,7 @@ class Order:
 
     def _round(self, want: Event | None) -> list[Want]:
         """Exchange what every rank needs (or whether it joined gathers for nothing), and join all of it."""
+        self.departures.send()  # others may wait for it, and this rank does for them
         wants = self.axis.exchange(self.wasted if want is None else list(want), self.what)
         events: list[Event] = [(want[0], want[1]) for want in wants if isinstance(want, list)]
         for event in dict.fromkeys(events):
@@ -116,6 +122,8 @@ class Order:
 
     def _join(self, event: Event) -> None:
         kind, bucket = event
+        if kind != "gather":  # messages are sent in the order in which they are joined
+            self.departures.send()
         if kind in self.joins:
             self.joins[kind](bucket)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fds.collectives import Axis
 from fds.errors import LossError
 from fds.step.pool import Pool
+from fds.step.residency.landing import Landing
 from fds.step.seeds import Seeds
 from fds.step.sharding.buckets import Bucketed
 from fds.step.sharding.kept import SLOT, Kept
@@ -41,13 +42,14 @@ class Reduce:
         kinds: Iterable[torch.dtype | None],
         seeds: Seeds,
         slots: Mapping[str, Any],
+        landing: Landing | None = None,
     ) -> InPlace | Bucketed:
         """Prepare to sum the gradients by the trained leaves, in `dtype` or their own, on every rank of `kinds`.
 
-        They begin at `seeds`, and `slots` have what was kept of earlier ones.
+        They begin at `seeds`, `slots` have what was kept of earlier ones, and each that is final goes to `landing`.
         """
         if shard is None:
-            return InPlace.over(leaves, dtype)
+            return InPlace.over(leaves, dtype, landing)
         predivide = shard.divisor([self.dtype or dtype or kind for kind in kinds])
         kept = None
         if self.transport.keeps:
@@ -63,6 +65,7 @@ class Reduce:
             predivide=predivide,
             order=order,
             kept=kept,
+            landing=landing,
         )
 
 

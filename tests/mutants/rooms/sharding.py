@@ -4,6 +4,14 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "slice-elsewhere-forgets-microbatches",
+        "fds/step/sharding/buckets.py",
+        "total = landing.add(self.index[i], own)",
+        "total = own",
+        "the slice of the last microbatch alone is what lives elsewhere",
+        "tests/laws/test_gradients_elsewhere.py",
+    ),
+    Mutant(
         "padding-not-zeroed",
         "fds/step/sharding/buckets.py",
         "_zero(gaps)\n",
@@ -78,8 +86,8 @@ MUTANTS = (
     Mutant(
         "float32-patterns-ignored-on-use",
         "fds/step/sharding/gather.py",
-        "        flat = pool.take(bucket.numel, dtype, part.device)\n        return flat, contracts",
-        "        flat = pool.take(bucket.numel, self.dtype or dtype, part.device)\n        return flat, contracts",
+        "pool.take(bucket.numel, self.dtype_of_bucket(bucket, part.dtype), device)",
+        "pool.take(bucket.numel, self.dtype or part.dtype, device)",
         "at stage 3 `keep_float32` is forgotten: these parameters are gathered in 16 bit",
         "tests/sharding/test_transforms.py",
     ),
@@ -90,6 +98,30 @@ MUTANTS = (
         "return bound",
         "at stage 3 buckets on their way come on top of `max_live_bytes`",
         "tests/sharding/test_bytes.py",
+    ),
+    Mutant(
+        "reduced-before-what-was-joined-earlier",
+        "fds/step/sharding/order.py",
+        'if kind != "gather":',
+        'if kind == "gather" and not self.ahead:',
+        "a rank that reads a slice sends it after a bucket that others reduce after it",
+        "tests/laws/test_law_11_gathers.py",
+    ),
+    Mutant(
+        "waits-for-what-it-reads-ahead",
+        "fds/step/sharding/coming.py",
+        "keep=int(one.read is not None)",
+        "keep=0",
+        "a slice that is read ahead is waited for at once",
+        "tests/laws/test_law_11_gathers.py -k before_they_are_used",
+    ),
+    Mutant(
+        "a-second-copy-of-what-one-rank-read",
+        "fds/step/sharding/live.py",
+        "return lambda part: part if part.dtype == dtype_of(bucket, part.dtype) and _is_bucket(part) else make(part)",
+        "return make",
+        "on one rank a bucket that was read is copied once more",
+        "tests/laws/test_law_11_gathers.py -k on_one_rank",
     ),
     Mutant(
         "kept-not-divided-back",

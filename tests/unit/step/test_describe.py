@@ -30,6 +30,13 @@ def test_bytes_are_those_of_the_tensors():
     assert held["opt"] == 2 * 4 * 6
 
 
+def test_layers_are_described_by_their_kinds():
+    blocks = [fds.LayerSpec(nn.Linear, 3, 3) for _ in range(4)]
+    loss = fds.Layers([nn.Sequential(nn.Linear(3, 3), nn.ReLU()), *blocks, torch.tanh, *blocks[:1]], nn.MSELoss())
+    words = "Sequential, 4 x LayerSpec(Linear, 3, 3), tanh, LayerSpec(Linear, 3, 3)"
+    assert make(loss=loss).describe().stations["loss"] == f"Layers({words}; criterion=MSELoss)"
+
+
 def test_buffers_have_bytes():
     loss = fds.Layers([nn.BatchNorm1d(3)], nn.MSELoss())
     step = make(loss=loss)

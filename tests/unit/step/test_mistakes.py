@@ -234,8 +234,12 @@ class Files:
     def __repr__(self):
         return "Files()"
 
+    updates_on = "device"
+
+    def holds(self, leaf): ...
+    def medium(self, leaf): ...
     def chunks(self, structure): ...
-    def make(self, x, kind): ...
+    def make(self, x, leaf): ...
     def read(self, old): ...
     def write(self, worked, new): ...
 
@@ -293,3 +297,12 @@ def test_what_the_init_of_a_memory_takes_follows_how_it_lies(lies, first):
 def test_one_leaf_is_a_leaf():
     error = refused(condition=lambda grads, call: Gradients(grads.leaves[:1], grads.scale))
     assert error.got.startswith("1 leaf: ") and error.want.startswith("2 leaves: ")
+
+
+def test_a_transform_is_no_scope():
+    with (
+        pytest.raises(ComposeError, match=r"not a scope(?s:.)*fds\.kernels\.prefer_triton\(\)") as error,
+        fds.triton_kernels(),
+    ):
+        pass
+    assert error.value.want == "fds.compose(triton_kernels(), ...)(loss)"

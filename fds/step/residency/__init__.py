@@ -1,0 +1,1 @@
+"""Residency, of the station `place`: where leaves live between steps, and how an update gets at them."""

@@ -1,0 +1,166 @@
+"""Chunks: which slices an update visits together, on all ranks alike."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from fds.collectives import Axis
+from fds.errors import ComposeError
+from fds.layout import Segment
+from fds.optim import Optimizer
+from fds.step.residency.contract import Residency, broken, text_of
+from fds.step.structure import Structure
+
+CUT = 64  # elements: what vector instructions compute at once, or several times that
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """A slice that an update visits, or a piece of one: its elements `start` to `end`.
+
+    Attributes:
+        index: of the slice, in `structure.segments`.
+        start: its first element there.
+        end: its last element there + 1.
+        whole: whether it is all of the slice.
+        segments: of the parameters in it.
+    """
+
+    index: int
+    start: int
+    end: int
+    whole: bool
+    segments: list[Segment]
+
+    @classmethod
+    def of(cls, structure: Structure, index: int, start: int, end: int) -> Piece:
+        """Return some elements of a slice."""
+        inside, size = structure.segments[index], structure.shapes[structure.trained[index]].numel()
+        if (start, end) == (0, size):
+            return cls(index, start, end, True, inside)
+        return cls(index, start, end, False, [_within(segment, start, end) for segment in inside])
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Return the elements of a contiguous leaf of the slice: of a whole slice the leaf as it is, else (n,)."""
+        return x if self.whole else x.view(-1)[self.start : self.end]
+
+
+def _within(segment: Segment, start: int, end: int) -> Segment:
+    """Return what of a segment lies in the elements `start` to `end` of its slice."""
+    first, last = max(segment.offset, start), min(segment.offset + segment.length, end)
+    if last <= first:
+        return attrs.evolve(segment, offset=0, length=0, start=0)
+    return attrs.evolve(
+        segment, offset=first - start, length=last - first, start=segment.start + first - segment.offset
+    )
+
+
+def chunks_of(residency: Residency, structure: Structure, optimizer: Optimizer) -> list[list[Piece]]:
+    """Return the chunks of a residency; one of all slices for an optimizer that does not treat each by itself.
+
+    Raises `ComposeError` where an element is missing, or there twice, or a slice is cut elsewhere than at multiples of
+    64 elements.
+    """
+    sizes = [structure.shapes[i].numel() for i in structure.trained]
+    if not is_separate(optimizer):
+        everything = [Piece.of(structure, i, 0, n) for i, n in enumerate(sizes)]
+        return [everything] if everything else []
+    found = residency.chunks(structure)
+    try:
+        chunks = [[_piece_of(x, sizes) for x in chunk] for chunk in found]
+    except (TypeError, ValueError, IndexError):
+        chunks = []
+    if not _covers(chunks, sizes):
+        want = f"lists of indices, in all each of 0 to {len(sizes) - 1} once" if sizes else "no chunks"
+        raise broken(
+            residency,
+            "chunks",
+            repr(found)[:200],
+            f"{want}, or its pieces (index, start, end) cut at multiples of {CUT}",
+        )
+    whole = [not (inside and optimizer.is_elementwise(inside[0].name)) for inside in structure.segments]
+    kept = [
+        [(i, 0, sizes[i]) if whole[i] else (i, start, end) for i, start, end in chunk if not (whole[i] and start)]
+        for chunk in chunks
+    ]
+    return [[Piece.of(structure, *x) for x in chunk] for chunk in kept if chunk]
+
+
+def _covers(chunks: list[list[tuple[int, int, int]]], sizes: list[int]) -> bool:
+    """Say whether every element of slices of these sizes is visited once, those of a slice in a row."""
+    ends: dict[int, int] = {}
+    for index, start, end in (x for chunk in chunks for x in chunk):
+        if not 0 <= index < len(sizes) or start != ends.get(index, 0) or (end % CUT and end != sizes[index]):
+            return False
+        if end <= start and (sizes[index] or index in ends):
+            return False
+        ends[index] = end
+    return [ends.get(i) for i in range(len(sizes))] == sizes
+
+
+def _piece_of(x: Any, sizes: list[int]) -> tuple[int, int, int]:
+    """Return index, first and last + 1 element of a slice or a piece. Raises what is raised for anything else."""
+    if not isinstance(x, tuple | list):
+        index = operator.index(x)
+        return index, 0, sizes[index]
+    index, start, end = (operator.index(n) for n in x)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return index, start, end
+
+
+def agreed_chunks(
+    residency: Residency, structure: Structure, optimizer: Optimizer, everyone: Axis | None, place: int
+) -> list[list[Piece]]:
+    """Return the chunks, alike on all ranks at the same `place`. Raises `ComposeError` on all ranks of `everyone`."""
+    mine, failed = [], None
+    try:
+        mine = chunks_of(residency, structure, optimizer)
+    except Exception as error:
+        failed = error
+    replies = []
+    if everyone is not None and residency.kinds:
+        pieces = [[[x.index, x.start, x.end] for x in chunk] for chunk in mine]
+        replies = everyone.exchange([place, pieces, None if failed is None else str(failed)], "step")
+    if failed is not None:
+        raise failed
+    first: dict[int, list[Any]] = {}
+    for rank, (at, theirs, error) in enumerate(replies):
+        if error is not None or theirs != first.setdefault(at, theirs):
+            raise ComposeError(
+                "ranks that hold slices of the same parameters visit them in the same chunks",
+                where=f"station 'place', chunks of {text_of(residency)}, rank {rank}",
+                got=error or str(theirs)[:200],
+                want=str(first.get(at, "chunks"))[:200],
+            )
+    return mine
+
+
+def is_separate(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer may be given some slices at a time."""
+    return optimizer.separate and not optimizer.draws
+
+
+def may_leave(structure: Structure, optimizer: Optimizer, communicates: bool, some: list[int]) -> list[bool]:
+    """Say of every slice whether it is one of `some` and may be updated on another device than the step runs on.
+
+    Generators, and other ranks, are those of the device; slices that are not separate are updated in one place.
+    """
+    names = [inside[0].name if inside else "" for inside in structure.segments]
+    if optimizer.draws or not (optimizer.separate or len(some) == len(names)):
+        return [False] * len(names)
+    alone = [not communicates or bool(name and optimizer.is_elementwise(name)) for name in names]
+    return [i in some and one for i, one in enumerate(alone)]
+
+
+def chunk_bytes(sizes: Sequence[int], structure: Structure, chunks: Sequence[list[Piece]]) -> int:
+    """Return the bytes of copies that an update has at most: of the chunk that it updates, and those beside it.
+
+    `sizes` are the bytes of every slice that are copied.
+    """
+    lengths = [max(1, structure.shapes[i].numel()) for i in structure.trained]
+    copied = [sum(sizes[x.index] * (x.end - x.start) // lengths[x.index] for x in chunk) for chunk in chunks]
+    return max((sum(copied[i : i + 3]) for i in range(len(copied))), default=0)

@@ -1,0 +1,218 @@
+"""`Residency`, of the station `place`: where leaves of a state live, and what holds them to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import tree
+from fds.errors import ComposeError, is_a
+from fds.optim.returned import in_words
+from fds.step import foreach
+from fds.step.structure import Structure
+
+_ANYWHERE = ("params", "opt", "gradients")  # kinds of which a leaf may be on any device
+Slice = int | tuple[int, int, int]  # by its index, or its first and last + 1 element too
+
+
+@attrs.frozen
+class Resident:
+    """A leaf of a state, as a residency knows it.
+
+    Attributes:
+        kind: "params" (a master), "opt" (the optimizer's), "slots" (what follows an update, as averages do), or
+            "gradients": summed ones, from when they are final to the update. They are of no state.
+        names: of the parameters of its slice; none for a leaf of "slots" that is no parameter's.
+        index: which slice, of all that the state holds, not trained ones too.
+        count: how many these are.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    index: int
+    count: int
+
+
+class Residency(Protocol):
+    """Where leaves live between steps, and how an update gets at them: it reads a chunk ahead and writes one back.
+
+    What is read and written are the bits that were given, so no number depends on it. Several threads may step at once.
+    """
+
+    @property
+    def kinds(self) -> Collection[str]:
+        """The kinds of which some leaves live here: "params", "opt", "slots", "gradients" (see `Resident`)."""
+        ...
+
+    def holds(self, leaf: Resident) -> bool:
+        """Say whether a leaf of one of these kinds lives here, every time the same; others are on the device."""
+        ...
+
+    @property
+    def updates_on(self) -> str:
+        """Where chunks with leaves that live here are updated: "device", where the step runs, or "host", the CPU.
+
+        What lives on the device then comes over and goes back, as gradients come. An update that communicates, or
+        draws, runs on the device. The CPU and a GPU round differently: bits are those of where the update runs.
+        """
+        ...
+
+    def medium(self, leaf: Resident) -> str:
+        """Return where a leaf that lives here is, in a word: "host", or any other but "device".
+
+        "host" is ordinary memory of the CPU: updates that run there write into it. All others are read and written.
+        """
+        ...
+
+    def chunks(self, structure: Structure) -> Sequence[Sequence[Slice]]:
+        """Return which slices are visited together, each once, in the order of the visits.
+
+        A slice is its index in `structure.segments`; or several pieces of it, one after another from its first element
+        to its last, are each (index, start, end), cut at multiples of 64 elements. Slices of optimizers that are not
+        elementwise are visited whole, where their first piece is. Ranks that hold slices of the same parameters return
+        the same.
+        """
+        ...
+
+    def make(self, x: Tensor, leaf: Resident) -> Tensor:
+        """Return memory for a leaf like `x`, of its shape and dtype, contiguous, with anything in it.
+
+        Nobody else may hold it, and it is given back when nobody holds it any more. It may be on any device, since
+        losses and updates are given copies; but averages are used where they are, so these are on the device of `x`.
+        Nothing is to be read from `x`, which may have no memory of its own.
+        """
+        ...
+
+    def read(self, old: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
+        """Begin to copy flat leaves, or pieces of them, to `device`, where they are computed with.
+
+        Return the function that waits, and returns the copies.
+        """
+        ...
+
+    def write(self, worked: list[Tensor], new: list[Tensor]) -> Callable[[], Any]:
+        """Begin to write values, which may be on another device, to flat leaves or pieces of them.
+
+        Return the function that waits.
+        """
+        ...
+
+
+@attrs.frozen
+class OnDevice:
+    """Every leaf lives where the step runs, in memory that the update writes into: one chunk, nothing to read."""
+
+    kinds = ()
+    updates_on = "device"
+
+    def holds(self, leaf: Resident) -> bool:
+        """Return False."""
+        return False
+
+    def medium(self, leaf: Resident) -> str:
+        """Return the host, though it holds nothing."""
+        return "host"
+
+    def chunks(self, structure: Structure) -> list[list[int]]:
+        """Return all slices."""
+        return [list(range(len(structure.segments)))]
+
+    def make(self, x: Tensor, leaf: Resident) -> Tensor:
+        """Return fresh memory."""
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    def read(self, old: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
+        """Return copies."""
+        return lambda: [x.to(device, copy=True) for x in old]
+
+    def write(self, worked: list[Tensor], new: list[Tensor]) -> Callable[[], Any]:
+        """Write at once."""
+        foreach.copy_(new, worked)
+        return lambda: None
+
+
+def is_held(residency: Residency, leaf: Resident | None, numel: int) -> bool:
+    """Say whether a leaf of so many elements lives in a residency; None is one that never does.
+
+    Raises `ComposeError` where `holds` returns anything but a boolean.
+    """
+    if leaf is None or not numel or leaf.kind not in residency.kinds:
+        return False
+    found = residency.holds(leaf)
+    if not is_a(found, bool):
+        raise broken(residency, f"holds({leaf})", in_words(found), "True or False")
+    return found
+
+
+def made(residency: Residency, x: Tensor, leaf: Resident | None, device: torch.device | None = None) -> Tensor:
+    """Return memory for a leaf like `x` where it lives, with anything in it; `device` is that of an `x` on `meta`.
+
+    Raises `ComposeError` for other memory.
+    """
+    if leaf is None or not is_held(residency, leaf, x.numel()):
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device if device is None else device)
+    like = x if device is None else torch.empty((), dtype=x.dtype, device=device).expand(x.shape)
+    found = residency.make(like, leaf)
+    same = is_a(found, Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype) and found.is_contiguous()
+    if not same or found.is_meta or not (leaf.kind in _ANYWHERE or found.device == like.device):
+        want = "" if leaf.kind in _ANYWHERE else f" on {like.device}"
+        raise broken(
+            residency, f"make(x, {leaf})", in_words(found), f"contiguous memory {tuple(x.shape)} {x.dtype}{want}"
+        )
+    return found.detach()
+
+
+def check_apart(residency: Residency, made: Iterable[Tensor], held: Iterable[Tensor] = ()) -> None:
+    """Raise `ComposeError` where memory that a residency made is that of another leaf, one that it made or `held`."""
+    both = [(x, True) for x in made] + [(x, False) for x in held]
+    places = [(str(x.device), x.data_ptr(), x.nbytes, own) for x, own in both if x.numel() and not x.is_meta]
+    ends: dict[tuple[str, bool], int] = {}
+    for device, start, size, own in sorted(places):
+        if start < max(ends.get((device, True), 0), own * ends.get((device, False), 0)):
+            raise broken(
+                residency,
+                "make(x, leaf)",
+                "memory that another leaf has",
+                "memory of its own for each leaf, which nobody else holds",
+            )
+        ends[device, own] = max(ends.get((device, own), 0), start + size)
+
+
+def text_of(residency: Residency) -> str:
+    """Return a residency as text."""
+    text = repr(residency)
+    return type(residency).__name__ if text.startswith("<") else text
+
+
+def waiting(residency: Residency, method: str, found: Any) -> Callable[[], Any]:
+    """Return what `read` or `write` returned. Raises `ComposeError` for anything but a function that waits."""
+    if not callable(found):
+        raise broken(residency, method, in_words(found), "a function () that waits until it is done")
+    return found
+
+
+def read_back(residency: Residency, found: Any, old: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Return what a residency read. Raises `ComposeError` for anything but copies on the device."""
+
+    def is_like(x: object, y: Tensor) -> bool:
+        return isinstance(x, Tensor) and (x.shape, x.dtype, x.device) == (y.shape, y.dtype, device)
+
+    if not (tree.is_sequence(found) and len(found) == len(old) and all(map(is_like, found, old))):
+        raise broken(residency, "read", in_words(found), f"{in_words(old)}, copied to {device}")
+    if any(x.data_ptr() == y.data_ptr() for x, y in zip(found, old, strict=True)):
+        raise broken(residency, "read", "memory of the old state", "copies, which the update may write over")
+    return list(found)
+
+
+def broken(residency: Residency, method: str, got: str, want: str) -> ComposeError:
+    """Return the error of a method that does not keep to this."""
+    return ComposeError(
+        "what fills a station did not return what it must",
+        where=f"station 'place', {method} of {text_of(residency)}",
+        got=got[:200],
+        want=want[:200],
+    )

@@ -1,0 +1,173 @@
+"""Lives: of every leaf that an update writes, where it lives, and how the update gets at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import tree
+from fds.step.residency.contract import Residency, Resident, is_held, made, read_back, waiting
+from fds.step.structure import Structure, contiguous_copy
+
+Column = list[Tensor | None]  # of flat leaves
+AT_ONCE = 2**24  # elements that are copied to a leaf elsewhere at a time
+
+
+def resident(structure: Structure, kind: str, part: int) -> Resident:
+    """Return a leaf of a kind that belongs to a part of the parameters, by the index of the part."""
+    return Resident(kind, structure.inside(part), part, len(structure.held))
+
+
+def resident_at(structure: Structure, path: str, after: Iterable[str] = ()) -> Resident | None:
+    """Return the leaf of a state at a key path, None for one that never lives elsewhere; `after` are slots that may."""
+    kind, *words = path.split(".")
+    if kind not in ("params", "opt", "slots") or (kind == "slots" and words[0] not in after):
+        return None
+    ends = (".".join(words[i:]) for i in range(kind != "params", len(words)))
+    part = next((structure.parts[name] for name in ends if name in structure.parts), None)
+    return Resident(kind, (), 0, 1) if part is None else resident(structure, kind, part)
+
+
+def settled(residency: Residency, x: Tensor, leaf: Resident | None) -> Tensor:
+    """Return a new leaf in the memory where it lives; one on the device, or on `meta`, stays as it is."""
+    if x.is_meta or leaf is None or not is_held(residency, leaf, x.numel()):
+        return x
+    return written(residency, x, made(residency, x, leaf))
+
+
+def written(residency: Residency, x: Tensor, leaf: Tensor) -> Tensor:
+    """Write values to a leaf that lives in a residency, or to a piece of one, and return it."""
+    waiting(residency, "write", residency.write([x.reshape(-1)], [leaf.view(-1)]))()
+    return leaf
+
+
+def put(residency: Residency, x: Tensor, leaf: Tensor, held: bool) -> None:
+    """Write values to a leaf, or to a piece of one, which the residency holds or not."""
+    if held:
+        written(residency, x, leaf)
+    else:
+        leaf.copy_(x)
+
+
+def read(residency: Residency, leaves: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Return copies on a device of flat leaves that live in a residency."""
+    return read_back(residency, waiting(residency, "read", residency.read(leaves, device))(), leaves, device)
+
+
+def _carried(residency: Residency, x: Tensor, leaf: Tensor) -> Tensor:
+    """Copy a leaf to another one in the same residency, a piece at a time, and return that."""
+    values, memory = x.reshape(-1), leaf.view(-1)
+    for i in range(0, x.numel(), AT_ONCE):
+        written(residency, read(residency, [values[i : i + AT_ONCE]], leaf.device)[0], memory[i : i + AT_ONCE])
+    return leaf
+
+
+@attrs.frozen(eq=False)
+class Lives:
+    """Of the leaves that an update writes, in order, where each lives: parameters, the optimizer's, what follows.
+
+    Attributes:
+        residency: of the step. Where it holds nothing, the lists are empty.
+        device: on which the step runs.
+        leaves: as the residency knows them.
+        media: of each, where it lives in a word, "device" for those that the residency does not hold.
+        placed: of each, whether the update writes into its memory.
+        ways: by columns, of the parameters and then of every slot of the optimizer, how an update gets at each leaf:
+            "place", it writes into it; "read", the residency reads and writes it; "fetch", it comes over from the
+            device and goes back; None where there is none.
+        gradients: of every slice, how an update gets at its summed gradient.
+        landed: of every slice, whether that lives elsewhere from when it is final.
+        on_host: of every slice, whether it is updated on the CPU though the step runs elsewhere.
+        visited: whether the update visits chunks, since it does not write into all leaves where they are.
+    """
+
+    residency: Residency
+    device: torch.device
+    leaves: list[Resident | None]
+    media: list[str]
+    placed: list[bool]
+    ways: list[list[str | None]]
+    gradients: list[str]
+    landed: list[bool]
+    on_host: list[bool]
+    visited: bool
+
+    @classmethod
+    def of(
+        cls,
+        residency: Residency,
+        structure: Structure,
+        slots: Mapping[str, Any],
+        after: Iterable[str],
+        device: torch.device,
+        may_leave: Callable[[list[int]], list[bool]],
+    ) -> Lives:
+        """Return where the leaves of a structure live.
+
+        Args:
+            residency: of the step.
+            structure: of the parameters.
+            slots: of a state.
+            after: names of those that follow an update.
+            device: on which the step runs.
+            may_leave: says which of all slices may be updated elsewhere, given those that would be.
+        """
+        if not residency.kinds:
+            return cls(residency, device, [], [], [], [], [], [], [], False)
+        parts = structure.parts
+        params = [resident(structure, "params", i) for i in structure.trained]
+        opt = [resident(structure, "opt", parts[name]) for want in structure.opt.values() for name in want.names]
+        averages = {f"slots.{name}.{path}": x for name in after for path, x in tree.paths(slots[name]).items()}
+        leaves = [*params, *opt, *(resident_at(structure, path, after) for path in averages)]
+        shapes = [structure.shapes[i] for i in structure.trained]
+        shapes += [shape for want in structure.opt.values() for shape in want.shapes]
+        sizes = [*(shape.numel() for shape in shapes), *(x.numel() for x in averages.values())]
+        media = [_medium(residency, leaf, n) for leaf, n in zip(leaves, sizes, strict=True)]
+
+        place = {part: i for i, part in enumerate(structure.trained)}
+        slices = [place[leaf.index] for leaf in (*params, *opt)]  # of every leaf that an optimizer writes
+        leaving: list[bool] = [False] * len(params)
+        if residency.updates_on == "host" and device.type != "cpu":
+            held = {i for i, medium in zip(slices, media, strict=False) if medium != "device"}
+            leaving = may_leave(sorted(held))
+        ways = [_way(media[k], leaving[i], device) for k, i in enumerate(slices)]
+        placed = [*(way == "place" for way in ways), *[True] * len(averages)]
+        columns = [list[str | None](ways[: len(params)]), *structure.align(ways[len(params) :]).values()]
+        summed = [
+            _medium(residency, resident(structure, "gradients", i), n)
+            for i, n in zip(structure.trained, sizes, strict=False)
+        ]
+        gradients = [_way(medium, leaves, device) for medium, leaves in zip(summed, leaving, strict=True)]
+        landed = [medium != "device" for medium in summed]
+        visited = any(leaving) or not all(placed) or "read" in gradients
+        return cls(residency, device, leaves, media, placed, columns, gradients, landed, leaving, visited)
+
+    def make(self, i: int, x: Tensor) -> Tensor:
+        """Return memory for the new leaf."""
+        return made(self.residency, x, self.leaves[i])
+
+    def copy(self, i: int, x: Tensor) -> Tensor:
+        """Return a contiguous copy of the leaf in memory of its own, where it lives."""
+        if not self.media or self.media[i] == "device":
+            return contiguous_copy(x)
+        return _carried(self.residency, x, self.make(i, x))
+
+    def is_copied(self, i: int) -> bool:
+        """Say whether the new leaf is to hold the old values before it is updated, since the update writes into it."""
+        return self.placed[i]
+
+
+def _medium(residency: Residency, leaf: Resident | None, numel: int) -> str:
+    return residency.medium(leaf) if leaf is not None and is_held(residency, leaf, numel) else "device"
+
+
+def _way(medium: str, leaves: bool, device: torch.device) -> str:
+    """Return how an update gets at a leaf, of a slice that leaves the device for the host, or does not."""
+    on_cpu = leaves or device.type == "cpu"
+    if medium == "device":
+        return "fetch" if leaves else "place"
+    return "place" if medium == "host" and on_cpu else "read"
