@@ -12,6 +12,9 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     # the loss is a value
     from fds.loss import Layers, LayerSpec, Mean, TiedLayerSpec, functional, recipe, with_buffers
 
+    # where leaves of a state may live
+    from fds.media import disk
+
     # what a batch is made of
     from fds.step import whole
     from fds.microbatches import Microbatches
@@ -35,6 +38,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.clip_by_value import clip_by_value
     from fds.optim import Optimizer, adagrad, adam, adamw, by_name, lamb, lion, muon, sgd
     from fds.transforms.ema import ema
+    from fds.transforms.offload import offload
     from fds.transforms.donate import donate
     from fds.transforms.cuda_graph import cuda_graph
     from fds.transforms.reference_kernels import reference_kernels
@@ -60,7 +64,14 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     # rooms that are used by name
     from fds import autodiff, collectives, config, data, errors, kernels, nn, optim, plans, random, schedules, tree
     from fds import command_line as command_line, containers as containers, display as display, layout as layout
-    from fds import loss as loss, microbatches as microbatches, state as state, step as step, storage as storage
+    from fds import (
+        loss as loss,
+        media as media,
+        microbatches as microbatches,
+        state as state,
+        step as step,
+        storage as storage,
+    )
     from fds import transforms as transforms
     from fds.errors import FdsError
 
@@ -68,6 +79,7 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "fds.loss": "Layers LayerSpec Mean TiedLayerSpec functional recipe with_buffers",
+        "fds.media": "disk",
         "fds.step": "whole Step Transform compose evaluate",
         "fds.microbatches": "Microbatches",
         "fds.collectives": "init_distributed mesh simulate",
@@ -86,6 +98,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.clip_by_value": "clip_by_value",
         "fds.optim": "Optimizer adagrad adam adamw by_name lamb lion muon sgd",
         "fds.transforms.ema": "ema",
+        "fds.transforms.offload": "offload",
         "fds.transforms.donate": "donate",
         "fds.transforms.cuda_graph": "cuda_graph",
         "fds.transforms.reference_kernels": "reference_kernels",
@@ -99,7 +112,7 @@ __getattr__, __dir__ = lazily(
         "fds.errors": "FdsError",
     },
     submodules="autodiff collectives command_line config containers data display errors kernels layout loss "
-    "microbatches nn optim plans random schedules state step storage transforms tree",
+    "media microbatches nn optim plans random schedules state step storage transforms tree",
 )
 
 __all__ = [
@@ -132,6 +145,7 @@ __all__ = [
     "config",
     "cuda_graph",
     "data",
+    "disk",
     "donate",
     "ema",
     "errors",
@@ -152,6 +166,7 @@ __all__ = [
     "mesh",
     "muon",
     "nn",
+    "offload",
     "optim",
     "pipeline",
     "plans",

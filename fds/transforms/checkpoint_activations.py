@@ -2,12 +2,15 @@
 
 Fills:  layer                    State:  none
 Law:    the identity, bit for bit, dropout on, under any policy
-Cost:   time x4/3; activations: one input per `every` layers, and those of one group
+Cost:   time x4/3; activations: one input per `every` layers, and those of one group; with a `store` elsewhere the
+        inputs of two groups, and each of them written and read once
 Source: Chen et al. 2016, arXiv:1604.06174; Griewank and Walther 2000 (Algorithm 799)
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
 from typing import Any, ClassVar
 
 import attrs
@@ -18,6 +21,7 @@ from torch.utils import checkpoint
 from fds import tree
 from fds.errors import ComposeError, LossError, did_you_mean, is_a, is_int
 from fds.loss import LayerCall
+from fds.media import Host, Kept, KeptGroups, Medium
 from fds.step import Call, Step, fill, transform
 
 MATMULS = (
@@ -33,15 +37,19 @@ MATMULS = (
 
 # torch does not say of what types their arguments are
 _recomputed: Callable[..., Any] = checkpoint.checkpoint  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+_hooks = torch.autograd.graph.saved_tensors_hooks
 _contexts: Callable[..., Any] = checkpoint.create_selective_checkpoint_contexts  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
 
 
 @attrs.frozen
 class Recompute:
-    """The layer map: groups of `every` calls, each run under `torch.utils.checkpoint`."""
+    """The layer map: groups of `every` calls, each run under `torch.utils.checkpoint`.
+
+    `store` is the medium on which what groups keep waits for backward; None to leave it where it is.
+    """
 
     policy: Any
-    store: str
+    store: Medium | None
     every: int
     draws: ClassVar = False
 
@@ -53,26 +61,34 @@ class Recompute:
             if full and not (groups and one.in_place):
                 groups.append([])
             groups[-1].append(one)  # one that writes over its input stays with the layer that computes it
+        elsewhere = None if self.store is None else KeptGroups(self.store)
         return [
-            LayerCall(functools.partial(self.run, group), sum((one.layers for one in group), ()), recomputes=True)
+            LayerCall(
+                functools.partial(self.run, group, elsewhere), sum((one.layers for one in group), ()), recomputes=True
+            )
             for group in groups
         ]
 
-    def run(self, group: list[LayerCall], *args: Any) -> Any:
+    def run(self, group: list[LayerCall], elsewhere: KeptGroups | None, *args: Any) -> Any:
         """Run a group; its seeds are set anew inside it, so no generator state is kept.
 
-        Raises `LossError` where the group writes over its input, from which it would be computed again.
+        Raises `LossError` where the group writes over its input, from which it would be computed again, and the
+        `DiskError` of a store.
         """
         given = [(x, x._version) for x in tree.leaves(args) if isinstance(x, torch.Tensor)]
         call = functools.partial(_recomputed, _chain, group, *args, use_reentrant=False, preserve_rng_state=False)
-        if self.policy is not None:
-            contexts = functools.partial(_contexts, self.policy)
-            call = functools.partial(call, context_fn=contexts)
-        if self.store == "host":
-            with torch.autograd.graph.save_on_cpu(pin_memory=any(x.is_cuda for x, _ in given)):
-                out = call()
-        else:
+        contexts = None if self.policy is None else _contexts(self.policy)
+        if contexts is not None:
+            call = functools.partial(call, context_fn=lambda: contexts)
+        if elsewhere is None or not torch.is_grad_enabled():
             out = call()
+        else:
+            elsewhere.open()
+            is_first = group[0].layers in ((), (0,))  # of the loss: what it is given, the caller holds as well
+            with contextlib.nullcontext() if is_first else _hooks(elsewhere.keep, Kept.get):
+                out = call()
+            if contexts is not None:
+                _move_results(contexts[0].storage, elsewhere)
         if any(x._version != version for x, version in given):
             raise LossError(
                 "a checkpointed layer writes over its input",
@@ -81,6 +97,18 @@ class Recompute:
                 hint="inplace=False, or an `every` that puts it in one group with the layer before it",
             )
         return out
+
+
+def _move_results(results: dict[Any, dict[int, Any]], elsewhere: KeptGroups) -> None:
+    """Put `Kept` tensors in the place of results of operators, by operator, which torch keeps for a policy."""
+
+    def moved(x: Any) -> Any:
+        value = getattr(x, "val", None)  # torch's wrapper; anything else says that there is nothing
+        return elsewhere.keep(value, x.version) if isinstance(value, torch.Tensor) else x
+
+    for op, entries in results.items():
+        if not getattr(op, "is_view", False):  # a view has the memory of another result
+            entries.update({i: tree.map(moved, entry) for i, entry in entries.items()})
 
 
 def _is_op(x: Any) -> bool:
@@ -100,7 +128,7 @@ def _chain(group: list[LayerCall], *args: Any) -> Any:
 def checkpoint_activations(
     *,
     policy: str | Sequence[OpOverload | OpOverloadPacket] | Callable[..., Any] | None = None,
-    store: str = "device",
+    store: str | Medium = "device",
     every: int = 1,
 ):
     """Recompute activations in backward: per layer of `Layers`, per `every` layers, or the whole of an opaque loss.
@@ -109,7 +137,9 @@ def checkpoint_activations(
         policy: what a group keeps besides its input: None nothing; `"matmuls"` the results of matrix products,
             convolutions and attention; a list of operators (`torch.ops.aten...`); or a function as
             `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it.
-        store: `"device"`, or `"host"`: the kept inputs wait in host memory (pinned where there is a GPU).
+        store: where what a group keeps waits for backward: `"device"`; `"host"`, in host memory (not
+            pinned); or `fds.disk(...)`. It is written while the next group runs forward, and read while that runs
+            backward. What the loss itself is given stays where it is.
         every: layers per group; one input is kept for each group. A layer with `inplace=True` joins the group of the
             layer before it.
 
@@ -118,21 +148,31 @@ def checkpoint_activations(
     The recomputation draws the same random numbers and discards its updates of module buffers.
     Raises `ComposeError` for anything else.
     """
-    if store not in ("device", "host"):
-        raise ComposeError(
-            "checkpoint_activations: unknown store",
-            got=repr(store),
-            want="'device' or 'host'",
-            hint=did_you_mean(str(store), ["device", "host"]),
-        )
+    medium = _medium(store)
     if not is_int(every, 1):
         raise ComposeError("checkpoint_activations: every counts layers", got=repr(every), want="an int >= 1")
     kept = _checked(policy)
 
     def apply(step: Step) -> Step:
-        return fill(step, layer=Recompute(kept, store, every))
+        return fill(step, layer=Recompute(kept, medium, every))
 
     return apply
+
+
+def _medium(store: Any) -> Medium | None:
+    """Return the medium of a store, None for the device. Raises `ComposeError` for another argument."""
+    if isinstance(store, str) and store in ("device", "host"):
+        return Host() if store == "host" else None
+    if not isinstance(store, str) and all(callable(getattr(store, name, None)) for name in ("make", "read", "write")):
+        return store
+    is_path = isinstance(store, PurePath) or (isinstance(store, str) and "/" in store)
+    raise ComposeError(
+        "checkpoint_activations: unknown store",
+        where="store",
+        got=repr(store)[:80],
+        want="'device', 'host' or fds.disk(directory)",
+        hint=f"fds.disk({str(store)!r})" if is_path else did_you_mean(str(store), ["device", "host"]),
+    )
 
 
 def _checked(policy: Any) -> Any:

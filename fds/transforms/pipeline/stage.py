@@ -19,18 +19,26 @@ Grads = Sequence[Tensor | None]  # by leaf of a packet
 
 
 class _Enter(torch.autograd.Function):
-    """The same tensor, inside the graph: a layer may write over what it is given, and not over a leaf."""
+    """A tensor inside the graph, where a layer may write over it; its gradient goes to a leaf."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, x: Tensor) -> Tensor:
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
 
 
-_enter: Callable[[Tensor], Tensor] = _Enter.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+# torch does not say what it takes
+_enter: Callable[[Tensor, Tensor], Tensor] = _Enter.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """Return a leaf for the gradient of a tensor, without memory: how long that stays is for the layers to say."""
+    leaf = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    leaf.untyped_storage().resize_(0)
+    return leaf.requires_grad_()
 
 
 @attrs.frozen(eq=False)
@@ -38,7 +46,7 @@ class Piece:
     """Some calls of layers that were run, cut off from what came before: their graph, by both its ends."""
 
     layers: tuple[int, ...]
-    inputs: list[Tensor | None]  # by leaf that came in: those that want a gradient
+    inputs: list[Tensor | None]  # by leaf that came in, for those that want one: leaves for the gradients
     outputs: list[tuple[int, GradientEdge]]  # (leaf that went out, where its backward begins)
     whole: bool  # it runs forward again in backward, so B and W are one
 
@@ -201,11 +209,9 @@ class Stage:
 
     def _run(self, group: list[losses.LayerCall], packet: Packet) -> tuple[Piece, Packet]:
         """Run some calls on a packet, cut off from where it came from; the piece has no outputs yet."""
-        inputs = [x.requires_grad_() if want else None for x, want in zip(packet.leaves, packet.wants, strict=True)]
         grad = torch.is_grad_enabled()
-        given = [
-            x if enter is None or not grad else _enter(enter) for x, enter in zip(packet.leaves, inputs, strict=True)
-        ]
+        inputs = [_leaf(x) if want and grad else None for x, want in zip(packet.leaves, packet.wants, strict=True)]
+        given = [x if leaf is None else _enter(leaf, x) for x, leaf in zip(packet.leaves, inputs, strict=True)]
         value = packet.build(given)
         del given
         for call in group:
