@@ -207,7 +207,7 @@ def _write(saving: Saving, draft: Draft, readers: set) -> RankRecord:
         draft.parts.clear()
 
 
-def _write_aside(path: str, head: bytes, spans: list[tuple[int, int]]) -> Any:
+def _write_aside(path: str, head: bytes, spans: list[writer.Span]) -> Any:
     with aside.process() as process:
         return process.write(path, head, spans)
 

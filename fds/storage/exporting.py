@@ -23,6 +23,7 @@ from fds.errors import StorageError, did_you_mean
 from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step
+from fds.storage.disk.extents import in_memory
 from fds.storage.disk.paths import checked_path
 from fds.storage.disk.placing import INDEX, replace_files, write_errors
 from fds.storage.disk.writer import BLOCK
@@ -261,7 +262,8 @@ class Export:
                     closing.callback(os.close, opened[place.file])
                 flat, most = x.detach().reshape(-1), BLOCK // x.element_size()
                 for i in range(0, len(flat), most):
-                    block = flat[i : i + most].to(place.dtype).resolve_conj().resolve_neg().to("cpu").contiguous()
+                    block = in_memory(flat[i : i + most]).to(place.dtype).resolve_conj().resolve_neg()
+                    block = block.to("cpu").contiguous()
                     _write_at(opened[place.file], as_bytes(block), place.offset + (start + i) * place.dtype.itemsize)
             for fd in opened.values():
                 os.fsync(fd)

@@ -18,6 +18,7 @@ from fds.errors import StorageError
 from fds.layout import Sharded
 from fds.state import State
 from fds.step import Step, beginning, same_composition
+from fds.storage.disk.extents import is_on_disk, put
 from fds.storage.disk.folders import SAVING, find
 from fds.storage.disk.open_folder import OpenFolder
 from fds.storage.disk.paths import checked_path
@@ -181,22 +182,27 @@ def _modified(dir: Path) -> int:
 def _read(parts: Mapping[str, LeafPart], names: Mapping[str, str], source: Source) -> None:
     """Read the elements of the parts into their tensors, in the order of the files."""
     leaves_read = {name: source.leaves[names[name]] for name in parts if name in names}
+    on_disk = any(is_on_disk(parts[name].tensor) for name in leaves_read)
+    # one for all pieces: malloc need not give back fresh ones
+    block = torch.empty(BLOCK if on_disk else 0, dtype=torch.uint8, device="cpu")
     for name, leaf in sorted(leaves_read.items(), key=lambda one: _place(parts[one[0]], one[1])):
         part = parts[name]
         flat = part.tensor.view(-1)
         if part.term is not None and leaf.shape != part.shape:
             _read_terms(part, leaf, names[name], source)
             continue
-        if flat.device.type == "cpu" and part.leaf().dtype == leaf.dtype:
+        if flat.device.type == "cpu" and part.leaf().dtype == leaf.dtype and not is_on_disk(flat):
             touch_fresh(flat)
             source.fill(names[name], part.box, part.start, flat)
             continue
         for start, length in spans(leaf) if part.box is None else _blocks(part, leaf):
             low, high = max(part.start, start), min(part.end, start + length)
             if low < high:
-                piece = blank_like(leaf, high - low)
+                num_bytes = (high - low) * DTYPES[leaf.dtype].itemsize
+                fits = num_bytes <= len(block)
+                piece = block[:num_bytes].view(DTYPES[leaf.dtype]) if fits else blank_like(leaf, high - low)
                 source.fill(names[name], part.box, low, piece)
-                flat[low - part.start : high - part.start].copy_(piece)
+                put(flat[low - part.start : high - part.start], piece)
 
 
 def _blocks(part: LeafPart, leaf: SavedLeaf) -> Iterator[tuple[int, int]]:

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from tests.storage.campaign import __main__ as campaign, errors, kills
+from tests.storage.campaign import __main__ as campaign, errors, kills, steps
 
 
 def some(scenarios, ranks, how):
@@ -15,6 +15,11 @@ def some(scenarios, ranks, how):
 def test_after_a_kill_at_any_instant_the_last_complete_save_loads(tmp_path, ranks, how):
     for scenario in some(kills.all_scenarios(), ranks, how)[::3]:
         kills.kill(tmp_path / "kills", scenario, 1, seed=0)
+
+
+@pytest.mark.parametrize("scenario", steps.all_scenarios(), ids=str)
+def test_a_run_with_its_state_on_a_disk_that_is_killed_at_any_instant_goes_on_as_if_it_had_not_been(tmp_path, scenario):
+    steps.kill(tmp_path / "steps", scenario, 3, seed=0)
 
 
 def test_every_request_that_fails_is_told_on_all_ranks_and_changes_nothing(tmp_path):

@@ -132,9 +132,13 @@ def _ask(process: subprocess.Popen, job: dict) -> dict | None:
 def _check_mapped(path: str | os.PathLike[str], spans: Sequence[writer.Span]) -> None:
     """Raise `OSError` for unmapped memory: copying it here would crash this process."""
     page = os.sysconf("SC_PAGE_SIZE")
-    for address, nbytes in spans:
+    for address, nbytes, *file in spans:
         first = address // page * page
-        if nbytes and _LIBC.msync(ctypes.c_void_p(first), ctypes.c_size_t(address + nbytes - first), _MS_ASYNC):
+        if (
+            nbytes
+            and not file
+            and _LIBC.msync(ctypes.c_void_p(first), ctypes.c_size_t(address + nbytes - first), _MS_ASYNC)
+        ):
             raise OSError(errno.EFAULT, os.strerror(errno.EFAULT), os.fspath(path))
 
 

@@ -1,8 +1,8 @@
-"""Write memory to a file, durably and at the speed of the disk.
+"""Write memory, and extents of other files, to a file, durably and at the speed of the disk.
 
-A file is a header followed by spans of memory, in blocks of `BLOCK` bytes; a chunk is the part of one span in one
-block, and has its own checksum. The processes of `fds.storage.disk.aside` run this file by its path. So it imports only
-xxhash and few modules of the standard library: a process starts in 40 ms and holds 14 MB and two blocks.
+A file is a header followed by spans of memory or of files, in blocks of `BLOCK` bytes; a chunk is the part of one span
+in one block, and has its own checksum. The processes of `fds.storage.disk.aside` run this file by its path. So it
+imports only xxhash and few modules of the standard library: a process starts in 40 ms and holds 14 MB and two blocks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import array
 import ctypes
 import errno
 import fcntl
+import itertools
 import json
 import mmap
 import os
@@ -25,7 +26,7 @@ import xxhash
 BLOCK = 8 * 2**20
 ALIGN = 4096  # of offset, length and address in writes with O_DIRECT
 
-Span = tuple[int, int]  # address, bytes
+Span = tuple[int, ...]  # address, bytes; or of a file: offset, bytes, descriptor
 WrittenChunk = tuple[int, int, str]  # first byte in the file, bytes, checksum
 Fetch = Callable[[Sequence[Span], int], None]  # copies spans, one after another, to an address
 
@@ -52,9 +53,38 @@ def checksum(buffer: bytes | memoryview) -> str:
 
 def own_memory(spans: Sequence[Span], destination: int) -> None:
     """Copy spans of this process's memory consecutively to the address `destination`."""
-    for address, nbytes in spans:
+    for address, nbytes, *_ in spans:
         ctypes.memmove(destination, address, nbytes)
         destination += nbytes
+
+
+class OpenFiles:
+    """The files that a process has open, by its descriptors: opened here once more, for reads of any alignment."""
+
+    def __init__(self, pid: int | str = "self") -> None:
+        self._pid = pid
+        self._opened: dict[int, int] = {}
+        self.refused = False  # whether the system forbids to open another process's
+
+    def read(self, descriptor: int, offset: int, nbytes: int, destination: int) -> None:
+        """Copy bytes to an address; the kernel is told not to keep them. Raises `OSError`."""
+        if descriptor not in self._opened:
+            self.refused = True
+            self._opened[descriptor] = os.open(f"/proc/{self._pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+            self.refused = False
+        fd, done = self._opened[descriptor], 0
+        data = memoryview((ctypes.c_char * nbytes).from_address(destination)).cast("B")
+        while done < nbytes:
+            count = os.preadv(fd, [data[done:]], offset + done)
+            if not count:
+                raise OSError(errno.EIO, "the file of the state ends early")
+            done += count
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close what was opened."""
+        while self._opened:
+            os.close(self._opened.popitem()[1])
 
 
 def memory_of(pid: int) -> Fetch:
@@ -79,7 +109,12 @@ def memory_of(pid: int) -> Fetch:
 
 
 def write(
-    path: str | os.PathLike[str], header: bytes, spans: Sequence[Span], *, fetch: Fetch = own_memory
+    path: str | os.PathLike[str],
+    header: bytes,
+    spans: Sequence[Span],
+    *,
+    fetch: Fetch = own_memory,
+    files: OpenFiles | None = None,
 ) -> list[list[WrittenChunk]]:
     """Write a header and the bytes of spans to a new file, durably, and return the chunks of each span in order.
 
@@ -90,14 +125,17 @@ def write(
     Args:
         path: the file, which must not exist.
         header: the first bytes; their number is a multiple of `ALIGN`.
-        spans: address and number of bytes of each; one without bytes has no chunks.
+        spans: address and number of bytes of each, or offset, number of bytes and descriptor of a file; one without
+            bytes has no chunks.
         fetch: copies from the memory of the addresses; by default this process's.
+        files: of the descriptors; by default this process's. They are closed.
 
     Raises `ValueError` for any other length of the header, `OSError` with the path as its filename for other errors.
     """
     if len(header) % ALIGN:
         raise ValueError(f"the header has {len(header)} bytes, not a multiple of {ALIGN}")
     free, full, errors = queue.SimpleQueue(), queue.SimpleQueue(), []
+    files = OpenFiles() if files is None else files
     slots = [_slot() for _ in range(_NUM_SLOTS)]
     for slot in slots:
         free.put(slot)
@@ -112,24 +150,38 @@ def write(
                 break  # the other thread has failed
             data, at = memoryview(slot), len(header[first:end_of_block])
             data[:at] = header[first:end_of_block]
-            fetch([span for _, span in pieces], ctypes.addressof(ctypes.c_char.from_buffer(slot)) + at)
-            for owner, (_, nbytes) in pieces:
+            _fetch(pieces, ctypes.addressof(ctypes.c_char.from_buffer(slot)) + at, fetch, files)
+            for owner, (_, nbytes, *_) in pieces:
                 chunks[owner].append((first + at, nbytes, checksum(data[at : at + nbytes])))
                 at += nbytes
             full.put((data, first, at))
         else:
-            end = len(header) + sum(nbytes for _, nbytes in spans)
+            end = len(header) + sum(span[1] for span in spans)
     except OSError as error:
         errors.append(error)
     finally:
         full.put(end)
         writing.join()
+        files.close()
     _idle_slots[:] = slots
     for error in errors:
         if isinstance(error, OSError):
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise error
     return chunks
+
+
+def _fetch(pieces: list[tuple[int, Span]], destination: int, fetch: Fetch, files: OpenFiles) -> None:
+    """Copy the pieces of a block to an address, those of memory that follow one another together."""
+    for in_memory, group in itertools.groupby((span for _, span in pieces), key=lambda span: len(span) == 2):
+        some = list(group)
+        if in_memory:
+            fetch(some, destination)
+            destination += sum(nbytes for _, nbytes in some)
+            continue
+        for offset, nbytes, descriptor in some:
+            files.read(descriptor, offset, nbytes, destination)
+            destination += nbytes
 
 
 def _slot() -> mmap.mmap:
@@ -145,15 +197,15 @@ def _slot() -> mmap.mmap:
 def _blocks(header: int, spans: Sequence[Span]) -> Iterator[tuple[int, int, list[tuple[int, Span]]]]:
     """Yield the blocks of a file that begins with `header` bytes.
 
-    A block is (first byte, end, pieces), a piece (index of the span, address and length in memory).
+    A block is (first byte, end, pieces), a piece (index of the span, a part of it).
     """
     for end in range(BLOCK, header + 1, BLOCK):
         yield end - BLOCK, end, []
     at, pieces = header, []
-    for owner, (address, left) in enumerate(spans):
+    for owner, (address, left, *file) in enumerate(spans):
         while left:
             nbytes = min(left, BLOCK - at % BLOCK)
-            pieces.append((owner, (address, nbytes)))
+            pieces.append((owner, (address, nbytes, *file)))
             at, address, left = at + nbytes, address + nbytes, left - nbytes
             if at % BLOCK == 0:
                 yield at - BLOCK, at, pieces
@@ -224,7 +276,7 @@ def main() -> None:
 
 
 def _done(job: dict) -> dict | None:
-    """Do a job and return its answer: the chunks or the error; None if the memory cannot be read from this process."""
+    """Do a job and return its answer: the chunks or the error; None if its spans cannot be read from this process."""
     unread, read = [], memory_of(job["pid"])
 
     def fetch(spans: Sequence[Span], destination: int) -> None:
@@ -234,10 +286,12 @@ def _done(job: dict) -> dict | None:
             unread.append(error)
             raise
 
+    files = OpenFiles(job["pid"])
     try:
-        return {"chunks": write(job["path"], job["header"].encode("latin-1"), job["spans"], fetch=fetch)}
+        head = job["header"].encode("latin-1")
+        return {"chunks": write(job["path"], head, job["spans"], fetch=fetch, files=files)}
     except OSError as error:
-        return None if unread else {"errno": error.errno, "strerror": error.strerror}
+        return None if unread or files.refused else {"errno": error.errno, "strerror": error.strerror}
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ from torch import Tensor
 from fds.errors import StorageError
 from fds.state import State
 from fds.step import Step
+from fds.storage.disk.extents import span_of
 from fds.storage.disk.folders import checked_tag, forget, latest_known, publish, unpublished
 from fds.storage.disk.hosting import on_host, record_event
 from fds.storage.disk.paths import checked_path
-from fds.storage.disk.writer import checksum
+from fds.storage.disk.writer import Span, WrittenChunk, checksum
 from fds.storage.format import manifest as manifests
 from fds.storage.format.manifest import Chunk, File, Manifest, checked_extra
 from fds.storage.format.tensors import DTYPES, check_writable, header
@@ -31,7 +32,7 @@ from fds.storage.ranks.leaf_parts import LeafPart, parts_of
 from fds.storage.ranks.sharing import all_held, own
 
 TagValidation = Literal["fail", "warn", "ignore"]
-Write = Callable[[str, bytes, list[tuple[int, int]]], list[list[tuple[int, int, str]]]]  # fds.storage.disk.writer.write
+Write = Callable[[str, bytes, list[Span]], list[list[WrittenChunk]]]  # fds.storage.disk.writer.write
 RankRecord = dict[str, Any]  # JSON: what a rank wrote
 
 
@@ -145,7 +146,7 @@ class Draft:
             return {"pieces": []}
         hosted = on_host((piece.tensor for piece in pieces), self.reached)
         head = header((piece.name, piece.tensor.dtype, tuple(piece.tensor.shape)) for piece in pieces)
-        spans = [(x.data_ptr(), x.numel() * x.element_size()) for x in hosted]
+        spans = [span_of(x) for x in hosted]
         name = f"rank{self.ranks.index}.safetensors"
         chunks = write(str(unpublished(self.dir, self.tag) / name), head, spans)
         for leaf, version in self.versions.items():
@@ -156,7 +157,7 @@ class Draft:
                     hint="wait for the save first: saving.wait()",
                 )
         written = [[piece.name, piece.box, piece.start, row] for piece, row in zip(pieces, chunks, strict=True)]
-        size = len(head) + sum(n for _, n in spans)
+        size = len(head) + sum(span[1] for span in spans)
         return {"file": name, "bytes": size, "header": checksum(head), "pieces": written}
 
     def finish(self, saving: contextlib.ExitStack, records: list[RankRecord]) -> None:

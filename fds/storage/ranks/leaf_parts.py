@@ -19,7 +19,8 @@ from fds.errors import StorageError
 from fds.layout import Box, Layout, Sharded
 from fds.state import State
 from fds.step import Step
-from fds.step.residency import blank_opt, check_apart, made
+from fds.step.residency.contract import check_apart, is_held, made
+from fds.step.residency.first import blank_opt, padded
 from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.format.tensors import dtype_name
@@ -138,13 +139,16 @@ def blank(step: Step, template: State, device: torch.device) -> State:
     shown = attrs.evolve(template, opt={}) if sharded else template
     make = torch.zeros if sharded else torch.empty  # empty: pages are first touched by reading
     residency, own = step.place.residency, []
+    structure = step.structure_of(template.params)[0] if residency.kinds and device.type != "meta" else None
 
     def leaf(name: str, x: Tensor) -> Tensor:
-        kind = step.kind_of(name) if residency.kinds and device.type != "meta" else None
-        if kind is not None and kind in residency.kinds:
-            found = made(residency, x, kind, device)
+        one = None if structure is None else step.resident(structure, name)
+        if is_held(residency, one, x.numel()):
+            found = made(residency, x, one, device)
             own.append(found)
-            return found.zero_() if sharded else found
+            if sharded and structure is not None and one is not None:
+                padded(residency, structure, found, one, step.dimensions.slice)
+            return found
         return make(x.shape, dtype=x.dtype, device="cpu" if name in ON_HOST else device)
 
     state = tree.flatten(shown)[1]([leaf(name, x) for name, x in tree.paths(shown).items()])
@@ -154,11 +158,13 @@ def blank(step: Step, template: State, device: torch.device) -> State:
     structure, held = step.structure_of(state.params)
     assert step.optimizer is not None
     flat = [x.view(-1) for x in structure.pick(held)]
-    opt = blank_opt(residency, step.optimizer, structure, flat)
+    opt = blank_opt(residency, step.optimizer, structure, flat, device)
+    state = attrs.evolve(state, opt=structure.name_slots(opt))
     if "opt" in residency.kinds:
-        own += [x for leaves in opt.values() for x in leaves if x is not None]
+        leaves = {f"opt.{at}": x for at, x in tree.paths(state.opt).items()}
+        own += [x for at, x in leaves.items() if is_held(residency, step.resident(structure, at), x.numel())]
     check_apart(residency, own)
-    return attrs.evolve(state, opt=structure.name_slots(opt))
+    return state
 
 
 def _parts_of_buckets(slices: Mapping[str, Tensor], layout: Layout, index: int) -> dict[str, LeafPart]:

@@ -4,6 +4,30 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "leaves-on-disk-saved-through-memory",
+        "fds/storage/disk/extents.py",
+        "    return (x.data_ptr(), num_bytes) if extent is None else (extent.offset, num_bytes, extent.fd)",
+        "    return (x.data_ptr(), num_bytes)",
+        "a save of a state on a disk brings all of it into memory",
+        "tests/storage/test_disk_states.py -k two_blocks",
+    ),
+    Mutant(
+        "leaves-on-disk-loaded-through-memory",
+        "fds/storage/loading.py",
+        " and not is_on_disk(flat):",
+        ":",
+        "a load of a state to a disk brings all of it into memory",
+        "tests/storage/test_disk_states.py -k two_blocks",
+    ),
+    Mutant(
+        "extents-read-from-their-beginning",
+        "fds/storage/disk/writer.py",
+        "address, left = at + nbytes, address + nbytes, left - nbytes",
+        "address, left = at + nbytes, address + (0 if file else nbytes), left - nbytes",
+        "a leaf on a disk that is larger than a block is saved as its first block again and again",
+        "tests/storage/test_disk_states.py -k order_of_their_spans",
+    ),
+    Mutant(
         "manifest-not-synced",
         "fds/storage/format/manifest.py",
         "        file.flush()\n        os.fsync(file.fileno())",
@@ -94,8 +118,8 @@ MUTANTS = (
     Mutant(
         "part-cast-at-the-wrong-place",
         "fds/storage/loading.py",
-        "flat[low - part.start : high - part.start].copy_(piece)",
-        "flat[: high - low].copy_(piece)",
+        "put(flat[low - part.start : high - part.start], piece)",
+        "put(flat[: high - low], piece)",
         "a leaf that is converted block by block is written over at its beginning",
         "tests/storage/foreign/test_weights.py",
     ),

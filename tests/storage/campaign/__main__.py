@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tests.storage.campaign import disks, errors, kills, ranks
+from tests.storage.campaign import disks, errors, kills, ranks, steps
 from tests.storage.campaign.outcomes import Row, Violation
 
 ROOT = Path(__file__).parents[3]
@@ -37,6 +37,12 @@ def killed(root: Path, seed: int, num_kills: int) -> Iterator[Row]:
         rounds = num_kills // len(order) + (i < num_kills % len(order))
         if rounds:
             yield kills.kill(root / "kills", scenario, rounds, seed)
+
+
+def killed_steps(root: Path, seed: int, num_kills: int) -> Iterator[Row]:
+    """Kill runs whose state lives on a disk, as often in each scenario."""
+    for scenario in (scenarios := steps.all_scenarios()):
+        yield steps.kill(root / "steps", scenario, -(-num_kills // len(scenarios)), seed)
 
 
 def failed(root: Path) -> Iterator[Row]:
@@ -88,6 +94,7 @@ def main() -> int:
         try:
             for part in (
                 killed(root, options.seed, options.kills),
+                killed_steps(root, options.seed, options.kills // 4),
                 failed(root),
                 on_disks(root / "disks"),
                 tampered(root / "fuzz", options.seed, options.inputs),
