@@ -57,7 +57,10 @@ FP16, BF16, AMP = ({name: {"enabled": True}} for name in ("fp16", "bf16", "amp")
 HALF = "fds.precision(torch.float16, accumulate=torch.float16)"
 GRAD_SCALER = "fds.loss_scale(window=2000, hysteresis=1)"
 BRAIN = "fds.precision(torch.bfloat16, accumulate=torch.bfloat16)"
+HOST: dict[str, Any] = {"device": "cpu"}
+NVME: dict[str, Any] = {"device": "nvme", "nvme_path": "/local_nvme"}
 LATE = "fds.schedules.delayed(fds.schedules."
+STAGE_3 = 'fds.shard_optimizer(mesh["dp"], stage=3, persist_below=100001)'
 CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4}
 ROWS: list[tuple[dict[str, Any], dict[str, int], list[str]]] = [
     # batch and pipeline
@@ -155,6 +158,51 @@ ROWS: list[tuple[dict[str, Any], dict[str, int], list[str]]] = [
         zero(3, mics_shard_size=2),
         REPLICAS,
         ['fds.shard_optimizer(mesh["dp"], stage=3, replicate=mesh["replicate"], persist_below=100001)'],
+    ),
+    # what lives elsewhere: masters too where the loss computes in 16 bit, and where `offload_param` says so
+    (
+        zero(2, offload_optimizer=HOST),
+        DP2,
+        ['fds.shard_optimizer(mesh["dp"], stage=2)', "fds.offload(moments='host', gradients='host')"],
+    ),
+    (
+        BF16 | zero(1, offload_optimizer=HOST),
+        DP2,
+        [
+            'fds.shard_optimizer(mesh["dp"])',
+            BRAIN,
+            "fds.offload(moments='host', masters='host', gradients='host')",
+            "fds.skip_nonfinite()",
+        ],
+    ),
+    (zero(3, offload_param=HOST), DP2, [STAGE_3, "fds.offload(masters='host')"]),
+    (
+        zero(3, offload_optimizer=NVME, offload_param=HOST),
+        DP2,
+        [STAGE_3, "fds.offload(moments=fds.disk('/local_nvme'), masters='host', gradients=fds.disk('/local_nvme'))"],
+    ),
+    (
+        BF16 | zero(3, offload_optimizer=HOST | {"ratio": 0.3}, offload_param=NVME),
+        DP2,
+        [
+            STAGE_3,
+            BRAIN,
+            "fds.offload(moments='host', masters=fds.disk('/local_nvme'), gradients='host', ratio=0.3)",
+            "fds.skip_nonfinite()",
+        ],
+    ),
+    # sizes of disks become smaller, never larger
+    (zero(3, offload_param=NVME, sub_group_size=10**9), DP2, [STAGE_3, "fds.offload(masters=fds.disk('/local_nvme'))"]),
+    (
+        zero(3, offload_param=NVME | {"buffer_size": 10**7}, sub_group_size=2**21)
+        | {"aio": {"queue_depth": 4, "intra_op_parallelism": 2}},
+        DP2,
+        [STAGE_3, "fds.offload(masters=fds.disk('/local_nvme', buffer_bytes=33554432))"],
+    ),
+    (
+        zero(3, offload_param=NVME | {"buffer_size": 0}, sub_group_size=1) | {"aio": {"queue_depth": 32}},
+        DP2,
+        [STAGE_3, "fds.offload(masters=fds.disk('/local_nvme', buffer_bytes=1048576, queue_depth=32))"],
     ),
     # gradients on their way
     ({"gradient_predivide_factor": 4.0}, DP2, ['fds.shard_optimizer(mesh["dp"], stage=0, predivide=4.0)']),
@@ -526,11 +574,21 @@ ON: dict[str, tuple[dict[str, Any], Any, Any]] = {  # path -> where it counts, a
     "zero_optimization.stage3_prefetch_bucket_size": (zero(3), 2**24, 2),
     "zero_optimization.stage3_param_persistence_threshold": (zero(3), 10, 11),
     "zero_optimization.stage3_max_live_parameters": (zero(3), 3 * 10**6, 4 * 10**6),
+    "zero_optimization.offload_param.device": (zero(3), "cpu", "host"),
+    "zero_optimization.offload_param.nvme_path": (zero(3, offload_param=NVME), "/another", "/another"),
+    "zero_optimization.offload_param.buffer_size": (zero(3, offload_param=NVME), 2**20, 2**22),
+    "zero_optimization.offload_optimizer.device": (zero(2), "cpu", "host"),
+    "zero_optimization.offload_optimizer.nvme_path": (zero(3, offload_optimizer=NVME), "/another", "/another"),
+    "zero_optimization.offload_optimizer.ratio": (zero(3, offload_optimizer=HOST), 0.25, 0.25),
+    "zero_optimization.sub_group_size": (zero(3, offload_optimizer=NVME), 2**20, 2**24),
+    "aio.queue_depth": (zero(3, offload_param=NVME), 16, 16),
+    "aio.intra_op_parallelism": (zero(3, offload_param=NVME), 4, 32),
     "activation_checkpointing.cpu_checkpointing": ({"pipeline": {"activation_checkpoint_interval": 1}}, True, "host"),
     "pipeline.partition": ({}, "uniform", "uniform"),
     "pipeline.activation_checkpoint_interval": ({}, 2, 2),
 }
-WITH = {  # what goes with it: gradients travel in the parameters' dtype still, and are summed in it
+WITH = {  # what goes with it
+    # gradients travel in the parameters' dtype still, and are summed in it
     "data_types.grad_accum_dtype": {("precision", "reduce")}
 }
 OTHER: dict[str, Any] = {"betas": [0.5, 0.25], "warmup_type": "linear", "warmup_max_lr": 0.5}  # the rest by type

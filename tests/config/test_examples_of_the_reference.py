@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ SAMPLING = {
         "curriculum_metrics": {"vocabularyrarity": RARITY},
     },
 }
-OFFLOADED = {"nvme_path": "/local_nvme", "pin_memory": True}
+OFFLOADED = {"nvme_path": "/local_nvme", "pin_memory": True}  # another folder where a step is run
 TUNING = {
     "results_dir": "autotuning_results",
     "exps_dir": "autotuning_exps",
@@ -262,21 +263,21 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
     ),
     "parameter offloading, cpu": (
         zero(3, offload_param={"device": "cpu", **OFFLOADED, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9}),
-        ["zero_optimization.offload_param.device"],
+        [],
     ),
     "parameter offloading, nvme": (
         zero(
             3, offload_param={"device": "nvme", **OFFLOADED, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9}
         ),
-        ["zero_optimization.offload_param.device"],
+        [],
     ),
     "optimizer offloading, cpu": (
         zero(3, offload_optimizer={"device": "cpu", **OFFLOADED, "ratio": 0.3, "buffer_count": 4, "fast_init": False}),
-        ["zero_optimization.offload_optimizer.device"],
+        [],
     ),
     "optimizer offloading, nvme": (
         zero(3, offload_optimizer={"device": "nvme", **OFFLOADED, "ratio": 0.3, "buffer_count": 4, "fast_init": False}),
-        ["zero_optimization.offload_optimizer.device"],
+        [],
     ),
     "asynchronous I/O": (
         {
@@ -470,10 +471,11 @@ OLD = {"thread_count": "intra_op_parallelism", "prefer_large_batch": "prefer_lar
 RUN = [name for name, (_, keys) in EXAMPLES.items() if not keys]
 
 
-def parsed(name: str) -> TrainingConfig:
+def parsed(name: str, nvme: Path = Path("/local_nvme")) -> TrainingConfig:
+    text = json.dumps({"train_batch_size": 8, **EXAMPLES[name][0]}).replace("/local_nvme", str(nvme))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return TrainingConfig.of({"train_batch_size": 8, **EXAMPLES[name][0]})
+        return TrainingConfig.of(json.loads(text))
 
 
 def rows(n: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -490,8 +492,8 @@ def test_an_example_is_parsed_and_gives_its_json_back(name):
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_an_example_is_explained_by_its_composition_and_a_step_of_it_runs(name):
-    config = parsed(name)
+def test_an_example_is_explained_by_its_composition_and_a_step_of_it_runs(name, tmp_path):
+    config = parsed(name, tmp_path)
     text = config.explain({"dp": 2})
     own = () if config.optimizer else (fds.adamw(1e-3),)
     source = text.replace("\n)(loss_fn)\n", "\n    *own,\n)(loss_fn)\n")

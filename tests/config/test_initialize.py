@@ -313,10 +313,10 @@ REFUSED = {
     "a loss of one argument": (ComposeError, "not a loss", {"config": JSON, "loss": lambda model: 0}),
     "a function as model": (ComposeError, "not a model", {"config": JSON, "model": loss}),
     "a mesh without data ranks": (MeshError, "'dp'", {"config": JSON, "mesh": fds.mesh(x=1)}),
-    "offloading": (
+    "quantized messages": (
         NotSupportedError,
-        "zero_optimization.offload_optimizer.device",
-        {"config": {**JSON, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+        "zero_optimization.zero_quantized_gradients",
+        {"config": {**JSON, "zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}},
     ),
     "a key of nothing": (ConfigError, "gradient_clipping", {"config": {**JSON, "graidient_clipping": 1.0}}),
     "batches that do not multiply": (ConfigError, "train_batch_size", {"config": {**JSON, "train_batch_size": 18}}),

@@ -32,15 +32,10 @@ REFUSED = {  # shape -> the keys that ask for what is not there
     "bing_bert_sparse": ["sparse_attention.mode"],
     "bing_bert_zero_one_adam": ["optimizer.type"],
     "cifar_elastic": ["elasticity.enabled"],
-    "fastchat_zero2": ["zero_optimization.offload_optimizer.device"],
     "gpt_random_ltd": ["data_efficiency.data_routing.random_ltd.enabled"],
     "hf_autotuning": ["autotuning.enabled"],
     "megatron_curriculum": ["curriculum_learning.enabled"],
-    "megatron_infinity": [
-        "zero_optimization.offload_param.device",
-        "zero_optimization.offload_optimizer.device",
-        "wall_clock_breakdown",
-    ],
+    "megatron_infinity": ["wall_clock_breakdown"],
     "squad_onebit_adam": ["optimizer.type"],
 }
 UNKNOWN = {  # shape -> (the first key that 0.19.6 drops in silence, the nearest that is known)
@@ -82,6 +77,8 @@ class Arguments:
 
 ARGUMENTS = {  # those that do not contradict what a shape says itself
     "accelerate_zero1": Arguments(gradient_accumulation_steps=1, fp16=True, bf16=False),
+    "accelerate_zero2_offload": Arguments(gradient_accumulation_steps=1, fp16=True, bf16=False),
+    "accelerate_zero3_offload": Arguments(gradient_accumulation_steps=1, fp16=True, bf16=False),
     "hf_autotuning": Arguments(fp16=True, bf16=False),
     "openrlhf": Arguments(gradient_accumulation_steps=4),
 }

@@ -116,13 +116,13 @@ class ZeroConfig(Config):
         None, "keep optimizer state elsewhere", None, old={"cpu_offload": _offload_to_cpu}
     )
     cpu_offload_use_pin_memory: bool | None = key(
-        None, "page-locked memory for what is offloaded", NotApplicable("offload_*.pin_memory says it")
+        None, "page-locked memory for what is offloaded", NotApplicable("memory of the host is not page-locked yet")
     )
     zenflow: ZenFlowConfig | None = key(None, "update offloaded parameters by importance", NotYet("ZenFlow"))
     sub_group_size: int = key(
         1_000_000_000,
         "elements that the optimizer updates at a time, where they are offloaded",
-        NotApplicable("slices are updated bucket by bucket"),
+        argument("disk", name="buffer_bytes", note="16 bytes an element, where that is less than its default"),
         unit="elements",
         documented=1_000_000_000_000,
         low=0,
@@ -229,7 +229,9 @@ class ZeroConfig(Config):
     log_trace_cache_warnings: bool = key(False, "say when the order of modules changed", _NO_HOOKS)
     enable_sanity_checks: bool = key(False, "check the engine's own state", NotApplicable("a step has no hidden state"))
     save_muon_momentum_buffer_in_memory: bool = key(
-        False, "keep Muon's momentum under nvme", NotApplicable("nothing is on a disk")
+        False,
+        "keep Muon's momentum under nvme",
+        NotApplicable("moments of all optimizers live where offload_optimizer says"),
     )
     leaf_module: LeafModuleConfig = key(LeafModuleConfig, "modules gathered as one", None, null=True)
 
@@ -283,5 +285,7 @@ class OptimizersUnderZeroConfig(Config):
         NotApplicable("an optimizer says itself what it needs (whole parameters, norms)"),
     )
     zero_force_ds_cpu_optimizer: bool = key(
-        True, "demand DeepSpeed's own Adam where state is offloaded", NotApplicable("nothing is offloaded")
+        True,
+        "demand DeepSpeed's own Adam where state is offloaded",
+        NotApplicable("any optimizer's state may live elsewhere"),
     )

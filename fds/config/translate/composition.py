@@ -9,6 +9,7 @@ import torch
 from fds.config.keys.communication import DTYPES
 from fds.config.keys.groups import Groups
 from fds.config.translate.function_call import AxisOf, FunctionCall, Name
+from fds.config.translate.offloading import offload_call
 from fds.config.translate.optimizer import optimizer_call
 from fds.config.translate.unsupported import check_supported
 from fds.errors import ConfigError, MeshError
@@ -34,6 +35,7 @@ def compose_supported(config: Groups, axes: Mapping[str, int]) -> tuple[tuple[Fu
         _microbatches(config, axes),
         _sharding(config, axes),
         _precision(config),
+        offload_call(config, low=compute_dtype(config) != torch.float32),
         _autocast(config),
         _recomputation(config),
         loss_scale_call(config),

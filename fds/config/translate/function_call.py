@@ -11,11 +11,13 @@ import attrs
 
 from fds import optim, plans, schedules
 from fds.collectives import Mesh
+from fds.media import disk
 from fds.transforms.accumulate import accumulate
 from fds.transforms.autocast import autocast
 from fds.transforms.checkpoint_activations import checkpoint_activations
 from fds.transforms.clip_by_global_norm import clip_by_global_norm
 from fds.transforms.loss_scale import loss_scale
+from fds.transforms.offload import offload
 from fds.transforms.pipeline import pipeline
 from fds.transforms.precision import precision
 from fds.transforms.shard_optimizer import shard_optimizer
@@ -30,7 +32,9 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
             autocast,
             checkpoint_activations,
             clip_by_global_norm,
+            disk,
             loss_scale,
+            offload,
             pipeline,
             precision,
             shard_optimizer,

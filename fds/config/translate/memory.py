@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import attrs
 
@@ -13,6 +13,7 @@ from fds.config.keys.groups import Groups
 from fds.config.translate.function_call import FunctionCall
 from fds.layout import MOST_BYTES
 
+_WHERE = {"device": "", "host": ", on the host", "disk": ", on a disk"}
 _NUM_SLOTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "adagrad": 1}  # float32 tensors of the parameters' size
 
 
@@ -52,9 +53,7 @@ def rank_memory(config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[s
         compute, accumulated = precision.args[0].itemsize, accumulate.itemsize
         reduced = (precision.argument("reduce") or accumulate).itemsize
     alone = ranks * axes.get("replicate", 1) == 1
-    out = [
-        RankMemory(f"master weights and optimizer state{_among(num_shards)}", (4 + 4 * _num_slots(config)) / num_shards)
-    ]
+    out = list(_state(by_path.get("offload"), _num_slots(config), num_shards))
     if alone or stage == 0:
         out += [RankMemory("16-bit parameters", compute)] if compute < 4 else []
     elif stage < 3:
@@ -71,6 +70,24 @@ def rank_memory(config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[s
     if reduces_slices:
         out += [RankMemory("two buckets of gradients", reduced, 2 * bucket * reduced // 4)]
     return tuple(out)
+
+
+def _state(offload: FunctionCall | None, num_slots: int, num_shards: int) -> Iterator[RankMemory]:
+    """Yield the memory of the state: of each place in which some of it lives, the one of the device first."""
+    part = 0.0 if offload is None else float(offload.argument("ratio"))
+    places: dict[str, dict[str, float]] = {"": {}}
+    for what, argument, size in (("master weights", "masters", 4), ("optimizer state", "moments", 4 * num_slots)):
+        where = _WHERE[_name(None if offload is None else offload.argument(argument))]
+        shares = {where: part, "": 1 - part} if where and part < 1 else {where: 1.0}
+        for place, share in shares.items():
+            places.setdefault(place, {})[what] = share * size / num_shards
+    for place, held in places.items():
+        if held:
+            yield RankMemory(f"{' and '.join(held)}{_among(num_shards)}{place}", sum(held.values()))
+
+
+def _name(where: str | FunctionCall | None) -> str:
+    return where.path if isinstance(where, FunctionCall) else where or "device"
 
 
 def _among(ranks: int) -> str:

@@ -1,0 +1,54 @@
+"""From the keys of offloading to a call of `fds.offload`."""
+
+from __future__ import annotations
+
+from fds.config.keys.groups import Groups
+from fds.config.keys.offload import OffloadOptimizerConfig, OffloadParamConfig
+from fds.config.translate.function_call import FunctionCall, default
+
+_SUB_GROUP = 16  # bytes an element: master, two moments and gradient
+_LEAST = 2**20  # bytes of a buffer, below which a disk is slow
+
+
+def offload_call(config: Groups, *, low: bool) -> FunctionCall | None:
+    """Return the call that lets leaves live elsewhere, or None; `low` says whether the loss computes in 16 bit.
+
+    Masters live where `offload_param` says; in 16 bit, where they are the optimizer's alone, else where
+    `offload_optimizer` says.
+    """
+    zero = config.zero_optimization
+    optimizer = _medium(config, zero.offload_optimizer)
+    param = _medium(config, zero.offload_param)
+    if optimizer is None and param is None:
+        return None
+    part = zero.offload_optimizer.ratio if zero.offload_optimizer is not None and optimizer is not None else 1.0
+    masters = param or (optimizer if low else None)
+    return FunctionCall.of("offload", moments=optimizer, masters=masters, gradients=optimizer, ratio=part)
+
+
+def _medium(config: Groups, of: OffloadOptimizerConfig | OffloadParamConfig | None) -> str | FunctionCall | None:
+    """Return where a group lets leaves live; None for the device."""
+    if of is None or of.device == "none":
+        return None
+    if of.device == "cpu":
+        return "host"
+    return FunctionCall.of("disk", of.nvme_path, **_sizes(config))
+
+
+def _sizes(config: Groups) -> dict[str, int]:
+    """Return the sizes of reads and writes that were given.
+
+    Buffers become smaller by them, never larger: DeepSpeed's sizes are of whole models, and larger buffers bring no
+    speed.
+    """
+    zero, aio = config.zero_optimization, config.aio
+    sizes = [default("disk", "buffer_bytes")]
+    if "sub_group_size" in zero.given and zero.sub_group_size:
+        sizes.append(_SUB_GROUP * zero.sub_group_size)
+    param = zero.offload_param
+    if param is not None and "buffer_size" in param.given and param.buffer_size:
+        sizes.append(4 * param.buffer_size)
+    out: dict[str, int] = {"buffer_bytes": max(min(sizes), _LEAST)}
+    if not aio.given.isdisjoint(("queue_depth", "intra_op_parallelism")):
+        out["queue_depth"] = aio.queue_depth * aio.intra_op_parallelism
+    return out
