@@ -110,20 +110,20 @@ def measure_resident(make: Callable[[], Call], *, calls: int) -> Resident:
     torch.randn(256, 256) @ torch.randn(256, 256)  # the first product loads its library
     dist.all_reduce(torch.zeros(1))
     gc.collect()
-    before = _high_water(reset=True)
+    before = high_water(reset=True)
     call = make()
     for _ in range(2):
         call()
-    first = _high_water(reset=True)
+    first = high_water(reset=True)
     for _ in range(calls - 2):
         call()
-    rest = _high_water(reset=False)
+    rest = high_water(reset=False)
     most = torch.tensor([max(first, rest) - before, rest - before])
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return Resident(*most.tolist())
 
 
-def _high_water(*, reset: bool) -> int:
+def high_water(*, reset: bool) -> int:
     """Return the most bytes that were resident since the last reset; a reset starts at what is resident now."""
 
     def read(name: str) -> int:

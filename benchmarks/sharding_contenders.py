@@ -10,7 +10,8 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -158,24 +159,34 @@ def zero(stage: int) -> Callable[[Case], Call]:
             "zero_optimization": settings,
         }
         engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
-        turn = batches(case)
-
-        def call() -> Tensor:
-            losses = []
-            for inputs, targets in _microbatches(case, turn):
-                loss = loss_of(engine(inputs), targets)
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.detach())
-            return torch.stack(losses).mean()
-
-        return call
+        return engine_loop(case, engine)
 
     return make
 
 
-def ours(stage: int, *, donated: bool = True, bucket_bytes: int | None = None) -> Callable[[Case], Call]:
-    """Return fds's, on the same module; its buckets follow the model unless their size is given."""
+def engine_loop(case: Case, engine: Any) -> Call:
+    """Return the loop over microbatches that DeepSpeed's engine wants."""
+    turn = batches(case)
+
+    def call() -> Tensor:
+        losses = []
+        for inputs, targets in _microbatches(case, turn):
+            loss = loss_of(engine(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    return call
+
+
+def ours(
+    stage: int, *more: Callable[[], Sequence[Any]], donated: bool = True, bucket_bytes: int | None = None
+) -> Callable[[Case], Call]:
+    """Return fds's, on the same module; its buckets follow the model unless their size is given.
+
+    `more` return transforms that it has too.
+    """
 
     def make(case: Case) -> Call:
         fds.init_distributed()
@@ -183,6 +194,7 @@ def ours(stage: int, *, donated: bool = True, bucket_bytes: int | None = None) -
         step = fds.compose(
             fds.accumulate(case.accumulate),
             fds.shard_optimizer(fds.mesh(dp=NUM_RANKS)["dp"], stage=stage, bucket_bytes=bucket_bytes),
+            *(one for made in more for one in made()),
             fds.adamw(LR, BETAS, EPS, weight_decay=WEIGHT_DECAY),
             *([fds.donate()] if donated else []),
         )(lambda params, batch: loss_of(apply(params, batch[0]), batch[1]))
