@@ -13,7 +13,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-launches bench-sharding bench-pipeline bench-storage bench-kernels bench-imports gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-pipeline bench-storage bench-offload bench-offload-large bench-kernels bench-imports gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -72,6 +72,9 @@ bench-plain: $(READY)  ## time the plain step beside a hand-written loop
 bench-host: $(PEERS)  ## time what a step takes of the host, at up to 5,000 parameters (needs .venv-peers, large)
 	@.venv-peers/bin/python benchmarks/host.py $(ARGS)
 
+bench-compiling: $(READY)  ## time a step whose loss, or all of which, is compiled (needs a C++ compiler)
+	@$(BIN)/python benchmarks/compiling.py $(ARGS)
+
 bench-launches: $(READY)  ## time what kernels and their launches take of the host; no GPU is needed
 	@$(BIN)/python benchmarks/launches.py $(ARGS)
 
@@ -83,6 +86,12 @@ bench-pipeline: $(PEERS)  ## time pipelines beside DeepSpeed's and torch's (need
 
 bench-storage: $(READY)  ## time saving and loading beside torch's, and raw writes
 	@$(BIN)/python benchmarks/storage.py $(ARGS)
+
+bench-offload: $(PEERS)  ## time and weigh state on the host and on a disk, beside DeepSpeed's (needs .venv-peers, large)
+	@.venv-peers/bin/python benchmarks/offload.py $(ARGS)
+
+bench-offload-large: $(READY)  ## train 3 billion parameters whose state is on the disk (needs 50 GB of it)
+	@$(BIN)/python benchmarks/offload_large.py $(ARGS)
 
 bench-kernels: $(READY)  ## time the kernels on a GPU beside torch's; without one, show what they take of it
 	@$(BIN)/python benchmarks/kernels.py $(ARGS)

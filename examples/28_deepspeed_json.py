@@ -109,8 +109,8 @@ with tempfile.TemporaryDirectory() as temporary:
     assert apart(train(own, own.init(params, key=0), loader, 60).params, half.params) == 0
 
     # No key is ignored without an error.
-    offloading = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    for wrong in ({"graidient_clipping": 0.5}, offloading):
+    quantized = {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}
+    for wrong in ({"graidient_clipping": 0.5}, quantized):
         try:
             fds.initialize(model, loss, config={**DS_CONFIG, **wrong})
         except fds.FdsError as error:

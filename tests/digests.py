@@ -130,7 +130,7 @@ def digest(x: Any) -> str:
 def composition(draw: random.Random, kind: int) -> list[str]:
     """Draw names of transforms that may stand together; ranks and pipelines have microbatches of their own."""
     found: dict[str, str] = {}
-    for name in draw.sample(sorted(problems.TRANSFORMS), draw.randint(0, 5)):
+    for name in draw.sample(sorted(problems.TRANSFORMS.keys() - {"offload", "offload_to_disk"}), draw.randint(0, 5)):
         part = problems.TRANSFORMS[name]
         if (name != "accumulate" or kind == 0) and (part.excludes or name) not in found:
             found[part.excludes or name] = name

@@ -23,6 +23,7 @@ ROOMS = (  # in the order of data flow
     "fds.tree",
     "fds.layout",
     "fds.microbatches",
+    "fds.media",
     "fds.plans",
     "fds.kernels",
     "fds.nn",

@@ -18,6 +18,7 @@ TITLES = {
     "fds.tree": "Trees",
     "fds.layout": "Flat buckets",
     "fds.microbatches": "Microbatches",
+    "fds.media": "Where leaves live",
     "fds.plans": "Pipeline plans",
     "fds.kernels": "Kernels",
     "fds.nn": "Layers of kernels",

@@ -9,11 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-BELOW_STEP = "_html state loss autodiff optim layout collectives microbatches random tree errors"
+BELOW_STEP = "_html reading state loss autodiff optim layout collectives media microbatches random tree errors"
 ROOMS = {
     "errors": "",
     "containers": "",
     "lazy": "",
+    "reading": "",
     "_html": "",
     "tree": "containers errors",
     "random": "errors tree",
@@ -23,14 +24,15 @@ ROOMS = {
     "loss": "_html autodiff random tree errors",
     "layout": "tree errors",
     "collectives": "random tree errors",
+    "media": "collectives errors tree",
     "kernels": "errors lazy",
-    "optim": "kernels layout collectives tree errors",
+    "optim": "kernels layout collectives reading tree errors",
     "schedules": "errors",
     "step": f"{BELOW_STEP} kernels",
     "plans": "errors _html",
     "transforms": f"step {BELOW_STEP} kernels plans schedules",
     "nn": "loss kernels random errors",
-    "storage": "step state layout collectives tree errors",
+    "storage": "step media state layout collectives tree errors",
     "data": "collectives microbatches random tree errors",
 }
 ROOMS["display"] = "_html collectives errors"
