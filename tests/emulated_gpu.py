@@ -258,6 +258,7 @@ class Gpu(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        torch._C._set_only_lift_cpu_tensors(True)  # a mode of fake tensors that ended since, by whom ever, set it back
         kwargs = kwargs or {}
         given = _tensors((args, kwargs))
         there = [x for x in given if x.is_meta]
