@@ -148,15 +148,21 @@ class Graph:
     num_bytes = 0
 
 
-class NoUploads(TorchFunctionMode):
-    """Raise for tensors that are made of numbers of the host, which `meta` would never get to see."""
+class Uploads(TorchFunctionMode):
+    """Copy tensors that are made of numbers of the host, which `meta` would never get to see, or raise for them."""
+
+    def __init__(self, *, refused):
+        super().__init__()
+        self.refused = refused
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         there = torch.device(kwargs.get("device") or "cpu").type == "meta"
-        if there and function in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
+        if not there or function not in (torch.tensor, torch.as_tensor) or isinstance(args[0], Tensor):
+            return function(*args, **kwargs)
+        if self.refused:
             raise RuntimeError("called a synchronizing operation: a copy from the host")
-        return function(*args, **kwargs)
+        return function(*args, **kwargs | {"device": "cpu"}).to(kwargs["device"])
 
 
 class Gpu(TorchDispatchMode):
@@ -206,15 +212,15 @@ class Gpu(TorchDispatchMode):
         return self if device == META else None
 
     def apart(self):
-        """Return a scope that changes nothing."""
-        return contextlib.nullcontext()
+        """Return a scope in which anything may be done."""
+        return Uploads(refused=False)
 
     @contextlib.contextmanager
     def strict(self):
         """Raise for what waits for the device."""
         self.is_strict = True
         try:
-            with NoUploads():
+            with Uploads(refused=True):
                 yield
         finally:
             self.is_strict = False
@@ -227,7 +233,7 @@ class Gpu(TorchDispatchMode):
             graph.registered.append(self.generator.numbers)
         self.graph, self.captures = graph, self.captures + 1
         try:
-            with NoUploads():
+            with Uploads(refused=True):
                 yield graph
         finally:
             self.graph = None
@@ -247,18 +253,13 @@ class Gpu(TorchDispatchMode):
             torch.default_generator,
             *(self.generator for one in devices if one.type == "meta"),
         ]
-        # else torch.tensor uploads its values past every mode, and nobody here would have a twin of them
-        self.lifted = torch._C._only_lift_cpu_tensors()
-        torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
     def __exit__(self, *error):
-        torch._C._set_only_lift_cpu_tensors(self.lifted)
         random.default_generators = self.patched
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        torch._C._set_only_lift_cpu_tensors(True)  # a mode of fake tensors that ended since, by whom ever, set it back
         kwargs = kwargs or {}
         given = _tensors((args, kwargs))
         there = [x for x in given if x.is_meta]
