@@ -178,9 +178,9 @@ class Stations:
         """Return the parameters as a state holds them, for a loss that runs on a device."""
         residency, known = self.place.residency, NOWHERE
         if residency.kinds:
-            known = self.runtime.elsewhere.get(structure)
+            known = self.runtime.elsewhere.get((structure, device))
             if known is None:
-                known = self.runtime.elsewhere[structure] = elsewhere(residency, structure)
+                known = self.runtime.elsewhere[structure, device] = elsewhere(residency, structure, device)
         return Masters(parts, device, residency, known)
 
     def landing(self, structure: Structure, state: State, trained: list[Tensor]) -> Landing:

@@ -31,7 +31,7 @@ class Runtime:
     recent: list[tuple[Any, Structure | None]] = attrs.field(factory=lambda: [(None, None)])
     fresh: dict[Structure, dict[str, Any]] = tree.new(dict)  # slots and buffers of a first state, on meta
     chunks: dict[Structure, list[list[Piece]]] = tree.new(dict)  # in which an update visits the slices
-    elsewhere: dict[Structure, frozenset[int]] = tree.new(dict)  # which masters live elsewhere
+    elsewhere: dict[tuple[Structure, torch.device], frozenset[int]] = tree.new(dict)  # masters that a loss reads
     lives: dict[tuple[Structure, torch.device], Lives] = tree.new(dict)  # where the leaves are that it writes
     memories: dict[tuple[str, Layout | None], LearnedOrder] = tree.new(dict)  # the order in which ranks met
     viewed: Known = tree.new(dict)  # at stage 3: the shapes of what views return

@@ -210,3 +210,22 @@ def test_describe_says_the_bytes_of_each_medium_before_a_step_runs(tmp_path, sta
         assert found == {f"disk {tmp_path}": whole * 5 // 4, "host": whole * 9 // 4, "device": whole // 2}
         assert told.lives == {"opt": f"host, disk {tmp_path}", "params": "device, host", "slots": f"disk {tmp_path}"}
         assert f"\ndisk {tmp_path}" in str(told) and " bytes of the state" in str(told)
+
+
+@pytest.mark.parametrize("donated", [False, True], ids=["pure", "donated"])
+def test_a_loss_on_the_cpu_reads_masters_on_the_host_where_they_are(donated):
+    params, seen = {"w": torch.randn(64, 64), "b": torch.randn(64)}, list[int]()
+
+    def loss(params, batch):
+        seen.extend(x.data_ptr() for x in params.values())
+        return sum(x.square().sum() for x in params.values()) * batch.sum()
+
+    step = fds.compose(fds.offload(masters="host"), *[fds.donate()] * donated, fds.adamw())(loss)
+    state = step.init(params)
+    told = step.describe(state)
+    assert "low" not in told.num_bytes and "read" not in told.num_bytes and told.lives == {"params": "host"}
+    for _ in range(2):
+        places = [x.data_ptr() for x in state.params.values()]
+        seen.clear()
+        state, _ = step(state, torch.ones(2))
+        assert seen == places and all(medium_of(x) is not None for x in state.params.values())

@@ -126,7 +126,7 @@ class Lives:
         shapes = [structure.shapes[i] for i in structure.trained]
         shapes += [shape for want in structure.opt.values() for shape in want.shapes]
         sizes = [*(shape.numel() for shape in shapes), *(x.numel() for x in averages.values())]
-        media = [_medium(residency, leaf, n) for leaf, n in zip(leaves, sizes, strict=True)]
+        media = [home_of(residency, leaf, n) for leaf, n in zip(leaves, sizes, strict=True)]
 
         place = {part: i for i, part in enumerate(structure.trained)}
         slices = [place[leaf.index] for leaf in (*params, *opt)]  # of every leaf that an optimizer writes
@@ -134,14 +134,14 @@ class Lives:
         if residency.updates_on == "host" and device.type != "cpu":
             held = {i for i, medium in zip(slices, media, strict=False) if medium != "device"}
             leaving = may_leave(sorted(held))
-        ways = [_way(media[k], leaving[i], device) for k, i in enumerate(slices)]
+        ways = [way_to(media[k], leaving[i], device) for k, i in enumerate(slices)]
         placed = [*(way == "place" for way in ways), *[True] * len(averages)]
         columns = [list[str | None](ways[: len(params)]), *structure.align(ways[len(params) :]).values()]
         summed = [
-            _medium(residency, resident(structure, "gradients", i), n)
+            home_of(residency, resident(structure, "gradients", i), n)
             for i, n in zip(structure.trained, sizes, strict=False)
         ]
-        gradients = [_way(medium, leaves, device) for medium, leaves in zip(summed, leaving, strict=True)]
+        gradients = [way_to(medium, leaves, device) for medium, leaves in zip(summed, leaving, strict=True)]
         landed = [medium != "device" for medium in summed]
         visited = any(leaving) or not all(placed) or "read" in gradients
         return cls(residency, device, leaves, media, placed, columns, gradients, landed, leaving, visited)
@@ -161,12 +161,13 @@ class Lives:
         return self.placed[i]
 
 
-def _medium(residency: Residency, leaf: Resident | None, numel: int) -> str:
+def home_of(residency: Residency, leaf: Resident | None, numel: int) -> str:
+    """Return where a leaf of so many elements lives, in a word; None is one that never lives elsewhere."""
     return residency.medium(leaf) if leaf is not None and is_held(residency, leaf, numel) else "device"
 
 
-def _way(medium: str, leaves: bool, device: torch.device) -> str:
-    """Return how an update gets at a leaf, of a slice that leaves the device for the host, or does not."""
+def way_to(medium: str, leaves: bool, device: torch.device) -> str:
+    """Return how who computes on a device gets at a leaf, of a slice that leaves it for the host, or does not."""
     on_cpu = leaves or device.type == "cpu"
     if medium == "device":
         return "fetch" if leaves else "place"

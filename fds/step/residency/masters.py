@@ -1,4 +1,4 @@
-"""Masters: parameters as a state holds them, and how a loss gets at those that live elsewhere."""
+"""Masters: parameters as a state holds them, and how a loss gets at those that it cannot read where they live."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fds.layout import MOST_BYTES
 from fds.step import foreach
-from fds.step.residency.contract import Residency, is_held, read_back, waiting
-from fds.step.residency.lives import resident
+from fds.step.residency.contract import Residency, read_back, waiting
+from fds.step.residency.lives import home_of, resident, way_to
 from fds.step.structure import Structure
 
 Read = Callable[[], list[Tensor]]
-NOWHERE: frozenset[int] = frozenset()  # of parts of which none lives elsewhere
+NOWHERE: frozenset[int] = frozenset()  # of parts of which none is read
 
 
 @attrs.frozen(eq=False)
@@ -26,7 +26,7 @@ class Masters:
     parts: list[Tensor]
     device: torch.device  # on which the loss runs
     residency: Residency
-    elsewhere: frozenset[int]  # indices of the parts that live in the residency
+    elsewhere: frozenset[int]  # indices of the parts that live in the residency, where the loss cannot read them
 
     def device_of(self, i: int) -> torch.device:
         """Return the device on which the loss sees a part."""
@@ -64,12 +64,17 @@ class Masters:
         return found
 
 
-def elsewhere(residency: Residency, structure: Structure) -> frozenset[int]:
-    """Return the indices of the parts of parameters that live in a residency."""
+def elsewhere(residency: Residency, structure: Structure, device: torch.device) -> frozenset[int]:
+    """Return the indices of the parts of parameters of which a loss on a device is given copies.
+
+    They live in the residency, elsewhere than in memory of the CPU that a loss there reads as it is.
+    """
     if "params" not in residency.kinds:
         return NOWHERE
-    sizes = enumerate(shape.numel() for shape in structure.shapes)
-    return frozenset(i for i, n in sizes if is_held(residency, resident(structure, "params", i), n))
+    media = (
+        home_of(residency, resident(structure, "params", i), shape.numel()) for i, shape in enumerate(structure.shapes)
+    )
+    return frozenset(i for i, medium in enumerate(media) if way_to(medium, False, device) == "read")
 
 
 def groups(indices: frozenset[int], sizes: Sequence[int]) -> list[list[int]]:

@@ -29,7 +29,7 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
     if lives.visited:
         held["chunks"] = _chunks(step, structure, state)
     gather, shard, layout = step.gather, step.shard, structure.layout
-    away = elsewhere(step.place.residency, structure)
+    away = elsewhere(step.place.residency, structure, lives.device)
     if away and (read := _read(step, structure, away)):
         held["read"] = read
     leave = any(lives.landed)

@@ -188,6 +188,14 @@ MUTANTS = (
         "tests/laws/test_law_11_residency.py",
     ),
     Mutant(
+        "masters-on-the-host-are-copied",
+        "fds/step/residency/masters.py",
+        'if way_to(medium, False, device) == "read")',
+        'if medium != "device")',
+        "a loss on the CPU is given a copy of masters that are in its memory",
+        "tests/transforms/test_offload.py -k where_they_are",
+    ),
+    Mutant(
         "gradient-lands-before-its-last-part",
         "fds/step/sums.py",
         "self.landing_now = last and not in_parts",
