@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import UnionType
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 
 class FdsError(ValueError):
@@ -37,6 +38,10 @@ class FdsError(ValueError):
 
 class ComposeError(FdsError):
     """Refuse a composition of transforms."""
+
+
+class CallError(ComposeError, TypeError):
+    """Refuse a call of a transform with arguments that it does not take."""
 
 
 class StateError(FdsError):
@@ -145,6 +150,31 @@ def is_int(value: object, least: int | None = None) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether an argument is an integer or a float; booleans do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def bound(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: type[FdsError]
+) -> inspect.BoundArguments:
+    """Return the arguments of a call by name. Raises `error` where the function does not take them.
+
+    >>> bound(nearest, ["liner"], {"knwon": []}, FdsError)
+    Traceback (most recent call last):
+    fds.errors.FdsError: nearest: missing a required argument: 'known'
+      where: nearest
+      want:  nearest(word, known)
+      hint:  did you mean 'known'?
+    """
+    name, signature = function.__name__, inspect.signature(function)
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as wrong:
+        unknown = [one for one in kwargs if one not in signature.parameters]
+        plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+        by_name = [one.name for one in plain if one.kind is one.KEYWORD_ONLY]
+        hint = nearest(unknown[0], signature.parameters) if unknown else ""
+        if not hint and "positional" in str(wrong) and by_name:
+            hint = f"by name: {', '.join(by_name)}"
+        raise error(f"{name}: {wrong}", where=name, want=f"{name}{inspect.Signature(plain)}", hint=hint) from None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

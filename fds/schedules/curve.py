@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.errors import ScheduleError, did_you_mean
+from fds.errors import ScheduleError, bound
 
 P = ParamSpec("P")
 
@@ -68,24 +68,14 @@ def schedule(factory: Callable[P, Callable[[Tensor], Tensor]]) -> Callable[P, Cu
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Curve:
-        bound = _bind(factory.__name__, signature, args, kwargs)
-        for name, value in bound.arguments.items():
+        given = bound(factory, args, kwargs, ScheduleError)
+        for name, value in given.arguments.items():
             _check(factory.__name__, signature.parameters[name], value)
-        bound.apply_defaults()
-        named = tuple((n, v) for n, v in bound.kwargs.items() if v != signature.parameters[n].default)
-        return Curve(make, bound.args, named, factory(*args, **kwargs))
+        given.apply_defaults()
+        named = tuple((n, v) for n, v in given.kwargs.items() if v != signature.parameters[n].default)
+        return Curve(make, given.args, named, factory(*args, **kwargs))
 
     return make
-
-
-def _bind(function: str, signature: inspect.Signature, args: tuple, kwargs: dict) -> inspect.BoundArguments:
-    try:
-        return signature.bind(*args, **kwargs)
-    except TypeError as error:
-        unknown = [name for name in kwargs if name not in signature.parameters]
-        hint = did_you_mean(unknown[0], signature.parameters) if unknown else ""
-        want = f"{function}{signature.replace(return_annotation=inspect.Signature.empty)}"
-        raise ScheduleError(f"{function}: {error}", where=function, want=want, hint=hint) from None
 
 
 def _check(function: str, parameter: inspect.Parameter, value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, cast
 
 import attrs
@@ -12,7 +12,7 @@ import torch
 import fds.optim
 from fds import _html, tree
 from fds.collectives import Axis
-from fds.errors import ComposeError
+from fds.errors import CallError, ComposeError, bound
 from fds.loss import Buffered
 from fds.optim import Optimizer
 from fds.step.checks import forms
@@ -34,6 +34,7 @@ class Transform:
     text: str
     apply: Callable[[Step], Step] = attrs.field(repr=False)
     arguments: tuple[Any, ...] = attrs.field(default=(), repr=False)  # what it was made of, which ranks compare
+    by_name: Mapping[str, Any] = attrs.field(factory=dict, repr=False)  # those of a call, as they were given
 
     def __call__(self, step: Step) -> Step:
         """Return `step` with the stations of this transform filled."""
@@ -52,6 +53,13 @@ class Transform:
     def __exit__(self, *error: object) -> None:
         """Be asked for by `with`, before `__enter__` is called."""
 
+    def joined(self, other: Transform) -> str:
+        """Return one call that says what two of the same transform do; "" where both say one thing, or nothing."""
+        both = {**self.by_name, **other.by_name}
+        if self.name != other.name or len(both) < len(self.by_name) + max(len(other.by_name), 1):
+            return ""
+        return f"{self.name}({', '.join(f'{name}={_word(value)}' for name, value in both.items())})"
+
     def __repr__(self) -> str:
         return self.text
 
@@ -63,15 +71,17 @@ def transform(factory: Callable[P, Callable[[Step], Step]]) -> Callable[P, Trans
     """Decorate a function that returns a function `Step -> Step`; `compose` takes what calling it returns.
 
     It prints as it was called: `noise(0.01)`. `compose` refuses a function `Step -> Step` that was not made this way.
+    A call with arguments that the function does not take raises `CallError`, which is a `ComposeError` and a `TypeError`.
     """
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Transform:
+        given = bound(factory, args, kwargs, CallError).arguments
         many = len(args) > _MANY and all(isinstance(arg, str) for arg in args)
         words = [tree.named(cast(Any, args))] if many else [*map(_word, args)]
         words += [f"{k}={_word(v)}" for k, v in kwargs.items()]
         text = f"{factory.__name__}({', '.join(words)})"
-        return Transform(factory.__name__, text, factory(*args, **kwargs), (factory.__name__, args, kwargs))
+        return Transform(factory.__name__, text, factory(*args, **kwargs), (factory.__name__, args, kwargs), given)
 
     make.is_transform_factory = True  # type: ignore[attr-defined]
     return make

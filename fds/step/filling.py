@@ -116,11 +116,15 @@ def _evolved(name: str, held: Any, value: dict[str, Any]) -> Any:
 def conflict(
     step: Step, what: str, first: int, hint: str, *, drop: int | None = None, instead: str | None = ""
 ) -> ComposeError:
-    """Return the error of two fillers; `drop` is the position that the better composition leaves out."""
+    """Return the error of two fillers; `drop` is the position that the better composition leaves out.
+
+    Of two uses of a transform one that says what both do is better, unless `instead` is.
+    """
     written, second = step.composition, step.composing.position
-    better: dict[int, Any] = {second: instead or written[second]}
-    if drop is not None:
-        better[drop] = None
+    joined = "" if instead else written[first].joined(written[second])
+    better: dict[int, Any] = {second: instead or joined or written[second]}
+    if joined or drop is not None:
+        better[first if joined or drop is None else drop] = None
     want = [better.get(i, t) for i, t in enumerate(written) if better.get(i, t) is not None]
     return ComposeError(
         f"{what} is already filled by {written[first]} (position {first}); {written[second]} fills it too.",

@@ -166,7 +166,7 @@ REFUSED: list[tuple[Callable, tuple, dict, str]] = [
     (schedules.warmup, (1e-3,), {"kind": "liner"}, "did you mean 'linear'?"),
     (schedules.warmup, (1e-3, 1000), {}, "too many positional arguments"),
     (schedules.warmup_decay, (1e-3,), {"total_steps": 10, "kind": "lgo"}, "did you mean 'log'?"),
-    (schedules.warmup_decay, (1e-3,), {}, "warmup_decay(peak: float, *, total_steps: int"),
+    (schedules.warmup_decay, (1e-3,), {}, "warmup_decay(peak, *, total_steps, "),
     (schedules.warmup_cosine, (1e-3,), {"warmup_steps": 4}, "total_steps"),
     (schedules.warmup_cosine, (1e-3,), {"total_step": 9}, "did you mean 'total_steps'?"),
     (schedules.one_cycle, (0.1, 1.0), {"first_steps": 0}, "first_steps=0, second_steps=0"),

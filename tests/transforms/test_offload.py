@@ -68,9 +68,13 @@ def test_a_pattern_may_match_parameters_of_another_stage():
     fds.simulate(body, 2)
 
 
-def test_two_of_them_are_refused():
-    with pytest.raises(ComposeError, match="the station 'place' is already filled by offload"):
-        network(fds.offload("host"), fds.offload(masters="host"))
+def test_two_of_them_are_refused_with_one_that_says_what_both_do():
+    with pytest.raises(ComposeError, match="the station 'place' is already filled by offload") as caught:
+        network(fds.offload("host"), fds.offload(masters="host", ratio=0.5))
+    assert caught.value.want.startswith("compose(offload(moments='host', masters='host', ratio=0.5), adamw(")
+    with pytest.raises(ComposeError) as caught:  # of which each says something about moments
+        network(fds.offload("host"), fds.offload("device", masters="host"))
+    assert caught.value.want.startswith("compose(offload('device', masters='host'), adamw(")
 
 
 def test_a_directory_that_is_not_there_or_is_a_file_is_refused_when_there_is_a_state(tmp_path):

@@ -177,3 +177,20 @@ def test_a_topology_is_filled_and_not_replaced():
     with pytest.raises(ComposeError, match="what follows from it") as caught:
         attrs.evolve(step, topology=(fds.step.Dimension(None, "data"),))
     assert "fill(step, topology=" in caught.value.hint
+
+
+FACTORIES = [make for name in fds.__all__ if hasattr(make := getattr(fds, name), "is_transform_factory")]
+
+
+@pytest.mark.parametrize("factory", FACTORIES, ids=lambda one: one.__name__)
+def test_an_argument_that_a_transform_does_not_take_is_refused_with_those_that_it_does(factory):
+    with pytest.raises(ComposeError, match=f"^{factory.__name__}: .*(unexpected|missing)") as caught:
+        factory(nonsense=1)
+    assert caught.value.want.startswith(f"{factory.__name__}(") and isinstance(caught.value, TypeError)
+
+
+def test_arguments_by_position_are_refused_with_their_names():
+    with pytest.raises(ComposeError) as caught:
+        fds.checkpoint_activations("matmuls")
+    assert caught.value.want == "checkpoint_activations(*, policy=None, store='device', every=1)"
+    assert caught.value.hint == "by name: policy, store, every"
