@@ -71,7 +71,7 @@ def transform(factory: Callable[P, Callable[[Step], Step]]) -> Callable[P, Trans
     """Decorate a function that returns a function `Step -> Step`; `compose` takes what calling it returns.
 
     It prints as it was called: `noise(0.01)`. `compose` refuses a function `Step -> Step` that was not made this way.
-    A call with arguments that the function does not take raises `CallError`, which is a `ComposeError` and a `TypeError`.
+    A call with arguments that the function does not take raises `CallError`, a `ComposeError` and a `TypeError`.
     """
 
     @functools.wraps(factory)

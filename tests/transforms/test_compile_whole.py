@@ -250,7 +250,25 @@ class Noisy(nn.Module):
         return (x[order] + torch.rand_like(x) * torch.randn(4)) * torch.randint(1, 3, (4,)) + torch.rand(len(x), 1)
 
 
-@pytest.mark.parametrize("more", [[], [fds.checkpoint_activations(), fds.accumulate(2)]], ids=["plain", "recomputed"])
+def draws_around_a_scope(gradients, call):
+    with fds.random.scope([]):
+        inside = torch.rand(())
+    return attrs.evolve(gradients, leaves=[x * inside + torch.rand(()) for x in gradients.leaves])
+
+
+@fds.step.transform
+def fills(station, function):
+    return lambda step: fds.step.fill(step, **{station: function})
+
+
+DRAWING = {
+    "plain": [],
+    "recomputed": [fds.checkpoint_activations(), fds.accumulate(2)],
+    "around a scope": [fills("condition", draws_around_a_scope)],
+}
+
+
+@pytest.mark.parametrize("more", DRAWING.values(), ids=DRAWING)
 def test_random_numbers_are_those_of_the_step(more):
     layers = fds.Layers([Noisy(), nn.Dropout(0.4), Noisy()], F.mse_loss)
     step, plain = (fds.compose(*more, *run, fds.sgd(0.01))(layers) for run in ([whole("aot_eager")], []))
@@ -345,11 +363,6 @@ class Sly:
 
     def __call__(self, gradients, call):
         return attrs.evolve(gradients, leaves=[x + torch.rand(()) for x in gradients.leaves])
-
-
-@fds.step.transform
-def fills(station, function):
-    return lambda step: fds.step.fill(step, **{station: function})
 
 
 GENERATOR, OUTSIDE = torch.Generator(), torch.ones(())
