@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pathlib
+import sys
 import types
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -138,20 +139,35 @@ def other_path(got: str, want: str) -> ComposeError:
 
 def synchronized(error: Exception) -> FdsError:
     """Return the error of code that reads a number of a tensor, or cannot be in a graph for another reason."""
-    first: BaseException = error
-    while first.__context__ is not None:  # handling it may have waited too
-        first = first.__context__
+    return at_fault(
+        error,
+        "a graph cannot hold what waits for the device, or depends on values",
+        want="tensors that stay on the device, of shapes that do not depend on values",
+        hint="look for .item(), float(x), if x, .cpu(), nonzero, x[mask], torch.tensor(..., device=x.device)",
+    )
+
+
+def at_fault(error: BaseException, what: str, *, want: str, hint: str) -> FdsError:
+    """Return an error that names the line of the user's that raised another one, and is of the kind of its station."""
+    first = first_of(error)
     modules = [(tb.tb_frame.f_globals.get("__name__", ""), tb) for tb in _traceback(first)]
     kinds = {"fds.loss": LossError, "fds.optim.base": ScheduleError}
     inside = [kind for name, kind in kinds.items() if any(at.startswith(name) for at, _ in modules)]
     own = [tb for name, tb in modules if not _is_ours(name)]
     return (inside[-1] if inside else ComposeError)(
-        "a graph cannot hold what waits for the device, or depends on values",
+        what,
         where=_place(own[-1].tb_frame.f_code, own[-1].tb_lineno) if own else "",
         got=str(first).strip().partition("\n")[0][:200],
-        want="tensors that stay on the device, of shapes that do not depend on values",
-        hint="look for .item(), float(x), if x, .cpu(), nonzero, x[mask], torch.tensor(..., device=x.device)",
+        want=want,
+        hint=hint,
     )
+
+
+def first_of(error: BaseException) -> BaseException:
+    """Return the error that was raised first, while others were handled: handling it may have failed as well."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def state_of(devices: Collection[object]) -> StateError:
@@ -188,7 +204,7 @@ def too_many(shapes: str, most: int) -> BatchError:
 
 
 def outside() -> str:
-    """Return file, line and function of the innermost caller that is neither fds nor torch; "" where there is none."""
+    """Return file, line and function of the innermost caller that is of neither fds, torch nor Python; "" for none."""
     frame = inspect.currentframe()
     while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -201,7 +217,8 @@ def shapes_of(batch: Any) -> str:
 
 
 def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in ("fds", "torch", "contextlib", "functools", "triton")
+    name = module.partition(".")[0]
+    return name in ("fds", "torch", "triton") or name in sys.stdlib_module_names
 
 
 def _place(code: types.CodeType, line: int) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fds.errors import ComposeError, LossError
-from fds.step.checks.capture import HasStations, alone_on_a_device, outside
+from fds.errors import ComposeError, FdsError, LossError
+from fds.step.checks.capture import HasStations, alone_on_a_device, at_fault, outside
 
 _HINT = "fds.compile() compiles the loss alone"
 
@@ -57,6 +57,16 @@ def written() -> LossError:
         got="one that is neither of the state nor made in the step",
         want="metrics, buffers or slots, which a step returns",
         hint=_HINT,
+    )
+
+
+def unrecorded(error: Exception) -> FdsError:
+    """Return the error of code that torch cannot record, though it runs."""
+    return at_fault(
+        error,
+        "a step in one graph cannot hold this",
+        want="functions of torch, of tensors that are made by functions of torch",
+        hint=f"look for copy.deepcopy, torch.compile inside, storages; or {_HINT}",
     )
 
 

@@ -88,12 +88,17 @@ def record(program: Program, state: State, held: StateTensors, kind: Kind, *, fu
     except FdsError:
         raise
     except RuntimeError as error:
-        raise capture.synchronized(error) from error
+        refused = capture.synchronized if isinstance(capture.first_of(error), Unrepeated) else one_graph.unrecorded
+        raise refused(error) from error
     finally:
         program.runtime.pool.sweep()
     watch.check()
     constants = _lifted(module, drawing.made)
     return Recorded(module, constants, draws, names, moved)
+
+
+class Unrepeated(RuntimeError):
+    """An operator reads a number of a tensor, or has a result whose shape depends on one."""
 
 
 class Unread(TorchFunctionMode):
@@ -104,9 +109,9 @@ class Unread(TorchFunctionMode):
         self.host = host
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch. Raises `RuntimeError`."""
+        """Call a function of torch. Raises `Unrepeated`."""
         if func in _READERS and not any(args[0] is x for x in self.host):
-            raise RuntimeError(_READS + func.__name__)
+            raise Unrepeated(_READS + func.__name__)
         return func(*args, **(kwargs or {}))
 
 
@@ -119,7 +124,7 @@ class Watch(TorchDispatchMode):
         self.outside: dict[int, tuple[Tensor, int]] = {}  # tensors that were there before, by id, and their versions
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator. Raises `RuntimeError` for one that reads numbers, `LossError` where what it draws does."""
+        """Call an operator. Raises `Unrepeated` for one that reads numbers, `LossError` where what it draws does."""
         kwargs = kwargs or {}
         given = [x for x in tree.leaves([args, kwargs]) if isinstance(x, Tensor)]
         for x in given:
@@ -128,10 +133,10 @@ class Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and not _is_certain(func, args, kwargs):
             return self.drawing.draw(func, args, kwargs)
         reads = torch.Tag.data_dependent_output in func.tags
-        if reads and any(not _is_recorded(x) and not any(x is one for one in self.host) for x in given):
-            raise RuntimeError(_READS + str(func))
+        if reads and not all(_is_constant(x) or any(x is one for one in self.host) for x in given):
+            raise Unrepeated(_READS + str(func))
         if torch.Tag.dynamic_output_shape in func.tags and _depends_on_values(func, given):
-            raise RuntimeError(f"has a shape that depends on values: {func}")
+            raise Unrepeated(f"has a shape that depends on values: {func}")
         return traceable(func)(*args, **kwargs)
 
     def is_given(self, x: Tensor, given: Sequence[Tensor]) -> bool:
@@ -150,6 +155,12 @@ class Watch(TorchDispatchMode):
 def _is_recorded(x: Tensor) -> bool:
     mode: Any = get_proxy_mode()
     return get_proxy_slot(x, mode.tracer, None) is not None
+
+
+def _is_constant(x: Tensor) -> bool:
+    """Say whether a tensor is made in the work and has the same values in every call."""
+    mode: Any = get_proxy_mode()
+    return getattr(get_proxy_slot(x, mode.tracer, None), "constant", None) is not None
 
 
 def _is_certain(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
