@@ -23,6 +23,7 @@ class Lock:
     path: str
     fd: int
     owner: int  # the process that took it
+    file: tuple[int, int]  # the device and inode of its file
 
     def release(self) -> None:
         """Let go of it. In a forked process, close the copy, with which it would outlive this process."""
@@ -32,35 +33,47 @@ class Lock:
                 with contextlib.suppress(OSError):  # the next run locks the file that is there
                     os.unlink(self.path)
             os.close(fd)
+            _own.discard(self)
+
+
+_own: set[Lock] = set()  # of this process
 
 
 def locked(directory: str) -> Lock:
     """Lock a directory for this rank; without effect on a file system without locks.
 
-    Raises `DiskError` that names the holder where another process has it, `OSError` where the file cannot be made.
+    Where this process has the lock, a thread is about to let go of it, for which this waits. Raises `DiskError` that
+    names the holder where another process has it, `OSError` where the file cannot be made.
     """
     path = os.path.join(directory, f"fds.lock-{process_rank()}")
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", path)
-            _take(fd, path)
-            if _is_at(fd, path):  # whoever had it may have removed the file meanwhile
+            file = found.st_dev, found.st_ino
+            if _take(fd, path, file) and _is_at(fd, path):  # whoever had it may have removed the file meanwhile
                 since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
-                return Lock(path, fd, os.getpid())
+                lock = Lock(path, fd, os.getpid(), file)
+                _own.add(lock)
+                return lock
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
 
 
-def _take(fd: int, path: str) -> None:
+def _take(fd: int, path: str, file: tuple[int, int]) -> bool:
+    """Lock a file, and return True; False where this process has it, after a while. Raises `DiskError`."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        if any(one.file == file for one in list(_own)):
+            time.sleep(0.001)
+            return False
         holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
         raise DiskError(
             "another run has its leaves in this directory",
@@ -71,6 +84,7 @@ def _take(fd: int, path: str) -> None:
         ) from error
     except OSError:
         pass  # a file system without locks
+    return True
 
 
 def _is_at(fd: int, path: str) -> bool:

@@ -54,15 +54,21 @@ class _Work:
     waiting: deque[Piece | None]  # in the end None
     awake: int  # an eventfd: the kernel's when a piece is done, ours when one waits
     under_way: dict[int, tuple[Piece, liburing.Iovec]] = attrs.field(factory=dict)
+    prepared: deque[int] = attrs.field(factory=deque)  # those under way that the kernel did not take yet
     number: int = 0
     ends: bool = False
+    failed: OSError | None = None  # why the ring takes nothing any more
 
     def run(self) -> None:
         while not (self.ends and not self.under_way):
             os.eventfd_read(self.awake)  # without the interpreter's lock, which liburing's own functions keep
-            while self._collected():
-                pass
-            self._submit()
+            try:
+                while self._collected():
+                    pass
+                self._prepare()
+                self._submit()
+            except Exception as error:  # whoever waits is to hear of it, now and later
+                self._fail(error)
         liburing.io_uring_queue_exit(self.ring)
         os.close(self.awake)
 
@@ -90,30 +96,48 @@ class _Work:
             piece.request.done(piece, failed)
         return True
 
-    def _submit(self) -> None:
-        """Give the kernel as many pieces as it may have."""
-        while self.waiting and len(self.under_way) < self.depth:
+    def _prepare(self) -> None:
+        """Get ready as many pieces as the kernel may have; once it takes none, let all fail."""
+        while self.waiting and (self.failed is not None or len(self.under_way) < self.depth):
             piece = self.waiting.popleft()
             if piece is None:
                 self.ends = True
-            elif piece.request.error is not None:
-                piece.request.done(piece)
+            elif self.failed is not None or piece.request.error is not None:
+                piece.request.done(piece, self.failed)
             else:
-                entry = liburing.io_uring_get_sqe(self.ring)
+                self.number += 1
                 iovec = liburing.Iovec([piece.memory])  # pyright: ignore[reportCallIssue]  (which is not in its stub)
+                self.under_way[self.number] = piece, iovec
+                self.prepared.append(self.number)
+                entry = liburing.io_uring_get_sqe(self.ring)
                 assert entry is not None  # there are `depth`
                 prepare = liburing.io_uring_prep_writev if piece.writes else liburing.io_uring_prep_readv
                 prepare(entry, piece.fd, iovec, piece.offset)
-                self.number += 1
                 entry.user_data = self.number
-                self.under_way[self.number] = piece, iovec
+
+    def _submit(self) -> None:
+        """Give the kernel what is ready."""
+        if not self.prepared:
+            return
         try:
-            liburing.io_uring_submit(self.ring)
+            for _ in range(liburing.io_uring_submit(self.ring)):
+                self.prepared.popleft()
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EBUSY, errno.EINTR):
                 raise
+        if self.prepared:
             time.sleep(0.001)  # the kernel is short of memory
             os.eventfd_write(self.awake, 1)
+
+    def _fail(self, error: Exception) -> None:
+        """Let everything fail that the kernel does not have."""
+        if self.failed is None:
+            text = f"io_uring: {getattr(error, 'strerror', None) or repr(error)}; backend='threads' does without it"
+            self.failed = OSError(getattr(error, "errno", None) or errno.EIO, text)
+        while self.prepared:
+            piece, _ = self.under_way.pop(self.prepared.popleft())
+            piece.request.done(piece, self.failed)
+        self._prepare()
 
 
 def _end(waiting: deque[Piece | None], awake: int, owner: int) -> None:

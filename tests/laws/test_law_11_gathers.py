@@ -2,6 +2,7 @@
 
 import contextlib
 import weakref
+from collections import deque
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fds
 from fds import tree
+from fds.errors import RankError
 from fds.step import fill, transform
+from fds.step.sharding.coming import Coming, Departures
 from tests import devices
 from tests.bits import assert_same_bits, snapshot
 from tests.laws.mapped import Mapped, mapped
@@ -220,6 +223,24 @@ def test_an_error_of_the_disk_reaches_the_rank_that_has_it_and_nobody_hangs(tmp_
         with pytest.raises(OSError, match="the disk fails"):
             fds.simulate(body, 2)
     assert errors[0] is OSError
+
+
+def test_all_is_waited_for_though_some_of_it_fails():
+    waited = []
+
+    class Lost:
+        def wait(self):
+            waited.append("sent")
+            raise RankError("rank 1 was lost")
+
+    def fails():
+        waited.append("read")
+        raise OSError("the disk fails")
+
+    coming = [Coming(None, None, None, (torch.ones(1), Lost())), Coming(None, fails, None)]
+    departures = Departures(deque([*coming, *coming]))
+    departures.give_up()
+    assert waited == ["sent", "read"] * 2 and not departures.waiting
 
 
 ON_A_GPU = {

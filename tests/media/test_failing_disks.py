@@ -15,7 +15,7 @@ import torch
 import fds
 from fds import media
 from fds.errors import DiskError
-from fds.media import files
+from fds.media import files, locks, uring
 from fds.media.requests import Clock
 
 CPU = torch.device("cpu")
@@ -80,6 +80,12 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path):
         fds.disk(tmp_path).make(torch.ones(3))
 
 
+def test_a_directory_that_another_thread_is_closing_is_waited_for(tmp_path, monkeypatch):
+    closing = locks.locked(str(tmp_path))
+    monkeypatch.setattr(locks.time, "sleep", lambda seconds: closing.release())
+    assert fill(fds.disk(tmp_path), [torch.ones(3)])[0].sum() == 3 and closing.fd == -1
+
+
 @BOTH
 def test_a_disk_that_fails_is_named_and_works_again_when_it_does(tmp_path, backend):
     disk = fds.disk(tmp_path, backend=backend)
@@ -104,6 +110,25 @@ def test_a_disk_that_fails_is_named_and_works_again_when_it_does(tmp_path, backe
         os.dup2(good, file_of(disk).fd)
         assert torch.equal(disk.read(made, CPU)()[0], values)
     os.close(good)
+
+
+@pytest.mark.parametrize("name", ["io_uring_submit", "io_uring_get_sqe", "io_uring_peek_cqe"])
+def test_a_ring_that_fails_is_an_error_of_all_requests_at_once(tmp_path, monkeypatch, name):
+    disk = fds.disk(tmp_path, backend="io_uring", queue_depth=2, timeout=5)
+    values = torch.randn(2**22)  # more pieces than there may be at once
+    made = fill(disk, [values])
+
+    def fails(*args):
+        raise OSError(errno.EBADFD, "in a bad state")
+
+    monkeypatch.setattr(uring.liburing, name, fails)
+    for _ in range(2):
+        with pytest.raises(DiskError, match=r"failed to read\n.*\n.*in a bad state; backend='threads' does without it"):
+            disk.read(made, CPU)()
+    with pytest.raises(DiskError, match="failed to write"):
+        disk.write([values], made)()
+    monkeypatch.undo()
+    assert torch.equal(fds.disk(tmp_path, backend="threads").read(made, CPU)()[0], values)
 
 
 def test_a_disk_that_does_not_answer_is_not_waited_for_and_its_memory_not_used_again(tmp_path):

@@ -39,11 +39,11 @@ class Coming:
         return flat
 
     def give_up(self) -> None:
-        """Wait until nobody writes into its memory any more."""
-        if self.sent is not None:
-            self.sent[1].wait()
-        elif self.read is not None:
-            with contextlib.suppress(Exception):
+        """Wait until nobody writes into its memory any more, whatever comes of it: somebody may handle an error."""
+        with contextlib.suppress(Exception):
+            if self.sent is not None:
+                self.sent[1].wait()
+            elif self.read is not None:
                 self.read()
 
 

@@ -67,4 +67,20 @@ MUTANTS = (
         "pages of leaves on disk stay in memory when they were looked at once",
         "tests/media/test_disk.py",
     ),
+    Mutant(
+        "rings-that-fail-end",
+        "fds/media/uring.py",
+        "                self._fail(error)",
+        "                raise",
+        "after an error of io_uring nobody reads or writes, and whoever waits is told nothing until the timeout",
+        "tests/media/test_failing_disks.py -k ring",
+    ),
+    Mutant(
+        "directories-refuse-their-own-threads",
+        "fds/media/locks.py",
+        "        if any(one.file == file for one in list(_own)):",
+        "        if False:",
+        "a directory that another thread lets go of is refused, as if another run had it",
+        "tests/media/test_failing_disks.py -k another_thread",
+    ),
 )
