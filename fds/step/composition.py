@@ -34,7 +34,7 @@ class Transform:
     text: str
     apply: Callable[[Step], Step] = attrs.field(repr=False)
     arguments: tuple[Any, ...] = attrs.field(default=(), repr=False)  # what it was made of, which ranks compare
-    by_name: Mapping[str, Any] = attrs.field(factory=dict, repr=False)  # those of a call, as they were given
+    by_name: Mapping[str, Any] = attrs.field(factory=dict[str, Any], repr=False)  # those of a call, as they were given
 
     def __call__(self, step: Step) -> Step:
         """Return `step` with the stations of this transform filled."""
