@@ -120,7 +120,7 @@ class _Work:
         if not self.prepared:
             return
         try:
-            for _ in range(liburing.io_uring_submit(self.ring)):
+            for _ in range(liburing.io_uring_submit(self.ring) or 0):
                 self.prepared.popleft()
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EBUSY, errno.EINTR):
