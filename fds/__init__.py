@@ -54,6 +54,9 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     # keeping it
     from fds.storage import export_weights, import_deepspeed, import_weights, load, save, save_async
 
+    # what is seen of it
+    from fds.monitors import monitor
+
     # what it is fed with
     from fds.data import DistributedLoader, RepeatingLoader
 
@@ -62,7 +65,8 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.config.initialize import initialize
 
     # rooms that are used by name
-    from fds import autodiff, collectives, config, data, errors, kernels, nn, optim, plans, random, schedules, tree
+    from fds import autodiff, collectives, config, data, errors, kernels, monitors, nn, optim, plans, random, schedules
+    from fds import tree as tree
     from fds import command_line as command_line, containers as containers, display as display, layout as layout
     from fds import (
         loss as loss,
@@ -106,13 +110,14 @@ __getattr__, __dir__ = lazily(
         "fds.step.sharding.handles": "materialize",
         "fds.state": "State",
         "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
+        "fds.monitors": "monitor",
         "fds.data": "DistributedLoader RepeatingLoader",
         "fds.config.arguments": "add_config_arguments",
         "fds.config.initialize": "initialize",
         "fds.errors": "FdsError",
     },
     submodules="autodiff collectives command_line config containers data display errors kernels layout loss "
-    "media microbatches nn optim plans random schedules state step storage transforms tree",
+    "media microbatches monitors nn optim plans random schedules state step storage transforms tree",
 )
 
 __all__ = [
@@ -164,6 +169,8 @@ __all__ = [
     "loss_scale",
     "materialize",
     "mesh",
+    "monitor",
+    "monitors",
     "muon",
     "nn",
     "offload",

@@ -31,6 +31,7 @@ ROOMS = (  # in the order of data flow
     "fds.storage.foreign",
     "fds.data",
     "fds.display",
+    "fds.monitors",
     "fds.config",
     "fds.command_line",
     "fds.errors",

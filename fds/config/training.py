@@ -15,10 +15,12 @@ from fds.config.keys.groups import Groups
 from fds.config.reading import read
 from fds.config.translate import composition
 from fds.config.translate.buildable import check_buildable
+from fds.config.translate.monitors import sinks
 from fds.config.translate.optimizer import schedule_call
 from fds.config.translate.unsupported import check_supported
 from fds.config.unknown import Unknown, with_known_keys
 from fds.errors import ConfigError, MeshError
+from fds.monitors import Monitor, monitor
 from fds.schedules.curve import Curve
 from fds.step import Transform
 
@@ -82,6 +84,18 @@ class TrainingConfig(Groups):
         sizes that do not multiply; `MeshError` for a mesh without `dp`.
         """
         return tuple(call.build(mesh) for call in composition.calls(self, _sizes(mesh)))
+
+    def monitor(self, mesh: Mesh) -> Monitor:
+        """Return the monitor that `tensorboard`, `csv_monitor`, `wandb`, `comet` and `steps_per_print` ask for.
+
+        Call it after each step, `monitor(state, metrics)`; see `fds.monitor`. Where no key asks for anything it writes
+        nothing. All ranks make it.
+
+        Raises `FdsError` for a package that is not installed, `ConfigError` for batch sizes that do not multiply, and
+        `MeshError` for a mesh without `dp`.
+        """
+        resolved = self.resolve(world_size=composition.data_ranks(_sizes(mesh)))
+        return monitor(*sinks(resolved), batch_size=resolved.batch.train_batch_size)
 
     def explain(self, mesh: Mesh | Mapping[str, int], *, num_parameters: int | None = None) -> str:
         """Explain the configuration: the composition as Python, batch sizes, memory per rank, and keys without effect.

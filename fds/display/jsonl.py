@@ -23,7 +23,7 @@ class Log:
     Raises `FdsError` for a file that is no log, which stays as it is, and for one that cannot be written.
     """
 
-    def __init__(self, path: str | Path, *, upto: int = 0):
+    def __init__(self, path: str | Path, *, upto: float = 0):
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ class Log:
         """Seconds that the run has taken so far, without interruptions."""
         return self._seconds + time.perf_counter() - self._start
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, step: float, values: Mapping[str, Any]) -> None:
         """Add a line; it is in the file when this returns. Values named `step` and `seconds` are left out."""
         own = {"step": step, "seconds": round(self.seconds, 3)}
         line = {"step": step, **values, **own}
@@ -66,7 +66,7 @@ def read_log(path: str | Path) -> list[dict[str, Any]]:
         raise FdsError("the log cannot be read", where=str(path), got=str(error)) from error
 
 
-def _lines_upto(path: Path, upto: int | None) -> tuple[list[dict[str, Any]], int]:
+def _lines_upto(path: Path, upto: float | None) -> tuple[list[dict[str, Any]], int]:
     """Return the complete lines of a log up to a step, and the number of bytes that they take."""
     kept: list[dict[str, Any]] = []
     end = 0

@@ -16,7 +16,7 @@ from fds.display.jsonl import Log
 from fds.display.readings import read
 from fds.display.screens import Screen, screen_for
 from fds.display.smoothing import Curve
-from fds.display.view import View
+from fds.display.view import View, short
 from fds.errors import FdsError, is_int, is_number
 
 
@@ -197,8 +197,8 @@ class Progress:
             if name in self._counts:
                 texts |= {name: f"{self._counts[name]:,}"} if self._counts[name] else {}
             elif name in self._numbers:
-                texts[name] = _text(self._curve.value if name == self._curve_of else self._numbers[name])
-        texts |= {name: _text(value) for name, value in self._notes.items()}
+                texts[name] = short(self._curve.value if name == self._curve_of else self._numbers[name])
+        texts |= {name: short(value) for name, value in self._notes.items()}
         texts |= {f"{name}/s": f"{speed:,.0f}" for name, speed in self._speeds.items()}
         if self.interrupted and self.done < self.total_steps:
             return {**texts, "interrupted": f"after step {self.done}"}
@@ -209,15 +209,6 @@ class Progress:
         seconds = int(a_step * (self.total_steps - self.done))
         hours, minutes = divmod(seconds // 60, 60)
         return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
-
-
-def _text(number: float) -> str:
-    """Return a number with four digits, or whole.
-
-    >>> _text(65536.0), _text(0.00012345)
-    ('65536', '0.0001234')
-    """
-    return f"{number:.0f}" if abs(number) < 1e9 and number == round(number) else f"{number:.4g}"
 
 
 def _check(total_steps: int, start: int, interval: float | None) -> None:

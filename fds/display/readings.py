@@ -5,24 +5,67 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 
-def read(many: Sequence[Mapping[str, Any]]) -> list[dict[str, float | int | bool]]:
-    """Return the scalars of each mapping as numbers, with one copy from each device and dtype; others are left out.
+@attrs.frozen(eq=False)
+class Reading:
+    """Scalars on their way to the host.
 
-    Tensors of one element and plain numbers are scalars.
+    Attributes:
+        rows: the mappings that are read, each with the numbers that were on the host from the beginning.
+        copies: the tensors' values, and to which row and name each belongs.
+        events: what a GPU does after it has copied them.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, str, Tensor]]] = {}
-    rows: list[dict[str, Any]] = []
+
+    rows: Sequence[tuple[Mapping[str, Any], dict[str, Any]]]
+    copies: Sequence[tuple[Tensor, list[tuple[int, str]]]]
+    events: Sequence[torch.cuda.Event]
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `numbers` need not wait."""
+        return all(event.query() for event in self.events)
+
+    def numbers(self) -> list[dict[str, float | int | bool]]:
+        """Return the scalars of each mapping as numbers, waiting for those that have not arrived."""
+        for event in self.events:
+            event.synchronize()
+        found = [dict(row) for _, row in self.rows]
+        for values, places in self.copies:
+            for (i, name), value in zip(places, values.tolist(), strict=True):
+                found[i][name] = value
+        return [
+            {name: row[name] for name in metrics if name in row}
+            for row, (metrics, _) in zip(found, self.rows, strict=True)
+        ]
+
+
+def begin(many: Sequence[Mapping[str, Any]]) -> Reading:
+    """Copy the scalars of each mapping aside, with one copy from each device and dtype, and wait for none of them.
+
+    Tensors of one element and plain numbers are scalars; others are left out. A copy from a GPU goes to page-locked
+    memory.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[tuple[int, str]]]] = {}
+    rows = [(metrics, {name: x for name, x in metrics.items() if isinstance(x, int | float)}) for metrics in many]
     for i, metrics in enumerate(many):
-        rows.append({name: x for name, x in metrics.items() if isinstance(x, int | float)})
         for name, x in metrics.items():
             if isinstance(x, Tensor) and x.numel() == 1:
-                groups.setdefault((x.device, x.dtype), []).append((i, name, x.detach().reshape(())))
-    for group in groups.values():
-        values = torch.stack([x for _, _, x in group]).tolist()
-        for (i, name, _), value in zip(group, values, strict=True):
-            rows[i][name] = value
-    return [{name: row[name] for name in metrics if name in row} for row, metrics in zip(rows, many, strict=True)]
+                tensors, places = groups.setdefault((x.device, x.dtype), ([], []))
+                tensors.append(x.detach().reshape(()))
+                places.append((i, name))
+    copies = [(torch.stack(tensors), places) for tensors, places in groups.values()]
+    gpus = dict.fromkeys(values.device for values, _ in copies if values.device.type == "cuda")
+    copies = [(v.to("cpu", non_blocking=True) if v.device in gpus else v, places) for v, places in copies]
+    events = [torch.cuda.Event() for _ in gpus]
+    for event, gpu in zip(events, gpus, strict=True):
+        event.record(torch.cuda.current_stream(gpu))
+    return Reading(rows, copies, events)
+
+
+def read(many: Sequence[Mapping[str, Any]]) -> list[dict[str, float | int | bool]]:
+    """Return the scalars of each mapping as numbers, as `begin` finds them, and wait for them."""
+    return begin(many).numbers()

@@ -52,3 +52,12 @@ class View:
         curve = _html.code(spark(self.points, width=80))
         title = self.title or "Progress"
         return _html.box(title, _html.text(f"step {self.done:,} of {self.total:,}"), bar, numbers, curve)
+
+
+def short(number: float) -> str:
+    """Return a number with four digits, or whole.
+
+    >>> short(65536.0), short(0.00012345)
+    ('65536', '0.0001234')
+    """
+    return f"{number:.0f}" if abs(number) < 1e9 and number == round(number) else f"{number:.4g}"

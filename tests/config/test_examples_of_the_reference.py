@@ -336,19 +336,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
         ],
     ),
     "curriculum learning": ({"curriculum_learning": {"enabled": True, **CURRICULUM}}, ["curriculum_learning.enabled"]),
-    "TensorBoard": (
-        {"tensorboard": {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"}},
-        ["tensorboard.enabled"],
-    ),
-    "WandB": (
-        {"wandb": {"enabled": True, "group": "my_group", "team": "my_team", "project": "my_project"}},
-        ["wandb.enabled"],
-    ),
-    "Comet": ({"comet": {"enabled": True, **COMET}}, ["comet.enabled"]),
-    "CSV": (
-        {"csv_monitor": {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"}},
-        ["csv_monitor.enabled"],
-    ),
+    "TensorBoard": ({"tensorboard": {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"}}, []),
+    "WandB": ({"wandb": {"enabled": True, "group": "my_group", "team": "my_team", "project": "my_project"}}, []),
+    "Comet": ({"comet": {"enabled": True, **COMET}}, []),
+    "CSV": ({"csv_monitor": {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"}}, []),
     "elastic training": (
         {
             "elasticity": {

@@ -36,6 +36,7 @@ ROOMS = {
     "data": "collectives microbatches random tree errors",
 }
 ROOMS["display"] = "_html collectives errors"
+ROOMS["monitors"] = "collectives display errors state"
 ROOMS["config"] = " ".join(ROOMS)
 ROOMS["command_line"] = " ".join(ROOMS)
 VERSION = "fds.__version__"  # which every room may ask for: it is there before any of them

@@ -11,11 +11,12 @@ from typing import Literal
 import attrs
 
 from fds.config.field import key
-from fds.config.meaning import NotApplicable, NotYet, PartOf
+from fds.config.meaning import Elsewhere, NotApplicable, NotYet, PartOf
 from fds.config.record import Config
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 _PRINTS_NOTHING = NotApplicable("a step prints nothing, it returns metrics")
+_MONITOR = Elsewhere("config.monitor(mesh)")
 
 
 @attrs.frozen
@@ -42,7 +43,7 @@ class LoggingConfig(Config):
     steps_per_print: int | float | None = key(
         None,
         "updates between two lines of progress; null or Infinity: no such line",
-        _PRINTS_NOTHING,
+        Elsewhere("config.monitor(mesh)", "by fds.monitors.Console(every=)"),
         unit="steps",
         documented=10,
         over=0,
@@ -75,7 +76,7 @@ class LoggingConfig(Config):
 class TensorBoardConfig(Config):
     """`tensorboard`: write metrics as TensorBoard events."""
 
-    enabled: bool = key(False, "write metrics as TensorBoard events, on rank 0", NotYet("a TensorBoard monitor"))
+    enabled: bool = key(False, "write metrics as TensorBoard events, on rank 0", _MONITOR)
     output_path: str | None = key(
         "", "directory of all jobs; empty: one below the working directory", PartOf(), documented=None, null=False
     )
@@ -86,7 +87,7 @@ class TensorBoardConfig(Config):
 class CsvMonitorConfig(Config):
     """`csv_monitor`: write metrics as CSV, a file for each."""
 
-    enabled: bool = key(False, "append metrics to CSV files, one a metric, on rank 0", NotYet("a CSV monitor"))
+    enabled: bool = key(False, "append metrics to CSV files, one a metric, on rank 0", _MONITOR)
     output_path: str | None = key(
         "", "directory of all jobs; empty: one below the working directory", PartOf(), documented=None, null=False
     )
@@ -97,7 +98,7 @@ class CsvMonitorConfig(Config):
 class WandbConfig(Config):
     """`wandb`: send metrics to Weights & Biases."""
 
-    enabled: bool = key(False, "send metrics to Weights & Biases, from rank 0", NotYet("a Weights & Biases monitor"))
+    enabled: bool = key(False, "send metrics to Weights & Biases, from rank 0", _MONITOR)
     group: str | None = key(None, "what runs are grouped by there", PartOf())
     team: str | None = key(None, "account that the run belongs to; null: the user's own", PartOf())
     project: str = key("deepspeed", "project that the run is filed under", PartOf())
@@ -107,7 +108,7 @@ class WandbConfig(Config):
 class CometConfig(Config):
     """`comet`: send metrics to Comet. What is null here, its own files and environment variables may say."""
 
-    enabled: bool = key(False, "send metrics to Comet, from rank 0", NotYet("a Comet monitor"))
+    enabled: bool = key(False, "send metrics to Comet, from rank 0", _MONITOR)
     samples_log_interval: int = key(
         100, "samples of training between two values of a metric that are sent", PartOf(), unit="samples", over=0
     )

@@ -1,0 +1,36 @@
+"""From a configuration to the sinks of its monitor."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from fds.config.keys.groups import Groups
+from fds.monitors import CSV, Comet, Console, Sink, TensorBoard, WandB
+
+
+def sinks(config: Groups) -> list[Sink]:
+    """Return where a resolved configuration has metrics written. Raises `FdsError` for a package that is missing."""
+    found: list[Sink] = []
+    for group, make in ((config.tensorboard, TensorBoard), (config.csv_monitor, CSV)):
+        if group.enabled:
+            found.append(make(os.path.join(group.output_path or "", group.job_name)))
+    if config.wandb.enabled:
+        found.append(WandB(config.wandb.project, team=config.wandb.team, group=config.wandb.group))
+    if (comet := config.comet).enabled:
+        assert config.batch.train_batch_size is not None
+        found.append(
+            Comet(
+                comet.project,
+                workspace=comet.workspace,
+                name=comet.experiment_name,
+                experiment_key=comet.experiment_key,
+                mode=comet.mode,
+                online=comet.online,
+                api_key=comet.api_key,
+                every=math.ceil(comet.samples_log_interval / config.batch.train_batch_size),
+            )
+        )
+    if (calls := config.logging.steps_per_print) is not None and calls != math.inf:
+        found.append(Console(every=math.ceil(calls)))
+    return found
