@@ -56,6 +56,7 @@ NOT_ON_A_GPU = {
     "tests/config": _DRAWN_FOR_A_CPU,
     "tests/data": _OF_THE_HOST,
     "tests/display": _OF_THE_HOST,
+    "tests/monitors": _OF_THE_HOST,
     "tests/examples": _PROCESSES,
     "tests/fuzzing": _PROCESSES,
     "tests/house": _OF_THE_HOST,

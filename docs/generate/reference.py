@@ -26,6 +26,7 @@ TITLES = {
     "fds.storage.foreign": "Files of other programs",
     "fds.data": "Data loaders",
     "fds.display": "Progress of a run",
+    "fds.monitors": "Monitors of a run",
     "fds.config": "DeepSpeed's configuration",
     "fds.command_line": "The command line",
     "fds.errors": "Errors",

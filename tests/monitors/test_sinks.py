@@ -79,6 +79,17 @@ def test_a_run_that_was_killed_behind_its_save_has_every_step_once(tmp_path):
     killed.close()
 
 
+def test_half_a_row_of_a_killed_process_goes(tmp_path):
+    step, state = step_and_state()
+    with fds.monitor(CSV(tmp_path), names=["lr"]) as monitor:
+        state = trained(step, state, 9, monitor)
+    with (tmp_path / "Train_Steps_lr.csv").open("a") as file:
+        file.write("1")  # of "10,0.1"
+    with fds.monitor(CSV(tmp_path), names=["lr"]) as monitor:
+        trained(step, state, 1, monitor)
+    assert [row[0] for row in table(tmp_path, "Train/Steps/lr")] == ["step", *map(str, range(1, 11))]
+
+
 def logged_upto(tmp_path):
     return table(tmp_path / "csv", LOSS)[1:], read_log(tmp_path / "log.jsonl"), scalars(tmp_path / "tb", LOSS)
 
