@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.offload import offload
     from fds.transforms.donate import donate
     from fds.transforms.cuda_graph import cuda_graph
+    from fds.transforms.profiled import profiled
     from fds.transforms.reference_kernels import reference_kernels
     from fds.transforms.triton_kernels import triton_kernels
 
@@ -50,6 +51,9 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     # a step, and what it steps through
     from fds.step import Step, Transform, compose, evaluate
     from fds.state import State
+
+    # what it takes
+    from fds.profiling import profile, profile_model
 
     # keeping it
     from fds.storage import export_weights, import_deepspeed, import_weights, load, save, save_async
@@ -72,6 +76,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
         loss as loss,
         media as media,
         microbatches as microbatches,
+        profiling as profiling,
         state as state,
         step as step,
         storage as storage,
@@ -105,10 +110,12 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.offload": "offload",
         "fds.transforms.donate": "donate",
         "fds.transforms.cuda_graph": "cuda_graph",
+        "fds.transforms.profiled": "profiled",
         "fds.transforms.reference_kernels": "reference_kernels",
         "fds.transforms.triton_kernels": "triton_kernels",
         "fds.step.sharding.handles": "materialize",
         "fds.state": "State",
+        "fds.profiling": "profile profile_model",
         "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
         "fds.monitors": "monitor",
         "fds.data": "DistributedLoader RepeatingLoader",
@@ -117,7 +124,7 @@ __getattr__, __dir__ = lazily(
         "fds.errors": "FdsError",
     },
     submodules="autodiff collectives command_line config containers data display errors kernels layout loss "
-    "media microbatches monitors nn optim plans random schedules state step storage transforms tree",
+    "media microbatches monitors nn optim plans profiling random schedules state step storage transforms tree",
 )
 
 __all__ = [
@@ -178,6 +185,9 @@ __all__ = [
     "pipeline",
     "plans",
     "precision",
+    "profile",
+    "profile_model",
+    "profiled",
     "random",
     "recipe",
     "reference_kernels",

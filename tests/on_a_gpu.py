@@ -53,6 +53,7 @@ NOT_ON_A_GPU = {
     "tests/collectives": "simulated ranks, whose sums are the CPU's, and real ones over gloo",
     "tests/benchmarks": _OF_THE_HOST,
     "tests/command_line": _OF_THE_HOST,
+    "tests/profiling": "it counts the operators that run on a CPU",
     "tests/config": _DRAWN_FOR_A_CPU,
     "tests/data": _OF_THE_HOST,
     "tests/display": _OF_THE_HOST,

@@ -27,6 +27,7 @@ ROOMS = (  # in the order of data flow
     "fds.plans",
     "fds.kernels",
     "fds.nn",
+    "fds.profiling",
     "fds.storage",
     "fds.storage.foreign",
     "fds.data",

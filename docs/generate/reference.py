@@ -22,6 +22,7 @@ TITLES = {
     "fds.plans": "Pipeline plans",
     "fds.kernels": "Kernels",
     "fds.nn": "Layers of kernels",
+    "fds.profiling": "What a step takes",
     "fds.storage": "Saving and loading",
     "fds.storage.foreign": "Files of other programs",
     "fds.data": "Data loaders",

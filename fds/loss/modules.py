@@ -19,6 +19,7 @@ from fds.loss.compiled import untraced
 from fds.loss.copies import references, structural
 from fds.loss.mixed import in_float32, raise_if_mixed
 from fds.loss.modes import Mode, current
+from fds.loss.roots import Root, roots
 from fds.loss.variants import Run, Variant
 
 _UNTRACED = (
@@ -228,6 +229,7 @@ class Apply:
     def _new_variant(self, now: Mode) -> Variant:
         """Return a copy of the module in this mode."""
         module, aliases = structural(self.source)  # the source is never run, so it never changes
+        roots[module] = Root(self.number, self.prefix)
         if now.evaluating:
             module.eval()
         in_float32(module, now.float32, low=now.low, prefix=self.prefix)

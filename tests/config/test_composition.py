@@ -215,6 +215,9 @@ ROWS: list[tuple[dict[str, Any], dict[str, int], list[str]]] = [
     ({"communication_data_type": "fp16"}, DP2, ["fds.precision(torch.float32, reduce=torch.float16)"]),
     ({"communication_data_type": "fp32"}, DP2, []),
     ({"gradient_clipping": 0.5}, DP2, ["fds.clip_by_global_norm(0.5)"]),
+    # what is measured
+    ({"flops_profiler": {"enabled": True}}, DP2, ["fds.profiled(1)"]),
+    ({"flops_profiler": {"module_depth": 1}}, DP2, []),
     # precision
     (BF16, DP2, [BRAIN, "fds.skip_nonfinite()"]),
     ({"bf16": {"enabled": True, "check_grad_overflow": False}}, DP2, [BRAIN]),
@@ -586,6 +589,17 @@ ON: dict[str, tuple[dict[str, Any], Any, Any]] = {  # path -> where it counts, a
     "activation_checkpointing.cpu_checkpointing": ({"pipeline": {"activation_checkpoint_interval": 1}}, True, "host"),
     "pipeline.partition": ({}, "uniform", "uniform"),
     "pipeline.activation_checkpoint_interval": ({}, 2, 2),
+}
+ON |= {
+    f"flops_profiler.{name}": ({} if name == "enabled" else {"flops_profiler": {"enabled": True}}, value, then)
+    for name, value, then in (
+        ("enabled", True, None),
+        ("profile_step", 3, 3),
+        ("module_depth", 2, 2),
+        ("top_modules", 4, 4),
+        ("detailed", False, False),
+        ("output_file", "profile.txt", "profile.txt"),
+    )
 }
 WITH = {  # what goes with it
     # gradients travel in the parameters' dtype still, and are summed in it

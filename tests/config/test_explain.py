@@ -29,9 +29,9 @@ ALL: dict[str, Any] = {
         "zero_quantized_weights": True,
         "elastic_checkpoint": True,
     },
-    "flops_profiler": {"enabled": True},
+    "autotuning": {"enabled": True},
 }
-SOME: dict[str, Any] = {key: value for key, value in ALL.items() if key != "flops_profiler"} | {
+SOME: dict[str, Any] = {key: value for key, value in ALL.items() if key != "autotuning"} | {
     "zero_optimization": {"stage": 2, "contiguous_gradients": False}
 }
 TITLES = [
@@ -158,10 +158,7 @@ def test_the_edition_of_the_documentation_does_not_say_that_it_differs_from_itse
 
 def test_what_is_not_there_is_told_and_left_out():
     told = sections(explained(ALL))[TITLES[1]]
-    assert [line.split(": ")[0] for line in told] == [
-        "zero_optimization.zero_quantized_weights",
-        "flops_profiler.enabled",
-    ]
+    assert [line.split(": ")[0] for line in told] == ["zero_optimization.zero_quantized_weights", "autotuning.enabled"]
     assert TITLES[1] not in sections(explained(SOME))
 
 

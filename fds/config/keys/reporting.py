@@ -11,7 +11,7 @@ from typing import Literal
 import attrs
 
 from fds.config.field import key
-from fds.config.meaning import Elsewhere, NotApplicable, NotYet, PartOf
+from fds.config.meaning import Elsewhere, NotApplicable, NotYet, PartOf, argument
 from fds.config.record import Config
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
@@ -148,15 +148,38 @@ class FlopsProfilerConfig(Config):
     """`flops_profiler`: count the work of one step, module by module."""
 
     enabled: bool = key(
-        False, "count operations, parameters and time of one step, by module", NotYet("a profile of FLOPs by module")
+        False, "count operations, parameters and time of one step, by module", argument("profiled", note="on rank 0")
     )
     recompute_fwd_factor: float = key(
-        0.0, "forwards that backward computes again: 1 where all activations are checkpointed", PartOf(), low=0
+        0.0,
+        "forwards that backward computes again: 1 where all activations are checkpointed",
+        NotApplicable("what backward computes again is counted, not assumed"),
+        low=0,
     )
     profile_step: int = key(
-        1, "the step that is profiled; some before it should warm up", PartOf(), unit="steps", low=0
+        1,
+        "the step that is profiled; some before it should warm up",
+        argument("profiled", name="at"),
+        unit="steps",
+        low=0,
     )
-    module_depth: int = key(-1, "levels of nested modules that are told of; -1: all", PartOf(), unit="levels", low=-1)
-    top_modules: int = key(1, "most expensive modules that are named at each level", PartOf(), unit="modules", low=0)
-    detailed: bool = key(True, "print the profile of every module, not only the sums", PartOf())
-    output_file: str | None = key(None, "file to write the profile to; null: print it", PartOf())
+    module_depth: int = key(
+        -1,
+        "levels of nested modules that are told of; -1: all",
+        argument("profiled", name="depth", note="-1 is None"),
+        unit="levels",
+        low=-1,
+    )
+    top_modules: int = key(
+        1,
+        "most expensive modules that are named at each level",
+        argument("profiled", name="top"),
+        unit="modules",
+        low=0,
+    )
+    detailed: bool = key(
+        True, "print the profile of every module, not only the sums", argument("profiled", name="detailed")
+    )
+    output_file: str | None = key(
+        None, "file to write the profile to; null: print it", argument("profiled", name="file")
+    )

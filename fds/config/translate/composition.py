@@ -40,6 +40,7 @@ def compose_supported(config: Groups, axes: Mapping[str, int]) -> tuple[tuple[Fu
         _recomputation(config),
         loss_scale_call(config),
         _finite(config),
+        _profile(config),
         clipping_call(config),
         optimizer_call(config),
     )
@@ -178,6 +179,21 @@ def loss_scale_call(config: Groups) -> FunctionCall | None:
 
 def _finite(config: Groups) -> FunctionCall | None:
     return FunctionCall.of("skip_nonfinite") if config.bf16.enabled and config.bf16.check_grad_overflow else None
+
+
+def _profile(config: Groups) -> FunctionCall | None:
+    asked = config.flops_profiler
+    if not asked.enabled:
+        return None
+    depth = None if asked.module_depth == -1 else asked.module_depth
+    return FunctionCall.of(
+        "profiled",
+        asked.profile_step,
+        depth=depth,
+        top=asked.top_modules,
+        detailed=asked.detailed,
+        file=asked.output_file or None,
+    )
 
 
 def clipping_call(config: Groups) -> FunctionCall | None:

@@ -20,6 +20,7 @@ from fds.transforms.loss_scale import loss_scale
 from fds.transforms.offload import offload
 from fds.transforms.pipeline import pipeline
 from fds.transforms.precision import precision
+from fds.transforms.profiled import profiled
 from fds.transforms.shard_optimizer import shard_optimizer
 from fds.transforms.skip_nonfinite import skip_nonfinite
 from fds.transforms.static_loss_scale import static_loss_scale
@@ -37,6 +38,7 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
             offload,
             pipeline,
             precision,
+            profiled,
             shard_optimizer,
             skip_nonfinite,
             static_loss_scale,
