@@ -26,7 +26,8 @@ from fds.step.memory import Memory
 from fds.step.notes import Notes
 from fds.step.parameters import open_parameters
 from fds.step.residency.chunks import Piece, agreed_chunks, may_leave
-from fds.step.residency.contract import Resident
+from fds.step.residency.contract import Residency, Resident
+from fds.step.residency.deferred import heard
 from fds.step.residency.landing import Landing
 from fds.step.residency.lives import Lives, resident_at
 from fds.step.residency.masters import NOWHERE, Masters, elsewhere
@@ -112,10 +113,17 @@ class Stations:
         return Call.with_state(state, self.dimensions, notes, training=training)
 
     def gradients(
-        self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None, call: Call
+        self,
+        state: State,
+        structure: Structure,
+        parts: list[Tensor],
+        batch: Any,
+        scale: Tensor | None,
+        call: Call,
+        residency: Residency,
     ) -> LocalGradients:
         """Return the gradients of a batch, times `scale` / divisor, summed over microbatches and ranks."""
-        ran, sums = self._run(state, structure, parts, batch, scale, call)
+        ran, sums = self._run(state, structure, parts, batch, scale, call, residency)
         landing, everyone = sums.landing, self.everyone
         try:
             used, leaves = sums.used(), sums.finish()
@@ -131,7 +139,14 @@ class Stations:
         return LocalGradients(totals, leaves, used, counted, ran.buffers, sums.predivide, wide, sums.kept, landing)
 
     def _run(
-        self, state: State, structure: Structure, parts: list[Tensor], batch: Any, scale: Tensor | None, call: Call
+        self,
+        state: State,
+        structure: Structure,
+        parts: list[Tensor],
+        batch: Any,
+        scale: Tensor | None,
+        call: Call,
+        residency: Residency,
     ) -> tuple[PassResult, InPlace | Bucketed]:
         """Run every microbatch forward and backward.
 
@@ -139,7 +154,7 @@ class Stations:
         """
         microbatches, pool, order = self.split_batch(call, batch), self.runtime.pool, self.order("step", structure)
         settings = self.settings(call, state.buffers, microbatches.count)
-        masters = self.masters(structure, parts, call.device)
+        masters = self.masters(structure, parts, call.device, residency)
         params = open_parameters(self.gather, self.shard, structure, masters, pool, train=True, order=order)
         kinds = self.execute.dtypes(params.trained, self.gather.dtype, self.everyone, self.runtime.asked)
         seeds = Seeds.of(
@@ -152,8 +167,10 @@ class Stations:
             asked=self.runtime.asked,
             order=None if self.execute.together else order,
         )
-        elsewhere = "gradients" in self.place.residency.kinds
-        landing = self.landing(structure, state, params.trained) if elsewhere else None
+        landing = None
+        if "gradients" in residency.kinds:
+            with heard(residency, self.everyone):
+                landing = self.landing(structure, state, params.trained, residency)
         sums = self.reduce.sums(
             structure, self.shard, params.trained, self.sum.dtype, pool, order, kinds, seeds, state.slots, landing
         )
@@ -174,23 +191,23 @@ class Stations:
         with training(settings[0], params, sums, order):
             return self.execute.train(run), sums
 
-    def masters(self, structure: Structure, parts: list[Tensor], device: torch.device) -> Masters:
+    def masters(self, structure: Structure, parts: list[Tensor], device: torch.device, residency: Residency) -> Masters:
         """Return the parameters as a state holds them, for a loss that runs on a device."""
-        residency, known = self.place.residency, NOWHERE
+        known = NOWHERE
         if residency.kinds:
             known = self.runtime.elsewhere.get((structure, device))
             if known is None:
                 known = self.runtime.elsewhere[structure, device] = elsewhere(residency, structure, device)
         return Masters(parts, device, residency, known)
 
-    def landing(self, structure: Structure, state: State, trained: list[Tensor]) -> Landing:
+    def landing(self, structure: Structure, state: State, trained: list[Tensor], residency: Residency) -> Landing:
         """Return where the sums of gradients go as each is final."""
         held = self.lives(structure, state).landed
         first = [members[0] for members in structure.members.values()] if structure.sharded else range(len(trained))
         dtypes = [self.sum.dtype or trained[i].dtype for i in first]
         late = [k for k, inside in enumerate(structure.segments) if inside and self.dimensions.is_late(inside[0].name)]
         pool, device = self.runtime.gradients, state.step.device
-        return Landing.of(self.place.residency, structure, held, dtypes, device, late, pool)
+        return Landing.of(residency, structure, held, dtypes, device, late, pool)
 
     def microbatch(self, loss: Any, structure: Structure) -> Microbatch:
         """Return the stations that every microbatch passes."""

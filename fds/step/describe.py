@@ -175,5 +175,5 @@ def _text(value: Any) -> str:
 def _unused(step: Stations, structure: Structure, state: State, batch: Any) -> tuple[str, ...]:
     same_composition(step)
     call = step.call(state, step.notes(state))
-    found = step.gradients(state, structure, tree.leaves(state.params), batch, None, call)
+    found = step.gradients(state, structure, tree.leaves(state.params), batch, None, call, step.place.residency)
     return tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)

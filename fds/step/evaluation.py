@@ -19,6 +19,7 @@ from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import graphless, usable
 from fds.step.execution import Pass
 from fds.step.parameters import Parameters, open_parameters
+from fds.step.residency.deferred import deferred, hear
 from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import same_metrics
 from fds.step.stations import chosen_kernels
@@ -185,7 +186,8 @@ def _local(step: Stations, state: State) -> Local:
     usable(state, "evaluate")
     structure, parts = step.structure_of(state.params)
     waits = step.order("evaluate", structure) is not None
-    masters = step.masters(structure, parts, state.step.device)
+    residency = deferred(step.place.residency, step.everyone)
+    masters = step.masters(structure, parts, state.step.device, residency)
     opened = functools.partial(
         open_parameters, step.gather, step.shard, structure, masters, step.runtime.pool, train=False
     )
@@ -195,17 +197,19 @@ def _local(step: Stations, state: State) -> Local:
         state.check("evaluate")
         order = step.order("evaluate", structure)
         params = kept or opened(order=order)
+        found: tuple[Totals, list[Any]] = Totals(), []
         try:
             with chosen_kernels(step):
                 if batch is not Nothing:
-                    return _run(step, state, structure, params, batch, order, outputs)
-            if order is not None:
-                order.finish()  # others gather what they need
-            return Totals(), []
+                    found = _run(step, state, structure, params, batch, order, outputs)
+                elif order is not None:
+                    order.finish()  # others gather what they need
         finally:
             params.close()
             if order is not None:
                 order.joins.clear()
+        hear(residency, step.everyone)
+        return found
 
     return local
 

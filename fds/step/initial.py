@@ -18,6 +18,7 @@ from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
 from fds.step.memory import first_slots
 from fds.step.residency.contract import check_apart, is_held
+from fds.step.residency.deferred import deferred, heard
 from fds.step.residency.first import first_opt
 from fds.step.residency.lives import resident, settled
 from fds.step.structure import Structure, check_finite, check_own, contiguous_copy
@@ -68,7 +69,11 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
 
     def settle(part: int, x: Tensor) -> Tensor:
         devices.append(x.device)
-        return settled(step.place.residency, x, resident(structure, "params", part))
+        try:
+            return settled(step.place.residency, x, resident(structure, "params", part))
+        except Exception as error:
+            failed.append(error)
+            return x.to("meta")
 
     held = structure.hold(values(), step.dimensions.slice, settle)
     _check_made(failed, everyone)
@@ -85,20 +90,24 @@ def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device
     assert step.optimizer is not None
     data = None if alone else step.dimensions.data
     flat, key = [x.view(-1) for x in structure.pick(parts)], random.key(key)
-    with random.seeded(key, "optimizer", *step.dimensions.coordinates):
-        opt = first_opt(step.place.residency, step.optimizer, structure, flat, device)
-    slots = first_slots(
-        step.memory, held, structure.trained_shapes, whole_shapes(step, structure), device, key, step.dimensions
-    )
-    residency = step.place.residency
-    if "slots" in residency.kinds:
-        leaves = [settled(residency, x, step.resident(structure, f"slots.{at}")) for at, x in tree.paths(slots).items()]
-        slots = tree.flatten(slots)[1](leaves)
+    residency = deferred(step.place.residency, None if alone else step.everyone)
     buffers = {
         name: _of_rank_0(contiguous_copy(step.dimensions.cut(name, b.to(device))), data)
         for name, b in losses.initial_buffers(step.loss).items()
         if step.dimensions.holds(name)
     }
+    slots = first_slots(
+        step.memory, held, structure.trained_shapes, whole_shapes(step, structure), device, key, step.dimensions
+    )
+    opt: dict[str, list[Tensor | None]] = {}
+    with heard(residency, step.everyone):
+        with random.seeded(key, "optimizer", *step.dimensions.coordinates):
+            opt = first_opt(residency, step.optimizer, structure, flat, device)
+        if "slots" in residency.kinds:
+            leaves = [
+                settled(residency, x, step.resident(structure, f"slots.{at}")) for at, x in tree.paths(slots).items()
+            ]
+            slots = tree.flatten(slots)[1](leaves)
     state = State(
         step=torch.zeros((), dtype=torch.int64, device=device),
         calls=torch.zeros((), dtype=torch.int64, device="cpu"),

@@ -15,8 +15,10 @@ from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import usable
 from fds.step.pool import Pool
+from fds.step.residency.deferred import deferred, hear
+from fds.step.residency.masters import Masters
 from fds.step.sharding.gather import Gather
-from fds.step.structure import overlap
+from fds.step.structure import Structure, overlap
 
 Named = dict[str, Tensor]
 Pair = tuple[str, Tensor, Tensor]  # name in the module, what is there, what it is to become
@@ -30,7 +32,15 @@ def whole_parameters(step: Stations, state: State, doing: str, *, copies: bool) 
     same_composition(step)
     usable(state, doing)
     structure, parts = step.structure_of(state.params)
-    masters = step.masters(structure, parts, state.step.device)
+    residency = deferred(step.place.residency, step.everyone)
+    masters = step.masters(structure, parts, state.step.device, residency)
+    found = _whole(step, structure, parts, masters, copies=copies)
+    hear(residency, step.everyone)
+    return found
+
+
+def _whole(step: Stations, structure: Structure, parts: list[Tensor], masters: Masters, *, copies: bool) -> Any:
+    """Return the whole parameters; see `whole_parameters`."""
     sent = bool(step.dimensions.differing)
     if not structure.sharded:
         whole = (masters if sent else masters.at_home()).seen(None)

@@ -30,6 +30,8 @@ from fds.step.initial import at_first, initial, traced
 from fds.step.into import into, whole_parameters
 from fds.step.notes import Notes, followed, may_note
 from fds.step.ranges import profiled
+from fds.step.residency.contract import Residency
+from fds.step.residency.deferred import Deferred, hear, heard
 from fds.step.seeds import guesses
 from fds.step.sharding.kept import SLOT
 from fds.step.stations import Program, unless, with_chosen_kernels
@@ -110,7 +112,11 @@ class Step(Stations):
             with seeded(call, [self.scale], "scale"):
                 scale = contracts.scalar(self.scale.scale(state.slots, state.step.device), self.scale)
         self.runtime.pool.sweep()
-        found, everyone = self.gradients(state, structure, parts, batch, scale, call), self.everyone
+        everyone = self.everyone
+        residency = self.place.residency
+        if everyone is not None and residency.kinds:  # one that says what fails when all ranks hear
+            residency = Deferred(residency)
+        found = self.gradients(state, structure, parts, batch, scale, call, residency)
         if everyone is None:
             check_used(found.used, losses.name(self.loss), viewed=bool(self.view))
 
@@ -140,9 +146,11 @@ class Step(Stations):
         # the update: from the last of these lines on the new state's memory is written
         with seeded(call, self.optimizer.schedules(), "schedule"):
             values = self.optimizer.values(state.step)
-        new = self.leaves(state, held)
+        new = self.leaves(state, held, residency)
         with profiled("optimizer"), seeded(call, [self.optimizer], "optimizer", *self.dimensions.coordinates):
             new.update(state, self.optimizer, grads, self.chunks(structure), self.dimensions, skip=skip, values=values)
+        if residency is not self.place.residency:
+            hear(residency, everyone)
 
         if reading.now.recording is None and state.step.device.type == "cpu":
             self.runtime.pool.ballast.extend(grads.leaves)
@@ -246,9 +254,16 @@ class Step(Stations):
         at = None if self.place.residency.kinds else devices
         return check.StateTensors(structure, leaves, devices, check.same_slots(state, structure.opt, at))
 
-    def leaves(self, state: State, held: check.StateTensors) -> NewLeaves:
-        """Return memory for what an update of a state writes, with the old values."""
+    def leaves(self, state: State, held: check.StateTensors, residency: Residency | None = None) -> NewLeaves:
+        """Return memory for what an update of a state writes, with the old values.
+
+        A `residency` stands in for that of the step, and all ranks hear of what fails there.
+        """
         lives = self.lives(held.structure, state)
+        if residency is not None and residency.kinds:
+            lives = attrs.evolve(lives, residency=residency)
+            with heard(residency, self.everyone):
+                return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after)
         return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after)
 
     def _agree(

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fds
 from fds import tree
-from fds.errors import RankError
+from fds.errors import DiskError, RankError
 from fds.step import fill, transform
 from fds.step.sharding.coming import Coming, Departures
 from tests import devices
@@ -198,8 +198,8 @@ def test_on_one_rank_what_was_read_is_the_bucket(tmp_path, bits):
     ("sharding", "at"),
     [("stage 0", 0), ("stage 1", 0), ("stage 1", 5), ("stage 3", 0), ("stage 3", 2), ("stage 3", 8), ("two ahead", 4)],
 )
-def test_an_error_of_the_disk_reaches_the_rank_that_has_it_and_nobody_hangs(tmp_path, sharding, at, ranks):
-    sharding, errors = SHARDINGS.get(sharding, SHARDINGS["two ahead, some stay"]), {}
+def test_an_error_of_the_disk_reaches_all_ranks_which_may_try_again(tmp_path, sharding, at, ranks):
+    sharding = SHARDINGS.get(sharding, SHARDINGS["two ahead, some stay"])
 
     def body():
         axis, residency = data_axis(), Watched(tmp_path, ("params",))
@@ -207,22 +207,16 @@ def test_an_error_of_the_disk_reaches_the_rank_that_has_it_and_nobody_hangs(tmp_
         before, batch = snapshot(state), mine(BATCH, axis)
         if axis.index == 0:
             residency.fails_at = next(residency.count) + 1 + at
-        try:
+        with pytest.raises((OSError, DiskError), match="the disk fails") as caught:
             step(state, batch)
-        except Exception as error:
-            errors[axis.index] = type(error)
-            assert_same_bits(state, before)
-            if ranks > 1:
-                raise
+        assert_same_bits(state, before)
         residency.fails_at = -1
-        step(state, batch)
+        _, metrics = step(state, batch)
+        return caught.type, metrics
 
-    if ranks == 1:
-        fds.simulate(body, 1)
-    else:
-        with pytest.raises(OSError, match="the disk fails"):
-            fds.simulate(body, 2)
-    assert errors[0] is OSError
+    found = fds.simulate(body, ranks)
+    assert [kind for kind, _ in found] == [OSError, DiskError][:ranks]
+    assert_same_bits(found[0][1], found[-1][1])
 
 
 def test_all_is_waited_for_though_some_of_it_fails():

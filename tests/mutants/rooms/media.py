@@ -83,4 +83,12 @@ MUTANTS = (
         "a directory that another thread lets go of is refused, as if another run had it",
         "tests/media/test_failing_disks.py -k another_thread",
     ),
+    Mutant(
+        "ranks-do-not-hear-of-an-update",
+        "fds/step/program.py",
+        "            hear(residency, everyone)",
+        "            pass",
+        "after a write that failed a rank goes on with zeros, and says nothing",
+        "tests/laws/test_law_11_on_failing_disks.py -k adamw",
+    ),
 )

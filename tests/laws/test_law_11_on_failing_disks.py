@@ -1,0 +1,106 @@
+"""Law 11 on ranks of which one has a disk that fails: all say so, and go on from the state before, bit for bit."""
+
+import contextlib
+import os
+
+import pytest
+import torch
+
+import fds
+from fds.errors import DiskError, FdsError
+from fds.media.arena import Arena
+from tests import ranks
+from tests.bits import assert_same_bits, snapshot
+from tests.laws import problems
+from tests.laws.test_law_4_sharding import batch_of, share
+from tests.laws.test_law_11_residency import ALL
+
+
+@contextlib.contextmanager
+def opened_as(disk, flags):
+    """Let a disk read, or write, its file no more."""
+    fd = disk._open[0].arena.file.fd
+    good, bad = os.dup(fd), os.open(f"/proc/self/fd/{fd}", flags | os.O_DIRECT)
+    os.dup2(bad, fd)
+    try:
+        yield
+    finally:
+        os.dup2(good, fd)
+        os.close(good)
+        os.close(bad)
+
+
+@contextlib.contextmanager
+def full(disk):
+    """Let the disk be full."""
+
+    def refuse(arena, nbytes):
+        raise DiskError("the disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arena, "take", refuse)
+        yield
+
+
+FAILS = {
+    "read": lambda disk: opened_as(disk, os.O_WRONLY),
+    "write": lambda disk: opened_as(disk, os.O_RDONLY),
+    "full": full,
+}
+
+
+def train(directory, stage, optimizer):
+    """Return what each failure raised on a rank, and the parameters of a run that met all and of one that met none."""
+    axis, problem = fds.mesh(dp=-1)["dp"], problems.layers(5, torch.float32, 0.0, False)
+    parts = [fds.shard_optimizer(axis, stage=stage, bucket_bytes=64), fds.ema(0.9), ALL[optimizer]()]
+    disk, told = fds.disk(directory), []
+    plain = fds.compose(*parts)(problem.loss)
+    step = fds.compose(fds.offload(disk, masters=disk, gradients=disk), *parts)(problem.loss)
+    batch = share(batch_of(problem, 2 * axis.size), axis.index, axis.size)
+    want, state, held = plain.init(problem.params), step.init(problem.params), []
+    for fails in FAILS.values():
+        want, state = plain(want, batch)[0], step(state, batch)[0]
+        held.append(state)  # so that the next one needs room
+        before = snapshot(state)
+        with fails(disk) if axis.index == axis.size - 1 else contextlib.nullcontext():
+            for call in (step, step.evaluate, lambda state, batch: step.params(state)):
+                try:
+                    call(state, batch)
+                except DiskError as error:
+                    told.append(str(error))
+                else:
+                    told.append("")
+        assert_same_bits(state, before)
+    return told, step.params(state), plain.params(want)
+
+
+@pytest.mark.parametrize(("stage", "optimizer"), [(0, "adamw"), (1, "lamb"), (3, "muon")])
+def test_all_ranks_say_which_disk_failed_and_go_on(tmp_path, stage, optimizer):
+    """Real ranks: one that waited for another would wait for as long as the test may take."""
+    (other, found, want), (own, _, _) = ranks.run(train, tmp_path, stage, optimizer)
+    assert_same_bits(found, want)
+    read = ["failed to read"] * 3
+    for texts in (own, other):  # of step, evaluate and params
+        assert [word in text for word, text in zip([*read, "failed to write"], texts, strict=False)] == [True] * 4
+        assert "the disk is full" in texts[6] and texts[4:6] == texts[7:] == ["", ""]
+    assert all(text.startswith("another rank could not") and "rank 1 of dp" in text for text in other if text)
+
+
+def begin(directory, kind):
+    """Return what `init` raises on a rank, where one of them has no room for the last leaves."""
+    axis, problem = fds.mesh(dp=-1)["dp"], problems.layers(5, torch.float32, 0.0, False)
+    disk = fds.disk(directory)
+    shard = fds.shard_optimizer(axis, stage=2, bucket_bytes=64)
+    step = fds.compose(fds.offload(**{kind: disk}), shard, fds.adamw(0.01))(problem.loss)
+    kept = disk.make(torch.zeros(1))
+    with full(disk) if axis.index else contextlib.nullcontext(), pytest.raises(FdsError) as caught:
+        step.init(problem.params)
+    del kept
+    step(step.init(problem.params), share(batch_of(problem, 2 * axis.size), axis.index, axis.size))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["moments", "masters"])
+def test_all_ranks_say_where_a_first_state_has_no_room(tmp_path, kind):
+    other, own = ranks.run(begin, tmp_path, kind)
+    assert own == "the disk is full" and own in other and "where: rank 1" in other
