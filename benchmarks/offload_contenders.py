@@ -44,18 +44,19 @@ def room() -> Path:
 
 @attrs.frozen
 class Manner:
-    """Where fds keeps what: `moments`, `masters` and `gradients` on "device", "host" or "disk"."""
+    """Where fds keeps what: `moments`, `masters` and `gradients` on "device", "host" or "disk", read by a backend."""
 
     moments: str = "device"
     masters: str = "device"
     gradients: str = "device"
+    backend: str = "auto"
 
     def transforms(self, folder: Path) -> list[Any]:
         """Return the transform, if any is needed."""
         if self == Manner():
             return []
         folder.mkdir(exist_ok=True)
-        disk = fds.disk(folder)
+        disk = fds.disk(folder, backend=self.backend)
         at = lambda word: disk if word == "disk" else word
         return [fds.offload(moments=at(self.moments), masters=at(self.masters), gradients=at(self.gradients))]
 
