@@ -26,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]  # as a module and as a file, from anywhere
@@ -152,7 +153,7 @@ def timed_step(options: argparse.Namespace, folder: Path, tell) -> tuple[list[Ro
         placed()
         read, written = (b - a for a, b in zip(before, disk_bytes(), strict=True))
         raw = RawFile(folder, max(read, written, 1))
-        best = next(iter(raw.fastest(read=read, write=written)))
+        best = next(iter(raw.fastest(read=read, write=written, rounds=2)))
         work = {
             name: functools.partial(harness.seconds, placed, 1, CPU),
             "in memory": functools.partial(harness.seconds, plain, 1, CPU),
@@ -176,26 +177,42 @@ def timed_step(options: argparse.Namespace, folder: Path, tell) -> tuple[list[Ro
 
 
 def resident(options: argparse.Namespace, folder: Path, tell) -> tuple[list[Rows], bool]:
-    """Measure what a step with moments and masters on disk holds resident, beside what `describe` says."""
+    """Measure what a step with moments and masters on disk holds resident, beside what `describe` says.
+
+    Claimed of processes as they are; beside each one whose malloc keeps no small blocks apart for its threads.
+    """
     case = TINY if options.quick else MEMORY
     rows, met = [], True
-    context = multiprocessing.get_context("spawn")
     for name, manner, stage in (
         ("moments on disk", Manner(moments="disk"), None),
         ("moments, masters on disk", DISK, 2),
         ("moments, masters on disk", DISK, 3),
         ("moments, masters, gradients on disk", Manner("disk", "disk", "disk"), 3),
     ):
-        with context.Pool(1) as pool:
-            got, want = pool.apply(weighed, (case, manner, stage, str(folder)))
-        apart = got / want - 1
-        good = abs(apart) <= RESIDENT_WITHIN or options.quick
-        met &= good
-        verdict = f"within {RESIDENT_WITHIN:.0%}: {'yes' if good else 'NO'}"
         at = "no sharding" if stage is None else f"stage {stage}"
-        rows.append([name, f"{case}, {at}", f"{got / MB:.0f}", f"{want / MB:.0f}", f"{apart:+.1%}", verdict])
-        tell(" ".join(rows[-1]))
-    return [("Resident memory of one process", ["contender", "case", "MB", "MB stated", "apart", "claim"], rows)], met
+        for malloc, tunables in (("as it is", ""), ("tcache_count=0", "glibc.malloc.tcache_count=0")):
+            got, want = alone(weighed, case, manner, stage, str(folder), tunables=tunables)
+            apart = got / want - 1
+            good = abs(apart) <= RESIDENT_WITHIN or options.quick
+            met &= good or bool(tunables)
+            verdict = f"within {RESIDENT_WITHIN:.0%}: {'yes' if good else 'NO'}"
+            rows.append(
+                [name, f"{case}, {at}", malloc, f"{got / MB:.0f}", f"{want / MB:.0f}", f"{apart:+.1%}", verdict]
+            )
+            tell(" ".join(rows[-1]))
+    header = ["contender", "case", "malloc", "MB", "MB stated", "apart", "claim"]
+    return [("Resident memory of one process", header, rows)], met
+
+
+def alone(work: Callable[..., Any], *arguments: Any, tunables: str) -> Any:
+    """Return what `work(*arguments)` returns in a process of its own, with these tunables of glibc."""
+    before = os.environ.get("GLIBC_TUNABLES", "")
+    os.environ["GLIBC_TUNABLES"] = tunables or before
+    try:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(work, arguments)
+    finally:
+        os.environ["GLIBC_TUNABLES"] = before
 
 
 def weighed(case: Case, manner: Manner, stage: int | None, folder: str) -> tuple[int, int]:
@@ -231,7 +248,7 @@ def timed_peers(options: argparse.Namespace, folder: Path, tell) -> tuple[list[R
     """Time and weigh fds and DeepSpeed with offload, on two ranks."""
     rows, held, met = [], [], True
     ranks.prepare(["benchmarks.offload_contenders", "deepspeed"])
-    for case in [TINY] if options.quick else PEERS:
+    for case in [TINY] if options.quick else [one for one in PEERS if one.name in options.cases]:
         for peer, mine in BESIDE.items():
             names = (peer, *mine, mine[0] + AGAIN)
             for name in ("deepspeed", "fds-1", "fds-2", "fds-3"):
@@ -313,6 +330,12 @@ def parse() -> argparse.Namespace:
         "--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {', '.join(PARTS)}"
     )
     parser.add_argument("--rounds", type=int, default=20, help="of every comparison (%(default)s)")
+    parser.add_argument(
+        "--cases",
+        type=lambda text: text.split(","),
+        default=[one.name for one in PEERS],
+        help=f"beside DeepSpeed, of {', '.join(one.name for one in PEERS)}",
+    )
     parser.add_argument("--dir", default=".", help="a folder on the disk to measure (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="small, nothing written")
     parser.add_argument("--out", help="where the table goes (benchmarks/results; nowhere with --quick or --parts)")

@@ -46,7 +46,7 @@ class RawFile:
         self.size = -(-num_bytes // (8 * MIB)) * 8 * MIB
         self.fd = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
         os.posix_fallocate(self.fd, 0, self.size)
-        room = mmap.mmap(-1, ROOM)
+        room = mmap.mmap(-1, ROOM, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no large pages
         room.madvise(mmap.MADV_HUGEPAGE)
         self.room = memoryview(room)
         self.room[:: mmap.PAGESIZE] = bytes(ROOM // mmap.PAGESIZE)  # there before any clock runs
