@@ -249,7 +249,7 @@ def timed_peers(options: argparse.Namespace, folder: Path, tell) -> tuple[list[R
     rows, held, met = [], [], True
     ranks.prepare(["benchmarks.offload_contenders", "deepspeed"])
     for case in [TINY] if options.quick else [one for one in PEERS if one.name in options.cases]:
-        for peer, mine in BESIDE.items():
+        for peer, mine in ((peer, mine) for peer, mine in BESIDE.items() if peer in options.peers):
             names = (peer, *mine, mine[0] + AGAIN)
             for name in ("deepspeed", "fds-1", "fds-2", "fds-3"):
                 shutil.rmtree(folder / name, ignore_errors=True)
@@ -266,6 +266,7 @@ def timed_peers(options: argparse.Namespace, folder: Path, tell) -> tuple[list[R
             aa = _series(turns.seconds, mine[0] + AGAIN, mine[0])
             rows.append(Timed(mine[0] + AGAIN, str(case), f"{mine[0]} (A/A)", aa))
             weights = {name: ranks.launch(reside, case, name, 6)[0] for name in (peer, *mine)}
+            tell(", ".join(f"{name} {one.peak_bytes / MB:.0f}" for name, one in weights.items()) + " MB at the peak")
             for name in mine:
                 ours, theirs = weights[name].peak_bytes, weights[peer].peak_bytes
                 met &= ours < theirs
@@ -335,6 +336,12 @@ def parse() -> argparse.Namespace:
         type=lambda text: text.split(","),
         default=[one.name for one in PEERS],
         help=f"beside DeepSpeed, of {', '.join(one.name for one in PEERS)}",
+    )
+    parser.add_argument(
+        "--peers",
+        type=lambda text: text.split(","),
+        default=list(BESIDE),
+        help=f"of DeepSpeed's, of {', '.join(BESIDE)}",
     )
     parser.add_argument("--dir", default=".", help="a folder on the disk to measure (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="small, nothing written")
