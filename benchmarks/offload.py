@@ -21,6 +21,7 @@ import gc
 import multiprocessing
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -80,6 +81,7 @@ class Timed:
 def main() -> int:
     """Run from the command line; the exit code says whether the claims are met."""
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # and with it what is on the disk
     console = Console()
     tell = lambda text: console.print(f"[dim]{text}[/]", highlight=False, soft_wrap=True)
     tables: list[Rows] = []
