@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import usable
 from fds.step.pool import Pool
 from fds.step.residency.deferred import deferred, hear
-from fds.step.residency.masters import Masters
+from fds.step.residency.masters import Masters, groups, in_turn
 from fds.step.sharding.gather import Gather
 from fds.step.structure import Structure, overlap
 
@@ -53,9 +53,39 @@ def _whole(step: Stations, structure: Structure, parts: list[Tensor], masters: M
     return step.dimensions.collect(structure.build_whole(structure.layout.collect(views)))
 
 
+def _in_turn(step: Stations, structure: Structure, masters: Masters, use: Callable[[str, Tensor], None]) -> None:
+    """Call `use` for one whole parameter after another, a bucket of which is in memory while the next one comes."""
+    if structure.sharded:
+        assert structure.layout is not None and step.shard is not None
+        flats = Gather().in_turn(structure.layout, masters, step.shard.axis, Pool())
+        for bucket, flat in zip(structure.layout.buckets, flats, strict=True):
+            for leaf, x in zip(bucket.leaves, bucket.views(flat), strict=True):
+                use(leaf.name, x)
+        return
+    home = masters.at_home()
+    for i, x in enumerate(home.parts):
+        if i not in home.elsewhere:
+            use(structure.names[i], x)
+
+    def each(group: Sequence[int], read: list[Tensor]) -> None:
+        for i, x in zip(group, read, strict=True):
+            use(structure.names[i], x.view(home.parts[i].shape))
+
+    in_turn(groups(home.elsewhere, [x.nbytes for x in home.parts]), home.read, each)
+
+
 def into(step: Stations, module: Any, state: State, prefix: str, buffers_prefix: str | None) -> Any:
-    """Write parameters and buffers of a state into a module; see `Step.into`. No rank writes where one fails."""
-    params = tree.paths(whole_parameters(step, state, "into", copies=False))
+    """Write parameters and buffers of a state into a module; see `Step.into`. No rank writes where one does not fit."""
+    structure, parts = step.structure_of(state.params)
+    if step.dimensions.differing:  # ranks send each other what they have, all of it
+        params = tree.paths(whole_parameters(step, state, "into", copies=False))
+    else:
+        same_composition(step)
+        usable(state, "into")
+        params = {
+            name: torch.empty(structure.leaves[name].shape, dtype=structure.leaves[name].dtype, device="meta")
+            for name in structure.names
+        }
     buffers = step.dimensions.collect(state.buffers)
     error, pairs = None, []
     try:
@@ -71,8 +101,19 @@ def into(step: Stations, module: Any, state: State, prefix: str, buffers_prefix:
     for rank, theirs in enumerate(errors):
         if theirs is not None:
             raise StateError("another rank cannot write into its module", where=f"rank {rank}", got=theirs)
+    coming = {id(x): there for _, there, x in pairs if x.is_meta}
+
+    def use(name: str, x: Tensor) -> None:
+        if (there := coming.get(id(params[name]))) is not None:
+            there.copy_(x)
+
+    if not step.dimensions.differing:
+        residency = deferred(step.place.residency, step.everyone)
+        _in_turn(step, structure, step.masters(structure, parts, state.step.device, residency), use)
+        hear(residency, step.everyone)
     for _, there, x in pairs:
-        there.copy_(x)
+        if not x.is_meta:
+            there.copy_(x)
     return module
 
 

@@ -223,7 +223,8 @@ class Step(Stations):
             prefix: what stands before the module's names in a state of several modules (`"student."`).
             buffers_prefix: the same of buffers, where it is another.
 
-        Raises `StateError` for a module that does not fit, before anything is written on any rank.
+        Raises `StateError` for a module that does not fit, before anything is written on any rank; `DiskError` for a
+        disk that fails, with which a part of the module is written. Parameters elsewhere are read a bucket at a time.
         """
         return into(self, module, state, prefix, buffers_prefix)
 

@@ -6,12 +6,14 @@ from collections import deque
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fds
 from fds import tree
 from fds.errors import DiskError, RankError
 from fds.step import fill, transform
+from fds.step.residency import masters
 from fds.step.sharding.coming import Coming, Departures
 from tests import devices
 from tests.bits import assert_same_bits, snapshot
@@ -217,6 +219,35 @@ def test_an_error_of_the_disk_reaches_all_ranks_which_may_try_again(tmp_path, sh
     found = fds.simulate(body, ranks)
     assert [kind for kind, _ in found] == [OSError, DiskError][:ranks]
     assert_same_bits(found[0][1], found[-1][1])
+
+
+class Held(nn.Module):
+    """Layers of their own names."""
+
+    def __init__(self):
+        super().__init__()
+        for name, layer in PARAMS.items():
+            held = nn.Module()
+            held.w, held.b = (nn.Parameter(torch.zeros_like(layer[part])) for part in "wb")
+            self.add_module(name, held)
+
+
+@pytest.mark.parametrize("sharding", ["stage 0", "stage 1", "stage 3"])
+def test_a_module_gets_what_lives_elsewhere_a_bucket_at_a_time(tmp_path, monkeypatch, sharding):
+    monkeypatch.setattr(masters, "MOST_BYTES", BUCKET)
+
+    def body():
+        residency = Watched(tmp_path, ("params",))
+        step, state, _ = trained(chain(), residency, SHARDINGS[sharding], calls=1)
+        residency.most = 0
+        found = step.into(Held(), state)
+        most = residency.most
+        want = tree.paths(step.params(state))
+        assert {name: x.detach() for name, x in found.named_parameters()}.keys() == want.keys()
+        assert_same_bits([found.get_parameter(name).detach() for name in want], list(want.values()))
+        assert 0 < most <= 2 * BUCKET
+
+    fds.simulate(body, 1)
 
 
 def test_all_is_waited_for_though_some_of_it_fails():
