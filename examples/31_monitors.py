@@ -1,7 +1,8 @@
-"""Write the metrics of a run where people look at them: files, TensorBoard, a service, an object of one's own.
+"""Write the metrics of a run, and the time of its parts, to files, TensorBoard, a service, an object of one's own.
 
 `fds.monitor` is given the state and the metrics after each step. It waits for no GPU and changes no number. Where an
 event belongs follows from the state, so a run that was killed and goes on from its last save has every step once.
+`fds.timed` times forward, backward and the rest of a step, in every so many calls.
 """
 
 import csv
@@ -45,6 +46,7 @@ class Worst:
 
 step = fds.compose(fds.clip_by_global_norm(1.0), fds.adamw(lr=0.01), fds.donate())(loss_fn)
 worst = Worst()
+timed = fds.timed(every=10, samples=ROWS)
 
 
 def train(state, until):
@@ -52,8 +54,9 @@ def train(state, until):
     sinks = CSV(folder), JSONL(folder / "log.jsonl", every=10), Console(every=100), worst
     with fds.monitor(*sinks, batch_size=ROWS) as monitor:  # x counts samples, as DeepSpeed's does
         while int(state.calls) < until:
-            state, metrics = step(state, batch(int(state.calls)))
-            monitor(state, metrics)
+            with timed(state):
+                state, metrics = step(state, batch(int(state.calls)))
+            monitor(state, {**metrics, **timed.metrics()})
             if int(state.calls) % 100 == 0:
                 fds.save(folder / "save", state, step)
                 monitor.note(state, {"eval_loss": step.evaluate(state, batch(10_000))["loss"]})
@@ -72,4 +75,6 @@ assert head == ["step", "train_loss"] and [int(x) for x, _ in rows] == [ROWS * i
 lines = fds.display.read_log(folder / "log.jsonl")
 assert [line["step"] for line in lines if "Train/Samples/lr" in line] == [ROWS * i for i in range(10, 301, 10)]
 assert [line["step"] for line in lines if "Train/Samples/eval_loss" in line] == [6400, 12800, 19200]
+assert timed.last is not None and lines[0]["Train/Samples/elapsed_time_ms_backward"] > 0
+print(timed.last)
 assert float(rows[-1][1]) < float(rows[0][1]) / 3 and worst.value > 0

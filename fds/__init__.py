@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
 
     # what is seen of it
     from fds.monitors import monitor
+    from fds.timing import timed, trace
 
     # what it is fed with
     from fds.data import DistributedLoader, RepeatingLoader
@@ -81,7 +82,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
         step as step,
         storage as storage,
     )
-    from fds import transforms as transforms
+    from fds import timing as timing, transforms as transforms
     from fds.errors import FdsError
 
 __getattr__, __dir__ = lazily(
@@ -118,13 +119,14 @@ __getattr__, __dir__ = lazily(
         "fds.profiling": "profile profile_model",
         "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
         "fds.monitors": "monitor",
+        "fds.timing": "timed trace",
         "fds.data": "DistributedLoader RepeatingLoader",
         "fds.config.arguments": "add_config_arguments",
         "fds.config.initialize": "initialize",
         "fds.errors": "FdsError",
     },
     submodules="autodiff collectives command_line config containers data display errors kernels layout loss "
-    "media microbatches monitors nn optim plans profiling random schedules state step storage transforms tree",
+    "media microbatches monitors nn optim plans profiling random schedules state step storage timing transforms tree",
 )
 
 __all__ = [
@@ -199,6 +201,8 @@ __all__ = [
     "simulate",
     "skip_nonfinite",
     "static_loss_scale",
+    "timed",
+    "trace",
     "tree",
     "triton_kernels",
     "whole",

@@ -33,6 +33,7 @@ ROOMS = (  # in the order of data flow
     "fds.data",
     "fds.display",
     "fds.monitors",
+    "fds.timing",
     "fds.config",
     "fds.command_line",
     "fds.errors",

@@ -28,6 +28,7 @@ TITLES = {
     "fds.data": "Data loaders",
     "fds.display": "Progress of a run",
     "fds.monitors": "Monitors of a run",
+    "fds.timing": "Times of a step",
     "fds.config": "DeepSpeed's configuration",
     "fds.command_line": "The command line",
     "fds.errors": "Errors",

@@ -170,7 +170,10 @@ class Axis:
         self._count(collective)
         flat = lambda t: t.detach().view(-1)
         a = flat(out)
-        return self.link.start(collective, a, a if x is out else flat(x))
+        work = self.link.start(collective, a, a if x is out else flat(x))
+        for traffic in self.world.counters:
+            work = traffic.watched(collective, work)
+        return work
 
     def _count(self, collective: Collective) -> None:
         for traffic in self.world.counters:

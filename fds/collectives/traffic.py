@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import attrs
 
 from fds.collectives import worlds
-from fds.collectives.links import Collective
+from fds.collectives.links import Collective, Work
 from fds.collectives.reductions import bytes_sent
 
 
@@ -41,6 +41,10 @@ class Traffic:
         new = Count(old.calls + 1, old.bytes_sent + bytes_sent(collective, size, index))
         self.counts[collective.op, collective.axis] = new
 
+    def watched(self, collective: Collective, work: Work) -> Work:
+        """Return what is waited for in the place of a collective that was started: itself."""
+        return work
+
 
 @contextlib.contextmanager
 def counted() -> Iterator[Traffic]:
@@ -48,9 +52,17 @@ def counted() -> Iterator[Traffic]:
 
     Collectives on an axis of one rank do not count. Blocks may be nested; each counts everything inside it.
     """
-    traffic, counters = Traffic(), worlds.current().counters
+    traffic = Traffic()
+    with counting(traffic):
+        yield traffic
+
+
+@contextlib.contextmanager
+def counting(traffic: Traffic) -> Iterator[None]:
+    """Have `traffic` count the collectives that this rank starts in the block, and watch them."""
+    counters = worlds.current().counters
     counters.append(traffic)
     try:
-        yield traffic
+        yield
     finally:
         counters.remove(traffic)

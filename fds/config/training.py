@@ -15,7 +15,7 @@ from fds.config.keys.groups import Groups
 from fds.config.reading import read
 from fds.config.translate import composition
 from fds.config.translate.buildable import check_buildable
-from fds.config.translate.monitors import sinks
+from fds.config.translate.monitors import printed_every, sinks
 from fds.config.translate.optimizer import schedule_call
 from fds.config.translate.unsupported import check_supported
 from fds.config.unknown import Unknown, with_known_keys
@@ -23,6 +23,7 @@ from fds.errors import ConfigError, MeshError
 from fds.monitors import Monitor, monitor
 from fds.schedules.curve import Curve
 from fds.step import Transform
+from fds.timing import Timed, timed
 
 
 @attrs.frozen
@@ -96,6 +97,18 @@ class TrainingConfig(Groups):
         """
         resolved = self.resolve(world_size=composition.data_ranks(_sizes(mesh)))
         return monitor(*sinks(resolved), batch_size=resolved.batch.train_batch_size)
+
+    def timed(self, mesh: Mesh) -> Timed | None:
+        """Return the timer that `wall_clock_breakdown` asks for, or None; see `fds.timed`.
+
+        It times the calls that `steps_per_print` names, or all of them, and knows the samples of a call.
+
+        Raises `ConfigError` for batch sizes that do not multiply, and `MeshError` for a mesh without `dp`.
+        """
+        resolved = self.resolve(world_size=composition.data_ranks(_sizes(mesh)))
+        if not resolved.logging.wall_clock_breakdown:
+            return None
+        return timed(every=printed_every(resolved) or 1, samples=resolved.batch.train_batch_size)
 
     def explain(self, mesh: Mesh | Mapping[str, int], *, num_parameters: int | None = None) -> str:
         """Explain the configuration: the composition as Python, batch sizes, memory per rank, and keys without effect.

@@ -37,6 +37,7 @@ ROOMS = {
     "data": "collectives microbatches random tree errors",
 }
 ROOMS["display"] = "_html collectives errors"
+ROOMS["timing"] = "collectives errors state step"
 ROOMS["monitors"] = "collectives display errors state"
 ROOMS["config"] = " ".join(ROOMS)
 ROOMS["command_line"] = " ".join(ROOMS)

@@ -52,7 +52,7 @@ class LoggingConfig(Config):
     wall_clock_breakdown: bool = key(
         False,
         "measure how long forward, backward, reduction and update take, of every step",
-        NotYet("the times of the parts of a step"),
+        Elsewhere("config.timed(mesh)", "of the calls that steps_per_print names, or of all"),
     )
     memory_breakdown: bool = key(
         False,

@@ -31,6 +31,12 @@ def sinks(config: Groups) -> list[Sink]:
                 every=math.ceil(comet.samples_log_interval / config.batch.train_batch_size),
             )
         )
-    if (calls := config.logging.steps_per_print) is not None and calls != math.inf:
-        found.append(Console(every=math.ceil(calls)))
+    if (every := printed_every(config)) is not None:
+        found.append(Console(every=every))
     return found
+
+
+def printed_every(config: Groups) -> int | None:
+    """Return the calls between two lines of the console; None for no lines."""
+    calls = config.logging.steps_per_print
+    return None if calls is None or calls == math.inf else math.ceil(calls)

@@ -1,0 +1,168 @@
+"""`timed`: how long the parts of a call of a step take."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+
+from fds.collectives.traffic import counting
+from fds.errors import FdsError, is_a, is_int, is_number
+from fds.state import State
+from fds.step.ranges import Clock, clocked
+from fds.timing.waits import WAIT, Waits
+
+OTHER = "other"  # what is in no range: measures, gradient maps, the host between kernels
+PARTS = ("gather", "forward", "backward", "reduce", "optimizer", WAIT, OTHER)
+
+
+@attrs.frozen
+class Times:
+    """Times of a call, in milliseconds.
+
+    Attributes:
+        parts: by name, each without the parts inside it, so that they add up to `call_ms`: `gather` (and casting),
+            `forward`, `backward`, `reduce` (and packing), `optimizer`, `wait` (for messages, and so for other ranks),
+            `other`.
+        call_ms: of the whole call.
+    """
+
+    parts: Mapping[str, float]
+
+    @property
+    def call_ms(self) -> float:
+        """Milliseconds of the whole call."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        """Return a line: `time (ms) | call: 61.20 | forward: 20.11 | ...`."""
+        times = {"call": self.call_ms, **self.parts}
+        return " | ".join(["time (ms)", *(f"{name}: {ms:.2f}" for name, ms in times.items())])
+
+
+def times_of(clock: Clock) -> Times:
+    """Return the times of a call that has ended, from its clock."""
+    spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    inside: list[str] = []
+    for (name, at), (_, until) in itertools.pairwise(clock.marks):
+        if name:
+            inside.append(name.split("/")[0].removesuffix("_weight"))
+        else:
+            inside.pop()
+        spent[inside[-1]] += milliseconds(at, until)
+    return Times(spent)
+
+
+def milliseconds(start: object, end: object) -> float:
+    """Return the time between two marks of a clock."""
+    if isinstance(start, float) and isinstance(end, float):
+        return (end - start) * 1e3
+    return start.elapsed_time(end)  # pyright: ignore[reportAttributeAccessIssue]  (both are events)
+
+
+class Timed:
+    """What `fds.timed` returns: call it around each call of the step, and read `metrics()`."""
+
+    def __init__(self, every: int, amounts: Mapping[str, float], peak_flops: float | None):
+        self.every, self._amounts, self._peak_flops = every, amounts, peak_flops
+        self._last: Times | None = None
+        self._waiting: list[Clock] = []
+
+    @contextlib.contextmanager
+    def __call__(self, state: State) -> Iterator[None]:
+        """Time the call of the step in the block, if it is its turn: the number of the call divides by `every`.
+
+        `state` is what the step is given. Raises `FdsError` for anything else.
+        """
+        if not is_a(state, State):
+            raise FdsError("not a state", where="timed", got=type(state).__name__, want="with timed(state):")
+        if (int(state.calls) + 1) % self.every:
+            yield
+            return
+        clock = Clock(state.step.device)
+        with counting(Waits()), clocked(clock), clock.range(OTHER):
+            yield
+        self._waiting.append(clock)
+
+    @property
+    def last(self) -> Times | None:
+        """The times of the last call that was timed and whose times have arrived; None before."""
+        while self._waiting and arrived(self._waiting[0].marks):
+            self._last = times_of(self._waiting.pop(0))
+        return self._last
+
+    def metrics(self) -> dict[str, float]:
+        """Return the last times, and speeds, as metrics for a monitor; empty before the first have arrived.
+
+        Nothing is waited for: on a GPU the times of a call are there a call later.
+
+        `elapsed_time_ms_forward`, `..._backward` (with `reduce` and `wait`), `..._backward_inner` (without),
+        `..._backward_allreduce` (`reduce` and `wait`) and `..._step` (the optimizer) are DeepSpeed's; then there are
+        `..._gather`, `..._wait`, `..._other` and `..._call`, and `samples_per_s`, `tokens_per_s`, `flops_per_s` and
+        `mfu` where `fds.timed` was given these amounts.
+        """
+        if (last := self.last) is None:
+            return {}
+        parts, seconds = last.parts, last.call_ms / 1e3
+        sending = parts["reduce"] + parts[WAIT]
+        times = {
+            "forward": parts["forward"],
+            "backward": parts["backward"] + sending,
+            "backward_inner": parts["backward"],
+            "backward_allreduce": sending,
+            "step": parts["optimizer"],
+            "gather": parts["gather"],
+            WAIT: parts[WAIT],
+            OTHER: parts[OTHER],
+            "call": last.call_ms,
+        }
+        speeds = {f"{what}_per_s": amount / seconds for what, amount in self._amounts.items()}
+        if self._peak_flops is not None:
+            speeds["mfu"] = speeds["flops_per_s"] / self._peak_flops
+        return {f"elapsed_time_ms_{name}": ms for name, ms in times.items()} | speeds
+
+
+def arrived(marks: Sequence[tuple[str, object]]) -> bool:
+    """Return whether a GPU has come to the last mark."""
+    last = marks[-1][1]
+    return isinstance(last, float) or last.query()  # pyright: ignore[reportAttributeAccessIssue]  (an event)
+
+
+def timed(
+    *,
+    every: int = 1,
+    samples: int | None = None,
+    tokens: int | None = None,
+    flops: float | None = None,
+    peak_flops: float | None = None,
+) -> Timed:
+    """Return a timer of the parts of a step, which changes no bit of it and waits for no GPU.
+
+        timed = fds.timed(every=10, samples=512)
+        for batch in loader:
+            with timed(state):
+                state, metrics = step(state, batch)
+            monitor(state, {**metrics, **timed.metrics()})
+
+    The times are this rank's, those of a GPU by its own events. `timed.last` has them as a record, a line when printed.
+
+    Args:
+        every: calls between two that are timed.
+        samples: of a call, of all ranks together, for `samples_per_s`.
+        tokens: of a call, of all ranks together, for `tokens_per_s`.
+        flops: of the model in a call, forward and backward, of all ranks together, for `flops_per_s`.
+        peak_flops: of all devices together, a second, for `mfu`, the share of it that the model's flops are.
+
+    Raises `FdsError` for numbers that are none, and for a peak without `flops`.
+    """
+    if not is_int(every, 1):
+        raise FdsError("not a number of calls", where="timed, every", got=repr(every), want="1 or more")
+    amounts = {"samples": samples, "tokens": tokens, "flops": flops}
+    for name, amount in {**amounts, "peak_flops": peak_flops}.items():
+        if amount is not None and not (is_number(amount) and 0 < amount < float("inf")):
+            raise FdsError("not an amount", where=f"timed, {name}", got=repr(amount), want="a number above 0, or None")
+    if peak_flops is not None and flops is None:
+        raise FdsError("a share of a peak needs flops", where="timed, peak_flops", want="flops= as well")
+    return Timed(every, {name: amount for name, amount in amounts.items() if amount is not None}, peak_flops)

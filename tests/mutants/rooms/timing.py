@@ -1,0 +1,55 @@
+"""Mutants of fds/timing: what a part's time is, when it is there, whose clock it is."""
+
+from tests.mutants.mutant import Mutant
+
+TIMED = "tests/timing/test_timed.py"
+MUTANTS = (
+    Mutant(
+        "a-part-has-the-parts-inside-it",
+        "fds/timing/_timed.py",
+        "            inside.pop()\n",
+        "            inside.pop(0)\n",
+        "what follows a range is counted to it",
+        TIMED,
+    ),
+    Mutant(
+        "times-are-read-before-they-arrived",
+        "fds/timing/_timed.py",
+        "while self._waiting and arrived(self._waiting[0].marks):",
+        "while self._waiting:",
+        "a GPU is waited for in every timed call",
+        TIMED,
+    ),
+    Mutant(
+        "another-turn-than-the-monitors",
+        "fds/timing/_timed.py",
+        "if (int(state.calls) + 1) % self.every:",
+        "if int(state.calls) % self.every:",
+        "a monitor with the same `every` writes the times of another call",
+        TIMED,
+    ),
+    Mutant(
+        "a-capture-is-timed",
+        "fds/step/ranges.py",
+        "elif not torch.cuda.is_current_stream_capturing():",
+        "else:",
+        "events that are captured have no time",
+        TIMED,
+    ),
+    Mutant(
+        "waits-are-not-watched",
+        "fds/timing/waits.py",
+        'return Watched(work, f"{WAIT}/{collective}")',
+        "return work",
+        "waiting for other ranks counts as reducing",
+        TIMED,
+    ),
+    Mutant(
+        "clocks-of-machines-apart",
+        "fds/timing/_trace.py",
+        "start = time.perf_counter() - ahead",
+        "start = time.perf_counter() + 0 * ahead",
+        "ranks of another machine are elsewhere in a trace",
+        TIMED,
+    ),
+)

@@ -1,0 +1,199 @@
+"""`fds.timed` and `fds.trace`: parts that add up, no other bit, and what ranks did when in one file."""
+
+import json
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import fds
+from fds.errors import FdsError
+from fds.step import ranges
+from fds.step.ranges import Clock, clocked, profiled
+from fds.timing import _timed, _trace
+from tests.bits import bits
+from tests.unit.step.problem import BATCH, make, make_params
+
+PARTS = ("gather", "forward", "backward", "reduce", "optimizer", "wait", "other")
+
+
+class Ticks:
+    """A clock that goes on by what it is told."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    def spend(self, ms):
+        self.now += ms / 1e3
+
+
+def test_each_part_is_without_the_parts_inside_it():
+    ticks, clock = Ticks(), Clock(torch.device("cpu"))
+    with mock.patch.object(time, "perf_counter", ticks), clocked(clock), clock.range("other"):
+        ticks.spend(1)
+        with profiled("forward", stage=1, microbatch=0):
+            ticks.spend(2)
+            with profiled("gather"):
+                ticks.spend(4)
+                with profiled("wait/all_gather"):
+                    ticks.spend(8)
+            ticks.spend(16)
+        with profiled("backward_weight", stage=1, microbatch=0):
+            ticks.spend(32)
+        with profiled("backward"), profiled("reduce"):
+            ticks.spend(64)
+        with profiled("optimizer"):
+            ticks.spend(128)
+        ticks.spend(256)
+    times = _timed.times_of(clock)
+    want = {"gather": 4, "forward": 18, "backward": 32, "reduce": 64, "optimizer": 128, "wait": 8, "other": 257}
+    assert times.parts == pytest.approx(want) and times.call_ms == pytest.approx(511)
+    assert str(times).startswith("time (ms) | call: 511.00 | gather: 4.00 | forward: 18.00 | ")
+    assert ranges._now.clock is None and profiled("forward") is ranges._NOTHING
+
+
+def test_what_a_monitor_is_given_are_deepspeeds_times_and_speeds():
+    ticks, step = Ticks(), make()
+    state = step.init(make_params())
+    timed = fds.timed(samples=64, tokens=1024, flops=1e9, peak_flops=1e11)
+    assert timed.metrics() == {} and timed.last is None
+    with mock.patch.object(time, "perf_counter", ticks), timed(state):
+        for part, ms in (("forward", 10), ("backward", 20), ("reduce", 5), ("wait/x", 3), ("optimizer", 2)):
+            with profiled(part):
+                ticks.spend(ms)
+    found = timed.metrics()
+    times = {name.removeprefix("elapsed_time_ms_"): ms for name, ms in found.items() if name.startswith("elapsed")}
+    assert times == pytest.approx({
+        "forward": 10, "backward": 28, "backward_inner": 20, "backward_allreduce": 8, "step": 2, "gather": 0,
+        "wait": 3, "other": 0, "call": 40,
+    })  # fmt: skip
+    speeds = {name: value for name, value in found.items() if not name.startswith("elapsed")}
+    want = {"samples_per_s": 1600, "tokens_per_s": 25600, "flops_per_s": 25e9, "mfu": 0.25}
+    assert speeds == pytest.approx(want) and timed.metrics() == found  # until the next ones are there
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_is_timed_is_bit_for_bit_the_one_that_is_not(stage, tmp_path):
+    def run():
+        axis = fds.mesh(dp=-1)["dp"]
+        step = make(fds.accumulate(2), fds.shard_optimizer(axis, stage=stage))
+        plain = watched = step.init(make_params())
+        timed = fds.timed(every=2)
+        for i in range(4):
+            plain, _ = step(plain, BATCH)
+            with timed(watched):
+                watched, _ = step(watched, BATCH)
+            assert (timed.last is None) == (i == 0)  # calls 2 and 4
+        plain, _ = step(plain, BATCH)
+        watched, _ = fds.trace(step, watched, BATCH, tmp_path / "trace.json")
+        assert all(
+            bits(a).equal(bits(b)) for a, b in zip(fds.tree.leaves(plain), fds.tree.leaves(watched), strict=True)
+        )
+        return timed.last.parts
+
+    for parts in fds.simulate(run, 2):
+        assert set(parts) == set(PARTS) and all(parts[name] > 0 for name in PARTS)
+
+
+def test_what_is_captured_is_not_timed_and_a_gpu_is_not_waited_for():
+    made = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+            self.at = len(made)
+            made.append(self)
+
+        record = mock.Mock()
+        query = mock.Mock(return_value=False)
+
+        def elapsed_time(self, other):
+            return 2.0 * (other.at - self.at)
+
+    step = make()
+    state = step.init(make_params())
+    gpu = mock.patch.object(_timed, "Clock", return_value=Clock(torch.device("cuda", 0)))
+    capturing = mock.patch("torch.cuda.is_current_stream_capturing", return_value=False)
+    with mock.patch("torch.cuda.Event", Event), mock.patch("torch.cuda.current_stream"), gpu, capturing as captures:
+        timed = fds.timed()
+        with timed(state), profiled("forward"):
+            captures.return_value = True
+            with profiled("backward"):
+                pass
+            captures.return_value = False
+    assert timed.metrics() == {} and len(made) == 4
+    Event.query.return_value = True
+    assert timed.last.parts == dict.fromkeys(PARTS, 0.0) | {"other": 4.0, "forward": 2.0}
+
+
+def test_a_trace_has_a_process_for_each_rank_with_its_parts_and_messages(tmp_path):
+    path = tmp_path / "new" / "trace.json"
+
+    def run():
+        mesh = fds.mesh(pp=2)
+        layers = fds.Layers([nn.Linear(3, 4), nn.Linear(4, 2)], nn.MSELoss())
+        step = fds.compose(fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=2), fds.adamw())(layers)
+        fds.trace(step, step.init(layers.init), (BATCH["x"], BATCH["y"]), path)
+
+    fds.simulate(run, 2)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1"]
+    for rank in (0, 1):
+        slices = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
+        names = {event["name"] for event in slices}
+        assert {f"{part}/stage{rank}/microbatch{i}" for part in ("forward", "backward") for i in (0, 1)} < names
+        assert {"step", "optimizer"} < names and any(name.startswith("wait/recv") for name in names)
+        whole = next(event for event in slices if event["name"] == "step")
+        end = whole["ts"] + whole["dur"] + 1e-3
+        assert all(whole["ts"] <= event["ts"] and event["ts"] + event["dur"] <= end for event in slices)
+    assert min(event["ts"] for event in events if event["ph"] == "X") == 0
+
+
+def test_clocks_of_several_machines_are_aligned(monkeypatch):
+    def ahead():
+        axis = fds.mesh(ranks=-1)["ranks"]
+        return _trace._ahead_of_the_first(axis)
+
+    rank = lambda: fds.mesh(ranks=-1)["ranks"].index
+    assert fds.simulate(ahead, 2) == [0, 0]  # on one machine the clock is one, to the last bit
+    monkeypatch.setattr(_trace, "_BOOT", mock.Mock(exists=lambda: True, read_text=lambda: f"machine {rank()}"))
+    monkeypatch.setattr(_trace, "time", mock.Mock(perf_counter=lambda: time.perf_counter() + 1000 * rank()))
+    zero, other = fds.simulate(ahead, 2)
+    assert zero == 0 and other == pytest.approx(1000, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        (lambda: fds.timed(every=0), "every"),
+        (lambda: fds.timed(samples=0), "samples"),
+        (lambda: fds.timed(tokens=True), "tokens"),
+        (lambda: fds.timed(flops=float("inf")), "flops"),
+        (lambda: fds.timed(flops=float("nan")), "flops"),
+        (lambda: fds.timed(peak_flops=1e12), "peak_flops"),
+        (lambda: fds.timed()(None).__enter__(), "timed"),
+        (lambda: fds.trace(None, None, None, "x"), "trace"),
+        (lambda: fds.trace(make(), None, None, "x"), "trace"),
+        (lambda: fds.trace(make(), make().init(make_params()), BATCH, Path("/dev/null/x")), "/dev/null/x"),
+        (lambda: fds.trace(make(), make().init(make_params()), BATCH, None), "None"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(wrong, where):
+    with pytest.raises(FdsError) as refused:
+        wrong()
+    assert where in refused.value.where
+
+
+def test_wall_clock_breakdown_times_the_calls_that_are_printed():
+    json_ = {"train_batch_size": 8, "wall_clock_breakdown": True}
+    mesh = fds.mesh(dp=1)
+    assert fds.config.TrainingConfig.of({"train_batch_size": 8}).timed(mesh) is None
+    assert fds.config.TrainingConfig.of(json_).timed(mesh).every == 1
+    timed = fds.config.TrainingConfig.of({**json_, "steps_per_print": 10}).timed(mesh)
+    assert timed.every == 10 and timed._amounts == {"samples": 8}
