@@ -31,6 +31,7 @@ from fds.step.residency.deferred import heard
 from fds.step.residency.landing import Landing
 from fds.step.residency.lives import Lives, resident_at
 from fds.step.residency.masters import NOWHERE, Masters, elsewhere
+from fds.step.residency.speculation import Speculation
 from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.buckets import Bucketed
@@ -121,20 +122,28 @@ class Stations:
         scale: Tensor | None,
         call: Call,
         residency: Residency,
+        ahead: Speculation | None = None,
     ) -> LocalGradients:
-        """Return the gradients of a batch, times `scale` / divisor, summed over microbatches and ranks."""
-        ran, sums = self._run(state, structure, parts, batch, scale, call, residency)
-        landing, everyone = sums.landing, self.everyone
+        """Return the gradients of a batch, times `scale` / divisor, summed over microbatches and ranks.
+
+        What is updated `ahead` is updated when it returns.
+        """
+        landing = None
         try:
+            ran, sums = self._run(state, structure, parts, batch, scale, call, residency, ahead)
+            landing, everyone = sums.landing, self.everyone
             used, leaves = sums.used(), sums.finish()
             wide = everyone is not None and torch.float64 in set(map(tree.dtype_of, leaves))
             totals, wide = self.execute.agree(ran, everyone, self.runtime, wide=wide)
             counted = self.dimensions.add_up(leaves, structure.segments)
             if landing is not None:
                 leaves = landing.finish(leaves)
+            if ahead is not None:
+                ahead.settle()
         except BaseException:
-            if landing is not None:
-                landing.close()
+            for one in (landing, ahead):
+                if one is not None:
+                    one.close()
             raise
         return LocalGradients(totals, leaves, used, counted, ran.buffers, sums.predivide, wide, sums.kept, landing)
 
@@ -147,6 +156,7 @@ class Stations:
         scale: Tensor | None,
         call: Call,
         residency: Residency,
+        ahead: Speculation | None,
     ) -> tuple[PassResult, InPlace | Bucketed]:
         """Run every microbatch forward and backward.
 
@@ -168,9 +178,9 @@ class Stations:
             order=None if self.execute.together else order,
         )
         landing = None
-        if "gradients" in residency.kinds:
+        if "gradients" in residency.kinds or ahead is not None:
             with heard(residency, self.everyone):
-                landing = self.landing(structure, state, params.trained, residency)
+                landing = self.landing(structure, state, params.trained, residency, ahead)
         sums = self.reduce.sums(
             structure, self.shard, params.trained, self.sum.dtype, pool, order, kinds, seeds, state.slots, landing
         )
@@ -187,6 +197,7 @@ class Stations:
             self.runtime,
             sums,
             seeds,
+            ahead,
         )
         with training(settings[0], params, sums, order):
             return self.execute.train(run), sums
@@ -200,14 +211,17 @@ class Stations:
                 known = self.runtime.elsewhere[structure, device] = elsewhere(residency, structure, device)
         return Masters(parts, device, residency, known)
 
-    def landing(self, structure: Structure, state: State, trained: list[Tensor], residency: Residency) -> Landing:
+    def landing(
+        self, structure: Structure, state: State, trained: list[Tensor], residency: Residency, ahead: Speculation | None
+    ) -> Landing:
         """Return where the sums of gradients go as each is final."""
         held = self.lives(structure, state).landed
         first = [members[0] for members in structure.members.values()] if structure.sharded else range(len(trained))
         dtypes = [self.sum.dtype or trained[i].dtype for i in first]
         late = [k for k, inside in enumerate(structure.segments) if inside and self.dimensions.is_late(inside[0].name)]
         pool, device = self.runtime.gradients, state.step.device
-        return Landing.of(residency, structure, held, dtypes, device, late, pool)
+        told = None if ahead is None else ahead.tell
+        return Landing.of(residency, structure, held, dtypes, device, late, pool, told)
 
     def microbatch(self, loss: Any, structure: Structure) -> Microbatch:
         """Return the stations that every microbatch passes."""
@@ -291,7 +305,9 @@ class Stations:
             assert self.optimizer is not None
             leave = functools.partial(may_leave, structure, self.optimizer, bool(self.dimensions.split))
             after = [one.slot for one in self.after]
-            known = Lives.of(self.place.residency, structure, state.slots, after, device, leave)
+            known = Lives.of(
+                self.place.residency, structure, state.slots, after, device, leave, speculate=self.place.speculate
+            )
             self.runtime.lives[structure, device] = known
         return known
 

@@ -16,7 +16,9 @@ from fds.errors import CallError, ComposeError, bound
 from fds.loss import Buffered
 from fds.optim import Optimizer
 from fds.step.checks import forms
+from fds.step.execution import InTurn
 from fds.step.filling import conflict, fill, written_out
+from fds.step.residency.speculation import check_speculation
 
 if TYPE_CHECKING:
     from fds.step.program import Step
@@ -146,6 +148,9 @@ class Composition:
             )
         step.run.refuse(step)
         split, differs = step.dimensions.split, step.dimensions.differing
+        if step.place.speculate:
+            in_turn = isinstance(step.execute, InTurn)
+            check_speculation(step.condition, step.optimizer, in_turn=in_turn, communicates=bool(split))
         for one in step.condition if split or differs else ():
             if not getattr(one, "takes_slices", False):
                 has = "flat slices of them" if split else "those of its own stages"

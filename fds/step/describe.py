@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from itertools import compress
 from typing import Any
 
 import attrs
@@ -27,13 +28,14 @@ class Description:
         stations: station -> what fills it, in program order, filled ones only.
         kernels: which run, and why: with a state the optimizer's and all others' on its device, else the rule.
         num_bytes: part -> bytes that this rank holds: those of the state between steps; within one also `gradients`,
-            `buckets`, `whole`, `viewed` and `low` parameters, and `chunks`, copies of what lives elsewhere (see
-            `fds.step.sharding.footprint`); `graphs`, what CUDA graphs hold for what lies between their inputs and
-            outputs, and for batches. Empty without a state.
+            `buckets`, `whole`, `viewed` and `low` parameters, `chunks`, copies of what lives elsewhere, and `ahead`,
+            what is updated in backward beside a state that is given up (see `fds.step.sharding.footprint`); `graphs`,
+            what CUDA graphs hold for what lies between their inputs and outputs, and for batches. Empty without a
+            state.
         places: place -> bytes of the state that live there between steps: "device", "host", "disk /nvme"; empty where
             all of it is on the device.
-        lives: part -> the places of those that do not all live on the device: `params`, `opt`, `gradients`, of `slots`
-            averages.
+        lives: part -> the places of those that do not all live on the device: `params`, `opt`, `gradients`, `ahead`, of
+            `slots` averages.
         sent: station -> bytes that this rank sends in a step, where the loss uses every bucket once and ranks take
             one path.
         buckets: whole bytes of each flat bucket, in the dtype of the masters; empty where nothing is sharded.
@@ -111,8 +113,10 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     layout = structure.layout
     buckets = () if layout is None else tuple(b.numel * b.dtype.itemsize for b in layout.buckets)
     captured, places = step.runtime.captured[0], _places(step, structure, state)
-    sums = _sums(step, structure)
-    held = held_bytes(step, structure, state)
+    held, sums = held_bytes(step, structure, state), _sums(step, structure)
+    if "ahead" in held:
+        lives = step.lives(structure, state)
+        sums["ahead"] = list(dict.fromkeys(compress(lives.media, lives.apart)))
     if captured is not None and captured.num_bytes:
         held["graphs"] = captured.num_bytes
     return Description(

@@ -23,6 +23,7 @@ from fds.step.gradients import global_norm
 from fds.step.parameters import Parameters
 from fds.step.ranges import in_range, profiled
 from fds.step.residency.landing import Landing
+from fds.step.residency.speculation import Speculation
 from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.buckets import Bucketed
@@ -119,6 +120,7 @@ class Pass:
     runtime: Runtime
     sums: InPlace | Bucketed | None = None  # where gradients go; None in an evaluation
     seeds: Seeds | None = None
+    ahead: Speculation | None = None  # what is updated in backward; told of the totals before the last one
     outputs: bool = False  # whether an evaluation is to return what the last layer returned
 
 
@@ -279,7 +281,8 @@ class InTurn:
         totals, buffers = Totals(), run.buffers
         for i, (microbatch, setting) in enumerate(zip(run.batch.microbatches, run.settings, strict=True)):
             outcome, cut = run.each.forward(run.loss, run.params.tree, microbatch, buffers, setting)
-            buffers = outcome.buffers
+            buffers, last = outcome.buffers, i + 1 == run.batch.count
+            totals.add(outcome, run.each.loss)
             if run.params.trained:
                 reentrant = run.each.check_graph(outcome.total)
                 backward = functools.partial(
@@ -289,10 +292,11 @@ class InTurn:
                     more=cut,
                     reentrant=reentrant,
                 )
+                if run.ahead is not None:
+                    run.ahead.forward(outcome, totals, run.seeds, run.sums, first=i == 0, last=last)
                 with profiled("backward"):
-                    run.sums.add(backward, last=i + 1 == run.batch.count, in_parts=reentrant)
+                    run.sums.add(backward, last=last, in_parts=reentrant)
                 del backward
-            totals.add(outcome, run.each.loss)
             del outcome, cut  # and its graph
             setting.mode.release()
         totals.divisor = run.seeds.divisor

@@ -15,29 +15,34 @@ import torch
 from torch import Tensor, nn
 
 from fds import loss as losses, reading, tree
+from fds.optim.base import Values
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.batch import checksum
-from fds.step.call import seeded
+from fds.step.call import Call, seeded
 from fds.step.checks import contracts, state_check as check
 from fds.step.checks.agreement import same_composition
 from fds.step.conditions import conditioned
+from fds.step.decision import Decision
 from fds.step.describe import Description, describe
 from fds.step.evaluation import evaluator
 from fds.step.execution import LocalGradients
-from fds.step.gradients import Gradients, combined_scale
+from fds.step.gradients import Gradients
 from fds.step.initial import at_first, initial, traced
 from fds.step.into import into, whole_parameters
 from fds.step.notes import Notes, followed, may_note
 from fds.step.ranges import profiled
+from fds.step.residency.apart import Apart
 from fds.step.residency.contract import Residency
 from fds.step.residency.deferred import Deferred, hear, heard
+from fds.step.residency.speculation import Granted, Speculation
+from fds.step.residency.visit import Visit
 from fds.step.seeds import guesses
 from fds.step.sharding.kept import SLOT
 from fds.step.stations import Program, unless, with_chosen_kernels
 from fds.step.sums import check_used
 from fds.step.totals import Totals, agree
-from fds.step.update import NewLeaves, new_leaves
+from fds.step.update import NewLeaves, Rule, leaves_apart, new_leaves
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -85,7 +90,8 @@ class Step(Stations):
         applied, this one included), `lr` (and under `by_name` `lr/PATTERN` of each group; `lr` itself only where they
         have the same number or schedule), `grad_norm` (before clipping, where measured), `loss_scale` (that of this
         step), `skipped` (where a gradient that is not finite is, or a `Mean` may weigh nothing), `at_minimum_scale`,
-        and the loss's own: floats averaged by weight, without microbatches of weight 0, and integers summed.
+        `rolled_back` (where updates begin in backward: whether a clip or a skip decided otherwise), and the loss's own:
+        floats averaged by weight, without microbatches of weight 0, and integers summed.
 
         Raises `BatchError`, `LossError`, `StateError`, `DonatedStateError`; the state is then as it was, but for what
         a loss that is refused for it wrote there itself.
@@ -111,44 +117,55 @@ class Step(Stations):
         if self.scale is not None:
             with seeded(call, [self.scale], "scale"):
                 scale = contracts.scalar(self.scale.scale(state.slots, state.step.device), self.scale)
+        with seeded(call, self.optimizer.schedules(), "schedule"):
+            values = self.optimizer.values(state.step)
         self.runtime.pool.sweep()
         everyone = self.everyone
         residency = self.place.residency
         if everyone is not None and residency.kinds:  # one that says what fails when all ranks hear
             residency = Deferred(residency)
-        found = self.gradients(state, structure, parts, batch, scale, call, residency)
+        ahead = self._speculation(state, held, scale, values, call, residency) if self.place.speculate else None
+        found = self.gradients(state, structure, parts, batch, scale, call, residency, ahead)
         if everyone is None:
             check_used(found.used, losses.name(self.loss), viewed=bool(self.view))
 
         # from the gradient to a decision, the same on every rank
-        totals, norm, buffers = self._agree(found, state.calls, batch, notes)
-        empty = totals.empty()
-        totals = totals.filled(empty)
-        divisor = found.predivide if totals.divisor is None else totals.divisor * found.predivide
-        total = combined_scale(totals.weight, scale, divisor, state.step.device)
-        norm = norm if norm is None or total is None else (norm / total).to(norm.dtype)
-        decides = self.commit is not None or guesses(found.totals)
-        overflow = None if norm is None or not decides else ~norm.isfinite()
-        skip = overflow if empty is None else empty if overflow is None else overflow | empty
+        device, decides = state.step.device, self.commit is not None or guesses(found.totals)
+        totals, norm, buffers = self._agree(found, state.calls, batch, notes, decides=decides)
+        decision = Decision.of(totals, norm, scale, found.predivide, device, decides=decides)
         norm_of = None
         if everyone is not None and self.dimensions.differing:
             norm_of = functools.partial(found.norm_of_all, everyone=everyone)
-        grads = known = Gradients(
-            found.leaves, total, norm, structure.segments, self.dimensions.split, norm_of, found.counted, found.landing
+        grads = Gradients(
+            found.leaves,
+            decision.scale,
+            decision.norm,
+            structure.segments,
+            self.dimensions.split,
+            norm_of,
+            found.counted,
+            found.landing,
         )
-        for i, one in enumerate(self.condition):
-            own = call.given_to(one, "condition", i, *self.dimensions.coordinates)
-            own = own if notes is None or may_note(one) else own.silent()
-            with seeded(own, [one]):
-                grads = conditioned(one, grads, known, own, self.dimensions.share)
+        grads, skip = self._conditioned(grads, call, notes) if self.condition else grads, decision.skip
+        failed = None
+        if ahead is not None:
+            changed = any(x is not y for x, y in zip(grads.leaves, found.leaves, strict=True))
+            failed = ahead.fails(grads.scale, skip, device, changed=changed)
         grads = grads.settled()
 
         # the update: from the last of these lines on the new state's memory is written
-        with seeded(call, self.optimizer.schedules(), "schedule"):
-            values = self.optimizer.values(state.step)
-        new = self.leaves(state, held, residency)
+        new = self.leaves(state, held, residency, None if ahead is None else ahead.apart)
         with profiled("optimizer"), seeded(call, [self.optimizer], "optimizer", *self.dimensions.coordinates):
-            new.update(state, self.optimizer, grads, self.chunks(structure), self.dimensions, skip=skip, values=values)
+            new.update(
+                state,
+                self.optimizer,
+                grads,
+                self.chunks(structure),
+                self.dimensions,
+                skip=skip,
+                values=values,
+                again=None if ahead is None or failed is None else ahead.again(failed),
+            )
         if residency is not self.place.residency:
             hear(residency, everyone)
 
@@ -158,10 +175,10 @@ class Step(Stations):
         # keep or skip, and what follows
         slots = {**state.slots, **new.after}
         if self.commit is not None:
-            assert overflow is not None
+            assert decision.overflow is not None
             with seeded(call, [self.commit], "commit"):
-                accepted = contracts.kept(self.commit(dict(slots), overflow), slots, self.commit)
-            slots = unless(empty, slots, accepted)  # an empty batch says nothing of the scale
+                accepted = contracts.kept(self.commit(dict(slots), decision.overflow), slots, self.commit)
+            slots = unless(decision.empty, slots, accepted)  # an empty batch says nothing of the scale
         if skip is not None:
             buffers = {k: torch.where(skip, state.buffers[k], b) for k, b in buffers.items()}
         if notes is not None:
@@ -185,7 +202,7 @@ class Step(Stations):
             key=state.key,
             token=new.token(state),
         )
-        return after, self._metrics(totals, state, step, values.rates(), norm, skip)
+        return after, self._metrics(decision, state, step, values.rates(), failed)
 
     def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
         """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.
@@ -255,8 +272,10 @@ class Step(Stations):
         at = None if self.place.residency.kinds else devices
         return check.StateTensors(structure, leaves, devices, check.same_slots(state, structure.opt, at))
 
-    def leaves(self, state: State, held: check.StateTensors, residency: Residency | None = None) -> NewLeaves:
-        """Return memory for what an update of a state writes, with the old values.
+    def leaves(
+        self, state: State, held: check.StateTensors, residency: Residency | None = None, apart: Apart | None = None
+    ) -> NewLeaves:
+        """Return memory for what an update of a state writes, with the old values; some may be `apart` already.
 
         A `residency` stands in for that of the step, and all ranks hear of what fails there.
         """
@@ -264,16 +283,64 @@ class Step(Stations):
         if residency is not None and residency.kinds:
             lives = attrs.evolve(lives, residency=residency)
             with heard(residency, self.everyone):
-                return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after)
-        return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after)
+                return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after, apart)
+        return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after, apart)
+
+    def _conditioned(self, grads: Gradients, call: Call, notes: Notes | None) -> Gradients:
+        """Return what all gradient maps make of gradients."""
+        known = grads
+        for i, one in enumerate(self.condition):
+            own = call.given_to(one, "condition", i, *self.dimensions.coordinates)
+            own = own if notes is None or may_note(one) else own.silent()
+            with seeded(own, [one]):
+                grads = conditioned(one, grads, known, own, self.dimensions.share)
+        return grads
+
+    def _speculation(
+        self,
+        state: State,
+        held: check.StateTensors,
+        scale: Tensor | None,
+        values: Values,
+        call: Call,
+        residency: Residency,
+    ) -> Speculation:
+        """Return the part of the update that begins in backward, by what is decided where the norm is 0."""
+        structure, device, optimizer = held.structure, state.step.device, self.optimizer
+        lives, chunks = attrs.evolve(self.lives(structure, state), residency=residency), self.chunks(structure)
+        with heard(residency, self.everyone):
+            apart = leaves_apart(lives, self.runtime.ahead, held)
+        assert optimizer is not None
+
+        def grant(totals: Totals, own: Totals, predivide: float, wide: bool) -> Granted:
+            norm = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
+            decides = self.commit is not None or guesses(own)
+            decision = Decision.of(totals, norm, scale, predivide, device, decides=decides)
+            grads = self._conditioned(Gradients([], decision.scale, decision.norm), call.keeping(), None)
+            return Granted(grads.scale, decision.skip, wide)
+
+        def visits(granted: Granted) -> Visit:
+            rule = Rule.of(
+                optimizer,
+                structure,
+                self.dimensions,
+                state,
+                values,
+                scale=granted.grad_scale,
+                skip=granted.skip,
+                divisor=granted.divisor,
+            )
+            return apart.visit(structure, lives, chunks, rule)
+
+        return Speculation(apart, grant, visits, self.everyone)
 
     def _agree(
-        self, found: LocalGradients, calls: Tensor, batch: Any, notes: Notes | None
+        self, found: LocalGradients, calls: Tensor, batch: Any, notes: Notes | None, *, decides: bool
     ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""
-        measured = self.commit is not None or any(m.norm for m in self.measure) or guesses(found.totals)
-        norm = found.norm() if measured else None
-        if self.everyone is None:
+        norm = found.norm() if decides or any(m.norm for m in self.measure) else None
+        everyone = self.everyone
+        if everyone is None:
             return found.totals, norm, found.buffers
         some, repeats = any(found.used) or not found.used, self.dimensions.repeats
         seen = checksum(batch) if repeats[1] > 1 and self.execute.reads(batch) else 0
@@ -281,7 +348,7 @@ class Step(Stations):
             found.totals,
             norm,
             found.buffers,
-            self.everyone,
+            everyone,
             self.dimensions.data,
             calls=int(calls),
             used=some,
@@ -291,17 +358,13 @@ class Step(Stations):
         )
 
     def _metrics(
-        self,
-        totals: Totals,
-        state: State,
-        step: Tensor,
-        rates: dict[str, Tensor],
-        norm: Tensor | None,
-        skip: Tensor | None,
+        self, decision: Decision, state: State, step: Tensor, rates: dict[str, Tensor], failed: Tensor | None
     ) -> dict[str, Tensor]:
-        metrics = {**totals.means(), "step": step.clone(), **rates}
-        if norm is not None:
-            metrics["grad_norm"] = norm
-        if skip is not None:
-            metrics["skipped"] = skip
+        metrics = {**decision.totals.means(), "step": step.clone(), **rates}
+        if decision.norm is not None:
+            metrics["grad_norm"] = decision.norm
+        if decision.skip is not None:
+            metrics["skipped"] = decision.skip
+        if failed is not None:
+            metrics["rolled_back"] = failed
         return metrics | contracts.reported(self.scale, state.slots, step.device)

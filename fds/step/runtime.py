@@ -26,6 +26,7 @@ class Runtime:
 
     pool: Pool = attrs.field(factory=Pool)
     gradients: Pool = attrs.field(factory=Pool)  # of those that live elsewhere
+    ahead: Pool = attrs.field(factory=Pool)  # of leaves that are updated before the step has decided
     structures: dict[Any, Structure] = tree.new(dict)  # by kind of tree: see `Step.structure_of`
     # the last call's key of `structures`, and its value
     recent: list[tuple[Any, Structure | None]] = attrs.field(factory=lambda: [(None, None)])

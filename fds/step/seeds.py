@@ -103,7 +103,7 @@ class Seeds:
         if self.share is None or self.divisor is not None:
             return
         self.divisor = self.share
-        if self._has_weights(outcome):
+        if self.has_weights(outcome):
             if outcome is not None:
                 near = torch.stack([_power_near(outcome), _number(_most(batch), outcome.total.device)])
             else:
@@ -113,7 +113,28 @@ class Seeds:
                 self.data.start_all_reduce(near, "max").wait()
             self.divisor = torch.where(near[0] == 0, near[1], near[0]) * self.share
 
-    def _has_weights(self, outcome: Outcome | None) -> bool:
+    def foreseen(self, totals: Totals, everyone: Axis | None) -> Totals:
+        """Return totals of this rank before its last backward, with weight and divisor as all ranks will agree on them.
+
+        Of a `Mean` the data ranks add the weights up, in a collective; `has_weights` was called before.
+        """
+        if everyone is None:
+            return totals
+        assert totals.loss is not None
+        device = totals.loss.device
+        weight, divisor = (None if x is None else _as_tensor(x, device) for x in (totals.weight, totals.divisor))
+        assert weight is not None
+        if self.data is not None and self.asked.get("weights") == ["Mean"]:
+            if self.order is not None:
+                self.order.settle()
+            total = weight.to(torch.float64, copy=True)
+            self.data.start_all_reduce(total).wait()
+            weight = total.to(weight.dtype)
+        elif self.data is not None:
+            weight = weight * self.data.size
+        return attrs.evolve(totals, weight=weight, divisor=divisor)
+
+    def has_weights(self, outcome: Outcome | None) -> bool:
         """Return whether the loss is a `Mean`, on any data rank; they ask each other in the first call."""
         mine = outcome is not None and outcome.weighted
         if self.data is None:
@@ -148,8 +169,7 @@ def guesses(totals: Totals) -> bool:
 def _power_near(outcome: Outcome) -> Tensor:
     """Return the largest power of two, () float64, that is not above the weight; 0 for 0 and what is not finite."""
     weight, device = outcome.weight, outcome.total.device
-    weight = weight if isinstance(weight, Tensor) else _number(weight, device)
-    bits = weight.to(device, torch.float64).view(torch.int64) & _EXPONENT
+    bits = _as_tensor(weight, device).to(torch.float64).view(torch.int64) & _EXPONENT
     power = torch.where(bits == _EXPONENT, 0, bits).view(torch.float64)
     return torch.where(power == 0, power, power.clamp(1.0, _LARGEST)) if outcome.half else power
 
@@ -158,6 +178,11 @@ def _most(batch: Any) -> int:
     """Return the elements of the smallest tensor of a microbatch, rounded down to a power of two; 1 without tensors."""
     sizes = [x.numel() for x in tree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
     return 1 << (max(min(sizes, default=1), 1).bit_length() - 1)
+
+
+def _as_tensor(x: Tensor | float, device: torch.device) -> Tensor:
+    """Return a number as a tensor () on a device, of a dtype of its own or float64."""
+    return x.to(device) if isinstance(x, Tensor) else _number(x, device)
 
 
 def _number(x: float, device: torch.device) -> Tensor:

@@ -63,16 +63,19 @@ def with_chosen_kernels(method: Callable[Concatenate[S, P], R]) -> Callable[Conc
 class Place:
     """The station `place`: where leaves live, and whether the caller gives the old state up.
 
-    `patterns` are those of names by which a residency tells leaves apart; each matches a parameter.
+    `patterns` are those of names by which a residency tells leaves apart; each matches a parameter. `speculate` says
+    whether slices of which leaves live elsewhere are updated in backward, before the step has decided.
     """
 
     donate: bool = False
     residency: Residency = OnDevice()
     patterns: tuple[str, ...] = ()
+    speculate: bool = False
 
     def __repr__(self) -> str:
         where = f"{', '.join(self.residency.kinds)} in {text_of(self.residency)}" if self.residency.kinds else ""
-        return "; ".join(filter(None, ["the old state is given up" * self.donate, where])) or "on the device"
+        words = ["the old state is given up" * self.donate, where, "updated in backward" * self.speculate]
+        return "; ".join(filter(None, words)) or "on the device"
 
 
 class Scale(Protocol):

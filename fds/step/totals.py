@@ -58,9 +58,9 @@ class Totals:
             return self.weight == 0
         return None if self.weight else torch.ones((), dtype=torch.bool, device=self.loss.device)
 
-    def filled(self, empty: Tensor | None) -> Totals:
+    def filled(self, empty: Tensor) -> Totals:
         """Return the same with weight 1 where it is 0: then the means are the sums, which are finite."""
-        return self if empty is None else attrs.evolve(self, weight=torch.where(empty, 1, self.weight))
+        return attrs.evolve(self, weight=torch.where(empty, 1, self.weight))
 
     def silent(self) -> Totals:
         """Return the same as zeros: those of a rank whose totals another rank has too."""

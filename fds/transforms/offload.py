@@ -161,7 +161,10 @@ def offload(
         gradients: their sums, from when they are complete until the update.
         averages: what `ema` and others keep beside the parameters.
         ratio: the part of the slices, from 0 to 1, of which leaves live elsewhere: the last ones.
-        speculate: not there yet: True is refused.
+        speculate: update slices of which moments or masters live elsewhere in backward, as their gradients become
+            complete, and once more where a clip or a skip decides otherwise: `metrics["rolled_back"]`. Such leaves are
+            held twice while a step runs, `donate` or not. Gradient maps other than of the norm, pipelines, and
+            optimizers that draw, ask other ranks or update all slices at once are refused.
 
     Raises `ComposeError` for anything else; `step.init` raises `StateError` for a pattern that matches no parameter,
     and `DiskError` for a directory that cannot be written.
@@ -184,12 +187,10 @@ def offload(
             want='moments="host" or fds.disk(directory) beside it',
         )
 
-    if speculate is True:
-        raise ComposeError("offload: speculation is not there yet", got="speculate=True", want="speculate=False")
-
     def apply(step: Step) -> Step:
         patterns = tuple(dict.fromkeys(pattern for some in rules.values() for pattern, _ in some if pattern != "*"))
-        return fill(step, place={"residency": Offloaded(elsewhere, float(ratio)), "patterns": patterns})
+        residency = Offloaded(elsewhere, float(ratio))
+        return fill(step, place={"residency": residency, "patterns": patterns, "speculate": speculate})
 
     return apply
 

@@ -76,7 +76,7 @@ class OffloadOptimizerConfig(_OffloadConfig):
         1.0, "share of the state that is offloaded, at stage 3", argument("offload", name="ratio"), low=0, high=1
     )
     super_offload: bool = key(
-        False, "the way for chips whose host memory is near", NotYet("updates before the norm is known")
+        False, "update before the norm of all gradients is known", argument("offload", name="speculate")
     )
     cpuadam_cores_perc: float = key(
         0.8,

@@ -21,9 +21,12 @@ def offload_call(config: Groups, *, low: bool) -> FunctionCall | None:
     param = _medium(config, zero.offload_param)
     if optimizer is None and param is None:
         return None
-    part = zero.offload_optimizer.ratio if zero.offload_optimizer is not None and optimizer is not None else 1.0
+    given = zero.offload_optimizer if optimizer is not None else None
+    part, ahead = (1.0, False) if given is None else (given.ratio, given.super_offload)
     masters = param or (optimizer if low else None)
-    return FunctionCall.of("offload", moments=optimizer, masters=masters, gradients=optimizer, ratio=part)
+    return FunctionCall.of(
+        "offload", moments=optimizer, masters=masters, gradients=optimizer, ratio=part, speculate=ahead
+    )
 
 
 def _medium(config: Groups, of: OffloadOptimizerConfig | OffloadParamConfig | None) -> str | FunctionCall | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -23,7 +23,8 @@ class Landing:
     """The summed gradients of one call, by slice of the optimizer, as each becomes final.
 
     Those that live elsewhere are written there at once, and let go when that is done, which the next one waits for;
-    their norms are measured before, so that nobody reads them for it.
+    their norms are measured before, so that nobody reads them for it. Where somebody is `told` of every slice when it
+    is where it is to live, all land.
     """
 
     residency: Residency
@@ -31,10 +32,13 @@ class Landing:
     leaves: dict[int, Tensor]  # slice -> its memory, of those that live elsewhere
     late: Collection[int]  # slices to which other ranks add after backward: their sums land when that is done
     dtype: torch.dtype  # of norms
+    wide: bool  # whether some are float64
+    told: Callable[[Mapping[int, Tensor]], None] | None = None  # by slice, once for each
     norms: dict[int, Tensor] = tree.new(dict)
     stored: set[int] = tree.new(set)  # slices of which something was written
     reading: dict[int, Callable[[], list[Tensor]]] = tree.new(dict)
-    writing: list[tuple[Tensor, Callable[[], Any]]] = tree.new(list)  # what is written, and what waits
+    # what is written, what waits, and whether it is final
+    writing: list[tuple[int, Tensor, Callable[[], Any], bool]] = tree.new(list)
 
     @classmethod
     def of(
@@ -46,6 +50,7 @@ class Landing:
         device: torch.device,
         late: Collection[int],
         pool: Pool,
+        told: Callable[[Mapping[int, Tensor]], None] | None = None,
     ) -> Landing:
         """Return the landing of sums in these `dtypes`, of which some are `held` elsewhere, in memory of a pool."""
         some = [k for k, one in enumerate(held) if one]
@@ -60,31 +65,34 @@ class Landing:
         memory, _ = pool.copies(likes, (structure, *dtypes), make=make, copied=lambda j: False)
         if fresh:
             check_apart(residency, memory)
-        double = torch.float64 in dtypes or device.type == "cuda"
+        wide = torch.float64 in dtypes
         leaves = dict(zip(some, memory, strict=True))
-        return cls(residency, device, leaves, late, torch.float64 if double else torch.float32)
+        dtype = torch.float64 if wide or device.type == "cuda" else torch.float32
+        return cls(residency, device, leaves, late, dtype, wide, told)
 
     def lands(self, k: int) -> bool:
         """Say whether the sum of a slice is to land as soon as backward is done with it."""
-        return k in self.leaves and k not in self.late
+        return (k in self.leaves or self.told is not None) and k not in self.late
 
     def land(self, k: int, x: Tensor) -> Tensor:
         """Take the final sum of a slice, contiguous; return it where it lives."""
         self.put(k, x)
+        if k not in self.leaves and self.told is not None:
+            self.told({k: x})
         return self.leaves.get(k, x)
 
     def put(self, k: int, x: Tensor) -> None:
         """Measure and write a slice that lives elsewhere."""
         if k in self.leaves:
             self.norms[k] = foreach.norm([x], 2, dtype=self.dtype)[0]
-            self.write(k, x)
+            self.write(k, x, final=True)
 
-    def write(self, k: int, x: Tensor) -> None:
+    def write(self, k: int, x: Tensor, *, final: bool = False) -> None:
         """Begin to write a slice that lives elsewhere, once the last one is written; `x` may not change until then."""
         self.settle()
         self.reading.pop(k, None)
         wait = self.residency.write([x.view(-1)], [self.leaves[k].view(-1)])
-        self.writing.append((x, waiting(self.residency, "write", wait)))
+        self.writing.append((k, x, waiting(self.residency, "write", wait), final))
         self.stored.add(k)
 
     def expect(self, k: int) -> None:
@@ -119,18 +127,21 @@ class Landing:
     def settle(self) -> None:
         """Wait until everything is written."""
         while self.writing:
-            _, wait = self.writing.pop()
+            k, _, wait, final = self.writing.pop()
             wait()
+            if final and self.told is not None:
+                self.told({k: self.leaves[k]})
 
     def finish(self, sums: Sequence[Tensor]) -> list[Tensor]:
         """Let those land to which other ranks have added; return all where they live, when that is written."""
         landed = [self.land(k, x) if k in self.late else x for k, x in enumerate(sums)]
         self.settle()
+        self.told = None  # what lands from here on was changed by a map
         return landed
 
     def close(self) -> None:
         """Wait for what is read and written, whatever comes of it: nobody may use this memory from here on."""
-        waits = [*self.reading.values(), *(wait for _, wait in self.writing)]
+        waits = [*self.reading.values(), *(wait for _, _, wait, _ in self.writing)]
         self.reading.clear()
         self.writing.clear()
         for wait in waits:

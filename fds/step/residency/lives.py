@@ -75,13 +75,15 @@ class Lives:
         device: on which the step runs.
         leaves: as the residency knows them.
         media: of each, where it lives in a word, "device" for those that the residency does not hold.
-        placed: of each, whether the update writes into its memory.
+        placed: of each, whether the update writes into its memory, with the old values in it.
+        apart: of each, whether it is written in memory of its own before the step has decided; as `ahead` of its slice.
         ways: by columns, of the parameters and then of every slot of the optimizer, how an update gets at each leaf:
             "place", it writes into it; "read", the residency reads and writes it; "fetch", it comes over from the
             device and goes back; None where there is none.
         gradients: of every slice, how an update gets at its summed gradient.
         landed: of every slice, whether that lives elsewhere from when it is final.
         on_host: of every slice, whether it is updated on the CPU though the step runs elsewhere.
+        ahead: of every slice, whether it is updated before the step has decided, which may take that back.
         visited: whether the update visits chunks, since it does not write into all leaves where they are.
     """
 
@@ -90,10 +92,12 @@ class Lives:
     leaves: list[Resident | None]
     media: list[str]
     placed: list[bool]
+    apart: list[bool]
     ways: list[list[str | None]]
     gradients: list[str]
     landed: list[bool]
     on_host: list[bool]
+    ahead: list[bool]
     visited: bool
 
     @classmethod
@@ -105,6 +109,8 @@ class Lives:
         after: Iterable[str],
         device: torch.device,
         may_leave: Callable[[list[int]], list[bool]],
+        *,
+        speculate: bool,
     ) -> Lives:
         """Return where the leaves of a structure live.
 
@@ -114,10 +120,11 @@ class Lives:
             slots: of a state.
             after: names of those that follow an update.
             device: on which the step runs.
-            may_leave: says which of all slices may be updated elsewhere, given those that would be.
+            may_leave: says which of all slices may be updated elsewhere, or ahead, given those that would be.
+            speculate: whether slices of which leaves live elsewhere are updated ahead.
         """
         if not residency.kinds:
-            return cls(residency, device, [], [], [], [], [], [], [], False)
+            return cls(residency, device, [], [], [], [], [], [], [], [], [], False)
         parts = structure.parts
         params = [resident(structure, "params", i) for i in structure.trained]
         opt = [resident(structure, "opt", parts[name]) for want in structure.opt.values() for name in want.names]
@@ -135,7 +142,11 @@ class Lives:
             held = {i for i, medium in zip(slices, media, strict=False) if medium != "device"}
             leaving = may_leave(sorted(held))
         ways = [way_to(media[k], leaving[i], device) for k, i in enumerate(slices)]
-        placed = [*(way == "place" for way in ways), *[True] * len(averages)]
+        ahead: list[bool] = [False] * len(params)
+        if speculate:
+            ahead = may_leave(sorted({i for i, way in zip(slices, ways, strict=True) if leaving[i] or way == "read"}))
+        apart = [*(ahead[i] for i in slices), *[False] * len(averages)]
+        placed = [way == "place" and not one for way, one in zip(ways, apart, strict=False)] + [True] * len(averages)
         columns = [list[str | None](ways[: len(params)]), *structure.align(ways[len(params) :]).values()]
         summed = [
             home_of(residency, resident(structure, "gradients", i), n)
@@ -144,7 +155,7 @@ class Lives:
         gradients = [way_to(medium, leaves, device) for medium, leaves in zip(summed, leaving, strict=True)]
         landed = [medium != "device" for medium in summed]
         visited = any(leaving) or not all(placed) or "read" in gradients
-        return cls(residency, device, leaves, media, placed, columns, gradients, landed, leaving, visited)
+        return cls(residency, device, leaves, media, placed, apart, columns, gradients, landed, leaving, ahead, visited)
 
     def make(self, i: int, x: Tensor) -> Tensor:
         """Return memory for the new leaf."""

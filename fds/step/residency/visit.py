@@ -3,73 +3,114 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.step.residency.chunks import Piece
 from fds.step.residency.contract import OnDevice, Residency, read_back, waiting
 from fds.step.residency.lives import Column, Lives
 
-HOST = torch.device("cpu")
 Run = Callable[[list[Piece], list[Tensor], list[Column], torch.device], list[Column]]
+Read = Callable[[], list[list[Tensor]]]
 
 
-def visit(
-    lives: Lives,
-    new: Sequence[Column],
-    old: Sequence[Column],
-    grads: list[Tensor],
-    chunks: list[list[Piece]],
-    run: Run,
-    first: Callable[[], None],
-) -> None:
-    """Update one chunk after another, while the next one is read and the last one is written.
+def _nothing() -> None:
+    """Wait for nothing."""
 
-    Args:
-        lives: where the leaves live, and how to get at them.
-        new: leaves of the new state, the parameters' first, then those of every slot of the optimizer.
-        old: their values.
-        grads: gradients of the slices.
-        chunks: the slices, or pieces of them, that are updated together.
+
+@attrs.define(eq=False)
+class Visit:
+    """One chunk after another is updated, as soon as its gradients are complete: the next is read, the last written.
+
+    Attributes:
+        chunks: in this order.
         run: updates pieces, given their gradients and columns to write into, all on a device, and returns what the
             columns become.
-        first: is called before the first leaf is written.
+        first: is called once, before the first leaf is written that is not `apart`, or at the end.
+        grads: slice -> its complete gradient, where that lives.
+        stale: slices that were updated before more was added to their gradients.
     """
-    parts = [one for pieces in chunks for one in _chunks(lives, new, old, grads, pieces)]
-    reading: Callable[[], Any] = parts[0].read() if parts else _nothing
-    writing: Callable[[], Any] = _nothing
-    begun = False
 
-    def begin() -> None:
-        nonlocal begun
-        if not begun:
-            first()
-        begun = True
+    chunks: Sequence[Chunk]
+    run: Run
+    first: Callable[[], None]
+    grads: dict[int, Tensor] = tree.new(dict)
+    stale: set[int] = tree.new(set)
+    at: int = 0  # which chunk is the next
+    reading: Read | None = None  # waits for its leaves
+    taking: Read | None = None  # waits for its gradients
+    writing: Callable[[], Any] = _nothing  # waits for the last one
+    begun: bool = False
 
-    if not parts:
-        begin()
-    try:
-        for i, part in enumerate(parts):
-            read, reading = reading(), _nothing
-            if i + 1 < len(parts):
-                reading = parts[i + 1].read()
-            if part.in_place:
-                begin()
-            columns = run(part.pieces, *part.worked(read), part.device)
-            written, writing = writing, _nothing
-            written()
-            begin()
-            writing = part.write(columns)
-        writing()
-    except BaseException:
-        for wait in (reading, writing):  # nobody may write into this memory from here on
+    def tell(self, grads: Mapping[int, Tensor]) -> None:
+        """Take gradients that are complete, and update all chunks up to the first that lacks one.
+
+        One that turns out not to have been complete comes again.
+        """
+        if not self.grads.keys().isdisjoint(grads):
+            self.stale.update(x.index for one in self.chunks[: self.at] for x in one.pieces if x.index in grads)
+        self.grads.update(grads)
+        while self.at < len(self.chunks):
+            chunk = self.chunks[self.at]
+            self._read(chunk)
+            if self.taking is None:
+                return
+            self._update(chunk)
+
+    def settle(self) -> None:
+        """Wait until what was updated is written."""
+        written, self.writing = self.writing, _nothing
+        written()
+
+    def finish(self, grads: Mapping[int, Tensor]) -> None:
+        """Take all gradients, and update what is left."""
+        try:
+            self.tell(grads)
+            self.settle()
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Wait for what is read and written, whatever comes of it: nobody may use this memory from here on."""
+        for wait in (self.reading, self.taking, self.writing):
             with contextlib.suppress(Exception):
-                wait()
-        raise
+                if wait is not None:
+                    wait()
+
+    def _read(self, chunk: Chunk) -> None:
+        """Begin to read the leaves of the next chunk, and its gradients once they are complete."""
+        if self.reading is None:
+            self.reading = chunk.read()
+        if self.taking is None and all(x.index in self.grads for x in chunk.pieces):
+            self.taking = chunk.take(self.grads)
+
+    def _update(self, chunk: Chunk) -> None:
+        assert self.reading is not None and self.taking is not None
+        read, self.reading = self.reading(), None
+        taken, self.taking = self.taking(), None
+        self.at += 1
+        if self.at < len(self.chunks):
+            self._read(self.chunks[self.at])
+        if chunk.in_place:
+            self._begin()
+        columns = self.run(chunk.pieces, chunk.gradients(self.grads, taken), chunk.worked(read), chunk.device)
+        self.settle()
+        if not chunk.apart:
+            self._begin()
+        self.writing = chunk.write(columns)
+
+    def _begin(self) -> None:
+        if not self.begun:
+            self.first()
+        self.begun = True
 
 
 @attrs.frozen(eq=False)
@@ -78,33 +119,44 @@ class Chunk:
 
     pieces: list[Piece]
     device: torch.device  # on which these are updated
+    apart: bool  # whether the leaves of the new state are in memory of their own, and the old ones stay as they are
     new: list[Column]  # the leaves of the new state
     copied: list[tuple[Residency, list[tuple[int, int]], list[Tensor]]]  # by whom; column and row; old values
-    gradients: list[Tensor]
-    given: list[tuple[Residency, list[int], list[Tensor]]]  # of those that are copied: by whom; index; values
+    kept: list[tuple[Tensor, Tensor]]  # leaves that are written where they are, `apart`, and their old values
+    given: list[tuple[Residency, list[int]]]  # gradients that are copied: by whom, and which
 
     @property
     def in_place(self) -> bool:
-        """Whether the update writes into leaves of the new state themselves."""
-        return sum(len(places) for _, places, _ in self.copied) < sum(x is not None for some in self.new for x in some)
+        """Whether the update writes into leaves that the old state may have too."""
+        leaves = sum(x is not None for some in self.new for x in some)
+        return not self.apart and sum(len(places) for _, places, _ in self.copied) < leaves
 
-    def read(self) -> Callable[[], list[list[Tensor]]]:
-        """Begin to read; return the function that waits, and returns the copies by reader, those of gradients last."""
-        reads = [*((by, old) for by, _, old in self.copied), *((by, old) for by, _, old in self.given)]
-        waits = [(by, old, waiting(by, "read", by.read(old, self.device))) for by, old in reads]
-        done = _together([wait for _, _, wait in waits])
-        return lambda: [read_back(by, x, old, self.device) for (by, old, _), x in zip(waits, done(), strict=True)]
+    def read(self) -> Read:
+        """Begin to read leaves; return the function that waits, and returns the copies by reader."""
+        return _reading([(by, old) for by, _, old in self.copied], self.device)
 
-    def worked(self, read: list[list[Tensor]]) -> tuple[list[Tensor], list[Column]]:
-        """Return the gradients and the columns for the optimizer to write into."""
-        columns, grads = [list(column) for column in self.new], list(self.gradients)
-        for (_, places, _), some in zip(self.copied, read, strict=False):
+    def take(self, grads: Mapping[int, Tensor]) -> Read:
+        """Begin to read gradients; return the function that waits, and returns the copies by reader."""
+        given = ((by, [self.pieces[r] for r in rows]) for by, rows in self.given)
+        return _reading([(by, [x.cut(grads[x.index].view(-1)) for x in some]) for by, some in given], self.device)
+
+    def gradients(self, grads: Mapping[int, Tensor], taken: list[list[Tensor]]) -> list[Tensor]:
+        """Return the gradients for the optimizer, which may write into them."""
+        found = [x.cut(grads[x.index]) for x in self.pieces]
+        for (_, rows), some in zip(self.given, taken, strict=True):
+            for row, x in zip(rows, some, strict=True):
+                found[row] = x
+        return found
+
+    def worked(self, read: list[list[Tensor]]) -> list[Column]:
+        """Return the columns for the optimizer to write into."""
+        columns = [list(column) for column in self.new]
+        for (_, places, _), some in zip(self.copied, read, strict=True):
             for (column, row), x in zip(places, some, strict=True):
                 columns[column][row] = x
-        for (_, rows, _), some in zip(self.given, read[len(self.copied) :], strict=True):
-            for row, x in zip(rows, some, strict=True):
-                grads[row] = x
-        return grads, columns
+        for new, old in self.kept:
+            new.copy_(old)
+        return columns
 
     def write(self, columns: list[Column]) -> Callable[[], Any]:
         """Write what the optimizer returned, or begin to; return the function that waits."""
@@ -121,8 +173,24 @@ class Chunk:
         return _together(waits)
 
 
+def chunks_of_leaves(
+    lives: Lives, new: Sequence[Column], old: Sequence[Column], chunks: Iterable[list[Piece]], *, ahead: bool
+) -> list[Chunk]:
+    """Return the chunks of slices, or pieces of them: of those that are updated `ahead`, or of all others.
+
+    Args:
+        lives: where the leaves live, and how to get at them.
+        new: leaves of the new state, the parameters' first, then those of every slot of the optimizer.
+        old: their values.
+        chunks: the slices, or pieces of them, that are updated together.
+        ahead: which of these.
+    """
+    found = ([x for x in pieces if lives.ahead[x.index] is ahead] for pieces in chunks)
+    return list(itertools.chain.from_iterable(_chunks(lives, new, old, pieces, apart=ahead) for pieces in found))
+
+
 def _chunks(
-    lives: Lives, new: Sequence[Column], old: Sequence[Column], grads: list[Tensor], pieces: list[Piece]
+    lives: Lives, new: Sequence[Column], old: Sequence[Column], pieces: list[Piece], *, apart: bool
 ) -> Iterator[Chunk]:
     """Yield the pieces of all columns that are updated together: first those on the device, then those on the host."""
     for on_host in (False, True):
@@ -130,17 +198,37 @@ def _chunks(
         if not some:
             continue
         columns = [[x.cut(leaf) if (leaf := column[x.index]) is not None else None for x in some] for column in new]
-        device = HOST if on_host else lives.device
-        copied: list[tuple[Residency, list[tuple[int, int]], list[Tensor]]] = []
-        given: list[tuple[Residency, list[int], list[Tensor]]] = []
-        for by, way in ((lives.residency, "read"), (OnDevice(), "fetch")):
-            places = [(c, r) for c, ways in enumerate(lives.ways) for r, x in enumerate(some) if ways[x.index] == way]
-            values = [some[r].cut(leaf.reshape(-1)) for c, r in places if (leaf := old[c][some[r].index]) is not None]
-            if places:
-                copied.append((by, places, values))
-            if rows := [r for r, x in enumerate(some) if lives.gradients[x.index] == way]:
-                given.append((by, rows, [some[r].cut(grads[some[r].index].view(-1)) for r in rows]))
-        yield Chunk(some, device, columns, copied, [x.cut(grads[x.index]) for x in some], given)
+        places: dict[str, list[tuple[int, int]]] = {"place": [], "read": [], "fetch": []}
+        for c, ways in enumerate(lives.ways):
+            for r, x in enumerate(some):
+                if (way := ways[x.index]) is not None:
+                    places[way].append((c, r))
+        ways = [lives.gradients[x.index] for x in some]
+        if apart:  # the true gradient is needed again, if the step decides otherwise
+            ways = ["fetch" if way == "place" else way for way in ways]
+        readers = ((lives.residency, "read"), (OnDevice(), "fetch"))
+        yield Chunk(
+            some,
+            torch.device("cpu") if on_host else lives.device,
+            apart,
+            columns,
+            [(by, places[way], _at(old, some, places[way])) for by, way in readers if places[way]],
+            list(zip(*(_at(leaves, some, places["place"]) for leaves in (new, old)), strict=True)) if apart else [],
+            [(by, [r for r, one in enumerate(ways) if one == way]) for by, way in readers if way in ways],
+        )
+
+
+def _at(columns: Sequence[Column], pieces: list[Piece], places: list[tuple[int, int]]) -> list[Tensor]:
+    """Return the leaves at these columns and rows, flat: of each what its piece is of it."""
+    leaves = ((pieces[r], columns[c][pieces[r].index]) for c, r in places)
+    return [piece.cut(leaf.reshape(-1)) for piece, leaf in leaves if leaf is not None]
+
+
+def _reading(reads: list[tuple[Residency, list[Tensor]]], device: torch.device) -> Read:
+    """Begin to read flat leaves; return the function that waits for all, and returns the copies."""
+    waits = [(by, old, waiting(by, "read", by.read(old, device))) for by, old in reads]
+    done = _together([wait for _, _, wait in waits])
+    return lambda: [read_back(by, x, old, device) for (by, old, _), x in zip(waits, done(), strict=True)]
 
 
 def _together(waits: list[Callable[[], Any]]) -> Callable[[], list[Any]]:
@@ -159,7 +247,3 @@ def _together(waits: list[Callable[[], Any]]) -> Callable[[], list[Any]]:
         return done
 
     return wait
-
-
-def _nothing() -> None:
-    """Wait for nothing."""

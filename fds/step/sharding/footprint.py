@@ -22,12 +22,16 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
     transport keeps of them until the step is over; `whole` the gathered parameters, at stage 3 never more; `viewed`
     what views make of one of those; `low` an unsharded step's 16-bit copy, and its copy of what lives elsewhere; `read`
     the slices that were read from there and are not sent, or cast, yet; `chunks` the copies of what a residency holds,
-    of the chunk that is updated, the one before and the one after.
+    of the chunk that is updated, the one before and the one after; `ahead` the new values of what is updated in
+    backward, where the others are written over the old state.
     """
     held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
     lives = step.lives(structure, state)
     if lives.visited:
         held["chunks"] = _chunks(step, structure, state)
+    if step.place.donate and any(lives.apart):
+        leaves = [*structure.pick(tree.leaves(state.params)), *tree.leaves(state.opt)]
+        held["ahead"] = sum(x.nbytes for x, one in zip(leaves, lives.apart, strict=False) if one)
     gather, shard, layout = step.gather, step.shard, structure.layout
     away = elsewhere(step.place.residency, structure, lives.device)
     if away and (read := _read(step, structure, away)):
@@ -103,8 +107,8 @@ def _chunks(step: Stations, structure: Structure, state: State) -> int:
     opt = structure.align([state.opt[slot][name] for slot, want in structure.opt.items() for name in want.names])
     params, lives = structure.pick(tree.leaves(state.params)), step.lives(structure, state)
     sizes = [
-        x.numel() * (step.sum.dtype or x.dtype).itemsize * (way == "read")
-        for x, way in zip(params, lives.gradients, strict=True)
+        x.numel() * (step.sum.dtype or x.dtype).itemsize * (way == "read" or ahead)
+        for x, way, ahead in zip(params, lives.gradients, lives.ahead, strict=True)
     ]
     for leaves, ways in zip([params, *opt.values()], lives.ways, strict=True):
         for i, (x, way) in enumerate(zip(leaves, ways, strict=True)):
