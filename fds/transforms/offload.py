@@ -61,7 +61,7 @@ class Offloaded:
         return _word(self.where(leaf))
 
     def where(self, leaf: Resident) -> Host | Disk | None:
-        """Return where a leaf lives, as the first parameter of its slice does; None for the device."""
+        """Return where a leaf lives, as all parameters of its slice do; None for the device."""
         if leaf.index < int((1 - self.ratio) * leaf.count):
             return None
         name = leaf.names[0] if leaf.names else ""
@@ -152,8 +152,8 @@ def offload(
 
     Each argument is a medium, `"device"`, `"host"` or `fds.disk(directory)`, or patterns of names of parameters with
     their media, `{"embed.*": fds.disk(directory), "*": "host"}`: the first one that matches counts, and what none
-    matches stays on the device. Where ranks share a state a leaf is a slice of a bucket, and lives where its first
-    parameter does. What lives elsewhere is a tensor of the state like any other: it can be read, compared, saved.
+    matches stays on the device. Where ranks share a state, parameters that are to live in different places share no
+    bucket. What lives elsewhere is a tensor of the state like any other: it can be read, compared, saved.
 
     Args:
         moments: the optimizer's state.

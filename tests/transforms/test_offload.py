@@ -233,3 +233,35 @@ def test_a_loss_on_the_cpu_reads_masters_on_the_host_where_they_are(donated):
         seen.clear()
         state, _ = step(state, torch.ones(2))
         assert seen == places and all(medium_of(x) is not None for x in state.params.values())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_where_ranks_share_a_state_each_parameter_lives_where_its_pattern_says(tmp_path, stage):
+    """Though a bucket has room for all of them; and saves go to where nothing is elsewhere, and back."""
+    params = {str(i): torch.randn(64, 2 + i % 3) for i in range(8)}
+    loss = lambda params, batch: sum((params[name] * batch).square().sum() for name in params)
+
+    def body():
+        axis = fds.mesh(dp=-1)["dp"]
+        parts = lambda: [fds.shard_optimizer(axis, stage=stage), fds.ema(0.9), fds.adamw()]
+        place = fds.offload({"[036]": fds.disk(tmp_path / "disk"), "*": "host"}, masters={"[1-4]": "host"})
+        plain, step = fds.compose(*parts())(loss), fds.compose(place, *parts())(loss)
+        a, b = plain.init(params), step.init(params)
+        for _ in range(2):
+            a, b = plain(a, torch.ones(()))[0], step(b, torch.ones(()))[0]
+        assert_same_bits(step.params(b), plain.params(a))
+        found = dict[str, str]()
+        for bucket in b.params.layout.buckets:
+            where = [medium_of(x[bucket.name]) for x in (b.params.buckets, *b.opt.values())]
+            words = " ".join("device" if one is None else one.name for one in where)
+            found |= dict.fromkeys([leaf.name for leaf in bucket.leaves], words)
+        fds.save(tmp_path / "run", b, step)
+        loaded, _ = fds.load(tmp_path / "run", plain, params)
+        assert_same_bits(loaded, a)
+        fds.save(tmp_path / "plain", a, plain)
+        assert_same_bits(fds.load(tmp_path / "plain", step, params)[0], b)
+        return found
+
+    (tmp_path / "disk").mkdir()
+    said = lambda name: ("host" if name in "1234" else "device") + (" disk disk" if name in "036" else " host host")
+    assert fds.simulate(body, 2) == [{name: said(name) for name in params}] * 2
