@@ -25,6 +25,7 @@ _OF_THE_CPU = "its subject is the CPU, or a machine without a GPU"
 _PROCESSES = "it starts processes, whose ranks meet over gloo and compute on the CPU"
 _DRAWN_FOR_A_CPU = "bits, bytes or times that were recorded on a CPU"
 _EMULATED = "it emulates a GPU on the CPU; test_cuda_graph_on_a_gpu.py asks a real one"
+_ROUNDED = "its updates run on the host, which rounds otherwise than a GPU; test_law_11_on_a_gpu.py asks a real one"
 # Of all other files, why not; a folder stands for those in it.
 NOT_ON_A_GPU = {
     "tests/kernels/test_ahead_of_time.py": "it compiles for a GPU that is not there",
@@ -34,6 +35,7 @@ NOT_ON_A_GPU = {
     "tests/kernels/test_shared_memory.py": _OF_THE_CPU,
     "tests/laws/test_configurations.py": _PROCESSES,
     "tests/laws/test_law_10_plans.py": _OF_THE_HOST,
+    "tests/laws/test_law_11_offload.py": _ROUNDED,
     "tests/laws/test_law_11_on_the_host.py": _EMULATED,
     "tests/laws/test_law_11_pieces.py": "its states live in files that are mapped into the host's memory",
     "tests/laws/test_law_11_residency.py": "its states live in files that are mapped into the host's memory",
@@ -48,6 +50,7 @@ NOT_ON_A_GPU = {
     "tests/transforms/test_checkpoint_memory.py": _DRAWN_FOR_A_CPU,
     "tests/transforms/test_checkpoint_store.py": _DRAWN_FOR_A_CPU,
     "tests/transforms/test_cuda_graph.py": _EMULATED,
+    "tests/transforms/test_offload.py": _ROUNDED,
     "tests/unit": _OF_THE_HOST,
     "tests/storage": _OF_THE_HOST,
     "tests/collectives": "simulated ranks, whose sums are the CPU's, and real ones over gloo",

@@ -260,7 +260,33 @@ _PROPERTIES = types.SimpleNamespace(
     name="a GPU that is not there", multi_processor_count=2, total_memory=2**34, major=9, minor=0, L2_cache_size=2**20,
     shared_memory_per_block_optin=232448, warp_size=32,
 )  # fmt: skip
+
+
+class Driver:
+    """What `torch.cuda.cudart` returns: which memory is page-locked."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}  # address -> bytes
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert address not in self.locked and address % 4096 == nbytes % 4096 == 0 and flags == 1
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+    def cudaError(self, code: int) -> int:
+        return code
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return f"error {error}"
+
+
+DRIVER = Driver()
 CUDA = {
+    "cudart": lambda: DRIVER,
     "_lazy_init": lambda: None,
     "init": lambda: None,
     "is_available": lambda: True,

@@ -1,4 +1,4 @@
-"""The device: ordinary memory, where a step runs."""
+"""The device: ordinary memory, where a step runs; what passes between a GPU and the host is copied beside that."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 import attrs
 import torch
 from torch import Tensor
+
+from fds.media import streams
 
 
 @attrs.frozen
@@ -20,13 +22,22 @@ class Device:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
     def read(self, leaves: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
-        """Return copies."""
-        return lambda: [x.to(device, copy=True) for x in leaves]
+        """Return copies; those between the host and a GPU are begun at once."""
+        cuda = device.type == "cuda"
+        if not any(x.is_cuda != cuda for x in leaves):
+            return lambda: [x.to(device, copy=True) for x in leaves]
+        copies = [torch.empty(x.shape, dtype=x.dtype, device=device, pin_memory=x.is_cuda and not cuda) for x in leaves]
+        wait = streams.start(copies, leaves)
+
+        def done() -> list[Tensor]:
+            wait()
+            return copies
+
+        return done
 
     def write(self, worked: list[Tensor], new: list[Tensor]) -> Callable[[], None]:
-        """Write at once."""
-        torch._foreach_copy_(new, worked)
-        return lambda: None
+        """Write at once, or begin to write between the host and a GPU."""
+        return streams.start(new, worked)
 
 
 DEVICE = Device()

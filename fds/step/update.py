@@ -183,6 +183,8 @@ def new_leaves(
     Those that are `apart` are in memory of their own.
     """
     over = state.token.memory is TAKEN or (place.donate and not state.token.readers)
+    if any(lives.on_host):  # which writes to memory that the device may still copy from
+        state.step.to("cpu")
     structure = held.structure
     averages = {one.slot: tree.flatten(state.slots[one.slot]) for one in after}
     parts = [(state.params, structure.pick(held.parts)), (state.opt, list(held.opt))]  # each in two lists

@@ -137,9 +137,9 @@ def checkpoint_activations(
         policy: what a group keeps besides its input: None nothing; `"matmuls"` the results of matrix products,
             convolutions and attention; a list of operators (`torch.ops.aten...`); or a function as
             `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it.
-        store: where what a group keeps waits for backward: `"device"`; `"host"`, in host memory (not
-            pinned); or `fds.disk(...)`. It is written while the next group runs forward, and read while that runs
-            backward. What the loss itself is given stays where it is.
+        store: where what a group keeps waits for backward: `"device"`; `"host"`, pinned for a GPU; or `fds.disk(...)`.
+            It is written while the next group runs forward, and read while that runs backward. What the loss itself is
+            given stays where it is.
         every: layers per group; one input is kept for each group. A layer with `inplace=True` joins the group of the
             layer before it.
 
@@ -162,7 +162,7 @@ def checkpoint_activations(
 def _medium(store: Any) -> Medium | None:
     """Return the medium of a store, None for the device. Raises `ComposeError` for another argument."""
     if isinstance(store, str) and store in ("device", "host"):
-        return Host() if store == "host" else None
+        return Host(cached=True) if store == "host" else None
     if not isinstance(store, str) and all(callable(getattr(store, name, None)) for name in ("make", "read", "write")):
         return store
     is_path = isinstance(store, PurePath) or (isinstance(store, str) and "/" in store)

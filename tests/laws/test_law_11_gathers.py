@@ -308,7 +308,7 @@ def test_masters_on_the_host_of_a_gpu(parts, moments):
 
     with on_a_gpu():
         home = torch.device("cuda", 0)
-        (want, there), (got, here) = run(), run(fds.offload(masters="host", moments=moments))
+        (want, there), (got, here) = run(fds.offload("host")), run(fds.offload(masters="host", moments=moments))
         assert (there, here) == ({"cuda"}, {"cpu"})
         assert_same_bits(got, want)
 

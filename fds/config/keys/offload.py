@@ -14,7 +14,9 @@ from fds.errors import ConfigError
 Device = Literal["none", "cpu", "nvme"]
 _MEDIA = 'cpu: "host", nvme: fds.disk(nvme_path)'
 _PATH = argument("disk", name="directory")
-_PINNED = NotApplicable("memory of the host is not page-locked yet; without a GPU it makes no difference")
+_PINNED = NotApplicable(
+    "memory of the host is page-locked for a GPU, in exact sizes; without one it makes no difference"
+)
 _BUFFERS = NotApplicable("three chunks are under way: one is read, one is updated, one is written")
 _AHEAD = NotApplicable("a chunk is always read ahead and written behind")
 _SUBMITTED = NotApplicable("requests are submitted many at a time, and as earlier ones are done")

@@ -116,7 +116,7 @@ class ZeroConfig(Config):
         None, "keep optimizer state elsewhere", None, old={"cpu_offload": _offload_to_cpu}
     )
     cpu_offload_use_pin_memory: bool | None = key(
-        None, "page-locked memory for what is offloaded", NotApplicable("memory of the host is not page-locked yet")
+        None, "page-locked memory for what is offloaded", NotApplicable("memory of the host is page-locked for a GPU")
     )
     zenflow: ZenFlowConfig | None = key(None, "update offloaded parameters by importance", NotYet("ZenFlow"))
     sub_group_size: int = key(

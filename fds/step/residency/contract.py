@@ -90,7 +90,8 @@ class Residency(Protocol):
     def read(self, old: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
         """Begin to copy flat leaves, or pieces of them, to `device`, where they are computed with.
 
-        Return the function that waits, and returns the copies.
+        Return the function that waits, and returns the copies. Where the update runs on the host, leaves and gradients
+        that live on the device are read as well, and leaves are written there.
         """
         ...
 
@@ -149,7 +150,9 @@ def is_held(residency: Residency, leaf: Resident | None, numel: int) -> bool:
 
 
 def made(residency: Residency, x: Tensor, leaf: Resident | None, device: torch.device | None = None) -> Tensor:
-    """Return memory for a leaf like `x` where it lives, with anything in it; `device` is that of an `x` on `meta`.
+    """Return memory for a leaf like `x` where it lives, with anything in it.
+
+    `device` is that of an `x` that is not on it, but on `meta` or where it lives.
 
     Raises `ComposeError` for other memory.
     """

@@ -84,8 +84,8 @@ class Lives:
         placed: of each, whether the update writes into its memory, with the old values in it.
         apart: of each, whether it is written in memory of its own before the step has decided; as `ahead` of its slice.
         ways: by columns, of the parameters and then of every slot of the optimizer, how an update gets at each leaf:
-            "place", it writes into it; "read", the residency reads and writes it; "fetch", it comes over from the
-            device and goes back; None where there is none.
+            "place", it writes into it; "read", the residency reads and writes it; "fetch", so it does, from the
+            device and back; None where there is none.
         gradients: of every slice, how an update gets at its summed gradient.
         landed: of every slice, whether that lives elsewhere from when it is final.
         on_host: of every slice, whether it is updated on the CPU though the step runs elsewhere.
@@ -164,8 +164,9 @@ class Lives:
         return cls(residency, device, leaves, media, placed, apart, columns, gradients, landed, leaving, ahead, visited)
 
     def make(self, i: int, x: Tensor) -> Tensor:
-        """Return memory for the new leaf."""
-        return made(self.residency, x, self.leaves[i])
+        """Return memory for the new leaf, as for one of the device."""
+        held = self.media[i] != "device"
+        return made(self.residency, x, self.leaves[i], self.device if held else None)
 
     def copy(self, i: int, x: Tensor) -> Tensor:
         """Return a contiguous copy of the leaf in memory of its own, where it lives."""

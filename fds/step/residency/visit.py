@@ -206,7 +206,7 @@ def _chunks(
         ways = [lives.gradients[x.index] for x in some]
         if apart:  # the true gradient is needed again, if the step decides otherwise
             ways = ["fetch" if way == "place" else way for way in ways]
-        readers = ((lives.residency, "read"), (OnDevice(), "fetch"))
+        readers = ((lives.residency, "read"), (lives.residency if on_host else OnDevice(), "fetch"))
         yield Chunk(
             some,
             torch.device("cpu") if on_host else lives.device,
