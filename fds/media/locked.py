@@ -46,5 +46,6 @@ def locked(nbytes: int, gpu: torch.device) -> Tensor:
 def _released(address: int, size: int, driver: Any, here: torch.cuda.device, pid: int) -> None:
     if driver is not None and pid == os.getpid():  # a forked process has none
         with here:  # in whichever thread this is
-            driver.cudaHostUnregister(address)
+            if int(driver.cudaHostUnregister(address)):
+                return  # it stays the driver's
     unmap(address, size)

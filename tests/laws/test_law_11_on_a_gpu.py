@@ -26,6 +26,10 @@ def is_locked(x):
     return x.is_pinned() if devices.NAME == "cuda" else x.data_ptr() in pretending.DRIVER.locked
 
 
+def memory(state):
+    return [x.data_ptr() for x in tree.leaves((state.params, state.opt))]
+
+
 def trained(place, donated):
     """Return what a run with leaves in a place returned, as tensors of the CPU, and its last state."""
     params, batch = problem()
@@ -33,8 +37,9 @@ def trained(place, donated):
     step = fds.compose(*parts, fds.adamw(0.01))(loss)
     state, found = step.init(tree.map(lambda x: x.to(GPU), params), key=1), []
     for factor in (1.0, torch.inf, 2.0, 3.0):
-        before = step.evaluate(state, batch.to(GPU))["loss"]
+        before, places = step.evaluate(state, batch.to(GPU))["loss"], memory(state)
         state, metrics = step(state, batch.to(GPU) * factor)
+        assert memory(state) == places or not donated
         found.append(on_cpu((before, state, metrics)))
     return found, state
 
