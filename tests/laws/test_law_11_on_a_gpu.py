@@ -55,17 +55,3 @@ def test_where_leaves_live_that_are_updated_on_the_host_changes_no_bit(tmp_path,
         assert_same_bits(got, want)
         leaves = [x for x in tree.leaves((state.params, state.opt)) if isinstance(medium_of(x), Host)]
         assert all(map(is_locked, leaves)) and bool(leaves) == (place != "on a disk")
-
-
-def test_activations_on_the_host_change_no_bit():
-    specs = [fds.LayerSpec(torch.nn.Linear, 8, 8), torch.tanh] * 4
-    layers = fds.Layers(specs, lambda output, target: (output - target).square().mean())
-    params = fds.compose(fds.sgd(0.1))(layers).init(layers.init, key=2).params
-
-    def run(*parts):
-        step = fds.compose(*parts, fds.sgd(0.1))(layers)
-        batch = torch.ones(4, 8, device=GPU), torch.zeros(4, 8, device=GPU)
-        return on_cpu(step(step.init(tree.map(lambda x: x.to(GPU), params)), batch)[0])
-
-    with on_a_gpu():
-        assert_same_bits(run(fds.checkpoint_activations(store="host")), run())

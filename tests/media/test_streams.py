@@ -209,3 +209,13 @@ def test_memory_that_the_driver_refuses_is_used_all_the_same_with_a_warning(gpu)
     media.write([torch.ones(5000, device=gpu)], [leaf])()
     assert leaf.tolist() == [1.0] * 5000
     del leaf  # and nothing is unlocked
+
+
+def test_activations_come_back_as_they_were_in_memory_that_is_used_again(gpu):
+    before, groups, kept = dict(DRIVER.locked), media.KeptGroups(media.Host(cached=True)), []
+    for i in range(4):
+        groups.open()
+        kept.append(groups.keep(torch.full((5,), float(i), device=gpu)))
+    assert sum(event.waited for event in EVENTS) == 2  # two groups are still on the GPU, and on their way
+    assert [one.get().tolist() for one in kept[::-1]] == [[float(i)] * 5 for i in (3, 2, 1, 0)]
+    assert DRIVER.locked == before
