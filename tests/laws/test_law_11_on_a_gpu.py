@@ -27,7 +27,7 @@ def is_locked(x):
 
 
 def memory(state):
-    return [x.data_ptr() for x in tree.leaves((state.params, state.opt))]
+    return [x.data_ptr() for x in tree.leaves((state.params, state.opt)) if not x.is_cuda]
 
 
 def trained(place, donated):
