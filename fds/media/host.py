@@ -39,7 +39,7 @@ class Host(Device):
 
 
 def _freed(address: int, base: Tensor) -> None:
-    """Let memory go, once no GPU copies from it any more."""
+    """Let memory go, once no GPU copies from it, or to it, any more."""
     leaf = leaves.pop(address, None)
     if leaf is not None and leaf.place is not None:
         done, pid = leaf.place

@@ -54,7 +54,7 @@ def _beside(gpu: torch.device, new: list[Tensor], old: list[Tensor], *, comes: b
         for x, y in zip(new, old, strict=True):
             x.copy_(y, non_blocking=True)
         done.record(side)
-    for y in () if comes else old:
+    for y in new if comes else old:
         if (leaf := leaf_of(y)) is not None:
             leaf.place = done, os.getpid()  # that memory is given back after it
 

@@ -219,3 +219,4 @@ def test_activations_come_back_as_they_were_in_memory_that_is_used_again(gpu):
     assert [event.waited for event in EVENTS] == [True, True, True, False]  # the last group is on its way
     assert [one.get().tolist() for one in kept[::-1]] == [[float(i)] * 5 for i in (3, 2, 1, 0)]
     assert DRIVER.locked == before
+    kept[-1].settle()  # as the next microbatch does
