@@ -41,7 +41,7 @@ class Host(Device):
 def _freed(address: int, base: Tensor) -> None:
     """Let memory go, once no GPU copies from it, or to it, any more."""
     leaf = leaves.pop(address, None)
-    if leaf is not None and leaf.place is not None:
-        done, pid = leaf.place
+    if leaf is not None and leaf.copied is not None:
+        done, pid = leaf.copied
         if pid == os.getpid():
             done.synchronize()

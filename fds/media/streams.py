@@ -56,7 +56,7 @@ def _beside(gpu: torch.device, new: list[Tensor], old: list[Tensor], *, comes: b
         done.record(side)
     for y in new if comes else old:
         if (leaf := leaf_of(y)) is not None:
-            leaf.place = done, os.getpid()  # that memory is given back after it
+            leaf.copied = done, os.getpid()  # that memory is given back after it
 
     return functools.partial(_await, gpu, done, new, old, comes=comes)
 

@@ -19,6 +19,7 @@ class Leaf:
 
     medium: Any  # a Medium
     place: Any = None  # of the medium's own
+    copied: tuple[Any, int] | None = None  # an event after its last copy from or to a GPU, and of which process
     checksums: dict[tuple[int, int], int] = attrs.field(factory=dict)  # of its bytes from .. to, as last written
     in_place: bool = False  # whether it is written through the mapping, which no checksum follows
 
