@@ -177,14 +177,23 @@ def monitor(
         raise FdsError("not a number of samples", where="monitor, batch_size", got=repr(batch_size), want="1 or more")
     if x is not None and batch_size is not None:
         raise FdsError("two x axes", where="monitor", got="x and batch_size", want="one of them")
-    if x is not None and not (callable(x) and is_number(x(1))):
+    if x is not None and not is_number(_tried(x, 1)):
         raise FdsError("not an x axis", where="monitor, x", got=repr(x)[:80], want="a function: calls -> number")
-    if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
+    listed = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(it, str) for it in names)
+    if names is not None and not listed:
         raise FdsError("not names of metrics", where="monitor, names", got=repr(names)[:80], want='["loss", "lr"]')
-    if tags is not None and not (callable(tags) and isinstance(tags("loss"), str)):
+    if tags is not None and not isinstance(_tried(tags, "loss"), str):
         raise FdsError("not tags", where="monitor, tags", got=repr(tags)[:80], want="a function: name -> tag")
     group = "Steps" if batch_size is None else "Samples"
     tag = (lambda name: f"Train/{group}/{_DEEPSPEEDS.get(name, name)}") if tags is None else tags
     here = [Guarded(sink, getattr(sink, "every", 1)) for sink in sinks if worlds.current().rank == 0]
     at = (lambda calls: calls * (batch_size or 1)) if x is None else x
     return Monitor(Queue(tag, here), at, names)
+
+
+def _tried(function: Any, argument: Any) -> Any:
+    """Return what a function returns for an argument, or None where it cannot be called with it."""
+    try:
+        return function(argument)
+    except Exception:
+        return None

@@ -78,7 +78,7 @@ def test_what_a_monitor_is_given_are_deepspeeds_times_and_speeds():
     assert speeds == pytest.approx(want) and timed.metrics() == found  # until the next ones are there
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_that_is_timed_is_bit_for_bit_the_one_that_is_not(stage, tmp_path):
     def run():
         axis = fds.mesh(dp=-1)["dp"]
