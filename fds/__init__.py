@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.state import State
 
     # what it takes
-    from fds.profiling import profile, profile_model
+    from fds.profiling import estimate_memory, profile, profile_memory, profile_model
 
     # keeping it
     from fds.storage import export_weights, import_deepspeed, import_weights, load, save, save_async
@@ -70,7 +70,21 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.config.initialize import initialize
 
     # rooms that are used by name
-    from fds import autodiff, collectives, config, data, errors, kernels, monitors, nn, optim, plans, random, schedules
+    from fds import (
+        autodiff,
+        collectives,
+        config,
+        curvature,
+        data,
+        errors,
+        kernels,
+        monitors,
+        nn,
+        optim,
+        plans,
+        random,
+        schedules,
+    )
     from fds import tree as tree
     from fds import command_line as command_line, containers as containers, display as display, layout as layout
     from fds import (
@@ -116,7 +130,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.triton_kernels": "triton_kernels",
         "fds.step.sharding.handles": "materialize",
         "fds.state": "State",
-        "fds.profiling": "profile profile_model",
+        "fds.profiling": "estimate_memory profile profile_memory profile_model",
         "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
         "fds.monitors": "monitor",
         "fds.timing": "timed trace",
@@ -125,7 +139,7 @@ __getattr__, __dir__ = lazily(
         "fds.config.initialize": "initialize",
         "fds.errors": "FdsError",
     },
-    submodules="autodiff collectives command_line config containers data display errors kernels layout loss "
+    submodules="autodiff collectives command_line config containers curvature data display errors kernels layout loss "
     "media microbatches monitors nn optim plans profiling random schedules state step storage timing transforms tree",
 )
 
@@ -157,12 +171,14 @@ __all__ = [
     "compile",
     "compose",
     "config",
+    "curvature",
     "cuda_graph",
     "data",
     "disk",
     "donate",
     "ema",
     "errors",
+    "estimate_memory",
     "evaluate",
     "export_weights",
     "freeze",
@@ -188,6 +204,7 @@ __all__ = [
     "plans",
     "precision",
     "profile",
+    "profile_memory",
     "profile_model",
     "profiled",
     "random",

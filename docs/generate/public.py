@@ -28,6 +28,7 @@ ROOMS = (  # in the order of data flow
     "fds.kernels",
     "fds.nn",
     "fds.profiling",
+    "fds.curvature",
     "fds.storage",
     "fds.storage.foreign",
     "fds.data",

@@ -23,6 +23,7 @@ TITLES = {
     "fds.kernels": "Kernels",
     "fds.nn": "Layers of kernels",
     "fds.profiling": "What a step takes",
+    "fds.curvature": "Curvature",
     "fds.storage": "Saving and loading",
     "fds.storage.foreign": "Files of other programs",
     "fds.data": "Data loaders",

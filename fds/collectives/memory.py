@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -12,6 +13,9 @@ from fds.collectives.links import Collective, Work, different, same_memory
 from fds.collectives.reductions import reduce_in_rank_order
 from fds.collectives.turns import Turns
 from fds.errors import RankError
+
+# Whether this thread runs a collective for all of its ranks: the memory that it reads and writes then is theirs too.
+performing: ContextVar[bool] = ContextVar("fds_performing", default=False)
 
 
 @attrs.define(eq=False)
@@ -53,8 +57,12 @@ class Hub:
         rendezvous.arrived[index] = (collective, out, x)
         if len(rendezvous.arrived) == len(rendezvous.expected):
             del self.pending[key]
-            with torch.no_grad():
-                _perform(collective, *zip(*(rendezvous.arrived[i][1:] for i in rendezvous.expected), strict=True))
+            token = performing.set(True)
+            try:
+                with torch.no_grad():
+                    _perform(collective, *zip(*(rendezvous.arrived[i][1:] for i in rendezvous.expected), strict=True))
+            finally:
+                performing.reset(token)
             rendezvous.over = True
             rendezvous.arrived.clear()
         return rendezvous

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import attrs
 
-from fds.collectives import Mesh
+from fds.collectives import Axis, Mesh
 from fds.config.explain import explanation
 from fds.config.field import Edition
 from fds.config.keys.groups import Groups
@@ -19,6 +19,7 @@ from fds.config.translate.monitors import printed_every, sinks
 from fds.config.translate.optimizer import schedule_call
 from fds.config.translate.unsupported import check_supported
 from fds.config.unknown import Unknown, with_known_keys
+from fds.curvature import Eigenvalue, top_eigenvalue
 from fds.errors import ConfigError, MeshError
 from fds.monitors import Monitor, monitor
 from fds.schedules.curve import Curve
@@ -109,6 +110,37 @@ class TrainingConfig(Groups):
         if not resolved.logging.wall_clock_breakdown:
             return None
         return timed(every=printed_every(resolved) or 1, samples=resolved.batch.train_batch_size)
+
+    def eigenvalues(self, loss: Any, params: Any, batch: Any, *, axis: Axis | None = None) -> dict[str, Eigenvalue]:
+        """Return the curvature of the layers that `eigenvalue` names, by `fds.curvature.top_eigenvalue`.
+
+        A layer is a block of its own, `"bert.encoder.layer.0.*"`. Whoever trains decides when: after any step, with
+        `step.params(state)`. Where the key is not enabled nothing is measured.
+
+        Args:
+            loss: as for `compose(...)(loss)`.
+            params: whole parameters.
+            batch: of this rank.
+            axis: data ranks that share the loss; all of them call this.
+
+        Raises `ConfigError` for `layer_num` 0, and what `top_eigenvalue` raises.
+        """
+        asked = self.eigenvalue
+        if not asked.enabled:
+            return {}
+        if not asked.layer_num:
+            raise ConfigError("there are no layers to measure", where="eigenvalue.layer_num", got="0", want="1 or more")
+        blocks = [f"{asked.layer_name}.{i}.*" for i in range(asked.layer_num)]
+        return top_eigenvalue(
+            loss,
+            params,
+            batch,
+            blocks=blocks,
+            max_iter=asked.max_iter,
+            tol=asked.tol,
+            stability=asked.stability,
+            axis=axis,
+        )
 
     def explain(self, mesh: Mesh | Mapping[str, int], *, num_parameters: int | None = None) -> str:
         """Explain the configuration: the composition as Python, batch sizes, memory per rank, and keys without effect.

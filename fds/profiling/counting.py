@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
 )
 
+from fds.collectives.memory import performing
 from fds.loss.modes import current as mode_of_loss
 from fds.profiling.formulas import formula, unmasked
 from fds.profiling.modules import Modules
@@ -90,8 +91,8 @@ class Watching(TorchDispatchMode):
         if _graph_task() == -1:
             inside = self.modules.running or mode_of_loss().busy is not None
             return self.modules.current, "forward" if inside else "update"
-        # what is run again records a graph, or runs inside of a module, or where torch saves what it needs of it
-        again = torch.is_grad_enabled() or self.modules.running or _saving(True) is not None
+        # what is run again runs inside of a module or a layer, or where torch saves what it needs of it
+        again = self.modules.running or mode_of_loss().busy is not None or _saving(True) is not None
         return (self.modules.current, "recomputation") if again else (self.modules.reversed(), "backward")
 
 
@@ -111,6 +112,8 @@ class Counting(Watching):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, or its parts where torch knows it by those alone, and count it."""
         kwargs = kwargs or {}
+        if performing.get():
+            return func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", None)
         if packet is None:  # an operator of higher order, such as cond, whose parts count
             return NotImplemented
@@ -122,7 +125,7 @@ class Counting(Watching):
                 return out
         work = self.done.setdefault(Place(*self.place(), str(packet)), Work())
         out = self._timed(work, func, args, kwargs)
-        given, made = list(_tensors((args, kwargs))), list(_tensors(out))
+        given, made = list(tensors_of((args, kwargs))), list(tensors_of(out))
         work.calls += 1
         if count is not None:
             flops = count(*args, **kwargs, out_val=out)
@@ -137,7 +140,7 @@ class Counting(Watching):
         return out
 
     def _timed(self, work: Work, func: Any, args: Any, kwargs: Any) -> Any:
-        if torch.cuda.is_initialized() and any(x.is_cuda for x in _tensors((args, kwargs))):
+        if torch.cuda.is_initialized() and any(x.is_cuda for x in tensors_of((args, kwargs))):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             out = func(*args, **kwargs)
@@ -162,18 +165,18 @@ def counting() -> Iterator[Counting]:
         work.seconds += start.elapsed_time(end) / 1000
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
+def tensors_of(x: Any) -> Iterator[Tensor]:
     """Yield the tensors in what an operator is given, or returns: lists, tuples and keywords of them."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, list | tuple | dict):
         for one in x.values() if isinstance(x, dict) else x:
-            yield from _tensors(one)
+            yield from tensors_of(one)
 
 
 def _numel(x: Any) -> int:
     """Return the elements of an argument or a result: a tensor, or a list of them."""
-    return sum(one.numel() for one in _tensors(x))
+    return sum(one.numel() for one in tensors_of(x))
 
 
 def inclusive(done: dict[Place, Work], names: list[str]) -> dict[str, dict[Phase, Work]]:

@@ -31,6 +31,7 @@ ROOMS = {
     "step": f"{BELOW_STEP} kernels",
     "plans": "errors _html",
     "profiling": f"step {BELOW_STEP}",
+    "curvature": "kernels loss random collectives tree errors",
     "transforms": f"step {BELOW_STEP} kernels plans profiling schedules",
     "nn": "loss kernels random errors",
     "storage": "step media state layout collectives tree errors",

@@ -10,22 +10,30 @@ from typing import Any, Literal
 import attrs
 
 from fds.config.field import key
-from fds.config.meaning import NotApplicable, NotYet, PartOf
+from fds.config.meaning import Elsewhere, NotApplicable, NotYet
 from fds.config.record import Config
+
+_CURVATURE = Elsewhere("config.eigenvalues(loss, params, batch)", "after any step")
 
 
 @attrs.frozen
 class EigenvalueConfig(Config):
     """`eigenvalue`: the curvature of the loss in each layer, which sets how fast its bits are reduced."""
 
-    enabled: bool = key(False, "measure curvature by power iteration", NotYet("the greatest eigenvalue of each layer"))
-    verbose: bool = key(False, "print them", NotApplicable("a step prints nothing"))
-    max_iter: int = key(100, "iterations at most", PartOf(), unit="iterations", over=0)
-    tol: float = key(1e-2, "relative change of the eigenvalue at which iteration ends", PartOf(), low=0)
-    stability: float = key(1e-6, "added to what is divided by", PartOf(), low=0)
-    gas_boundary_resolution: int = key(1, "updates from one measurement to the next", PartOf(), unit="updates", over=0)
-    layer_name: str = key("bert.encoder.layer", "path of the list of layers", PartOf())
-    layer_num: int = key(0, "layers of that list that are measured", PartOf(), unit="layers", low=0)
+    enabled: bool = key(False, "measure curvature by power iteration", _CURVATURE)
+    verbose: bool = key(False, "print them", NotApplicable("they are returned"))
+    max_iter: int = key(100, "iterations at most", _CURVATURE, unit="iterations", over=0)
+    tol: float = key(1e-2, "relative change of the eigenvalue at which iteration ends", _CURVATURE, low=0)
+    stability: float = key(1e-6, "added to what is divided by", _CURVATURE, low=0)
+    gas_boundary_resolution: int = key(
+        1,
+        "updates from one measurement to the next",
+        NotApplicable("it is measured where it is called"),
+        unit="updates",
+        over=0,
+    )
+    layer_name: str = key("bert.encoder.layer", "path of the list of layers", _CURVATURE)
+    layer_num: int = key(0, "layers of that list that are measured", _CURVATURE, unit="layers", low=0)
 
 
 @attrs.frozen

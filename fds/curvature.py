@@ -1,0 +1,238 @@
+"""How a loss curves: the greatest eigenvalue of its Hessian, by block of parameters, its sharpness and its trace.
+
+Products of the Hessian with a vector are exact, by differentiating the gradient once more; the Hessian is never there.
+A step has first derivatives alone, so these are functions of a loss and of whole parameters: `step.params(state)`.
+Source: Yao et al. 2020, "PyHessian", arXiv:1912.07145; Hutchinson 1990, doi:10.1080/03610919008812866.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fds import kernels, loss as losses, random, tree
+from fds.collectives import Axis
+from fds.errors import FdsError, LossError, is_a, is_int, is_number
+
+Vector = list[Tensor]
+
+
+@attrs.frozen
+class Eigenvalue:
+    """The eigenvalue of greatest magnitude of a block of the Hessian.
+
+    Attributes:
+        value: with its sign; 0 for a block in which the loss is linear.
+        normalized: as DeepSpeed has it: magnitude over the greatest magnitude of all blocks, and 1 for a value of 0.
+        iterations: products with the Hessian that it took.
+        converged: whether the last one changed it by less than `tol`, relatively.
+    """
+
+    value: float
+    normalized: float
+    iterations: int
+    converged: bool
+
+
+def top_eigenvalue(
+    loss: Callable[[Any, Any], Any],
+    params: Any,
+    batch: Any,
+    *,
+    blocks: Sequence[str] = ("*",),
+    max_iter: int = 100,
+    tol: float = 1e-2,
+    stability: float = 0.0,
+    axis: Axis | None = None,
+    key: int = 0,
+) -> dict[str, Eigenvalue]:
+    """Return, for every block of parameters, the eigenvalue of greatest magnitude of its part of the Hessian.
+
+    By power iteration: it ends where the eigenvalue changes by less than `tol`. Two eigenvalues of opposite sign and
+    nearly equal magnitude converge slowly, or not at all: `converged` says so.
+
+    Args:
+        loss: `(params, batch) -> ` what a loss returns: a scalar, `(scalar, metrics)` or a `Mean`.
+        params: a tree of whole parameters; of a state, `step.params(state)`.
+        batch: of this rank.
+        blocks: patterns of names, as `"transformer.h.0.*"`; each is a block.
+        max_iter: products with the Hessian at most, for each block.
+        tol: relative change at which it ends.
+        stability: added to the norm that a vector is divided by.
+        axis: data ranks that share the loss; all of them call this, with the same parameters, each with its own batch.
+        key: seed of the first vector, and of what the loss draws.
+
+    Raises `FdsError` for other values of these and patterns that match nothing, `LossError` for a loss that cannot be
+    differentiated twice.
+    """
+    _check(axis=axis, key=key)
+    if not is_int(max_iter, 1):
+        raise FdsError("not a number of iterations", where="max_iter", got=repr(max_iter), want="an int >= 1")
+    for name, value in (("tol", tol), ("stability", stability)):
+        if not is_number(value) or not 0 <= value < math.inf:
+            raise FdsError("not a small number", where=name, got=repr(value)[:80], want="a number >= 0")
+    if isinstance(blocks, str) or not all(isinstance(one, str) for one in blocks) or not blocks:
+        raise FdsError("not blocks", where="blocks", got=repr(blocks)[:80], want='["layers.0.*", "layers.1.*"]')
+    found: dict[str, tuple[float, int, bool]] = {}
+    hessian = _Hessian.of(loss, params, batch, axis, key)
+    for block in blocks:
+        names = tree.match([block], list(hessian.leaves), what="blocks")
+        found[block] = hessian.power([n for n in hessian.leaves if n in names], max_iter, tol, stability, 0.0)
+    most = max(abs(value) for value, _, _ in found.values())
+    return {
+        block: Eigenvalue(value, abs(value) / most if value else 1.0, iterations, converged)
+        for block, (value, iterations, converged) in found.items()
+    }
+
+
+def sharpness(
+    loss: Callable[[Any, Any], Any],
+    params: Any,
+    batch: Any,
+    *,
+    max_iter: int = 100,
+    tol: float = 1e-3,
+    axis: Axis | None = None,
+    key: int = 0,
+) -> float:
+    """Return the greatest eigenvalue of the Hessian of all parameters, which may be negative.
+
+    Where the eigenvalue of greatest magnitude is negative, power iteration is done once more, on the Hessian shifted by
+    it. Gradient descent is stable on a quadratic loss up to a learning rate of 2 / sharpness. Arguments and errors are
+    those of `top_eigenvalue`.
+    """
+    found = top_eigenvalue(loss, params, batch, max_iter=max_iter, tol=tol, axis=axis, key=key)["*"].value
+    if found >= 0:
+        return found
+    hessian = _Hessian.of(loss, params, batch, axis, key)
+    return hessian.power(list(hessian.leaves), max_iter, tol, 0.0, found)[0] + found
+
+
+def trace(
+    loss: Callable[[Any, Any], Any],
+    params: Any,
+    batch: Any,
+    *,
+    num_samples: int = 32,
+    axis: Axis | None = None,
+    key: int = 0,
+) -> tuple[float, float]:
+    """Return an estimate of the trace of the Hessian, and its standard error; by Hutchinson's method.
+
+    A sample is v'Hv for a vector of random signs, whose mean is the trace; exact where the Hessian is diagonal. Other
+    arguments and errors are those of `top_eigenvalue`.
+    """
+    _check(axis=axis, key=key)
+    if not is_int(num_samples, 2):
+        raise FdsError("not a number of samples", where="num_samples", got=repr(num_samples)[:80], want="an int >= 2")
+    hessian = _Hessian.of(loss, params, batch, axis, key)
+    names = list(hessian.leaves)
+    found: list[float] = []
+    with random.seeded(random.key(key), "trace"):
+        for _ in range(num_samples):
+            v = [torch.randn(x.shape).sign().to(x.device, x.dtype) for x in hessian.leaves.values()]
+            found.append(_inner(hessian.times(names, v), v))
+    samples = torch.tensor(found, dtype=torch.float64)
+    return float(samples.mean()), float(samples.std() / math.sqrt(num_samples))
+
+
+@attrs.frozen(eq=False)
+class _Hessian:
+    """The Hessian of a loss at some parameters, by its products."""
+
+    leaves: dict[str, Tensor]  # that are differentiated
+    gradients: dict[str, Tensor]  # of this rank's total, with a graph
+    weight: float  # of all ranks
+    axis: Axis | None
+    key: int
+
+    @classmethod
+    def of(cls, loss: Callable[[Any, Any], Any], params: Any, batch: Any, axis: Axis | None, key: int) -> _Hessian:
+        """Run the loss and differentiate it once. Raises `LossError`."""
+        if not callable(loss):
+            raise FdsError("not a loss", where="loss", got=repr(loss)[:80], want="loss_fn(params, batch)")
+        flat, build = tree.flatten(params)
+        paths = tree.paths(params)
+        if not flat or not all(isinstance(x, Tensor) for x in flat):
+            raise FdsError("not parameters", where="params", got=repr(params)[:80], want="a tree of tensors")
+        inputs = [x.detach().requires_grad_(tree.is_float(x)) for x in flat]
+        leaves = {name: x for name, x in zip(paths, inputs, strict=True) if x.requires_grad}
+        # attention by products of matrices and references have second derivatives; kernels have not
+        with (
+            torch.enable_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            kernels.only("reference"),
+            random.seeded(random.key(key), "loss"),
+        ):
+            value = loss(build(inputs), batch)
+            value = value[0] if isinstance(value, tuple) else value
+            total, weight = (value.total, value.weight) if is_a(value, losses.Mean) else (value, 1.0)
+            if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
+                raise LossError(
+                    "not a loss that can be differentiated", got=repr(value)[:80], want="a scalar, or a Mean"
+                )
+            gradients = torch.autograd.grad(
+                total.sum(), list(leaves.values()), create_graph=True, materialize_grads=True
+            )
+        weight = torch.as_tensor(weight, dtype=torch.float64)
+        sums = float(weight if axis is None else axis.all_reduce(weight.reshape(1).to(axis.device)))
+        return cls(leaves, dict(zip(leaves, gradients, strict=True)), sums, axis, key)
+
+    def times(self, names: Sequence[str], v: Vector) -> Vector:
+        """Return the product of the block of these parameters with a vector, averaged over the ranks."""
+        pairs = [(g, x) for name, x in zip(names, v, strict=True) if (g := self.gradients[name]).requires_grad]
+        inputs = [self.leaves[name] for name in names]
+        if not pairs:  # the gradient is a constant: the loss is linear
+            found = [torch.zeros_like(x) for x in inputs]
+        else:
+            try:
+                found = torch.autograd.grad(
+                    [g for g, _ in pairs], inputs, [x for _, x in pairs], retain_graph=True, materialize_grads=True
+                )
+            except RuntimeError as error:
+                raise LossError(
+                    "this loss has no second derivatives",
+                    got=str(error)[:200],
+                    want="operators of torch that can be differentiated twice",
+                ) from error
+        if self.axis is not None:
+            found = [self.axis.all_reduce(x.contiguous()) for x in found]
+        return [x / self.weight for x in found]
+
+    def power(
+        self, names: Sequence[str], max_iter: int, tol: float, stability: float, shift: float
+    ) -> tuple[float, int, bool]:
+        """Return the eigenvalue of greatest magnitude of a block minus `shift`, and how it was found."""
+        if not names:
+            raise FdsError("a block has no floating-point parameters", where="blocks", want="trained parameters")
+        with random.seeded(random.key(self.key), "vector"):
+            v = _normal([torch.randn(self.leaves[n].shape).to(self.leaves[n]) for n in names], stability)
+        value, before, count = 1.0, 0.0, 0
+        while count < max_iter and value and abs((value - before) / value) >= tol:
+            before = value
+            found = [h - shift * x for h, x in zip(self.times(names, v), v, strict=True)]
+            found = [torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in found]
+            value, v, count = _inner(found, v), _normal(found, stability), count + 1
+        return value, count, not value or abs((value - before) / value) < tol
+
+
+def _inner(a: Vector, b: Vector) -> float:
+    return float(sum(((x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)), torch.zeros(())))
+
+
+def _normal(v: Vector, stability: float) -> Vector:
+    norm = math.sqrt(_inner(v, v)) + stability
+    return [x / norm if norm else x for x in v]
+
+
+def _check(axis: Any, key: Any) -> None:
+    if axis is not None and not is_a(axis, Axis):
+        raise FdsError("not an axis", where="axis", got=repr(axis)[:80], want='mesh["dp"], or None')
+    if not is_int(key):
+        raise FdsError("not a seed", where="key", got=repr(key)[:80], want="an int")

@@ -1,0 +1,184 @@
+"""Predicted bytes beside those that tensors hold at the peak, and estimates of ranks that are not there."""
+
+import pytest
+import torch
+from torch import nn
+
+import fds
+from fds import tree
+from fds.errors import FdsError, MeshError
+from tests.bits import assert_same_bits
+from tests.memory import peak_bytes
+
+WIDTH, DEPTH = 128, 16
+LAYER = 4 * (WIDTH * WIDTH + WIDTH)
+BF16, WIDE = fds.precision(torch.bfloat16), fds.precision(torch.bfloat16, accumulate=torch.float32)
+ACC, DONATE, HOST = fds.accumulate(2), fds.donate(), fds.offload(moments="host")
+
+
+def layers():
+    return fds.Layers([fds.LayerSpec(nn.Linear, WIDTH, WIDTH)] * DEPTH, lambda out, y: (out - y).square().mean())
+
+
+def made(*transforms):
+    loss = layers()
+    step = fds.compose(*transforms, fds.adamw(1e-3))(loss)
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
+    return step, step.init(loss.init), (x, x)
+
+
+COMPOSITIONS = [  # stage (None: one rank), and what goes with it
+    (None, []),
+    (None, [DONATE]),
+    (None, [ACC]),
+    (None, [ACC, DONATE]),
+    (None, [BF16]),
+    (None, [BF16, ACC, DONATE]),
+    (None, [WIDE, ACC]),
+    (None, [fds.clip_by_global_norm(1.0), fds.ema(0.9)]),
+    (None, [fds.clip_by_global_norm(1.0), fds.ema(0.9), DONATE]),
+    (None, [HOST]),
+    (None, [HOST, DONATE]),
+    (0, []),
+    (0, [BF16, DONATE]),
+    (1, []),
+    (1, [ACC, DONATE]),
+    (1, [BF16]),
+    (1, [BF16, fds.offload(moments="host", masters="host")]),
+    (2, []),
+    (2, [ACC]),
+    (2, [BF16, DONATE]),
+    (3, []),
+    (3, [DONATE]),
+    (3, [BF16, ACC]),
+]
+
+
+@pytest.mark.parametrize(("stage", "transforms"), COMPOSITIONS)
+def test_predictions_are_within_two_percent_of_what_is_measured(stage, transforms):
+    def run():
+        dp = fds.mesh(dp=-1)["dp"]
+        shard = [] if stage is None else [fds.shard_optimizer(dp, stage=stage, bucket_bytes=2**17)]
+        return fds.profile_memory(*made(*shard, *transforms))
+
+    found = fds.simulate(run, 1 if stage is None else 2)[0]
+    assert found.predicted.peak == pytest.approx(found.peak - found.activations, rel=0.02)
+    assert found.predicted.between == found.measured["state"]
+
+
+@pytest.mark.parametrize("transforms", [[], [ACC], [BF16]])
+def test_the_peak_is_that_of_the_allocator(transforms):
+    """All that a second call of a step adds to what is there before it."""
+    step, state, batch = made(*transforms)
+    found = fds.profile_memory(step, state, batch)
+    first = [step(state, batch)[0]]
+    first.clear()
+    allocated = peak_bytes(lambda: step(state, batch))
+    there = tree.num_bytes(state) + found.measured["next state"] + tree.num_bytes(batch)
+    kept = found.predicted.step["gradients"]  # in the step's pool, or newly allocated
+    assert found.peak - there - kept <= allocated + LAYER and allocated <= found.peak - there + LAYER
+
+
+def test_state_on_a_disk_is_not_on_the_device(tmp_path):
+    found = fds.profile_memory(*made(fds.offload(moments=fds.disk(tmp_path)), DONATE))
+    assert found.predicted.elsewhere == {f"disk {tmp_path}": 2 * DEPTH * LAYER}
+    assert found.predicted.between == found.measured["state"] == DEPTH * LAYER
+    assert found.predicted.peak == pytest.approx(found.peak - found.activations, rel=0.02)
+
+
+def test_the_state_is_as_it_was_and_a_wide_layer_is_named_as_the_holder():
+    loss = fds.Layers(
+        [nn.Linear(4, 4), nn.Linear(4, 5000), nn.Linear(5000, 4)], lambda out, y: (out - y).square().mean()
+    )
+    step = fds.compose(fds.donate(), fds.sgd(0.1))(loss)
+    state = step.init(loss.init)
+    before = tree.map(torch.clone, state)
+    found = fds.profile_memory(step, state, (torch.ones(500, 4), torch.ones(500, 4)))
+    assert_same_bits(state.params, before.params)
+    assert next(iter(found.modules)) in ("1", "2") and found.activations >= 4 * 500 * 5000
+    assert "predicted" in str(found) and "measured" in found._repr_html_()
+    assert found.allocated is None
+
+
+# Rajbhandari et al. 2020, arXiv:1910.02054, section 3: with 16-bit parameters and float32 masters and moments of Adam
+@pytest.mark.parametrize(("stage", "of_state"), [(0, 12), (1, 12 / 8), (2, 12 / 8), (3, 12 / 8)])
+def test_an_estimate_is_the_formula_of_a_stage(stage, of_state):
+    make = lambda mesh: fds.compose(fds.shard_optimizer(mesh["dp"], stage=stage), BF16, fds.adamw(1e-3))
+    numel = DEPTH * LAYER // 4
+    found = fds.estimate_memory(make, layers(), mesh={"dp": 8})
+    padded = lambda n: pytest.approx(n, rel=2e-3)  # a bucket divides among the ranks
+    assert found.between == padded(of_state * numel)
+    assert found.step["gradients"] == padded(4 * numel / (8 if stage > 1 else 1))
+    assert found.step.get("whole", 2 * numel) == padded(2 * numel) and ("next state" in found.step)
+    assert "peak" in str(found) and "peak" in found._repr_html_()
+
+
+def test_an_estimate_is_what_a_rank_of_a_run_holds():
+    make = lambda mesh: fds.compose(
+        fds.shard_optimizer(mesh["dp"], stage=2, bucket_bytes=2 * LAYER), BF16, fds.adamw(1e-3)
+    )
+
+    def run():
+        loss, mesh = layers(), fds.mesh(dp=2)
+        step = make(mesh)(loss)
+        told = step.describe(step.init(loss.init))
+        return told.num_bytes, told.sent
+
+    for rank, (held, sent) in enumerate(fds.simulate(run, 2)):
+        found = fds.estimate_memory(make, layers(), mesh={"dp": 2}, rank=rank)
+        assert found.sent == sent and {**found.state, **found.step}.items() >= held.items()
+
+
+def test_a_stage_of_a_pipeline_is_estimated_by_its_rank():
+    make = lambda mesh: fds.compose(
+        fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=4, partition=[0, 4, 16]), fds.sgd(0.1)
+    )
+    first, last = (fds.estimate_memory(make, layers(), mesh={"pp": 2}, rank=rank) for rank in (0, 1))
+    assert (first.between, last.between) == (4 * LAYER, 12 * LAYER)
+
+
+def test_seventy_billion_parameters_are_estimated_without_memory():
+    big = fds.Layers([fds.LayerSpec(nn.Linear, 8192, 26000)] * 320, lambda out, y: out.sum())
+    make = lambda mesh: fds.compose(fds.shard_optimizer(mesh["dp"], stage=3), BF16, HOST, fds.adamw(1e-4))
+    estimate = lambda: fds.estimate_memory(make, big, mesh={"dp": 64}, device="cuda")
+    assert peak_bytes(estimate) < 2**20
+    found = estimate()
+    numel = 320 * (8192 * 26000 + 26000)
+    assert found.elsewhere["host"] == pytest.approx(8 * numel / 64, rel=1e-3) and found.step["chunks"] > 0
+
+
+def test_trees_and_modules_are_taken_too():
+    module = nn.Linear(4, 4)
+    sizes = [fds.estimate_memory(fds.adamw(0.1), x).between for x in (module, dict(module.named_parameters()))]
+    assert sizes == [3 * 4 * 20] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        ({"mesh": {}}, "mesh"),
+        ({"mesh": 8}, "mesh"),
+        ({"mesh": {"dp": 0}}, "dp"),
+        ({"mesh": {"dp": 2}, "rank": 2}, "rank"),
+        ({"rank": -1}, "rank"),
+        ({"device": "moon"}, "device"),
+        ({"composition": None}, "composition"),
+        ({"composition": lambda mesh: 3}, "composition"),
+    ],
+)
+def test_wrong_arguments_of_an_estimate_are_refused(arguments, where):
+    given = {"composition": fds.adamw(0.1), "params": nn.Linear(2, 2), **arguments}
+    with pytest.raises(FdsError) as e:
+        fds.estimate_memory(given.pop("composition"), given.pop("params"), **given)
+    assert e.value.where == where
+
+
+def test_what_is_wrong_is_refused_and_planned_ranks_send_nothing():
+    step, state, batch = made()
+    for wrong in (lambda: fds.profile_memory(None, state, batch), lambda: fds.profile_memory(step, None, batch)):
+        with pytest.raises(FdsError):
+            wrong()
+    with pytest.raises(MeshError, match="only planned"):
+        fds.estimate_memory(lambda mesh: mesh["dp"].barrier() or fds.adamw(0.1), nn.Linear(1, 1), mesh={"dp": 2})
+    with pytest.raises(FdsError):
+        fds.estimate_memory(fds.adamw(0.1), 3)
