@@ -113,6 +113,7 @@ PLACES = {
     "a part": {"moments": "host", "masters": "host", "ratio": 0.5},
     "everything": {"moments": "host", "masters": "host", "gradients": "host"},
     "on a disk too": {"moments": "disk", "masters": "host", "gradients": "disk"},
+    "before it is decided": {"moments": "host", "masters": "host", "speculate": True},
 }
 
 
