@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import threading
 import weakref
 from collections import deque
@@ -109,6 +110,7 @@ def arena_of(directory: str) -> Arena:
                 where=directory,
                 got=str(error.strerror),
                 want="a directory that is there",
+                hint=f"mkdir -p {shlex.quote(directory)}, on the drive that is to hold them",
             ) from error
         arena = _arenas.get((found.st_dev, found.st_ino))
         if arena is None:

@@ -111,9 +111,14 @@ def test_the_bytes_of_each_place_are_those_of_the_formula(tmp_path, zero, optimi
         step = fds.compose(*TrainingConfig.of(data).transforms(fds.mesh(dp=2)))(loss_fn)
         return step.describe(step.init(layers())).places
 
+    where = "a disk" if zero["offload_optimizer"]["device"] == "nvme" else "the host"
+    sums = {what: n for what, n in told.items() if what.startswith("sums of gradients")}
+    part, sliced = zero["offload_optimizer"].get("ratio", 1), ", among 2 ranks" * (zero["stage"] > 1)
+    assert sums[f"sums of gradients{sliced}, on {where}"] == part * sum(sums.values()) > 0
     ends = {"on the host": "host", "on a disk": f"disk {tmp_path}"}
     for places in fds.simulate(body, 2):
         for end, place in ends.items():
-            assert places.get(place, 0) == sum(n for what, n in told.items() if what.endswith(end))
+            held = sum(n for what, n in told.items() if what.endswith(end) and "gradients" not in what)
+            assert places.get(place, 0) == held
         state = sum(n for what, n in told.items() if "master" in what or "state" in what)
         assert state == sum(places.values())

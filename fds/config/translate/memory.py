@@ -62,11 +62,9 @@ def rank_memory(config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[s
         live = (2 + shard.argument("prefetch")) * (bucket * compute // 4)
         out += [RankMemory("parameters that are whole at once, beside small ones", compute, live)]
     reduces_slices = stage > 1 and not alone
-    out += [
-        RankMemory(
-            f"sums of gradients{_among(ranks if reduces_slices else 1)}", accumulated / (ranks if reduces_slices else 1)
-        )
-    ]
+    num_sums = ranks if reduces_slices else 1
+    for place, share in _shares(by_path.get("offload"), "gradients").items():
+        out += [RankMemory(f"sums of gradients{_among(num_sums)}{place}", share * accumulated / num_sums)]
     if reduces_slices:
         out += [RankMemory("two buckets of gradients", reduced, 2 * bucket * reduced // 4)]
     return tuple(out)
@@ -74,16 +72,20 @@ def rank_memory(config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[s
 
 def _state(offload: FunctionCall | None, num_slots: int, num_shards: int) -> Iterator[RankMemory]:
     """Yield the memory of the state: of each place in which some of it lives, the one of the device first."""
-    part = 0.0 if offload is None else float(offload.argument("ratio"))
     places: dict[str, dict[str, float]] = {"": {}}
     for what, argument, size in (("master weights", "masters", 4), ("optimizer state", "moments", 4 * num_slots)):
-        where = _WHERE[_name(None if offload is None else offload.argument(argument))]
-        shares = {where: part, "": 1 - part} if where and part < 1 else {where: 1.0}
-        for place, share in shares.items():
+        for place, share in _shares(offload, argument).items():
             places.setdefault(place, {})[what] = share * size / num_shards
     for place, held in places.items():
         if held:
             yield RankMemory(f"{' and '.join(held)}{_among(num_shards)}{place}", sum(held.values()))
+
+
+def _shares(offload: FunctionCall | None, argument: str) -> dict[str, float]:
+    """Return the places of a kind of leaves, in words, and the part of them that lives there."""
+    where = _WHERE[_name(None if offload is None else offload.argument(argument))]
+    part = 0.0 if offload is None else float(offload.argument("ratio"))
+    return {where: part, "": 1 - part} if where and part < 1 else {where: 1.0}
 
 
 def _name(where: str | FunctionCall | None) -> str:
