@@ -87,7 +87,7 @@ def test_all_ranks_say_which_disk_failed_and_go_on(tmp_path, stage, optimizer):
 
 
 def begin(directory, kind):
-    """Return what `init` raises on a rank, where one of them has no room for the last leaves."""
+    """Return what `init` raises where a rank has no room, and a step where a rank cannot write what it has updated."""
     axis, problem = fds.mesh(dp=-1)["dp"], problems.layers(5, torch.float32, 0.0, False)
     disk = fds.disk(directory)
     shard = fds.shard_optimizer(axis, stage=2, bucket_bytes=64)
@@ -96,11 +96,20 @@ def begin(directory, kind):
     with full(disk) if axis.index else contextlib.nullcontext(), pytest.raises(FdsError) as caught:
         step.init(problem.params)
     del kept
-    step(step.init(problem.params), share(batch_of(problem, 2 * axis.size), axis.index, axis.size))
-    return str(caught.value)
+    state, batch = step.init(problem.params), share(batch_of(problem, 2 * axis.size), axis.index, axis.size)
+    before = snapshot(state)
+    with (
+        opened_as(disk, os.O_RDONLY) if axis.index else contextlib.nullcontext(),
+        pytest.raises(DiskError) as unwritten,
+    ):
+        step(state, batch)
+    assert_same_bits(state, before)
+    step(state, batch)
+    return str(caught.value), str(unwritten.value)
 
 
 @pytest.mark.parametrize("kind", ["moments", "masters"])
-def test_all_ranks_say_where_a_first_state_has_no_room(tmp_path, kind):
-    other, own = ranks.run(begin, tmp_path, kind)
+def test_all_ranks_say_where_there_is_no_room_and_whose_update_was_not_written(tmp_path, kind):
+    (other, theirs), (own, mine) = ranks.run(begin, tmp_path, kind)
     assert own == "the disk is full" and own in other and "where: rank 1" in other
+    assert "failed to write" in mine and "failed to write" in theirs and "rank 1 of dp" in theirs

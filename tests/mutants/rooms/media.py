@@ -137,6 +137,6 @@ MUTANTS = (
         "            hear(residency, everyone)",
         "            pass",
         "after a write that failed a rank goes on with zeros, and says nothing",
-        "tests/laws/test_law_11_on_failing_disks.py -k adamw",
+        "tests/laws/test_law_11_on_failing_disks.py -k no_room",
     ),
 )
