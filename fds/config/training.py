@@ -99,17 +99,17 @@ class TrainingConfig(Groups):
         resolved = self.resolve(world_size=composition.data_ranks(_sizes(mesh)))
         return monitor(*sinks(resolved), batch_size=resolved.batch.train_batch_size)
 
-    def timed(self, mesh: Mesh) -> Timed | None:
-        """Return the timer that `wall_clock_breakdown` asks for, or None; see `fds.timed`.
+    def timed(self, mesh: Mesh) -> Timed:
+        """Return the timer that `wall_clock_breakdown` asks for; see `fds.timed`.
 
-        It times the calls that `steps_per_print` names, or all of them, and knows the samples of a call.
+        It times the calls that `steps_per_print` names, or all of them, and knows the samples of a call. Where the key
+        is false it times none, so that the program is the same.
 
         Raises `ConfigError` for batch sizes that do not multiply, and `MeshError` for a mesh without `dp`.
         """
         resolved = self.resolve(world_size=composition.data_ranks(_sizes(mesh)))
-        if not resolved.logging.wall_clock_breakdown:
-            return None
-        return timed(every=printed_every(resolved) or 1, samples=resolved.batch.train_batch_size)
+        every = (printed_every(resolved) or 1) if resolved.logging.wall_clock_breakdown else None
+        return timed(every=every, samples=resolved.batch.train_batch_size)
 
     def eigenvalues(self, loss: Any, params: Any, batch: Any, *, axis: Axis | None = None) -> dict[str, Eigenvalue]:
         """Return the curvature of the layers that `eigenvalue` names, by `fds.curvature.top_eigenvalue`.

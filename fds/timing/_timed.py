@@ -65,20 +65,20 @@ def milliseconds(start: object, end: object) -> float:
 class Timed:
     """What `fds.timed` returns: call it around each call of the step, and read `metrics()`."""
 
-    def __init__(self, every: int, amounts: Mapping[str, float], peak_flops: float | None):
+    def __init__(self, every: int | None, amounts: Mapping[str, float], peak_flops: float | None):
         self.every, self._amounts, self._peak_flops = every, amounts, peak_flops
         self._last: Times | None = None
         self._waiting: list[Clock] = []
 
     @contextlib.contextmanager
     def __call__(self, state: State) -> Iterator[None]:
-        """Time the call of the step in the block, if it is its turn: the number of the call divides by `every`.
+        """Time the call of the step in the block, if it is its turn: its number divides by `every`.
 
         `state` is what the step is given. Raises `FdsError` for anything else.
         """
         if not is_a(state, State):
             raise FdsError("not a state", where="timed", got=type(state).__name__, want="with timed(state):")
-        if (int(state.calls) + 1) % self.every:
+        if self.every is None or (int(state.calls) + 1) % self.every:
             yield
             return
         clock = Clock(state.step.device)
@@ -96,7 +96,8 @@ class Timed:
     def metrics(self) -> dict[str, float]:
         """Return the last times, and speeds, as metrics for a monitor; empty before the first have arrived.
 
-        Nothing is waited for: on a GPU the times of a call are there a call later.
+        Nothing is waited for: on a GPU the times of a call are there a call later. Until the next have arrived they are
+        returned again.
 
         `elapsed_time_ms_forward`, `..._backward` (with `reduce` and `wait`), `..._backward_inner` (without),
         `..._backward_allreduce` (`reduce` and `wait`) and `..._step` (the optimizer) are DeepSpeed's; then there are
@@ -132,7 +133,7 @@ def arrived(marks: Sequence[tuple[str, object]]) -> bool:
 
 def timed(
     *,
-    every: int = 1,
+    every: int | None = 1,
     samples: int | None = None,
     tokens: int | None = None,
     flops: float | None = None,
@@ -149,7 +150,7 @@ def timed(
     The times are this rank's, those of a GPU by its own events. `timed.last` has them as a record, a line when printed.
 
     Args:
-        every: calls between two that are timed.
+        every: calls from one that is timed to the next; None times none.
         samples: of a call, of all ranks together, for `samples_per_s`.
         tokens: of a call, of all ranks together, for `tokens_per_s`.
         flops: of the model in a call, forward and backward, of all ranks together, for `flops_per_s`.
@@ -157,8 +158,8 @@ def timed(
 
     Raises `FdsError` for numbers that are none, and for a peak without `flops`.
     """
-    if not is_int(every, 1):
-        raise FdsError("not a number of calls", where="timed, every", got=repr(every), want="1 or more")
+    if every is not None and not is_int(every, 1):
+        raise FdsError("not a number of calls", where="timed, every", got=repr(every), want="1 or more, or None")
     amounts = {"samples": samples, "tokens": tokens, "flops": flops}
     for name, amount in {**amounts, "peak_flops": peak_flops}.items():
         if amount is not None and not (is_number(amount) and 0 < amount < float("inf")):

@@ -193,7 +193,11 @@ def test_arguments_of_another_kind_are_refused(wrong, where):
 def test_wall_clock_breakdown_times_the_calls_that_are_printed():
     json_ = {"train_batch_size": 8, "wall_clock_breakdown": True}
     mesh = fds.mesh(dp=1)
-    assert fds.config.TrainingConfig.of({"train_batch_size": 8}).timed(mesh) is None
+    none = fds.config.TrainingConfig.of({"train_batch_size": 8}).timed(mesh)
+    step = make()
+    with none(state := step.init(make_params())):
+        step(state, BATCH)
+    assert none.last is None and none.metrics() == {}
     assert fds.config.TrainingConfig.of(json_).timed(mesh).every == 1
     timed = fds.config.TrainingConfig.of({**json_, "steps_per_print": 10}).timed(mesh)
     assert timed.every == 10 and timed._amounts == {"samples": 8}

@@ -23,8 +23,8 @@ MUTANTS = (
     Mutant(
         "another-turn-than-the-monitors",
         "fds/timing/_timed.py",
-        "if (int(state.calls) + 1) % self.every:",
-        "if int(state.calls) % self.every:",
+        "(int(state.calls) + 1) % self.every:",
+        "int(state.calls) % self.every:",
         "a monitor with the same `every` writes the times of another call",
         TIMED,
     ),
