@@ -29,7 +29,7 @@ from fds.step.residency.chunks import Piece, agreed_chunks, may_leave
 from fds.step.residency.contract import Residency, Resident
 from fds.step.residency.deferred import heard
 from fds.step.residency.landing import Landing
-from fds.step.residency.lives import Lives, alone, resident_at
+from fds.step.residency.lives import Lives, resident_at
 from fds.step.residency.masters import NOWHERE, Masters, elsewhere
 from fds.step.residency.speculation import Speculation
 from fds.step.runtime import Runtime
@@ -287,7 +287,6 @@ class Stations:
                     optimizer=self.optimizer,
                     frozen=self.frozen,
                     dimensions=self.dimensions,
-                    lives=functools.partial(alone, self.place.residency),
                     text=repr(self),
                 )
             structure = self.runtime.structures[key]

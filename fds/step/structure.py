@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, islice
 from typing import Any, Protocol, TypeVar
 
@@ -77,23 +77,14 @@ class Structure:
         optimizer: Optimizer,
         frozen: Sequence[str],
         dimensions: Dimensions,
-        lives: Callable[[str], Hashable],
         text: str,
     ) -> Structure:
         """Read the structure of a tree of tensors, or of `Sharded` ones, for a step of this `text`.
 
-        `lives` says of a parameter where its leaves are to live: those that differ in it share no slice.
-
         Raises `StateError` for a leaf that is not a tensor, and parameters that were sharded in another way.
         """
         read = functools.partial(
-            read_leaves,
-            gather=gather,
-            shard=shard,
-            optimizer=optimizer,
-            frozen=frozen,
-            dimensions=dimensions,
-            lives=lives,
+            read_leaves, gather=gather, shard=shard, optimizer=optimizer, frozen=frozen, dimensions=dimensions
         )
         if isinstance(params, Sharded):
             layout = params.layout
@@ -106,7 +97,7 @@ class Structure:
                     where="params",
                     got=f"slices of {len(layout.buckets)} buckets for {layout.num_ranks} ranks",
                     want=f"those of {text}",
-                    hint="ranks, optimizer groups, frozen and float32 parameters, patterns of offload "
+                    hint="ranks, optimizer groups, frozen and float32 parameters "
                     "decide on them; fds.save and fds.load carry a state over, step.params(state) gives whole ones",
                 )
             return cls._of_layout(layout, shard, optimizer)
@@ -266,7 +257,6 @@ def read_leaves(
     optimizer: Optimizer,
     frozen: Sequence[str],
     dimensions: Dimensions,
-    lives: Callable[[str], Hashable],
 ) -> list[Leaf]:
     """Return what the layout depends on of every leaf. Raises `StateError` for one that is not a real tensor."""
     slices = shard is not None and shard.slices_state
@@ -283,7 +273,6 @@ def read_leaves(
             )
     still = tree.match(frozen, dimensions.names(tuple(named)), what="freeze")
     leaves: list[Leaf] = []
-    homes: dict[Hashable, int] = {}  # numbered, since the directory of a disk may have another name on each rank
     for name, x in named.items():
         trained = tree.is_float(x) and name not in still
         if trained and optimizer.needs_whole(name) and dimensions.box(name, x.shape) is not None:
@@ -296,8 +285,7 @@ def read_leaves(
             )
         group = optimizer.group(name) if trained else None
         stays = shard is not None and shard.persists(x.numel())
-        home = homes.setdefault(lives(name), len(homes)) if slices else None
-        kind = (group, gather.casts(name), stays, dimensions.kind(name), home)
+        kind = (group, gather.casts(name), stays, dimensions.kind(name))
         whole = slices and trained and optimizer.needs_whole(name)
         leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, whole))
     return leaves

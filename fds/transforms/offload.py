@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,14 @@ class Offloaded:
         return _word(self.where(leaf))
 
     def where(self, leaf: Resident) -> Host | Disk | None:
-        """Return where a leaf lives, as all parameters of its slice do; None for the device."""
+        """Return where a leaf lives, as the first parameter of its slice does; None for the device."""
         if leaf.index < int((1 - self.ratio) * leaf.count):
             return None
-        name = leaf.names[0] if leaf.names else ""
-        rules = self.rules.get(leaf.kind, ())
-        return next((where for pattern, where in rules if fnmatch.fnmatchcase(name, pattern)), None)
+        return self.said(leaf.kind, leaf.names[0] if leaf.names else "")
+
+    def said(self, kind: str, name: str) -> Host | Disk | None:
+        """Return where patterns say that leaves of a parameter live; None for the device."""
+        return next((where for pattern, where in self.rules.get(kind, ()) if fnmatch.fnmatchcase(name, pattern)), None)
 
     def holds(self, leaf: Resident) -> bool:
         """Say whether a leaf lives elsewhere."""
@@ -83,6 +86,7 @@ class Offloaded:
         """Return slices in order, as many together as a buffer of each medium has room for, larger ones in pieces."""
         found: list[list[tuple[int, int, int]]] = []
         filled: dict[Host | Disk, int] = {}
+        self._tell_of_others(structure)
         for i in range(len(structure.segments)):
             numel, each = structure.shapes[structure.trained[i]].numel(), self._num_bytes(structure, i)
             room = min((_bound(where) // n for where, n in each.items() if n), default=numel)
@@ -104,6 +108,23 @@ class Offloaded:
     def write(self, worked: list[Tensor], new: list[Tensor]) -> Callable[[], Any]:
         """Begin to write; return the function that waits."""
         return media.write(worked, new)
+
+    def _tell_of_others(self, structure: Structure) -> None:
+        """Warn of parameters that live elsewhere than patterns say, since they share a bucket with others."""
+        slices = [structure.inside(i) for i in structure.trained]
+        others = {
+            name: None
+            for kind in self.rules
+            for names in slices
+            for name in names[1:]
+            if self.said(kind, name) != self.said(kind, names[0])
+        }
+        if others:
+            warnings.warn(
+                f"{self}: {len(others)} of the parameters live elsewhere than patterns say, as the first of a bucket: "
+                f"{', '.join(list(others)[:8])}{', ...' * (len(others) > 8)}",
+                stacklevel=2,
+            )
 
     def _num_bytes(self, structure: Structure, i: int) -> dict[Host | Disk, int]:
         """Return the bytes of an element of a slice that an update reads from each medium."""
@@ -152,8 +173,9 @@ def offload(
 
     Each argument is a medium, `"device"`, `"host"` or `fds.disk(directory)`, or patterns of names of parameters with
     their media, `{"embed.*": fds.disk(directory), "*": "host"}`: the first one that matches counts, and what none
-    matches stays on the device. Where ranks share a state, parameters that are to live in different places share no
-    bucket. What lives elsewhere is a tensor of the state like any other: it can be read, compared, saved.
+    matches stays on the device. Where ranks share a state a leaf is a slice of a bucket, and lives where its first
+    parameter does; a warning names those of which patterns say otherwise. What lives elsewhere is a tensor of the
+    state like any other: it can be read, compared, saved.
 
     Args:
         moments: the optimizer's state.

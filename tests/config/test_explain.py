@@ -172,12 +172,12 @@ def test_an_optimizer_that_is_not_there_leaves_the_program_without_one():
 def test_keys_of_other_calls_and_without_meaning_are_told_with_why():
     told = sections(explained(ALL))
     assert told["not applicable"] == [
-        "zero_optimization.contiguous_gradients = false: gradients are written into flat buckets in the first place",
-        "steps_per_print = 10: a step prints nothing, it returns metrics",
+        "zero_optimization.contiguous_gradients = false: gradients are written into flat buckets in the first place"
     ]
-    first, second = told["taken by other calls"]
+    first, second, third = told["taken by other calls"]
     assert first.startswith("train_batch_size = 48: fds.data.DistributedLoader(dataset, batch_size)")
     assert second.startswith("zero_optimization.elastic_checkpoint = true: fds.load(dir, step, params)")
+    assert third == "steps_per_print = 10: config.monitor(mesh), by fds.monitors.Console(every=)"
 
 
 def test_autos_that_nobody_filled_are_told():

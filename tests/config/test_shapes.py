@@ -35,7 +35,6 @@ REFUSED = {  # shape -> the keys that ask for what is not there
     "gpt_random_ltd": ["data_efficiency.data_routing.random_ltd.enabled"],
     "hf_autotuning": ["autotuning.enabled"],
     "megatron_curriculum": ["curriculum_learning.enabled"],
-    "megatron_infinity": ["wall_clock_breakdown"],
     "squad_onebit_adam": ["optimizer.type"],
 }
 UNKNOWN = {  # shape -> (the first key that 0.19.6 drops in silence, the nearest that is known)
@@ -117,11 +116,11 @@ def old_in(data: Any) -> list[str]:
     return sorted([*(name for name in data if name in OLD), *inner]) if isinstance(data, dict) else []
 
 
-def parsed(name: str, world_size: int = 2) -> TrainingConfig:
-    """Return a shape's record, with its `"auto"` filled in as transformers would."""
+def parsed(name: str, world_size: int = 2, disk: str = "/tmp/nvme") -> TrainingConfig:
+    """Return a shape's record, its `"auto"` filled in as transformers would, and another directory for its disk."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        config = TrainingConfig.of(SHAPES[name])
+        config = TrainingConfig.of(json.loads(SHAPES[name].read_text().replace("/tmp/nvme", disk)))
     if not auto_paths(config.to_dict()):
         return config
     told = training_arguments(ARGUMENTS.get(name, Arguments()), hidden_size=8)
@@ -171,9 +170,9 @@ def test_what_explain_prints_is_the_composition(name):
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_one_step_runs_on_two_ranks(name):
+def test_one_step_runs_on_two_ranks(name, tmp_path):
     axes = axes_of(name)[-1]
-    config = parsed(name, axes["dp"])
+    config = parsed(name, axes["dp"], str(tmp_path))
 
     def run() -> float:
         mesh = fds.mesh(**axes)

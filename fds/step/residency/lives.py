@@ -32,12 +32,6 @@ def resident_at(structure: Structure, path: str, after: Iterable[str] = ()) -> R
     return Resident(kind, (), 0, 1) if part is None else resident(structure, kind, part)
 
 
-def alone(residency: Residency, name: str) -> tuple[str, ...]:
-    """Return where leaves of a parameter live that has its slices to itself, by kind: those that differ share none."""
-    leaves = [Resident(kind, (name,), 0, 1) for kind in residency.kinds]
-    return tuple(home_of(residency, leaf, 1) for leaf in leaves)
-
-
 def settled(residency: Residency, x: Tensor, leaf: Resident | None) -> Tensor:
     """Return a new leaf in the memory where it lives; one on the device, or on `meta`, stays as it is."""
     if x.is_meta or leaf is None or not is_held(residency, leaf, x.numel()):

@@ -203,12 +203,4 @@ MUTANTS = (
         "targets of `Layers` are rounded to 16 bit like inputs",
         "tests/transforms/test_precision.py",
     ),
-    Mutant(
-        "buckets-of-several-media",
-        "fds/step/structure.py",
-        "home = homes.setdefault(lives(name), len(homes)) if slices else None",
-        "home = None",
-        "where ranks share a state, a parameter lives where another one of its bucket was sent",
-        "tests/transforms/test_offload.py -k pattern_says",
-    ),
 )
