@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any, Self
 
 import attrs
@@ -170,7 +171,8 @@ def monitor(
     """
     for sink in sinks:
         if not callable(getattr(sink, "write", None)) or isinstance(sink, type):
-            raise FdsError("not a sink", where="monitor", got=repr(sink)[:80], want="an object with write(events)")
+            want = "an object with write(events)"
+            raise FdsError("not a sink", where="monitor", got=repr(sink)[:80], want=want, hint=_meant(sink))
         if not is_int(getattr(sink, "every", 1), 1):
             raise FdsError("not a number of calls", where=f"{sink!r}.every", got=repr(sink.every), want="1 or more")  # pyright: ignore[reportAttributeAccessIssue]
     if batch_size is not None and not is_int(batch_size, 1):
@@ -189,6 +191,19 @@ def monitor(
     here = [Guarded(sink, getattr(sink, "every", 1)) for sink in sinks if worlds.current().rank == 0]
     at = (lambda calls: calls * (batch_size or 1)) if x is None else x
     return Monitor(Queue(tag, here), at, names)
+
+
+def _meant(wrong: object) -> str:
+    """Return what may have been meant by something that is no sink, or nothing."""
+    match wrong:
+        case str() | PathLike():
+            return f"fds.monitors.CSV({str(wrong)!r})"
+        case type():
+            return f"{wrong.__name__}(...): it is to be called"
+        case Sequence():
+            return "monitor(*sinks)"
+        case _:
+            return ""
 
 
 def _tried(function: Any, argument: Any) -> Any:

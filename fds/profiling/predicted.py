@@ -146,14 +146,16 @@ def estimate_memory(
     loss, shapes = _read(params)
     with planned(sizes, rank) as ranks:
         made = composition
-        if not is_a(made, Composition | Transform | Optimizer) and isinstance(made, Callable):
+        if not is_a(made, Composition | Transform | Optimizer | Step) and isinstance(made, Callable):
             made = made(ranks)
         if not is_a(made, Composition | Transform | Optimizer):
+            json_ = "of a JSON: lambda mesh: fds.compose(*config.transforms(mesh))"
             raise FdsError(
                 "there is nothing to estimate the memory of",
                 where="composition",
                 got=repr(made)[:80],
                 want="fds.compose(...), or a function of the mesh that returns one",
+                hint="step.composition" if is_a(made, Step) else json_,
             )
         step = compose(made)(loss)
         state = step.structure(shapes)

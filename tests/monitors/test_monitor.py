@@ -241,6 +241,20 @@ def test_arguments_of_another_kind_are_refused(made, where):
     assert where in refused.value.where
 
 
+def test_what_was_meant_by_something_that_is_no_sink_is_said(tmp_path):
+    meant = {
+        "runs": "fds.monitors.CSV('runs')",
+        tmp_path: f"fds.monitors.CSV('{tmp_path}')",
+        fds.monitors.Console: "Console(...): it is to be called",
+        (fds.monitors.Console(),): "monitor(*sinks)",
+        3: "",
+    }
+    for wrong, hint in meant.items():
+        with pytest.raises(FdsError, match="not a sink") as refused:
+            fds.monitor(wrong)
+        assert refused.value.hint == hint
+
+
 @pytest.mark.parametrize("name", ["TensorBoard", "WandB", "Comet"])
 def test_a_package_that_is_missing_is_named_with_its_extra(name):
     with (

@@ -164,6 +164,7 @@ def test_trees_and_modules_are_taken_too():
         ({"device": "moon"}, "device"),
         ({"composition": None}, "composition"),
         ({"composition": lambda mesh: 3}, "composition"),
+        ({"composition": fds.compose(fds.adamw(0.1))(lambda params, batch: 0.0)}, "composition"),
     ],
 )
 def test_wrong_arguments_of_an_estimate_are_refused(arguments, where):
