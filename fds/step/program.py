@@ -146,12 +146,19 @@ class Step(Stations):
             found.counted,
             found.landing,
         )
-        grads, skip = self._conditioned(grads, call, notes) if self.condition else grads, decision.skip
-        failed = None
-        if ahead is not None:
-            changed = any(x is not y for x, y in zip(grads.leaves, found.leaves, strict=True))
-            failed = ahead.fails(grads.scale, skip, device, changed=changed)
-        grads = grads.settled()
+        failed, landing = None, found.landing
+        try:
+            grads, skip = self._conditioned(grads, call, notes) if self.condition else grads, decision.skip
+            if ahead is not None:
+                changed = any(x is not y for x, y in zip(grads.leaves, found.leaves, strict=True))
+                failed = ahead.fails(grads.scale, skip, device, changed=changed)
+            grads = grads.settled()
+            if landing is not None:  # what a map changed, or what was divided, is on its way
+                landing.settle()
+        except BaseException:
+            if landing is not None:
+                landing.close()
+            raise
 
         # the update: from the last of these lines on the new state's memory is written
         new = self.leaves(state, held, residency, None if ahead is None else ahead.apart)

@@ -64,6 +64,37 @@ def test_gradient_maps_change_no_bit(tmp_path, place, maps, dtype, size, donated
     (place.sharded if place.piped is None else place.piped).run(body)
 
 
+class Late(Mapped):
+    """Write no sooner than somebody waits, and have read before: as a disk may that does both at once."""
+
+    def read(self, old, device):
+        copies = [x.to(device, copy=True) for x in old]
+        return lambda: copies
+
+    def write(self, worked, new):
+        return lambda: [x.copy_(y) for x, y in zip(new, worked, strict=True)]
+
+
+@pytest.mark.parametrize("stage", [None, 2])
+@pytest.mark.parametrize(
+    "parts", [[], [lambda: fds.clip_by_value(1e-3)], [centered]], ids=["float64", "one at a time", "all at once"]
+)
+def test_what_becomes_of_gradients_is_written_before_it_is_read(tmp_path, parts, stage):
+    problem = held.layers(7, torch.float64, 0.0, False)
+
+    def body():
+        shard = [] if stage is None else [Topology(2, stage, 64).shard()]
+        some = [*shard, *(make() for make in parts), fds.static_loss_scale(3.0), fds.sgd(0.1, momentum=0.9)]
+        late = mapped(Late(tmp_path, ALL))
+        plain, placed = fds.compose(*some)(problem.loss), fds.compose(late, *some)(problem.loss)
+        a, b = plain.init(problem.params), placed.init(problem.params)
+        for _ in range(2):
+            (a, _), (b, _) = plain(a, problem.batch), placed(b, problem.batch)
+            assert_same_bits(b, a)
+
+    body() if stage is None else fds.simulate(body, 2)
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_some_slices_elsewhere_with_microbatches_at_every_stage(tmp_path, stage):
     place, problem = Place(Topology(2, stage, 64), None, 3), held.layers(7, torch.float32, 0.0, False)

@@ -268,6 +268,14 @@ MUTANTS = (
         "tests/laws/test_law_11_speculation.py",
     ),
     Mutant(
+        "changed-gradients-under-way",
+        "fds/step/program.py",
+        "landing.settle()",
+        "pass",
+        "an update reads gradients elsewhere before what a map made of them is written",
+        "tests/laws/test_gradients_elsewhere.py",
+    ),
+    Mutant(
         "wide-sums-narrow",
         "fds/step/sums.py",
         "dtype=self.dtype, memory_format=torch.contiguous_format)\n        for some",
