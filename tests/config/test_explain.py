@@ -177,7 +177,7 @@ def test_keys_of_other_calls_and_without_meaning_are_told_with_why():
     first, second, third = told["taken by other calls"]
     assert first.startswith("train_batch_size = 48: fds.data.DistributedLoader(dataset, batch_size)")
     assert second.startswith("zero_optimization.elastic_checkpoint = true: fds.load(dir, step, params)")
-    assert third == "steps_per_print = 10: config.monitor(mesh), by fds.monitors.Console(every=)"
+    assert third == "steps_per_print = 10: config.monitor(mesh): by fds.monitors.Console(every=)"
 
 
 def test_autos_that_nobody_filled_are_told():
