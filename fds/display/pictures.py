@@ -22,8 +22,9 @@ def draw_curve(log: str | Path, path: str | Path, *, metric: str = "loss", note:
     lines = read_log(log)
     steps, values = _column(lines, metric)
     if not values:
+        known = ", ".join(dict.fromkeys(name for line in lines for name in line))
         raise FdsError(
-            "the log has no such metric", where=str(log), got=metric, want=", ".join({k for x in lines for k in x})
+            "the log has no such metric", where=str(log), got=metric, want=known, hint="metric= names another"
         )
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()

@@ -279,8 +279,9 @@ def test_a_curve_is_drawn_of_a_log(tmp_path):
     path.write_text("".join(json.dumps({"step": i, "loss": 1 / i, "seconds": 0}) + "\n" for i in range(1, 9)))
     draw_curve(path, tmp_path / "curve.png", note="held_out")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(FdsError, match="no such metric"):
+    with pytest.raises(FdsError, match="no such metric") as refused:
         draw_curve(path, tmp_path / "curve.png", metric="los")
+    assert refused.value.want == "step, loss, seconds"
 
 
 def test_smoothing_passes_over_what_is_not_finite_and_a_curve_stays_short():
