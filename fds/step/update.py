@@ -164,7 +164,7 @@ def leaves_apart(lives: Lives, pool: Pool, held: StateTensors) -> Apart:
     every = [*held.structure.pick(held.parts), *held.opt]
     index = [i for i in range(len(every)) if lives.apart and lives.apart[i]]
     old = [every[i] for i in index]
-    tensors, buffers = _pooled(lives, pool, index, old, ("ahead", held.structure), every)
+    tensors, buffers = _pooled(lives, pool, index, old, (held.structure, lives.device), every)
     found = (tensors, buffers.flat, [x.reshape(-1) for x in old])
     return Apart(*(dict(zip(index, some, strict=True)) for some in found))
 

@@ -1,5 +1,7 @@
 """Law 11 of speculation: what is updated in backward, and again where the step decides otherwise, changes no bit."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -15,8 +17,9 @@ from tests.laws.places import PLACES, Place
 from tests.laws.problems import compositions, make, means, optimizers, problems
 from tests.laws.test_gradients_elsewhere import Failing
 from tests.laws.test_law_11_offload import offload, placements
-from tests.laws.test_law_11_on_the_host import Hosted, a_gpu, trained
+from tests.laws.test_law_11_on_the_host import Hosted, a_gpu, loss as gpu_loss, on_cpu, problem, trained
 from tests.laws.test_law_11_residency import ALL, bad
+from tests.pretending import DEVICE
 from tests.storage.topologies import Topology
 
 MAX_NORM = 0.5
@@ -124,6 +127,29 @@ def test_on_the_host_too_where_the_step_runs_on_a_gpu(tmp_path, where, donated):
         assert {x.device.type for x in tree.leaves(state.opt)} == {"cpu", "cuda"}
     for a, b in zip(got, want, strict=True):
         assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("donated", [False, True], ids=["pure", "donated"])
+@pytest.mark.parametrize("where", ["files", "host"])
+def test_one_step_runs_on_a_gpu_and_on_the_cpu_by_turns(tmp_path, where, donated):
+    residency = Hosted(tmp_path, where, size=2, some=lambda leaf: "0.bias" not in leaf.names)
+    residency.read = functools.partial(Mapped.read, residency)
+    parts = [speculating(residency), fds.clip_by_global_norm(1e-2), *[fds.donate()] * donated]
+    step, (params, batch) = fds.compose(*parts, fds.adamw(0.01))(gpu_loss), problem()
+
+    def run(device):
+        state = step.init(tree.map(lambda x: x.to(device), params), key=1)
+        for size in (1.0, 1e-4):
+            state, _ = step(state, batch.to(device) * size)
+        assert {x.device.type for x in tree.leaves(state.params)} == {torch.device(device).type}
+        return on_cpu(state)
+
+    want = run("cpu")
+    with a_gpu():
+        on_gpu = run(DEVICE)
+    assert_same_bits(run("cpu"), want)
+    with a_gpu():
+        assert_same_bits(run(DEVICE), on_gpu)
 
 
 @pytest.mark.parametrize("stage", [None, 1, 3])

@@ -62,7 +62,7 @@ class Landing:
             fresh.append(made(residency, x, resident(structure, "gradients", parts[j])))
             return fresh[-1]
 
-        memory, _ = pool.copies(likes, (structure, *dtypes), make=make, copied=lambda j: False)
+        memory, _ = pool.copies(likes, (structure, device, *dtypes), make=make, copied=lambda j: False)
         if fresh:
             check_apart(residency, memory)
         wide = torch.float64 in dtypes

@@ -276,6 +276,14 @@ MUTANTS = (
         "tests/laws/test_gradients_elsewhere.py",
     ),
     Mutant(
+        "memory-ahead-of-another-device",
+        "fds/step/update.py",
+        "(held.structure, lives.device), every",
+        "(held.structure,), every",
+        "a step that moves to a GPU writes ahead into memory of the CPU",
+        "tests/laws/test_law_11_speculation.py",
+    ),
+    Mutant(
         "wide-sums-narrow",
         "fds/step/sums.py",
         "dtype=self.dtype, memory_format=torch.contiguous_format)\n        for some",
