@@ -26,13 +26,16 @@ from fds.step.checks.state_check import StateTensors
 from fds.step.stations import Program
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class CountedOnce:
     """A filler of `run`: one call is counted on the first rank, all others are done at once."""
 
     at: int
     file: str | None
     shown: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return f"the call after {self.at} is profiled, {'and printed' if self.file is None else f'into {self.file}'}"
 
     def refuse(self, step: HasStations) -> None:
         """Do nothing: every step can be counted."""

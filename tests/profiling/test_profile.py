@@ -290,6 +290,7 @@ def test_what_is_no_step_or_module_is_refused():
 def test_one_call_is_profiled_and_the_run_is_the_same_bit_for_bit(tmp_path, capsys):
     file = tmp_path / "new" / "profile.txt"
     step, state = made(fds.profiled(1, file=file), fds.donate())
+    assert f"the call after 1 is profiled, into {file}" in str(step.describe())
     plain, other = made()
     for i in range(3):
         assert file.exists() == (i > 1)
