@@ -147,10 +147,12 @@ class Step(Stations):
             found.landing,
         )
         failed, landing = None, found.landing
+        versions = [] if ahead is None else list(map(tree.version_of, found.leaves))
         try:
             grads, skip = self._conditioned(grads, call, notes) if self.condition else grads, decision.skip
             if ahead is not None:
-                changed = any(x is not y for x, y in zip(grads.leaves, found.leaves, strict=True))
+                written = versions != list(map(tree.version_of, found.leaves))
+                changed = written or any(x is not y for x, y in zip(grads.leaves, found.leaves, strict=True))
                 failed = ahead.fails(grads.scale, skip, device, changed=changed)
             grads = grads.settled()
             if landing is not None:  # what a map changed, or what was divided, is on its way

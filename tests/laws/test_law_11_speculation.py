@@ -283,6 +283,27 @@ def test_the_memory_of_states_that_nobody_holds_is_used_again(tmp_path):
     assert averages == [x.data_ptr() for x in tree.leaves(state.slots)]  # which are written over
 
 
+def of_the_norm(change):
+    """Return the transform of a map that says that it needs the norm alone, and changes the leaves all the same."""
+
+    def map_of_all(grads, call):
+        return Gradients(change(grads.leaves), grads.scale)
+
+    map_of_all.needs = "norm"
+    return transform(lambda: lambda step: fill(step, condition=map_of_all))()
+
+
+@pytest.mark.parametrize("change", [lambda some: [x * 2 for x in some], lambda some: [x.mul_(2) for x in some]])
+def test_gradients_that_a_map_of_the_norm_changed_are_those_of_the_update(tmp_path, change):
+    problem, parts = held.layers(5, torch.float32, 0.0, False), [of_the_norm(change), fds.sgd(0.1, momentum=0.9)]
+    plain = fds.compose(*parts)(problem.loss)
+    step = fds.compose(speculating(Mapped(tmp_path)), *parts)(problem.loss)
+    want, _ = plain(plain.init(problem.params), problem.batch)
+    state, told = step(step.init(problem.params), problem.batch)
+    assert told["rolled_back"]
+    assert_same_bits(state, want)
+
+
 def whole_sum(grads, call):
     return Gradients([x * 2 for x in grads.leaves], grads.scale)
 

@@ -284,6 +284,14 @@ MUTANTS = (
         "tests/laws/test_law_11_speculation.py",
     ),
     Mutant(
+        "gradients-written-over-unseen",
+        "fds/step/program.py",
+        "changed = written or any(",
+        "changed = any(",
+        "what was updated ahead stays, though a map wrote into the gradients",
+        "tests/laws/test_law_11_speculation.py",
+    ),
+    Mutant(
         "wide-sums-narrow",
         "fds/step/sums.py",
         "dtype=self.dtype, memory_format=torch.contiguous_format)\n        for some",
