@@ -40,7 +40,7 @@ from fds.step.sharding.order import LearnedOrder, Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard, shard_of
 from fds.step.split_batch import SplitBatch, cut, split_batch
-from fds.step.stations import After, AtOnce, Commit, Composing, Kernels, Place, Run, Scale
+from fds.step.stations import After, AtOnce, Commit, Composing, Kernels, Place, Run, Scale, follow_in_pieces
 from fds.step.structure import Structure
 from fds.step.sums import InPlace, Sum
 from fds.step.topology import Dimension, Dimensions
@@ -304,9 +304,15 @@ class Stations:
         if known is None:
             assert self.optimizer is not None
             leave = functools.partial(may_leave, structure, self.optimizer, bool(self.dimensions.split))
-            after = [one.slot for one in self.after]
             known = Lives.of(
-                self.place.residency, structure, state.slots, after, device, leave, speculate=self.place.speculate
+                self.place.residency,
+                structure,
+                state.slots,
+                [one.slot for one in self.after],
+                follow_in_pieces(self.after),
+                device,
+                leave,
+                speculate=self.place.speculate,
             )
             self.runtime.lives[structure, device] = known
         return known

@@ -12,15 +12,17 @@ from torch import Tensor
 from fds import loss as losses, random, tree
 from fds.collectives import Axis, fingerprint
 from fds.errors import FdsError, StateError
+from fds.optim.returned import in_words
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
 from fds.step.memory import first_slots
-from fds.step.residency.contract import check_apart, is_held
+from fds.step.residency.contract import Residency, broken, check_apart, is_held
 from fds.step.residency.deferred import deferred, heard
 from fds.step.residency.first import first_opt
 from fds.step.residency.lives import resident, settled
+from fds.step.stations import follow_in_pieces
 from fds.step.structure import Structure, check_finite, check_own, contiguous_copy
 
 
@@ -103,10 +105,8 @@ def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device
     with heard(residency, step.everyone):
         with random.seeded(key, "optimizer", *step.dimensions.coordinates):
             opt = first_opt(residency, step.optimizer, structure, flat, device)
-        if "slots" in residency.kinds:
-            leaves = [
-                settled(residency, x, step.resident(structure, f"slots.{at}")) for at, x in tree.paths(slots).items()
-            ]
+        if residency.kinds:
+            leaves = [_settled(step, residency, structure, at, x, device) for at, x in tree.paths(slots).items()]
             slots = tree.flatten(slots)[1](leaves)
     state = State(
         step=torch.zeros((), dtype=torch.int64, device=device),
@@ -123,6 +123,24 @@ def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device
             residency, [x for at, x in leaves.items() if is_held(residency, step.resident(structure, at), x.numel())]
         )
     return state
+
+
+def _settled(
+    step: Stations, residency: Residency, structure: Structure, path: str, x: Tensor, device: torch.device
+) -> Tensor:
+    """Return a new leaf of a slot where it lives; one of those that follow an update in pieces else on the device.
+
+    Raises `ComposeError` for one that lives on another device than the update, which it follows all at once.
+    """
+    leaf = step.resident(structure, f"slots.{path}")
+    if leaf is None or x.is_meta:
+        return x
+    found = settled(residency, x, leaf)
+    if path.partition(".")[0] in follow_in_pieces(step.after):
+        return x.to(device) if found is x else found
+    if found.device != x.device:
+        raise broken(residency, f"make(x, {leaf})", in_words(found), f"{in_words(x)}: it follows an update all at once")
+    return found
 
 
 def traced(step: Stations, params: Any) -> State:

@@ -164,19 +164,18 @@ class Step(Stations):
 
         # the update: from the last of these lines on the new state's memory is written
         new = self.leaves(state, held, residency, None if ahead is None else ahead.apart)
+        chunks = self.chunks(structure)
         with profiled("optimizer"), seeded(call, [self.optimizer], "optimizer", *self.dimensions.coordinates):
             new.update(
                 state,
                 self.optimizer,
                 grads,
-                self.chunks(structure),
+                chunks,
                 self.dimensions,
                 skip=skip,
                 values=values,
                 again=None if ahead is None or failed is None else ahead.again(failed),
             )
-        if residency is not self.place.residency:
-            hear(residency, everyone)
 
         if reading.now.recording is None and state.step.device.type == "cpu":
             self.runtime.pool.ballast.extend(grads.leaves)
@@ -194,17 +193,18 @@ class Step(Stations):
             slots |= followed(notes, slots, call, skip)
         if found.kept is not None:
             slots[SLOT] = found.kept.after(skip)
+        params = structure.put(parts, new.trained)
         for i, one in enumerate(self.after):
             own = call.after(slots).given_to(one, "after", i, *self.dimensions.coordinates)
             with seeded(own, [one]):
-                slots[one.slot] = contracts.remembered(
-                    one(slots[one.slot], structure.put(parts, new.trained), skip, own), new.after[one.slot], one
-                )
+                slots[one.slot] = new.follow(one, slots[one.slot], params, chunks, skip=skip, call=own)
+        if residency is not self.place.residency:
+            hear(residency, everyone)
         step = state.step + (1 if skip is None else ~skip)
         after = State(
             step=step,
             calls=state.calls + 1,
-            params=structure.put(parts, new.trained),
+            params=params,
             opt=new.opt,
             buffers=buffers,
             slots=slots,

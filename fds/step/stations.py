@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
 
-from fds import tree
+from fds import random, tree
 from fds.state import State, Token
 from fds.step.call import Call
 from fds.step.checks import capture, contracts
@@ -176,7 +176,13 @@ def unless(empty: Tensor | None, slots: dict[str, Any], after: dict[str, Any]) -
 
 
 class After(Protocol):
-    """An entry of the station `after`: what follows an accepted update."""
+    """An entry of the station `after`: what follows an accepted update.
+
+    One whose slot is a tree like the parameters, and that treats every element by itself, may say so by attributes
+    `elementwise = True` and `draws = False`. Where leaves live elsewhere it is then called a chunk at a time, on the
+    device or on the host, with lists of flat leaves of the slot and of the parameters, or of pieces of them, in the
+    place of the trees.
+    """
 
     @property
     def slot(self) -> str:
@@ -186,3 +192,9 @@ class After(Protocol):
     def __call__(self, slot: Any, params: Any, skip: Tensor | None, call: Call) -> Any:
         """Return the new slot; `slot` may be written over, and where `skip` is true nothing may change."""
         ...
+
+
+def follow_in_pieces(after: Sequence[After]) -> set[str]:
+    """Return the slots that are written by those alone who may be given pieces of them."""
+    whole = {one.slot for one in after if not getattr(one, "elementwise", False) or random.draws(one)}
+    return {one.slot for one in after} - whole

@@ -184,6 +184,17 @@ class Structure:
         """The index of every part, by its name."""
         return {name: i for i, name in enumerate(self.held)}
 
+    @functools.cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The key path of every part in `state.params`, and in trees like it."""
+        found = tree.paths(self.build(range(len(self.held))))
+        return tuple(sorted(found, key=found.__getitem__))
+
+    def like_parts(self, x: Any) -> list[Tensor]:
+        """Return the leaves of a tree like `state.params`, in the order of the parts."""
+        named = tree.paths(x)
+        return [named[path] for path in self.paths]
+
     def inside(self, part: int) -> tuple[str, ...]:
         """Return the names of the parameters in a part."""
         if not self.sharded:

@@ -17,13 +17,15 @@ from fds import tree
 from fds.optim import Optimizer, returned
 from fds.optim.base import Values
 from fds.state import State, Token
+from fds.step.call import Call
+from fds.step.checks import contracts
 from fds.step.checks.draws import tie
 from fds.step.checks.state_check import StateTensors
 from fds.step.donated import TAKEN, KnownMemory, writable
 from fds.step.gradients import Gradients
 from fds.step.pool import Buffers, Pool
 from fds.step.residency.apart import Apart
-from fds.step.residency.chunks import Piece
+from fds.step.residency.chunks import Piece, with_frozen
 from fds.step.residency.contract import check_apart
 from fds.step.residency.lives import Column, Lives
 from fds.step.residency.visit import Visit, chunks_of_leaves
@@ -101,7 +103,8 @@ class NewLeaves:
     over: bool  # whether they are the old state's memory
     trained: list[Tensor]
     opt: dict[str, dict[str, Tensor]]
-    after: dict[str, Any]  # slot -> what follows an update
+    after: dict[str, Any]  # slot -> what follows an update, all of it at once
+    pieces: dict[str, Any]  # slot -> what follows it chunk by chunk: its memory, not what it holds until then
     flat: list[Tensor]  # all of them, in this order
     old: list[Tensor]  # the old values of all of them
     known: KnownMemory | None  # of their memory, where the new state may be given up
@@ -144,6 +147,28 @@ class NewLeaves:
             self.opt, self.known = structure.name_slots(new_opt), None
         return None
 
+    def follow(
+        self, one: After, slot: Any, params: Any, chunks: list[list[Piece]], *, skip: Tensor | None, call: Call
+    ) -> Any:
+        """Return what a slot becomes that follows the update to new parameters: at once, or in the chunks of that."""
+        lives = self.lives.after.get(one.slot)
+        if lives is None:
+            return contracts.remembered(one(slot, params, skip, call), self.after[one.slot], one)
+
+        def run(pieces: list[Piece], given: list[Tensor], columns: list[Column], device: torch.device) -> list[Column]:
+            skipped = None if skip is None else skip.to(device)
+            return [contracts.remembered(one(columns[0], given, skipped, call), columns[0], one)]
+
+        def flat(x: Any) -> list[Tensor]:
+            return [leaf.reshape(-1) for leaf in self.structure.like_parts(x)]
+
+        new = self.pieces[one.slot]
+        lives = attrs.evolve(lives, residency=self.lives.residency)
+        every = with_frozen(self.structure, chunks)
+        found = chunks_of_leaves(lives, [[*flat(new)]], [[*flat(slot)]], every, ahead=False)
+        Visit(found, run, lambda: None).finish(dict(enumerate(flat(params))))
+        return new
+
     def give_up(self, state: State) -> None:
         """Mark a state that is given up as such, before the first of its tensors is written."""
         if self.place.donate:
@@ -183,7 +208,7 @@ def new_leaves(
     Those that are `apart` are in memory of their own.
     """
     over = state.token.memory is TAKEN or (place.donate and not state.token.readers)
-    if any(lives.on_host):  # which writes to memory that the device may still copy from
+    if lives.writes_on_host:  # to memory that the device may still copy from
         state.step.to("cpu")
     structure = held.structure
     averages = {one.slot: tree.flatten(state.slots[one.slot]) for one in after}
@@ -208,7 +233,8 @@ def new_leaves(
     trained = list(islice(out, len(structure.trained)))
     opt = {slot: dict(zip(want.names, out, strict=False)) for slot, want in structure.opt.items()}
     built = {name: build(islice(out, len(leaves))) for name, (leaves, build) in averages.items()}
-    return NewLeaves(structure, place, lives, over, trained, opt, built, flat, old, known)
+    pieces = dict(zip(lives.after, map(built.pop, lives.after), strict=True))
+    return NewLeaves(structure, place, lives, over, trained, opt, built, pieces, flat, old, known)
 
 
 def _pooled(

@@ -25,6 +25,7 @@ class Average:
     slot: str
     decay: float
     draws: ClassVar = False
+    elementwise: ClassVar = True
 
     def init(self, params: Any, device: torch.device) -> Any:
         """Return a copy of the parameters, 16-bit ones in float32."""

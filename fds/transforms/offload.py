@@ -127,15 +127,20 @@ class Offloaded:
             )
 
     def _num_bytes(self, structure: Structure, i: int) -> dict[Host | Disk, int]:
-        """Return the bytes of an element of a slice that an update reads from each medium."""
+        """Return the bytes of an element of a slice that an update, or what follows it, reads from each medium."""
         at = structure.trained[i]
-        dtype = structure.leaves[structure.inside(at)[0]].dtype
-        sizes = {"params": dtype.itemsize, "gradients": dtype.itemsize, "opt": _slot_bytes(structure, i)}
+        size = structure.leaves[structure.inside(at)[0]].dtype.itemsize
         found: dict[Host | Disk, int] = {}
-        for kind, size in sizes.items():
-            where = self.where(resident(structure, kind, at))
-            if where is not None:
-                found[where] = found.get(where, 0) + size
+        for sizes in (
+            {"params": size, "gradients": size, "opt": _slot_bytes(structure, i)},
+            {"params": size, "slots": max(size, 4)},
+        ):
+            read: dict[Host | Disk, int] = {}
+            for kind, each in sizes.items():
+                where = self.where(resident(structure, kind, at))
+                if where is not None:
+                    read[where] = read.get(where, 0) + each
+            found |= {where: max(found.get(where, 0), n) for where, n in read.items()}
         return found
 
 

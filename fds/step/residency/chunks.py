@@ -14,6 +14,7 @@ from fds.errors import ComposeError
 from fds.layout import Segment
 from fds.optim import Optimizer
 from fds.step.residency.contract import Residency, broken, text_of
+from fds.step.residency.lives import AT_ONCE
 from fds.step.structure import Structure
 
 CUT = 64  # elements: what vector instructions compute at once, or several times that
@@ -156,11 +157,20 @@ def may_leave(structure: Structure, optimizer: Optimizer, communicates: bool, so
     return [i in some and one for i, one in enumerate(alone)]
 
 
-def chunk_bytes(sizes: Sequence[int], structure: Structure, chunks: Sequence[list[Piece]]) -> int:
+def with_frozen(structure: Structure, chunks: Sequence[list[Piece]]) -> list[list[Piece]]:
+    """Return chunks of all parts of the parameters, by their indices: those of an update, then the frozen parts."""
+    found = [[attrs.evolve(x, index=structure.trained[x.index]) for x in chunk] for chunk in chunks]
+    for i in sorted(set(range(len(structure.held))) - set(structure.trained)):
+        n = structure.shapes[i].numel()
+        ends = [(start, min(start + AT_ONCE, n)) for start in range(0, max(n, 1), AT_ONCE)]
+        found += [[Piece(i, start, end, len(ends) == 1, [])] for start, end in ends]
+    return found
+
+
+def chunk_bytes(sizes: Sequence[int], lengths: Sequence[int], chunks: Sequence[list[Piece]]) -> int:
     """Return the bytes of copies that an update has at most: of the chunk that it updates, and those beside it.
 
-    `sizes` are the bytes of every slice that are copied.
+    `sizes` are the bytes of every slice that are copied, `lengths` its elements.
     """
-    lengths = [max(1, structure.shapes[i].numel()) for i in structure.trained]
-    copied = [sum(sizes[x.index] * (x.end - x.start) // lengths[x.index] for x in chunk) for chunk in chunks]
+    copied = [sum(sizes[x.index] * (x.end - x.start) // max(1, lengths[x.index]) for x in chunk) for chunk in chunks]
     return max((sum(copied[i : i + 3]) for i in range(len(copied))), default=0)

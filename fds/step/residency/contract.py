@@ -15,7 +15,6 @@ from fds.optim.returned import in_words
 from fds.step import foreach
 from fds.step.structure import Structure
 
-_ANYWHERE = ("params", "opt", "gradients")  # kinds of which a leaf may be on any device
 Slice = int | tuple[int, int, int]  # by its index, or its first and last + 1 element too
 
 
@@ -82,8 +81,8 @@ class Residency(Protocol):
         """Return memory for a leaf like `x`, of its shape and dtype, contiguous, with anything in it.
 
         Nobody else may hold it, and it is given back when nobody holds it any more. It may be on any device, since
-        losses and updates are given copies; but averages are used where they are, so these are on the device of `x`.
-        Nothing is to be read from `x`, which may have no memory of its own.
+        losses and updates are given copies; but what follows an update all at once (see `After`) is used where it is,
+        so that is on the device of `x`. Nothing is to be read from `x`, which may have no memory of its own.
         """
         ...
 
@@ -161,11 +160,8 @@ def made(residency: Residency, x: Tensor, leaf: Resident | None, device: torch.d
     like = x if device is None else torch.empty((), dtype=x.dtype, device=device).expand(x.shape)
     found = residency.make(like, leaf)
     same = is_a(found, Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype) and found.is_contiguous()
-    if not same or found.is_meta or not (leaf.kind in _ANYWHERE or found.device == like.device):
-        want = "" if leaf.kind in _ANYWHERE else f" on {like.device}"
-        raise broken(
-            residency, f"make(x, {leaf})", in_words(found), f"contiguous memory {tuple(x.shape)} {x.dtype}{want}"
-        )
+    if not same or found.is_meta:
+        raise broken(residency, f"make(x, {leaf})", in_words(found), f"contiguous memory {tuple(x.shape)} {x.dtype}")
     return found.detach()
 
 

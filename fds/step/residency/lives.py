@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -85,6 +85,9 @@ class Lives:
         on_host: of every slice, whether it is updated on the CPU though the step runs elsewhere.
         ahead: of every slice, whether it is updated before the step has decided, which may take that back.
         visited: whether the update visits chunks, since it does not write into all leaves where they are.
+        writes_on_host: whether some leaves are updated on the CPU though the step runs elsewhere.
+        after: of every slot that follows the update chunk by chunk, the same as of an update: slices are the parts of
+            the parameters, which are read in the place of gradients.
     """
 
     residency: Residency
@@ -99,6 +102,8 @@ class Lives:
     on_host: list[bool]
     ahead: list[bool]
     visited: bool
+    writes_on_host: bool
+    after: dict[str, Lives] = tree.new(dict)
 
     @classmethod
     def of(
@@ -107,6 +112,7 @@ class Lives:
         structure: Structure,
         slots: Mapping[str, Any],
         after: Iterable[str],
+        in_pieces: Collection[str],
         device: torch.device,
         may_leave: Callable[[list[int]], list[bool]],
         *,
@@ -119,12 +125,13 @@ class Lives:
             structure: of the parameters.
             slots: of a state.
             after: names of those that follow an update.
+            in_pieces: names of those of them that may follow it a piece at a time.
             device: on which the step runs.
             may_leave: says which of all slices may be updated elsewhere, or ahead, given those that would be.
             speculate: whether slices of which leaves live elsewhere are updated ahead.
         """
         if not residency.kinds:
-            return cls(residency, device, [], [], [], [], [], [], [], [], [], False)
+            return cls(residency, device, [], [], [], [], [], [], [], [], [], False, False)
         parts = structure.parts
         params = [resident(structure, "params", i) for i in structure.trained]
         opt = [resident(structure, "opt", parts[name]) for want in structure.opt.values() for name in want.names]
@@ -146,7 +153,13 @@ class Lives:
         if speculate:
             ahead = may_leave(sorted({i for i, way in zip(slices, ways, strict=True) if leaving[i] or way == "read"}))
         apart = [*(ahead[i] for i in slices), *[False] * len(averages)]
-        placed = [way == "place" and not one for way, one in zip(ways, apart, strict=False)] + [True] * len(averages)
+        placed = [way == "place" and not one for way, one in zip(ways, apart, strict=False)]
+        in_place = all(placed)
+        following = {name: cls._after(residency, structure, slots[name], device) for name in in_pieces}
+        following = {name: one for name, one in following.items() if one is not None}
+        for name in dict.fromkeys(after):
+            known = following.get(name)
+            placed += [True] * len(tree.leaves(slots[name])) if known is None else known.placed
         columns = [list[str | None](ways[: len(params)]), *structure.align(ways[len(params) :]).values()]
         summed = [
             home_of(residency, resident(structure, "gradients", i), n)
@@ -154,8 +167,46 @@ class Lives:
         ]
         gradients = [way_to(medium, leaves, device) for medium, leaves in zip(summed, leaving, strict=True)]
         landed = [medium != "device" for medium in summed]
-        visited = any(leaving) or not all(placed) or "read" in gradients
-        return cls(residency, device, leaves, media, placed, apart, columns, gradients, landed, leaving, ahead, visited)
+        visited = any(leaving) or not in_place or "read" in gradients
+        return cls(
+            residency,
+            device,
+            leaves,
+            media,
+            placed,
+            apart,
+            columns,
+            gradients,
+            landed,
+            leaving,
+            ahead,
+            visited,
+            any(leaving) or any(one.writes_on_host for one in following.values()),
+            following,
+        )
+
+    @classmethod
+    def _after(cls, residency: Residency, structure: Structure, slot: Any, device: torch.device) -> Lives | None:
+        """Return how a slot gets at its leaves; None where it is not like the parameters, or written where they are."""
+        shapes, n = {path: x.shape for path, x in tree.paths(slot).items()}, len(structure.held)
+        if shapes != dict(zip(structure.paths, structure.shapes, strict=True)):
+            return None
+        leaves = [resident(structure, "slots", i) for i in range(n)]
+        media = [home_of(residency, leaf, x.numel()) for leaf, x in zip(leaves, structure.shapes, strict=True)]
+        params = [resident(structure, "params", i) for i in range(n)]
+        masters = [home_of(residency, leaf, x.numel()) for leaf, x in zip(params, structure.shapes, strict=True)]
+        leaving = [residency.updates_on == "host" and device.type != "cpu" and x != "device" for x in media]
+        ways = [way_to(medium, leaves, device) for medium, leaves in zip(media, leaving, strict=True)]
+        read = [way_to(medium, leaves, device) for medium, leaves in zip(masters, leaving, strict=True)]
+        if {*ways, *read} <= {"place"}:
+            return None
+        at = dict(zip(structure.paths, ways, strict=True))
+        placed = [at[path] == "place" for path in shapes]
+        none = [False] * n
+        on_host = any(leaving)
+        return cls(
+            residency, device, [*leaves], media, placed, none, [[*ways]], read, none, leaving, none, True, on_host
+        )
 
     def make(self, i: int, x: Tensor) -> Tensor:
         """Return memory for the new leaf, as for one of the device."""

@@ -8,7 +8,7 @@ from fds import tree
 from fds.layout import Bucket
 from fds.state import State
 from fds.step.all_stations import Stations
-from fds.step.residency.chunks import chunk_bytes, chunks_of
+from fds.step.residency.chunks import chunk_bytes, chunks_of, with_frozen
 from fds.step.residency.masters import elsewhere, groups
 from fds.step.sharding.shard import Shard
 from fds.step.structure import Structure
@@ -27,7 +27,7 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
     """
     held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
     lives = step.lives(structure, state)
-    if lives.visited:
+    if lives.visited or lives.after:
         held["chunks"] = _chunks(step, structure, state)
     if step.place.donate and any(lives.apart):
         leaves = [*structure.pick(tree.leaves(state.params)), *tree.leaves(state.opt)]
@@ -103,6 +103,7 @@ def _landing(step: Stations, sums: list[int], most: int) -> int:
 
 
 def _chunks(step: Stations, structure: Structure, state: State) -> int:
+    """Return the bytes of copies of three chunks: of the update, or of a slot that follows it if that is more."""
     assert step.optimizer is not None
     opt = structure.align([state.opt[slot][name] for slot, want in structure.opt.items() for name in want.names])
     params, lives = structure.pick(tree.leaves(state.params)), step.lives(structure, state)
@@ -113,7 +114,15 @@ def _chunks(step: Stations, structure: Structure, state: State) -> int:
     for leaves, ways in zip([params, *opt.values()], lives.ways, strict=True):
         for i, (x, way) in enumerate(zip(leaves, ways, strict=True)):
             sizes[i] += x.nbytes if x is not None and way != "place" else 0
-    return chunk_bytes(sizes, structure, chunks_of(step.place.residency, structure, step.optimizer))
+    lengths = [shape.numel() for shape in structure.shapes]
+    chunks = chunks_of(step.place.residency, structure, step.optimizer)
+    found = [chunk_bytes(sizes, structure.pick(lengths), chunks)]
+    for name, one in lives.after.items():
+        both = [[x.nbytes for x in structure.like_parts(some)] for some in (state.slots[name], state.params)]
+        ways = zip(*both, *one.ways, one.gradients, strict=True)
+        sizes = [x * (way != "place") + y * (read != "place") for x, y, way, read in ways]
+        found.append(chunk_bytes(sizes, lengths, with_frozen(structure, chunks)))
+    return max(found)
 
 
 def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
