@@ -72,11 +72,7 @@ def top_eigenvalue(
     differentiated twice.
     """
     _check(axis=axis, key=key)
-    if not is_int(max_iter, 1):
-        raise FdsError("not a number of iterations", where="max_iter", got=repr(max_iter), want="an int >= 1")
-    for name, value in (("tol", tol), ("stability", stability)):
-        if not is_number(value) or not 0 <= value < math.inf:
-            raise FdsError("not a small number", where=name, got=repr(value)[:80], want="a number >= 0")
+    _check_power(max_iter, tol=tol, stability=stability)
     if isinstance(blocks, str) or not all(isinstance(one, str) for one in blocks) or not blocks:
         raise FdsError("not blocks", where="blocks", got=repr(blocks)[:80], want='["layers.0.*", "layers.1.*"]')
     found: dict[str, tuple[float, int, bool]] = {}
@@ -107,10 +103,12 @@ def sharpness(
     it. Gradient descent is stable on a quadratic loss up to a learning rate of 2 / sharpness. Arguments and errors are
     those of `top_eigenvalue`.
     """
-    found = top_eigenvalue(loss, params, batch, max_iter=max_iter, tol=tol, axis=axis, key=key)["*"].value
+    _check(axis=axis, key=key)
+    _check_power(max_iter, tol=tol)
+    hessian = _Hessian.of(loss, params, batch, axis, key)
+    found, _, _ = hessian.power(list(hessian.leaves), max_iter, tol, 0.0, 0.0)
     if found >= 0:
         return found
-    hessian = _Hessian.of(loss, params, batch, axis, key)
     return hessian.power(list(hessian.leaves), max_iter, tol, 0.0, found)[0] + found
 
 
@@ -236,3 +234,11 @@ def _check(axis: Any, key: Any) -> None:
         raise FdsError("not an axis", where="axis", got=repr(axis)[:80], want='mesh["dp"], or None')
     if not is_int(key):
         raise FdsError("not a seed", where="key", got=repr(key)[:80], want="an int")
+
+
+def _check_power(max_iter: Any, **small: Any) -> None:
+    if not is_int(max_iter, 1):
+        raise FdsError("not a number of iterations", where="max_iter", got=repr(max_iter), want="an int >= 1")
+    for name, value in small.items():
+        if not is_number(value) or not 0 <= value < math.inf:
+            raise FdsError("not a small number", where=name, got=repr(value)[:80], want="a number >= 0")
