@@ -84,6 +84,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
         plans,
         random,
         schedules,
+        transports,
     )
     from fds import tree as tree
     from fds import command_line as command_line, containers as containers, display as display, layout as layout
@@ -140,7 +141,7 @@ __getattr__, __dir__ = lazily(
         "fds.errors": "FdsError",
     },
     submodules="autodiff collectives command_line config containers curvature data display errors kernels layout loss "
-    "media microbatches monitors nn optim plans profiling random schedules state step storage timing transforms tree",
+    "media microbatches monitors nn optim plans profiling random schedules state step storage timing transforms transports tree",
 )
 
 __all__ = [
@@ -220,6 +221,7 @@ __all__ = [
     "static_loss_scale",
     "timed",
     "trace",
+    "transports",
     "tree",
     "triton_kernels",
     "whole",

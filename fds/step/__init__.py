@@ -22,7 +22,7 @@ from fds.step.sharding.handles import materialize
 from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard
-from fds.step.sharding.transport import Pending, Transport
+from fds.step.sharding.transport import Leg, Pending, Transport
 from fds.step.split_batch import SplitBatch
 from fds.step.stations import After, Commit, Place, Program, Run, Scale
 from fds.step.structure import Structure
@@ -44,6 +44,7 @@ __all__ = [
     "Gather",
     "Gradients",
     "InTurn",
+    "Leg",
     "LocalGradients",
     "Measure",
     "Memory",

@@ -1,6 +1,7 @@
 """Share optimizer state, gradients and parameters among the ranks of an axis: ZeRO, stages 0 to 3.
 
-Fills:  topology                 State:  params, opt and averages as this rank's slices of flat buckets (from stage 1)
+Fills:  topology, gather,        State:  params, opt and averages as this rank's slices of flat buckets (from stage 1);
+        reduce (transports)              `kept` of transports with error feedback
 Law:    over N ranks with accumulate(n), the plain step's accumulate(N * n) of the concatenated batch, to rounding
 Cost:   sends 2P per step at stage 0 and 1, (1 + n)P at stage 2, 3nP at stage 3; float32 Adam holds 12P / N bytes
 Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277 (replicas)
@@ -11,7 +12,7 @@ from typing import Any
 
 from fds.collectives import Axis
 from fds.errors import ComposeError, is_int, is_number
-from fds.step import Dimension, Shard, Step, fill, transform
+from fds.step import Dimension, Shard, Step, Transport, fill, transform
 
 
 @transform
@@ -25,6 +26,8 @@ def shard_optimizer(
     prefetch: int = 1,
     persist_below: int = 0,
     predivide: float | None = None,
+    weights: Transport | None = None,
+    gradients: Transport | None = None,
 ):
     """Let every rank of `axis` pass its own batch and own one slice of the state; the step is that of all batches.
 
@@ -50,12 +53,16 @@ def shard_optimizer(
         persist_below: stage 3: parameters of fewer elements stay whole from the start of a step to its end.
         predivide: gradients are divided by this before they are sent and multiplied after. None for the number of
             data ranks where they are sent in float16, which a sum could overflow, else for 1.
+        weights: how gathered parameters travel, from stage 1 on: `fds.transports.quantized(8)`, or None, without loss.
+        gradients: how gradients travel: `fds.transports.quantized(8)`, `onebit()`, `hierarchical(quantized(4))`, one of
+            your own, or None, without loss.
 
     Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that do not run now; `step.init` raises
     `StateError` where `max_live_bytes` has no room for a bucket.
     """
     _check_axes(axis, replicate)
     _check_numbers(stage, bucket_bytes, max_live_bytes, prefetch, persist_below, predivide)
+    _check_transports(stage, weights, gradients)
     data = axis if replicate is None else _joined(axis, replicate)
     copies = replicate.channel("step") if replicate is not None and replicate.size > 1 else None
     shard = Shard(  # on its own channels, so that collectives of the loss are not mixed with its own
@@ -70,9 +77,12 @@ def shard_optimizer(
         None if predivide is None else float(predivide),
     )
 
+    ways = {"gather": weights, "reduce": gradients} if data.size > 1 else {}
+    sent = {name: {"transport": way.on(shard.axis)} for name, way in ways.items() if way is not None}
+
     def apply(step: Step) -> Step:
         changes = data.size > 1 or (shard.gathers_on_use and max_live_bytes is not None)
-        return fill(step, topology=Dimension(shard.data, "data", shard)) if changes else step
+        return fill(step, topology=Dimension(shard.data, "data", shard), **sent) if changes else step
 
     return apply
 
@@ -103,6 +113,29 @@ def _check_numbers(
             "shard_optimizer: gradients cannot be divided by predivide",
             got=repr(predivide),
             want="a positive number, or None",
+        )
+
+
+def _check_transports(stage: int, weights: Any, gradients: Any) -> None:
+    """Raise `ComposeError` for what is not a transport, and for weights that are not sent, or sent with feedback."""
+    for name, one in (("weights", weights), ("gradients", gradients)):
+        if one is not None and not isinstance(one, Transport):
+            raise ComposeError(
+                f"shard_optimizer: {name} is not a transport",
+                got=repr(one)[:80],
+                want="fds.transports.quantized(8), or another fds.step.Transport",
+            )
+    if weights is not None and stage == 0:
+        raise ComposeError(
+            "shard_optimizer: at stage 0 no weights are sent",
+            got=f"stage=0, weights={weights}",
+            want="stage=1, 2 or 3, or gradients alone",
+        )
+    if weights is not None and weights.keeps:
+        raise ComposeError(
+            "shard_optimizer: what a message of weights loses is not sent later",
+            got=f"weights={weights}",
+            want="fds.transports.quantized(8), without feedback",
         )
 
 

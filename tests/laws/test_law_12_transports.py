@@ -29,15 +29,15 @@ class ByPieces(Transport):
         pieces = torch.empty_like(whole)
         return Pending(axis.start_all_to_all(pieces, whole.clone()), lambda: out.copy_(in_order(pieces, axis.size)))
 
-    def combine(self, axis, own):
+    def combine(self, axis, own, kept):
         everything = own.new_empty(axis.size * len(own))
         return Pending(axis.start_all_gather(everything, own), lambda: own.copy_(in_order(everything, axis.size)))
 
-    def spread(self, axis, own, whole):
+    def spread(self, axis, own, whole, kept):
         return axis.start_all_to_all(whole, own.repeat(axis.size))
 
     def gather(self, axis, part, whole):
-        return self.spread(axis, part.to(whole.dtype), whole)
+        return self.spread(axis, part.to(whole.dtype), whole, None)
 
 
 def in_order(pieces: Tensor, size: int) -> Tensor:

@@ -117,8 +117,8 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 _LEGS = {
     "reduce": "(axis, whole, out, kept)",
-    "spread": "(axis, own, whole)",
-    "combine": "(axis, own)",
+    "spread": "(axis, own, whole, kept)",
+    "combine": "(axis, own, kept)",
     "gather": "(axis, part, whole)",
     "bytes_sent": "(leg, numel, dtype, size)",
 }

@@ -150,7 +150,7 @@ class Bucketed:
             return [self.whole[i][j] for i, j in self.places]
         for i in self.buckets:
             if self.landing is None and i in self.slices:
-                self._over_replicas(self.slices[i])
+                self._over_replicas(i, self.slices[i])
             elif i not in self.landed:
                 self._complete(i)
         return [self.slices[i] for i in self.buckets]
@@ -271,8 +271,10 @@ class Bucketed:
         flight.work.wait()
         own, sent = flight.own, flight.sent
         if not self.shard.slices_state:
-            self._over_replicas(own)
-            gathered = contracts.sent(self.transport.spread(self.shard.axis, own, sent), self.transport, "spread")
+            self._over_replicas(i, own)
+            first = self.shard.replicate is None or self.shard.replicate.index == 0
+            work = self.transport.spread(self.shard.axis, own, sent, self._kept(i) if first else None)
+            gathered = contracts.sent(work, self.transport, "spread")
             self._spread()
             self.gathering.append((i, flight, gathered))
             self.whole[i] = flight.held.views
@@ -319,14 +321,22 @@ class Bucketed:
             total = landing.value(k, landing.leaves[k])
         if total is None:  # no rank used it
             total = torch.zeros(self.buckets[i].length, dtype=self.dtypes[i], device=self.device)
-        self._over_replicas(total)
+        self._over_replicas(i, total)
         self.slices[i] = landing.land(k, total) if landing is not None and landing.lands(k) else total
         self.landed.add(i)
 
-    def _over_replicas(self, own: Tensor) -> None:
+    def _over_replicas(self, i: int, own: Tensor) -> None:
         """Add up a slice over its replicas; outside of `order`, which their ranks do not share."""
         if self.shard.replicate is not None:
-            contracts.sent(self.transport.combine(self.shard.replicate, own), self.transport, "combine").wait()
+            work = self.transport.combine(self.shard.replicate, own, self._kept(i))
+            contracts.sent(work, self.transport, "combine").wait()
+
+    def _kept(self, i: int) -> Tensor | None:
+        """Return what is kept of this rank's slice of a bucket, (length,) float32."""
+        if self.kept is None:
+            return None
+        bucket = self.buckets[i]
+        return bucket.slice(self.shard.axis.index, self.kept.bucket(i, bucket))
 
     def _spread(self) -> None:
         """Let the bucket that is being gathered arrive."""

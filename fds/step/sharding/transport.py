@@ -24,15 +24,23 @@ class Transport:
     the device.
 
     Attributes:
-        keeps: whether `reduce` keeps the error of its message (error feedback): it is then given `kept`, what it kept
-            of this bucket before, and writes the new error there: what was sent plus `kept` is what was given, the
-            float32 sum of `whole` and the old `kept`. It lies in the state, in the slot `kept`, by parameter.
+        keeps: whether the legs of gradients keep the errors of their messages (error feedback): they are then given
+            `kept`, what this rank kept of the bucket before, and write the new error there: what was sent plus `kept`
+            is what was given, the float32 sum of the numbers and the old `kept`. It lies in the state, in the slot
+            `kept`, by parameter.
         bound: the largest error of an element of a message, relative to the largest absolute value in the bucket that
             it was made of; 0 where nothing is lost.
     """
 
     keeps: bool = False
     bound: float = 0.0
+
+    def on(self, axis: Axis) -> Transport:
+        """Return the transport among the ranks of an axis, that of `shard_optimizer`, which calls this once.
+
+        Raises `ComposeError` for an axis along which it cannot send.
+        """
+        return self
 
     def reduce(self, axis: Axis, whole: Tensor, out: Tensor, kept: Tensor | None) -> Work:
         """Sum this rank's slice of every rank's `whole` into `out` (n,) of its dtype, which may be that slice.
@@ -41,14 +49,18 @@ class Transport:
         """
         return axis.start_reduce_scatter(out, whole)
 
-    def combine(self, axis: Axis, own: Tensor) -> Work:
-        """Sum `own` (n,), a slice of sums, over its replicas, in place: all get the same bits."""
+    def combine(self, axis: Axis, own: Tensor, kept: Tensor | None) -> Work:
+        """Sum `own` (n,), a slice of sums, over its replicas, in place: all get the same bits.
+
+        What is lost is added to `kept` (n,) float32, what `reduce` kept of this slice, before `wait` returns.
+        """
         return axis.start_all_reduce(own)
 
-    def spread(self, axis: Axis, own: Tensor, whole: Tensor) -> Work:
+    def spread(self, axis: Axis, own: Tensor, whole: Tensor, kept: Tensor | None) -> Work:
         """Send the sums `own` (n,), which may be this rank's slice of `whole`, to all: at stage 0.
 
-        All ranks get the same bits, the one that sends a slice too.
+        All ranks get the same bits, the one that sends a slice too. What is lost is added to `kept` (n,) float32, what
+        the legs before kept of this slice, before `wait` returns; of replicas, which send the same, the first has one.
         """
         return axis.start_all_gather(whole, own)
 

@@ -1,0 +1,167 @@
+"""`Code`: how the numbers of a message become bytes. `Coded`: the transport that sends them so, on all of its legs."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.collectives import Axis, Work
+from fds.step import Leg, Pending, Transport
+
+
+class Code:
+    """How n numbers become a message of bytes, and what they are where it arrives.
+
+    Attributes:
+        bound: the largest error of a number, relative to the largest absolute value in its message.
+    """
+
+    bound: float = 0.0
+
+    def num_bytes(self, n: int) -> int:
+        """Return the bytes of a message of n numbers: a multiple of 4, so that each may begin with float32."""
+        raise NotImplementedError
+
+    def encode(self, numbers: Tensor, messages: Tensor) -> None:
+        """Write every row of `numbers` (k, n), of any floating dtype, to its row of `messages` (k, num_bytes) uint8."""
+        raise NotImplementedError
+
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        """Write the numbers of a `message` (num_bytes,) uint8 to `out` (n,), of any floating dtype."""
+        raise NotImplementedError
+
+    def exchange(self, axis: Axis, rows: Tensor, kept: Tensor | None) -> Arriving:
+        """Begin to send row r of `rows` (size, n) to rank r of an axis, in a message; this rank's own stays here.
+
+        What the messages lose is added to `kept` (size, n) float32, where there is one.
+        """
+        (k, n), at = rows.shape, axis.index
+        messages = torch.zeros(k, self.num_bytes(n), dtype=torch.uint8, device=rows.device)
+        self.encode(rows[:at], messages[:at])
+        self.encode(rows[at + 1 :], messages[at + 1 :])
+        if kept is not None:
+            for r in (r for r in range(k) if r != at):
+                kept[r] += self.lost(rows[r], messages[r])
+        arrived = torch.empty_like(messages)
+        return Arriving(self, axis.start_all_to_all(arrived, messages), arrived, at, rows[at])
+
+    def share(self, axis: Axis, own: Tensor, kept: Tensor | None) -> tuple[Work, Tensor]:
+        """Begin to send `own` (n,) to all ranks of an axis; return the work, and their messages (size, num_bytes).
+
+        What the message loses is added to `kept` (n,) float32, where there is one.
+        """
+        message = torch.empty(1, self.num_bytes(len(own)), dtype=torch.uint8, device=own.device)
+        self.encode(own[None], message)
+        if kept is not None:
+            kept += self.lost(own, message[0])
+        arrived = message.new_empty(axis.size * message.shape[1])
+        return axis.start_all_gather(arrived, message[0]), arrived.view(axis.size, -1)
+
+    def lost(self, given: Tensor, message: Tensor) -> Tensor:
+        """Return what a message lost of the numbers `given` (n,): float32."""
+        sent = torch.empty_like(given, dtype=torch.float32)
+        self.decode(message, sent)
+        return torch.sub(given, sent, out=sent)
+
+
+@attrs.frozen(eq=False)
+class Arriving:
+    """Messages on their way to a rank, one from each of the others, and its own numbers, which are exact."""
+
+    code: Code
+    work: Work
+    messages: Tensor  # (size, num_bytes) uint8
+    index: int  # of this rank
+    own: Tensor  # (n,)
+
+    def sum(self) -> Tensor:
+        """Return the sum (n,) float32 of what all ranks sent, in their order. Call it once `work` has arrived."""
+        total = torch.empty_like(self.own, dtype=torch.float32)
+        term = torch.empty_like(total)
+        for r, message in enumerate(self.messages):
+            into = term if r else total
+            if r == self.index:
+                into.copy_(self.own)
+            else:
+                self.code.decode(message, into)
+            if r:
+                total += term
+        return total
+
+
+@attrs.frozen(eq=False, repr=False)
+class Coded(Transport):
+    """Sends every bucket in messages of one code: to each rank its slice, and what is for all to all."""
+
+    code: Code
+    text: str  # how it was written
+    keeps: bool = False
+
+    @property
+    def bound(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The largest error of a number in a message, relative to the largest absolute value in its bucket."""
+        return self.code.bound
+
+    def reduce(self, axis: Axis, whole: Tensor, out: Tensor, kept: Tensor | None) -> Work:
+        """Send each rank its slice, coded; sum what arrives in float32, in the order of ranks."""
+        rows = given(whole, kept).view(axis.size, -1)
+        arriving = self.code.exchange(axis, rows, None if kept is None else kept.view(axis.size, -1))
+        return Pending(arriving.work, lambda: out.copy_(arriving.sum()))
+
+    def combine(self, axis: Axis, own: Tensor, kept: Tensor | None) -> Work:
+        """Sum a slice over its replicas in two messages: each sums a piece of it, and sends that to the others."""
+        n, pieces = len(own), padded(own, axis.size)
+        errors = None if kept is None else torch.zeros_like(pieces)
+        arriving = self.code.exchange(axis, pieces, errors)
+
+        def finish() -> None:
+            work, messages = self.code.share(axis, arriving.sum(), None if errors is None else errors[axis.index])
+            work.wait()
+            for message, piece in zip(messages, pieces, strict=True):
+                self.code.decode(message, piece)
+            own.copy_(pieces.view(-1)[:n])
+            if kept is not None and errors is not None:
+                kept.add_(errors.view(-1)[:n])
+
+        return Pending(arriving.work, finish)
+
+    def spread(self, axis: Axis, own: Tensor, whole: Tensor, kept: Tensor | None) -> Work:
+        """Send sums to all, coded; all decode the same messages, the sender too."""
+        work, messages = self.code.share(axis, own, kept)
+        return Pending(work, lambda: self._decode(messages, whole))
+
+    def gather(self, axis: Axis, part: Tensor, whole: Tensor) -> Work:
+        """Send parameters to all, coded; all decode the same messages, the sender too."""
+        work, messages = self.code.share(axis, part, None)
+        return Pending(work, lambda: self._decode(messages, whole))
+
+    def bytes_sent(self, leg: Leg, numel: int, dtype: torch.dtype, size: int) -> float:
+        """Return the bytes of the messages that a rank sends in a leg over `size` ranks."""
+        if leg == "combine":
+            return 2 * (size - 1) * self.code.num_bytes(-(-numel // size))
+        return (size - 1) * self.code.num_bytes(numel // size)
+
+    def _decode(self, messages: Tensor, whole: Tensor) -> None:
+        for message, out in zip(messages, whole.view(len(messages), -1), strict=True):
+            self.code.decode(message, out)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def given(x: Tensor, kept: Tensor | None) -> Tensor:
+    """Return what a leg is given, with what was kept of it, which is 0 afterwards; float32 where something was."""
+    if kept is None:
+        return x
+    total = kept + x
+    kept.zero_()
+    return total
+
+
+def padded(x: Tensor, size: int) -> Tensor:
+    """Return a copy of `x` (n,) as `size` rows, the last filled up with zeros."""
+    columns = -(-len(x) // size)
+    rows = x.new_zeros(size * columns)
+    rows[: len(x)] = x
+    return rows.view(size, columns)
