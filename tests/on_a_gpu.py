@@ -17,6 +17,7 @@ ON_A_GPU = [
     "tests/storage/test_sharing.py",
     "tests/storage/test_topologies.py",
     "tests/sharding",
+    "tests/transports",
     "tests/pipeline",
     "tests/tensor_axis",
 ]

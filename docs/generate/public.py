@@ -35,6 +35,7 @@ ROOMS = (  # in the order of data flow
     "fds.display",
     "fds.monitors",
     "fds.timing",
+    "fds.transports",
     "fds.config",
     "fds.command_line",
     "fds.errors",

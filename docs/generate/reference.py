@@ -30,6 +30,7 @@ TITLES = {
     "fds.display": "Progress of a run",
     "fds.monitors": "Monitors of a run",
     "fds.timing": "Times of a step",
+    "fds.transports": "Messages in fewer bytes",
     "fds.config": "DeepSpeed's configuration",
     "fds.command_line": "The command line",
     "fds.errors": "Errors",

@@ -78,7 +78,7 @@ def shard_optimizer(
     )
 
     ways = {"gather": weights, "reduce": gradients} if data.size > 1 else {}
-    sent = {name: {"transport": way.on(shard.axis)} for name, way in ways.items() if way is not None}
+    sent: dict[str, Any] = {name: {"transport": way.on(shard.axis)} for name, way in ways.items() if way is not None}
 
     def apply(step: Step) -> Step:
         changes = data.size > 1 or (shard.gathers_on_use and max_live_bytes is not None)

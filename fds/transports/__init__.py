@@ -1,9 +1,9 @@
-"""Transports: how flat buckets travel between ranks in fewer bytes. Each is an `fds.step.Transport` with a stated bound.
+"""Transports: how flat buckets travel between ranks in fewer bytes, each with a stated bound of what is lost.
 
     fds.shard_optimizer(axis, stage=1, gradients=fds.transports.quantized(8), weights=fds.transports.quantized(8))
 
-`cast`, `quantized`, `onebit` and `topk` say how numbers become bytes; `hierarchical` sends them by way of two axes, inside
-a node and between nodes. What a rank sends to itself is never coded, so nothing of it is lost.
+`cast`, `quantized`, `onebit` and `topk` say how numbers become bytes; `hierarchical` sends them by way of two
+axes, inside a node and between nodes. What a rank sends to itself is never coded, so nothing of it is lost.
 """
 
 from fds.transports._cast import cast

@@ -53,5 +53,7 @@ def topk(fraction: float) -> Coded:
     Raises `ComposeError` for a fraction that is not above 0 and at most 1.
     """
     if not (is_number(fraction) and 0 < fraction <= 1):
-        raise ComposeError("topk: not a fraction of the numbers", got=repr(fraction), want="above 0, at most 1: 0.01 say")
+        raise ComposeError(
+            "topk: not a fraction of the numbers", got=repr(fraction), want="above 0, at most 1: 0.01 say"
+        )
     return Coded(TopK(float(fraction)), f"topk({fraction:g})", True)

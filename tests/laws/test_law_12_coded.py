@@ -1,4 +1,4 @@
-"""Law 12 for what fds sends in fewer bytes: nothing is lost that is kept, all ranks agree, and a resumed run is the run."""
+"""Law 12 for what fds sends in fewer bytes: nothing kept is lost, ranks agree, a resumed run is the run."""
 
 from typing import Any
 
