@@ -141,7 +141,8 @@ __getattr__, __dir__ = lazily(
         "fds.errors": "FdsError",
     },
     submodules="autodiff collectives command_line config containers curvature data display errors kernels layout loss "
-    "media microbatches monitors nn optim plans profiling random schedules state step storage timing transforms transports tree",
+    "media microbatches monitors nn optim plans profiling random schedules state step storage timing transforms "
+    "transports tree",
 )
 
 __all__ = [

@@ -123,7 +123,7 @@ def hierarchical(inner: Transport, outer: Transport | None = None) -> Hierarchic
     """Send inside a node by `inner`, and between nodes, requantized, by `outer` (None: as inside).
 
     The axis of `shard_optimizer` is two of a mesh, flattened: `mesh["node", "local"]`, the last one inside a node. A
-    rank sums what its neighbours have for the ranks at its place in all nodes, and only these sums travel between nodes.
+    rank sums what its neighbours have for the ranks at its place in all nodes; only these sums travel between nodes.
 
     Raises `ComposeError` for transports other than `cast`, `quantized`, `onebit`, `topk`, and for two of which one
     keeps what it loses (error feedback) and the other does not.
