@@ -62,6 +62,9 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.monitors import monitor
     from fds.timing import timed, trace
 
+    # what is wrong with it
+    from fds.debugging import check_ranks, dump_state, watch
+
     # what it is fed with
     from fds.data import DistributedLoader, RepeatingLoader
 
@@ -76,6 +79,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
         config,
         curvature,
         data,
+        debugging,
         errors,
         kernels,
         monitors,
@@ -135,14 +139,15 @@ __getattr__, __dir__ = lazily(
         "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
         "fds.monitors": "monitor",
         "fds.timing": "timed trace",
+        "fds.debugging": "check_ranks dump_state watch",
         "fds.data": "DistributedLoader RepeatingLoader",
         "fds.config.arguments": "add_config_arguments",
         "fds.config.initialize": "initialize",
         "fds.errors": "FdsError",
     },
-    submodules="autodiff collectives command_line config containers curvature data display errors kernels layout loss "
-    "media microbatches monitors nn optim plans profiling random schedules state step storage timing transforms "
-    "transports tree",
+    submodules="autodiff collectives command_line config containers curvature data debugging display errors kernels "
+    "layout loss media microbatches monitors nn optim plans profiling random schedules state step storage timing "
+    "transforms transports tree",
 )
 
 __all__ = [
@@ -166,6 +171,7 @@ __all__ = [
     "autocast",
     "autodiff",
     "by_name",
+    "check_ranks",
     "checkpoint_activations",
     "clip_by_global_norm",
     "clip_by_value",
@@ -176,8 +182,10 @@ __all__ = [
     "curvature",
     "cuda_graph",
     "data",
+    "debugging",
     "disk",
     "donate",
+    "dump_state",
     "ema",
     "errors",
     "estimate_memory",
@@ -225,6 +233,7 @@ __all__ = [
     "transports",
     "tree",
     "triton_kernels",
+    "watch",
     "whole",
     "with_buffers",
 ]

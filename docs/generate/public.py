@@ -36,6 +36,7 @@ ROOMS = (  # in the order of data flow
     "fds.monitors",
     "fds.timing",
     "fds.transports",
+    "fds.debugging",
     "fds.config",
     "fds.command_line",
     "fds.errors",

@@ -31,6 +31,7 @@ TITLES = {
     "fds.monitors": "Monitors of a run",
     "fds.timing": "Times of a step",
     "fds.transports": "Messages in fewer bytes",
+    "fds.debugging": "Debugging a run",
     "fds.config": "DeepSpeed's configuration",
     "fds.command_line": "The command line",
     "fds.errors": "Errors",

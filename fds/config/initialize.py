@@ -80,7 +80,9 @@ def initialize(
     loss_fn, params = loss_and_params(model, loss)
     step = compose(*_frozen(model), *transforms, *_transforms(config, mesh, optimizer, schedule))(loss_fn)
     loader = None if training_data is None else _loader(config, mesh, training_data, collate_fn, key)
-    return step, step.init(params, key=key), loader, schedule
+    state = step.init(params, key=key)
+    config.dump_state(state, step)
+    return step, state, loader, schedule
 
 
 def _read(config: Any, unknown: Unknown) -> TrainingConfig:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import attrs
 
-from fds.collectives import Axis, Mesh
+from fds.collectives import Axis, Mesh, worlds
 from fds.config.explain import explanation
 from fds.config.field import Edition
 from fds.config.keys.groups import Groups
@@ -20,10 +20,12 @@ from fds.config.translate.optimizer import schedule_call
 from fds.config.translate.unsupported import check_supported
 from fds.config.unknown import Unknown, with_known_keys
 from fds.curvature import Eigenvalue, top_eigenvalue
+from fds.debugging import dump_state
 from fds.errors import ConfigError, MeshError
 from fds.monitors import Monitor, monitor
 from fds.schedules.curve import Curve
-from fds.step import Transform
+from fds.state import State
+from fds.step import Step, Transform
 from fds.timing import Timed, timed
 
 
@@ -110,6 +112,16 @@ class TrainingConfig(Groups):
         resolved = self.resolve(world_size=composition.data_ranks(_sizes(mesh)))
         every = (printed_every(resolved) or 1) if resolved.logging.wall_clock_breakdown else None
         return timed(every=every, samples=resolved.batch.train_batch_size)
+
+    def dump_state(self, state: State, step: Step) -> None:
+        """Print what a step and its state are, as `fds.dump_state` says it, where the key `dump_state` asks for it.
+
+        The first rank prints; all of them may call it. `fds.initialize` does so with the first state.
+
+        Raises `FdsError` for what is no state and no step.
+        """
+        if self.logging.dump_state and worlds.current().rank == 0:
+            print(dump_state(state, step))
 
     def eigenvalues(self, loss: Any, params: Any, batch: Any, *, axis: Axis | None = None) -> dict[str, Eigenvalue]:
         """Return the curvature of the layers that `eigenvalue` names, by `fds.curvature.top_eigenvalue`.

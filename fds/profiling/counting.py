@@ -26,7 +26,8 @@ PHASES: tuple[Phase, ...] = ("forward", "recomputation", "backward", "update")
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 _saving: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-_MOVES_NOTHING = frozenset(f"aten.{name}" for name in (*_EMPTY, "_unsafe_view", "lift_fresh"))
+UNINITIALISED = frozenset(f"aten.{name}" for name in _EMPTY)  # what they return has anything in it
+_MOVES_NOTHING = UNINITIALISED | {"aten._unsafe_view", "aten.lift_fresh"}
 
 
 @attrs.define

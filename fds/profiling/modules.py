@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -55,6 +56,17 @@ class Modules:
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    @contextlib.contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Take what runs in the block, and its backward, for that of a module of this name, where it is in no other."""
+        self.running.append(name)
+        self._mark()
+        try:
+            yield
+        finally:
+            self.running.pop()
+            self._mark()
 
     @property
     def current(self) -> str:

@@ -62,7 +62,7 @@ class LoggingConfig(Config):
     dump_state: bool = key(
         False,
         "print what the engine knows after it has started",
-        NotApplicable("no engine hides anything: a state is a value, and `explain` prints what is composed"),
+        Elsewhere("config.dump_state(state, step)", "as `fds.initialize` does with the first state"),
     )
     log_level: LogLevel | None = key(
         None,
