@@ -49,7 +49,7 @@ def _leaves(step: Step, state: State, leaves: dict[str, Tensor]) -> str:
     """Return a table of the leaves."""
     structure, residency = step.structure_of(state.params)[0], step.place.residency
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("leaf", "shape", "dtype", "bytes", "lives", "of"):
+    for name in ("leaf", "shape", "dtype", "bytes", "lives", "of" * structure.sharded):
         table.add_column(name, justify="right" if name == "bytes" else "left")
     for path, x in leaves.items():
         leaf = step.resident(structure, path)
