@@ -211,13 +211,14 @@ class _Hessian:
             raise FdsError("a block has no floating-point parameters", where="blocks", want="trained parameters")
         with random.seeded(random.key(self.key), "vector"):
             v = _normal([torch.randn(self.leaves[n].shape).to(self.leaves[n]) for n in names], stability)
-        value, before, count = 1.0, 0.0, 0
-        while count < max_iter and value and abs((value - before) / value) >= tol:
+        value, before, count = math.nan, math.nan, 0
+        settled = lambda: value == 0 or abs(value - before) < tol * abs(value)  # not after one product
+        while count < max_iter and not settled():
             before = value
             found = [h - shift * x for h, x in zip(self.times(names, v), v, strict=True)]
             found = [torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in found]
             value, v, count = _inner(found, v), _normal(found, stability), count + 1
-        return value, count, not value or abs((value - before) / value) < tol
+        return value, count, settled()
 
 
 def _inner(a: Vector, b: Vector) -> float:

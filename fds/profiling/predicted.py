@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fds import _html, loss as losses, tree
+from fds import _html, loss as losses
 from fds.collectives.planned import planned
 from fds.errors import FdsError, is_a
 from fds.optim import Optimizer
+from fds.profiling.peaks import leaves_of
 from fds.state import State
 from fds.step import Step, Transform, compose
 from fds.step.composition import Composition
 from fds.step.describe import describe
-from fds.step.residency.contract import is_held
 
 _STATE = ("params", "opt", "buffers", "slots")
 
@@ -34,12 +34,15 @@ class MemoryEstimate:
             `returned`, gradients that autograd has returned and that are not summed yet; `gradients`, `buckets`,
             `whole` and the others as in `Step.describe`.
         sent: station -> bytes that the rank sends in a step.
+        dry_run: bytes on the device at the peak of a call, activations and batch included, found by running it without
+            arithmetic and without touching memory; None where there is no batch, or a step cannot be run so.
     """
 
     state: Mapping[str, int]
     elsewhere: Mapping[str, int]
     step: Mapping[str, int]
     sent: Mapping[str, int]
+    dry_run: int | None = None
 
     @property
     def between(self) -> int:
@@ -64,11 +67,13 @@ class MemoryEstimate:
         rows += [("between", self.between, "on the device between steps")]
         rows += [(name, n, "in a step") for name, n in self.step.items() if n]
         rows += [("peak", self.peak, "on the device in a step, without activations")]
+        if self.dry_run is not None:
+            rows += [("dry run", self.dry_run, "on the device in a step, with activations")]
         return rows + [(name, n, "sent a step") for name, n in self.sent.items()]
 
 
-def predicted(step: Step, state: State) -> MemoryEstimate:
-    """Return what a rank holds in a step with such a state, which may be of `meta` tensors."""
+def predicted(step: Step, state: State, dry_run: int | None = None) -> MemoryEstimate:
+    """Return what a rank holds in a step with such a state, of `meta` tensors too; `dry_run` is the record's."""
     told = describe(step, state, None)
     held = {part: told.num_bytes[part] for part in _STATE}
     elsewhere = {where: n for where, n in told.places.items() if where != "device"}
@@ -79,20 +84,7 @@ def predicted(step: Step, state: State) -> MemoryEstimate:
             **within,
         }
     within["returned"] = _returned(step, state)
-    return MemoryEstimate(held, elsewhere, within, told.sent)
-
-
-def leaves_of(step: Step, state: State) -> Iterator[tuple[Tensor, bool, bool]]:
-    """Yield the leaves of params, opt and slots; whether an update writes each, and whether it lives on the device."""
-    structure, parts = step.structure_of(state.params)
-    residency, trained = step.place.residency, {id(parts[i]) for i in structure.trained}
-    after = {one.slot for one in step.after}
-    for part in ("params", "opt", "slots"):
-        for path, x in tree.paths(getattr(state, part)).items():
-            written = id(x) in trained if part == "params" else part == "opt" or path.partition(".")[0] in after
-            leaf = step.resident(structure, f"{part}.{path}") if residency.kinds else None
-            away = leaf is not None and is_held(residency, leaf, x.numel()) and residency.medium(leaf) != "device"
-            yield x, written, not away
+    return MemoryEstimate(held, elsewhere, within, told.sent, dry_run)
 
 
 def _returned(step: Step, state: State) -> int:

@@ -51,6 +51,15 @@ def test_eigenvalues_of_blocks_are_those_of_the_hessian(seed):
         assert one.normalized == pytest.approx(abs(want[block]) / max(map(abs, want.values())), rel=1e-5)
 
 
+def test_one_product_is_not_enough_where_it_happens_to_be_near_1():
+    """DeepSpeed compares the first estimate with 1, and ends there: with that of whatever vector it began with."""
+    loss_fn = lambda p, _: (p["x"].square() * torch.tensor([1.0, 3.0])).sum() / 2
+    first = curvature.top_eigenvalue(loss_fn, {"x": torch.ones(2)}, None, max_iter=1)["*"]
+    scaled = lambda p, _: loss_fn(p, None) / first.value  # the first estimate is 1
+    found = curvature.top_eigenvalue(scaled, {"x": torch.ones(2)}, None, tol=1e-5)["*"]
+    assert found.value == pytest.approx(3 / first.value, rel=1e-4) and not first.converged
+
+
 def test_sharpness_is_the_greatest_eigenvalue_also_where_another_is_greater_in_magnitude():
     matrix = torch.diag(torch.tensor([-5.0, 2.0, 1.0], dtype=torch.float64))
     loss_fn = lambda p, _: p["x"] @ matrix @ p["x"] / 2

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fds
 from fds import tree
 from fds.errors import FdsError, MeshError
+from fds.profiling import peaks
 from tests.bits import assert_same_bits
 from tests.memory import peak_bytes
 
@@ -64,6 +66,86 @@ def test_predictions_are_within_two_percent_of_what_is_measured(stage, transform
     found = fds.simulate(run, 1 if stage is None else 2)[0]
     assert found.predicted.peak == pytest.approx(found.peak - found.activations, rel=0.02)
     assert found.predicted.between == found.measured["state"]
+    assert found.predicted.dry_run == pytest.approx(found.peak, rel=0.02)
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.1, self.training)
+
+
+def tied():
+    """Return a language model whose head is its embedding, with many rows, and a batch."""
+    of_tokens = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
+    head = fds.TiedLayerSpec("words", nn.Embedding, 512, 64, forward_fn=lambda words, x: F.gelu(x) @ words.weight.t())
+    ends = [fds.TiedLayerSpec("words", nn.Embedding, 512, 64)], [head]
+    tokens = torch.randint(512, (4, 32), generator=torch.Generator().manual_seed(0))
+    return fds.Layers([*ends[0], *[fds.LayerSpec(Attention, 64)] * 2, *ends[1]], of_tokens), (tokens, tokens)
+
+
+def pictures():
+    """Return convolutions, whose activations are most of the memory, and a batch."""
+    layers = [
+        fds.LayerSpec(nn.Conv2d, 3, 16, 3, padding=1), nn.ReLU(), fds.LayerSpec(nn.Conv2d, 16, 32, 3, stride=2),
+        fds.LayerSpec(nn.GroupNorm, 4, 32), nn.MaxPool2d(2), lambda x: x.mean((2, 3)), fds.LayerSpec(nn.Linear, 32, 10),
+    ]  # fmt: skip
+    g = torch.Generator().manual_seed(0)
+    return fds.Layers(layers, F.cross_entropy), (
+        torch.randn(8, 3, 24, 24, generator=g), torch.randint(10, (8,), generator=g)
+    )  # fmt: skip
+
+
+AGAIN, CLIP = fds.checkpoint_activations(), fds.clip_by_global_norm(1.0)
+ARCHITECTURES = [
+    (tied, None, []),
+    (tied, None, [AGAIN, ACC]),
+    (tied, None, [BF16, DONATE]),
+    (tied, None, [WIDE, ACC, AGAIN]),
+    (tied, None, [fds.offload(moments="host", masters="host"), BF16, DONATE]),
+    (tied, None, [fds.loss_scale(), CLIP, fds.ema(0.9)]),
+    (tied, 0, [BF16]),
+    (tied, 1, [AGAIN]),
+    (tied, 2, [ACC]),
+    (tied, 3, [BF16, AGAIN]),
+    (pictures, None, [fds.ema(0.9)]),
+    (pictures, None, [AGAIN, ACC, DONATE]),
+    (pictures, 2, [WIDE]),
+    (pictures, 3, []),
+]
+
+
+@pytest.mark.parametrize(("architecture", "stage", "transforms"), ARCHITECTURES)
+def test_a_dry_run_tells_the_peak_with_its_activations(architecture, stage, transforms):
+    """Where embeddings are tied, gradients of activations and buckets come and go, as no formula of a state knows."""
+
+    def run():
+        dp, (loss, batch) = fds.mesh(dp=-1)["dp"], architecture()
+        shard = [] if stage is None else [fds.shard_optimizer(dp, stage=stage, bucket_bytes=2**15)]
+        step = fds.compose(*shard, *transforms, fds.adamw(1e-3))(loss)
+        return fds.profile_memory(step, step.init(loss.init), batch)
+
+    found = fds.simulate(run, 1 if stage is None else 2)[0]
+    assert found.predicted.dry_run == pytest.approx(found.peak, rel=0.02)
+
+
+def test_a_dry_run_writes_to_nothing_and_gives_nothing_up():
+    step, state, batch = made(fds.donate(), fds.ema(0.9))
+    before = tree.map(torch.clone, (state, batch))
+    peaks.of_dry_run(step, state, batch)
+    assert_same_bits((state, batch), before)
+    step(state, batch)
+
+
+def test_what_cannot_be_run_dry_is_only_measured():
+    step = fds.compose(fds.sgd(0.1))(lambda params, batch: (params["w"] * batch[batch > 0].sum()).sum())
+    found = fds.profile_memory(step, step.init({"w": torch.ones(40)}), torch.ones(40))
+    assert found.predicted.dry_run is None and found.peak > 0
 
 
 @pytest.mark.parametrize("transforms", [[], [ACC], [BF16]])

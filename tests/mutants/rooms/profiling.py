@@ -52,6 +52,22 @@ MUTANTS = (
         "tests/profiling/test_memory.py::test_predictions_are_within_two_percent_of_what_is_measured",
     ),
     Mutant(
+        "a-dry-run-gathers-nothing",
+        "fds/profiling/dry_run.py",
+        "            return NotImplemented  # such",
+        "            pass  # such",
+        "parameters that are gathered on use are not, in a dry run",
+        "tests/profiling/test_memory.py::test_predictions_are_within_two_percent_of_what_is_measured",
+    ),
+    Mutant(
+        "a-dry-run-makes-memory-for-what-is-written",
+        "fds/profiling/dry_run.py",
+        "if computed else _written(func, args, kwargs)",
+        "if computed else torch.empty_like(args[0])",
+        "what writes into memory returns new memory, in a dry run",
+        "tests/profiling/test_memory.py::test_predictions_are_within_two_percent_of_what_is_measured",
+    ),
+    Mutant(
         "curvature-of-the-mean-over-ranks",
         "fds/curvature.py",
         "return [x / self.weight for x in found]",
