@@ -39,7 +39,7 @@ from rich.console import Console
 import fds
 from benchmarks import harness, ranks, report
 from benchmarks.harness import Series
-from benchmarks.offload_contenders import DISK, ROOM, Manner, Steps, Updates, compete, reside
+from benchmarks.offload_contenders import DISK, LEAST, ROOM, Manner, Steps, Updates, compete, reside
 from benchmarks.raw_disk import MANNERS, RawFile, disk_bytes, has_ring
 from benchmarks.report import Rows
 from benchmarks.sharding_contenders import AGAIN, Case
@@ -50,14 +50,18 @@ FASTEST = 3  # ways to ask the raw disk that run beside an update
 LIVE = 2**27  # bytes that stage 3 may have whole
 STEP = Case("25M", width=512, layers=8, rows=4, context=256)
 MEMORY = Case("102M", width=1024, layers=8, rows=1, context=8)
-PEERS = [Case("5M", width=256, layers=6, rows=4, context=128), Case("25M", width=512, layers=8, rows=4, context=128)]
+PEERS = [
+    Case("5M", width=256, layers=6, rows=4, context=128),
+    Case("25M", width=512, layers=8, rows=4, context=128),
+    Case("25M of few tokens", width=512, layers=8, rows=1, context=32),
+]
 TINY = Case("tiny", width=64, layers=2, rows=1, context=8)
 UPDATE_AT_MOST, STEP_AT_MOST, PEERS_AT_MOST, RESIDENT_WITHIN = 1 / 0.85, 1.1, 0.7, 0.03
 BESIDE = {
     "DeepSpeed 1 cpu": ["fds 1 host"],
     "DeepSpeed 2 cpu": ["fds 2 host"],
-    "DeepSpeed 3 cpu": ["fds 3 host"],
-    "DeepSpeed 3 nvme": ["fds 3 disk"],
+    "DeepSpeed 3 cpu": ["fds 3 host", "fds 3 host, as many live"],
+    "DeepSpeed 3 nvme": ["fds 3 disk", "fds 3 disk, as many live"],
 }
 HEADER = ["contender", "case", "beside", "rounds", "ms", "ms beside", "ratio", "95% interval", "claim"]
 
@@ -252,7 +256,7 @@ def timed_peers(options: argparse.Namespace, folder: Path, tell) -> tuple[list[R
     ranks.prepare(["benchmarks.offload_contenders", "deepspeed"])
     for case in [TINY] if options.quick else [one for one in PEERS if one.name in options.cases]:
         for peer, mine in ((peer, mine) for peer, mine in BESIDE.items() if peer in options.peers):
-            names = (peer, *mine, mine[0] + AGAIN)
+            names = (peer, *mine, mine[0] + AGAIN, LEAST)
             for name in ("deepspeed", "fds-1", "fds-2", "fds-3"):
                 shutil.rmtree(folder / name, ignore_errors=True)
                 (folder / name).mkdir()
@@ -265,6 +269,8 @@ def timed_peers(options: argparse.Namespace, folder: Path, tell) -> tuple[list[R
             for name in mine:
                 series = _series(turns.seconds, name, peer)
                 rows.append(Timed(name, str(case), peer, series, PEERS_AT_MOST))
+                rows.append(Timed(name, str(case), LEAST, _series(turns.seconds, name, LEAST)))
+            rows.append(Timed(LEAST, str(case), peer, _series(turns.seconds, LEAST, peer)))
             aa = _series(turns.seconds, mine[0] + AGAIN, mine[0])
             rows.append(Timed(mine[0] + AGAIN, str(case), f"{mine[0]} (A/A)", aa))
             weights = {name: ranks.launch(reside, case, name, 6)[0] for name in (peer, *mine)}

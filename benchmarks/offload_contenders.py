@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fds
 from benchmarks.harness import Call
-from benchmarks.ranks import Resident, Turns, measure_resident, take_turns
+from benchmarks.ranks import NUM_RANKS, Resident, Turns, measure_resident, take_turns
 from benchmarks.sharding_contenders import (
     AGAIN,
     BETAS,
@@ -27,6 +27,7 @@ from benchmarks.sharding_contenders import (
     VOCABULARY,
     WEIGHT_DECAY,
     Case,
+    batches,
     engine_loop,
     loss_of,
     ours,
@@ -34,6 +35,8 @@ from benchmarks.sharding_contenders import (
 from fds.step.update import NewLeaves
 
 ROOM = "FDS_BENCHMARK_ROOM"  # in the environment: the folder for what lies on disk
+LEAST = "forward, backward, messages"
+AS_MANY = 4 * 10**9  # bytes that are whole at once: as many parameters as DeepSpeed's `stage3_max_live_parameters`
 LEAVES, LENGTH = 12, 2**22  # of the update that is timed alone: 50M parameters
 
 
@@ -61,9 +64,9 @@ class Manner:
         return [fds.offload(moments=at(self.moments), masters=at(self.masters), gradients=at(self.gradients))]
 
 
-def sharded(stage: int, manner: Manner) -> Callable[[Case], Call]:
+def sharded(stage: int, manner: Manner, max_live_bytes: int | None = None) -> Callable[[Case], Call]:
     """Return fds's on two ranks."""
-    return ours(stage, lambda: manner.transforms(room() / f"fds-{stage}"))
+    return ours(stage, lambda: manner.transforms(room() / f"fds-{stage}"), max_live_bytes=max_live_bytes)
 
 
 def zero_offload(stage: int, device: str) -> Callable[[Case], Call]:
@@ -99,12 +102,36 @@ def zero_offload(stage: int, device: str) -> Callable[[Case], Call]:
     return make
 
 
+def least(case: Case) -> Call:
+    """Return what every contender does: forward and backward in torch, one sum of gradients, one gather of parameters.
+
+    Both are gloo's, of one flat tensor each; there is no update.
+    """
+    model, turn, axis = GPT(case), batches(case), fds.mesh(dp=NUM_RANKS)["dp"]
+    whole = torch.zeros(sum(p.numel() for p in model.parameters()))
+    own = whole.chunk(NUM_RANKS)[axis.index]
+
+    def call() -> Tensor:
+        inputs, targets = next(turn)
+        loss = loss_of(model(inputs), targets)
+        loss.backward()
+        model.zero_grad()
+        axis.start_reduce_scatter(own, whole).wait()
+        axis.start_all_gather(whole, own).wait()
+        return loss.detach()
+
+    return call
+
+
 HOST, DISK = Manner("host", "host"), Manner("disk", "disk")
 CONTENDERS: dict[str, Callable[[Case], Call]] = {
     **{f"fds {stage} host": sharded(stage, HOST) for stage in (1, 2, 3)},
     **{f"fds {stage} disk": sharded(stage, DISK) for stage in (1, 2, 3)},
+    "fds 3 host, as many live": sharded(3, HOST, AS_MANY),
+    "fds 3 disk, as many live": sharded(3, DISK, AS_MANY),
     **{f"DeepSpeed {stage} cpu": zero_offload(stage, "cpu") for stage in (1, 2, 3)},
     "DeepSpeed 3 nvme": zero_offload(3, "nvme"),
+    LEAST: least,
 }
 
 
