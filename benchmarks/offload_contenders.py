@@ -36,7 +36,6 @@ from fds.step.update import NewLeaves
 
 ROOM = "FDS_BENCHMARK_ROOM"  # in the environment: the folder for what lies on disk
 LEAST = "forward, backward, messages"
-AS_MANY = 4 * 10**9  # bytes that are whole at once: as many parameters as DeepSpeed's `stage3_max_live_parameters`
 LEAVES, LENGTH = 12, 2**22  # of the update that is timed alone: 50M parameters
 
 
@@ -64,9 +63,9 @@ class Manner:
         return [fds.offload(moments=at(self.moments), masters=at(self.masters), gradients=at(self.gradients))]
 
 
-def sharded(stage: int, manner: Manner, max_live_bytes: int | None = None) -> Callable[[Case], Call]:
+def sharded(stage: int, manner: Manner) -> Callable[[Case], Call]:
     """Return fds's on two ranks."""
-    return ours(stage, lambda: manner.transforms(room() / f"fds-{stage}"), max_live_bytes=max_live_bytes)
+    return ours(stage, lambda: manner.transforms(room() / f"fds-{stage}"))
 
 
 def zero_offload(stage: int, device: str) -> Callable[[Case], Call]:
@@ -127,8 +126,6 @@ HOST, DISK = Manner("host", "host"), Manner("disk", "disk")
 CONTENDERS: dict[str, Callable[[Case], Call]] = {
     **{f"fds {stage} host": sharded(stage, HOST) for stage in (1, 2, 3)},
     **{f"fds {stage} disk": sharded(stage, DISK) for stage in (1, 2, 3)},
-    "fds 3 host, as many live": sharded(3, HOST, AS_MANY),
-    "fds 3 disk, as many live": sharded(3, DISK, AS_MANY),
     **{f"DeepSpeed {stage} cpu": zero_offload(stage, "cpu") for stage in (1, 2, 3)},
     "DeepSpeed 3 nvme": zero_offload(3, "nvme"),
     LEAST: least,

@@ -181,11 +181,7 @@ def engine_loop(case: Case, engine: Any) -> Call:
 
 
 def ours(
-    stage: int,
-    *more: Callable[[], Sequence[Any]],
-    donated: bool = True,
-    bucket_bytes: int | None = None,
-    max_live_bytes: int | None = None,
+    stage: int, *more: Callable[[], Sequence[Any]], donated: bool = True, bucket_bytes: int | None = None
 ) -> Callable[[Case], Call]:
     """Return fds's, on the same module; its buckets follow the model unless their size is given.
 
@@ -197,9 +193,7 @@ def ours(
         apply, params, _ = fds.functional(GPT(case))
         step = fds.compose(
             fds.accumulate(case.accumulate),
-            fds.shard_optimizer(
-                fds.mesh(dp=NUM_RANKS)["dp"], stage=stage, bucket_bytes=bucket_bytes, max_live_bytes=max_live_bytes
-            ),
+            fds.shard_optimizer(fds.mesh(dp=NUM_RANKS)["dp"], stage=stage, bucket_bytes=bucket_bytes),
             *(one for made in more for one in made()),
             fds.adamw(LR, BETAS, EPS, weight_decay=WEIGHT_DECAY),
             *([fds.donate()] if donated else []),
