@@ -70,6 +70,23 @@ def test_both_on_a_disk_train_as_they_would_without(tmp_path):
     assert list(tmp_path.glob("*swp*")) == []
 
 
+def test_the_template_with_auto_values_trains_on_a_disk_too(tmp_path):
+    """As transformers' documentation has it for NVMe, with all that it tunes."""
+    there = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": True, "buffer_count": 4}
+    data = parsed("hf_zero3_auto").to_dict()
+    data["zero_optimization"] |= {
+        "offload_optimizer": {**there, "fast_init": False},
+        "offload_param": {**there, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000},
+    }
+    aio = {"block_size": 262144, "queue_depth": 32, "intra_op_parallelism": 2, "single_submit": False}
+    config = TrainingConfig.of(data | {"aio": aio | {"overlap_events": True}})
+    assert "queue_depth=64" in config.explain({"dp": 2})
+    found, lives = trained(config.to_dict())
+    want, _ = trained(without(data))
+    assert_same_bits(found, want)
+    assert lives == dict.fromkeys(("opt", "params", "gradients"), f"disk {tmp_path}")
+
+
 @pytest.mark.parametrize(
     ("old", "stage", "call"), [("cpu_offload", 2, "moments"), ("cpu_offload_params", 3, "masters")]
 )
