@@ -295,7 +295,7 @@ class Stations:
 
     def resident(self, structure: Structure, path: str) -> Resident | None:
         """Return the leaf at a key path of a state as a residency knows it, None for one that never lives elsewhere."""
-        return resident_at(structure, path, [one.slot for one in self.after])
+        return resident_at(structure, path, [one.slot for one in self.after], follow_in_pieces(self.after))
 
     def lives(self, structure: Structure, state: State) -> Lives:
         """Return where the leaves live that an update writes, read once for each structure."""

@@ -12,17 +12,15 @@ from torch import Tensor
 from fds import loss as losses, random, tree
 from fds.collectives import Axis, fingerprint
 from fds.errors import FdsError, StateError
-from fds.optim.returned import in_words
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
 from fds.step.memory import first_slots
-from fds.step.residency.contract import Residency, broken, check_apart, is_held
+from fds.step.residency.contract import Residency, check_apart, is_held
 from fds.step.residency.deferred import deferred, heard
 from fds.step.residency.first import first_opt
 from fds.step.residency.lives import resident, settled
-from fds.step.stations import follow_in_pieces
 from fds.step.structure import Structure, check_finite, check_own, contiguous_copy
 
 
@@ -128,19 +126,12 @@ def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device
 def _settled(
     step: Stations, residency: Residency, structure: Structure, path: str, x: Tensor, device: torch.device
 ) -> Tensor:
-    """Return a new leaf of a slot where it lives; one of those that follow an update in pieces else on the device.
-
-    Raises `ComposeError` for one that lives on another device than the update, which it follows all at once.
-    """
+    """Return a new leaf of a slot where it lives; one of those that follow an update in pieces else on the device."""
     leaf = step.resident(structure, f"slots.{path}")
     if leaf is None or x.is_meta:
         return x
-    found = settled(residency, x, leaf)
-    if path.partition(".")[0] in follow_in_pieces(step.after):
-        return x.to(device) if found is x else found
-    if found.device != x.device:
-        raise broken(residency, f"make(x, {leaf})", in_words(found), f"{in_words(x)}: it follows an update all at once")
-    return found
+    found = settled(residency, x, leaf, device)
+    return x.to(device) if found is x and not leaf.in_place else found
 
 
 def traced(step: Stations, params: Any) -> State:

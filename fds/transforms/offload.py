@@ -80,7 +80,7 @@ class Offloaded:
         where = self.where(leaf)
         assert where is not None  # `holds` said so
         found = where.make(x)
-        return media.written_in_place(found) if leaf.kind == "slots" else found  # as averages are
+        return media.written_in_place(found) if leaf.in_place else found
 
     def chunks(self, structure: Structure) -> list[list[tuple[int, int, int]]]:
         """Return slices in order, as many together as a buffer of each medium has room for, larger ones in pieces."""
@@ -151,7 +151,7 @@ def _text(rules: Rules) -> str:
 
 
 def _word(where: Host | Disk | None) -> str:
-    return "device" if where is None else f"disk {where.directory}" if isinstance(where, Disk) else where.name
+    return "device" if where is None else media.place_of(where)
 
 
 def _bound(where: Host | Disk) -> int:

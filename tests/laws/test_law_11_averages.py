@@ -1,5 +1,7 @@
 """Law 11 of averages: wherever they live they have the bits of the plain step, and come to memory a chunk at a time."""
 
+import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import attrs
@@ -9,8 +11,9 @@ import torch
 import fds
 from fds import tree
 from fds.errors import ComposeError, DiskError
-from fds.media import medium_of
+from fds.media import extent_of, medium_of
 from fds.step import Memory, fill, transform
+from fds.transforms.ema import Average
 from tests.bits import assert_same_bits
 from tests.laws import problems as held
 from tests.laws.mapped import Mapped, mapped
@@ -163,13 +166,41 @@ def test_several_may_write_a_slot_and_one_that_is_given_it_whole_is(tmp_path, el
     assert sum(line.startswith("has read") for line in residency.log) == calls
 
 
-def test_one_that_is_given_the_slot_whole_is_refused_beside_a_gpu():
+@pytest.mark.parametrize("masters", [None, "host"])
+def test_one_that_is_given_the_slot_whole_is_refused_beside_a_gpu(tmp_path, masters):
     params, _ = problem()
-    step = fds.compose(fds.offload(averages="host"), towards(Towards(False)), fds.sgd(0.1))(loss)
+    step = fds.compose(fds.offload(averages="host", masters=masters), towards(Towards(False)), fds.sgd(0.1))(loss)
+    fds.save(tmp_path, step.init(params), step)
     with on_a_gpu():
         there = tree.map(lambda x: x.to(torch.empty(0).device), params)
-        with pytest.raises(ComposeError, match="follows an update all at once"):
-            step.init(there)
+        for refused in (lambda: step.init(there), lambda: fds.load(tmp_path, step, there)):
+            with pytest.raises(ComposeError, match="follows an update all at once"):
+                refused()
+
+
+class AtOnce(Average):
+    """An average whose memory is written in place, all of it at once."""
+
+    elementwise = False
+
+
+@pytest.mark.parametrize("kind", [Average, AtOnce])
+def test_what_is_read_of_averages_is_compared_with_what_was_written(tmp_path, kind):
+    params, batch = problem()
+    disk, average = fds.disk(tmp_path, checksums=True), kind("towards", 0.9)
+    parts = [towards(average), fds.donate(), fds.sgd(0.1)]
+    plain, step = fds.compose(*parts)(loss), fds.compose(fds.offload(averages=disk), *parts)(loss)
+    want, state = plain.init(params), step.init(params)
+    for _ in range(3):
+        want, state = plain(want, batch)[0], step(state, batch)[0]
+    leaves = tree.leaves(state.slots)
+    assert_same_bits(disk.read(leaves, leaves[0].device)(), tree.leaves(want.slots))
+    extent = extent_of(leaves[0])
+    assert extent is not None
+    with open(f"/proc/self/fd/{extent.fd}", "r+b", buffering=0) as file:  # what no write of ours put there
+        os.pwrite(file.fileno(), bytes(16), extent.offset)
+    with pytest.raises(DiskError, match="other bytes than were written") if average.elementwise else nullcontext():
+        step(state, batch)
 
 
 @pytest.mark.parametrize("masters", [(), ("params",)])

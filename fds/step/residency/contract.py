@@ -28,12 +28,14 @@ class Resident:
         names: of the parameters of its slice; none for a leaf of "slots" that is no parameter's.
         index: which slice, of all that the state holds, not trained ones too.
         count: how many these are.
+        in_place: whether what follows an update writes it where it is, all of it at once (see `After`).
     """
 
     kind: str
     names: tuple[str, ...]
     index: int
     count: int
+    in_place: bool = False
 
 
 class Residency(Protocol):
@@ -81,8 +83,8 @@ class Residency(Protocol):
         """Return memory for a leaf like `x`, of its shape and dtype, contiguous, with anything in it.
 
         Nobody else may hold it, and it is given back when nobody holds it any more. It may be on any device, since
-        losses and updates are given copies; but what follows an update all at once (see `After`) is used where it is,
-        so that is on the device of `x`. Nothing is to be read from `x`, which may have no memory of its own.
+        losses and updates are given copies; but a leaf that is written `in_place` is on the device of `x`. Nothing is
+        to be read from `x`, which may have no memory of its own.
         """
         ...
 
@@ -162,6 +164,9 @@ def made(residency: Residency, x: Tensor, leaf: Resident | None, device: torch.d
     same = is_a(found, Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype) and found.is_contiguous()
     if not same or found.is_meta:
         raise broken(residency, f"make(x, {leaf})", in_words(found), f"contiguous memory {tuple(x.shape)} {x.dtype}")
+    if leaf.in_place and found.device != like.device:
+        want = f"{in_words(like)}: it follows an update all at once"
+        raise broken(residency, f"make(x, {leaf})", in_words(found), want)
     return found.detach()
 
 

@@ -22,21 +22,28 @@ def resident(structure: Structure, kind: str, part: int) -> Resident:
     return Resident(kind, structure.inside(part), part, len(structure.held))
 
 
-def resident_at(structure: Structure, path: str, after: Iterable[str] = ()) -> Resident | None:
-    """Return the leaf of a state at a key path, None for one that never lives elsewhere; `after` are slots that may."""
+def resident_at(structure: Structure, path: str, after: Iterable[str], in_pieces: Collection[str]) -> Resident | None:
+    """Return the leaf of a state at a key path, None for one that never lives elsewhere.
+
+    Of slots those may that follow an update (`after`), some of them `in_pieces`.
+    """
     kind, *words = path.split(".")
     if kind not in ("params", "opt", "slots") or (kind == "slots" and words[0] not in after):
         return None
     ends = (".".join(words[i:]) for i in range(kind != "params", len(words)))
     part = next((structure.parts[name] for name in ends if name in structure.parts), None)
-    return Resident(kind, (), 0, 1) if part is None else resident(structure, kind, part)
+    found = Resident(kind, (), 0, 1) if part is None else resident(structure, kind, part)
+    return attrs.evolve(found, in_place=kind == "slots" and words[0] not in in_pieces)
 
 
-def settled(residency: Residency, x: Tensor, leaf: Resident | None) -> Tensor:
-    """Return a new leaf in the memory where it lives; one on the device, or on `meta`, stays as it is."""
+def settled(residency: Residency, x: Tensor, leaf: Resident | None, device: torch.device | None = None) -> Tensor:
+    """Return a new leaf in the memory where it lives; one on the device, or on `meta`, stays as it is.
+
+    `device` is that of the step, where `x` may be on another one.
+    """
     if x.is_meta or leaf is None or not is_held(residency, leaf, x.numel()):
         return x
-    return written(residency, x, made(residency, x, leaf))
+    return written(residency, x, made(residency, x, leaf, device))
 
 
 def written(residency: Residency, x: Tensor, leaf: Tensor) -> Tensor:
@@ -136,7 +143,7 @@ class Lives:
         params = [resident(structure, "params", i) for i in structure.trained]
         opt = [resident(structure, "opt", parts[name]) for want in structure.opt.values() for name in want.names]
         averages = {f"slots.{name}.{path}": x for name in after for path, x in tree.paths(slots[name]).items()}
-        leaves = [*params, *opt, *(resident_at(structure, path, after) for path in averages)]
+        leaves = [*params, *opt, *(resident_at(structure, path, after, in_pieces) for path in averages)]
         shapes = [structure.shapes[i] for i in structure.trained]
         shapes += [shape for want in structure.opt.values() for shape in want.shapes]
         sizes = [*(shape.numel() for shape in shapes), *(x.numel() for x in averages.values())]
