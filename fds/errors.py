@@ -84,6 +84,10 @@ class DiskError(FdsError):
     """Refuse a directory for leaves on disk, or report that reading or writing them failed."""
 
 
+class DiskFullError(DiskError):
+    """Refuse leaves for which a disk has no room."""
+
+
 class StorageWarning(UserWarning):
     """Report the differences between a save and a step that `load(..., strict=False)` tolerated.
 

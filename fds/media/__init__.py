@@ -4,8 +4,8 @@ A leaf elsewhere is a tensor like any other: whoever reads it finds its values. 
 once, beside what else is computed, in memory of a known size.
 """
 
-from fds.media._disk import Disk, disk
-from fds.media.activations import Kept, KeptGroups
+from fds.media._disk import Disk, disk, place_of
+from fds.media.activations import Kept, KeptGroups, Tally
 from fds.media.device import Device
 from fds.media.extents import Extent, extent_of
 from fds.media.host import Host
@@ -20,9 +20,11 @@ __all__ = [
     "Kept",
     "KeptGroups",
     "Medium",
+    "Tally",
     "disk",
     "extent_of",
     "medium_of",
+    "place_of",
     "read",
     "write",
     "written_in_place",

@@ -17,6 +17,7 @@ from fds.media import arena
 from fds.media.buffers import Buffers
 from fds.media.drive import Drive, backend_of
 from fds.media.mapping import PAGE, pages
+from fds.media.medium import Medium
 from fds.media.tensors import Leaf, leaves, nbytes_of, over, owned, view
 
 BACKENDS = ("auto", "io_uring", "threads")
@@ -131,6 +132,11 @@ class Disk:
                     )
 
 
+def place_of(medium: Medium) -> str:
+    """Return where a medium is, in a word: its name, of a disk with its directory."""
+    return f"disk {medium.directory}" if isinstance(medium, Disk) else medium.name
+
+
 def disk(
     directory: str | os.PathLike[str],
     *,
@@ -160,7 +166,7 @@ def disk(
         backend: "io_uring" (the extra `nvme`), "threads", or "auto": the first where it is there.
         queue_depth: the number of requests, of at most 2 MiB, that the disk has at once.
         checksums: whether what is read is compared with what was written (xxh3, 64 bits). Leaves must not be written in
-            place then.
+            place then; those that follow an update all at once are, and are not compared.
         timeout: the seconds without any progress after which waiting for the disk ends with an error.
 
     Raises `DiskError` for a wrong argument; when it is used, for a directory that is missing, locked or full, and for a

@@ -109,11 +109,33 @@ class Kept:
             )
 
 
+@attrs.define(eq=False)
+class Tally:
+    """Bytes that are kept on a medium.
+
+    Attributes:
+        held: now.
+        most: so far.
+    """
+
+    held: int = 0
+    most: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count so many bytes more, or fewer."""
+        self.held += num_bytes
+        self.most = max(self.most, self.held)
+
+
 @attrs.frozen(eq=False)
 class KeptGroups:
-    """The groups of layers of one microbatch, in the order of forward, and what they keep on a medium."""
+    """The groups of layers of one microbatch, in the order of forward, and what they keep on a medium.
+
+    A `tally` counts that, where somebody wants to know.
+    """
 
     medium: Medium
+    tally: Tally | None = None
     kept: list[list[weakref.ref[Kept]]] = attrs.field(factory=list)
 
     def open(self) -> None:
@@ -135,6 +157,9 @@ class KeptGroups:
             flat = x.as_strided((span,), (1,)) if span <= x.numel() else x.contiguous().view(-1)
             as_bytes = flat.view(torch.uint8)
             found.leaf = self.medium.make(as_bytes)
+            if self.tally is not None:
+                self.tally.add(as_bytes.nbytes)
+                weakref.finalize(found, self.tally.add, -as_bytes.nbytes).atexit = False
             found.written = self.medium.write([as_bytes], [found.leaf])
             self.kept[-1].append(weakref.ref(found))
             _behind.kept.append(self.kept[-1][-1])

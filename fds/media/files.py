@@ -11,7 +11,7 @@ import tempfile
 
 import attrs
 
-from fds.errors import DiskError
+from fds.errors import DiskError, DiskFullError
 from fds.media.locks import Lock, locked
 from fds.media.mapping import map_file, map_private, unmap
 
@@ -21,6 +21,7 @@ _FALLOCATE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int, _OFFSET,
     ("fallocate64", ctypes.CDLL(None, use_errno=True))
 )
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_GROWS_NOT = "the file of the leaves cannot grow"
 
 
 @attrs.define(eq=False)
@@ -54,8 +55,9 @@ class File:
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, size)
             found = os.fstatvfs(self.fd)
-            raise DiskError(
-                "the disk is full" if error.errno in _FULL else "the file of the leaves cannot grow",
+            kind, what = (DiskFullError, "the disk is full") if error.errno in _FULL else (DiskError, _GROWS_NOT)
+            raise kind(
+                what,
                 where=self.directory,
                 got=f"{error.strerror}; {found.f_bavail * found.f_frsize:,} bytes are free on this disk",
                 want=f"{nbytes:,} bytes more",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from itertools import compress
 from typing import Any
 
@@ -10,6 +11,8 @@ import attrs
 import torch
 
 from fds import _html, tree
+from fds.errors import DiskError, DiskFullError
+from fds.loss import LayerMap
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
@@ -30,12 +33,12 @@ class Description:
         num_bytes: part -> bytes that this rank holds: those of the state between steps; within one also `gradients`,
             `buckets`, `whole`, `viewed` and `low` parameters, `chunks`, copies of what lives elsewhere, and `ahead`,
             what is updated in backward beside a state that is given up (see `fds.step.sharding.footprint`); `graphs`,
-            what CUDA graphs hold for what lies between their inputs and outputs, and for batches. Empty without a
-            state.
+            what CUDA graphs hold for what lies between their inputs and outputs, and for batches; with a batch
+            `stored`, the most that checkpointed layers keep elsewhere at once. Empty without a state.
         places: place -> bytes of the state that live there between steps: "device", "host", "disk /nvme"; empty where
             all of it is on the device.
-        lives: part -> the places of those that do not all live on the device: `params`, `opt`, `gradients`, `ahead`, of
-            `slots` averages.
+        lives: part -> the places of those that do not all live on the device: `params`, `opt`, `gradients`, `ahead`,
+            `stored`, of `slots` averages.
         sent: station -> bytes that this rank sends in a step, where the loss uses every bucket once and ranks take
             one path.
         buckets: whole bytes of each flat bucket, in the dtype of the masters; empty where nothing is sharded.
@@ -104,7 +107,7 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
     structure, _ = step.structure_of(state.params)
     trained = set(structure.trained_names)
     frozen = tuple(name for name in structure.names if name not in trained)
-    unused = () if batch is None else _unused(step, structure, state, batch)
+    unused, kept = ((), {}) if batch is None else _tried(step, structure, state, batch)
     from fds.kernels.explanation import summary  # which a step that is not described does not load
 
     device = state.step.device
@@ -119,6 +122,8 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
         sums["ahead"] = list(dict.fromkeys(compress(lives.media, lives.apart)))
     if captured is not None and captured.num_bytes:
         held["graphs"] = captured.num_bytes
+    if stored := {place: n for place, n in kept.items() if n}:
+        held["stored"], sums["stored"] = sum(stored.values()), list(stored)
     return Description(
         stations,
         kernels,
@@ -131,6 +136,23 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
         buckets,
         {slot: tree.num_bytes(held) for slot, held in state.slots.items()},
     )
+
+
+def explain(error: DiskError, step: Stations, state: State) -> None:
+    """Note with an error of a disk what a donated state lost by it, and where a disk is full what a run needs in all.
+
+    `state` is the one that the step was given, or one like that which it makes.
+    """
+    if state.token.spent_at is not None:
+        error.add_note("the state was donated to this call, which has written over parts of it: load the last save")
+    if isinstance(error, DiskFullError):
+        structure, _ = step.structure_of(state.params)
+        places = {place: f"{n:,} bytes of the state" for place, n in _summed(_places(step, structure, state)).items()}
+        sums = held_bytes(step, structure, state)["gradients"]
+        needs = [f"{place}: {what}" for place, what in places.items() if place != "device"]
+        needs += [f"{place}: {sums:,} bytes of gradients" for place in _sums(step, structure).get("gradients", ())]
+        twice = "" if step.place.donate else "; of the state twice as many, unless steps donate it"
+        error.add_note(f"in all a run needs {', '.join(needs)}{twice}")
 
 
 def _places(step: Stations, structure: Structure, state: State) -> dict[str, dict[str, int]]:
@@ -176,8 +198,20 @@ def _text(value: Any) -> str:
     return type(value).__name__ if text == object.__repr__(value) else text
 
 
-def _unused(step: Stations, structure: Structure, state: State, batch: Any) -> tuple[str, ...]:
+def _tried(step: Stations, structure: Structure, state: State, batch: Any) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Return the parameters that the loss does not use on a batch, and place -> bytes that layers keep there."""
     same_composition(step)
+    layer, tallies = list[LayerMap](), list[tuple[str, Any]]()
+    for one in step.layer:
+        counting: Callable[[], tuple[LayerMap, dict[str, Any]]] | None = getattr(one, "counting", None)
+        one, kept = (one, {}) if counting is None else counting()
+        layer.append(one)
+        tallies += kept.items()
+    step = attrs.evolve(step, layer=tuple(layer)) if tallies else step
     call = step.call(state, step.notes(state))
     found = step.gradients(state, structure, tree.leaves(state.params), batch, None, call, step.place.residency)
-    return tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)
+    unused = tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)
+    places: dict[str, int] = {}
+    for place, tally in tallies:
+        places[place] = places.get(place, 0) + tally.most
+    return unused, places

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fds import loss as losses, reading, tree
+from fds.errors import DiskError, DiskFullError
 from fds.optim.base import Values
 from fds.state import State
 from fds.step.all_stations import Stations
@@ -24,7 +25,7 @@ from fds.step.checks import contracts, state_check as check
 from fds.step.checks.agreement import same_composition
 from fds.step.conditions import conditioned
 from fds.step.decision import Decision
-from fds.step.describe import Description, describe
+from fds.step.describe import Description, describe, explain
 from fds.step.evaluation import evaluator
 from fds.step.execution import LocalGradients
 from fds.step.gradients import Gradients
@@ -67,7 +68,11 @@ class Step(Stations):
 
         Raises `StateError` for NaN, leaves that are no tensors or share memory, patterns that match nothing.
         """
-        return initial(self, params, key)
+        try:
+            return initial(self, params, key)
+        except DiskFullError as error:
+            explain(error, self, traced(self, params))
+            raise
 
     @check.graphless
     @with_chosen_kernels
@@ -94,13 +99,18 @@ class Step(Stations):
         floats averaged by weight, without microbatches of weight 0, and integers summed.
 
         Raises `BatchError`, `LossError`, `StateError`, `DonatedStateError`; the state is then as it was, but for what
-        a loss that is refused for it wrote there itself.
+        a loss that is refused for it wrote there itself. Raises `DiskError` where leaves live on a disk that fails;
+        with `fds.donate` a note with it says where the state was written over before.
         """
         same_composition(self)
         held = self.check(state)
         if (plain := check.without_graph(state, held)) is not state:
             state, held = plain, self.check(plain)
-        return self.run(Program(self.work, self.check, self.leaves, self.runtime), state, held, batch)
+        try:
+            return self.run(Program(self.work, self.check, self.leaves, self.runtime), state, held, batch)
+        except DiskError as error:
+            explain(error, self, state)
+            raise
 
     def work(self, state: State, held: check.StateTensors, batch: Any) -> tuple[State, dict[str, Tensor]]:
         """Return what a call does, of a state that was checked and holds these tensors: from the batch to the update.

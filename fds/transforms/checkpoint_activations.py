@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 from fds import tree
 from fds.errors import ComposeError, LossError, did_you_mean, is_a, is_int
 from fds.loss import LayerCall
-from fds.media import Host, Kept, KeptGroups, Medium
+from fds.media import Host, Kept, KeptGroups, Medium, Tally, place_of
 from fds.step import Call, Step, fill, transform
 
 MATMULS = (
@@ -45,13 +45,22 @@ _contexts: Callable[..., Any] = checkpoint.create_selective_checkpoint_contexts 
 class Recompute:
     """The layer map: groups of `every` calls, each run under `torch.utils.checkpoint`.
 
-    `store` is the medium on which what groups keep waits for backward; None to leave it where it is.
+    `store` is the medium on which what groups keep waits for backward; None to leave it where it is. A `tally` counts
+    what is there.
     """
 
     policy: Any
     store: Medium | None
     every: int
+    tally: Tally | None = attrs.field(default=None, repr=False)
     draws: ClassVar = False
+
+    def counting(self) -> tuple["Recompute", dict[str, Tally]]:
+        """Return the same map, which counts what it keeps elsewhere, and place -> the bytes that it keeps there."""
+        if self.store is None:
+            return self, {}
+        tally = Tally()
+        return attrs.evolve(self, tally=tally), {place_of(self.store): tally}
 
     def __call__(self, calls: list[LayerCall], call: Call) -> list[LayerCall]:
         """Return one checkpointed call per group."""
@@ -61,7 +70,7 @@ class Recompute:
             if full and not (groups and one.in_place):
                 groups.append([])
             groups[-1].append(one)  # one that writes over its input stays with the layer that computes it
-        elsewhere = None if self.store is None else KeptGroups(self.store)
+        elsewhere = None if self.store is None else KeptGroups(self.store, self.tally)
         return [
             LayerCall(
                 functools.partial(self.run, group, elsewhere), sum((one.layers for one in group), ()), recomputes=True

@@ -1,13 +1,14 @@
 """Law 11 on ranks of which one has a disk that fails: all say so, and go on from the state before, bit for bit."""
 
 import contextlib
+import errno
 import os
 
 import pytest
 import torch
 
 import fds
-from fds.errors import DiskError, FdsError
+from fds.errors import DiskError, DiskFullError, DonatedStateError, FdsError
 from fds.media.arena import Arena
 from tests import ranks
 from tests.bits import assert_same_bits, snapshot
@@ -35,7 +36,7 @@ def full(disk):
     """Let the disk be full."""
 
     def refuse(arena, nbytes):
-        raise DiskError("the disk is full")
+        raise DiskFullError("the disk is full")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Arena, "take", refuse)
@@ -113,3 +114,46 @@ def test_all_ranks_say_where_there_is_no_room_and_whose_update_was_not_written(t
     (other, theirs), (own, mine) = ranks.run(begin, tmp_path, kind)
     assert own == "the disk is full" and own in other and "where: rank 1" in other
     assert "failed to write" in mine and "failed to write" in theirs and "rank 1 of dp" in theirs
+
+
+def spend(directory):
+    """Return what a donated step raises where a rank cannot write what it has updated, and then one with its state."""
+    axis, problem = fds.mesh(dp=-1)["dp"], problems.layers(5, torch.float32, 0.0, False)
+    disk, shard = fds.disk(directory), fds.shard_optimizer(axis, stage=2, bucket_bytes=64)
+    step = fds.compose(fds.offload(moments=disk), shard, fds.donate(), fds.adamw(0.01))(problem.loss)
+    state, batch = step.init(problem.params), share(batch_of(problem, 2 * axis.size), axis.index, axis.size)
+    fails = opened_as(disk, os.O_RDONLY) if axis.index else contextlib.nullcontext()
+    with fails, pytest.raises(DiskError) as caught:
+        step(state, batch)
+    with pytest.raises(DonatedStateError) as after:
+        step(state, batch)
+    return [*caught.value.__notes__, str(after.value)]
+
+
+def test_a_donated_state_that_is_lost_is_said_to_be_on_all_ranks(tmp_path):
+    for note, after in ranks.run(spend, tmp_path):
+        assert "written over parts of it: load the last save" in note and "if it failed, load the last save" in after
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_a_disk_that_is_full_is_said_to_need_what_describe_says(tmp_path, monkeypatch, donated):
+    problem = problems.layers(5, torch.float32, 0.0, False)
+    disk, parts = fds.disk(tmp_path), [*[fds.donate()] * donated, fds.adamw(0.01)]
+    step = fds.compose(fds.offload(moments=disk, gradients=disk), *parts)(problem.loss)
+
+    def refuse(fd, start, nbytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(DiskFullError) as caught:
+        step.init(problem.params)
+    monkeypatch.undo()
+    told = step.describe(step.structure(problem.params))
+    place, (note,) = f"disk {tmp_path}", caught.value.__notes__
+    sums = f"{place}: {told.num_bytes['gradients']:,} bytes of gradients"
+    assert f"in all a run needs {place}: {told.places[place]:,} bytes of the state, {sums}" in note
+    assert ("twice" in note) is not donated
+    state = step.init(problem.params)
+    with full(disk), pytest.raises(DiskFullError) as caught:
+        step(state, problem.batch)
+    assert caught.value.__notes__ == [note]

@@ -217,3 +217,15 @@ def test_another_store_is_refused(store, hint):
     with pytest.raises(ComposeError, match="unknown store") as error:
         fds.checkpoint_activations(store=store)
     assert hint in error.value.hint
+
+
+def test_what_is_kept_on_a_disk_is_described(disk, tmp_path):
+    step, state, batch = deep(fds.checkpoint_activations(store=disk))
+    told = step.describe(state, batch)
+    assert told.num_bytes["stored"] == (LAYERS - 1) * ACTIVATION  # the first layer's input is the caller's
+    assert told.lives["stored"] == f"disk {tmp_path}" and f"in disk {tmp_path}" in str(told)
+    assert "stored" not in step.describe(state).num_bytes
+    halves, state, batch = deep(fds.accumulate(2), fds.checkpoint_activations(store=disk, every=2))
+    assert halves.describe(state, batch).num_bytes["stored"] == (LAYERS // 2 - 1) * ACTIVATION // 2
+    plain, state, batch = deep(fds.checkpoint_activations(store="host"))
+    assert "stored" not in plain.describe(state, batch).num_bytes
