@@ -4,7 +4,8 @@ Fills:  topology, gather,        State:  params, opt and averages as this rank's
         reduce (transports)              `kept` of transports with error feedback
 Law:    over N ranks with accumulate(n), the plain step's accumulate(N * n) of the concatenated batch, to rounding
 Cost:   sends 2P per step at stage 0 and 1, (1 + n)P at stage 2, 3nP at stage 3; float32 Adam holds 12P / N bytes
-Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277 (replicas)
+Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277 (replicas);
+        Wang et al. 2023, arXiv:2306.10209 (secondary)
 """
 
 import math
@@ -28,6 +29,7 @@ def shard_optimizer(
     predivide: float | None = None,
     weights: Transport | None = None,
     gradients: Transport | None = None,
+    secondary: Axis | None = None,
 ):
     """Let every rank of `axis` pass its own batch and own one slice of the state; the step is that of all batches.
 
@@ -56,6 +58,9 @@ def shard_optimizer(
         weights: how gathered parameters travel, from stage 1 on: `fds.transports.quantized(8)`, or None, without loss.
         gradients: how gradients travel: `fds.transports.quantized(8)`, `onebit()`, `hierarchical(quantized(4))`, one of
             your own, or None, without loss.
+        secondary: stage 3: an axis inside `axis`, that of a node: `mesh["local"]` of `mesh["node", "local"]`. Its ranks
+            keep a slice each of what was gathered, in the dtype of the loss, and gather from there for the rest of
+            the step, in backward and in later microbatches (ZeRO++'s hpZ). The same bits.
 
     Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that do not run now; `step.init` raises
     `StateError` where `max_live_bytes` has no room for a bucket.
@@ -63,6 +68,7 @@ def shard_optimizer(
     _check_axes(axis, replicate)
     _check_numbers(stage, bucket_bytes, max_live_bytes, prefetch, persist_below, predivide)
     _check_transports(stage, weights, gradients)
+    _check_secondary(axis, stage, secondary)
     data = axis if replicate is None else _joined(axis, replicate)
     copies = replicate.channel("step") if replicate is not None and replicate.size > 1 else None
     shard = Shard(  # on its own channels, so that collectives of the loss are not mixed with its own
@@ -74,6 +80,7 @@ def shard_optimizer(
         max_live_bytes,
         prefetch,
         persist_below,
+        secondary.channel("step again") if secondary is not None and secondary.size > 1 else None,
         None if predivide is None else float(predivide),
     )
 
@@ -136,6 +143,25 @@ def _check_transports(stage: int, weights: Any, gradients: Any) -> None:
             "shard_optimizer: what a message of weights loses is not sent later",
             got=f"weights={weights}",
             want="fds.transports.quantized(8), without feedback",
+        )
+
+
+def _check_secondary(axis: Axis, stage: int, secondary: Any) -> None:
+    """Raise `ComposeError` for a secondary axis without stage 3, or with ranks that are not on the axis."""
+    if secondary is None:
+        return
+    want = 'mesh = fds.mesh(node=2, local=-1); axis=mesh["node", "local"], stage=3, secondary=mesh["local"]'
+    if not isinstance(secondary, Axis):
+        raise ComposeError("shard_optimizer: secondary is not an axis", got=repr(secondary)[:80], want=want)
+    if stage != 3:
+        raise ComposeError(
+            "shard_optimizer: only stage 3 gathers again, from a secondary axis", got=f"stage={stage}", want=want
+        )
+    if secondary.mesh != axis.mesh or not set(secondary.ranks) <= set(axis.ranks):
+        raise ComposeError(
+            "shard_optimizer: secondary is not an axis inside the one of the slices",
+            got=f"{secondary.name!r} and {axis.name!r}",
+            want=want,
         )
 
 

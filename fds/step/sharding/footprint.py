@@ -11,6 +11,7 @@ from fds.step.all_stations import Stations
 from fds.step.residency.chunks import chunk_bytes, chunks_of, with_frozen
 from fds.step.residency.masters import elsewhere, groups
 from fds.step.sharding.shard import Shard
+from fds.step.sharding.transport import LOSSLESS
 from fds.step.structure import Structure
 
 
@@ -19,11 +20,12 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
 
     `gradients` are their sums; `buckets` at stages 2 and 3 the two that are being filled and reduced, and where sums
     live elsewhere the one that is written (without microbatches, else all, at other stages too); `kept` what a
-    transport keeps of them until the step is over; `whole` the gathered parameters, at stage 3 never more; `viewed`
-    what views make of one of those; `low` an unsharded step's 16-bit copy, and its copy of what lives elsewhere; `read`
-    the slices that were read from there and are not sent, or cast, yet; `chunks` the copies of what a residency holds,
-    of the chunk that is updated, the one before and the one after; `ahead` the new values of what is updated in
-    backward, where the others are written over the old state.
+    transport keeps of them until the step is over; `whole` the gathered parameters, at stage 3 never more; `secondary`
+    the slices of those that are gathered again inside a node; `viewed` what views make of one of those; `low` an
+    unsharded step's 16-bit copy, and its copy of what lives elsewhere; `read` the slices that were read from there and
+    are not sent, or cast, yet; `chunks` the copies of what a residency holds, of the chunk that is updated, the one
+    before and the one after; `ahead` the new values of what is updated in backward, where the others are written over
+    the old state.
     """
     held = {part: tree.num_bytes(getattr(state, part)) for part in ("params", "opt", "buffers", "slots")}
     lives = step.lives(structure, state)
@@ -69,6 +71,8 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
             some = list(passing.values())
             bound = gather.room(layout, shard, passing) + shard.prefetch * max(some, default=0)
             held["whole"] = sum(sizes) - sum(some) + min(bound, sum(some))
+            if shard.secondary is not None:
+                held["secondary"] = sum(some) // shard.secondary.size
             if step.view and some:
                 held["viewed"] = _viewed(step, structure)
     return held
@@ -130,7 +134,8 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
 
     Every bucket is gathered once a step at stages 1 and 2, at stage 3 at most twice a microbatch, unless the loss
     comes back to it after others or ranks take different paths; it is reduced once a step at stages 0 (which then
-    gathers the sums) and 1, once a microbatch at 2 and 3, and at the end over the replicas.
+    gathers the sums) and 1, once a microbatch at 2 and 3, and at the end over the replicas. With a `secondary` axis all
+    but the first gather of a bucket are of those ranks alone.
     """
     shard, layout = step.shard, structure.layout
     if layout is None or shard is None:
@@ -141,7 +146,11 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
         passing = step.gather.passing(layout, shard) if shard.gathers_on_use else ()
         for i, bucket in enumerate(layout.buckets):
             once = step.gather.transport.bytes_sent("gather", bucket.numel, _seen_dtype(step, bucket), size)
-            sent["gather"] += once * (2 * n if i in passing else 1)
+            again = once
+            if shard.secondary is not None:
+                dtype = _seen_dtype(step, bucket)
+                again = LOSSLESS.bytes_sent("gather", bucket.numel, dtype, shard.secondary.size)
+            sent["gather"] += once + again * (2 * n - 1) * (i in passing)
     return {station: round(n) for station, n in sent.items() if n}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fds.collectives import Work
 from fds.errors import LossError
 from fds.layout import Layout
 from fds.step.pool import Pool
@@ -30,7 +31,8 @@ class Live:
         layout = structure.layout
         assert layout is not None
         self.gather, self.axis, self.layout, self.masters, self.pool = gather, shard.axis, layout, masters, pool
-        self.order = order
+        self.order, self.secondary = order, shard.secondary
+        self.second: dict[int, Tensor] | None = None  # of buckets that were gathered, this rank's slice inside its node
         self.trained, self.ahead = set(structure.trained_names), max(1, shard.prefetch)
         self.used: dict[int, Tensor] = {}  # least recently used first
         self.coming: dict[int, Coming] = {}  # under way, or arrived and not used yet
@@ -48,7 +50,11 @@ class Live:
         self.windows = structure.windows
 
     def handles(self, train: bool) -> list[Tensor]:
-        """Return a handle for every parameter, in the order of the layout's names; with `train` autograd leaves."""
+        """Return a handle for every parameter, in the order of the layout's names; with `train` autograd leaves.
+
+        With `train` a bucket is gathered from all ranks once; again, from those of a `secondary` axis.
+        """
+        self.second = {} if train and self.secondary is not None else None
         found: list[list[Tensor]] = []
         for i, windows in enumerate(self.windows):
             device = self.masters.device_of(i)
@@ -75,8 +81,7 @@ class Live:
                 self.wanted = index
                 self.order.need(("gather", index))
                 self.wanted = None
-            flat = self.order.departures.arrive(self.coming[index])
-            del self.coming[index]
+            flat = self._arrive(index)
         self._make_room(self.bytes[index], self.capacity)
         self.used[index] = flat
         self.order.look_ahead(len(self.coming))
@@ -91,10 +96,30 @@ class Live:
             self._drop(i)
         coming = sum(self.bytes[i] for i in self.coming)
         self._make_room(self.bytes[index] + coming, self.capacity if index == self.wanted else self.bound)
-        self.coming[index] = one = self.gather.start(
-            self.layout.buckets[index], index, self.masters, self.axis, self._memory(index)
-        )
+        self.coming[index] = one = self._start(index)
         self.order.departures.add(one)
+
+    def _start(self, index: int) -> Coming:
+        """Begin to gather a bucket, from its second slices where there are some."""
+        if self.second is None or index not in self.second:
+            return self.gather.start(self.layout.buckets[index], index, self.masters, self.axis, self._memory(index))
+        axis, make = self.secondary, self._pooled(index)
+        assert axis is not None
+
+        def begin(part: Tensor) -> tuple[Tensor, Work]:
+            flat = make(part)
+            return flat, axis.start_all_gather(flat, part)
+
+        return Coming(self.second[index], None, begin)
+
+    def _arrive(self, index: int) -> Tensor:
+        """Return a bucket that was coming (numel,), once it has arrived; keep a second slice of it."""
+        flat = self.order.departures.arrive(self.coming.pop(index))
+        if self.second is not None and index not in self.second:
+            assert self.secondary is not None
+            own = flat.view(self.secondary.size, -1)[self.secondary.index]
+            self.second[index] = self.pool.take(own.numel(), own.dtype, own.device).copy_(own)
+        return flat
 
     def _make_room(self, num_bytes: int, bound: int) -> None:
         """Let go of those used least recently, until so many more bytes do not exceed a bound."""
@@ -106,13 +131,12 @@ class Live:
         for one in self.coming.values():
             one.give_up()
         self.coming.clear()
-        self.over, self.viewed = True, None
+        self.over, self.viewed, self.second = True, None, None
         self.used.clear()
         self.staying.clear()
 
     def _drop(self, index: int) -> None:
-        self.order.departures.arrive(self.coming[index])
-        del self.coming[index]
+        self._arrive(index)
         self.order.wasted = True
 
     def _pooled(self, index: int) -> Memory:

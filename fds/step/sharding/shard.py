@@ -26,6 +26,7 @@ class Shard(Placement):
     max_live_bytes: int | None = None
     prefetch: int = 1
     persist_below: int = 0
+    secondary: Axis | None = None  # inside a node: where stage 3 gathers from again
     predivide: float | None = None  # None: the number of data ranks where float16 is sent, else 1
 
     @property
@@ -99,6 +100,7 @@ class Shard(Placement):
             copies += f" ({self.replicate.size})"
         text = f"stage {self.stage}{copies}"
         text += "" if self.bucket_bytes is None else f", buckets of {self.bucket_bytes:,} bytes"
+        text += "" if self.secondary is None else f", again over {self.secondary.name} ({self.secondary.size})"
         bound = "" if self.max_live_bytes is None else f", {self.max_live_bytes:,} bytes whole at most"
         return text + (f"{bound}, {self.prefetch} ahead" if self.gathers_on_use else "")
 
