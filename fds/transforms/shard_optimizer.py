@@ -138,11 +138,11 @@ def _check_transports(stage: int, weights: Any, gradients: Any) -> None:
             got=f"stage=0, weights={weights}",
             want="stage=1, 2 or 3, or gradients alone",
         )
-    if weights is not None and weights.keeps:
+    if weights is not None and (weights.keeps or weights.draws):
         raise ComposeError(
-            "shard_optimizer: what a message of weights loses is not sent later",
+            "shard_optimizer: what a message of weights loses is not sent later, and the same in every call",
             got=f"weights={weights}",
-            want="fds.transports.quantized(8), without feedback",
+            want="fds.transports.quantized(8), without feedback, and not stochastic",
         )
 
 

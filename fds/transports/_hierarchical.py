@@ -13,6 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds import random
 from fds.collectives import Axis, Work
 from fds.errors import ComposeError
 from fds.step import Leg, Pending, Transport
@@ -32,6 +33,15 @@ class Hierarchical(Transport):
     def bound(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The larger one of the two codes."""
         return max(self.inner.bound, self.outer.bound)
+
+    @property
+    def draws(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether one of the two draws."""
+        return self.inner.draws or self.outer.draws
+
+    def seeded(self, key: Tensor) -> Hierarchical:
+        """Return the transport that draws from a key."""
+        return attrs.evolve(self, inner=self.inner.seeded(key), outer=self.outer.seeded(random.fold_in(key, "outer")))
 
     def on(self, axis: Axis) -> Hierarchical:
         """Return the transport along two axes. Raises `ComposeError` for one that is not two of a mesh, flattened."""

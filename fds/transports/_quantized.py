@@ -1,9 +1,11 @@
 """Send numbers as integers of 8 or 4 bits with one scale for each group: symmetric, rounded to the nearest.
 
+Or, `stochastic`, rounded up or down with the probability that keeps the mean.
+
     scale = max |x| / L over a group, L = 127 or 7;  q = round(x / scale);  sent = scale * q
 
 Bytes:  bits / 8 per number, and 4 for each group
-Bound:  1 / (2 L) of the largest absolute value in the group: 1/254, 1/14
+Bound:  1 / (2 L) of the largest absolute value in the group: 1/254, 1/14; stochastic: 1 / L
 Keeps:  with `feedback`, 4 bytes per trained parameter
 Source: Wang et al. 2023 (ZeRO++), arXiv:2306.10209, section 3
 """
@@ -26,11 +28,22 @@ class Quantized(Code):
 
     bits: int
     group: int
+    stochastic: bool = False
+    seed: int | None = None  # of this call
 
     @property
     def bound(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Half a level, and the rounding of float32."""
-        return (0.5 + 2.0**-15) / _LEVELS[self.bits]
+        """Half a level, or a whole one, and the rounding of float32."""
+        return (0.5 + self.stochastic * 0.5 + 2.0**-15) / _LEVELS[self.bits]
+
+    @property
+    def draws(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether numbers are rounded at random."""
+        return self.stochastic
+
+    def seeded(self, seed: int) -> Quantized:
+        """Return the code that draws what follows from a seed."""
+        return attrs.evolve(self, seed=seed)
 
     def num_bytes(self, n: int) -> int:
         """Return the bytes of n numbers in whole groups, and of their scales."""
@@ -38,17 +51,18 @@ class Quantized(Code):
 
     def encode(self, numbers: Tensor, messages: Tensor) -> None:
         """Write the scales of a message, then its integers."""
-        kernels.quantize(numbers, messages, bits=self.bits, group=self.group)
+        kernels.quantize(numbers, messages, bits=self.bits, group=self.group, seed=self.seed)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         """Multiply integers by their scales."""
         kernels.dequantize(message, out, bits=self.bits, group=self.group)
 
 
-def quantized(bits: int = 8, *, group: int = 256, feedback: bool = False) -> Coded:
+def quantized(bits: int = 8, *, group: int = 256, stochastic: bool = False, feedback: bool = False) -> Coded:
     """Send integers of `bits` bits, 8 or 4, with one float32 scale for every `group` numbers in a row.
 
-    A group in which a number is not finite arrives as NaN, so that a step is skipped by all ranks or by none. With
+    With `stochastic` gradients are rounded up or down at random, by the key of the state, so that the mean over calls is
+    right: errors of many calls cancel. A group in which a number is not finite arrives as NaN, so that a step is skipped by all ranks or by none. With
     `feedback` what a message of gradients lost is added to the next one.
 
     Raises `ComposeError` for other bits, and a group that is not a multiple of 8 numbers.
@@ -57,5 +71,6 @@ def quantized(bits: int = 8, *, group: int = 256, feedback: bool = False) -> Cod
         raise ComposeError("quantized: numbers of 8 or 4 bits are sent", got=f"bits={bits!r}", want="8 or 4")
     if not is_int(group, 8) or group % 8:
         raise ComposeError("quantized: not a size of groups", got=f"group={group!r}", want="a multiple of 8, 256 say")
-    more = (f", group={group}" if group != 256 else "") + (", feedback=True" if feedback else "")
-    return Coded(Quantized(bits, group), f"quantized({bits}{more})", bool(feedback))
+    more = f", group={group}" if group != 256 else ""
+    more += (", stochastic=True" if stochastic else "") + (", feedback=True" if feedback else "")
+    return Coded(Quantized(bits, group, bool(stochastic)), f"quantized({bits}{more})", bool(feedback))

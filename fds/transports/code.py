@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fds import random
 from fds.collectives import Axis, Work
 from fds.step import Leg, Pending, Transport
 
@@ -15,9 +16,15 @@ class Code:
 
     Attributes:
         bound: the largest error of a number, relative to the largest absolute value in its message.
+        draws: whether numbers are rounded at random.
     """
 
     bound: float = 0.0
+    draws: bool = False
+
+    def seeded(self, seed: int) -> Code:
+        """Return the code that draws what follows from a seed."""
+        return self
 
     def num_bytes(self, n: int) -> int:
         """Return the bytes of a message of n numbers: a multiple of 4, so that each may begin with float32."""
@@ -102,6 +109,15 @@ class Coded(Transport):
     def bound(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The largest error of a number in a message, relative to the largest absolute value in its bucket."""
         return self.code.bound
+
+    @property
+    def draws(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether its code draws."""
+        return self.code.draws
+
+    def seeded(self, key: Tensor) -> Coded:
+        """Return the transport that draws from a key."""
+        return attrs.evolve(self, code=self.code.seeded(random.seed(key)))
 
     def reduce(self, axis: Axis, whole: Tensor, out: Tensor, kept: Tensor | None) -> Work:
         """Send each rank its slice, coded; sum what arrives in float32, in the order of ranks."""

@@ -51,6 +51,7 @@ FEEDBACK = [
     kept_by(transports.hierarchical(transports.quantized(4, group=8, feedback=True)), 2, 6, nodes=2),
 ]
 LOSSY = [
+    kept_by(transports.quantized(8, group=8, stochastic=True), 0, 4, replicas=2),
     kept_by(transports.cast(torch.float16), 2),
     kept_by(transports.quantized(8), 1),
     kept_by(transports.quantized(4), 0, 4, replicas=2),
@@ -102,7 +103,7 @@ def test_what_is_sent_is_what_is_told_and_all_ranks_agree(place):
         assert coded == known if place.stage < 3 else told["reduce"] < coded <= known  # a gather that is not needed
 
 
-@pytest.mark.parametrize("place", [FEEDBACK[3], FEEDBACK[7], FEEDBACK[9]], ids=name)
+@pytest.mark.parametrize("place", [FEEDBACK[3], FEEDBACK[7], FEEDBACK[9], LOSSY[0]], ids=name)
 def test_a_resumed_run_is_the_run_that_was_never_stopped(place, tmp_path):
     def run():
         step, state, batch = composed(place)
@@ -117,7 +118,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(place, tmp_path):
         assert_same_bits(again, state)
 
 
-@pytest.mark.parametrize("place", [FEEDBACK[1], FEEDBACK[8], LOSSY[1], LOSSY[5]], ids=name)
+@pytest.mark.parametrize("place", [FEEDBACK[1], FEEDBACK[8], LOSSY[2], LOSSY[6]], ids=name)
 def test_a_number_that_is_not_finite_is_a_decision_of_all(place):
     def run():
         step, state, batch = composed(place, fds.skip_nonfinite())
@@ -131,3 +132,15 @@ def test_a_number_that_is_not_finite_is_a_decision_of_all(place):
     assert all(skipped for skipped, _ in found)
     for _, params in found:
         assert_same_bits(params, found[0][1])
+
+
+def test_what_is_rounded_at_random_follows_from_the_key_and_the_call():
+    def summed(seed, call):
+        step, state, batch = composed(LOSSY[0], optimizer=fds.sgd(0.0, momentum=1.0))
+        state = attrs.evolve(state, key=fds.random.key(seed), calls=state.calls + call)
+        return tree.leaves(step(state, batch)[0].opt)
+
+    for one, again, *others in LOSSY[0].run(lambda: [summed(0, 0), summed(0, 0), summed(0, 1), summed(1, 0)]):
+        assert_same_bits(one, again)
+        for other in others:
+            assert not all(map(torch.equal, one, other))

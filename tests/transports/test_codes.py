@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fds
 from fds import transports
 from fds.errors import ComposeError
 
@@ -12,6 +13,8 @@ CODED = [
     transports.quantized(8),
     transports.quantized(4),
     transports.quantized(8, group=8),
+    transports.quantized(8, stochastic=True).seeded(fds.random.key(3)),
+    transports.quantized(4, stochastic=True).seeded(fds.random.key(3)),
     transports.onebit(),
     transports.onebit(group=32),
     transports.topk(0.25),
@@ -69,6 +72,17 @@ def test_integers_are_rounded_to_the_nearest():
     assert decoded(transports.quantized(8, group=8), x).tolist() == [[127, 1, 2, -2, -127, 0, 63, -1]]
     x = torch.tensor([[7.0, 1.4, 1.6, -2.4, -7.0, 0.0, 3.0, -0.6]])
     assert decoded(transports.quantized(4, group=8), x).tolist() == [[7, 1, 2, -2, -7, 0, 3, -1]]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_numbers_that_are_rounded_at_random_are_right_on_average(bits):
+    rows, calls = torch.randn(1, 4096, generator=torch.Generator().manual_seed(3)), 64
+    one = transports.quantized(bits, stochastic=True)
+    errors = [decoded(one.seeded(fds.random.key(call)), rows) - rows for call in range(calls)]
+    spread = one.bound * rows.abs().max()  # of one error; their variance is at most a quarter of its square
+    assert abs(torch.cat(errors).mean()) < 5 * 0.5 * spread / (calls * 4096) ** 0.5
+    assert (sum(errors) / calls).abs().max() < 6 * 0.5 * spread / calls**0.5
+    assert len({float(one[0, 7]) for one in errors}) == 2  # one level above, or one below
 
 
 def test_signs_have_the_mean_of_their_group():

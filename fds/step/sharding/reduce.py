@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fds.collectives import Axis
 from fds.errors import LossError
+from fds.step.call import Call
 from fds.step.pool import Pool
 from fds.step.residency.landing import Landing
 from fds.step.seeds import Seeds
@@ -30,6 +31,12 @@ class Reduce:
 
     dtype: torch.dtype | None = None
     transport: Transport = LOSSLESS
+
+    def drawing(self, call: Call) -> Reduce:
+        """Return the same for one call, with what its transport draws in it."""
+        if not self.transport.draws:
+            return self
+        return attrs.evolve(self, transport=self.transport.seeded(call.at("reduce").key))
 
     def sums(
         self,

@@ -20,8 +20,8 @@ class Transport:
     A leg begins to send, and returns a `Work` whose `wait` returns when the result has arrived: a collective's, or a
     `Pending`. All ranks pass the same legs in the same order, and wait for them in that order. Tensors are 1-D and
     contiguous; a bucket `whole` is (size * n,) and a rank's slice of it (n,), `whole[index * n : (index + 1) * n]`,
-    padding included. A leg may write over `whole` and allocate memory. It draws no random numbers and does not wait for
-    the device.
+    padding included. A leg may write over `whole` and allocate memory. It does not wait for the device, and draws no random
+    numbers but those that follow from a key (`draws`).
 
     Attributes:
         keeps: whether the legs of gradients keep the errors of their messages (error feedback): they are then given
@@ -30,10 +30,19 @@ class Transport:
             `kept`, by parameter.
         bound: the largest error of an element of a message, relative to the largest absolute value in the bucket that
             it was made of; 0 where nothing is lost.
+        draws: whether gradients are sent with random numbers: then every call sends by what `seeded` returns for it.
     """
 
     keeps: bool = False
     bound: float = 0.0
+    draws: bool = False
+
+    def seeded(self, key: Tensor) -> Transport:
+        """Return the transport that draws from a key, (2,) int64, that of a call, alike on all ranks.
+
+        What ranks send alike they must round alike: let draws follow from what is sent.
+        """
+        return self
 
     def on(self, axis: Axis) -> Transport:
         """Return the transport among the ranks of an axis, that of `shard_optimizer`, which calls this once.
