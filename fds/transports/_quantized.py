@@ -61,9 +61,9 @@ class Quantized(Code):
 def quantized(bits: int = 8, *, group: int = 256, stochastic: bool = False, feedback: bool = False) -> Coded:
     """Send integers of `bits` bits, 8 or 4, with one float32 scale for every `group` numbers in a row.
 
-    With `stochastic` gradients are rounded up or down at random, by the key of the state, so that the mean over calls is
-    right: errors of many calls cancel. A group in which a number is not finite arrives as NaN, so that a step is skipped by all ranks or by none. With
-    `feedback` what a message of gradients lost is added to the next one.
+    With `stochastic` gradients are rounded up or down at random, by the key of the state, so that the mean over calls
+    is right: errors of many calls cancel. With `feedback` what a message of gradients lost is added to the next one. A
+    group in which a number is not finite arrives as NaN, so that a step is skipped by all ranks or by none.
 
     Raises `ComposeError` for other bits, and a group that is not a multiple of 8 numbers.
     """

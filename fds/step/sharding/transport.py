@@ -20,8 +20,8 @@ class Transport:
     A leg begins to send, and returns a `Work` whose `wait` returns when the result has arrived: a collective's, or a
     `Pending`. All ranks pass the same legs in the same order, and wait for them in that order. Tensors are 1-D and
     contiguous; a bucket `whole` is (size * n,) and a rank's slice of it (n,), `whole[index * n : (index + 1) * n]`,
-    padding included. A leg may write over `whole` and allocate memory. It does not wait for the device, and draws no random
-    numbers but those that follow from a key (`draws`).
+    padding included. A leg may write over `whole` and allocate memory. It does not wait for the device, and
+    draws no random numbers but those that follow from a key (`draws`).
 
     Attributes:
         keeps: whether the legs of gradients keep the errors of their messages (error feedback): they are then given
