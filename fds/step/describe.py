@@ -147,12 +147,13 @@ def explain(error: DiskError, step: Stations, state: State) -> None:
         error.add_note("the state was donated to this call, which has written over parts of it: load the last save")
     if isinstance(error, DiskFullError):
         structure, _ = step.structure_of(state.params)
-        places = {place: f"{n:,} bytes of the state" for place, n in _summed(_places(step, structure, state)).items()}
-        sums = held_bytes(step, structure, state)["gradients"]
-        needs = [f"{place}: {what}" for place, what in places.items() if place != "device"]
-        needs += [f"{place}: {sums:,} bytes of gradients" for place in _sums(step, structure).get("gradients", ())]
-        twice = "" if step.place.donate else "; of the state twice as many, unless steps donate it"
-        error.add_note(f"in all a run needs {', '.join(needs)}{twice}")
+        twice = "" if step.place.donate else ", twice unless steps donate it"
+        places = _summed(_places(step, structure, state))
+        needs = [f"{n:,} bytes in {place} for the state{twice}" for place, n in places.items() if place != "device"]
+        for part, some in _sums(step, structure).items():
+            needs.append(f"{held_bytes(step, structure, state)[part]:,} in {', '.join(some)} for sums of {part}")
+        needs += [f"in {place} what layers keep, as describe(state, batch) says" for place, _ in _counting(step)[1]]
+        error.add_note(f"in all a run needs {'; '.join(needs)}")
 
 
 def _places(step: Stations, structure: Structure, state: State) -> dict[str, dict[str, int]]:
@@ -198,16 +199,24 @@ def _text(value: Any) -> str:
     return type(value).__name__ if text == object.__repr__(value) else text
 
 
-def _tried(step: Stations, structure: Structure, state: State, batch: Any) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the parameters that the loss does not use on a batch, and place -> bytes that layers keep there."""
-    same_composition(step)
+def _counting(step: Stations) -> tuple[Stations, list[tuple[str, Any]]]:
+    """Return the step with layer maps that count what they keep elsewhere, and where that is, each with its tally.
+
+    A map that keeps anything elsewhere has a method `counting`, which returns both.
+    """
     layer, tallies = list[LayerMap](), list[tuple[str, Any]]()
     for one in step.layer:
         counting: Callable[[], tuple[LayerMap, dict[str, Any]]] | None = getattr(one, "counting", None)
         one, kept = (one, {}) if counting is None else counting()
         layer.append(one)
         tallies += kept.items()
-    step = attrs.evolve(step, layer=tuple(layer)) if tallies else step
+    return attrs.evolve(step, layer=tuple(layer)) if tallies else step, tallies
+
+
+def _tried(step: Stations, structure: Structure, state: State, batch: Any) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Return the parameters that the loss does not use on a batch, and place -> bytes that layers keep there."""
+    same_composition(step)
+    step, tallies = _counting(step)
     call = step.call(state, step.notes(state))
     found = step.gradients(state, structure, tree.leaves(state.params), batch, None, call, step.place.residency)
     unused = tuple(name for name, some in zip(structure.trained_names, found.used, strict=True) if not some)

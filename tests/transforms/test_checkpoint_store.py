@@ -10,8 +10,9 @@ from torch import nn
 
 import fds
 from fds import plans
-from fds.errors import ComposeError, DiskError, LossError
+from fds.errors import ComposeError, DiskError, DiskFullError, LossError
 from fds.loss import LayerCall
+from fds.media.arena import Arena
 from fds.media.tensors import leaves as known
 from tests.bits import assert_same_bits
 from tests.memory import peak_bytes
@@ -229,3 +230,27 @@ def test_what_is_kept_on_a_disk_is_described(disk, tmp_path):
     assert halves.describe(state, batch).num_bytes["stored"] == (LAYERS // 2 - 1) * ACTIVATION // 2
     plain, state, batch = deep(fds.checkpoint_activations(store="host"))
     assert "stored" not in plain.describe(state, batch).num_bytes
+
+
+def test_a_full_disk_is_said_to_need_what_is_described(disk, tmp_path, monkeypatch):
+    step, state, batch = deep(fds.checkpoint_activations(store=disk), layers=3)
+
+    def refuse(arena, nbytes):
+        raise DiskFullError("the disk is full")
+
+    monkeypatch.setattr(Arena, "take", refuse)
+    with pytest.raises(DiskFullError) as caught:
+        step(state, batch)
+    want = f"in all a run needs in disk {tmp_path} what layers keep, as describe(state, batch) says"
+    assert caught.value.__notes__ == [want]
+
+
+def test_stages_of_a_pipeline_describe_what_each_keeps(disk, tmp_path):
+    def body():
+        loss = fds.Layers([fds.LayerSpec(Wide) for _ in range(4)], nn.MSELoss())
+        pipeline = fds.pipeline(plans.gpipe, fds.mesh(pp=2)["pp"], num_microbatches=2)
+        step = fds.compose(fds.checkpoint_activations(store=disk), pipeline, fds.sgd(0.1))(loss)
+        batch = tuple(torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(0)))
+        return step.describe(step.init(loss.init, key=3), batch).num_bytes["stored"]
+
+    assert fds.simulate(body, 2) == [ACTIVATION, 2 * ACTIVATION]  # of both microbatches; the first layer's is the batch
