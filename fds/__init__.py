@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
 
     # what is seen of it
     from fds.monitors import monitor
-    from fds.timing import timed, trace
+    from fds.timing import messages, timed, trace
 
     # what is wrong with it
     from fds.debugging import check_ranks, dump_state, watch
@@ -138,7 +138,7 @@ __getattr__, __dir__ = lazily(
         "fds.profiling": "estimate_memory profile profile_memory profile_model",
         "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
         "fds.monitors": "monitor",
-        "fds.timing": "timed trace",
+        "fds.timing": "messages timed trace",
         "fds.debugging": "check_ranks dump_state watch",
         "fds.data": "DistributedLoader RepeatingLoader",
         "fds.config.arguments": "add_config_arguments",
@@ -204,6 +204,7 @@ __all__ = [
     "loss_scale",
     "materialize",
     "mesh",
+    "messages",
     "monitor",
     "monitors",
     "muon",

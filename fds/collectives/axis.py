@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fds.collectives import worlds
-from fds.collectives.links import DONE, Collective, Link, Work, same_memory
+from fds.collectives.links import DONE, Collective, Exchange, Link, Work, same_memory
 from fds.collectives.reductions import COMBINE
 from fds.collectives.worlds import World
 from fds.errors import FdsError, MeshError
@@ -37,6 +37,7 @@ class Axis:
     index: int  # this rank's coordinate
     mesh: Any = attrs.field(eq=False, repr=False)
     link: Link | None = attrs.field(eq=False, repr=False)  # None on an axis of one rank
+    purpose: str = attrs.field(default="", eq=False, repr=False)  # of its collectives: see `used_for`
     handle: int = attrs.field(eq=False, repr=False, init=False, factory=_handles.__next__)
 
     def __attrs_post_init__(self) -> None:
@@ -67,7 +68,11 @@ class Axis:
         With NCCL it is another process group, so all ranks must call this.
         """
         link = None if self.link is None else self.world.link(self.ranks, None, name)
-        return attrs.evolve(self, link=link)
+        return attrs.evolve(self, link=link, purpose=name)
+
+    def used_for(self, purpose: str) -> Axis:
+        """Return the same axis for a purpose, such as "gather", under which `fds.messages` shows its collectives."""
+        return attrs.evolve(self, purpose=purpose)
 
     @property
     def is_current(self) -> bool:
@@ -89,7 +94,7 @@ class Axis:
         if self.link is None:
             return _alone(out, part)
         self._check("all_gather", out, part, len(out) == self.size * len(part))
-        return self._start(Collective("all_gather", self.name, tuple(part.shape), part.dtype), out, part)
+        return self._start("all_gather", part, out, part)
 
     def start_reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
         """Sum piece `index` of every rank's `whole` (size * n,) into `out` (n,), which may be a view of that piece.
@@ -99,11 +104,12 @@ class Axis:
         if self.link is None:
             return _alone(out, whole)
         self._check("reduce_scatter", out, whole, len(whole) == self.size * len(out))
-        return self._start(Collective("reduce_scatter", self.name, tuple(out.shape), out.dtype), out, whole)
+        return self._start("reduce_scatter", out, out, whole)
 
-    def start_all_reduce(self, x: Tensor, op: str = "sum") -> Work:
+    def start_all_reduce(self, x: Tensor, op: str = "sum", *, what: str = "") -> Work:
         """Reduce `x` over the ranks in place by an `op`, "sum", "max" or "min"; all ranks get the same bits.
 
+        `what` it is for, unless that is what the axis is used for, is shown by `fds.messages`.
         Raises `FdsError` for another `op`.
         """
         if op not in COMBINE:
@@ -111,7 +117,7 @@ class Axis:
         if self.link is None:
             return DONE
         self._check("all_reduce", x, x, True)
-        return self._start(Collective("all_reduce", self.name, tuple(x.shape), x.dtype, how=op), x, x)
+        return self._start("all_reduce", x, x, x, how=op, what=what)
 
     def start_broadcast(self, x: Tensor, source: int) -> Work:
         """Copy the `x` of the rank with coordinate `source` to the `x` of all ranks."""
@@ -119,40 +125,40 @@ class Axis:
         if self.link is None:
             return DONE
         self._check("broadcast", x, x, True)
-        return self._start(Collective("broadcast", self.name, tuple(x.shape), x.dtype, peer=source), x, x)
+        return self._start("broadcast", x, x, x, peer=source)
 
     def start_all_to_all(self, out: Tensor, x: Tensor) -> Work:
         """Send piece i of `x` (equal pieces of dim 0) to rank i; `out` receives the pieces in rank order."""
         if self.link is None:
             return _alone(out, x)
         self._check("all_to_all", out, x, out.shape == x.shape and x.dim() > 0 and len(x) % self.size == 0)
-        return self._start(Collective("all_to_all", self.name, tuple(x.shape), x.dtype), out, x)
+        return self._start("all_to_all", x, out, x)
 
     def start_send(self, x: Tensor, to: int) -> Work:
         """Send `x` to the rank with coordinate `to`, which calls `start_recv`."""
         self._check_coordinate(to, others=True)
         self._check("send", x, x, True)
-        return self._start(Collective("send", self.name, tuple(x.shape), x.dtype, peer=to), x, x)
+        return self._start("send", x, x, x, peer=to)
 
     def start_recv(self, x: Tensor, source: int) -> Work:
         """Receive the tensor that the rank with coordinate `source` sends into `x`."""
         self._check_coordinate(source, others=True)
         self._check("recv", x, x, True)
-        return self._start(Collective("recv", self.name, tuple(x.shape), x.dtype, peer=source), x, x)
+        return self._start("recv", x, x, x, peer=source)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, what: str = "") -> Tensor:
         """Return the sum of `x` over the ranks in new memory; `x` itself on an axis of one rank. No gradient."""
         if self.link is None:
             return x
         total = x.detach().clone(memory_format=torch.contiguous_format)
-        self.start_all_reduce(total).wait()
+        self.start_all_reduce(total, what=what).wait()
         return total
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
         if self.link is not None:
             token = torch.zeros(1, dtype=torch.uint8, device="cpu")
-            self._start(Collective("barrier", self.name, (1,)), token, token).wait()
+            self._start("barrier", token, token, token).wait()
 
     def exchange(self, obj: Any, what: str = "") -> list[Any]:
         """Return the JSON values of all ranks, in order. It runs on the host, for ranks to agree on structure.
@@ -162,22 +168,32 @@ class Axis:
         if self.link is None:
             return [obj]
         text = json.dumps(obj)
-        self._count(Collective("exchange", self.name, (len(text),)))
-        return [json.loads(other) for other in self.link.exchange(Collective("exchange", self.name, how=what), text)]
+        sent = Collective("exchange", self.name, (len(text),), how=what, what=what or self.purpose)
+        self._count(sent)
+        exchange = Exchange(self.link, attrs.evolve(sent, shape=()), text)  # lengths differ between ranks
+        self._watched(sent, exchange).wait()
+        return [json.loads(other) for other in exchange.replies]
 
-    def _start(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
+    def _start(
+        self, op: str, like: Tensor, out: Tensor, x: Tensor, *, how: str = "", peer: int = -1, what: str = ""
+    ) -> Work:
+        """Start a collective that is known by the shape and dtype of `like`."""
         assert self.link is not None
+        kind, on_gpu = what or self.purpose, x.is_cuda
+        collective = Collective(op, self.name, tuple(like.shape), like.dtype, how, peer, kind, on_gpu)
         self._count(collective)
         flat = lambda t: t.detach().view(-1)
         a = flat(out)
-        work = self.link.start(collective, a, a if x is out else flat(x))
+        return self._watched(collective, self.link.start(collective, a, a if x is out else flat(x)))
+
+    def _watched(self, collective: Collective, work: Work) -> Work:
         for traffic in self.world.counters:
             work = traffic.watched(collective, work)
         return work
 
     def _count(self, collective: Collective) -> None:
         for traffic in self.world.counters:
-            traffic.add(collective, self.size, self.index)
+            traffic.add(collective, self)
 
     def _check(self, op: str, out: Tensor, x: Tensor, fits: bool) -> None:
         """Raise `FdsError` for tensors that cannot be sent or do not fit."""

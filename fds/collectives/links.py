@@ -22,6 +22,8 @@ class Collective:
     dtype: torch.dtype = torch.uint8
     how: str = ""  # for all_reduce "sum", "max" or "min"; for exchange its purpose
     peer: int = -1  # a coordinate: the source of broadcast, the other rank of send and recv
+    what: str = attrs.field(default="", eq=False)  # its purpose, as `fds.messages` shows it
+    on_gpu: bool = attrs.field(default=False, eq=False)  # whether a stream of a GPU waits for it, not the host
 
     @property
     def num_bytes(self) -> int:
@@ -57,6 +59,24 @@ class Link(Protocol):
     def exchange(self, collective: Collective, text: str) -> list[str]:
         """Return the texts of all ranks, in the order of the axis."""
         ...
+
+
+@attrs.define(eq=False)
+class Exchange:
+    """Texts that all ranks send each other while this one waits."""
+
+    link: Link
+    collective: Collective
+    text: str  # of this rank
+    replies: list[str] = attrs.field(factory=list)  # of all, in the order of the axis
+
+    def wait(self) -> None:
+        """Exchange the texts. Raises `RankError`."""
+        self.replies = self.link.exchange(self.collective, self.text)
+
+    def done(self) -> bool:
+        """Return False: it begins when it is waited for."""
+        return False
 
 
 @attrs.frozen

@@ -15,6 +15,7 @@ from fds.config.keys.groups import Groups
 from fds.config.reading import read
 from fds.config.translate import composition
 from fds.config.translate.buildable import check_buildable
+from fds.config.translate.messages import operations
 from fds.config.translate.monitors import printed_every, sinks
 from fds.config.translate.optimizer import schedule_call
 from fds.config.translate.unsupported import check_supported
@@ -26,7 +27,7 @@ from fds.monitors import Monitor, monitor
 from fds.schedules.curve import Curve
 from fds.state import State
 from fds.step import Step, Transform
-from fds.timing import Timed, timed
+from fds.timing import Messages, Timed, messages, timed
 
 
 @attrs.frozen
@@ -122,6 +123,19 @@ class TrainingConfig(Groups):
         """
         if self.logging.dump_state and worlds.current().rank == 0:
             print(dump_state(state, step))
+
+    def messages(self, mesh: Mesh) -> Messages:
+        """Return the log of messages that `comms_logger` asks for; see `fds.messages`.
+
+        It watches every call, of the operations of `prof_ops` if `prof_all` is false. Where the key is not enabled it
+        watches none, so that the program is the same.
+
+        Raises `ConfigError` for a name in `prof_ops` that is no operation and batch sizes that do not multiply, and
+        `MeshError` for a mesh without `dp`.
+        """
+        resolved = self.resolve(world_size=composition.data_ranks(_sizes(mesh)))
+        asked, ops = resolved.comms_logger, operations(resolved)
+        return messages(every=1 if asked.enabled else None, ops=ops, verbose=asked.verbose, debug=asked.debug)
 
     def eigenvalues(self, loss: Any, params: Any, batch: Any, *, axis: Axis | None = None) -> dict[str, Eigenvalue]:
         """Return the curvature of the layers that `eigenvalue` names, by `fds.curvature.top_eigenvalue`.

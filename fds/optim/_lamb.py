@@ -101,7 +101,7 @@ def _kernel(
 
     def summed(both: Tensor) -> Tensor:
         for axis in now.axes:
-            both = axis.all_reduce(both)
+            both = axis.all_reduce(both, what="optimizer")
         return both
 
     beta1, beta2, weight_decay = now.read("beta1", "beta2", "weight_decay")
@@ -164,6 +164,6 @@ def _trust(params: list[Tensor], updates: list[Tensor], now: Now, bounds: tuple[
         return []
     both = torch.stack([squares(params), squares(updates)])
     for axis in now.axes:
-        both = axis.all_reduce(both)
+        both = axis.all_reduce(both, what="optimizer")
     p_norm, u_norm = both.sqrt()
     return list(torch.where((p_norm > 0) & (u_norm > 0), (p_norm / u_norm).clamp(*bounds), 1.0))

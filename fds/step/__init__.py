@@ -11,6 +11,7 @@ from fds.step.filling import fill
 from fds.step.gradients import Gradients, Measure, global_norm
 from fds.step.initial import beginning
 from fds.step.memory import Memory
+from fds.step.messages import PredictedMessages
 from fds.step.placements import Owned, Placement, Replicated, SplitDim
 from fds.step.program import Step
 from fds.step.ranges import profiled
@@ -57,6 +58,7 @@ __all__ = [
     "Pending",
     "Place",
     "Placement",
+    "PredictedMessages",
     "Program",
     "Reduce",
     "Replicated",

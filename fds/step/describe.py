@@ -17,6 +17,7 @@ from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import usable
+from fds.step.messages import PredictedMessages, predicted
 from fds.step.residency.contract import is_held
 from fds.step.residency.lives import resident
 from fds.step.sharding.footprint import held_bytes, sent_bytes
@@ -45,6 +46,9 @@ class Description:
         frozen: names of parameters that are not trained.
         unused: names of trained parameters that the loss did not use on the batch (of this rank): their gradient is
             zero.
+        messages: those that this rank starts in a call, by kind, as `fds.messages` counts them: from the layout, and
+            from what the calls so far have shown of the order of stage 3, of metrics, and of what goes between the
+            stages of a pipeline. Not those of an optimizer, a gradient map, the loss or a transport of one's own.
         memory: slot -> bytes of it that this rank holds: all of these are in `num_bytes["slots"]`.
     """
 
@@ -58,6 +62,7 @@ class Description:
     unused: tuple[str, ...] = ()
     buckets: tuple[int, ...] = ()
     memory: dict[str, int] = tree.new(dict)
+    messages: tuple[PredictedMessages, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{name:<10} {text}" for name, text in self.stations.items() if name != "kernels"]
@@ -135,6 +140,7 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
         unused,
         buckets,
         {slot: tree.num_bytes(held) for slot, held in state.slots.items()},
+        predicted(step, structure, state),
     )
 
 

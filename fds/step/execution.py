@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fds import autodiff, loss as losses, random, tree
 from fds.collectives import Axis
+from fds.collectives.traffic import Expected
 from fds.step.call import Call
 from fds.step.checks import contracts, state_check as check
 from fds.step.gradients import global_norm
@@ -160,7 +161,7 @@ class LocalGradients:
     def norm_of_all(self, leaves: Sequence[Tensor], everyone: Axis, landing: Landing | None) -> Tensor:
         """Return the norm () of what became of these leaves on all ranks, the same on each."""
         own = self._norm(leaves, landing)
-        return clamped(combined(everyone.all_reduce(placed(own, everyone))), own.dtype)
+        return clamped(combined(everyone.all_reduce(placed(own, everyone), what="norm")), own.dtype)
 
 
 class Executor(Protocol):
@@ -203,6 +204,10 @@ class Executor(Protocol):
 
     def pieces(self, batch: SplitBatch, everyone: Axis | None) -> int:
         """Return into how many microbatches a batch, given in one piece, is cut for evaluation: alike on all ranks."""
+        ...
+
+    def messages(self, everyone: Axis) -> Iterable[Expected]:
+        """Return the messages of a training call of its own, as far as earlier calls have shown them."""
         ...
 
     def train(self, run: Pass) -> PassResult:
@@ -274,6 +279,10 @@ class InTurn:
     def pieces(self, batch: SplitBatch, everyone: Axis | None) -> int:
         """Return 1."""
         return 1
+
+    def messages(self, everyone: Axis) -> list[Expected]:
+        """Return nothing."""
+        return []
 
     def train(self, run: Pass) -> PassResult:
         """Run every microbatch forward and backward."""

@@ -89,7 +89,7 @@ def global_norm(tensors: Sequence[Tensor], axes: Sequence[Axis] = (), landing: L
     if axes:
         norm = global_norm(tensors, landing=landing)
         for axis in axes:
-            norm = clamped(combined(axis.all_reduce(placed(norm, axis))), norm.dtype)
+            norm = clamped(combined(axis.all_reduce(placed(norm, axis), what="norm")), norm.dtype)
         return norm
     live, double = [x for x in tensors if x.numel()], any(x.dtype is torch.float64 for x in tensors)
     if not live:

@@ -47,7 +47,7 @@ def _whole(step: Stations, structure: Structure, parts: list[Tensor], masters: M
         whole = [x.clone() if copies and x is part else x for x, part in zip(whole, parts, strict=True)]
         return step.dimensions.collect(structure.build_whole(whole))
     assert structure.layout is not None and step.shard is not None
-    flats = Gather().in_turn(structure.layout, masters, step.shard.axis, Pool())
+    flats = Gather().in_turn(structure.layout, masters, step.shard.legs["gather"], Pool())
     held = zip(structure.layout.buckets, parts, flats, strict=True)
     views = [bucket.views(flat if sent else flat.to(part.device)) for bucket, part, flat in held]
     return step.dimensions.collect(structure.build_whole(structure.layout.collect(views)))
@@ -57,7 +57,7 @@ def _in_turn(step: Stations, structure: Structure, masters: Masters, use: Callab
     """Call `use` for one whole parameter after another, a bucket of which is in memory while the next one comes."""
     if structure.sharded:
         assert structure.layout is not None and step.shard is not None
-        flats = Gather().in_turn(structure.layout, masters, step.shard.axis, Pool())
+        flats = Gather().in_turn(structure.layout, masters, step.shard.legs["gather"], Pool())
         for bucket, flat in zip(structure.layout.buckets, flats, strict=True):
             for leaf, x in zip(bucket.leaves, bucket.views(flat), strict=True):
                 use(leaf.name, x)

@@ -71,6 +71,10 @@ class Notes:
         """Return the entries that ranks add up, all of them on every rank."""
         return [self._entry(place) for place in self._places("sum")]
 
+    def largest(self) -> list[Tensor]:
+        """Return the entries of which ranks take the largest, all of them on every rank."""
+        return [self._entry(place) for place in self._maxima()]
+
     def put_sums(self, sums: Sequence[Tensor]) -> None:
         """Replace the entries that ranks add up."""
         self.merged |= zip(self._places("sum"), sums, strict=True)
@@ -92,6 +96,10 @@ class Notes:
     def _places(self, merge: Merge) -> list[Place]:
         return [place for place, (how, _, _) in self.kinds.items() if how == merge]
 
+    def _maxima(self) -> list[Place]:
+        """Return the places of maxima, those of floats first."""
+        return sorted(self._places("max"), key=lambda place: not self.kinds[place][2].is_floating_point)
+
     def _entry(self, place: Place) -> Tensor:
         """Return what was noted of an entry; where nothing was, the number that changes no other."""
         if place in self.merged:
@@ -102,14 +110,14 @@ class Notes:
 
     def _share_largest(self, everyone: Axis) -> None:
         """Take the maxima over ranks, of floats as integers in their order: exact, and NaN is the largest."""
-        places = sorted(self._places("max"), key=lambda place: not self.kinds[place][2].is_floating_point)
+        places = self._maxima()
         if not places:
             return
         entries = [self._entry(place).reshape(-1) for place in places]
         floats = [x.double() for x in entries if x.is_floating_point()]
         ints = [x.long() for x in entries if not x.is_floating_point()]
         vector = torch.cat([*([_ordered(torch.cat(floats))] if floats else []), *ints])
-        everyone.start_all_reduce(vector, "max").wait()
+        everyone.start_all_reduce(vector, "max", what="notes").wait()
         size = sum(map(Tensor.numel, floats))
         found = [*_unordered(vector[:size]).split_with_sizes(list(map(len, floats)))]
         found += vector[size:].split_with_sizes(list(map(len, ints)))

@@ -53,7 +53,7 @@ def open_parameters(
         whole = live.handles(train)
     else:
         assert shard is not None and structure.layout is not None
-        whole = gather.all_at_once(structure.layout, masters, shard.axis, pool)
+        whole = gather.all_at_once(structure.layout, masters, shard.legs["gather"], pool)
     if live is None:
         whole = _as_leaves(whole, structure.is_trained, train=train, keep=not structure.sharded)
     trained = whole if all(structure.is_trained) else list(compress(whole, structure.is_trained))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives import Axis
+from fds.collectives.traffic import Expected
 from fds.errors import ComposeError, StateError, is_a, is_int
 
 GRADS = ("same", "sum")
@@ -159,7 +160,13 @@ class Placement:
     def add_up(self, name: str, grad: Tensor) -> None:
         """Sum a contiguous gradient over the ranks that hold the parameter and saw other uses of it, in place."""
         if self.axis is not None and self.lies(name) == Replicated("sum") and grad.numel():
-            self.axis.start_all_reduce(grad).wait()
+            self.axis.start_all_reduce(grad, what="shared").wait()
+
+    def messages(self, name: str, numel: int, dtype: torch.dtype) -> list[Expected]:
+        """Return the messages of `add_up` for a gradient of so many elements."""
+        if self.axis is None or self.lies(name) != Replicated("sum") or not numel:
+            return []
+        return [Expected.of(self.axis, "all_reduce", numel, dtype, what="shared")]
 
     def collect(self, held: Any) -> Any:
         """Return a tree of all whole parameters, or buffers, on every rank, given what each holds."""

@@ -36,12 +36,18 @@ class Clock:
 
     def mark(self, name: str) -> None:
         """Note that a range begins, or for "" that one ends. What is captured to be replayed later is not timed."""
+        if (now := self.now()) is not None:
+            self.marks.append((name, now))
+
+    def now(self) -> float | torch.cuda.Event | None:
+        """Return seconds, or an event where the stream of a GPU is; None while work is captured."""
         if self.device.type != "cuda":
-            self.marks.append((name, time.perf_counter()))
-        elif not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.device))
-            self.marks.append((name, event))
+            return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     @contextlib.contextmanager
     def range(self, name: str) -> Generator[None]:

@@ -110,7 +110,7 @@ class Seeds:
                 assert self.data is not None
                 near = torch.zeros(2, dtype=torch.float64, device=self.data.device)
             if self.data is not None:
-                self.data.start_all_reduce(near, "max").wait()
+                self.data.start_all_reduce(near, "max", what="weights").wait()
             self.divisor = torch.where(near[0] == 0, near[1], near[0]) * self.share
 
     def foreseen(self, totals: Totals, everyone: Axis | None) -> Totals:
@@ -128,7 +128,7 @@ class Seeds:
             if self.order is not None:
                 self.order.settle()
             total = weight.to(torch.float64, copy=True)
-            self.data.start_all_reduce(total).wait()
+            self.data.start_all_reduce(total, what="weights").wait()
             weight = total.to(weight.dtype)
         elif self.data is not None:
             weight = weight * self.data.size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import attrs
@@ -144,7 +144,7 @@ def agree(
     more = [] if also is None else also.sums()
     parts += [x for m in more for x in _exactly(m)]
     together = data is everyone
-    read = _summed(parts + (_of_first(buffers, everyone) if together else []), everyone)
+    read = _summed(parts + (_of_first(buffers, everyone) if together else []), everyone, "scalars")
     at, uses = next(read), next(read)
     if device.type == "cpu":
         if float(at) != calls * everyone.size:
@@ -169,7 +169,7 @@ def agree(
     if also is not None:
         also.put_sums([_rebuilt(m, read) for m in more])
     if buffers and data is not None:
-        read = read if together else _summed(_of_first(buffers, data), data)
+        read = read if together else _summed(_of_first(buffers, data), data, "buffers")
         buffers = {name: _rebuilt(b, read, data.size) for name, b in buffers.items()}
     metrics = dict(zip(names, metrics, strict=True))
     return attrs.evolve(totals, loss=loss, weight=weight, metrics=metrics, divisor=divisor), shared, buffers
@@ -177,7 +177,7 @@ def agree(
 
 def add_up(sums: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """Return the sums of tensors over the ranks, exact where they are integers; in a message of their own."""
-    read = _summed([x for s in sums for x in _exactly(s)], axis)
+    read = _summed([x for s in sums for x in _exactly(s)], axis, "notes")
     return [_rebuilt(s, read) for s in sums]
 
 
@@ -193,11 +193,11 @@ def _check_repeated(sums: Tensor, count: int, everyone: Axis) -> None:
         )
 
 
-def _summed(parts: list[Tensor], axis: Axis) -> Iterator[Tensor]:
+def _summed(parts: list[Tensor], axis: Axis, what: str) -> Iterator[Tensor]:
     """Yield the sums of parts over the ranks, flat, as float64."""
     flat = [x.reshape(-1).double() for x in parts]
     vector = torch.cat(flat)
-    axis.start_all_reduce(vector).wait()
+    axis.start_all_reduce(vector, what=what).wait()
     return iter(vector.split_with_sizes([x.numel() for x in flat]))
 
 
@@ -240,6 +240,11 @@ def _exactly(x: Tensor) -> list[Tensor]:
     if x.is_complex():
         return list(torch.view_as_real(x).unbind(-1))
     return [x] if x.is_floating_point() else [x.long() >> 32, x.long() & 0xFFFFFFFF]
+
+
+def numel_of(tensors: Iterable[Tensor]) -> int:
+    """Return the number of elements that tensors have in a message."""
+    return sum(x.numel() * (1 if x.is_floating_point() else 2) for x in tensors)
 
 
 def _rebuilt(x: Tensor, sums: Iterator[Tensor], size: int = 1) -> Tensor:

@@ -135,7 +135,7 @@ class CommsLoggerConfig(Config):
     enabled: bool = key(
         False,
         "time every collective, waiting for it, and sum up by kind and message size",
-        NotYet("a log of collectives"),
+        Elsewhere("config.messages(mesh)", "it waits for nothing"),
     )
     verbose: bool = key(False, "print each collective as it ends, not only their sums", PartOf())
     prof_all: bool = key(True, "log collectives of every kind", PartOf())

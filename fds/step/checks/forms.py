@@ -81,7 +81,7 @@ def _has_place(x: Any) -> bool:
     return getattr(x, "updates_on", None) in ("device", "host")
 
 
-_EXECUTES = ("agreement", "reads", "draws", "dtypes", "pieces", "train", "agree", "evaluate")
+_EXECUTES = ("agreement", "reads", "draws", "dtypes", "pieces", "messages", "train", "agree", "evaluate")
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "topology": (lambda x: isinstance(x, Dimension), "fds.step.Dimension(axis, role, placement)"),
     "batch": (given("batch", "call"), "a function (batch, call) -> batch"),

@@ -253,7 +253,7 @@ class Bucketed:
         elif self.order is not None and i not in self.slices and sent.dtype == self.dtypes[i]:
             own = self.pool.take(bucket.length, sent.dtype, self.device)  # the first sum is where others are added
         kept = None if self.kept is None else self.kept.bucket(i, bucket)
-        work = contracts.sent(self.transport.reduce(shard.axis, sent, own, kept), self.transport, "reduce")
+        work = contracts.sent(self.transport.reduce(shard.legs["reduce"], sent, own, kept), self.transport, "reduce")
         self.flying[i] = Flight(held, sent, own, work)
         while len(self.flying) > 1 or (landing is not None and self.flying and work.done()):
             self._land(next(iter(self.flying)))
@@ -273,7 +273,7 @@ class Bucketed:
         if not self.shard.slices_state:
             self._over_replicas(i, own)
             first = self.shard.replicate is None or self.shard.replicate.index == 0
-            work = self.transport.spread(self.shard.axis, own, sent, self._kept(i) if first else None)
+            work = self.transport.spread(self.shard.legs["spread"], own, sent, self._kept(i) if first else None)
             gathered = contracts.sent(work, self.transport, "spread")
             self._spread()
             self.gathering.append((i, flight, gathered))
@@ -328,7 +328,7 @@ class Bucketed:
     def _over_replicas(self, i: int, own: Tensor) -> None:
         """Add up a slice over its replicas; outside of `order`, which their ranks do not share."""
         if self.shard.replicate is not None:
-            work = self.transport.combine(self.shard.replicate, own, self._kept(i))
+            work = self.transport.combine(self.shard.legs["combine"], own, self._kept(i))
             contracts.sent(work, self.transport, "combine").wait()
 
     def _kept(self, i: int) -> Tensor | None:

@@ -52,14 +52,14 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
             return {**held, "gradients": sum(sums.values())}
     assert layout is not None and shard is not None
     trained = [b for b in layout.buckets if b.trained]
-    slices = [b.length * _sum_dtype(step, b).itemsize for b in trained]
+    slices = [b.length * sum_dtype(step, b).itemsize for b in trained]
     if not shard.reduces_each_microbatch:
-        whole = [b.numel * _sum_dtype(step, b).itemsize for b in trained]
+        whole = [b.numel * sum_dtype(step, b).itemsize for b in trained]
         held["gradients"] = sum(slices if leave and structure.sharded else whole)
         held |= {"buckets": _landing(step, whole, 4)} if leave else {}
     else:
         held["gradients"] = sum(slices)
-        filled = [b.numel * (step.reduce.dtype or _sum_dtype(step, b)).itemsize for b in trained]
+        filled = [b.numel * (step.reduce.dtype or sum_dtype(step, b)).itemsize for b in trained]
         held["buckets"] = sum(sorted(filled)[-2:]) + leave * max(slices, default=0)
     if step.reduce.transport.keeps:
         held["kept"] = sum(b.numel * 4 for b in trained)
@@ -91,7 +91,7 @@ def _read(step: Stations, structure: Structure, away: frozenset[int]) -> int:
     used = [
         size
         for i, size in slices.items()
-        if i in passing and (shard.axis.size > 1 or _seen_dtype(step, layout.buckets[i]) != layout.buckets[i].dtype)
+        if i in passing and (shard.axis.size > 1 or seen_dtype(step, layout.buckets[i]) != layout.buckets[i].dtype)
     ]
     begun = min(2, max(1, shard.prefetch))
     return max(_in_a_row([n for i, n in slices.items() if i not in passing]), sum(sorted(used)[-begun:]))
@@ -145,10 +145,10 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
     if structure.sharded:
         passing = step.gather.passing(layout, shard) if shard.gathers_on_use else ()
         for i, bucket in enumerate(layout.buckets):
-            once = step.gather.transport.bytes_sent("gather", bucket.numel, _seen_dtype(step, bucket), size)
+            once = step.gather.transport.bytes_sent("gather", bucket.numel, seen_dtype(step, bucket), size)
             again = once
             if shard.secondary is not None:
-                dtype = _seen_dtype(step, bucket)
+                dtype = seen_dtype(step, bucket)
                 again = LOSSLESS.bytes_sent("gather", bucket.numel, dtype, shard.secondary.size)
             sent["gather"] += once + again * (2 * n - 1) * (i in passing)
     return {station: round(n) for station, n in sent.items() if n}
@@ -165,7 +165,7 @@ def _viewed(step: Stations, structure: Structure) -> int:
 
 def _reduced(step: Stations, shard: Shard, bucket: Bucket) -> float:
     """Return the bytes that this rank sends in a step to sum the gradients of a bucket."""
-    summed, sent = _sum_dtype(step, bucket), step.reduce.transport.bytes_sent
+    summed, sent = sum_dtype(step, bucket), step.reduce.transport.bytes_sent
     dtype = step.reduce.dtype or summed
     total = sent("reduce", bucket.numel, dtype, shard.axis.size)
     if shard.reduces_each_microbatch:
@@ -177,13 +177,15 @@ def _reduced(step: Stations, shard: Shard, bucket: Bucket) -> float:
     return total
 
 
-def _sum_dtype(step: Stations, bucket: Bucket) -> torch.dtype:
-    return step.sum.dtype or _seen_dtype(step, bucket)
+def sum_dtype(step: Stations, bucket: Bucket) -> torch.dtype:
+    """Return the dtype in which the gradients of a bucket are summed."""
+    return step.sum.dtype or seen_dtype(step, bucket)
 
 
-def _seen_dtype(step: Stations, bucket: Bucket) -> torch.dtype:
+def seen_dtype(step: Stations, bucket: Bucket) -> torch.dtype:
+    """Return the dtype in which the loss sees a bucket."""
     return step.gather.dtype_of_bucket(bucket, bucket.dtype)
 
 
 def _gathered(step: Stations, bucket: Bucket) -> int:
-    return bucket.numel * _seen_dtype(step, bucket).itemsize
+    return bucket.numel * seen_dtype(step, bucket).itemsize

@@ -30,8 +30,8 @@ class Live:
     def __init__(self, gather: Gather, shard: Shard, structure: Structure, masters: Masters, pool: Pool, order: Order):
         layout = structure.layout
         assert layout is not None
-        self.gather, self.axis, self.layout, self.masters, self.pool = gather, shard.axis, layout, masters, pool
-        self.order, self.secondary = order, shard.secondary
+        self.gather, self.layout, self.masters, self.pool = gather, layout, masters, pool
+        self.axis, self.secondary, self.order = shard.legs["gather"], shard.secondary, order
         self.second: dict[int, Tensor] | None = None  # of buckets that were gathered, this rank's slice inside its node
         self.trained, self.ahead = set(structure.trained_names), max(1, shard.prefetch)
         self.used: dict[int, Tensor] = {}  # least recently used first
@@ -43,7 +43,7 @@ class Live:
         self.capacity = gather.room(layout, shard, self.bytes)
         self.bound = self.capacity + shard.prefetch * max(self.bytes.values(), default=0)
         staying = [i for i in range(len(layout.buckets)) if i not in self.bytes]
-        self.staying = gather.some(staying, layout, masters, shard.axis, self._pooled)
+        self.staying = gather.some(staying, layout, masters, self.axis, self._pooled)
         order.joins["gather"] = self.join
         if not structure.windows:
             structure.windows.extend(_windows(gather, layout))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from fds.collectives import Axis
 from fds.layout import MOST_BYTES, Layout, Leaf, plan
 from fds.step.placements import Placement, Replicated
+from fds.step.sharding.transport import Leg
 from fds.step.topology import Dimensions
 
 
@@ -28,6 +30,14 @@ class Shard(Placement):
     persist_below: int = 0
     secondary: Axis | None = None  # inside a node: where stage 3 gathers from again
     predivide: float | None = None  # None: the number of data ranks where float16 is sent, else 1
+
+    @functools.cached_property
+    def legs(self) -> dict[Leg, Axis]:
+        """The axis of each leg of a transport, used for that leg."""
+        both: dict[Leg, Axis | None] = {
+            "reduce": self.axis, "spread": self.axis, "gather": self.axis, "combine": self.replicate
+        }  # fmt: skip
+        return {leg: axis.used_for(leg) for leg, axis in both.items() if axis is not None}
 
     @property
     def slices_state(self) -> bool:

@@ -101,9 +101,11 @@ def _channels(axis: Axis, plan: Plan) -> tuple[Axis, Axis, dict[Any, Axis]]:
     """Return channels of an axis for what all stages do, for tied parameters, and for messages between stages."""
     most = max(numbered(plan.placement).values(), default=-1)
     between = {
-        (kind, i): axis.channel(f"pipeline {kind} {i}") for kind in ("activation", "gradient") for i in range(most + 1)
+        (kind, i): axis.channel(f"pipeline {kind} {i}").used_for(kind)
+        for kind in ("activation", "gradient")
+        for i in range(most + 1)
     }
-    return axis.channel("pipeline"), axis.channel("pipeline ties"), between
+    return axis.channel("pipeline"), axis.channel("pipeline ties").used_for("shared"), between
 
 
 def _ownership(step: Step, plan: Plan, name: str, partition: Any, own: Axis | None, ties: Axis | None) -> Ownership:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fds import loss as losses, tree
 from fds.collectives import Axis
+from fds.collectives.traffic import Expected
 from fds.errors import LossError
 from fds.step import Owned, Placement
 from fds.transforms.pipeline.packet import Shape
@@ -167,6 +168,16 @@ class Ownership(Placement):
         else:
             self.channel.start_send(flat, owners[0]).wait()
         self._spread(flat, owners)
+
+    def messages(self, name: str, numel: int, dtype: torch.dtype) -> list[Expected]:
+        """Return the messages of `add_up` on this rank: the first takes all gradients, and sends their sum."""
+        owners = self.ranks(name)
+        if len(owners) < 2 or not numel:
+            return []
+        assert self.channel is not None
+        first = self.index == owners[0]
+        others = owners[1:] if first else owners[:1]
+        return [Expected.of(self.channel, op, numel, dtype, peer=peer) for op in ("recv", "send") for peer in others]
 
     def _spread(self, flat: Tensor, owners: Sequence[int]) -> None:
         assert self.channel is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,11 +11,13 @@ from torch import Tensor
 
 from fds import random, tree
 from fds.collectives import Axis, fingerprint
+from fds.collectives.traffic import Expected
 from fds.errors import LossError
 from fds.step import Pass, PassResult, Runtime, SplitBatch, Totals, materialize, rows
 from fds.transforms.pipeline import ranks, serial
 from fds.transforms.pipeline.batches import check_same, digest
 from fds.transforms.pipeline.computations import Computations
+from fds.transforms.pipeline.expected import expected
 from fds.transforms.pipeline.failure import Failure, first
 from fds.transforms.pipeline.lowered import Lowered
 from fds.transforms.pipeline.ownership import Ownership
@@ -35,6 +37,7 @@ class Pipeline:
     dynamic: bool
     channels: Mapping[Any, Axis]
     whole: set[int] = tree.new(set)  # layers that B was seen to run whole: for `describe`
+    headers: dict[int, Any] = tree.new(dict)  # of what was seen to go over each border of this rank: for `describe`
 
     together = True
 
@@ -76,6 +79,16 @@ class Pipeline:
             asked["kinds"] = sorted({name for one in replies for name in one})
         return [getattr(torch, name) for name in asked["kinds"]]
 
+    def messages(self, everyone: Axis) -> Iterator[Expected]:
+        """Yield the report at the end, and what goes over the borders of this rank's stages, once a call has shown it.
+
+        Nothing is known of that where shapes may differ.
+        """
+        if self.axis is not None:
+            yield Expected.of(everyone, "exchange", what="step")
+            if not self.dynamic:
+                yield from expected(self.plan.row, self.owned.placement, self.channels, self.headers)
+
     def train(self, run: Pass) -> PassResult:
         """Run the plan."""
         assert run.sums is not None and run.seeds is not None
@@ -91,10 +104,14 @@ class Pipeline:
     def agree(self, ran: PassResult, everyone: Axis | None, runtime: Runtime, *, wide: bool) -> tuple[Totals, bool]:
         """Return the totals of the last stage. Raises, on every rank, what was raised on any."""
         try:
-            return self._agree(ran.totals, everyone, *ran.report, wide=wide)
+            totals, wide = self._agree(ran.totals, everyone, *ran.report, wide=wide)
         except BaseException:
             runtime.memories.clear()  # what was learned in a step that failed is not what comes next
             raise
+        if "step" not in runtime.asked:  # for `describe`
+            kinds = {name: "mean" if x.is_floating_point() else "sum" for name, x in totals.metrics.items()}
+            runtime.asked["step"] = [f"{name}: {kind}" for name, kind in kinds.items()]
+        return totals, wide
 
     def pieces(self, batch: SplitBatch, everyone: Axis | None) -> int:
         """Return the step's number of microbatches where the rows divide into them on all ranks, else 1."""
@@ -162,7 +179,11 @@ class Pipeline:
             return serial.run(plan.plan, work, failure)
         pool = run.runtime.pool if plan.plan.trains else None
         post = Post(pool, self.owned.placement, self.channels, self.owned.index, dynamic=self.dynamic, early=plan.early)
-        return ranks.run(plan, work, post, failure)
+        failure = ranks.run(plan, work, post, failure)
+        if plan.plan.trains:
+            for stage in post.borders:
+                self.headers[stage] = post.borders[stage].known
+        return failure
 
     def _agree(
         self,

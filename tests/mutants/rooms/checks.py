@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant(
         "notes-lose-the-maximum",
         "fds/step/notes.py",
-        'everyone.start_all_reduce(vector, "max").wait()',
+        'everyone.start_all_reduce(vector, "max", what="notes").wait()',
         "pass",
         "a rank knows the largest note of its own alone",
         "tests/laws/test_memory.py tests/unit/step/test_notes.py",

@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "ranks-divide-by-their-own-weight",
         "fds/step/seeds.py",
-        'self.data.start_all_reduce(near, "max").wait()',
+        'self.data.start_all_reduce(near, "max", what="weights").wait()',
         "pass",
         "data ranks begin backward at different divisors, which their sum mixes",
         "tests/transforms/test_mean_in_float16.py",

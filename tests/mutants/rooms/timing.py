@@ -31,8 +31,8 @@ MUTANTS = (
     Mutant(
         "a-capture-is-timed",
         "fds/step/ranges.py",
-        "elif not torch.cuda.is_current_stream_capturing():",
-        "else:",
+        "if torch.cuda.is_current_stream_capturing():",
+        "if False:",
         "events that are captured have no time",
         TIMED,
     ),

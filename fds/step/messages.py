@@ -1,0 +1,153 @@
+"""The messages of a call, by formula: from the layout, and what earlier calls of the step have learned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds.collectives import Axis
+from fds.collectives.traffic import Expected, MessageKind
+from fds.state import State
+from fds.step.all_stations import Stations
+from fds.step.seeds import Seeds
+from fds.step.sharding.footprint import seen_dtype, sum_dtype
+from fds.step.sharding.shard import Shard
+from fds.step.sharding.transport import Leg, Transport
+from fds.step.structure import Structure
+from fds.step.totals import numel_of
+
+
+@attrs.frozen
+class PredictedMessages:
+    """The messages of one kind in a call.
+
+    Attributes:
+        kind: what they have in common.
+        count: how many this rank starts.
+        bytes_sent: by this rank in all of them; 0 for texts, whose length is not predicted.
+        buckets: which flat buckets they carry, by number.
+        at_most: whether there may be fewer: at stage 3 before the first call, which learns when buckets are gathered.
+    """
+
+    kind: MessageKind
+    count: int
+    bytes_sent: int
+    buckets: tuple[int, ...] = ()
+    at_most: bool = False
+
+
+def predicted(step: Stations, structure: Structure, state: State) -> tuple[PredictedMessages, ...]:
+    """Return the messages that this rank starts in a call, by kind; nothing where no ranks share the step.
+
+    Those of an optimizer, of gradient maps and of the loss itself are theirs to know, and so are those of a transport
+    that is not the lossless one.
+    """
+    if step.everyone is None:
+        return ()
+    found: dict[MessageKind, PredictedMessages] = {}
+    for one in _all(step, structure, state, step.everyone):
+        if one.axis.size > 1 and one.count:
+            old = found.get(one.kind, PredictedMessages(one.kind, 0, 0))
+            buckets = old.buckets if one.bucket is None else (*old.buckets, one.bucket)
+            sums = old.count + one.count, old.bytes_sent + one.bytes_sent
+            found[one.kind] = PredictedMessages(one.kind, *sums, buckets, old.at_most or one.at_most)
+    return tuple(found.values())
+
+
+def _all(step: Stations, structure: Structure, state: State, everyone: Axis) -> Iterator[Expected]:
+    if step.shard is not None:
+        yield from _of_buckets(step, structure, step.shard)
+    yield from step.execute.messages(everyone)
+    yield from _of_shared(step, structure)
+    yield from _of_agreement(step, structure, state, everyone)
+    kinds = step.place.residency.kinds  # who reads and writes elsewhere hears from all ranks whether they could
+    times = 0 if not kinds else 2 + ("gradients" in kinds or step.place.speculate) + step.place.speculate
+    yield Expected.of(everyone, "exchange", count=times, what="what lives elsewhere")
+
+
+def _of_buckets(step: Stations, structure: Structure, shard: Shard) -> Iterator[Expected]:
+    """Yield what gathers parameters and sums gradients."""
+    layout, reduce, n = structure.layout, step.reduce, step.split.num_microbatches
+    assert layout is not None
+    learned = step.runtime.memories.get(("step", layout))
+    plan = None if learned is None or learned.plan is None else Counter(learned.plan)
+    passing = step.gather.passing(layout, shard) if shard.gathers_on_use else {}
+    for i, bucket in enumerate(layout.buckets):
+
+        def leg(
+            name: Leg, op: str, dtype: torch.dtype, count: int = 1, *, at_most: bool = False, i: int = i
+        ) -> Iterator[Expected]:
+            transport = step.gather.transport if name == "gather" else reduce.transport
+            if name in shard.legs and getattr(type(transport), name) is getattr(Transport, name):
+                axis, numel = shard.legs[name], layout.buckets[i].length
+                yield Expected.of(axis, op, numel, dtype, count=count, bucket=i, at_most=at_most)
+
+        if structure.sharded:
+            on_use = i in passing
+            times = 1 if not on_use else 2 * n if plan is None else plan["gather", i]
+            yield from leg("gather", "all_gather", seen_dtype(step, bucket), times, at_most=on_use and plan is None)
+        if not bucket.trained:
+            continue
+        summed = sum_dtype(step, bucket)
+        sent = reduce.dtype or summed
+        each = shard.reduces_each_microbatch
+        times = 1 if not each else n if plan is None else plan["reduce", i]
+        yield from leg("reduce", "reduce_scatter", sent, times)
+        if not shard.slices_state:
+            yield from leg("spread", "all_gather", sent)
+        yield from leg("combine", "all_reduce", summed if shard.slices_state else sent)
+    if shard.reduces_each_microbatch:  # in an order of their own, whose end all come to
+        ends = 1 if plan is None or learned is None else len(learned.ends)
+        yield Expected.of(shard.axis, "exchange", count=ends, what="step")
+
+
+def _of_shared(step: Stations, structure: Structure) -> Iterator[Expected]:
+    """Yield what sums the gradients of parameters that several ranks hold."""
+    for part, segments in zip(structure.trained, structure.segments, strict=True):
+        if segments and step.dimensions.differing:
+            leaf = structure.leaves[segments[0].name]
+            dtype = step.sum.dtype or step.gather.dtype_of(leaf.name, leaf.dtype)
+            for _, placement in step.dimensions.differing:
+                yield from placement.messages(leaf.name, structure.shapes[part].numel(), dtype)
+
+
+def _of_agreement(step: Stations, structure: Structure, state: State, everyone: Axis) -> Iterator[Expected]:
+    """Yield what ranks agree by: the loss, metrics, norms, buffers and notes, as numbers in float64."""
+    dimensions, asked, notes = step.dimensions, step.runtime.asked, step.notes(state)
+    trained = [structure.leaves[name] for name in structure.trained_names]
+    kinds = [step.gather.dtype_of(leaf.name, leaf.dtype) for leaf in trained]
+    others = [step.reduce.dtype, *(getattr(context, "dtype", None) for context in step.context)]
+    seeds = Seeds.of(
+        None if step.scale is None else torch.ones(()),
+        step.split.num_microbatches,
+        kinds,
+        step.sum.dtype,
+        others,
+        data=dimensions.data,
+        asked=asked,
+        order=None,
+    )
+    divides = seeds.share is not None
+    weights = divides and asked.get("weights") == ["Mean"]
+    if weights and dimensions.data is not None:
+        yield Expected.of(dimensions.data, "all_reduce", 2, torch.float64, what="weights")
+
+    numel = 4 + sum(1 if name.endswith(": mean") else 2 for name in asked.get("step", ()))  # call, use, loss and weight
+    if step.commit is not None or weights or any(m.norm for m in step.measure):
+        numel += everyone.size
+    numel += 2 * divides + 2 * (dimensions.repeats[1] > 1)
+    sums, buffers = numel_of(notes.sums()), numel_of(state.buffers.values())
+    if dimensions.data is everyone:
+        numel += buffers
+    elif dimensions.data is not None and buffers:
+        yield Expected.of(dimensions.data, "all_reduce", buffers, torch.float64, what="buffers")
+    yield Expected.of(everyone, "all_reduce", numel + (0 if notes.late else sums), torch.float64, what="scalars")
+    if notes.late and sums:
+        yield Expected.of(everyone, "all_reduce", sums, torch.float64, what="notes")
+    if largest := notes.largest():
+        dtype = torch.int64
+        yield Expected.of(everyone, "all_reduce", sum(map(Tensor.numel, largest)), dtype, what="notes")
