@@ -16,7 +16,7 @@ from fds.step.all_stations import Stations
 from fds.step.seeds import Seeds
 from fds.step.sharding.footprint import seen_dtype, sum_dtype
 from fds.step.sharding.shard import Shard
-from fds.step.sharding.transport import Leg, Transport
+from fds.step.sharding.transport import Leg
 from fds.step.structure import Structure
 from fds.step.totals import numel_of
 
@@ -76,30 +76,27 @@ def _of_buckets(step: Stations, structure: Structure, shard: Shard) -> Iterator[
     learned = step.runtime.memories.get(("step", layout))
     plan = None if learned is None or learned.plan is None else Counter(learned.plan)
     passing = step.gather.passing(layout, shard) if shard.gathers_on_use else {}
+
+    def leg(name: Leg, i: int, dtype: torch.dtype, count: int = 1, *, at_most: bool = False) -> Iterator[Expected]:
+        transport = step.gather.transport if name == "gather" else reduce.transport
+        for axis in filter(None, [shard.legs.get(name)]):
+            for one in transport.messages(name, axis, layout.buckets[i].length, dtype):
+                yield attrs.evolve(one, count=count * one.count, bucket=i, at_most=at_most)
+
     for i, bucket in enumerate(layout.buckets):
-
-        def leg(
-            name: Leg, op: str, dtype: torch.dtype, count: int = 1, *, at_most: bool = False, i: int = i
-        ) -> Iterator[Expected]:
-            transport = step.gather.transport if name == "gather" else reduce.transport
-            if name in shard.legs and getattr(type(transport), name) is getattr(Transport, name):
-                axis, numel = shard.legs[name], layout.buckets[i].length
-                yield Expected.of(axis, op, numel, dtype, count=count, bucket=i, at_most=at_most)
-
         if structure.sharded:
             on_use = i in passing
             times = 1 if not on_use else 2 * n if plan is None else plan["gather", i]
-            yield from leg("gather", "all_gather", seen_dtype(step, bucket), times, at_most=on_use and plan is None)
+            yield from leg("gather", i, seen_dtype(step, bucket), times, at_most=on_use and plan is None)
         if not bucket.trained:
             continue
         summed = sum_dtype(step, bucket)
         sent = reduce.dtype or summed
         each = shard.reduces_each_microbatch
-        times = 1 if not each else n if plan is None else plan["reduce", i]
-        yield from leg("reduce", "reduce_scatter", sent, times)
+        yield from leg("reduce", i, sent, 1 if not each else n if plan is None else plan["reduce", i])
         if not shard.slices_state:
-            yield from leg("spread", "all_gather", sent)
-        yield from leg("combine", "all_reduce", summed if shard.slices_state else sent)
+            yield from leg("spread", i, sent)
+        yield from leg("combine", i, summed if shard.slices_state else sent)
     if shard.reduces_each_microbatch:  # in an order of their own, whose end all come to
         ends = 1 if plan is None or learned is None else len(learned.ends)
         yield Expected.of(shard.axis, "exchange", count=ends, what="step")

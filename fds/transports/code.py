@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fds import random
 from fds.collectives import Axis, Work
+from fds.collectives.traffic import Expected
 from fds.step import Leg, Pending, Transport
 
 
@@ -157,6 +158,13 @@ class Coded(Transport):
         if leg == "combine":
             return 2 * (size - 1) * self.code.num_bytes(-(-numel // size))
         return (size - 1) * self.code.num_bytes(numel // size)
+
+    def messages(self, leg: Leg, axis: Axis, numel: int, dtype: torch.dtype) -> list[Expected]:
+        """Return the messages of a leg: one to each rank, one to all, or for `combine` both."""
+        n = -(-numel // axis.size) if leg == "combine" else numel
+        each = Expected.of(axis, "all_to_all", axis.size * self.code.num_bytes(n), torch.uint8)
+        to_all = Expected.of(axis, "all_gather", self.code.num_bytes(n), torch.uint8)
+        return {"reduce": [each], "combine": [each, to_all]}.get(leg, [to_all])
 
     def _decode(self, messages: Tensor, whole: Tensor) -> None:
         for message, out in zip(messages, whole.view(len(messages), -1), strict=True):

@@ -67,7 +67,7 @@ def piped(schedule, *others, loss=None, stage=None, shape=None, **options) -> Ca
 BF16, HALF = fds.precision(torch.bfloat16), fds.precision(torch.float16)
 CLIP, SCALE, ACC = fds.clip_by_global_norm(1.0), fds.loss_scale(initial=2.0**8), fds.accumulate(3)
 FOUR, GRID = {"copies": 2, "dp": 2}, {"pp": 2, "dp": 2}
-PLANS = fds.plans
+PLANS, QUANTIZED = fds.plans, fds.transports.quantized(8)
 
 CASES: dict[str, Case] = {
     "stage 0": sharded(0),
@@ -91,6 +91,9 @@ CASES: dict[str, Case] = {
     "stage 1, two copies": sharded(1, CLIP, shape=FOUR),
     "stage 0, two copies": sharded(0, BF16, shape=FOUR),
     "stage 3, two copies": sharded(3, ACC, shape=FOUR),
+    "stage 0, quantized": sharded(0, gradients=QUANTIZED),
+    "stage 2, 1 bit, accumulated": sharded(2, ACC, gradients=fds.transports.onebit(), weights=QUANTIZED),
+    "stage 1, quantized, two copies": sharded(1, gradients=QUANTIZED, weights=QUANTIZED, shape=FOUR),
     "1F1B": piped(PLANS.one_f_one_b),
     "GPipe, tied layers": piped(PLANS.gpipe, CLIP, loss=tied, partition=[0, 2, 4]),
     "1F1B, interleaved": piped(PLANS.interleaved(2), loss=dense(8)),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fds.collectives import Axis, Work
+from fds.collectives.traffic import Expected
 
 Leg = Literal["reduce", "spread", "combine", "gather"]
 
@@ -88,6 +89,16 @@ class Transport:
         `numel` and `dtype` are those of `whole`, in `combine` of `own`.
         """
         return numel * dtype.itemsize * (size - 1) / size * (2 if leg == "combine" else 1)
+
+    def messages(self, leg: Leg, axis: Axis, numel: int, dtype: torch.dtype) -> list[Expected]:
+        """Return the messages of a leg of a slice (numel,), for `describe`; of a leg that is overridden, none.
+
+        `dtype` is that of `whole`, in `combine` of `own`. A transport that overrides a leg may override this.
+        """
+        if getattr(type(self), leg) is not getattr(Transport, leg):
+            return []
+        op = {"reduce": "reduce_scatter", "combine": "all_reduce", "spread": "all_gather", "gather": "all_gather"}
+        return [Expected.of(axis, op[leg], numel, dtype)]
 
     def __repr__(self) -> str:
         return "lossless" if type(self) is Transport else type(self).__name__
