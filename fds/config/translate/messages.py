@@ -8,7 +8,7 @@ from fds.config.keys.groups import Groups
 from fds.errors import ConfigError, nearest
 from fds.timing import OPERATIONS
 
-# DeepSpeed's names of what has another name here, or is sent as something else; None for what is never sent.
+# DeepSpeed's names of what has another name here, and of what is never sent.
 _SAME = {"isend": "send", "irecv": "recv", "monitored_barrier": "barrier", "broadcast_object_list": "exchange"}
 _SAME |= {"all_gather_object": "exchange", "inference_all_reduce": "all_reduce"}
 _NEVER = ("gather", "reduce", "scatter")
