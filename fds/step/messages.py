@@ -85,9 +85,14 @@ def _of_buckets(step: Stations, structure: Structure, shard: Shard) -> Iterator[
 
     for i, bucket in enumerate(layout.buckets):
         if structure.sharded:
-            on_use = i in passing
+            on_use, dtype, second = i in passing, seen_dtype(step, bucket), shard.secondary
             times = 1 if not on_use else 2 * n if plan is None else plan["gather", i]
-            yield from leg("gather", i, seen_dtype(step, bucket), times, at_most=on_use and plan is None)
+            at_most = on_use and plan is None
+            first = times if second is None else min(times, 1)
+            yield from leg("gather", i, dtype, first, at_most=at_most)
+            if second is not None:  # from where it is gathered again
+                again = Expected.of(second, "all_gather", bucket.numel // second.size, dtype, count=times - first)
+                yield attrs.evolve(again, bucket=i, at_most=at_most)
         if not bucket.trained:
             continue
         summed = sum_dtype(step, bucket)

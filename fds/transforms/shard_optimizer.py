@@ -80,7 +80,7 @@ def shard_optimizer(
         max_live_bytes,
         prefetch,
         persist_below,
-        secondary.channel("step again") if secondary is not None and secondary.size > 1 else None,
+        secondary.channel("step again").used_for("gather") if secondary is not None and secondary.size > 1 else None,
         None if predivide is None else float(predivide),
     )
 

@@ -48,8 +48,10 @@ def sharded(stage, *others, loss=None, shape=None, **options) -> Case:
     sizes = {"dp": 2} if shape is None else shape
 
     def parts(mesh):
-        more = dict(options, replicate=mesh["copies"]) if "copies" in sizes else options
-        return [fds.shard_optimizer(mesh["dp"], stage=stage, **{"bucket_bytes": 300, **more}), *others]
+        more = {"replicate": mesh["copies"]} if "copies" in sizes else {}
+        more |= {"secondary": mesh["local"]} if "local" in sizes else {}
+        axis = mesh["dp", "local"] if "local" in sizes else mesh["dp"]
+        return [fds.shard_optimizer(axis, stage=stage, **{"bucket_bytes": 300, **options, **more}), *others]
 
     return sizes, parts, loss or dense()
 
@@ -94,6 +96,7 @@ CASES: dict[str, Case] = {
     "stage 0, quantized": sharded(0, gradients=QUANTIZED),
     "stage 2, 1 bit, accumulated": sharded(2, ACC, gradients=fds.transports.onebit(), weights=QUANTIZED),
     "stage 1, quantized, two copies": sharded(1, gradients=QUANTIZED, weights=QUANTIZED, shape=FOUR),
+    "stage 3, secondary": sharded(3, ACC, weights=QUANTIZED, shape={"dp": 2, "local": 2}),
     "1F1B": piped(PLANS.one_f_one_b),
     "GPipe, tied layers": piped(PLANS.gpipe, CLIP, loss=tied, partition=[0, 2, 4]),
     "1F1B, interleaved": piped(PLANS.interleaved(2), loss=dense(8)),
