@@ -7,9 +7,10 @@
     python examples/train_gpt.py --ranks 2 --pipeline zb_h1 --stages 2     # half of the layers on each of two ranks
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py
 
-A run is a folder: `options.json`, `log.jsonl`, `save/` (its last state) and, at the end, `curve.png`. A new run into
-the folder of another one replaces it; ranks that torchrun restarts continue from the last save. The batch is that of
-all ranks, so their number changes the speed of a run but not its curve, and a run may resume with another number.
+A run is a folder: `options.json`, `run.json`, `log.jsonl`, `save/` (its last state) and, at the end, `curve.png`;
+`fds report FOLDER` makes a page of it. A new run into the folder of another one replaces it; ranks that torchrun
+restarts continue from the last save. The batch is that of all ranks, so their number changes the speed of a run but not
+its curve, and a run may resume with another number.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ def train(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> int
             )
     else:
         state = step.init(params, key=options.seed)
+    fds.record_run(out, step, state, config=kept(options))
+    timed = fds.timed(every=10)
     text, done, last = text.to(device), int(state.calls), options.steps
     console = Console() if shown else Console(quiet=True, force_terminal=False)
     size = sum(x.numel() for x in fds.tree.leaves(params))
@@ -113,8 +116,10 @@ def train(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> int
         last, start=done, title=title, names=SHOWN, curve="bits_per_byte", log=out / "log.jsonl", console=console
     ) as progress:
         for _ in progress:
-            state, metrics = step(state, next_batch(text, state, options, mesh["dp"]))
-            progress(metrics, tokens=options.batch * options.context)
+            batch = next_batch(text, state, options, mesh["dp"])
+            with timed(state):
+                state, metrics = step(state, batch)
+            progress({**metrics, **timed.metrics()}, tokens=options.batch * options.context)
             done = progress.done
             if done % options.eval_every == 0 or done == last:
                 with progress.paused():
@@ -199,6 +204,7 @@ def summary(out: Path, options: argparse.Namespace) -> str:
             f"held out  [bold]{last['held_out']:.3f}[/] bits per byte",
             f"trained   {options.steps} steps of {options.batch * options.context:,} bytes in {last['seconds']:.0f} s",
             f"curve     {picture}",
+            f"page      fds report {out}",
             f"log       {log}",
             f"save      {out / 'save'}",
         )
@@ -331,8 +337,12 @@ def settle(options: argparse.Namespace, text: Text, out: Path, mesh: Mesh) -> No
     if options.steps < 1:
         options.steps = steps_within(options, text, mesh)
     if mesh.rank == 0:
-        kept = {name: value for name, value in vars(options).items() if name not in ("out", "resume", "quick")}
-        (out / "options.json").write_text(json.dumps(kept, indent=1) + "\n")
+        (out / "options.json").write_text(json.dumps(kept(options), indent=1) + "\n")
+
+
+def kept(options: argparse.Namespace) -> dict:
+    """Return the options that a resumed run keeps."""
+    return {name: value for name, value in vars(options).items() if name not in ("out", "resume", "quick")}
 
 
 def begin(options: argparse.Namespace, out: Path) -> None:
@@ -349,7 +359,7 @@ def begin(options: argparse.Namespace, out: Path) -> None:
                 got=str(out),
                 want="a new or empty folder, or an earlier run's",
             )
-        for name in ("options.json", "log.jsonl", "curve.png"):
+        for name in ("options.json", "run.json", "log.jsonl", "curve.png", "report.html"):
             (out / name).unlink(missing_ok=True)
         shutil.rmtree(out / "save", ignore_errors=True)
         out.mkdir(parents=True, exist_ok=True)

@@ -61,6 +61,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     # what is seen of it
     from fds.monitors import monitor
     from fds.timing import messages, timed, trace
+    from fds.reporting import record_run, report
 
     # what is wrong with it
     from fds.debugging import check_ranks, dump_state, watch
@@ -97,6 +98,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
         media as media,
         microbatches as microbatches,
         profiling as profiling,
+        reporting as reporting,
         state as state,
         step as step,
         storage as storage,
@@ -140,14 +142,15 @@ __getattr__, __dir__ = lazily(
         "fds.monitors": "monitor",
         "fds.timing": "messages timed trace",
         "fds.debugging": "check_ranks dump_state watch",
+        "fds.reporting": "record_run report",
         "fds.data": "DistributedLoader RepeatingLoader",
         "fds.config.arguments": "add_config_arguments",
         "fds.config.initialize": "initialize",
         "fds.errors": "FdsError",
     },
     submodules="autodiff collectives command_line config containers curvature data debugging display errors kernels "
-    "layout loss media microbatches monitors nn optim plans profiling random schedules state step storage timing "
-    "transforms transports tree",
+    "layout loss media microbatches monitors nn optim plans profiling random reporting schedules state step storage "
+    "timing transforms transports tree",
 )
 
 __all__ = [
@@ -220,7 +223,9 @@ __all__ = [
     "profiled",
     "random",
     "recipe",
+    "record_run",
     "reference_kernels",
+    "report",
     "save",
     "save_async",
     "schedules",

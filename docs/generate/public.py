@@ -37,6 +37,7 @@ ROOMS = (  # in the order of data flow
     "fds.timing",
     "fds.transports",
     "fds.debugging",
+    "fds.reporting",
     "fds.config",
     "fds.command_line",
     "fds.errors",

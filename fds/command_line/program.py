@@ -20,6 +20,7 @@ COMMANDS = {  # name -> module and function that fill its parser, and its line i
     "explain": ("config:fill_explain", "say what a DeepSpeed configuration comes to, as Python"),
     "config": ("config:fill", "all about such configurations: explain, schema, table"),
     "plans": ("plans:fill", "draw a pipeline schedule, its time and its memory"),
+    "report": ("report:fill", "write one page about a run, or about several beside each other"),
     "storage": ("storage:fill", "look into saves: show, verify, export, diff"),
 }
 EXAMPLES = {
@@ -27,6 +28,7 @@ EXAMPLES = {
     "fds explain ds_config.json --world-size 8": "read a configuration as a program",
     "fds plans one_f_one_b --stages 4 --microbatches 8": "see where a pipeline waits",
     "fds storage show runs/gpt/save": "see what a run has saved",
+    "fds report runs/gpt": "see how a run went: one HTML file",
 }
 SIGPIPE = 128 + 13  # the exit code of a process that it ends
 AFTER = "`fds COMMAND --help` has the options and examples of a command; docs/command-line.md shows what they print."

@@ -58,7 +58,8 @@ def as_ranks(number: int, *arguments: object) -> list[Program]:
 def lines(out: Path) -> list[dict]:
     """Read a log without its clock."""
     found = [json.loads(text) for text in (out / "log.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in CLOCK} for line in found]
+    own = lambda name: name not in CLOCK and not name.startswith("elapsed_time_ms_")
+    return [{name: value for name, value in line.items() if own(name)} for line in found]
 
 
 def saved(out: Path) -> dict[str, torch.Tensor]:

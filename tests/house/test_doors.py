@@ -42,6 +42,7 @@ ROOMS["display"] = "_html collectives errors"
 ROOMS["timing"] = "collectives errors state step"
 ROOMS["monitors"] = "collectives display errors state"
 ROOMS["debugging"] = f"step storage profiling display {BELOW_STEP}"
+ROOMS["reporting"] = "_html collectives display errors plans state step storage transforms"
 ROOMS["config"] = " ".join(ROOMS)
 ROOMS["command_line"] = " ".join(ROOMS)
 VERSION = "fds.__version__"  # which every room may ask for: it is there before any of them
