@@ -2,7 +2,7 @@
 
 `fds.monitor` is given the state and the metrics after each step. It waits for no GPU and changes no number. Where an
 event belongs follows from the state, so a run that was killed and goes on from its last save has every step once.
-`fds.timed` times forward, backward and the rest of a step, in every so many calls.
+`fds.timed` times forward, backward and the rest of a step, in every so many calls. `fds.report` makes one page of it all.
 """
 
 import csv
@@ -51,6 +51,7 @@ timed = fds.timed(every=10, samples=ROWS)
 
 def train(state, until):
     """Train, and have it written; with `fds.monitors.TensorBoard(folder)`, `WandB()` or `Comet()` there as well."""
+    fds.record_run(folder, step, state, config={"lr": 0.01, "rows": ROWS})  # what the metrics do not say
     sinks = CSV(folder), JSONL(folder / "log.jsonl", every=10), Console(every=100), worst
     with fds.monitor(*sinks, batch_size=ROWS) as monitor:  # x counts samples, as DeepSpeed's does
         while int(state.calls) < until:
@@ -78,3 +79,8 @@ assert [line["step"] for line in lines if "Train/Samples/eval_loss" in line] == 
 assert timed.last is not None and lines[0]["Train/Samples/elapsed_time_ms_backward"] > 0
 print(timed.last)
 assert float(rows[-1][1]) < float(rows[0][1]) / 3 and worst.value > 0
+
+# All that lies in the folder, as one file for a browser: curves, times, the step in words, the machine.
+page = fds.report(folder).read_text()  # `fds report FOLDER`
+assert "went on" in page and "ClipNorm(max_norm=1.0)" in page
+print(f"{len(page):,} characters in {folder / 'report.html'}")

@@ -63,6 +63,7 @@ NOT_ON_A_GPU = {
     "tests/display": _OF_THE_HOST,
     "tests/monitors": _OF_THE_HOST,
     "tests/timing": _OF_THE_HOST,
+    "tests/reporting": _OF_THE_HOST,
     "tests/examples": _PROCESSES,
     "tests/fuzzing": _PROCESSES,
     "tests/house": _OF_THE_HOST,

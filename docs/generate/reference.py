@@ -32,6 +32,7 @@ TITLES = {
     "fds.timing": "Times of a step",
     "fds.transports": "Messages in fewer bytes",
     "fds.debugging": "Debugging a run",
+    "fds.reporting": "The page of a run",
     "fds.config": "DeepSpeed's configuration",
     "fds.command_line": "The command line",
     "fds.errors": "Errors",

@@ -40,7 +40,7 @@ class Finding:
 def findings(run: Run) -> list[Finding]:
     """Return what of a run deserves a look, problems first."""
     found = [*_not_finite(run), *_skipped(run), *_spikes(run), *_worse(run), *_slower(run), *_waits(run)]
-    found += [*_bubble(run), *_stragglers(run), *_cut(run), *_unreadable(run)]
+    found += [*_bubble(run), *_stragglers(run), *_late(run), *_cut(run), *_unreadable(run)]
     return sorted(found, key=lambda one: one.level != "problem")
 
 
@@ -140,6 +140,15 @@ def _stragglers(run: Run) -> Iterator[Finding]:
         slow = [f"rank {rank} ({ms / typical:.2f} times)" for rank, ms in work.items() if ms > 1.2 * typical > 0]
         if slow:
             yield Finding("note", f"by {file} these ranks work longer than the typical one: {', '.join(slow[:8])}")
+
+
+def _late(run: Run) -> Iterator[Finding]:
+    ranks = () if run.messages is None else run.messages.ranks
+    waits = {one.rank: one.for_others_ms for one in ranks}
+    typical = float(np.median(list(waits.values()))) if waits else 0.0
+    late = [f"rank {rank}" for rank, ms in waits.items() if ms < typical / 4]
+    if late:
+        yield Finding("note", f"the others wait for {', '.join(late[:8])}: {typical:,.1f} ms in the messages compared")
 
 
 def _cut(run: Run) -> Iterator[Finding]:

@@ -29,9 +29,9 @@ class Kind:
 
 
 _KINDS = {  # a name that matches is of that kind; the first counts
-    r"(comms|messages)\b.*(bytes|size).*": Kind(MESSAGES, "B"),
-    r"(comms|messages)\b.*(_ms|latency|wait).*": Kind(MESSAGES, "ms"),
-    r"(comms|messages)\b.*": Kind(MESSAGES),
+    r"messages.*_bytes_sent": Kind(MESSAGES, "B"),
+    r"messages.*_ms": Kind(MESSAGES, "ms"),
+    r"messages(_.*)?": Kind(MESSAGES),
     rf"{TIMES}.*": Kind(TIME, "ms"),
     r"tokens_per_s": Kind(SPEED, "/s", rank=10),
     r"samples_per_s": Kind(SPEED, "/s", rank=20),

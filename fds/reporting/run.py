@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from fds.errors import FdsError
+from fds.reporting.messages import NAME as MESSAGES, Table, read_messages
 from fds.reporting.record import FORMAT, NAME, Record, read_record
 from fds.reporting.series import Series, read_lines, read_table
 from fds.storage.disk.folders import find, tags
@@ -39,6 +40,7 @@ class Run:
         path: its directory.
         series: name -> metric.
         record: what it says of itself.
+        messages: their table, None where none was kept.
         saves: in the order of calls.
         traces: file -> events of Chrome's format.
         files: those that were read.
@@ -50,6 +52,7 @@ class Run:
     path: Path
     series: dict[str, Series] = attrs.field(factory=dict)
     record: Record = attrs.field(factory=lambda: Record(FORMAT, ()))
+    messages: Table | None = None
     saves: list[Save] = attrs.field(factory=list)
     traces: dict[str, list[Any]] = attrs.field(factory=dict)
     files: list[str] = attrs.field(factory=list)
@@ -120,9 +123,12 @@ def _keep(run: Run, name: str, series: Series) -> None:
 
 
 def _read_json(run: Run, path: Path) -> bool:
-    """Read `run.json`, or a trace; other files of JSON are not of fds."""
+    """Read `run.json`, `messages.json`, or a trace; other files of JSON are not of fds."""
     if path.name == NAME:
         run.record = read_record(path)
+        return True
+    if path.name == MESSAGES:
+        run.messages = read_messages(path)
         return True
     if path.stat().st_size > MOST_TRACE_BYTES or b'"traceEvents"' not in path.read_bytes()[:4096]:
         return False

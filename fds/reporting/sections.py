@@ -13,6 +13,7 @@ from fds.reporting.figures import UNKNOWN, differences, figures, flat
 from fds.reporting.findings import Finding, timeline
 from fds.reporting.lanes import picture
 from fds.reporting.markup import Html, bar, folded, html, pairs, run_color, swatch, table
+from fds.reporting.messages import Table
 from fds.reporting.metrics import CURVES, MEMORY, MESSAGES, PARTS, SPEED, TIME
 from fds.reporting.run import Run
 
@@ -53,7 +54,7 @@ def sections(told: Told) -> Iterator[tuple[str, str, str]]:
         ("speed", "Throughput", lambda told: _charts(told, SPEED)),
         ("time", "Time of a call", _time),
         ("memory", "Memory", lambda told: told.each(_bytes) + _charts(told, MEMORY)),
-        ("messages", "Messages", lambda told: told.each(_sent) + _charts(told, MESSAGES)),
+        ("messages", "Messages", lambda told: told.each(_messages) + _charts(told, MESSAGES)),
         ("timeline", "Who runs when", lambda told: told.each(lambda run: _planned(run) + _traced(run))),
         ("differences", "What differs", _differences),
         ("configuration", "Configuration", lambda told: told.each(_configuration)),
@@ -143,10 +144,34 @@ def _bytes(run: Run) -> str:
     return said + bar(amounts, lambda n: _html.num_bytes(int(n)), "bytes") + where + table((), places, numbers=True)
 
 
-def _sent(run: Run) -> str:
+def _messages(run: Run) -> str:
     rows = [(station, _html.num_bytes(n)) for station, n in run.record.sent.items() if n]
     said = _html.text("What a rank sends in a step, predicted from its composition:") if rows else ""
-    return said + table((), rows, numbers=True)
+    return said + table((), rows, numbers=True) + ("" if run.messages is None else _watched(run.messages))
+
+
+def _watched(messages: Table) -> str:
+    """Return messages as they were watched: by kind, and by rank."""
+    size = lambda n: UNKNOWN if n is None else _html.num_bytes(n)
+    rows = [
+        (
+            f"{row.what or 'other'}: {row.op} of {size(row.num_bytes)} on {row.axis}",
+            f"{row.count:,}",
+            UNKNOWN if row.predicted_count is None else f"{row.predicted_count:,}",
+            size(row.bytes_sent),
+            size(row.predicted_bytes),
+            f"{row.latency_ms / row.timed:,.3f} ms" if row.timed else UNKNOWN,
+            f"{row.waited_ms / row.timed:,.3f} ms" if row.timed else UNKNOWN,
+            UNKNOWN if row.bus_gb_per_s is None else f"{row.bus_gb_per_s:,.3g} GB/s",
+        )
+        for row in messages.rows
+    ]
+    ranks = [(f"rank {it.rank}", f"{it.waited_ms:,.1f} ms", f"{it.for_others_ms:,.1f} ms") for it in messages.ranks]
+    head = ("", "number", "predicted", "sent", "predicted", "latency", "waited", "bus")
+    said = _html.text(f"What the first rank sent in {messages.calls:,} calls that were watched:")
+    whom = _html.text("How long ranks waited; those for which the others wait have the least:") if ranks else ""
+    tables = table(head, rows, numbers=True) + whom + table(("", "waited", "for others"), ranks, numbers=True)
+    return said + tables
 
 
 def _planned(run: Run) -> str:
