@@ -38,6 +38,8 @@ def test_a_run_leaves_a_log_a_curve_a_save_and_prints_a_sample(tmp_path: Path):
     assert [line["step"] for line in lines(tmp_path / "run") if "held_out" in line] == [10, 20]
     assert (tmp_path / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "embedding.weight" in " ".join(saved(tmp_path / "run"))
+    page = fds.report(tmp_path / "run").read_text()
+    assert all(word in page for word in ('"bits_per_byte"', "parts of a call", "eval_every", "save/last", "optimizer"))
     for word in ("a sample", "def ", "bits per byte", "step 20/20", "tokens/s", "curve.png", "log.jsonl"):
         assert word in said
 
