@@ -30,6 +30,8 @@ def report(*runs: str | Path, path: str | Path | None = None) -> Path:
     """
     if not runs or not all(is_a(run, str | Path) for run in runs):
         raise FdsError("not runs", where="report", got=repr(runs)[:80], want='fds.report("runs/one")')
+    if not is_a(path, str | Path | None):
+        raise FdsError("not a path", where="report, path", got=repr(path)[:80], want='"report.html", or None')
     folders = [Path(run) for run in runs]
     read = [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     target = Path(path) if path is not None else (folders[0] if len(folders) == 1 else Path()) / NAME

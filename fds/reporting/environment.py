@@ -31,7 +31,7 @@ def environment(device: torch.device, axes: dict[str, int], num_ranks: int) -> d
         "ranks": str(num_ranks),
         "axes": ", ".join(f"{name}={size}" for name, size in axes.items()),
         "program": shlex.join(sys.argv),
-        "commit": _commit(Path(sys.argv[0] or ".").resolve().parent),
+        "commit": _commit(Path("".join(sys.argv[:1]) or "-c").resolve().parent),
     }
     return {name: text for name, text in found.items() if text}
 
@@ -60,7 +60,7 @@ def _commit(folder: Path) -> str:
     try:
         head = _git(folder, "rev-parse", "HEAD")
         return head and head + ", with changes" * bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, ValueError, subprocess.SubprocessError):
         return ""
 
 

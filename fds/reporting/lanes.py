@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -32,7 +33,9 @@ def slices(events: list[Any]) -> list[Slice]:
     found: list[Slice] = []
     for event in events:
         match event:
-            case {"ph": "X", "pid": int(rank), "name": str(name), "ts": float(at), "dur": float(us)}:
+            case {"ph": "X", "pid": int(rank), "name": str(name), "ts": float(at), "dur": float(us)} if (
+                math.isfinite(at) and 0 <= us < math.inf
+            ):
                 found.append(Slice(rank, name, at / 1e3, us / 1e3))
     return sorted(found, key=lambda one: (one.rank, one.start, -one.ms))
 

@@ -156,7 +156,7 @@ function draw(figure) {
     grid.append(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, word));
   }
   const across = view.over === "t" ? time : (x) => (x < 1e5 ? number(x) : scaled(x, ["", "k", "M", "G", "T"], 1000));
-  for (const v of ticks(first, last, Math.max(2, width / 110))) {
+  for (const v of ticks(first, last, Math.max(2, width / 110)).filter((v) => view.over === "t" || last - first < 2 || Number.isInteger(v))) {
     const end = X(v) > width - 40;
     grid.append(svg("text", { x: end ? width - RIGHT : X(v), y: height - 5, "text-anchor": end ? "end" : "middle" }, across(v)));
   }

@@ -94,7 +94,7 @@ def _try(run: Run, file: str, read: Callable[[], bool]) -> None:
     try:
         if read():
             run.files.append(file)
-    except (FdsError, OSError) as error:
+    except (FdsError, OSError, RecursionError) as error:
         run.unreadable[file] = str(error)
 
 
@@ -118,7 +118,7 @@ def _note_cut(run: Run, path: Path) -> bool:
 def _keep(run: Run, name: str, series: Series) -> None:
     """Keep a metric; of one that several files have, the one with more points. Tables have other tags for slashes."""
     known = next((one for one in run.series if one.replace("/", "_") == name.replace("/", "_")), name)
-    if known not in run.series or len(series) > len(run.series[known]):
+    if len(series) > len(run.series.get(known, ())):
         run.series[known] = series
 
 

@@ -75,7 +75,12 @@ def _glance(told: Told) -> str:
 
 
 def _findings(told: Told) -> str:
-    at = {line.label: index for index, chart in enumerate(told.charts) for line in chart.lines if not chart.stacked}
+    at = {
+        line.label: index
+        for index, chart in enumerate(told.charts[:MOST_CHARTS])
+        for line in chart.lines
+        if not chart.stacked
+    }
     lines: list[str] = []
     for run, found in enumerate(told.found):
         of = f"{told.name(run)}: " if len(told.runs) > 1 else ""
@@ -217,7 +222,7 @@ def _files(run: Run) -> str:
         for save in run.saves
     ]
     failed = table(("not read", "why"), list(run.unreadable.items()))
-    read = folded(f"{len(run.files)} files were read", "\n".join([f"in {run.path}:", *run.files]))
+    read = folded(f"files that were read ({len(run.files)})", "\n".join([f"in {run.path}:", *run.files]))
     return table(("save", "calls", "bytes", "saved", "composition"), saves) + failed + read
 
 

@@ -254,11 +254,18 @@ def test_the_command_says_where_the_page_is(plain, tmp_path, capsys, monkeypatch
     assert "the page cannot be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("runs", [(), (3,), ("",)])
-def test_runs_are_directories(runs, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("runs", "path"), [((), None), ((3,), None), (("",), None), (("",), 3)])
+def test_runs_are_directories(runs, path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FdsError):
-        fds.report(*runs)
+        fds.report(*runs, path=path)
+
+
+def test_a_table_without_a_row_is_no_curve(tmp_path):
+    (tmp_path / "Train_Steps_loss.csv").write_text("step,loss\n")
+    (tmp_path / "Train_Steps_lr.csv").write_text("step,lr\n1,0.5\n")
+    page = reported(tmp_path)
+    assert [one["title"] for one in page.data["charts"]] == ["lr"] and page.line("lr") == ([1], [0.5])
 
 
 def test_a_long_run_of_many_metrics_makes_a_small_page(tmp_path):

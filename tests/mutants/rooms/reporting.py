@@ -65,8 +65,8 @@ MUTANTS = (
     Mutant(
         "one-damaged-file-ends-the-page",
         "fds/reporting/run.py",
-        "    except (FdsError, OSError) as error:\n        run.unreadable",
-        "    except OSError as error:\n        run.unreadable",
+        "except (FdsError, OSError, RecursionError) as error:",
+        "except OSError as error:",
         "a damaged file hides a run",
         REPORT,
     ),
