@@ -2,7 +2,7 @@
 
 `fds.monitor` is given the state and the metrics after each step. It waits for no GPU and changes no number. Where an
 event belongs follows from the state, so a run that was killed and goes on from its last save has every step once.
-`fds.timed` times forward, backward and the rest of a step, in every so many calls. `fds.report` makes one page of it all.
+`fds.timed` times forward, backward and the rest of a step, in every so many calls. `fds.report` makes a page of it all.
 """
 
 import csv
