@@ -160,7 +160,7 @@ def _watched(messages: Table) -> str:
     size = lambda n: UNKNOWN if n is None else _html.num_bytes(n)
     rows = [
         (
-            f"{row.what or 'other'}: {row.op} of {size(row.num_bytes)} on {row.axis}",
+            f"{row.what or 'other'}: {row.op} of {size(row.num_bytes) if row.num_bytes else 'texts'} on {row.axis}",
             f"{row.count:,}",
             UNKNOWN if row.predicted_count is None else f"{row.predicted_count:,}",
             size(row.bytes_sent),
