@@ -60,6 +60,7 @@ NOT_ON_A_GPU = {
     "tests/profiling": "it counts the operators that run on a CPU",
     "tests/config": _DRAWN_FOR_A_CPU,
     "tests/data": _OF_THE_HOST,
+    "tests/debugging": _OF_THE_HOST,
     "tests/display": _OF_THE_HOST,
     "tests/monitors": _OF_THE_HOST,
     "tests/timing": _OF_THE_HOST,

@@ -34,8 +34,6 @@ class Reduce:
 
     def drawing(self, call: Call) -> Reduce:
         """Return the same for one call, with what its transport draws in it."""
-        if not self.transport.draws:
-            return self
         return attrs.evolve(self, transport=self.transport.seeded(call.at("reduce").key))
 
     def sums(
