@@ -40,7 +40,7 @@ import fds
 from benchmarks import harness, ranks, report
 from benchmarks.harness import Series
 from benchmarks.offload_contenders import DISK, LEAST, ROOM, Manner, Steps, Updates, compete, reside
-from benchmarks.raw_disk import MANNERS, RawFile, disk_bytes, has_ring
+from benchmarks.raw_disk import LIKE_AN_UPDATE, MANNERS, RawFile, disk_bytes, has_ring
 from benchmarks.report import Rows
 from benchmarks.sharding_contenders import AGAIN, Case
 
@@ -56,6 +56,12 @@ PEERS = [
     Case("25M of few tokens", width=512, layers=8, rows=1, context=32),
 ]
 TINY = Case("tiny", width=64, layers=2, rows=1, context=8)
+PLACED = {  # by all that lives elsewhere, with the ones before
+    "moments": Manner("disk"),
+    "masters": Manner("disk", "disk"),
+    "gradients": Manner("disk", "disk", "disk"),
+    "host": Manner("host", "host"),
+}
 UPDATE_AT_MOST, STEP_AT_MOST, PEERS_AT_MOST, RESIDENT_WITHIN = 1 / 0.85, 1.1, 0.7, 0.03
 BESIDE = {
     "DeepSpeed 1 cpu": ["fds 1 host"],
@@ -113,8 +119,10 @@ def timed_update(options: argparse.Namespace, folder: Path, tell) -> tuple[list[
     raw = RawFile(folder, moved)
     tried = raw.fastest(read=moved, write=moved)
     best, again = list(tried)[:FASTEST], "raw again"
+    as_much = f"raw, {LIKE_AN_UPDATE}"
     asks = {f"raw, {one}": functools.partial(raw.move, one, read=moved, write=moved) for one in best}
-    work = {name: one.seconds for name, one in disks.items()} | asks | {"in memory": memory.seconds}
+    asks_alike = {as_much: functools.partial(raw.move, LIKE_AN_UPDATE, read=moved, write=moved)}
+    work = {name: one.seconds for name, one in disks.items()} | asks | asks_alike | {"in memory": memory.seconds}
     seconds = in_turns(work | {again: next(iter(asks.values()))}, options.rounds)
     alone = {
         m: [sorted(raw.move(m, **way) for _ in "123")[1] for way in ({"read": moved}, {"write": moved})] for m in tried
@@ -124,7 +132,9 @@ def timed_update(options: argparse.Namespace, folder: Path, tell) -> tuple[list[
     tell(", ".join(f"{n} {1e3 * statistics.median(s):.0f} ms" for n, s in seconds.items()))
     case = f"50M parameters, {moved // MB} MB read, as many written"
     rows = [Timed(name, case, fastest, _series(seconds, name, fastest), UPDATE_AT_MOST) for name in disks]
-    rows += [Timed(name, case, "in memory", _series(seconds, name, "in memory")) for name in disks]
+    rows += [
+        Timed(name, case, other, _series(seconds, name, other)) for other in (as_much, "in memory") for name in disks
+    ]
     rows.append(Timed(again, case, f"{next(iter(asks))} (A/A)", _series(seconds, again, next(iter(asks)))))
     ways = [
         [
@@ -142,44 +152,44 @@ def timed_update(options: argparse.Namespace, folder: Path, tell) -> tuple[list[
 
 
 def timed_step(options: argparse.Namespace, folder: Path, tell) -> tuple[list[Rows], bool]:
-    """Time whole steps with moments and masters on disk beside the larger of the step in memory and its bytes raw."""
-    case = TINY if options.quick else STEP
-    manners = {
-        "moments on disk": Manner(moments="disk"),
-        "moments, masters, gradients on disk": Manner("disk", "disk", "disk"),
-        "moments, masters on the host": Manner("host", "host"),
-    }
-    rows: list[Timed] = []
-    for name, manner in manners.items():
-        shard = [fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=3)] if manner.masters == "disk" else []
-        placed = Steps(case, manner, folder / "step", *shard)
-        plain = Steps(case, Manner(), folder)
-        assert [float(placed()) for _ in "123"] == [float(plain()) for _ in "123"] or shard, name
-        before = disk_bytes()
-        placed()
-        read, written = (b - a for a, b in zip(before, disk_bytes(), strict=True))
-        raw = RawFile(folder, max(read, written, 1))
-        best = next(iter(raw.fastest(read=read, write=written, rounds=2)))
-        work = {
-            name: functools.partial(harness.seconds, placed, 1, CPU),
-            "in memory": functools.partial(harness.seconds, plain, 1, CPU),
-            "in memory again": functools.partial(harness.seconds, plain, 1, CPU),
-            "raw": lambda raw=raw, best=best, read=read, written=written: raw.move(best, read=read, write=written),
-        }
-        seconds = in_turns(work, options.rounds)
-        raw.close()
-        larger = max(("in memory", "raw"), key=lambda one: statistics.median(seconds[one]))
-        about = f"{case}: {read // MB} MB read, {written // MB} written"
-        rows.append(Timed(name, about, f"{larger}, the larger", _series(seconds, name, larger), STEP_AT_MOST))
-        other = "raw" if larger == "in memory" else "in memory"
-        rows.append(Timed(name, about, other, _series(seconds, name, other)))
-        rows.append(
-            Timed("in memory again", about, "in memory (A/A)", _series(seconds, "in memory again", "in memory"))
-        )
-        tell(f"{name}: " + ", ".join(f"{n} {1e3 * statistics.median(s):.0f} ms" for n, s in seconds.items()))
-        del placed, plain, work
-        gc.collect()
+    """Time whole steps beside the larger of the same step in memory and its bytes raw, with speculation and without."""
+    rows = [row for name in options.placed for row in timed_placed(name, options, folder, tell)]
     return [("Whole steps, one process", HEADER, [one.row() for one in rows])], _all_met(rows)
+
+
+def timed_placed(name: str, options: argparse.Namespace, folder: Path, tell) -> list[Timed]:
+    """Time whole steps of which some leaves live elsewhere."""
+    case, manner = TINY if options.quick else STEP, PLACED[name]
+    shard = [fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=3)] if manner.masters == "disk" else []
+    make = lambda manner: Steps(case, manner, folder / "step", *shard)
+    plain, steps = make(Manner()), {name: make(manner)}
+    if manner.moments == "disk":
+        steps[name + ", speculating"] = make(attrs.evolve(manner, speculate=True))
+    losses = [[float(one()) for _ in "123"] for one in (plain, *steps.values())]
+    assert all(one == losses[0] for one in losses), name
+    before = disk_bytes()
+    steps[name]()
+    read, written = (b - a for a, b in zip(before, disk_bytes(), strict=True))
+    raw = RawFile(folder, max(read, written, 1))
+    best = next(iter(raw.fastest(read=read, write=written, rounds=2)))
+    in_memory = functools.partial(harness.seconds, plain, 1, CPU)
+    work = {one: functools.partial(harness.seconds, step, 1, CPU) for one, step in steps.items()}
+    work |= {"in memory": in_memory, "in memory again": in_memory}
+    seconds = in_turns(work | {"raw": lambda: raw.move(best, read=read, write=written)}, options.rounds)
+    raw.close()
+    tell(", ".join(f"{n} {1e3 * statistics.median(s):.0f} ms" for n, s in seconds.items()))
+    about = f"{case}{', stage 3' if shard else ''}: {read // MB} MB read, {written // MB} written"
+    larger, other = sorted(("in memory", "raw"), key=lambda one: -statistics.median(seconds[one]))
+    claimed = list(steps)[-1]
+    rows = [
+        Timed(
+            one, about, f"{larger}, the larger", _series(seconds, one, larger), STEP_AT_MOST * (one == claimed) or None
+        )
+        for one in steps
+    ]
+    rows += [Timed(one, about, other, _series(seconds, one, other)) for one in steps]
+    again = _series(seconds, "in memory again", "in memory")
+    return [*rows, Timed("in memory again", about, "in memory (A/A)", again)]
 
 
 def resident(options: argparse.Namespace, folder: Path, tell) -> tuple[list[Rows], bool]:
@@ -350,6 +360,9 @@ def parse() -> argparse.Namespace:
         type=lambda text: text.split(","),
         default=list(BESIDE),
         help=f"of DeepSpeed's, of {', '.join(BESIDE)}",
+    )
+    parser.add_argument(
+        "--placed", type=lambda text: text.split(","), default=list(PLACED), help=f"whole steps, of {', '.join(PLACED)}"
     )
     parser.add_argument("--dir", default=".", help="a folder on the disk to measure (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="small, nothing written")

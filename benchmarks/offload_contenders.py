@@ -46,12 +46,16 @@ def room() -> Path:
 
 @attrs.frozen
 class Manner:
-    """Where fds keeps what: `moments`, `masters` and `gradients` on "device", "host" or "disk", read by a backend."""
+    """Where fds keeps what: `moments`, `masters` and `gradients` on "device", "host" or "disk", read by a backend.
+
+    With `speculate` it updates in backward what it can.
+    """
 
     moments: str = "device"
     masters: str = "device"
     gradients: str = "device"
     backend: str = "auto"
+    speculate: bool = False
 
     def transforms(self, folder: Path) -> list[Any]:
         """Return the transform, if any is needed."""
@@ -60,7 +64,8 @@ class Manner:
         folder.mkdir(exist_ok=True)
         disk = fds.disk(folder, backend=self.backend)
         at = lambda word: disk if word == "disk" else word
-        return [fds.offload(moments=at(self.moments), masters=at(self.masters), gradients=at(self.gradients))]
+        where = {"moments": at(self.moments), "masters": at(self.masters), "gradients": at(self.gradients)}
+        return [fds.offload(**where, speculate=self.speculate)]
 
 
 def sharded(stage: int, manner: Manner) -> Callable[[Case], Call]:

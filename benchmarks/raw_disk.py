@@ -22,21 +22,28 @@ Block = tuple[bool, int, int]  # whether it is written; its place in the file; t
 
 @attrs.frozen
 class Manner:
-    """How the disk is asked: in blocks of so many bytes, so many at once each way, by "threads" or a "ring"."""
+    """How the disk is asked: in blocks of so many bytes, so many at once each way, by "threads" or a "ring".
+
+    Threads may use more memory than that, each several blocks in turn: so many `buffers` each way, None for `at_once`.
+    """
 
     block: int
     at_once: int
     by: str = "threads"
+    buffers: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.block // MIB} MiB x {self.at_once}{' by io_uring' if self.by == 'ring' else ''}"
+        how = " by io_uring" if self.by == "ring" else ""
+        how += "" if self.buffers is None else f" in {2 * self.buffers * self.block // MIB} MiB"
+        return f"{self.block // MIB} MiB x {self.at_once}{how}"
 
 
 MANNERS = [
     *(Manner(block * MIB, n) for block, n in ((1, 2), (1, 8), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4))),
     *(Manner(block * MIB, n, "ring") for block, n in ((1, 8), (2, 4), (2, 8), (4, 4))),
 ]
-ROOM = 2 * max(manner.block * manner.at_once for manner in MANNERS)  # bytes of buffers
+LIKE_AN_UPDATE = Manner(2 * MIB, 1, buffers=12)  # in as much memory as fds has buffers
+ROOM = 2 * max(m.block * (m.buffers or m.at_once) for m in [*MANNERS, LIKE_AN_UPDATE])  # bytes of buffers
 
 
 class RawFile:
@@ -71,9 +78,9 @@ class RawFile:
         os.close(self.fd)
 
     def _blocks(self, manner: Manner, count: int, writes: bool) -> list[Block]:
-        first = manner.at_once if writes else 0
+        buffers = manner.buffers or manner.at_once
         starts = enumerate(range(0, count, manner.block))
-        return [(writes, at % self.size, first + i % manner.at_once) for i, at in starts]
+        return [(writes, at % self.size, writes * buffers + i % buffers) for i, at in starts]
 
     def _buffer(self, manner: Manner, i: int) -> memoryview:
         return self.room[i * manner.block : (i + 1) * manner.block]

@@ -140,7 +140,7 @@ def place_of(medium: Medium) -> str:
 def disk(
     directory: str | os.PathLike[str],
     *,
-    buffer_bytes: int = 2**26,
+    buffer_bytes: int = 2**24,
     buffers: int = 3,
     backend: str = "auto",
     queue_depth: int = 8,

@@ -181,10 +181,9 @@ class Stations:
         if "gradients" in residency.kinds or ahead is not None:
             with heard(residency, self.everyone):
                 landing = self.landing(structure, state, params.trained, residency, ahead)
+        where = order, kinds, seeds, state.slots, landing, bool(masters.elsewhere)
         reduce = self.reduce.drawing(call) if self.reduce.transport.draws else self.reduce
-        sums = reduce.sums(
-            structure, self.shard, params.trained, self.sum.dtype, pool, order, kinds, seeds, state.slots, landing
-        )
+        sums = reduce.sums(structure, self.shard, params.trained, self.sum.dtype, pool, *where)
         run = Pass(
             self.loss,
             microbatches,

@@ -17,6 +17,7 @@ from torch import Tensor
 from fds import tree
 from fds.autodiff import storage_counts
 from fds.layout import Bucket
+from fds.media.mapping import PAGE, drop, pages
 from fds.step import foreach
 
 Make = Callable[[int, Tensor], Tensor]
@@ -113,6 +114,27 @@ def _counted_in_two_lists() -> int:
 
 
 _IN_TWO_LISTS = _counted_in_two_lists()
+
+
+HOLE = 2**20  # bytes: what smaller blocks leave behind is filled again
+
+
+def give_back(tensors: list[Tensor]) -> None:
+    """Give the memory of tensors back to the system, with their values, but for those that others hold, or small ones.
+
+    The tensors can be freed later, and their memory be taken again, as ever. Else what is freed stays where malloc has
+    small blocks beside it, as a hole that nothing larger fits into: 102M parameters at stage 3 with masters and
+    gradients on disk held 361 MB, and 226 with this. To take it again costs page faults: 94 ms for 100 MB on two cores
+    of a virtual machine. Only memory that torch allocated on the CPU is given back.
+    """
+    counts = list(map(sys.getrefcount, tensors))
+    for x, count in zip(tensors, counts, strict=True):
+        if x.device.type != "cpu" or x.layout is not torch.strided or not x.untyped_storage().resizable():
+            continue
+        start, end = pages(x.data_ptr()), (x.data_ptr() + x.nbytes) // PAGE * PAGE
+        alone = count == _ALONE[2] and storage_counts(x) == _ALONE_STORAGE and x.is_contiguous()
+        if alone and x.data_ptr() and end - start >= HOLE:  # torch's zeros without memory are at address 0
+            drop(start, end - start)
 
 
 @attrs.frozen(eq=False)

@@ -194,10 +194,10 @@ ROWS: list[tuple[dict[str, Any], dict[str, int], list[str]]] = [
     # sizes of disks become smaller, never larger
     (zero(3, offload_param=NVME, sub_group_size=10**9), DP2, [STAGE_3, "fds.offload(masters=fds.disk('/local_nvme'))"]),
     (
-        zero(3, offload_param=NVME | {"buffer_size": 10**7}, sub_group_size=2**21)
+        zero(3, offload_param=NVME | {"buffer_size": 10**7}, sub_group_size=2**19)
         | {"aio": {"queue_depth": 4, "intra_op_parallelism": 2}},
         DP2,
-        [STAGE_3, "fds.offload(masters=fds.disk('/local_nvme', buffer_bytes=33554432))"],
+        [STAGE_3, "fds.offload(masters=fds.disk('/local_nvme', buffer_bytes=8388608))"],
     ),
     (
         zero(3, offload_param=NVME | {"buffer_size": 0}, sub_group_size=1) | {"aio": {"queue_depth": 32}},

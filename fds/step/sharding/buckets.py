@@ -12,7 +12,7 @@ from fds.collectives import Work
 from fds.errors import LossError
 from fds.step import foreach
 from fds.step.checks import contracts
-from fds.step.pool import Pool
+from fds.step.pool import Pool, give_back
 from fds.step.ranges import in_range
 from fds.step.residency.landing import Landing
 from fds.step.sharding.flight import Filling, Flight
@@ -50,6 +50,7 @@ class Bucketed:
         order: Order | None,
         kept: Kept | None,
         landing: Landing | None = None,
+        tight: bool = False,
     ):
         assert structure.layout is not None
         self.places = structure.places
@@ -61,7 +62,7 @@ class Bucketed:
         self.dtypes = {i: dtype or held[0].dtype for i, held in self.leaves.items()}  # of the sums
         self.reduce_dtype = reduce_dtype
         self.predivide = predivide
-        self.kept, self.landing = kept, landing
+        self.kept, self.landing, self.tight = kept, landing, tight
         self.index = {i: k for k, i in enumerate(self.buckets)}  # of its slice
         self.members = structure.members
         self.last = False  # whether the last microbatch adds
@@ -219,7 +220,11 @@ class Bucketed:
                 want="one gradient per microbatch",
                 hint="torch.utils.checkpoint(..., use_reentrant=False)",
             )
-        self._open(i).add(come, [grad for grad in found if grad is not None])
+        grads = [grad for grad in found if grad is not None]
+        del found
+        self._open(i).add(come, grads)
+        if self.tight:
+            give_back(grads)
         self.seen[i].update(come)
         self.arrived[i].update(come)
 

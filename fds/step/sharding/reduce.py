@@ -48,10 +48,12 @@ class Reduce:
         seeds: Seeds,
         slots: Mapping[str, Any],
         landing: Landing | None = None,
+        tight: bool = False,
     ) -> InPlace | Bucketed:
         """Prepare to sum the gradients by the trained leaves, in `dtype` or their own, on every rank of `kinds`.
 
         They begin at `seeds`, `slots` have what was kept of earlier ones, and each that is final goes to `landing`.
+        Where memory is `tight` that of gradients goes back to the system as soon as a bucket has their values.
         """
         if shard is None:
             return InPlace.over(leaves, dtype, landing)
@@ -71,6 +73,7 @@ class Reduce:
             order=order,
             kept=kept,
             landing=landing,
+            tight=tight,
         )
 
 

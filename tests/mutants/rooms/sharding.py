@@ -4,6 +4,30 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "gradients-of-others-given-back",
+        "fds/step/pool.py",
+        "count == _ALONE[2] and storage_counts(x) == _ALONE_STORAGE and x.is_contiguous()",
+        "x.is_contiguous()",
+        "a gradient that a hook keeps becomes zeros",
+        "tests/unit/step/test_pool.py -k given_back",
+    ),
+    Mutant(
+        "gradients-given-back-before-they-are-taken",
+        "fds/step/sharding/buckets.py",
+        "        self._open(i).add(come, grads)\n        if self.tight:\n            give_back(grads)\n",
+        "        if self.tight:\n            give_back(grads)\n        self._open(i).add(come, grads)\n",
+        "buckets are filled with zeros",
+        "tests/unit/step/test_pool.py -k given_back",
+    ),
+    Mutant(
+        "gradients-stay-resident",
+        "fds/step/sharding/buckets.py",
+        "        if self.tight:\n",
+        "        if False:\n",
+        "what malloc cannot use again stays in memory",
+        "tests/unit/step/test_pool.py -k given_back",
+    ),
+    Mutant(
         "slice-elsewhere-forgets-microbatches",
         "fds/step/sharding/buckets.py",
         "total = landing.add(self.index[i], own)",
