@@ -584,7 +584,7 @@ ON: dict[str, tuple[dict[str, Any], Any, Any]] = {  # path -> where it counts, a
     "zero_optimization.offload_optimizer.nvme_path": (zero(3, offload_optimizer=NVME), "/another", "/another"),
     "zero_optimization.offload_optimizer.ratio": (zero(3, offload_optimizer=HOST), 0.25, 0.25),
     "zero_optimization.offload_optimizer.super_offload": (zero(3, offload_optimizer=HOST), True, True),
-    "zero_optimization.sub_group_size": (zero(3, offload_optimizer=NVME), 2**18, 2**24),
+    "zero_optimization.sub_group_size": (zero(3, offload_optimizer=NVME), 2**18, 2**22),
     "aio.queue_depth": (zero(3, offload_param=NVME), 16, 16),
     "aio.intra_op_parallelism": (zero(3, offload_param=NVME), 4, 32),
     "activation_checkpointing.cpu_checkpointing": ({"pipeline": {"activation_checkpoint_interval": 1}}, True, "host"),
