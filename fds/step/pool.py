@@ -17,7 +17,6 @@ from torch import Tensor
 from fds import tree
 from fds.autodiff import storage_counts
 from fds.layout import Bucket
-from fds.media.mapping import PAGE, drop, pages
 from fds.step import foreach
 
 Make = Callable[[int, Tensor], Tensor]
@@ -127,6 +126,8 @@ def give_back(tensors: list[Tensor]) -> None:
     gradients on disk held 361 MB, and 226 with this. To take it again costs page faults, 2 to 4 us each on a virtual
     machine: 60 to 100 ms for 100 MB. Only memory that torch allocated on the CPU is given back.
     """
+    from fds.media.mapping import PAGE, drop, pages  # a plain step loads no media
+
     counts = list(map(sys.getrefcount, tensors))
     for x, count in zip(tensors, counts, strict=True):
         if x.device.type != "cpu" or x.layout is not torch.strided or not x.untyped_storage().resizable():

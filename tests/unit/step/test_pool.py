@@ -160,7 +160,7 @@ def test_gradients_given_back_change_no_bit(tmp_path, monkeypatch):
     """Where masters live elsewhere memory is short; a small gradient is as good a test as a large one."""
     monkeypatch.setattr("fds.step.pool.HOLE", PAGE)
     given: list[int] = []
-    monkeypatch.setattr("fds.step.pool.drop", lambda at, nbytes: (given.append(nbytes), drop(at, nbytes)))
+    monkeypatch.setattr("fds.media.mapping.drop", lambda at, nbytes: (given.append(nbytes), drop(at, nbytes)))
     params, batch = {"w": torch.randn(64, 64), "v": torch.randn(64, 64)}, torch.randn(8, 64)
     loss = lambda params, batch: (batch @ params["w"] @ params["v"]).square().mean()
     shard = fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=3, max_live_bytes=2**20)
