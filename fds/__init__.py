@@ -60,8 +60,8 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
 
     # what is seen of it
     from fds.monitors import monitor
-    from fds.timing import messages, timed, trace
     from fds.reporting import record_run, report
+    from fds.timing import memory_breakdown, messages, timed, trace
 
     # what is wrong with it
     from fds.debugging import check_ranks, dump_state, watch
@@ -140,7 +140,7 @@ __getattr__, __dir__ = lazily(
         "fds.profiling": "estimate_memory profile profile_memory profile_model",
         "fds.storage": "export_weights import_deepspeed import_weights load save save_async",
         "fds.monitors": "monitor",
-        "fds.timing": "messages timed trace",
+        "fds.timing": "memory_breakdown messages timed trace",
         "fds.debugging": "check_ranks dump_state watch",
         "fds.reporting": "record_run report",
         "fds.data": "DistributedLoader RepeatingLoader",
@@ -206,6 +206,7 @@ __all__ = [
     "load",
     "loss_scale",
     "materialize",
+    "memory_breakdown",
     "mesh",
     "messages",
     "monitor",

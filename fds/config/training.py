@@ -27,7 +27,7 @@ from fds.monitors import Monitor, monitor
 from fds.schedules.curve import Curve
 from fds.state import State
 from fds.step import Step, Transform
-from fds.timing import Messages, Timed, messages, timed
+from fds.timing import MemoryBreakdown, Messages, Timed, memory_breakdown, messages, timed
 
 
 @attrs.frozen
@@ -136,6 +136,16 @@ class TrainingConfig(Groups):
         resolved = self.resolve(world_size=composition.data_ranks(_sizes(mesh)))
         asked, ops = resolved.comms_logger, operations(resolved)
         return messages(every=1 if asked.enabled else None, ops=ops, verbose=asked.verbose, debug=asked.debug)
+
+    def memory_breakdown(self, mesh: Mesh) -> MemoryBreakdown:
+        """Return the gauge that `memory_breakdown` asks for; see `fds.memory_breakdown`.
+
+        It measures the calls that `steps_per_print` names, or all of them; where the key is false none.
+
+        Raises `ConfigError` for batch sizes that do not multiply, and `MeshError` for a mesh without `dp`.
+        """
+        resolved = self.resolve(world_size=composition.data_ranks(_sizes(mesh)))
+        return memory_breakdown(every=(printed_every(resolved) or 1) if resolved.logging.memory_breakdown else None)
 
     def eigenvalues(self, loss: Any, params: Any, batch: Any, *, axis: Axis | None = None) -> dict[str, Eigenvalue]:
         """Return the curvature of the layers that `eigenvalue` names, by `fds.curvature.top_eigenvalue`.

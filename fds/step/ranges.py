@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import attrs
 import torch
@@ -59,17 +59,43 @@ class Clock:
             self.mark("")
 
 
+class Ranged(Protocol):
+    """What is told of ranges: a `Clock`, or several."""
+
+    def range(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Note that a range begins with the block, and ends with it."""
+        ...
+
+
+@attrs.frozen(eq=False)
+class Several:
+    """Clocks of which each is told."""
+
+    clocks: tuple[Ranged, Ranged]
+
+    @contextlib.contextmanager
+    def range(self, name: str) -> Generator[None]:
+        """Tell each."""
+        outer, inner = self.clocks
+        with outer.range(name), inner.range(name):
+            yield
+
+
 class _Now(threading.local):
-    clock: Clock | None = None  # None where nothing is timed
+    clock: Ranged | None = None  # None where nothing is timed
 
 
 _now = _Now()
 
 
 @contextlib.contextmanager
-def clocked(clock: Clock) -> Generator[None]:
-    """Have the ranges inside be noted, backward's too, which runs in this thread for it on a GPU as on a CPU."""
-    before, _now.clock = _now.clock, clock
+def clocked(clock: Ranged) -> Generator[None]:
+    """Have the ranges inside be noted, backward's too, which runs in this thread for it on a GPU as on a CPU.
+
+    Clocks that were there go on.
+    """
+    before = _now.clock
+    _now.clock = clock if before is None else Several((before, clock))
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield
@@ -82,7 +108,8 @@ def profiled(
 ) -> contextlib.AbstractContextManager[object]:
     """Return a range of the profiler named `fds::part`, in a pipeline `fds::part/stage1/microbatch0`.
 
-    Parts are gather, forward, backward (in a pipeline the weights' half is backward_weight), reduce and optimizer.
+    Parts are gather, forward, backward (in a pipeline the weights' half is backward_weight), reduce, optimizer and
+    offload (waiting for what lives elsewhere).
     Where no profiler and no clock runs it does nothing, in 0.2 us.
     """
     clock, records = _now.clock, _is_profiled()
@@ -95,7 +122,7 @@ def profiled(
 
 
 @contextlib.contextmanager
-def _both(clock: Clock, name: str) -> Generator[None]:
+def _both(clock: Ranged, name: str) -> Generator[None]:
     with clock.range(name), torch.profiler.record_function(f"fds::{name}"):
         yield
 

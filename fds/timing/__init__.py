@@ -1,24 +1,33 @@
 """How long the parts of a step take: `fds.timed` in every so many calls, `fds.trace` all of one call on all ranks.
 
-`fds.messages` logs what ranks send each other.
+`fds.messages` logs what ranks send each other, `fds.memory_breakdown` what memory is in use in the parts of a step.
 """
 
+from fds.timing._memory_breakdown import MemoryBreakdown, MemoryParts, PartMemory, memory_breakdown
 from fds.timing._messages import OPERATIONS, Message, Messages, messages
-from fds.timing._timed import Timed, Times, timed
+from fds.timing._peak_flops import peak_flops
+from fds.timing._timed import PartSpread, RankTimes, Timed, Times, timed
 from fds.timing._trace import trace
 from fds.timing.message_table import MessageRow, MessageTable, RankWaits, Spread
 
 __all__ = [
     "OPERATIONS",
+    "MemoryBreakdown",
+    "MemoryParts",
     "Message",
     "MessageRow",
     "MessageTable",
     "Messages",
+    "PartMemory",
+    "PartSpread",
+    "RankTimes",
     "RankWaits",
     "Spread",
     "Timed",
     "Times",
+    "memory_breakdown",
     "messages",
+    "peak_flops",
     "timed",
     "trace",
 ]

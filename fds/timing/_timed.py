@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import attrs
 
+from fds.collectives import mesh
 from fds.collectives.traffic import counting
 from fds.errors import FdsError, is_a, is_int, is_number
 from fds.state import State
 from fds.step.ranges import Clock, clocked
 from fds.timing.waits import WAIT, Waits
 
+T = TypeVar("T")
 OTHER = "other"  # what is in no range: measures, gradient maps, the host between kernels
-PARTS = ("gather", "forward", "backward", "reduce", "optimizer", WAIT, OTHER)
+PARTS = ("gather", "forward", "backward", "reduce", "optimizer", "offload", WAIT, OTHER)
 
 
 @attrs.frozen
@@ -24,8 +27,8 @@ class Times:
 
     Attributes:
         parts: by name, each without the parts inside it, so that they add up to `call_ms`: `gather` (and casting),
-            `forward`, `backward`, `reduce` (and packing), `optimizer`, `wait` (for messages, and so for other ranks),
-            `other`.
+            `forward`, `backward`, `reduce` (and packing), `optimizer`, `offload` (waiting for what lives on the host or
+            a disk), `wait` (for messages, and so for other ranks), `other`.
         call_ms: of the whole call.
     """
 
@@ -36,23 +39,77 @@ class Times:
         """Milliseconds of the whole call."""
         return sum(self.parts.values())
 
+    @property
+    def busy_ms(self) -> float:
+        """Milliseconds of the call without those in which it waits for messages."""
+        return self.call_ms - self.parts[WAIT]
+
     def __str__(self) -> str:
         """Return a line: `time (ms) | call: 61.20 | forward: 20.11 | ...`."""
         times = {"call": self.call_ms, **self.parts}
         return " | ".join(["time (ms)", *(f"{name}: {ms:.2f}" for name, ms in times.items())])
 
 
+@attrs.frozen
+class PartSpread:
+    """Milliseconds of a part over ranks: the least, the mean and the most, and which rank takes most."""
+
+    least: float
+    mean: float
+    most: float
+    slowest: int
+
+
+@attrs.frozen
+class RankTimes:
+    """The times of a call on all ranks; `str()` of it is a table.
+
+    Attributes:
+        ranks: the times of each; None where none have arrived.
+    """
+
+    ranks: tuple[Times | None, ...]
+
+    @property
+    def parts(self) -> dict[str, PartSpread]:
+        """Part -> its times over the ranks; `busy` is the call without `wait`, `call` the call; empty without times."""
+        known = {rank: {"call": x.call_ms, "busy": x.busy_ms, **x.parts} for rank, x in enumerate(self.ranks) if x}
+        found: dict[str, PartSpread] = {}
+        for part in next(iter(known.values()), {}):
+            times = {rank: parts[part] for rank, parts in known.items()}
+            slowest = max(times, key=times.__getitem__)
+            found[part] = PartSpread(min(times.values()), sum(times.values()) / len(times), times[slowest], slowest)
+        return found
+
+    @property
+    def straggler(self) -> int | None:
+        """The rank that is busy longest, for which the others wait; None without times."""
+        return self.parts["busy"].slowest if self.parts else None
+
+    def __str__(self) -> str:
+        rows = [f"{'time (ms)':<10} {'least':>10} {'mean':>10} {'most':>10}  slowest rank"]
+        for part, x in self.parts.items():
+            rows.append(f"{part:<10} {x.least:>10.2f} {x.mean:>10.2f} {x.most:>10.2f}  {x.slowest}")
+        return "\n".join(rows)
+
+
 def times_of(clock: Clock) -> Times:
     """Return the times of a call that has ended, from its clock."""
     spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    for part, at, until in intervals(clock.marks):
+        spent[part] += milliseconds(at, until)
+    return Times(spent)
+
+
+def intervals(marks: Sequence[tuple[str, T]]) -> Iterator[tuple[str, T, T]]:
+    """Yield the part that is innermost between one mark and the next, and both."""
     inside: list[str] = []
-    for (name, at), (_, until) in itertools.pairwise(clock.marks):
+    for (name, at), (_, until) in itertools.pairwise(marks):
         if name:
             inside.append(name.split("/")[0].removesuffix("_weight"))
         else:
             inside.pop()
-        spent[inside[-1]] += milliseconds(at, until)
-    return Times(spent)
+        yield inside[-1], at, until
 
 
 def milliseconds(start: object, end: object) -> float:
@@ -101,8 +158,8 @@ class Timed:
 
         `elapsed_time_ms_forward`, `..._backward` (with `reduce` and `wait`), `..._backward_inner` (without),
         `..._backward_allreduce` (`reduce` and `wait`) and `..._step` (the optimizer) are DeepSpeed's; then there are
-        `..._gather`, `..._wait`, `..._other` and `..._call`, and `samples_per_s`, `tokens_per_s`, `flops_per_s` and
-        `mfu` where `fds.timed` was given these amounts.
+        `..._gather`, `..._offload`, `..._wait`, `..._other` and `..._call`, and `samples_per_s`, `tokens_per_s`,
+        `flops_per_s` and `mfu` where `fds.timed` was given these amounts.
         """
         if (last := self.last) is None:
             return {}
@@ -115,6 +172,7 @@ class Timed:
             "backward_allreduce": sending,
             "step": parts["optimizer"],
             "gather": parts["gather"],
+            "offload": parts["offload"],
             WAIT: parts[WAIT],
             OTHER: parts[OTHER],
             "call": last.call_ms,
@@ -123,6 +181,12 @@ class Timed:
         if self._peak_flops is not None:
             speeds["mfu"] = speeds["flops_per_s"] / self._peak_flops
         return {f"elapsed_time_ms_{name}": ms for name, ms in times.items()} | speeds
+
+    def of_ranks(self) -> RankTimes:
+        """Return the last times of every rank: all of them call this, after the same calls of the step."""
+        last = self.last
+        found = mesh(ranks=-1)["ranks"].exchange(None if last is None else dict(last.parts), "times")
+        return RankTimes(tuple(None if parts is None else Times(parts) for parts in found))
 
 
 def arrived(marks: Sequence[tuple[str, object]]) -> bool:
@@ -154,7 +218,8 @@ def timed(
         samples: of a call, of all ranks together, for `samples_per_s`.
         tokens: of a call, of all ranks together, for `tokens_per_s`.
         flops: of the model in a call, forward and backward, of all ranks together, for `flops_per_s`.
-        peak_flops: of all devices together, a second, for `mfu`, the share of it that the model's flops are.
+        peak_flops: of all devices together, a second, for `mfu`, the share of it that the model's flops are;
+            `fds.timing.peak_flops(dtype)` measures that of a device.
 
     Raises `FdsError` for numbers that are none, and for a peak without `flops`.
     """

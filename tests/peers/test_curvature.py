@@ -7,7 +7,7 @@ from torch.func import functional_call
 
 import fds
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore:Using backward")]
 
 
 def problem():

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from fds.timing import _timed, _trace
 from tests.bits import bits
 from tests.unit.step.problem import BATCH, make, make_params
 
-PARTS = ("gather", "forward", "backward", "reduce", "optimizer", "wait", "other")
+PARTS = ("gather", "forward", "backward", "reduce", "optimizer", "offload", "wait", "other")
 
 
 class Ticks:
@@ -50,11 +51,14 @@ def test_each_part_is_without_the_parts_inside_it():
             ticks.spend(64)
         with profiled("optimizer"):
             ticks.spend(128)
+            with profiled("offload"):
+                ticks.spend(512)
         ticks.spend(256)
     times = _timed.times_of(clock)
     want = {"gather": 4, "forward": 18, "backward": 32, "reduce": 64, "optimizer": 128, "wait": 8, "other": 257}
-    assert times.parts == pytest.approx(want) and times.call_ms == pytest.approx(511)
-    assert str(times).startswith("time (ms) | call: 511.00 | gather: 4.00 | forward: 18.00 | ")
+    want["offload"] = 512
+    assert times.parts == pytest.approx(want) and (times.call_ms, times.busy_ms) == pytest.approx((1023, 1015))
+    assert str(times).startswith("time (ms) | call: 1023.00 | gather: 4.00 | forward: 18.00 | ")
     assert ranges._now.clock is None and profiled("forward") is ranges._NOTHING
 
 
@@ -71,7 +75,7 @@ def test_what_a_monitor_is_given_are_deepspeeds_times_and_speeds():
     times = {name.removeprefix("elapsed_time_ms_"): ms for name, ms in found.items() if name.startswith("elapsed")}
     assert times == pytest.approx({
         "forward": 10, "backward": 28, "backward_inner": 20, "backward_allreduce": 8, "step": 2, "gather": 0,
-        "wait": 3, "other": 0, "call": 40,
+        "offload": 0, "wait": 3, "other": 0, "call": 40,
     })  # fmt: skip
     speeds = {name: value for name, value in found.items() if not name.startswith("elapsed")}
     want = {"samples_per_s": 1600, "tokens_per_s": 25600, "flops_per_s": 25e9, "mfu": 0.25}
@@ -98,7 +102,7 @@ def test_a_step_that_is_timed_is_bit_for_bit_the_one_that_is_not(stage, tmp_path
         return timed.last.parts
 
     for parts in fds.simulate(run, 2):
-        assert set(parts) == set(PARTS) and all(parts[name] > 0 for name in PARTS)
+        assert set(parts) == set(PARTS) and all(parts[name] > 0 for name in PARTS if name != "offload")
 
 
 def test_what_is_captured_is_not_timed_and_a_gpu_is_not_waited_for():
@@ -201,3 +205,65 @@ def test_wall_clock_breakdown_times_the_calls_that_are_printed():
     assert fds.config.TrainingConfig.of(json_).timed(mesh).every == 1
     timed = fds.config.TrainingConfig.of({**json_, "steps_per_print": 10}).timed(mesh)
     assert timed.every == 10 and timed._amounts == {"samples": 8}
+
+
+def test_waiting_for_what_lives_elsewhere_is_a_part_of_its_own(tmp_path):
+    step = make(fds.offload(moments=fds.disk(tmp_path)), fds.donate())
+    timed, state = fds.timed(), step.init(make_params())
+    with timed(state):
+        step(state, BATCH)
+    assert timed.last.parts["offload"] > 0 and timed.last.parts["optimizer"] > 0
+
+
+def test_the_slowest_rank_is_the_one_that_is_busy_and_not_those_that_wait_for_it():
+    def run():
+        rank = fds.mesh(ranks=-1)["ranks"].index
+        state, timed = make().init(make_params()), fds.timed()
+        early = timed.of_ranks()
+        assert (early.ranks, early.parts, early.straggler) == ((None,) * 3, {}, None)
+        if rank < 2:  # of the third none have arrived
+            with mock.patch.object(_timed, "Clock", Told), timed(state):
+                with profiled("forward"):
+                    Told.now += 10 + 20 * rank
+                with profiled("wait/x"):
+                    Told.now += 25 - 20 * rank
+        return timed.of_ranks()
+
+    for found in fds.simulate(run, 3):
+        parts = found.parts
+        assert attrs.astuple(parts["forward"]) == pytest.approx((10, 20, 30, 1))
+        assert attrs.astuple(parts["wait"]) == pytest.approx((5, 15, 25, 0))
+        assert attrs.astuple(parts["call"])[:3] == pytest.approx((35, 35, 35)) and found.ranks[2] is None
+        assert found.straggler == parts["busy"].slowest == 1
+        lines = str(found).splitlines()
+        assert lines[0].split()[-1] == "rank" and "busy" in lines[2] and len(lines) == 1 + 2 + len(PARTS)
+
+
+class Told(Clock):
+    """A clock that every rank sets by itself."""
+
+    now = 0.0
+
+    def mark(self, name):
+        self.marks.append((name, Told.now / 1e3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_peak_is_measured_by_products_of_matrices(dtype):
+    ticks = Ticks()
+
+    def mm(a, b):
+        ticks.spend(next(spent))
+        return a
+
+    spent = iter([50, 9, 8, 4, 16, 8])
+    with mock.patch.object(torch, "mm", mm), mock.patch.object(time, "perf_counter", ticks):
+        assert fds.timing.peak_flops(dtype) == pytest.approx(2 * 1024**3 / 4e-3)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"dtype": torch.int8}, {"dtype": "float32"}, {"device": "moon"}, {"device": "cuda:99"}]
+)
+def test_a_peak_of_what_multiplies_nothing_is_refused(wrong):
+    with pytest.raises(FdsError):
+        fds.timing.peak_flops(**wrong)

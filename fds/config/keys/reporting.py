@@ -11,7 +11,7 @@ from typing import Literal
 import attrs
 
 from fds.config.field import key
-from fds.config.meaning import Elsewhere, NotApplicable, NotYet, PartOf, argument
+from fds.config.meaning import Elsewhere, NotApplicable, PartOf, argument
 from fds.config.record import Config
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
@@ -57,7 +57,7 @@ class LoggingConfig(Config):
     memory_breakdown: bool = key(
         False,
         "measure how much memory is in use before and after the parts of a step",
-        NotYet("the memory of the parts of a step"),
+        Elsewhere("config.memory_breakdown(mesh)", "of the calls that steps_per_print names, or of all"),
     )
     dump_state: bool = key(
         False,

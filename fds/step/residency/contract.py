@@ -13,6 +13,7 @@ from fds import tree
 from fds.errors import ComposeError, is_a
 from fds.optim.returned import in_words
 from fds.step import foreach
+from fds.step.ranges import in_range
 from fds.step.structure import Structure
 
 Slice = int | tuple[int, int, int]  # by its index, or its first and last + 1 element too
@@ -196,7 +197,7 @@ def waiting(residency: Residency, method: str, found: Any) -> Callable[[], Any]:
     """Return what `read` or `write` returned. Raises `ComposeError` for anything but a function that waits."""
     if not callable(found):
         raise broken(residency, method, in_words(found), "a function () that waits until it is done")
-    return found
+    return in_range("offload")(found)
 
 
 def read_back(residency: Residency, found: Any, old: list[Tensor], device: torch.device) -> list[Tensor]:

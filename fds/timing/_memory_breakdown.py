@@ -1,0 +1,159 @@
+"""`memory_breakdown`: how much memory is in use in the parts of a call of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+
+import attrs
+import torch
+
+from fds.collectives.traffic import counting
+from fds.errors import FdsError, is_a, is_int
+from fds.state import State
+from fds.step.ranges import clocked
+from fds.timing._timed import OTHER, PARTS, intervals
+from fds.timing.waits import Waits
+
+_PROCESS = Path("/proc/self/statm")
+_PAGE = 4096
+
+
+@attrs.frozen
+class PartMemory:
+    """Bytes in one part of a call.
+
+    Attributes:
+        allocated: in use when it ended last.
+        reserved: what the allocator had then, in use or not.
+        peak: the most in use inside of it.
+    """
+
+    allocated: int
+    reserved: int
+    peak: int
+
+
+@attrs.frozen
+class MemoryParts:
+    """Memory of a call in its parts; `str()` of it is a table.
+
+    Attributes:
+        parts: name of a part, as those of `fds.timed` -> its memory, without that of the parts inside it; those alone
+            that the call had.
+    """
+
+    parts: Mapping[str, PartMemory]
+
+    def __str__(self) -> str:
+        rows = [f"{'memory (MB)':<12} {'allocated':>12} {'reserved':>12} {'peak':>12}"]
+        rows += [
+            f"{name:<12} {x.allocated / 1e6:>12,.1f} {x.reserved / 1e6:>12,.1f} {x.peak / 1e6:>12,.1f}"
+            for name, x in self.parts.items()
+        ]
+        return "\n".join(rows)
+
+
+@attrs.define(eq=False)
+class Gauge:
+    """Memory in use when ranges begin and end.
+
+    Attributes:
+        device: where the step runs.
+        marks: the name of a range that begins, or "" where the innermost ends, and what was in use.
+    """
+
+    device: torch.device
+    marks: list[tuple[str, PartMemory]] = attrs.field(factory=list)
+
+    @contextlib.contextmanager
+    def range(self, name: str) -> Generator[None]:
+        """Look when the block begins, and when it ends."""
+        self.marks.append((name, usage(self.device)))
+        try:
+            yield
+        finally:
+            self.marks.append(("", usage(self.device)))
+
+
+class MemoryBreakdown:
+    """What `fds.memory_breakdown` returns: call it around each call of the step, and read `last` or `metrics()`."""
+
+    def __init__(self, every: int | None):
+        self.every = every
+        self.last: MemoryParts | None = None
+
+    @contextlib.contextmanager
+    def __call__(self, state: State) -> Iterator[None]:
+        """Measure the call of the step in the block, if it is its turn: its number divides by `every`.
+
+        `state` is what the step is given. Raises `FdsError` for anything else.
+        """
+        if not is_a(state, State):
+            raise FdsError(
+                "not a state", where="memory_breakdown", got=type(state).__name__, want="with memory(state):"
+            )
+        if self.every is None or (int(state.calls) + 1) % self.every:
+            yield
+            return
+        gauge = Gauge(state.step.device)
+        usage(gauge.device)  # the peak is that of this call
+        with counting(Waits()), clocked(gauge), gauge.range(OTHER):
+            yield
+        self.last = parts_of(gauge)
+
+    def metrics(self) -> dict[str, float]:
+        """Return `memory_bytes_PART_allocated`, `..._reserved` and `..._peak` of the last call; empty before the first.
+
+        Until the next call is measured they are returned again.
+        """
+        parts = {} if self.last is None else self.last.parts
+        return {
+            f"memory_bytes_{name}_{what}": float(n) for name, x in parts.items() for what, n in attrs.asdict(x).items()
+        }
+
+
+def parts_of(gauge: Gauge) -> MemoryParts:
+    """Return the memory of the parts of a call that has ended."""
+    found: dict[str, PartMemory] = {}
+    for part, before, after in intervals(gauge.marks):
+        most = max(before.allocated, after.peak, found[part].peak if part in found else 0)
+        found[part] = PartMemory(after.allocated, after.reserved, most)
+    return MemoryParts({part: found[part] for part in PARTS if part in found})
+
+
+def usage(device: torch.device) -> PartMemory:
+    """Return what is in use now; the peak begins anew. Nothing is waited for."""
+    if device.type == "cuda":
+        found = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return PartMemory(*found, peak)
+    resident = int(_PROCESS.read_text().split()[1]) * _PAGE if _PROCESS.exists() else 0
+    return PartMemory(resident, resident, resident)
+
+
+def memory_breakdown(*, every: int | None = 1) -> MemoryBreakdown:
+    """Return a gauge of the memory in use in the parts of a step, which changes no bit of it and waits for no GPU.
+
+        memory = fds.memory_breakdown(every=10)
+        for batch in loader:
+            with memory(state):
+                state, metrics = step(state, batch)
+            monitor(state, {**metrics, **memory.metrics()})
+
+    `print(memory.last)` is a table of parts, as those of `fds.timed`. On a GPU the numbers are those of the allocator
+    on this rank, whose peak statistics are reset; on a CPU, where Linux tells them, the resident bytes of the process
+    when a part begins and ends, so that what comes and goes in between is not seen. `fds.profile_memory` sees that.
+
+    Args:
+        every: calls from one that is measured to the next; None measures none.
+
+    Raises `FdsError` for another number of calls.
+    """
+    if every is not None and not is_int(every, 1):
+        raise FdsError(
+            "not a number of calls", where="memory_breakdown, every", got=repr(every), want="1 or more, or None"
+        )
+    return MemoryBreakdown(every)
