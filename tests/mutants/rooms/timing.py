@@ -92,6 +92,8 @@ MUTANTS = (
         "border >= 0",
         "headers are predicted for every microbatch",
         MESSAGES + " -k 'real and 1F1B'",
+    ),
+    Mutant(
         "a-clock-inside-stops-the-one-outside",
         "fds/step/ranges.py",
         "clock if before is None else Several((before, clock))",
