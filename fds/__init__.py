@@ -151,6 +151,7 @@ __getattr__, __dir__ = lazily(
     submodules="autodiff collectives command_line config containers curvature data debugging display errors kernels "
     "layout loss media microbatches monitors nn optim plans profiling random reporting schedules state step storage "
     "timing transforms transports tree",
+    elsewhere={"fds.monitors": "CSV Comet Console JSONL TensorBoard WandB", "fds.display": "Progress"},
 )
 
 __all__ = [

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fds import kernels, loss as losses, random, tree
 from fds.collectives import Axis
 from fds.errors import FdsError, LossError, is_a, is_int, is_number
+from fds.state import State
 
 Vector = list[Tensor]
 
@@ -155,6 +156,8 @@ class _Hessian:
         """Run the loss and differentiate it once. Raises `LossError`."""
         if not callable(loss):
             raise FdsError("not a loss", where="loss", got=repr(loss)[:80], want="loss_fn(params, batch)")
+        if is_a(params, State):
+            raise FdsError("not parameters", where="params", got="a State", want="whole parameters: step.params(state)")
         flat, build = tree.flatten(params)
         paths = tree.paths(params)
         if not flat or not all(isinstance(x, Tensor) for x in flat):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import UnionType
-from typing import Any, TypeGuard
+from typing import Any, ParamSpec, TypeGuard, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class FdsError(ValueError):
@@ -41,7 +46,7 @@ class ComposeError(FdsError):
 
 
 class CallError(ComposeError, TypeError):
-    """Refuse a call of a transform with arguments that it does not take."""
+    """Refuse a call with arguments that a function does not take: a transform, an optimizer, a sink, a timer."""
 
 
 class StateError(FdsError):
@@ -179,6 +184,25 @@ def bound(
         if not hint and "positional" in str(wrong) and by_name:
             hint = f"by name: {', '.join(by_name)}"
         raise error(f"{name}: {wrong}", where=name, want=f"{name}{inspect.Signature(plain)}", hint=hint) from None
+
+
+def checked_call(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function, or an `__init__`, whose calls raise `CallError` for arguments that it does not take."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if function.__name__ == "__init__":
+            bound(type(args[0]), args[1:], kwargs, CallError)
+        else:
+            bound(function, args, kwargs, CallError)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def expanded(path: str | os.PathLike[str]) -> str:
+    """Return a path of the user's with `~` as the home that it stands for."""
+    return os.path.expanduser(os.fspath(path))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fds import tree
 from fds.collectives import Axis, fingerprint
 from fds.debugging.statistics import unraveled
-from fds.errors import FdsError, StateError, is_a
+from fds.errors import FdsError, StateError, checked_call, is_a
 from fds.state import State
 from fds.step import Step
 from fds.step.checks.state_check import usable
@@ -58,6 +58,7 @@ class RankDifference:
         return f"{text}; first at {list(self.index)}: {values}"
 
 
+@checked_call
 def check_ranks(state: State, step: Step) -> None:
     """Check that ranks hold the same bits of what several of them hold; all ranks that share the step call it.
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fds import tree
-from fds.errors import FdsError, is_a
+from fds.errors import FdsError, checked_call, is_a
 from fds.state import State
 from fds.step import Step
 from fds.step.checks.state_check import usable
@@ -19,6 +19,7 @@ _WIDTH = 10_000  # columns: lines are not wrapped
 _NAMED = 4  # parameters of a slice that a line names
 
 
+@checked_call
 def dump_state(state: State, step: Step) -> str:
     """Return what a step is and what its state holds on this rank, as a text to print.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fds import tree
 from fds.debugging.replay import NonFinite, replayed
 from fds.display.readings import Reading, begin
-from fds.errors import FdsError, is_a
+from fds.errors import FdsError, checked_call, is_a
 from fds.state import State
 from fds.step import Measure, Step
 
@@ -129,6 +129,7 @@ _HINTS = {
 }
 
 
+@checked_call
 def watch(step: Step) -> Watch:
     """Return the step, to be called as before, which says by name what is not finite first when something is.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from fds.errors import FdsError
+from fds.errors import FdsError, expanded
 
 _BEGINNING = b'{"step": '  # of every line
 
@@ -24,7 +24,7 @@ class Log:
     """
 
     def __init__(self, path: str | Path, *, upto: float = 0):
-        self.path = Path(path)
+        self.path = Path(expanded(path))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.kept, end = _lines_upto(self.path, upto) if self.path.exists() else ([], 0)
@@ -61,7 +61,7 @@ def read_log(path: str | Path) -> list[dict[str, Any]]:
     Raises `FdsError` for a file that is no log, or that cannot be read.
     """
     try:
-        return _lines_upto(Path(path), None)[0]
+        return _lines_upto(Path(expanded(path)), None)[0]
     except OSError as error:
         raise FdsError("the log cannot be read", where=str(path), got=str(error)) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import weakref
@@ -12,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fds.errors import DiskError, is_a, is_int, is_number
+from fds.errors import DiskError, checked_call, expanded, is_a, is_int, is_number
 from fds.media import arena
 from fds.media.buffers import Buffers
 from fds.media.drive import Drive, backend_of
@@ -137,6 +138,7 @@ def place_of(medium: Medium) -> str:
     return f"disk {medium.directory}" if isinstance(medium, Disk) else medium.name
 
 
+@checked_call
 def disk(
     directory: str | os.PathLike[str],
     *,
@@ -182,10 +184,12 @@ def disk(
     _check(
         is_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX, "timeout", timeout, "a positive number of seconds"
     )
-    return Disk(os.path.abspath(str(path)), buffer_bytes, buffers, backend, queue_depth, checksums, float(timeout))
+    return Disk(
+        os.path.abspath(expanded(str(path))), buffer_bytes, buffers, backend, queue_depth, checksums, float(timeout)
+    )
 
 
-_DEFAULTS = dict(disk.__kwdefaults__ or {})
+_DEFAULTS = {one.name: one.default for one in inspect.signature(disk).parameters.values() if one.name != "directory"}
 _disks: weakref.WeakSet[Disk] = weakref.WeakSet()  # that are open
 _opening = threading.Lock()
 

@@ -13,7 +13,7 @@ import attrs
 
 from fds.collectives import worlds
 from fds.display.readings import Reading, begin
-from fds.errors import FdsError, is_a, is_int, is_number
+from fds.errors import FdsError, checked_call, did_you_mean, is_a, is_int, is_number
 from fds.monitors.sink import Event, Sink
 from fds.state import State
 
@@ -87,6 +87,26 @@ class Queue:
                 sink.write(events)
 
 
+@attrs.define
+class SameState:
+    """A sink that is told of the first call that was not skipped whether its state and its metrics belong together."""
+
+    settled: bool = False
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Warn where the state counts other updates than the metrics."""
+        held, counted, skipped = (event.value for event in events)
+        if self.settled or skipped:
+            return
+        self.settled = True
+        if held != counted:
+            warnings.warn(
+                f"monitor(state, metrics): the metrics are of update {counted:g}, and the state is after {held:g}: "
+                "rows are written a call early; pass the state that the step returned with them",
+                stacklevel=2,
+            )
+
+
 class Monitor:
     """What `fds.monitor` returns: call it after each step, and close it at the end, or use it in a `with` block.
 
@@ -95,7 +115,13 @@ class Monitor:
 
     def __init__(self, queue: Queue, x: Callable[[int], float], names: Sequence[str] | None):
         self._queue, self._x, self._names = queue, x, names
+        self._same, self._missing = SameState(), () if names is None else tuple(names)
         self._end = weakref.finalize(self, queue.end)  # also at the end of the program
+
+    def __repr__(self) -> str:
+        return (
+            f"monitor({', '.join(repr(one.sink) for one in self._queue.sinks) or 'of another rank, or without sinks'})"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -106,10 +132,12 @@ class Monitor:
     def __call__(self, state: State, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of the step that returned this state, to the sinks whose turn it is: `calls % every == 0`.
 
-        Tensors of one element and numbers are written, and other metrics left out. Raises `FdsError` for arguments of
-        another kind, and after `close()`.
+        Tensors of one element and numbers are written, and other metrics left out. Warns once of `names` that the
+        first metrics have not, and of a state that is not the one that came with them. Raises `FdsError` for arguments
+        of another kind, and after `close()`.
         """
         calls = self._checked(state, metrics)
+        self._look(state, metrics)
         due = [sink for sink in self._queue.sinks if calls % sink.every == 0]
         chosen = [name for name in metrics if name != "step"] if self._names is None else self._names
         self._add(calls, {name: metrics[name] for name in chosen if name in metrics}, due)
@@ -131,12 +159,23 @@ class Monitor:
             raise FdsError("no metrics", where="monitor", got=type(metrics).__name__, want="a dict of numbers by name")
         return int(state.calls)
 
+    def _look(self, state: State, metrics: Mapping[str, Any]) -> None:
+        """Warn of what is probably not meant."""
+        missing, self._missing = [name for name in self._missing if name not in metrics], ()
+        if missing:
+            known = did_you_mean(missing[0], metrics)
+            warnings.warn(f"monitor(names=): the first metrics have no {', '.join(missing)}; {known}", stacklevel=3)
+        if "step" in metrics and self._queue.sinks and not self._same.settled:
+            both = {"held": state.step, "counted": metrics["step"], "skipped": metrics.get("skipped", False)}
+            self._queue.waiting.append(Waiting(0.0, begin([both]), [Guarded(self._same, 1)]))
+
     def _add(self, calls: int, values: Mapping[str, Any], sinks: Sequence[Guarded]) -> None:
         if sinks:
             self._queue.waiting.append(Waiting(self._x(calls), begin([values]), sinks))
         self._queue.write()
 
 
+@checked_call
 def monitor(
     *sinks: Sink,
     batch_size: int | None = None,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from fds.errors import FdsError
+from fds.errors import FdsError, checked_call
 from fds.monitors.sink import Event, checked_every, checked_path, checked_texts, needs
 
 _MODES = ("get", "create", "get_or_create")
@@ -34,6 +34,7 @@ class Comet:
     arguments of another kind.
     """
 
+    @checked_call
     def __init__(
         self,
         project: str | None = None,

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 import rich.console
 
 from fds.display.view import short
-from fds.errors import FdsError
+from fds.errors import FdsError, checked_call
 from fds.monitors.sink import Event, checked_every
+
+_PART = "elapsed_time_ms_"  # before the parts of a call
 
 
 class Console:
     """Print a line: `Train/Samples 5120  train_loss 2.31  lr 0.0003  grad_norm 0.82`.
 
-    What all tags have in common stands before `x`. For a panel that is redrawn, with speeds and the time that is left,
+    What all tags have in common stands before `x`. Of the times of `fds.timed` the whole call is printed; files have
+    all of them, and `print(timed.last)` too. For a panel that is redrawn, with speeds and the time that is left,
     there is `fds.display.Progress`.
 
     Args:
@@ -24,6 +27,7 @@ class Console:
     Raises `FdsError` for arguments of another kind.
     """
 
+    @checked_call
     def __init__(self, *, every: int = 10, console: rich.console.Console | None = None):
         self.every = checked_every(every, "Console")
         if not isinstance(console, rich.console.Console | None):
@@ -35,6 +39,7 @@ class Console:
 
     def write(self, events: Sequence[Event]) -> None:
         """Print a line."""
+        events = [event for event in events if _PART not in event.tag or event.tag.endswith(f"{_PART}call")]
         common = _common([event.tag for event in events])
         numbers = [f"{event.tag[len(common) :]} {short(event.value)}" for event in events]
         line = "  ".join([f"{common.rstrip('/')} {short(events[0].x)}".strip(), *numbers])

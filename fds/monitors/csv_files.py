@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from fds.errors import FdsError
-from fds.monitors.sink import Event, checked_every, checked_path
+from fds.errors import FdsError, checked_call
+from fds.monitors.sink import Event, checked_every, checked_path, writable_directory
 
 
 class CSV:
@@ -24,11 +24,13 @@ class CSV:
         directory: of the files; it is made.
         every: calls between two rows.
 
-    Raises `FdsError` for arguments of another kind.
+    Raises `FdsError` for arguments of another kind, and where nothing can be written.
     """
 
+    @checked_call
     def __init__(self, directory: str | Path, *, every: int = 1):
-        self.directory, self.every = Path(checked_path(directory, "CSV")), checked_every(every, "CSV")
+        self.every = checked_every(every, "CSV")
+        self.directory = writable_directory(checked_path(directory, "CSV"), "CSV")
         self._files: dict[str, io.TextIOWrapper] = {}
         self._last: dict[str, float] = {}  # tag -> `x` of its last row
 
@@ -56,7 +58,6 @@ class CSV:
             raise FdsError("two tags have the same file", where=str(path), got=tag, want="tags that differ otherwise")
         header = io.StringIO()
         csv.writer(header, lineterminator="\n").writerow(("step", tag.rpartition("/")[2]))
-        self.directory.mkdir(parents=True, exist_ok=True)
         end = _end_of_rows(path, header.getvalue().encode(), x) if path.exists() else 0
         if tag in self._files:
             self._files[tag].close()

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fds.display import Log
-from fds.monitors.sink import Event, checked_every, checked_path
+from fds.errors import FdsError, checked_call
+from fds.monitors.sink import Event, checked_every, checked_path, writable_directory
 
 
 class JSONL:
@@ -22,11 +23,17 @@ class JSONL:
         path: of the file; its directory is made.
         every: calls between two lines.
 
-    Raises `FdsError` for arguments of another kind.
+    Raises `FdsError` for arguments of another kind, and where nothing can be written.
     """
 
+    @checked_call
     def __init__(self, path: str | Path, *, every: int = 1):
         self.path, self.every = Path(checked_path(path, "JSONL")), checked_every(every, "JSONL")
+        if self.path.is_dir():
+            raise FdsError(
+                "this is a directory, not a file", where="JSONL", got=str(self.path), want=f"{self.path / 'log.jsonl'}"
+            )
+        writable_directory(self.path.parent, "JSONL")
         self._log: Log | None = None
         self._last = math.inf  # `x` of the last line
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fds.errors import FdsError, is_int
+from fds.collectives import worlds
+from fds.errors import FdsError, expanded, is_int
 
 
 class Event(NamedTuple):
@@ -42,7 +45,21 @@ def checked_path(path: object, where: str) -> str:
     text = path.__fspath__() if hasattr(path, "__fspath__") else path  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(text, str) or not text:
         raise FdsError("not a path", where=where, got=repr(path), want='"runs/one"')
-    return text
+    return expanded(text)
+
+
+def writable_directory(path: str | Path, where: str) -> Path:
+    """Make a directory, on the first rank, which alone writes. Raises `FdsError` where nothing can be written there."""
+    directory = Path(path)
+    if worlds.current().rank == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=directory).close()
+        except OSError as error:
+            raise FdsError(
+                "nothing can be written there", where=where, got=str(error), want="a directory that this user may write"
+            ) from error
+    return directory
 
 
 def checked_texts(where: str, **texts: object) -> dict[str, Any]:

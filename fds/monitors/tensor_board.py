@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from fds.errors import FdsError, is_int
-from fds.monitors.sink import Event, checked_every, checked_path, needs
+from fds.errors import FdsError, checked_call, is_int
+from fds.monitors.sink import Event, checked_every, checked_path, needs, writable_directory
 
 
 class TensorBoard:
@@ -26,14 +26,16 @@ class TensorBoard:
     arguments of another kind.
     """
 
+    @checked_call
     def __init__(self, directory: str | Path, *, every: int = 1, flush_seconds: int = 10):
-        self.directory = Path(checked_path(directory, "TensorBoard"))
+        directory = checked_path(directory, "TensorBoard")
         self.every = checked_every(every, "TensorBoard")
         if not is_int(flush_seconds, 1):
             raise FdsError(
                 "not a number of seconds", where="TensorBoard, flush_seconds", got=repr(flush_seconds), want="1 or more"
             )
         needs("tensorboard", "tensorboard", "TensorBoard")
+        self.directory = writable_directory(directory, "TensorBoard")
         self._flush_seconds, self._writer = flush_seconds, None
         self._last = math.inf  # `x` of the last event
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from fds.errors import FdsError
+from fds.errors import FdsError, checked_call
 from fds.monitors.sink import Event, checked_every, checked_path, checked_texts, needs
 
 _MODES = ("online", "offline", "disabled")
@@ -32,6 +32,7 @@ class WandB:
     arguments of another kind.
     """
 
+    @checked_call
     def __init__(
         self,
         project: str | None = None,

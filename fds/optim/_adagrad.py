@@ -7,11 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fds.errors import checked_call
 from fds.optim.arguments import call_text, check_numbers
 from fds.optim.assembly import Now, assemble
 from fds.optim.base import LRSchedule, Optimizer
 
 
+@checked_call
 def adagrad(
     lr: LRSchedule = 1e-2,
     lr_decay: float = 0.0,

@@ -8,11 +8,13 @@ from math import inf
 import torch
 from torch import Tensor
 
+from fds.errors import checked_call
 from fds.optim.arguments import call_text, check_betas, check_numbers
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import LRSchedule, Optimizer, one_dimensional
 
 
+@checked_call
 def adam(
     lr: LRSchedule = 1e-3,
     betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999),
@@ -51,6 +53,7 @@ def adam(
     return _family(call_text(adam, locals()), lr, betas, eps, weight_decay, bias_correction, decoupled=False)
 
 
+@checked_call
 def adamw(
     lr: LRSchedule = 1e-3,
     betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999),

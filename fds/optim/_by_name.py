@@ -11,12 +11,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.errors import OptimizerError, did_you_mean
+from fds.errors import OptimizerError, checked_call, did_you_mean
 from fds.optim import returned
 from fds.optim.base import Optimizer, Segment, Values
 from fds.tree import named
 
 
+@checked_call
 def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
     """Give each parameter the optimizer of the first pattern that its name matches.
 

@@ -7,12 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fds.errors import OptimizerError
+from fds.errors import OptimizerError, checked_call
 from fds.optim.arguments import call_text, check_betas, check_numbers
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import LRSchedule, Optimizer
 
 
+@checked_call
 def lamb(
     lr: LRSchedule = 1e-3,
     betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.999),

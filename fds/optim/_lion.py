@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fds.errors import checked_call
 from fds.optim.arguments import call_text, check_betas, check_numbers
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import LRSchedule, Optimizer
 
 
+@checked_call
 def lion(
     lr: LRSchedule = 1e-4, betas: tuple[LRSchedule, LRSchedule] = (0.9, 0.99), weight_decay: LRSchedule = 0.0
 ) -> Optimizer:

@@ -9,7 +9,7 @@ from math import prod, sqrt
 import torch
 from torch import Tensor
 
-from fds.errors import OptimizerError, did_you_mean
+from fds.errors import OptimizerError, checked_call, did_you_mean
 from fds.optim.arguments import call_text, check_numbers
 from fds.optim.assembly import Now, assemble, lerp
 from fds.optim.base import LRSchedule, Optimizer, Segment
@@ -21,6 +21,7 @@ RATIOS = {
 }
 
 
+@checked_call
 def muon(
     lr: LRSchedule = 1e-3,
     weight_decay: LRSchedule = 0.1,

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from fds import reading
-from fds.errors import OptimizerError
+from fds.errors import OptimizerError, checked_call
 from fds.optim.arguments import call_text, check_numbers
 from fds.optim.assembly import Now, assemble
 from fds.optim.base import LRSchedule, Optimizer
 from fds.tree import is_low
 
 
+@checked_call
 def sgd(
     lr: LRSchedule = 1e-3,
     momentum: LRSchedule = 0.0,

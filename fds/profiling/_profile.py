@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fds import tree
-from fds.errors import FdsError
+from fds.errors import FdsError, checked_call
 from fds.profiling.counting import counting
 from fds.profiling.record import Profile, check_shown, profile_of
 from fds.state import State
@@ -18,6 +18,7 @@ from fds.step import Step
 from fds.step.stations import AtOnce
 
 
+@checked_call
 def profile(
     step: Step, state: State, batch: Any, *, depth: int | None = None, top: int = 1, detailed: bool = True
 ) -> Profile:
@@ -63,6 +64,7 @@ def profile(
     )
 
 
+@checked_call
 def profile_model(
     model: nn.Module, example: Any, *, depth: int | None = None, top: int = 1, detailed: bool = True
 ) -> Profile:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fds import _html, loss as losses
 from fds.collectives.planned import planned
-from fds.errors import FdsError, is_a
+from fds.errors import FdsError, checked_call, is_a
 from fds.optim import Optimizer
 from fds.profiling.peaks import leaves_of
 from fds.state import State
@@ -109,6 +109,7 @@ def _returned(step: Step, state: State) -> int:
     return max(sizes.values(), default=0)
 
 
+@checked_call
 def estimate_memory(
     composition: Any, params: Any, *, mesh: Mapping[str, int] | None = None, rank: int = 0, device: Any = "cpu"
 ) -> MemoryEstimate:
@@ -121,7 +122,7 @@ def estimate_memory(
             `lambda mesh: fds.compose(fds.shard_optimizer(mesh["dp"], stage=3), fds.adamw(1e-4))`, or
             `lambda mesh: fds.compose(*config.transforms(mesh))` of a `TrainingConfig`.
         params: `Layers`, a module, a recipe, or a tree of tensors, which may be on `meta`.
-        mesh: the size of every axis, as `{"pp": 4, "dp": 16}`; None for one rank.
+        mesh: the size of every axis, as `{"pp": 4, "dp": 16}`, beside a function of it; None for one rank.
         rank: which of them.
         device: on which it would run: on "cuda" what lives on the host is read in chunks.
 
@@ -136,6 +137,13 @@ def estimate_memory(
     except (RuntimeError, TypeError):
         raise FdsError("not a device", where="device", got=repr(device)[:80], want='"cpu" or "cuda"') from None
     loss, shapes = _read(params)
+    if mesh is not None and is_a(composition, Composition | Transform | Optimizer):
+        raise FdsError(
+            "what is composed already has the axes that it was given",
+            where="mesh",
+            got=repr(mesh)[:80],
+            want='a function of the mesh: lambda mesh: fds.compose(fds.shard_optimizer(mesh["dp"], stage=3), ...)',
+        )
     with planned(sizes, rank) as ranks:
         made = composition
         if not is_a(made, Composition | Transform | Optimizer | Step) and isinstance(made, Callable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from fds.step.all_stations import Stations
 from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
 from fds.step.memory import first_slots
-from fds.step.residency.contract import Residency, check_apart, is_held
+from fds.step.residency.contract import Residency, check_apart, is_held, text_of
 from fds.step.residency.deferred import deferred, heard
 from fds.step.residency.first import first_opt
 from fds.step.residency.lives import resident, settled
@@ -259,6 +260,11 @@ def _read(step: Stations, params: Any, key: Tensor, *, own: bool) -> tuple[Any, 
     names = step.dimensions.names(structure.names)
     tree.match(step.gather.float32, names, what="precision(keep_float32=...)")
     tree.match(step.place.patterns, names, what="offload")
+    if "slots" in step.place.residency.kinds and not step.after:
+        warnings.warn(
+            f"{text_of(step.place.residency)}: there are no averages that could live elsewhere, as fds.ema(...) keeps",
+            stacklevel=2,
+        )
     still = tree.match(step.frozen, names, what="freeze")
     floats = [name for name, x in tree.paths(shapes).items() if tree.is_float(x)]
     assert step.optimizer is not None

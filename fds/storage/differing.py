@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.errors import StorageError
+from fds.errors import StorageError, expanded
 from fds.storage.format.blocks import blocks
 from fds.storage.format.manifest import NAME
 from fds.storage.format.tensors import as_bytes
@@ -69,7 +69,7 @@ def locate(text: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, 
     >>> locate("runs/gpt:step00000012")
     (PosixPath('runs/gpt'), 'step00000012')
     """
-    path, named = Path(text), None
+    path, named = Path(expanded(text)), None
     if (path / NAME).is_file():
         path, named = path.resolve().parent, path.resolve().name
     elif not path.exists() and ":" in path.name:

@@ -11,7 +11,7 @@ import attrs
 
 from fds.collectives import mesh
 from fds.collectives.traffic import counting
-from fds.errors import FdsError, is_a, is_int, is_number
+from fds.errors import FdsError, checked_call, is_a, is_int, is_number
 from fds.state import State
 from fds.step.ranges import Clock, clocked
 from fds.timing.waits import WAIT, Waits
@@ -127,6 +127,11 @@ class Timed:
         self._last: Times | None = None
         self._waiting: list[Clock] = []
 
+    def __repr__(self) -> str:
+        turn = "no call" if self.every is None else f"every={self.every}"
+        amounts = [f"{name}={amount:g}" for name, amount in self._amounts.items()]
+        return f"timed({', '.join([turn, *amounts])})"
+
     @contextlib.contextmanager
     def __call__(self, state: State) -> Iterator[None]:
         """Time the call of the step in the block, if it is its turn: its number divides by `every`.
@@ -195,6 +200,7 @@ def arrived(marks: Sequence[tuple[str, object]]) -> bool:
     return isinstance(last, float) or last.query()  # pyright: ignore[reportAttributeAccessIssue]  (an event)
 
 
+@checked_call
 def timed(
     *,
     every: int | None = 1,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fds.collectives import Axis, mesh
 from fds.collectives.traffic import counting
-from fds.errors import FdsError, is_a
+from fds.errors import FdsError, checked_call, expanded, is_a
 from fds.state import State
 from fds.step import Step
 from fds.step.ranges import Clock, clocked
@@ -23,6 +23,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")  # ranks of one machine share it
 _ROUNDS = 9
 
 
+@checked_call
 def trace(step: Step, state: State, batch: Any, path: str | Path) -> tuple[State, dict[str, Tensor]]:
     """Call a step, and write what each rank did when; return what the step returns.
 
@@ -50,7 +51,7 @@ def trace(step: Step, state: State, batch: Any, path: str | Path) -> tuple[State
     _synchronize(clock.device)
     ranks = axis.exchange([[name, start * 1e3 + at, ms] for name, at, ms in _slices(clock)], "trace")
     if axis.index == 0:
-        Path(path).write_text(json.dumps({"traceEvents": _events(ranks), "displayTimeUnit": "ms"}))
+        Path(expanded(path)).write_text(json.dumps({"traceEvents": _events(ranks), "displayTimeUnit": "ms"}))
     return result
 
 
@@ -64,8 +65,8 @@ def _check_writable(axis: Axis, path: str | Path) -> None:
     problem = ""
     if axis.index == 0:
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).open("a").close()
+            Path(expanded(path)).parent.mkdir(parents=True, exist_ok=True)
+            Path(expanded(path)).open("a").close()
         except (OSError, TypeError) as error:
             problem = str(error)
     problem = axis.exchange(problem, "the file of a trace")[0]

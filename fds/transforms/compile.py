@@ -14,10 +14,11 @@ from typing import Any
 import attrs
 
 from fds import loss as losses
-from fds.errors import ComposeError
+from fds.errors import ComposeError, nearest
 from fds.step import Step, fill, transform
 from fds.step.compiled import Backend, Compiled
 
+_BACKENDS = ("inductor", "aot_eager", "eager")  # those that need not be asked for, which takes torch seconds
 # Each takes CUDA graphs of torch's own, whose outputs lie in memory that the next replay writes over: a gradient that
 # torch keeps as it came, to add those of the next microbatch to it, would change.
 _GRAPHS = {"reduce-overhead": "fds.cuda_graph()", "max-autotune": 'mode="max-autotune-no-cudagraphs"'}
@@ -79,6 +80,7 @@ def compile(
             want="one of them",
             hint="torch._inductor.list_mode_options(mode) says which options a mode is",
         )
+    _check_backend(backend)
     graphs = _graphs_of_torch(backend, mode, options or {})
     if graphs:
         raise ComposeError(
@@ -124,6 +126,24 @@ def _check_uncompiled(step: Step) -> None:
             where="compile",
             got=f"{losses.name(step.loss)}, which torch.compile returned",
             want="the function itself",
+        )
+
+
+def _check_backend(backend: Any) -> None:
+    """Raise `ComposeError` for a name of a backend that torch does not know."""
+    if not isinstance(backend, str) or backend in _BACKENDS:
+        return
+    from torch import _dynamo  # slow to import
+
+    listed: Any = _dynamo
+    known: list[str] = listed.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ComposeError(
+            "torch.compile has no such backend",
+            where="compile, backend",
+            got=repr(backend),
+            want=", ".join(sorted({*known, *_BACKENDS})),
+            hint=nearest(backend, known),
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fds.collectives import worlds
-from fds.errors import ComposeError, FdsError, is_a, is_int
+from fds.errors import ComposeError, FdsError, expanded, is_a, is_int
 from fds.profiling.counting import counting
 from fds.profiling.record import Profile, check_shown, profile_of
 from fds.state import State
@@ -97,7 +97,7 @@ def profiled(
     shown = {"depth": depth, "top": top, "detailed": detailed}
 
     def apply(step: Step) -> Step:
-        run = CountedOnce(at, None if file is None else os.fspath(file), shown)
+        run = CountedOnce(at, None if file is None else expanded(file), shown)
         return fill(step, run=run, instead=None, hint="fds.profile(step, state, batch) counts a call of any step")
 
     return apply

@@ -1,5 +1,8 @@
 """What is not finite first is found by name: planted faults, each where it was planted."""
 
+from unittest import mock
+
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -250,6 +253,50 @@ def test_a_replay_of_what_is_finite_says_so():
     watch, state = watched(loss, params)
     assert watch.replay(state, batch()) == NonFinite(0, 0, 1, "nowhere")
     assert str(watch.last) == "None" and repr(watch).startswith("watch(compose(")
+
+
+class OnGPU(torch.Tensor):
+    """A number that says that it is on a GPU."""
+
+    @property
+    def device(self):
+        return torch.device("cuda", 0)
+
+    def to(self, device, *, non_blocking):
+        assert device == "cpu" and non_blocking
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_on_a_gpu_a_call_is_looked_at_in_the_next_one_and_the_last_at_the_end():
+    loss, params = of_module(nn.Tanh())
+    watch, state = watched(loss, params)
+    losses, replayed, waited = iter([torch.nan, 1.0, torch.nan]), [], []
+    event = mock.Mock(synchronize=lambda: waited.append(1))
+
+    def step(state, batch):
+        after = attrs.evolve(state, step=state.step.as_subclass(OnGPU), calls=state.calls + 1)
+        return after, {"loss": torch.tensor(next(losses)).as_subclass(OnGPU)}
+
+    def replay(step, state, batch):
+        replayed.append((int(state.calls), batch))
+        return NonFinite(int(state.calls), 0, 1, "nowhere")
+
+    watch.step = step
+    with (
+        mock.patch("torch.cuda.Event", return_value=event),
+        mock.patch("torch.cuda.current_stream"),
+        mock.patch("fds.debugging._watch.replayed", replay),
+    ):
+        after, _ = watch(state, "first")
+        assert not waited and not replayed
+        with pytest.raises(FdsError, match="the call after 0 others"):
+            watch(after, "second")
+        assert replayed == [(0, "first")]
+        watch(after, "third")
+        assert len(waited) == 2 and len(replayed) == 1
+        with pytest.raises(FdsError, match="the call after 1 others"):
+            watch.finish()
+    assert replayed == [(0, "first"), (1, "third")]
 
 
 def test_steps_that_leave_nothing_to_replay_are_refused():

@@ -32,7 +32,7 @@ ROOMS = {
     "plans": "errors _html",
     "transports": "step kernels collectives random errors",
     "profiling": f"step {BELOW_STEP}",
-    "curvature": "kernels loss random collectives tree errors",
+    "curvature": "kernels loss random collectives state tree errors",
     "transforms": f"step {BELOW_STEP} kernels plans profiling schedules",
     "nn": "loss kernels random errors",
     "storage": "step media state layout collectives tree errors",

@@ -40,7 +40,8 @@ def test_tags_are_deepspeeds_and_x_is_samples():
 def test_tags_x_and_names_may_be_ones_own():
     kept = Kept()
     with fds.monitor(kept, x=lambda calls: calls * 0.5, names=["loss", "none such"], tags=lambda it: f"gpt/{it}") as m:
-        state = trained(*step_and_state(), 2, m)
+        with pytest.warns(UserWarning, match="the first metrics have no none such"):
+            state = trained(*step_and_state(), 2, m)
         m.note(state, {"eval_loss": torch.tensor(2.5), "text": "left out", "many": torch.ones(3)})
     assert [(event.tag, event.x) for event in kept.events] == [
         ("gpt/loss", 0.5),
@@ -262,3 +263,38 @@ def test_a_package_that_is_missing_is_named_with_its_extra(name):
         pytest.raises(FdsError, match=r"pip install 'fds\["),
     ):
         getattr(fds.monitors, name)("runs")
+
+
+def test_a_name_that_the_first_metrics_have_not_is_warned_of_once():
+    step, state = step_and_state()
+    monitor = fds.monitor(Kept(), names=["los", "lr"])
+    after, metrics = step(state, batch(state))
+    with pytest.warns(UserWarning, match="no los; did you mean 'loss'"):
+        monitor(after, metrics)
+    monitor(after, metrics)
+    assert repr(monitor).startswith("monitor(<") and repr(fds.monitor()) == "monitor(nothing is written here)"
+
+
+def test_a_state_that_is_not_the_one_that_came_with_the_metrics_is_warned_of_once():
+    step, state = step_and_state()
+    after, metrics = step(state, batch(state))
+    monitor = fds.monitor(Kept())
+    with pytest.warns(UserWarning, match="rows are written a call early"):
+        monitor(state, metrics)
+    monitor(state, metrics)
+    right = fds.monitor(Kept())
+    right(state, {**metrics, "skipped": torch.tensor(True), "step": state.step})  # of a skipped step they are equal
+    with pytest.warns(UserWarning, match="of update 1, and the state is after 0"):
+        right(state, metrics)
+    fds.monitor(Kept())(after, metrics)
+
+
+@pytest.mark.parametrize(
+    "make", [fds.monitors.CSV, fds.monitors.TensorBoard, lambda at: fds.monitors.JSONL(at / "log")]
+)
+def test_a_sink_that_can_write_nothing_is_refused_when_it_is_made(make, tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(FdsError, match="nothing can be written there"):
+        make(tmp_path / "file")
+    with pytest.raises(FdsError, match="a directory, not a file"):
+        fds.monitors.JSONL(tmp_path)

@@ -134,3 +134,11 @@ def test_the_console_has_a_line_for_every_so_many_calls():
     console.file.truncate(0)
     Console(console=console).write([fds.monitors.Event("loss", 0.5, 3)])
     assert console.file.getvalue().strip("\0") == "3  loss 0.5\n"
+
+
+def test_the_console_has_the_time_of_the_call_and_not_of_its_parts():
+    console = rich.console.Console(file=io.StringIO(), width=200)
+    times = {"forward": 1.0, "backward": 2.0, "call": 3.5}
+    sink = fds.monitors.Console(every=1, console=console)
+    sink.write([fds.monitors.Event(f"Train/Samples/elapsed_time_ms_{part}", ms, 4) for part, ms in times.items()])
+    assert console.file.getvalue() == "Train/Samples 4  elapsed_time_ms_call 3.5\n"

@@ -250,7 +250,7 @@ def test_trees_and_modules_are_taken_too():
     ],
 )
 def test_wrong_arguments_of_an_estimate_are_refused(arguments, where):
-    given = {"composition": fds.adamw(0.1), "params": nn.Linear(2, 2), **arguments}
+    given = {"composition": lambda mesh: fds.adamw(0.1), "params": nn.Linear(2, 2), **arguments}
     with pytest.raises(FdsError) as e:
         fds.estimate_memory(given.pop("composition"), given.pop("params"), **given)
     assert e.value.where == where

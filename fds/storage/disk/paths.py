@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fds.errors import StorageError
+from fds.errors import StorageError, expanded
 
 
 def checked_path(path: object, where: str) -> Path:
     """Return the user's argument as a path. Raises `StorageError` for anything that is not a valid path."""
     try:
-        found = Path(path)  # type: ignore[arg-type]
+        found = Path(expanded(path))  # type: ignore[arg-type]
         if b"\0" not in os.fsencode(found):
             return found
     except (TypeError, ValueError):  # including strings that cannot be encoded

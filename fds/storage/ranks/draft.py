@@ -114,7 +114,7 @@ class Draft:
         union = AllLeaves.of(parts, ranks)
         return cls(
             directory(path, ranks, local),
-            directory(Path(dir), ranks, local) / tag,
+            directory(checked_path(dir, "dir"), ranks, local) / tag,
             tag,
             exchange.all[0][1],
             calls,
