@@ -119,9 +119,8 @@ class Monitor:
         self._end = weakref.finalize(self, queue.end)  # also at the end of the program
 
     def __repr__(self) -> str:
-        return (
-            f"monitor({', '.join(repr(one.sink) for one in self._queue.sinks) or 'of another rank, or without sinks'})"
-        )
+        sinks = ", ".join(repr(one.sink) for one in self._queue.sinks)
+        return f"monitor({sinks or 'nothing is written here'})"
 
     def __enter__(self) -> Self:
         return self
