@@ -93,4 +93,20 @@ MUTANTS = (
         "an evaluation is not written by a sink that is given every third call",
         MONITOR,
     ),
+    Mutant(
+        "monitor-takes-a-skipped-step-for-the-first",
+        "fds/monitors/_monitor.py",
+        "if self.settled or skipped:",
+        "if self.settled:",
+        "a first step that was skipped settles that state and metrics belong together",
+        "tests/monitors/test_monitor.py -k state_that_is_not",
+    ),
+    Mutant(
+        "sinks-find-out-late-that-they-cannot-write",
+        "fds/monitors/sink.py",
+        "if worlds.current().rank == 0:",
+        "if worlds.current().rank < 0:",
+        "a sink whose directory cannot be made is refused by the first call alone",
+        "tests/monitors/test_monitor.py -k can_write_nothing",
+    ),
 )
