@@ -19,7 +19,6 @@ from fds.profiling.modules import Modules
 from fds.step import Call, Gradients
 from fds.step.ranges import Clock
 
-_MOST = 16  # operators that are kept: those behind the first tell little
 _FEW = 4  # tensors that an operator was given, and that it made, that are kept
 _OVERWRITING = tuple(f"aten.{kind}{name}_" for kind in ("", "_foreach_") for name in ("copy", "fill", "zero"))
 
@@ -78,7 +77,7 @@ class Checking(Watching):
 
     Attributes:
         parts: a clock for the ranges of the step.
-        culprits: the first of them, in the order in which they ran.
+        culprits: part of the step -> the first of them in it, in the order in which they ran.
         of_loss: that from which the first scalar of a forward that is not finite came, mostly the loss.
         params: the names of parameters on this rank whose summed gradient is not finite.
     """
@@ -86,7 +85,7 @@ class Checking(Watching):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.parts = Parts(device)
-        self.culprits: list[Culprit] = []
+        self.culprits: dict[str, Culprit] = {}
         self.of_loss: Culprit | None = None
         self.params: dict[str, None] = {}
         self._origins: dict[int, Culprit] = {}  # address of memory -> who made what is not finite in it
@@ -120,9 +119,10 @@ class Checking(Watching):
         origin = next((found for x in bad if (found := self._origins.get(_memory(x))) is not None), None)
         if not bad and not meant:
             origin = self._culprit(name, given, made)
-            if len(self.culprits) < _MOST:
-                self.culprits.append(origin)
+            self.culprits.setdefault(origin.part, origin)
         if origin is None:
+            for x in wrong:  # whoever had its memory before is not to be blamed
+                self._origins.pop(_memory(x), None)
             return
         self._origins |= {_memory(x): origin for x in wrong}
         if self.of_loss is None and self.parts.current == "forward" and any(x.dim() == 0 for x in wrong):

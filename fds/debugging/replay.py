@@ -105,7 +105,7 @@ def _on_this_rank(step: Step, state: State, batch: Any) -> tuple[list[int], NonF
     lost = not is_finite(metrics["loss"])
     loss = checking.of_loss if lost else None
     # of a loss that is finite, what is not was hidden again in forward: a mask
-    seen = [one for one in checking.culprits if lost or one.part != "forward"]
+    seen = [one for one in checking.culprits.values() if lost or one.part != "forward"]
     if (one := loss or next(iter(seen), None)) is not None:
         order = [3 if loss is None else 2, -1 if one.microbatch is None else one.microbatch, one.stage or 0]
         return order, found(**attrs.asdict(one, recurse=False)), params
