@@ -260,7 +260,7 @@ def _read(step: Stations, params: Any, key: Tensor, *, own: bool) -> tuple[Any, 
     names = step.dimensions.names(structure.names)
     tree.match(step.gather.float32, names, what="precision(keep_float32=...)")
     tree.match(step.place.patterns, names, what="offload")
-    if "slots" in step.place.residency.kinds and not step.after:
+    if tuple(step.place.residency.kinds) == ("slots",) and not step.after:
         warnings.warn(
             f"{text_of(step.place.residency)}: there are no averages that could live elsewhere, as fds.ema(...) keeps",
             stacklevel=2,

@@ -49,7 +49,7 @@ def when_used(tree: ast.Module, package: str) -> list[str]:
     """Return the dotted names that a package loads when they are used."""
     (call,) = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazily"]
     homes = ast.literal_eval(call.args[1])
-    submodules = "".join(ast.literal_eval(keyword.value) for keyword in call.keywords)
+    submodules = "".join(ast.literal_eval(word.value) for word in call.keywords if word.arg == "submodules")
     named = [f"{module}.{name}" for module, names in homes.items() for name in names.split()]
     return named + [f"{package}.{name}" for name in submodules.split()]
 

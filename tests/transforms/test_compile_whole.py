@@ -442,9 +442,15 @@ def test_arguments_that_do_not_go_with_one_graph_are_refused():
         fds.compile(whole=True, fullgraph=False)
     with pytest.raises(ComposeError, match="compiled already"):
         fds.compose(whole(), fds.sgd(0.1))(torch.compile(network, backend="eager"))
-    step, _, state, batches = start(backend="no such backend")
-    step(state, batches[0])
     with pytest.raises(ComposeError, match="no such backend"):
+        fds.compile(whole=True, backend="inductr")
+
+    def fails(graph, inputs):
+        raise RuntimeError("it has no such operator")
+
+    step, _, state, batches = start(backend=fails)
+    step(state, batches[0])
+    with pytest.raises(ComposeError, match="no such operator"):
         step(state, batches[0])
 
 

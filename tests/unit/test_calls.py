@@ -103,3 +103,4 @@ def test_averages_that_nothing_keeps_are_warned_of():
     with pytest.warns(UserWarning, match="there are no averages"):
         fds.compose(fds.offload(averages="host"), fds.adamw(0.1))(loss).init(params)
     fds.compose(fds.offload(averages="host"), fds.ema(0.9), fds.adamw(0.1))(loss).init(params)
+    fds.compose(fds.offload("host", averages="host"), fds.adamw(0.1))(loss).init(params)  # all there is, wherever it is
