@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.freeze import freeze
     from fds.transforms.pipeline import pipeline
     from fds.transforms.shard_optimizer import shard_optimizer
+    from fds.transforms.local_updates import local_updates
     from fds.transforms.precision import precision
     from fds.transforms.autocast import autocast
     from fds.transforms.checkpoint_activations import checkpoint_activations
@@ -118,6 +119,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.freeze": "freeze",
         "fds.transforms.pipeline": "pipeline",
         "fds.transforms.shard_optimizer": "shard_optimizer",
+        "fds.transforms.local_updates": "local_updates",
         "fds.transforms.precision": "precision",
         "fds.transforms.autocast": "autocast",
         "fds.transforms.checkpoint_activations": "checkpoint_activations",
@@ -205,6 +207,7 @@ __all__ = [
     "lamb",
     "lion",
     "load",
+    "local_updates",
     "loss_scale",
     "materialize",
     "memory_breakdown",

@@ -43,6 +43,7 @@ from fds.step.split_batch import SplitBatch, cut, split_batch
 from fds.step.stations import After, AtOnce, Commit, Composing, Kernels, Place, Run, Scale, follow_in_pieces
 from fds.step.structure import Structure
 from fds.step.sums import InPlace, Sum
+from fds.step.synchronizing import Synchronize, remembering
 from fds.step.topology import Dimension, Dimensions
 from fds.step.views import Views
 
@@ -70,6 +71,7 @@ class Stations:
     condition: tuple[Callable[[Gradients, Call], Gradients], ...] = ()  # maps of the reduced gradients
     optimizer: Optimizer | None = None  # gradients -> new parameters
     commit: Commit | None = None  # whether the update is accepted
+    synchronize: Synchronize | None = None  # how ranks with parameters of their own agree on them
     after: tuple[After, ...] = ()  # what follows an accepted update
     place: Place = Place()  # where the new state is written
     run: Run = AtOnce()  # how all of this is done: at once, or captured and replayed
@@ -82,6 +84,11 @@ class Stations:
     )
     following: tuple[Memory, ...] = attrs.field(  # those whose slot changes by what is noted, or in every step
         default=attrs.Factory(lambda self: tuple(one for one in self.memory.values() if one.follows), takes_self=True),
+        init=False,
+        repr=False,
+    )
+    remembering: Optimizer | None = attrs.field(  # the optimizer, with what `synchronize` keeps beside its state
+        default=attrs.Factory(lambda self: _remembering(self.optimizer, self.synchronize), takes_self=True),
         init=False,
         repr=False,
     )
@@ -279,12 +286,12 @@ class Stations:
         known, structure = self.runtime.recent[0]  # read once: other threads may read other trees
         if structure is None or known != key:
             if key not in self.runtime.structures:
-                assert self.optimizer is not None
+                assert self.remembering is not None
                 self.runtime.structures[key] = Structure.of(
                     params,
                     gather=self.gather,
                     shard=self.shard,
-                    optimizer=self.optimizer,
+                    optimizer=self.remembering,
                     frozen=self.frozen,
                     dimensions=self.dimensions,
                     text=repr(self),
@@ -349,6 +356,10 @@ class Stations:
             )
             for k in keys
         ]
+
+
+def _remembering(optimizer: Optimizer | None, synchronize: Synchronize | None) -> Optimizer | None:
+    return optimizer if optimizer is None or synchronize is None else remembering(optimizer, synchronize)
 
 
 def _dtype_of(context: Any) -> torch.dtype | None:

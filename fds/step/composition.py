@@ -146,6 +146,14 @@ class Composition:
             raise ComposeError(
                 "the composition has no optimizer", got=repr(self), want=written_out([*self.parts, "adamw(3e-4)"])
             )
+        if step.synchronize is not None and (elsewhere := {*step.place.residency.kinds} - {"slots"}):
+            raise ComposeError(
+                "ranks synchronize parameters where the step runs, and these live elsewhere",
+                where="station 'synchronize'",
+                got=f"{step.synchronize}; {step.place}",
+                want="parameters, moments and gradients on the device",
+                hint="averages may live elsewhere" if "slots" in elsewhere else "",
+            )
         step.run.refuse(step)
         split, differs = step.dimensions.split, step.dimensions.differing
         if step.place.speculate:

@@ -21,6 +21,7 @@ class Decision:
         empty: whether the weight is 0, () bool; None where it cannot be.
         overflow: whether the norm is not finite, () bool; None where nobody asks.
         skip: whether nothing is updated, () bool; None where that cannot be.
+        reported: the norm in the metrics.
     """
 
     totals: Totals
@@ -29,6 +30,7 @@ class Decision:
     empty: Tensor | None
     overflow: Tensor | None
     skip: Tensor | None
+    reported: Tensor | None
 
     @classmethod
     def of(
@@ -57,5 +59,29 @@ class Decision:
         total = combined_scale(totals.weight, scale, divisor, device)
         norm = norm if norm is None or total is None else (norm / total).to(norm.dtype)
         overflow = None if norm is None or not decides else ~norm.isfinite()
-        skip = overflow if empty is None else empty if overflow is None else overflow | empty
-        return cls(totals, total, norm, empty, overflow, skip)
+        return cls(totals, total, norm, empty, overflow, _either(empty, overflow), norm)
+
+    def shared(self, totals: Totals, norm: Tensor | None, count: int) -> Decision:
+        """Return the same for ranks that update other parameters: what each decides, all do, and metrics are of all.
+
+        The scale and the norm stay this rank's, whose gradients they are of.
+
+        Args:
+            totals: of all of them.
+            norm: the joint norm of the gradients of all of them; the metrics have its root mean square.
+            count: how many they are.
+        """
+        empty = totals.empty()
+        overflow = None if norm is None or self.overflow is None else ~norm.isfinite()
+        return attrs.evolve(
+            self,
+            totals=totals if empty is None else totals.filled(empty),
+            empty=empty,
+            overflow=overflow,
+            skip=_either(empty, overflow),
+            reported=None if norm is None else norm / count**0.5,
+        )
+
+
+def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one | other

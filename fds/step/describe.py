@@ -41,7 +41,8 @@ class Description:
         lives: part -> the places of those that do not all live on the device: `params`, `opt`, `gradients`, `ahead`,
             `stored`, of `slots` averages.
         sent: station -> bytes that this rank sends in a step, where the loss uses every bucket once and ranks take
-            one path.
+            one path; of `synchronize`, which most steps do not, the mean.
+        synchronized: the most bytes that this rank sends in one step to synchronize.
         buckets: whole bytes of each flat bucket, in the dtype of the masters; empty where nothing is sharded.
         frozen: names of parameters that are not trained.
         unused: names of trained parameters that the loss did not use on the batch (of this rank): their gradient is
@@ -63,6 +64,7 @@ class Description:
     buckets: tuple[int, ...] = ()
     memory: dict[str, int] = tree.new(dict)
     messages: tuple[PredictedMessages, ...] = ()
+    synchronized: int = 0
 
     def __str__(self) -> str:
         lines = [f"{name:<10} {text}" for name, text in self.stations.items() if name != "kernels"]
@@ -72,6 +74,7 @@ class Description:
         lines += [f"{name:<10} {n:>16,} bytes of the state" for name, n in self.places.items()]
         lines += [f"memory     {n:>16,} bytes in {slot}" for slot, n in self.memory.items()]
         lines += [f"{name:<10} {n:>16,} bytes sent a step" for name, n in self.sent.items()]
+        lines += [f"{'':<10} {self.synchronized:>16,} bytes sent at once to synchronize"] if self.synchronized else []
         if self.buckets:
             least, most = f"{min(self.buckets):,}", f"{max(self.buckets):,}"
             sizes = most if least == most else f"{least} to {most}"
@@ -141,6 +144,7 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
         buckets,
         {slot: tree.num_bytes(held) for slot, held in state.slots.items()},
         predicted(step, structure, state),
+        0 if step.synchronize is None else round(step.synchronize.bytes_sent(structure)[0]),
     )
 
 

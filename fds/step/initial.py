@@ -47,7 +47,7 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
     structure, _ = step.structure_of(step.dimensions.held(shapes))
     recipe = isinstance(params, losses.Recipe)
     alone = everyone is None
-    data = None if alone else step.dimensions.data
+    peers = None if alone else step.dimensions.peers
     made = (
         _from_recipe(params, random.fold_in(key, "params"), step.dimensions.holds)
         if recipe
@@ -58,7 +58,7 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for name, x in _all_of(made, shapes, _made_here(step, shapes, params, alone), failed):
-            _of_rank_0(x, everyone if not recipe or name in params.given else data)
+            _of_rank_0(x, everyone if not recipe or name in params.given else peers)
             if step.dimensions.holds(name):
                 if (piece := step.dimensions.cut(name, x)) is not x:
                     x = contiguous_copy(piece)
@@ -88,12 +88,12 @@ def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device
     Where ranks share the step and it is not `alone`, they get the module buffers of the first one at their place.
     """
     structure, parts = step.structure_of(held)
-    assert step.optimizer is not None
-    data = None if alone else step.dimensions.data
+    assert step.remembering is not None
+    peers = None if alone else step.dimensions.peers
     flat, key = [x.view(-1) for x in structure.pick(parts)], random.key(key)
     residency = deferred(step.place.residency, None if alone else step.everyone)
     buffers = {
-        name: _of_rank_0(contiguous_copy(step.dimensions.cut(name, b.to(device))), data)
+        name: _of_rank_0(contiguous_copy(step.dimensions.cut(name, b.to(device))), peers)
         for name, b in losses.initial_buffers(step.loss).items()
         if step.dimensions.holds(name)
     }
@@ -103,7 +103,7 @@ def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device
     opt: dict[str, list[Tensor | None]] = {}
     with heard(residency, step.everyone):
         with random.seeded(key, "optimizer", *step.dimensions.coordinates):
-            opt = first_opt(residency, step.optimizer, structure, flat, device)
+            opt = first_opt(residency, step.remembering, structure, flat, device)
         if residency.kinds:
             leaves = [_settled(step, residency, structure, at, x, device) for at, x in tree.paths(slots).items()]
             slots = tree.flatten(slots)[1](leaves)

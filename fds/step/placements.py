@@ -49,6 +49,11 @@ class Owned:
     ranks: tuple[int, ...]
 
 
+@attrs.frozen
+class Local:
+    """Every rank holds all of it, with values of its own: nobody adds gradients, and ranks agree now and then."""
+
+
 class Placement:
     """How parameters and buffers lie along an axis; everything else follows from `axis` and `lies`.
 
@@ -57,7 +62,7 @@ class Placement:
 
     axis: Axis | None = None
 
-    def lies(self, name: str) -> SplitDim | Replicated | Owned:
+    def lies(self, name: str) -> SplitDim | Replicated | Owned | Local:
         """Say how a parameter, or a buffer, lies along the axis: the same on every rank of it."""
         return Replicated()
 
@@ -102,7 +107,7 @@ class Placement:
             return shapes
         size = self.axis.size
 
-        def along(lies: SplitDim | Replicated | Owned, i: int) -> int:
+        def along(lies: SplitDim | Replicated | Owned | Local, i: int) -> int:
             return size if isinstance(lies, SplitDim) and lies.dim == i else 1
 
         return {
@@ -183,6 +188,37 @@ class Placement:
 
     def __repr__(self) -> str:
         return ""  # nothing to say beside the axis
+
+
+@attrs.frozen(repr=False)
+class LocalCopies(Placement):
+    """Every rank of an axis has parameters of its own, which a filler of the station `synchronize` makes equal.
+
+    They begin equal, and nothing of them is put together: whole parameters are those of this rank.
+    """
+
+    axis: Axis  # pyright: ignore[reportIncompatibleVariableOverride]  (never None)
+
+    def lies(self, name: str) -> Local:
+        """Say that all of them are each rank's own."""
+        return Local()
+
+    @property
+    def differs(self) -> bool:
+        """Whether ranks hold different parameters, or pieces of them: versions of the same ones."""
+        return False
+
+    def copies(self, name: str | None, *, sliced: bool) -> tuple[int, int]:
+        """Say that no other rank holds the same: of what all have alike, the first speaks."""
+        return 0, 1
+
+    def kind(self, name: str) -> Hashable:
+        """Return the same for all."""
+        return None
+
+    def counts(self, names: Sequence[str | None]) -> list[bool]:
+        """Say that all elements count: a norm is that of one rank's gradients."""
+        return [True] * len(names)
 
 
 def _bytes(x: Tensor) -> Tensor:

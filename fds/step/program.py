@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fds import loss as losses, reading, tree
+from fds.collectives import Axis
 from fds.errors import DiskError, DiskFullError
 from fds.optim.base import Values
 from fds.state import State
@@ -118,7 +119,7 @@ class Step(Stations):
         Nothing in it depends on values that the host reads, but keys and `calls`, where a device is at work.
         """
         structure, parts = held.structure, held.parts
-        assert self.optimizer is not None
+        assert self.optimizer is not None and self.remembering is not None
         notes = self.notes(state) if self.following else None
         call = self.call(state, notes)
 
@@ -130,7 +131,7 @@ class Step(Stations):
         with seeded(call, self.optimizer.schedules(), "schedule"):
             values = self.optimizer.values(state.step)
         self.runtime.pool.sweep()
-        everyone = self.everyone
+        everyone, dimensions = self.everyone, self.dimensions
         residency = self.place.residency
         if everyone is not None and residency.kinds:  # one that says what fails when all ranks hear
             residency = Deferred(residency)
@@ -143,9 +144,11 @@ class Step(Stations):
         device, decides = state.step.device, self.commit is not None or guesses(found.totals)
         totals, norm, buffers = self._agree(found, state.calls, batch, notes, decides=decides)
         decision = Decision.of(totals, norm, scale, found.predivide, device, decides=decides)
+        if dimensions.local is not None:
+            decision, buffers = self._share(decision, totals, buffers, dimensions.local, state.calls, notes)
         norm_of = None
-        if everyone is not None and self.dimensions.differing:
-            norm_of = functools.partial(found.norm_of_all, everyone=everyone)
+        if dimensions.group is not None and dimensions.differing:
+            norm_of = functools.partial(found.norm_of_all, everyone=dimensions.group)
         grads = Gradients(
             found.leaves,
             decision.scale,
@@ -178,7 +181,7 @@ class Step(Stations):
         with profiled("optimizer"), seeded(call, [self.optimizer], "optimizer", *self.dimensions.coordinates):
             new.update(
                 state,
-                self.optimizer,
+                self.remembering,
                 grads,
                 chunks,
                 self.dimensions,
@@ -203,6 +206,8 @@ class Step(Stations):
             slots |= followed(notes, slots, call, skip)
         if found.kept is not None:
             slots[SLOT] = found.kept.after(skip)
+        if self.synchronize is not None:
+            new.synchronize(self.synchronize, skip=skip, call=call)
         params = structure.put(parts, new.trained)
         for i, one in enumerate(self.after):
             own = call.after(slots).given_to(one, "after", i, *self.dimensions.coordinates)
@@ -356,10 +361,13 @@ class Step(Stations):
     def _agree(
         self, found: LocalGradients, calls: Tensor, batch: Any, notes: Notes | None, *, decides: bool
     ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
-        """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks."""
+        """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks.
+
+        All are those that make one update together.
+        """
         norm = found.norm() if decides or any(m.norm for m in self.measure) else None
-        everyone = self.everyone
-        if everyone is None:
+        group = self.dimensions.group
+        if group is None:
             return found.totals, norm, found.buffers
         some, repeats = any(found.used) or not found.used, self.dimensions.repeats
         seen = checksum(batch) if repeats[1] > 1 and self.execute.reads(batch) else 0
@@ -367,7 +375,7 @@ class Step(Stations):
             found.totals,
             norm,
             found.buffers,
-            everyone,
+            group,
             self.dimensions.data,
             calls=int(calls),
             used=some,
@@ -376,12 +384,33 @@ class Step(Stations):
             also=None if notes is None or notes.late else notes,
         )
 
+    def _share(
+        self,
+        decision: Decision,
+        totals: Totals,
+        buffers: dict[str, Tensor],
+        local: Axis,
+        calls: Tensor,
+        notes: Notes | None,
+    ) -> tuple[Decision, dict[str, Tensor]]:
+        """Return what ranks that make updates of their own decide together, and their common buffers."""
+        totals, norm, buffers = agree(
+            attrs.evolve(totals, divisor=None),
+            decision.norm,
+            buffers,
+            local,
+            local,
+            calls=int(calls),
+            also=None if notes is None or notes.late else notes,
+        )
+        return decision.shared(totals, norm, local.size), buffers
+
     def _metrics(
         self, decision: Decision, state: State, step: Tensor, rates: dict[str, Tensor], failed: Tensor | None
     ) -> dict[str, Tensor]:
         metrics = {**decision.totals.means(), "step": step.clone(), **rates}
-        if decision.norm is not None:
-            metrics["grad_norm"] = decision.norm
+        if decision.reported is not None:
+            metrics["grad_norm"] = decision.reported
         if decision.skip is not None:
             metrics["skipped"] = decision.skip
         if failed is not None:

@@ -19,8 +19,8 @@ from fds.errors import ComposeError, is_a
 from fds.layout import Box, Segment
 from fds.step.placements import Owned, Placement, Replicated, SplitDim
 
-Role = Literal["stage", "data", "tensor"]
-ROLES: tuple[Role, ...] = ("stage", "data", "tensor")  # in which ranks are numbered, the last varies fastest
+Role = Literal["stage", "local", "data", "tensor"]
+ROLES: tuple[Role, ...] = ("stage", "local", "data", "tensor")  # in which ranks are numbered, the last varies fastest
 
 
 @attrs.frozen(repr=False)
@@ -92,11 +92,18 @@ class Dimensions:
         entries: the dimensions, in the order of `ROLES`.
         everyone: the ranks that share the step, None for one rank alone.
         data: those of them that hold the same parameters and pass other batches, None where all pass the same.
+        local: those of them that pass other batches and have parameters of their own, which they make equal now and
+            then; None where there are none.
+        group: the ranks that make one update together: everyone but for those.
+        peers: the ranks that pass other batches, of both kinds.
     """
 
     entries: tuple[Dimension, ...] = ()
     everyone: Axis | None = None
     data: Axis | None = None
+    local: Axis | None = None
+    group: Axis | None = None
+    peers: Axis | None = None
 
     @classmethod
     def of(cls, dimensions: Sequence[Dimension]) -> Dimensions:
@@ -110,8 +117,14 @@ class Dimensions:
                 want=", ".join(map(repr, ROLES)),
             )
         entries = tuple(sorted(dimensions, key=lambda one: ROLES.index(one.role)))
-        real = [(one.axis, one.batches) for one in entries if one.axis is not None]
-        return cls(entries, _joined([axis for axis, _ in real]), _joined([axis for axis, batches in real if batches]))
+        real = [(one.axis, one.role) for one in entries if one.axis is not None]
+        everyone = _joined([axis for axis, _ in real])
+        data, local = (_joined([axis for axis, role in real if role == want]) for want in ("data", "local"))
+        if local is None:
+            return cls(entries, everyone, data, None, everyone, data)
+        group = _joined([axis for axis, role in real if role != "local"])
+        peers = _joined([axis for axis, role in real if role in ("data", "local")])
+        return cls(entries, everyone, data, local, group, peers)
 
     @functools.cached_property
     def owned(self) -> list[tuple[Axis, Placement]]:
@@ -157,12 +170,12 @@ class Dimensions:
     @functools.cached_property
     def share_of_batch(self) -> tuple[int, int]:
         """Which rows of the global batch this rank passes, and how many such shares there are."""
-        return (0, 1) if self.data is None else (self.data.index, self.data.size)
+        return (0, 1) if self.peers is None else (self.peers.index, self.peers.size)
 
     @property
     def place(self) -> int:
         """Which of the different sets of parameters this rank holds."""
-        index = 0
+        index = 0 if self.local is None else self.local.index
         for axis, _ in self.owned:
             index = index * axis.size + axis.index
         return index
@@ -213,6 +226,11 @@ class Dimensions:
             starts[dim] += axis.index * whole[dim]
             whole[dim] *= axis.size
         return tuple(whole), tuple(zip(starts, shape, strict=True))
+
+    @property
+    def replica(self) -> int:
+        """Which of the versions of the same parameters this rank holds, which ranks make equal now and then."""
+        return 0 if self.local is None else self.local.index
 
     def names(self, names: Sequence[str]) -> Sequence[str]:
         """Return the names of all parameters, given those that this rank holds."""

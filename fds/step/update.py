@@ -31,6 +31,7 @@ from fds.step.residency.lives import Column, Lives
 from fds.step.residency.visit import Visit, chunks_of_leaves
 from fds.step.stations import After, Place
 from fds.step.structure import Structure
+from fds.step.synchronizing import Synchronize
 from fds.step.topology import Dimensions
 
 ALL: Sequence[int] = range(sys.maxsize)  # which leaves some are, where they are all
@@ -146,6 +147,13 @@ class NewLeaves:
             self.trained = [x.view(old.shape) for x, old in zip(new, self.trained, strict=True)]
             self.opt, self.known = structure.name_slots(new_opt), None
         return None
+
+    def synchronize(self, one: Synchronize, *, skip: Tensor | None, call: Call) -> None:
+        """Let ranks with parameters of their own agree on what was updated."""
+        opt = self.structure.align(
+            [self.opt[slot][name].view(-1) for slot, want in self.structure.opt.items() for name in want.names]
+        )
+        one(self.structure, [x.view(-1) for x in self.trained], opt, skip=skip, call=call)
 
     def follow(
         self, one: After, slot: Any, params: Any, chunks: list[list[Piece]], *, skip: Tensor | None, call: Call

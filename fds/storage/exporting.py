@@ -36,6 +36,7 @@ from fds.storage.ranks.all_leaves import AllLeaves, agreement
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import parts_of
 from fds.storage.ranks.sharing import LeafPiece, own
+from fds.storage.versions import parsed
 
 Pieces = Iterable[tuple[str, int, Tensor]]  # key path, first element, elements (length,)
 
@@ -275,7 +276,7 @@ def _names(leaves: Mapping[str, SavedLeaf], tree: str) -> dict[str, str]:
     Raises `StorageError` for a tree that does not exist or does not match the parameters, and for equal names.
     """
     below = {
-        root: {n.removeprefix(f"{root}."): n for n in leaves if n.startswith(f"{root}.")}
+        root: {n.removeprefix(f"{root}."): n for n in leaves if n.startswith(f"{root}.") and not parsed(n)[1]}
         for root in ("params", "buffers", tree)
     }
     chosen, params, buffers = below[tree], below["params"], below["buffers"]

@@ -11,6 +11,7 @@ import attrs
 from fds.errors import StorageError, StorageWarning, did_you_mean
 from fds.storage.format.manifest import SavedLeaf
 from fds.storage.source import Source
+from fds.storage.versions import nearest, parsed
 
 SLOT_KINDS = ("opt", "slots")  # the state of optimizers and transforms
 SLOTS = ("init", "drop")
@@ -80,7 +81,7 @@ def match(
     of them with a `StorageWarning` instead.
     """
     have = source.leaves
-    sources = {name: _source_name(name, have, want) for name in want if options.read(name)}
+    sources = {name: _source_name(name, have, want, options) for name in want if options.read(name)}
     names = {name: found for name, found in sources.items() if found is not None}
     if "init" in options.slots:
         names = _without_partial_slots(names, have, want)
@@ -93,7 +94,9 @@ def match(
     missing = [n for n in want if options.read(n) and n not in names and not options.may_lack(n)]
     taken = {source.aliases.get(name, name) for name in names.values()}
     unexpected = [
-        n for n in have if source.aliases.get(n, n) not in taken and not options.may_have(n) and n not in want
+        n
+        for n in have
+        if source.aliases.get(n, n) not in taken and not options.may_have(n) and parsed(n)[0] not in want
     ]
     if options.strict:
         _check_matched(source, want, mismatched, missing, unexpected)
@@ -135,8 +138,16 @@ def _warn_of_slots(source: Source, want: Mapping[str, SavedLeaf], names: Mapping
         warnings.warn(StorageWarning(source.where, missing, unexpected, []), stacklevel=6)
 
 
-def _source_name(name: str, have: Mapping[str, SavedLeaf], want: Mapping[str, SavedLeaf]) -> str | None:
-    """Return the name of a leaf in the source, in which buffers may be among the parameters, as in a state dict."""
+def _source_name(
+    name: str, have: Mapping[str, SavedLeaf], want: Mapping[str, SavedLeaf], options: MatchOptions
+) -> str | None:
+    """Return the name of a leaf in the source, in which buffers may be among the parameters, as in a state dict.
+
+    Of versions of a leaf the source may have another number. Where the optimizer begins anew all ranks begin alike.
+    """
+    if parsed(name)[1]:
+        anew = options.params_only or options.without_optimizer
+        name = parsed(name)[0] if anew else nearest(name, have)
     kind, _, rest = name.partition(".")
     if name not in have and kind == "buffers" and f"params.{rest}" not in want:
         name = f"params.{rest}"

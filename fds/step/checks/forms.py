@@ -97,6 +97,10 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "execute": (lambda x: hasattr(x, "together") and has(x, *_EXECUTES), "an executor, as `fds.step.InTurn` is one"),
     "optimizer": (lambda x: isinstance(x, Optimizer), "an fds.Optimizer"),
     "commit": (given("slots", "skip"), "a function (slots, skip) -> slots"),
+    "synchronize": (
+        lambda x: callable(x) and has(x, "init", "owns", "agrees", "bytes_sent"),
+        "an object, (structure, params, opt, skip, call), with init, owns, agrees and bytes_sent",
+    ),
     "after": (
         lambda x: given("slot", "params", "skip", "call")(x) and isinstance(getattr(x, "slot", None), str),
         "a function (slot, params, skip, call) -> slot whose attribute `slot` is the slot's name",

@@ -130,7 +130,7 @@ def _chunks(step: Stations, structure: Structure, state: State) -> int:
 
 
 def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
-    """Return station -> bytes that this rank sends in one step; nothing without a layout.
+    """Return station -> bytes that this rank sends in one step, of `synchronize` the mean; nothing without a layout.
 
     Every bucket is gathered once a step at stages 1 and 2, at stage 3 at most twice a microbatch, unless the loss
     comes back to it after others or ranks take different paths; it is reduced once a step at stages 0 (which then
@@ -138,8 +138,9 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
     but the first gather of a bucket are of those ranks alone.
     """
     shard, layout = step.shard, structure.layout
+    mean = {} if step.synchronize is None else {"synchronize": round(step.synchronize.bytes_sent(structure)[1])}
     if layout is None or shard is None:
-        return {}
+        return mean
     n, size = step.split.num_microbatches, shard.axis.size
     sent = {"gather": 0.0, "reduce": sum(_reduced(step, shard, b) for b in layout.buckets if b.trained)}
     if structure.sharded:
@@ -151,7 +152,7 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
                 dtype = seen_dtype(step, bucket)
                 again = LOSSLESS.bytes_sent("gather", bucket.numel, dtype, shard.secondary.size)
             sent["gather"] += once + again * (2 * n - 1) * (i in passing)
-    return {station: round(n) for station, n in sent.items() if n}
+    return {station: round(n) for station, n in sent.items() if n} | mean
 
 
 def _viewed(step: Stations, structure: Structure) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -33,6 +33,7 @@ class Ranks:
     dimensions: Dimensions = Dimensions()  # how what they hold lies along the axes that they share
     mirrors: frozenset[str] = frozenset()  # slots that lie as the parameters do
     partial: frozenset[str] = frozenset()  # slots of which every rank has a term of a sum
+    agrees: Callable[[str], bool] = lambda slot: False  # whether versions of parameters share a slot of the optimizer
 
     @classmethod
     def of(cls, step: Step, doing: str) -> Ranks:
@@ -50,12 +51,13 @@ class Ranks:
         if dims.everyone is None:
             return cls(partial=partial)
         mirrors = frozenset(name for name, memory in step.memory.items() if memory.mirrors)
-        return cls(dims.everyone, doing, dims.everyone.index, dims, mirrors, partial)
+        found = cls(dims.everyone, doing, dims.everyone.index, dims, mirrors, partial)
+        return found if step.synchronize is None else attrs.evolve(found, agrees=step.synchronize.agrees)
 
     @property
     def apart(self) -> bool:
         """Whether ranks hold different leaves of the plain state."""
-        return bool(self.dimensions.owned)
+        return bool(self.dimensions.owned) or self.dimensions.local is not None
 
     @property
     def place(self) -> int:

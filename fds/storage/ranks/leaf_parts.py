@@ -25,6 +25,7 @@ from fds.storage.format import boxes
 from fds.storage.format.manifest import Chunk, SavedLeaf
 from fds.storage.format.tensors import dtype_name
 from fds.storage.ranks.exchange import Ranks
+from fds.storage.versions import versioned
 
 ON_HOST = ("calls", "key")  # leaves that are on the CPU on every device
 
@@ -85,7 +86,17 @@ def parts_of(state: State, ranks: Ranks) -> dict[str, LeafPart]:
     parts = _pieces(parts, ranks) if ranks.dimensions.pieces else parts
     for slot in ranks.partial & state.slots.keys():
         parts |= {f"slots.{slot}.{name}": _term(name, x, ranks) for name, x in state.slots[slot].items()}
-    return parts
+    index = ranks.dimensions.replica
+    return {versioned(path, index) if index and _is_own(path, ranks) else path: x for path, x in parts.items()}
+
+
+def _is_own(path: str, ranks: Ranks) -> bool:
+    """Say whether ranks along a local axis have versions of a leaf."""
+    kind, _, rest = path.partition(".")
+    slot = rest.partition(".")[0]
+    if kind == "opt":
+        return not ranks.agrees(slot)
+    return kind == "params" or (kind == "slots" and slot in ranks.mirrors)
 
 
 def _term(name: str, x: Tensor, ranks: Ranks) -> LeafPart:
@@ -156,9 +167,9 @@ def blank(step: Step, template: State, device: torch.device) -> State:
         check_apart(residency, own)
         return state
     structure, held = step.structure_of(state.params)
-    assert step.optimizer is not None
+    assert step.remembering is not None
     flat = [x.view(-1) for x in structure.pick(held)]
-    opt = blank_opt(residency, step.optimizer, structure, flat, device)
+    opt = blank_opt(residency, step.remembering, structure, flat, device)
     state = attrs.evolve(state, opt=structure.name_slots(opt))
     if "opt" in residency.kinds:
         leaves = {f"opt.{at}": x for at, x in tree.paths(state.opt).items()}

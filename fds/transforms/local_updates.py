@@ -1,0 +1,230 @@
+"""Let ranks train apart for `every` steps, and then agree: an outer optimizer steps on how far they went (DiLoCo).
+
+Fills:  topology, synchronize    State:  opt: `anchor`, what was agreed on last, and the outer optimizer's `outer_*`, alike
+        on all ranks; `outer_kept` of a transport with error feedback; params and opt are each rank's own
+Law:    anchor <- outer(anchor, mean over ranks of anchor - params), params <- anchor; with every=1, outer=sgd(1) and an
+        inner sgd, shard_optimizer at stage 0 to rounding
+Cost:   2P / every sent a step; the bytes of the anchor (float32) and of the outer state; a copy of a fragment in a call
+Source: Douillard et al. 2023 (DiLoCo), arXiv:2311.08105; Douillard et al. 2025 (streaming), arXiv:2501.18512
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import optim, tree
+from fds.collectives import Axis
+from fds.errors import ComposeError, is_a, is_int
+from fds.layout import Segment
+from fds.optim import Optimizer, returned
+from fds.step import Call, Dimension, Step, Structure, Transport, fill, transform
+from fds.step.call import seeded
+from fds.step.placements import LocalCopies
+from fds.step.residency.chunks import CUT, Piece
+from fds.step.sharding.transport import LOSSLESS
+from fds.step.synchronizing import Slots
+
+ANCHOR, OUTER, KEPT = "anchor", "outer_", "outer_kept"
+
+
+@attrs.frozen(eq=False, repr=False)
+class LocalUpdates:
+    """The station `synchronize`: every `every` calls each fragment of the parameters is agreed on, in turn."""
+
+    axis: Axis
+    every: int
+    outer: Optimizer
+    transport: Transport
+    fragments: int
+    draws: ClassVar = False
+
+    def init(self, segments: Sequence[Sequence[Segment]], *, params: list[Tensor]) -> Slots:
+        """Return the anchor, the outer optimizer's slots, and what messages lost so far: nothing."""
+        anchor = [p.float() if tree.is_low(p) else p.clone() for p in params]
+        slots: Slots = {ANCHOR: [*anchor]}
+        slots |= {OUTER + slot: parts for slot, parts in self.outer.init(segments, params=anchor).items()}
+        if self.transport.keeps:
+            slots[KEPT] = [torch.zeros_like(x, dtype=torch.float32) for x in anchor]
+        return slots
+
+    def owns(self, slot: str) -> bool:
+        """Say by its name whether a slot is one of these."""
+        return slot == ANCHOR or slot.startswith(OUTER)
+
+    def agrees(self, slot: str) -> bool:
+        """Say whether all ranks have a slot alike: what messages lost is each rank's own."""
+        return self.owns(slot) and slot != KEPT
+
+    def __call__(
+        self, structure: Structure, params: list[Tensor], opt: Slots, *, skip: Tensor | None, call: Call
+    ) -> None:
+        """Let the fragment whose turn it is agree; where the step is skipped, it keeps its bits until its next turn."""
+        for fragment in range(self.fragments):
+            turn, rest = divmod(call.calls + 1 + fragment * self.every // self.fragments, self.every)
+            if not rest:
+                for pieces in self._messages(structure, fragment):
+                    self._agree(pieces, params, opt, turn - 1, skip, call)
+
+    def _agree(
+        self, pieces: list[Piece], params: list[Tensor], opt: Slots, turn: int, skip: Tensor | None, call: Call
+    ) -> None:
+        """Step the anchor of some pieces by the mean of how far ranks went, and begin there anew."""
+
+        def cut(slices: Sequence[Tensor | None]) -> list[Any]:
+            return [None if (x := slices[piece.index]) is None else piece.cut(x) for piece in pieces]
+
+        anchor, local = cut(opt[ANCHOR]), cut(params)
+        went = torch.cat([a - p for a, p in zip(anchor, local, strict=True)]).div_(self.axis.size)
+        lost, kept = None, []
+        if self.transport.keeps:
+            kept = cut(opt[KEPT])
+            went += torch.cat(kept)
+            lost = torch.zeros_like(went, dtype=torch.float32)
+        self.transport.combine(self.axis, went, lost).wait()
+        sizes = list(map(len, anchor))
+        t = torch.full((), turn, dtype=torch.int64, device=call.device)
+        with seeded(call, self.outer.schedules(), "synchronize"):
+            now = self.outer.given(self.outer.values(t))
+        agreed, slots = returned.update(
+            self.outer,
+            [*went.split(sizes)],
+            {slot.removeprefix(OUTER): cut(x) for slot, x in opt.items() if self.agrees(slot) and slot != ANCHOR},
+            anchor,
+            segments=[piece.segments for piece in pieces],
+            step=t,
+            grad_scale=None,
+            skip=skip,
+            axes=call.dimensions.split,
+            **now,
+        )
+        for slot, parts in slots.items():
+            _write(cut(opt[OUTER + slot]), parts, None)
+        _write(anchor, agreed, None)
+        _write(local, agreed, skip)
+        if lost is not None:
+            _write(kept, lost.split(sizes), skip)
+
+    def _messages(self, structure: Structure, fragment: int) -> Iterator[list[Piece]]:
+        """Yield the pieces of slices that travel together: a fragment's, of one dtype."""
+        sizes = [structure.shapes[i].numel() for i in structure.trained]
+        low, high = (sum(sizes) * i // self.fragments for i in (fragment, fragment + 1))
+        found: dict[torch.dtype, list[Piece]] = {}
+        start = 0
+        for index, size in enumerate(sizes):
+            first, last = (size if at >= start + size else max(at - start, 0) // CUT * CUT for at in (low, high))
+            if first < last:
+                dtype = structure.opt[ANCHOR].dtypes[index]
+                found.setdefault(dtype, []).append(Piece.of(structure, index, first, last))
+            start += size
+        yield from found.values()
+
+    def bytes_sent(self, structure: Structure) -> tuple[float, float]:
+        """Return the most bytes that this rank sends in one call, and the mean over many calls."""
+
+        def sent(pieces: list[Piece]) -> float:
+            dtype = structure.opt[ANCHOR].dtypes[pieces[0].index]
+            return self.transport.bytes_sent("combine", sum(x.end - x.start for x in pieces), dtype, self.axis.size)
+
+        each = [sum(map(sent, self._messages(structure, i))) for i in range(self.fragments)]
+        return max(each), sum(each) / self.every
+
+    def __repr__(self) -> str:
+        parts = f", in {self.fragments} fragments" if self.fragments > 1 else ""
+        return f"every {self.every} calls over {self.axis.name} ({self.axis.size} ranks){parts}: {self.outer}, {self.transport}"
+
+
+def _write(old: Sequence[Tensor | None], new: Sequence[Tensor | None], skip: Tensor | None) -> None:
+    """Write new values into tensors that are not the same, unless `skip`, () bool, is true."""
+    for x, y in zip(old, new, strict=True):
+        if x is not None and y is not None and x is not y:
+            x.copy_(y if skip is None else torch.where(skip, x, y.to(x.dtype)))
+
+
+@transform
+def local_updates(
+    axis: Axis,
+    *,
+    every: int,
+    outer: Optimizer | None = None,
+    transport: Transport | None = None,
+    fragments: int = 1,
+):
+    """Let every rank of `axis` take steps of its own, and agree with the others in one call of `every`.
+
+    Each rank passes its own batch, and its gradients go into its own parameters. In every `every`-th call the outer
+    optimizer steps from the parameters that were agreed on last, with the mean over ranks of (agreed - own) as its
+    gradient, and all ranks go on from the result. Along another axis a step may still be shared (`shard_optimizer`,
+    `pipeline`); there the ranks of one place on `axis` make one update together.
+
+    What is decided is decided together: losses and metrics are means over all ranks (`grad_norm` the root mean square of
+    the ranks' norms), a step that one rank would skip all skip, and module buffers are averaged in every call. A clip
+    goes by the rank's own norm. A call that is skipped changes nothing, the parameters that it would have agreed on
+    included: they wait for their next turn.
+
+    `state.opt["anchor"]` is what was agreed on last, in float32 where parameters are narrower; between turns
+    `step.params` returns those of this rank, and `step.evaluate` the mean loss over ranks that each use their own.
+
+    Args:
+        axis: of `fds.mesh`, over which parameters differ between turns. One of size 1 changes nothing.
+        every: calls from one turn to the next, skipped ones included.
+        outer: the outer optimizer, which treats every element by itself; None for `sgd(0.7, momentum=0.9,
+            nesterov=True)`. Its schedules are of the turns so far.
+        transport: how (agreed - own) / ranks travels, by its leg `combine`: `fds.transports.quantized(4)`, or None,
+            without loss. What one with error feedback keeps is added to the next message.
+        fragments: in so many parts the parameters agree, each in a call of its own: a call sends less at once. Parts
+            are of equal size, in the order of the parameters.
+
+    Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that do not run now.
+    """
+    outer = optim.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    _check(axis, every, outer, transport, fragments)
+    own = axis.channel("local_updates")
+    way = LOSSLESS if transport is None else transport.on(own)
+    filler = LocalUpdates(own, every, outer, way, fragments)
+
+    def apply(step: Step) -> Step:
+        if axis.size == 1:
+            return step
+        return fill(step, topology=Dimension(own, "local", LocalCopies(own)), synchronize=filler)
+
+    return apply
+
+
+def _check(axis: Any, every: Any, outer: Any, transport: Any, fragments: Any) -> None:
+    """Raise `ComposeError` for an argument that is not what it must be, `MeshError` for an axis of other ranks."""
+    if not isinstance(axis, Axis):
+        raise ComposeError(
+            "local_updates: axis is not an axis", got=repr(axis)[:80], want='fds.mesh(replica=-1)["replica"]'
+        )
+    axis.check_current()
+    if not is_int(every, 1):
+        raise ComposeError("local_updates: every is a count of calls", got=repr(every)[:80], want="an int >= 1")
+    if not is_a(outer, Optimizer):
+        raise ComposeError(
+            "local_updates: outer is not an optimizer",
+            got=repr(outer)[:80],
+            want="fds.sgd(0.7, momentum=0.9, nesterov=True)",
+        )
+    if outer.elementwise is not True or outer.draws:
+        raise ComposeError(
+            "local_updates: an outer optimizer treats every element by itself, and draws nothing",
+            got=repr(outer)[:80],
+            want="fds.sgd(0.7, momentum=0.9, nesterov=True), or adamw",
+        )
+    if transport is not None and not isinstance(transport, Transport):
+        raise ComposeError(
+            "local_updates: transport is not a transport",
+            got=repr(transport)[:80],
+            want="fds.transports.quantized(8), or another fds.step.Transport",
+        )
+    if not is_int(fragments, 1) or fragments > every:
+        raise ComposeError(
+            "local_updates: each fragment agrees in a call of its own",
+            got=f"fragments={fragments!r:.40}, every={every}",
+            want="an int from 1 to every",
+        )
