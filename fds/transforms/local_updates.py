@@ -26,6 +26,7 @@ from fds.step import Call, Dimension, Step, Structure, Transport, fill, transfor
 from fds.step.call import seeded
 from fds.step.placements import LocalCopies
 from fds.step.residency.chunks import CUT, Piece
+from fds.step.residency.first import gaps_of
 from fds.step.sharding.transport import LOSSLESS
 from fds.step.synchronizing import Slots
 
@@ -87,6 +88,10 @@ class LocalUpdates:
             lost = torch.zeros_like(went, dtype=torch.float32)
         self.transport.combine(self.axis, went, lost).wait()
         sizes = list(map(len, anchor))
+        for message in (went,) if lost is None else (went, lost):  # a sign is sent of padding too, which stays 0
+            for x, piece in zip(message.split(sizes), pieces, strict=True):
+                for at, end in gaps_of(piece.segments, len(x)):
+                    x[at:end].zero_()
         t = torch.full((), turn, dtype=torch.int64, device=call.device)
         with seeded(call, self.outer.schedules(), "synchronize"):
             now = self.outer.given(self.outer.values(t))

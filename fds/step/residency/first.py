@@ -78,7 +78,7 @@ def blank_opt(
                 leaf = resident(structure, "opt", structure.trained[i])
                 found[slot][i] = made(residency, x, leaf, device)
     for i, (inside, x) in enumerate(zip(structure.segments, flat, strict=True)):
-        if gaps := _gaps(inside, x.numel()):
+        if gaps := gaps_of(inside, x.numel()):
             without = [attrs.evolve(s, offset=0, start=0, length=0) for s in inside]
             padding = first_slots(optimizer, [without], [torch.cat([x[at:end] for at, end in gaps])])
             for slot, (values,) in padding.items():
@@ -100,13 +100,13 @@ def padded(residency: Residency, structure: Structure, x: Tensor, leaf: Resident
     assert structure.layout is not None
     gaps = [(0, x.numel())]
     if leaf.names and x.shape == structure.shapes[leaf.index]:
-        gaps = _gaps(structure.layout.buckets[leaf.index].segments(index), x.numel())
+        gaps = gaps_of(structure.layout.buckets[leaf.index].segments(index), x.numel())
     for at, end in gaps:
         written(residency, torch.zeros(end - at, dtype=x.dtype, device=x.device), x.view(-1)[at:end])
     return x
 
 
-def _gaps(inside: Sequence[Segment], length: int) -> list[tuple[int, int]]:
+def gaps_of(inside: Sequence[Segment], length: int) -> list[tuple[int, int]]:
     """Return first and last + 1 of the elements of a slice that no parameter has."""
     gaps: list[tuple[int, int]] = []
     end = 0
