@@ -43,7 +43,7 @@ from fds.step.split_batch import SplitBatch, cut, split_batch
 from fds.step.stations import After, AtOnce, Commit, Composing, Kernels, Place, Run, Scale, follow_in_pieces
 from fds.step.structure import Structure
 from fds.step.sums import InPlace, Sum
-from fds.step.synchronizing import Synchronize, remembering
+from fds.step.synchronizing import REMEMBERING, Synchronize
 from fds.step.topology import Dimension, Dimensions
 from fds.step.views import Views
 
@@ -87,11 +87,8 @@ class Stations:
         init=False,
         repr=False,
     )
-    remembering: Optimizer | None = attrs.field(  # the optimizer, with what `synchronize` keeps beside its state
-        default=attrs.Factory(lambda self: _remembering(self.optimizer, self.synchronize), takes_self=True),
-        init=False,
-        repr=False,
-    )
+    # the optimizer, with what `synchronize` keeps beside its state
+    remembering: Optimizer | None = attrs.field(default=REMEMBERING, init=False, repr=False)
     runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -356,10 +353,6 @@ class Stations:
             )
             for k in keys
         ]
-
-
-def _remembering(optimizer: Optimizer | None, synchronize: Synchronize | None) -> Optimizer | None:
-    return optimizer if optimizer is None or synchronize is None else remembering(optimizer, synchronize)
 
 
 def _dtype_of(context: Any) -> torch.dtype | None:

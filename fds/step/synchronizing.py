@@ -69,3 +69,11 @@ def remembering(optimizer: Optimizer, synchronize: Synchronize) -> Optimizer:
         return params, {**own, **more}
 
     return attrs.evolve(optimizer, init=init, update=update)
+
+
+def _of(step: Any) -> Optimizer | None:
+    optimizer, synchronize = step.optimizer, step.synchronize
+    return optimizer if optimizer is None or synchronize is None else remembering(optimizer, synchronize)
+
+
+REMEMBERING: Any = attrs.Factory(_of, takes_self=True)  # of a record with both stations

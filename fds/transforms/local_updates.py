@@ -1,7 +1,7 @@
 """Let ranks train apart for `every` steps, and then agree: an outer optimizer steps on how far they went (DiLoCo).
 
-Fills:  topology, synchronize    State:  opt: `anchor`, what was agreed on last, and the outer optimizer's `outer_*`, alike
-        on all ranks; `outer_kept` of a transport with error feedback; params and opt are each rank's own
+Fills:  topology,                State:  opt: `anchor`, what was agreed on last, and `outer_*`, the outer optimizer's,
+        synchronize                      alike on all ranks; `outer_kept` of a transport with error feedback
 Law:    anchor <- outer(anchor, mean over ranks of anchor - params), params <- anchor; with every=1, outer=sgd(1) and an
         inner sgd, shard_optimizer at stage 0 to rounding
 Cost:   2P / every sent a step; the bytes of the anchor (float32) and of the outer state; a copy of a fragment in a call
@@ -86,10 +86,11 @@ class LocalUpdates:
             kept = cut(opt[KEPT])
             went += torch.cat(kept)
             lost = torch.zeros_like(went, dtype=torch.float32)
-        self.transport.combine(self.axis, went, lost).wait()
+        way = self.transport.seeded(call.at("synchronize").key) if self.transport.draws else self.transport
+        way.combine(self.axis, went, lost).wait()
         sizes = list(map(len, anchor))
         for message in (went,) if lost is None else (went, lost):  # a sign is sent of padding too, which stays 0
-            for x, piece in zip(message.split(sizes), pieces, strict=True):
+            for x, piece in zip(message.split_with_sizes(sizes), pieces, strict=True):
                 for at, end in gaps_of(piece.segments, len(x)):
                     x[at:end].zero_()
         t = torch.full((), turn, dtype=torch.int64, device=call.device)
@@ -97,7 +98,7 @@ class LocalUpdates:
             now = self.outer.given(self.outer.values(t))
         agreed, slots = returned.update(
             self.outer,
-            [*went.split(sizes)],
+            [*went.split_with_sizes(sizes)],
             {slot.removeprefix(OUTER): cut(x) for slot, x in opt.items() if self.agrees(slot) and slot != ANCHOR},
             anchor,
             segments=[piece.segments for piece in pieces],
@@ -112,7 +113,7 @@ class LocalUpdates:
         _write(anchor, agreed, None)
         _write(local, agreed, skip)
         if lost is not None:
-            _write(kept, lost.split(sizes), skip)
+            _write(kept, lost.split_with_sizes(sizes), skip)
 
     def _messages(self, structure: Structure, fragment: int) -> Iterator[list[Piece]]:
         """Yield the pieces of slices that travel together: a fragment's, of one dtype."""
@@ -140,7 +141,8 @@ class LocalUpdates:
 
     def __repr__(self) -> str:
         parts = f", in {self.fragments} fragments" if self.fragments > 1 else ""
-        return f"every {self.every} calls over {self.axis.name} ({self.axis.size} ranks){parts}: {self.outer}, {self.transport}"
+        ranks = f"{self.axis.name} ({self.axis.size} ranks)"
+        return f"every {self.every} calls over {ranks}{parts}: {self.outer}, {self.transport}"
 
 
 def _write(old: Sequence[Tensor | None], new: Sequence[Tensor | None], skip: Tensor | None) -> None:
@@ -152,12 +154,7 @@ def _write(old: Sequence[Tensor | None], new: Sequence[Tensor | None], skip: Ten
 
 @transform
 def local_updates(
-    axis: Axis,
-    *,
-    every: int,
-    outer: Optimizer | None = None,
-    transport: Transport | None = None,
-    fragments: int = 1,
+    axis: Axis, *, every: int, outer: Optimizer | None = None, transport: Transport | None = None, fragments: int = 1
 ):
     """Let every rank of `axis` take steps of its own, and agree with the others in one call of `every`.
 
@@ -166,10 +163,9 @@ def local_updates(
     gradient, and all ranks go on from the result. Along another axis a step may still be shared (`shard_optimizer`,
     `pipeline`); there the ranks of one place on `axis` make one update together.
 
-    What is decided is decided together: losses and metrics are means over all ranks (`grad_norm` the root mean square of
-    the ranks' norms), a step that one rank would skip all skip, and module buffers are averaged in every call. A clip
-    goes by the rank's own norm. A call that is skipped changes nothing, the parameters that it would have agreed on
-    included: they wait for their next turn.
+    Losses and metrics are means over all ranks in every call (`grad_norm` the root mean square of the ranks' norms),
+    and module buffers are averaged. A clip goes by the rank's own norm. A step that one rank would skip all skip: it
+    changes nothing, and the parameters that it would have agreed on wait for their next turn.
 
     `state.opt["anchor"]` is what was agreed on last, in float32 where parameters are narrower; between turns
     `step.params` returns those of this rank, and `step.evaluate` the mean loss over ranks that each use their own.
