@@ -224,8 +224,7 @@ class Stations:
         dtypes = [self.sum.dtype or trained[i].dtype for i in first]
         late = [k for k, inside in enumerate(structure.segments) if inside and self.dimensions.is_late(inside[0].name)]
         pool, device = self.runtime.gradients, state.step.device
-        told = None if ahead is None else ahead.tell
-        return Landing.of(residency, structure, held, dtypes, device, late, pool, told)
+        return Landing.of(residency, structure, held, dtypes, device, late, pool, None if ahead is None else ahead.tell)
 
     def microbatch(self, loss: Any, structure: Structure) -> Microbatch:
         """Return the stations that every microbatch passes."""

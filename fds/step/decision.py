@@ -59,7 +59,8 @@ class Decision:
         total = combined_scale(totals.weight, scale, divisor, device)
         norm = norm if norm is None or total is None else (norm / total).to(norm.dtype)
         overflow = None if norm is None or not decides else ~norm.isfinite()
-        return cls(totals, total, norm, empty, overflow, _either(empty, overflow), norm)
+        skip = overflow if empty is None else empty if overflow is None else overflow | empty
+        return cls(totals, total, norm, empty, overflow, skip, norm)
 
     def shared(self, totals: Totals, norm: Tensor | None, count: int) -> Decision:
         """Return the same for ranks that update other parameters: what each decides, all do, and metrics are of all.
@@ -78,10 +79,6 @@ class Decision:
             totals=totals if empty is None else totals.filled(empty),
             empty=empty,
             overflow=overflow,
-            skip=_either(empty, overflow),
+            skip=overflow if empty is None else empty if overflow is None else overflow | empty,
             reported=None if norm is None else norm / count**0.5,
         )
-
-
-def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None else one if other is None else one | other

@@ -48,8 +48,8 @@ MUTANTS = (
     Mutant(
         "one-rank-skips-alone",
         "fds/step/decision.py",
-        "            overflow=overflow,\n            skip=_either(empty, overflow),",
-        "            overflow=overflow,\n            skip=self.skip,",
+        "            skip=overflow if empty is None",
+        "            skip=self.skip if empty is None",
         "a NaN on one rank is its own affair, and turns are of other ranks than think so",
         LAW,
     ),
