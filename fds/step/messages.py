@@ -30,7 +30,8 @@ class PredictedMessages:
         count: how many this rank starts.
         bytes_sent: by this rank in all of them; 0 for texts, whose length is not predicted.
         buckets: which flat buckets they carry, by number.
-        at_most: whether there may be fewer: at stage 3 before the first call, which learns when buckets are gathered.
+        at_most: whether there may be fewer: at stage 3 before the first call, which learns when buckets are gathered;
+            of ranks that synchronize, in calls in which they do not.
     """
 
     kind: MessageKind
@@ -64,6 +65,8 @@ def _all(step: Stations, structure: Structure, state: State, everyone: Axis) -> 
     yield from step.execute.messages(everyone)
     yield from _of_shared(step, structure)
     yield from _of_agreement(step, structure, state, everyone)
+    if step.synchronize is not None:
+        yield from (attrs.evolve(one, at_most=True) for one in step.synchronize.messages(structure))
     kinds = step.place.residency.kinds  # who reads and writes elsewhere hears from all ranks whether they could
     times = 0 if not kinds else 2 + ("gradients" in kinds or step.place.speculate) + step.place.speculate
     yield Expected.of(everyone, "exchange", count=times, what="what lives elsewhere")
@@ -139,15 +142,20 @@ def _of_agreement(step: Stations, structure: Structure, state: State, everyone: 
         yield Expected.of(dimensions.data, "all_reduce", 2, torch.float64, what="weights")
 
     numel = 4 + sum(1 if name.endswith(": mean") else 2 for name in asked.get("step", ()))  # call, use, loss and weight
-    if step.commit is not None or weights or any(m.norm for m in step.measure):
-        numel += everyone.size
-    numel += 2 * divides + 2 * (dimensions.repeats[1] > 1)
+    normed = step.commit is not None or weights or any(m.norm for m in step.measure)
     sums, buffers = numel_of(notes.sums()), numel_of(state.buffers.values())
-    if dimensions.data is everyone:
-        numel += buffers
-    elif dimensions.data is not None and buffers:
-        yield Expected.of(dimensions.data, "all_reduce", buffers, torch.float64, what="buffers")
-    yield Expected.of(everyone, "all_reduce", numel + (0 if notes.late else sums), torch.float64, what="scalars")
+    early = 0 if notes.late else sums
+    if (local := dimensions.local) is not None:  # which adds up what groups have added up
+        yield Expected.of(
+            local, "all_reduce", numel + local.size * normed + buffers + early, torch.float64, what="scalars"
+        )
+    if (group := dimensions.group) is not None:
+        numel += group.size * normed + 2 * divides + 2 * (dimensions.repeats[1] > 1)
+        if dimensions.data is group:
+            numel += buffers
+        elif dimensions.data is not None and buffers:
+            yield Expected.of(dimensions.data, "all_reduce", buffers, torch.float64, what="buffers")
+        yield Expected.of(group, "all_reduce", numel + early, torch.float64, what="scalars")
     if notes.late and sums:
         yield Expected.of(everyone, "all_reduce", sums, torch.float64, what="notes")
     if largest := notes.largest():

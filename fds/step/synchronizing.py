@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import attrs
 from torch import Tensor
 
+from fds.collectives.traffic import Expected
 from fds.errors import ComposeError
 from fds.layout import Segment
 from fds.optim import Optimizer
@@ -43,6 +44,10 @@ class Synchronize(Protocol):
 
     def bytes_sent(self, structure: Structure) -> tuple[float, float]:
         """Return the most bytes that this rank sends in one call, and the mean over many calls."""
+        ...
+
+    def messages(self, structure: Structure) -> Iterable[Expected]:
+        """Return the messages of the call in which it sends most, for `describe`."""
         ...
 
 

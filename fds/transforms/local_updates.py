@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fds import optim, tree
 from fds.collectives import Axis
+from fds.collectives.traffic import Expected
 from fds.errors import ComposeError, is_a, is_int
 from fds.layout import Segment
 from fds.optim import Optimizer, returned
@@ -131,13 +132,23 @@ class LocalUpdates:
 
     def bytes_sent(self, structure: Structure) -> tuple[float, float]:
         """Return the most bytes that this rank sends in one call, and the mean over many calls."""
-
-        def sent(pieces: list[Piece]) -> float:
-            dtype = structure.opt[ANCHOR].dtypes[pieces[0].index]
-            return self.transport.bytes_sent("combine", sum(x.end - x.start for x in pieces), dtype, self.axis.size)
-
-        each = [sum(map(sent, self._messages(structure, i))) for i in range(self.fragments)]
+        size = self.axis.size
+        each = [
+            sum(self.transport.bytes_sent("combine", numel, dtype, size) for numel, dtype in self._kinds(structure, i))
+            for i in range(self.fragments)
+        ]
         return max(each), sum(each) / self.every
+
+    def messages(self, structure: Structure) -> Iterator[Expected]:
+        """Yield the messages of the last fragment's turn: none is larger by more than what cuts are rounded by."""
+        for numel, dtype in self._kinds(structure, self.fragments - 1):
+            yield from self.transport.messages("combine", self.axis, numel, dtype)
+
+    def _kinds(self, structure: Structure, fragment: int) -> list[tuple[int, torch.dtype]]:
+        """Return the elements and the dtype of every message of a fragment."""
+        dtypes = structure.opt[ANCHOR].dtypes
+        every = self._messages(structure, fragment)
+        return [(sum(x.end - x.start for x in pieces), dtypes[pieces[0].index]) for pieces in every]
 
     def __repr__(self) -> str:
         parts = f", in {self.fragments} fragments" if self.fragments > 1 else ""

@@ -372,6 +372,8 @@ def test_what_is_sent_is_what_is_told(way, fragments):
     assert round(sum(turns) / 6) == told.sent["synchronize"]
     assert turns.count(0) == (0 if fragments == 3 else 4)
     assert f"{told.synchronized:,} bytes sent at once" in str(told)
+    if way is None and fragments == 1:  # of coded messages nobody says what they are, of parts the last is told
+        assert sum(one.bytes_sent for one in told.messages) == max(sent)
 
 
 def test_what_cannot_be_is_refused():

@@ -98,8 +98,8 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer": (lambda x: isinstance(x, Optimizer), "an fds.Optimizer"),
     "commit": (given("slots", "skip"), "a function (slots, skip) -> slots"),
     "synchronize": (
-        lambda x: callable(x) and has(x, "init", "owns", "agrees", "bytes_sent"),
-        "an object, (structure, params, opt, skip, call), with init, owns, agrees and bytes_sent",
+        lambda x: callable(x) and has(x, "init", "owns", "agrees", "bytes_sent", "messages"),
+        "an object, (structure, params, opt, skip, call), with init, owns, agrees, bytes_sent and messages",
     ),
     "after": (
         lambda x: given("slot", "params", "skip", "call")(x) and isinstance(getattr(x, "slot", None), str),
