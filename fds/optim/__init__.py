@@ -6,6 +6,7 @@ from fds.optim._by_name import by_name
 from fds.optim._lamb import lamb
 from fds.optim._lion import lion
 from fds.optim._muon import muon
+from fds.optim._onebit_adam import onebit_adam
 from fds.optim._sgd import sgd
 from fds.optim.base import LRSchedule, Optimizer, Segment, Values
 
@@ -21,5 +22,6 @@ __all__ = [
     "lamb",
     "lion",
     "muon",
+    "onebit_adam",
     "sgd",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from fds.errors import OptimizerError, checked_call, did_you_mean
 from fds.optim import returned
 from fds.optim.base import Optimizer, Segment, Values
+from fds.optim.exchange import Exchange
 from fds.tree import named
 
 
@@ -53,6 +54,7 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         separate=all(m.separate for m in members),
         elementwise=groups.is_elementwise,
         draws=any(m.draws for m in members),
+        phases=members[0].phases,
         takes_shapes=True,  # which `returned.update` makes 1-D for those that do not
     )
 
@@ -72,6 +74,15 @@ def _check_optimizers(optimizers: object) -> None:
                 want="adamw(...), sgd(...), ...",
                 hint="write by_name({pattern: optimizer, ...})",
             )
+    every = list(optimizers.values())
+    apart = next((one for one in every if one.phases != every[0].phases), None)
+    if apart is not None:
+        raise OptimizerError(
+            "by_name: gradients are summed over ranks for all optimizers or for none",
+            where=repr(next(pattern for pattern, one in optimizers.items() if one is apart)),
+            got=f"{every[0]} and {apart}",
+            want="optimizers that send alike, with the same freeze_step",
+        )
     if not optimizers:
         raise OptimizerError(
             "by_name: no optimizer",
@@ -161,6 +172,7 @@ class _Groups:
         segments: Sequence[Sequence[Segment]],
         out: list[Tensor] | None = None,
         values: Values | None = None,
+        exchange: Exchange | None = None,
         **rest: Any,
     ) -> tuple[list[Tensor], dict]:
         """Update the slices of every group with its optimizer, at its own learning rate."""
@@ -179,6 +191,7 @@ class _Groups:
                 _pick(params, slices),
                 step=step,
                 segments=_pick(segments, slices),
+                **({} if exchange is None else {"exchange": exchange.of(lambda held, at=slices: _pick(held, at))}),
                 **(rest if out is None else {"out": _pick(out, slices), **rest}),
                 **member.given(now),
             )

@@ -13,6 +13,7 @@ from torch import Tensor
 from fds import reading, tree
 from fds.kernels.choice import all_run_triton, chosen, explained
 from fds.optim.base import LRSchedule, Optimizer, Segment, Values, at
+from fds.optim.exchange import Exchange, Phases
 
 Rule = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now"], None]
 Kernel = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], "Now", list[Tensor | None]], None]
@@ -30,6 +31,7 @@ class Now:
         skip: () bool, or None.
         segments: one list per slice.
         axes: mesh axes over which parameters are split.
+        exchange: of a call in which gradients stay on their ranks; its errors are among the slots of the rule.
     """
 
     step: Tensor
@@ -38,6 +40,7 @@ class Now:
     skip: Tensor | None
     segments: Sequence[Sequence[Segment]]
     axes: Sequence[Any]
+    exchange: Exchange | None = None
 
     def read(self, *names: str) -> list[Any]:
         """Return the values under these names."""
@@ -103,6 +106,7 @@ def assemble(
     kernel: Kernel | None = None,
     fused: Callable[[torch.device], bool] = lambda device: False,
     takes_shapes: bool = False,
+    phases: Phases | None = None,
 ) -> Optimizer:
     """Make an optimizer from an in-place rule, and from a kernel that computes the same on accelerators.
 
@@ -122,6 +126,7 @@ def assemble(
             `out` has one tensor or None per slice.
         fused: device -> whether the rule runs torch's fused functions there, given floats.
         takes_shapes: as in `Optimizer`.
+        phases: as in `Optimizer`.
     """
     hyper = {name: float(value) if isinstance(value, Tensor) else value for name, value in hyper.items()}
     lr = hyper.pop("lr")
@@ -134,10 +139,11 @@ def assemble(
         text=text,
         runs=ours.runs,
         hyper=hyper,
-        separate=True,
+        separate=phases is None,
         elementwise=elementwise,
         draws=False,
         takes_shapes=takes_shapes,
+        phases=phases,
     )
 
 
@@ -177,11 +183,12 @@ class _RuleOptimizer:
         axes: Sequence[Any],
         out: list[Tensor] | None = None,
         values: Values | None = None,
+        exchange: Exchange | None = None,
     ) -> tuple[list[Tensor], dict]:
         """Write into params, slots and gradients by the kernel where it can run, else by the rule."""
         if not params:
             return params, opt
-        now = Now(step, self.hyper_at(step, lr, values), grad_scale, skip, segments, axes)
+        now = Now(step, self.hyper_at(step, lr, values), grad_scale, skip, segments, axes, exchange)
         with torch.no_grad():
             # a graph would not have its launches, which are no operators
             kernel = self.kernel if reading.now.recording is None else None
@@ -201,6 +208,8 @@ class _RuleOptimizer:
         self, slices: list[Tensor], grads: Sequence[Tensor], opt: dict, now: Now, out: list[Tensor] | None
     ) -> None:
         """Run the rule on every parameter in the slices, and copy the slices to `out`."""
+        if now.exchange is not None:
+            opt = {**opt, **now.exchange.errors}
         params, grads, opt, alone = _by_segment(slices, grads, opt, now.segments, self.keep_empty)
         if not params:  # the slices are padding only
             return

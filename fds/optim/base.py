@@ -15,6 +15,7 @@ from torch import Tensor
 from fds import reading
 from fds.errors import FdsError, OptimizerError, ScheduleError
 from fds.layout import Segment
+from fds.optim.exchange import Phases
 
 __all__ = ["LRSchedule", "Optimizer", "Segment", "Values", "at", "one_dimensional", "single_group"]
 
@@ -157,6 +158,8 @@ class Optimizer:
               (sum). Their ranks hold the same segments in the same order, of length 0 where a rank has none. Over an
               axis along which others are split a parameter may be replicated: all ranks have it, and sums over the
               axis count it as often, which a ratio of two sums does not show.
+            - exchange: the `Exchange` of a call in which `phases` has gradients stay on their ranks, else None; passed
+              where the optimizer has `phases`.
             - out: one tensor per slice to which the new params are also written, in its dtype, or None; if `skip` is
               true it may stay as it is.
         lr: learning rate or its schedule `f(t)`, which the step evaluates, passes as `lr` and reports. None if
@@ -177,6 +180,9 @@ class Optimizer:
             key of the state, equally on ranks that update the same slices, differently on ranks with other slices.
         takes_shapes: True if `update` also takes gradients in the shapes of their parameters, contiguous, so that
             nobody makes 1-D views of them.
+        phases: in which calls the data ranks do not sum gradients, since the optimizer adds up something else, with
+            errors that the step remembers in the slots `worker_error` and `server_error`; None for an optimizer that
+            always gets the gradient.
 
     Raises `OptimizerError` for an `init` or `update` that does not take what a step passes, and for an `lr` or a hyper-
     parameter that is neither a number nor a schedule.
@@ -196,6 +202,7 @@ class Optimizer:
     elementwise: bool | Callable[[str], bool] = False
     draws: bool = True
     takes_shapes: bool = False
+    phases: Phases | None = None
 
     def __attrs_post_init__(self) -> None:
         for name, value in {"lr": self.lr, **self.hyper}.items():
@@ -206,7 +213,7 @@ class Optimizer:
                     got=repr(value)[:80],
                     want="a number, a () tensor of one, or a schedule f(t)",
                 )
-        values = ("values",) if self.hyper or self.members else ()
+        values = ("values",) * bool(self.hyper or self.members) + ("exchange",) * (self.phases is not None)
         _check_signature("init", self.init, ("segments",), ("params",))
         _check_signature("update", self.update, ("grads", "opt", "params"), (*_KEYWORDS, *values))
 

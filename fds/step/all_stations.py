@@ -127,14 +127,15 @@ class Stations:
         call: Call,
         residency: Residency,
         ahead: Speculation | None = None,
+        local: bool = False,
     ) -> LocalGradients:
         """Return the gradients of a batch, times `scale` / divisor, summed over microbatches and ranks.
 
-        What is updated `ahead` is updated when it returns.
+        `local` ones are not summed over data ranks. What is updated `ahead` is updated when it returns.
         """
-        landing = None
+        landing, shard = None, None if local else self.shard
         try:
-            ran, sums = self._run(state, structure, parts, batch, scale, call, residency, ahead)
+            ran, sums = self._run(state, structure, parts, batch, scale, call, residency, ahead, shard)
             landing, everyone = sums.landing, self.everyone
             used, leaves = sums.used(), sums.finish()
             wide = everyone is not None and torch.float64 in set(map(tree.dtype_of, leaves))
@@ -161,8 +162,9 @@ class Stations:
         call: Call,
         residency: Residency,
         ahead: Speculation | None,
+        shard: Shard | None,
     ) -> tuple[PassResult, InPlace | Bucketed]:
-        """Run every microbatch forward and backward.
+        """Run every microbatch forward and backward; sum gradients over the ranks that a `shard` names.
 
         What only this needs (whole or low-precision parameters, microbatches, graphs) is gone when it returns.
         """
@@ -187,7 +189,7 @@ class Stations:
                 landing = self.landing(structure, state, params.trained, residency, ahead)
         where = order, kinds, seeds, state.slots, landing, bool(masters.elsewhere)
         reduce = self.reduce.drawing(call) if self.reduce.transport.draws else self.reduce
-        sums = reduce.sums(structure, self.shard, params.trained, self.sum.dtype, pool, *where)
+        sums = reduce.sums(structure, shard, params.trained, self.sum.dtype, pool, *where)
         run = Pass(
             self.loss,
             microbatches,

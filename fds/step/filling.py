@@ -10,6 +10,8 @@ import attrs
 
 from fds import tree
 from fds.errors import ComposeError, did_you_mean, nearest
+from fds.optim import Optimizer
+from fds.optim.exchange import ERRORS
 from fds.step.checks import forms
 from fds.step.memory import Memory
 from fds.step.sharding.kept import SLOT, nothing_kept
@@ -64,11 +66,15 @@ def fill(step: Step, *, hint: str = "", instead: str | None = "", **stations: An
 
 
 def _implied(stations: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the station and the filler that others call for: a transport that keeps something has a slot for it."""
+    """Yield the station and the filler that others call for: what keeps errors of messages has slots for them."""
     reduce = stations.get("reduce")
     transport = reduce.get("transport") if tree.is_dict(reduce) else getattr(reduce, "transport", None)
     if transport is not None and transport.keeps:
         yield "memory", Memory(SLOT, nothing_kept, "partial")
+    optimizer = stations.get("optimizer")
+    if isinstance(optimizer, Optimizer) and optimizer.phases is not None:
+        for slot in ERRORS:
+            yield "memory", Memory(slot, nothing_kept, "partial")
 
 
 def _memories(value: Memory | dict[str, Any]) -> dict[str, Memory]:

@@ -60,7 +60,9 @@ def predicted(step: Stations, structure: Structure, state: State) -> tuple[Predi
 
 
 def _all(step: Stations, structure: Structure, state: State, everyone: Axis) -> Iterator[Expected]:
-    if step.shard is not None:
+    phases = None if step.optimizer is None else step.optimizer.phases
+    local = phases is not None and not state.calls.is_meta and phases.local(int(state.calls))
+    if step.shard is not None and not local:
         yield from _of_buckets(step, structure, step.shard)
     yield from step.execute.messages(everyone)
     yield from _of_shared(step, structure)

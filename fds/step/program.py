@@ -33,6 +33,7 @@ from fds.step.gradients import Gradients
 from fds.step.initial import at_first, initial, traced
 from fds.step.into import into, whole_parameters
 from fds.step.notes import Notes, followed, may_note
+from fds.step.own_sums import OwnSums
 from fds.step.ranges import profiled
 from fds.step.residency.apart import Apart
 from fds.step.residency.contract import Residency
@@ -42,6 +43,7 @@ from fds.step.residency.visit import Visit
 from fds.step.seeds import guesses
 from fds.step.sharding.kept import SLOT
 from fds.step.stations import Program, unless, with_chosen_kernels
+from fds.step.structure import Structure
 from fds.step.sums import check_used
 from fds.step.totals import Totals, agree
 from fds.step.update import NewLeaves, Rule, leaves_apart, new_leaves
@@ -135,8 +137,12 @@ class Step(Stations):
         residency = self.place.residency
         if everyone is not None and residency.kinds:  # one that says what fails when all ranks hear
             residency = Deferred(residency)
+        own_sums = self._own_sums(state, structure, call) if self.optimizer.phases is not None else None
+        local = own_sums is not None and own_sums.exchange.axis is not None
         ahead = self._speculation(state, held, scale, values, call, residency) if self.place.speculate else None
-        found = self.gradients(state, structure, parts, batch, scale, call, residency, ahead)
+        found = self.gradients(state, structure, parts, batch, scale, call, residency, ahead, local)
+        if local:  # those of every rank decide whether all are finite
+            found.counted = [True] * len(found.counted)
         if everyone is None:
             check_used(found.used, losses.name(self.loss), viewed=bool(self.view))
 
@@ -187,6 +193,7 @@ class Step(Stations):
                 self.dimensions,
                 skip=skip,
                 values=values,
+                exchange=None if own_sums is None else own_sums.exchange,
                 again=None if ahead is None or failed is None else ahead.again(failed),
             )
 
@@ -206,6 +213,8 @@ class Step(Stations):
             slots |= followed(notes, slots, call, skip)
         if found.kept is not None:
             slots[SLOT] = found.kept.after(skip)
+        if own_sums is not None:
+            slots |= own_sums.after(skip)
         if self.synchronize is not None:
             new.synchronize(self.synchronize, skip=skip, call=call)
         params = structure.put(parts, new.trained)
@@ -310,6 +319,14 @@ class Step(Stations):
                 return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after, apart)
         return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after, apart)
 
+    def _own_sums(self, state: State, structure: Structure, call: Call) -> OwnSums | None:
+        """Return what the optimizer is given to add up by itself, None in a call in which gradients are summed."""
+        assert self.optimizer is not None and self.optimizer.phases is not None
+        if not self.optimizer.phases.local(call.calls):
+            return None
+        axis = None if self.shard is None else self.shard.data
+        return OwnSums.of(state.slots, structure, call.calls, axis, self.runtime.pool)
+
     def _conditioned(self, grads: Gradients, call: Call, notes: Notes | None) -> Gradients:
         """Return what all gradient maps make of gradients."""
         known = grads
@@ -409,7 +426,8 @@ class Step(Stations):
         self, decision: Decision, state: State, step: Tensor, rates: dict[str, Tensor], failed: Tensor | None
     ) -> dict[str, Tensor]:
         metrics = {**decision.totals.means(), "step": step.clone(), **rates}
-        if decision.reported is not None:
+        assert self.optimizer is not None
+        if decision.reported is not None and self.optimizer.phases is None:  # else not always that of the gradient
             metrics["grad_norm"] = decision.reported
         if decision.skip is not None:
             metrics["skipped"] = decision.skip

@@ -16,6 +16,7 @@ from torch import Tensor
 from fds import tree
 from fds.optim import Optimizer, returned
 from fds.optim.base import Values
+from fds.optim.exchange import Exchange
 from fds.state import State, Token
 from fds.step.call import Call
 from fds.step.checks import contracts
@@ -120,6 +121,7 @@ class NewLeaves:
         *,
         skip: Tensor | None,
         values: Values,
+        exchange: Exchange | None = None,
         again: Collection[int] | None = None,
     ) -> None:
         """Update parameters and optimizer state; from the first write on, a state that is given up is marked so.
@@ -137,8 +139,10 @@ class NewLeaves:
             return Visit([*ahead, *find(ahead=False)], rule, lambda: self.give_up(state)).finish(
                 dict(enumerate(grads.leaves))
             )
-        now = {"step": state.step, "grad_scale": grads.scale, "skip": skip, "axes": dimensions.split}
+        now: dict[str, Any] = {"step": state.step, "grad_scale": grads.scale, "skip": skip, "axes": dimensions.split}
         now |= optimizer.given(values)
+        if exchange is not None:
+            now["exchange"] = exchange
         self.give_up(state)
         new, new_opt = returned.update(optimizer, grads.leaves, flat_opt, flat, segments=segments, **now)
         for slices in (new, *new_opt.values()):

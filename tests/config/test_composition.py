@@ -631,6 +631,7 @@ def case(path: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
         base = base_of(group, type_) if name != "nesterov" else update("SGD", momentum=0.75)  # refused without it
         value = another(name, keys(cls)[name][1].default)
         then = None if name in ("adam_w_mode", "cycle_momentum") else tuple(value) if name == "betas" else value
+        then = value - 1 if name == "freeze_step" else then  # DeepSpeed's first call updates nothing
         return base, merged(base, {group: {"params": {name: value}}}), then
     base, value, then = ON[path]
     said: Any = value
@@ -680,6 +681,7 @@ def test_a_parameter_that_is_not_given_is_its_default(path):
     default = keys(KINDS[kind][2])[name][1].default
     if default is not None and meaning.name and name != "cycle_momentum":
         now = found(case(path)[0], DP2)
+        default = default - 1 if name == "freeze_step" else default
         assert {now[place] for place in now if place[0] in meaning.of and place[1] == meaning.name} == {default}
 
 

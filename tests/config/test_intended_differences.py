@@ -174,7 +174,7 @@ def test_two_trainings_in_one_process_are_as_each_alone():
 
 
 def test_bias_correction_is_followed_or_the_optimizer_is_refused():
-    for kind in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"):
+    for kind in ("ZeroOneAdam", "OneBitLamb"):
         with pytest.raises(NotSupportedError, match=r"optimizer\.type"):
             composed({"optimizer": {"type": kind, "params": {"lr": 0.1, "bias_correction": True}}})
     for kind in ("Adam", "AdamW", "Lamb"):
@@ -182,6 +182,37 @@ def test_bias_correction_is_followed_or_the_optimizer_is_refused():
         steps = [composed({"optimizer": one}) for one in optimizers]
         moved = [updates(step, {"w": torch.ones(2)}, [torch.ones(2, 2)])[0][0]["w"] for step in steps]
         assert not torch.equal(*moved), kind
+
+
+ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 0.1, "freeze_step": 3, "comm_backend_name": "nccl"}}
+
+
+def test_the_warm_up_of_1_bit_adam_is_one_call_shorter_and_every_call_updates():
+    step = composed({"optimizer": ONE_BIT})
+    assert "onebit_adam(lr=0.1, freeze_step=2)" in str(step)
+    (first, _), (second, _) = updates(step, {"w": torch.ones(2)}, [torch.ones(2, 2)] * 2)
+    assert not torch.equal(first["w"], torch.ones(2)) and not torch.equal(second["w"], first["w"])
+
+
+def test_gradients_of_1_bit_adam_are_clipped_by_nobodys_own_norm():
+    assert "clip" not in str(composed({"optimizer": ONE_BIT}))
+    with pytest.raises(NotSupportedError, match="gradient_clipping"):
+        composed({"optimizer": ONE_BIT, "gradient_clipping": 1.0})
+
+
+def test_a_run_of_1_bit_adam_goes_on_bit_for_bit(tmp_path):
+    def run():
+        step = composed({"optimizer": ONE_BIT, "zero_optimization": {"stage": 0}}, dp=2)
+        state = step.init({"w": torch.ones(5)})
+        rows = torch.randn(5, 2, 5, generator=torch.Generator().manual_seed(step.shard.data.index))
+        for row in rows[:4]:
+            state, _ = step(state, row)
+        fds.save(tmp_path, state, step)
+        again, _ = fds.load(tmp_path, step, {"w": torch.ones(5)})
+        assert any(x.any() for x in again.slots["worker_error"].values())
+        assert_same_bits(step(again, rows[4])[0], step(state, rows[4])[0])
+
+    fds.simulate(run, 2)
 
 
 def test_float_inputs_and_targets_are_cast_under_bfloat16():

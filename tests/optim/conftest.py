@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fds.optim import Optimizer, Segment
+from fds.optim.exchange import ERRORS, Exchange
 
 
 def segments_of(shapes: Sequence[Sequence[int]], *, together: bool, names: Sequence[str] | None = None) -> list:
@@ -45,6 +46,8 @@ def train() -> Callable:
         for t, grads in enumerate(batches):
             step = torch.tensor(t)
             keywords = {"step": step, "lr": optimizer.learning_rate(step), "grad_scale": None, "skip": None, "axes": ()}
+            if optimizer.phases is not None and optimizer.phases.local(t):  # of one rank, which loses nothing
+                keywords["exchange"] = Exchange(t, None, {slot: list(map(torch.zeros_like, flat)) for slot in ERRORS})
             keywords |= edit(t, keywords)
             slices = flatten(grads, together=together)
             back, opt_back = optimizer.update(slices, opt, flat, segments=segments, **keywords)

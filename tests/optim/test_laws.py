@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from fds.optim import Segment, adagrad, adam, adamw, by_name, lamb, lion, muon, sgd
+from fds.optim import Segment, adagrad, adam, adamw, by_name, lamb, lion, muon, onebit_adam, sgd
 
 OPTIMIZERS = {
     "adam": adam(0.01, weight_decay=0.1),
@@ -21,6 +21,7 @@ OPTIMIZERS = {
     "lamb": lamb(0.1, weight_decay=0.1),
     "lion": lion(0.01, weight_decay=0.1),
     "muon": muon(0.1),
+    "onebit_adam": onebit_adam(0.01, freeze_step=2, weight_decay=0.1),
     "by_name": by_name({"p1": adamw(lambda t: 0.1 / (t + 1)), "*": sgd(0.1, momentum=0.9)}),
 }
 SHAPES = [(6, 42), (9, 7), (31, 5)]
@@ -141,6 +142,7 @@ SCHEDULES = {
     "lamb": lambda f: lamb(f, betas=(f, f), weight_decay=f),
     "lion": lambda f: lion(f, betas=(f, f), weight_decay=f),
     "muon": lambda f: muon(f, weight_decay=f, momentum=f),
+    "onebit_adam": lambda f: onebit_adam(f, betas=(f, f), weight_decay=f),
     "sgd_dampening": lambda f: sgd(f, momentum=0.9, dampening=0.5),
 }
 

@@ -18,6 +18,8 @@ _ADAM = ("adamw", "adam")
 _TYPE = PartOf("type")
 _FOREACH = NotApplicable("fds takes torch's fused functions, or its own kernels where they are chosen")
 
+_CARRIED = NotApplicable("messages go where all others do: by NCCL between GPUs, else by gloo")
+
 
 def _lr(default: float | None, *of: str) -> Any:
     return key(default, "learning rate; a scheduler that names its own replaces it", argument(*of, name="lr"), low=0)
@@ -164,7 +166,22 @@ class CompressedConfig(Config):
 class OneBitAdamConfig(CompressedConfig):
     """Parameters of `OneBitAdam`."""
 
-    freeze_step: int = key(100000, "updates before compression begins", _TYPE, unit="steps", low=0)
+    lr: float = _lr(1e-3, "onebit_adam")
+    freeze_step: int = key(
+        100000,
+        "calls before compression begins, the first of which updates nothing",
+        argument("onebit_adam", name="freeze_step", note="one less, since ours updates in all of them"),
+        unit="steps",
+        low=0,
+    )
+    betas: tuple[float, float] = _betas(argument("onebit_adam", name="betas"))
+    eps: float = _eps(1e-8, "onebit_adam")
+    weight_decay: float = _weight_decay(0.0, "onebit_adam")
+    bias_correction: bool = key(True, "nothing", NotApplicable("0.19.6 never applies it here, and fds does not"))
+    eps_inside_sqrt: bool = key(False, "nothing", NotApplicable("0.19.6 never applies it here, and fds does not"))
+    amsgrad: bool = _amsgrad()
+    cuda_aware: bool = key(False, "MPI sends GPU memory itself", _CARRIED)
+    comm_backend_name: str = key("nccl", "what carries the messages", _CARRIED)
 
 
 @attrs.frozen
@@ -234,7 +251,6 @@ SPELLED = {
     "muon": "Muon",
 }
 NOT_YET = {
-    "onebitadam": "1-bit Adam",
     "zerooneadam": "0/1 Adam",
     "onebitlamb": "1-bit LAMB",
     "muon": "Muon by attributes of parameters: pass fds.by_name({...: fds.muon(...), ...})",
@@ -257,7 +273,7 @@ class OptimizerConfig(Config):
     type: str | None = key(
         None,
         "its name: one of DeepSpeed's own in any case, or a class of torch.optim",
-        argument("adamw", "adam", "lamb", "lion", "adagrad", "sgd", note="which of them"),
+        argument("adamw", "adam", "lamb", "lion", "adagrad", "sgd", "onebit_adam", note="which of them"),
     )
     params: dict[str, Any] = key(
         dict, "what it is made with; below, per type", argument("adamw", note="below"), null=True

@@ -48,6 +48,7 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
             optim.lion,
             optim.adagrad,
             optim.sgd,
+            optim.onebit_adam,
         )
     },
     **{f"schedules.{name}": getattr(schedules, name) for name in schedules.__all__},

@@ -16,7 +16,9 @@ _SAME_NAMES = {  # function -> parameters whose names are the same in the JSON
     "lion": ("betas", "weight_decay"),
     "adagrad": ("lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
     "sgd": ("momentum", "weight_decay", "dampening", "nesterov"),
+    "onebit_adam": ("betas", "eps", "weight_decay"),
 }
+_SPELLED = {"onebitadam": "onebit_adam"}
 
 
 def optimizer_call(config: Groups) -> FunctionCall | None:
@@ -25,9 +27,12 @@ def optimizer_call(config: Groups) -> FunctionCall | None:
         return None
     parameters = config.optimizer.arguments
     function = "adamw" if kind == "adam" and parameters.adam_w_mode else kind.lower()
+    function = _SPELLED.get(function, function)
     kwargs = {name: parameters[name] for name in _SAME_NAMES[function]}
     if function in ("adamw", "adam"):
         kwargs["weight_decay"] = _weight_decay(parameters, function)
+    if function == "onebit_adam":
+        kwargs["freeze_step"] = max(parameters.freeze_step - 1, 1)  # DeepSpeed's first call updates nothing
     if "betas" in kwargs:
         kwargs["betas"] = _cycled_betas(config) or parameters.betas
     return FunctionCall.of(function, schedule_call(config) or parameters.lr, **kwargs)

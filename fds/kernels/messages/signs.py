@@ -32,7 +32,7 @@ def pack_signs(numbers: Tensor, messages: Tensor, *, group: int) -> None:
     scales, codes = opened(messages, n, group=group, bits=1)
     for at, x in parts(numbers, group):
         scales[:, at] = x.abs().sum(-1, dtype=torch.float32).div_(min(group, n - at.start * group))
-        codes[:, at] = ((x >= 0).view(torch.int64) * _TO_TOP) >> 56
+        codes[:, at] = sign_bits(x)
 
 
 def unpack_signs(message: Tensor, out: Tensor, *, group: int) -> None:
@@ -41,8 +41,17 @@ def unpack_signs(message: Tensor, out: Tensor, *, group: int) -> None:
     Raises `KernelError` for a message of another size.
     """
     (scales,), (codes,) = opened(message[None], len(out), group=group, bits=1)
-    signs = _signs(message.device).index_select(0, codes.reshape(-1).int()).view(len(scales), group)
-    out.copy_((signs * scales[:, None]).view(-1)[: len(out)])
+    out.copy_((signs_of(codes) * scales[:, None]).view(-1)[: len(out)])
+
+
+def sign_bits(x: Tensor) -> Tensor:
+    """Return a bit for each number of x (..., 8 k), 1 where it is not negative: (..., k) uint8, the first in bit 0."""
+    return (((x >= 0).view(torch.int64) * _TO_TOP) >> 56).to(torch.uint8)
+
+
+def signs_of(bits: Tensor) -> Tensor:
+    """Return 1 for each bit of (..., k) uint8, -1 where it is 0: (..., 8 k) float32."""
+    return _signs(bits.device).index_select(0, bits.reshape(-1).int()).view(*bits.shape[:-1], -1)
 
 
 @functools.cache

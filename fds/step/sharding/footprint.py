@@ -61,8 +61,10 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
         held["gradients"] = sum(slices)
         filled = [b.numel * (step.reduce.dtype or sum_dtype(step, b)).itemsize for b in trained]
         held["buckets"] = sum(sorted(filled)[-2:]) + leave * max(slices, default=0)
+    if step.optimizer is not None and step.optimizer.phases is not None:
+        held["kept"] = sum(8 * leaf.numel for leaf in structure.leaves.values() if leaf.trained)
     if step.reduce.transport.keeps:
-        held["kept"] = sum(b.numel * 4 for b in trained)
+        held["kept"] = held.get("kept", 0) + sum(b.numel * 4 for b in trained)
     if structure.sharded:
         sizes = [_gathered(step, b) for b in layout.buckets]
         held["whole"] = sum(sizes)
@@ -132,6 +134,8 @@ def _chunks(step: Stations, structure: Structure, state: State) -> int:
 def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
     """Return station -> bytes that this rank sends in one step, of `synchronize` the mean; nothing without a layout.
 
+    What an `optimizer` sends by itself it sends in calls in which nothing is sent in `reduce`, if not in all.
+
     Every bucket is gathered once a step at stages 1 and 2, at stage 3 at most twice a microbatch, unless the loss
     comes back to it after others or ranks take different paths; it is reduced once a step at stages 0 (which then
     gathers the sums) and 1, once a microbatch at 2 and 3, and at the end over the replicas. With a `secondary` axis all
@@ -152,6 +156,9 @@ def sent_bytes(step: Stations, structure: Structure) -> dict[str, int]:
                 dtype = seen_dtype(step, bucket)
                 again = LOSSLESS.bytes_sent("gather", bucket.numel, dtype, shard.secondary.size)
             sent["gather"] += once + again * (2 * n - 1) * (i in passing)
+    if step.optimizer is not None and step.optimizer.phases is not None:
+        lengths = [leaf.numel for leaf in structure.leaves.values() if leaf.trained]
+        sent["optimizer"] = step.optimizer.phases.bytes_sent(lengths, shard.data.size)
     return {station: round(n) for station, n in sent.items() if n} | mean
 
 

@@ -1,0 +1,143 @@
+"""`Exchange`: how an optimizer adds numbers up over ranks by itself, in signs; `Phases`: in which calls it does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from fds import kernels
+from fds.collectives import Axis
+
+WORKER, SERVER = "worker_error", "server_error"
+ERRORS = (WORKER, SERVER)
+
+
+class Phases(Protocol):
+    """In which calls of a step an optimizer gets the gradients of its own rank, and what it then sends.
+
+    Optimizers of one step (`by_name`) have equal ones.
+    """
+
+    def local(self, calls: int) -> bool:
+        """Say so of the call after so many, skipped ones included: the same on all ranks, known on the host."""
+        ...
+
+    def bytes_sent(self, lengths: Sequence[int], size: int) -> int:
+        """Return the bytes that each of `size` ranks sends in such a call, for parameters of these lengths."""
+        ...
+
+
+@attrs.frozen(eq=False)
+class Exchange:
+    """What an optimizer is given in a call in which gradients stay on their ranks.
+
+    The gradients of all data ranks then add up to the gradient.
+
+    Attributes:
+        calls: calls of the step before this one.
+        axis: the data ranks, None for one alone.
+        errors: slot, `worker_error` or `server_error` -> one tensor per slice, of its shape, float32, which the update
+            writes over: what the messages of this rank have lost so far.
+    """
+
+    calls: int
+    axis: Axis | None
+    errors: Mapping[str, list[Tensor]]
+
+    @property
+    def size(self) -> int:
+        """The number of data ranks."""
+        return 1 if self.axis is None else self.axis.size
+
+    def of(self, pick: Callable[[list[Tensor]], list[Tensor]]) -> Exchange:
+        """Return the same for some of the slices."""
+        return attrs.evolve(self, errors={slot: pick(held) for slot, held in self.errors.items()})
+
+
+def signed_sums(axis: Axis | None, given: list[Tensor], worker: list[Tensor], server: list[Tensor]) -> list[Tensor]:
+    """Return the sums (n,) over ranks of each of the tensors `given` (n,), sent as signs; all ranks get the same bits.
+
+    For every tensor, with rms the root of the mean square, and sgn(0) = 1::
+
+        x = given + worker              on every rank
+        worker = x - rms(x) sgn(x)      rms(x) sgn(x) is sent, a chunk of it to each rank
+        c = sum of what came + server   on every rank, of its chunk
+        server = c - rms(c) sgn(c)      rms(c) sgn(c) is sent, to all
+
+    Two messages, each of all tensors. `worker` and `server` (n,) float32 are written over; of `server` a rank has its
+    own chunk, and what else is there (after a change of the number of ranks) goes into its next message. One rank sends
+    and loses nothing.
+
+    Source: Tang et al. 2021 (1-bit Adam), arXiv:2102.02888, section 4; the root of the mean square, and a scale for
+    each tensor, are DeepSpeed's.
+    """
+    if axis is None:
+        totals = [x + w + s for x, w, s in zip(given, worker, server, strict=True)]
+        for error in (*worker, *server):
+            error.zero_()
+        return totals
+    chunks = [_chunk(len(x), axis.size) for x in given]
+    owned = [slice(axis.index * n, (axis.index + 1) * n) for n in chunks]
+    sent = torch.zeros(axis.size, _num_bytes(chunks), dtype=torch.uint8, device=given[0].device)
+    for x, w, s, own, scale, bits in zip(given, worker, server, owned, *_opened(sent, chunks), strict=True):
+        for other in (slice(own.start), slice(own.stop, None)):
+            w[other] += s[other]
+            s[other] = 0
+        scale[:] = _send(w.add_(x), bits)
+    arrived = torch.empty_like(sent)
+    axis.start_all_to_all(arrived, sent).wait()
+
+    own_sent = torch.zeros(1, sent.shape[1], dtype=torch.uint8, device=sent.device)
+    theirs, mine = _opened(arrived, chunks), _opened(own_sent, chunks)
+    for s, own, scales, codes, scale, bits in zip(server, owned, *theirs, *mine, strict=True):
+        terms = scales[:, None] * kernels.signs_of(codes)
+        total = terms[0]
+        for term in terms[1:]:
+            total += term
+        scale[:] = _send(s[own].add_(total[: len(s[own])]), bits)
+    everything = own_sent.new_empty(axis.size * own_sent.shape[1])
+    axis.start_all_gather(everything, own_sent[0]).wait()
+    found = _opened(everything.view(axis.size, -1), chunks)
+    return [
+        (scales[:, None] * kernels.signs_of(codes)).view(-1)[: len(x)].to(x.dtype)
+        for x, scales, codes in zip(given, *found, strict=True)
+    ]
+
+
+def signed_bytes(lengths: Sequence[int], size: int) -> int:
+    """Return the bytes that each of `size` ranks sends for the sums of tensors of these lengths."""
+    return 2 * (size - 1) * _num_bytes([_chunk(n, size) for n in lengths])
+
+
+def _chunk(n: int, size: int) -> int:
+    """Return how many of n numbers are one rank's, in whole bytes of signs."""
+    return -(-n // (8 * size)) * 8
+
+
+def _num_bytes(chunks: Sequence[int]) -> int:
+    """Return the bytes of a message of one chunk of each tensor: the scales, then the signs."""
+    return 4 * len(chunks) + -(-sum(chunks) // 32) * 4
+
+
+def _opened(messages: Tensor, chunks: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the scales (k,) float32 and the signs (k, chunk / 8) uint8 of each tensor in messages (k, m)."""
+    start, scales = 4 * len(chunks), messages[:, : 4 * len(chunks)].view(torch.float32)
+    codes: list[Tensor] = []
+    for n in chunks:
+        codes.append(messages[:, start : start + n // 8])
+        start += n // 8
+    return list(scales.unbind(1)), codes
+
+
+def _send(x: Tensor, bits: Tensor) -> Tensor:
+    """Write the signs of x (n,) to `bits`, leave in x what that loses, and return its scale ()."""
+    scale = torch.linalg.vector_norm(x) / math.sqrt(max(len(x), 1))
+    padded = torch.nn.functional.pad(x, (0, 8 * bits.numel() - len(x)))
+    bits.copy_(kernels.sign_bits(padded).view(bits.shape))
+    x.sub_(torch.where(x >= 0, scale, -scale))
+    return scale

@@ -1,0 +1,29 @@
+"""1-bit optimizers beside DeepSpeed's own classes, bit for bit."""
+
+import pytest
+
+import fds
+from tests.bits import assert_same_bits
+from tests.peers.onebit import gradients, params, train
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]
+
+
+def by_fds(optimizer, steps, ranks):
+    def run():
+        axis = fds.mesh(dp=-1)["dp"]
+        loss = lambda p, g: sum((p[name] * x[0]).sum() for name, x in g.items())
+        step = fds.compose(fds.shard_optimizer(axis, stage=0), optimizer)(loss)
+        state = step.init(params())
+        for t in range(steps):
+            state, _ = step(state, {name: x[None] for name, x in gradients(t, axis.index).items()})
+        return step.params(state)
+
+    return fds.simulate(run, ranks)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_onebit_adam_is_deepspeeds(ranks, tmp_path):
+    arguments = {"lr": 0.01, "weight_decay": 0.1, "betas": [0.8, 0.95]}
+    theirs = train("onebit_adam", 200, ranks, tmp_path / "out", freeze_step=21, **arguments)
+    assert_same_bits(by_fds(fds.onebit_adam(freeze_step=20, **arguments), 200, ranks), theirs)
