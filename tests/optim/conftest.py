@@ -46,9 +46,11 @@ def train() -> Callable:
         for t, grads in enumerate(batches):
             step = torch.tensor(t)
             keywords = {"step": step, "lr": optimizer.learning_rate(step), "grad_scale": None, "skip": None, "axes": ()}
-            if optimizer.phases is not None and optimizer.phases.local(t):  # of one rank, which loses nothing
-                keywords["exchange"] = Exchange(t, None, {slot: list(map(torch.zeros_like, flat)) for slot in ERRORS})
             keywords |= edit(t, keywords)
+            calls = int(keywords["step"])
+            if optimizer.phases is not None and optimizer.phases.local(calls):  # of one rank, which loses nothing
+                errors = {slot: list(map(torch.zeros_like, flat)) for slot in ERRORS}
+                keywords["exchange"] = Exchange(calls, None, errors)
             slices = flatten(grads, together=together)
             back, opt_back = optimizer.update(slices, opt, flat, segments=segments, **keywords)
             assert all(a is b for a, b in zip(back, flat, strict=True)) and opt_back is opt
