@@ -337,12 +337,10 @@ class Stations:
         evaluating, base = not call.training, call.words
         call = call.counted(self.dimensions.tells) if self.following else call
         draws = self.execute.draws(self.eval_loss if evaluating else self.loss)
-        first = self.dimensions.share_of_batch[0] * n
-        keys = [random.folded(base, first + i) for i in range(n)]
-        low = self.gather.dtype in (torch.float16, torch.bfloat16)
+        keys = [random.folded(base, self.dimensions.share_of_batch[0] * n + i) for i in range(n)]
         held = losses.carried_buffers(self.loss, self.eval_loss, buffers) if evaluating else None
-        seen: list[Any] | None = [] if evaluating else None
-        busy: list[Any] | None = None if evaluating else []
+        low = self.gather.dtype in (torch.float16, torch.bfloat16)
+        seen, busy = (list[Any](), None) if evaluating else (None, list[Any]())
         mode = losses.Mode(evaluating, self.gather.float32, held, low, seen, busy)
         return [
             losses.Setting(

@@ -82,3 +82,16 @@ class Decision:
             skip=overflow if empty is None else empty if overflow is None else overflow | empty,
             reported=None if norm is None else norm / count**0.5,
         )
+
+    def metrics(
+        self, step: Tensor, rates: dict[str, Tensor], failed: Tensor | None, *, norm: bool
+    ) -> dict[str, Tensor]:
+        """Return the metrics of a step, () each, with the norm where it is `norm`: always that of the gradient."""
+        metrics = {**self.totals.means(), "step": step.clone(), **rates}
+        if self.reported is not None and norm:
+            metrics["grad_norm"] = self.reported
+        if self.skip is not None:
+            metrics["skipped"] = self.skip
+        if failed is not None:
+            metrics["rolled_back"] = failed
+        return metrics

@@ -9,10 +9,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from fds.collectives import Axis
 from fds.errors import ComposeError
 from fds.optim import Optimizer
-from fds.optim.exchange import ERRORS, Exchange
+from fds.optim.exchange import ERRORS, Exchange, Phases
+from fds.step.call import Call
 from fds.step.pool import Pool
 from fds.step.residency.contract import Residency
 from fds.step.sharding.shard import Shard
@@ -28,8 +28,12 @@ class OwnSums:
     exchange: Exchange
 
     @classmethod
-    def of(cls, slots: Mapping[str, Any], structure: Structure, calls: int, axis: Axis | None, pool: Pool) -> OwnSums:
-        """Return those of a call, given the slots of the state, and the data ranks."""
+    def of(
+        cls, phases: Phases, shard: Shard | None, structure: Structure, slots: Mapping[str, Any], call: Call, pool: Pool
+    ) -> OwnSums | None:
+        """Return those of a call, given the slots of the state; None for a call in which gradients are summed."""
+        if not phases.local(call.calls):
+            return None
         before = {slot: slots[slot] for slot in ERRORS}
         new = {
             slot: {name: pool.take(x.numel(), x.dtype, x.device).view(x.shape).copy_(x) for name, x in held.items()}
@@ -37,7 +41,7 @@ class OwnSums:
         }
         names = [inside[0].name for inside in structure.segments]
         errors = {slot: [held[name].view(-1) for name in names] for slot, held in new.items()}
-        return cls(before, new, Exchange(calls, axis, errors))
+        return cls(before, new, Exchange(call.calls, None if shard is None else shard.data, errors))
 
     def after(self, skip: Tensor | None) -> dict[str, Mapping[str, Tensor]]:
         """Return the slots after the call; where `skip`, () bool, is true they are what they were."""

@@ -43,7 +43,6 @@ from fds.step.residency.visit import Visit
 from fds.step.seeds import guesses
 from fds.step.sharding.kept import SLOT
 from fds.step.stations import Program, unless, with_chosen_kernels
-from fds.step.structure import Structure
 from fds.step.sums import check_used
 from fds.step.totals import Totals, agree
 from fds.step.update import NewLeaves, Rule, leaves_apart, new_leaves
@@ -137,7 +136,9 @@ class Step(Stations):
         residency = self.place.residency
         if everyone is not None and residency.kinds:  # one that says what fails when all ranks hear
             residency = Deferred(residency)
-        own_sums = self._own_sums(state, structure, call) if self.optimizer.phases is not None else None
+        own_sums = None
+        if self.optimizer.phases is not None:
+            own_sums = OwnSums.of(self.optimizer.phases, self.shard, structure, state.slots, call, self.runtime.pool)
         local = own_sums is not None and own_sums.exchange.axis is not None
         ahead = self._speculation(state, held, scale, values, call, residency) if self.place.speculate else None
         found = self.gradients(state, structure, parts, batch, scale, call, residency, ahead, local)
@@ -235,7 +236,8 @@ class Step(Stations):
             key=state.key,
             token=new.token(state),
         )
-        return after, self._metrics(decision, state, step, values.rates(), failed)
+        metrics = decision.metrics(step, values.rates(), failed, norm=self.optimizer.phases is None)
+        return after, metrics | contracts.reported(self.scale, state.slots, step.device)
 
     def evaluate(self, state: State, batch: Any, *, outputs: bool = False) -> dict[str, Tensor]:
         """Return the metrics of `eval_fn` (default: the loss) on a batch, without gradients, modules in eval mode.
@@ -318,14 +320,6 @@ class Step(Stations):
             with heard(residency, self.everyone):
                 return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after, apart)
         return new_leaves(self.place, lives, self.runtime.pool, state, held, self.after, apart)
-
-    def _own_sums(self, state: State, structure: Structure, call: Call) -> OwnSums | None:
-        """Return what the optimizer is given to add up by itself, None in a call in which gradients are summed."""
-        assert self.optimizer is not None and self.optimizer.phases is not None
-        if not self.optimizer.phases.local(call.calls):
-            return None
-        axis = None if self.shard is None else self.shard.data
-        return OwnSums.of(state.slots, structure, call.calls, axis, self.runtime.pool)
 
     def _conditioned(self, grads: Gradients, call: Call, notes: Notes | None) -> Gradients:
         """Return what all gradient maps make of gradients."""
@@ -421,16 +415,3 @@ class Step(Stations):
             also=None if notes is None or notes.late else notes,
         )
         return decision.shared(totals, norm, local.size), buffers
-
-    def _metrics(
-        self, decision: Decision, state: State, step: Tensor, rates: dict[str, Tensor], failed: Tensor | None
-    ) -> dict[str, Tensor]:
-        metrics = {**decision.totals.means(), "step": step.clone(), **rates}
-        assert self.optimizer is not None
-        if decision.reported is not None and self.optimizer.phases is None:  # else not always that of the gradient
-            metrics["grad_norm"] = decision.reported
-        if decision.skip is not None:
-            metrics["skipped"] = decision.skip
-        if failed is not None:
-            metrics["rolled_back"] = failed
-        return metrics | contracts.reported(self.scale, state.slots, step.device)
