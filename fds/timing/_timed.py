@@ -8,17 +8,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import attrs
+import torch
 
 from fds.collectives import mesh
 from fds.collectives.traffic import counting
 from fds.errors import FdsError, checked_call, is_a, is_int, is_number
 from fds.state import State
 from fds.step.ranges import Clock, clocked
+from fds.timing.layers import SAME, LayerClock
 from fds.timing.waits import WAIT, Waits
 
 T = TypeVar("T")
 OTHER = "other"  # what is in no range: measures, gradient maps, the host between kernels
 PARTS = ("gather", "forward", "backward", "reduce", "optimizer", "offload", WAIT, OTHER)
+
+
+@attrs.frozen
+class LayerTimes:
+    """Milliseconds of a layer in a call, without those of the layers inside it and without waits and other parts.
+
+    Attributes:
+        forward: of all microbatches.
+        recomputed: running it again in backward.
+        backward: from the first node of its graph that backward comes to, to the first of another layer.
+    """
+
+    forward: float = 0.0
+    recomputed: float = 0.0
+    backward: float = 0.0
 
 
 @attrs.frozen
@@ -30,9 +47,12 @@ class Times:
             `forward`, `backward`, `reduce` (and packing), `optimizer`, `offload` (waiting for what lives on the host or
             a disk), `wait` (for messages, and so for other ranks), `other`.
         call_ms: of the whole call.
+        layers: name of a layer -> its share of `forward` and `backward`, in the order in which they ran; empty unless
+            `fds.timed` was asked for them.
     """
 
     parts: Mapping[str, float]
+    layers: Mapping[str, LayerTimes] = attrs.field(factory=dict)
 
     @property
     def call_ms(self) -> float:
@@ -45,9 +65,14 @@ class Times:
         return self.call_ms - self.parts[WAIT]
 
     def __str__(self) -> str:
-        """Return a line: `time (ms) | call: 61.20 | forward: 20.11 | ...`."""
+        """Return a line: `time (ms) | call: 61.20 | forward: 20.11 | ...`, and below it a table of layers."""
         times = {"call": self.call_ms, **self.parts}
-        return " | ".join(["time (ms)", *(f"{name}: {ms:.2f}" for name, ms in times.items())])
+        lines = [" | ".join(["time (ms)", *(f"{name}: {ms:.2f}" for name, ms in times.items())])]
+        width = max(map(len, ("layer", *self.layers)))
+        lines += [f"{'layer':<{width}} {'forward':>10} {'recomputed':>10} {'backward':>10}"] if self.layers else []
+        for name, x in self.layers.items():
+            lines.append(f"{name:<{width}} {x.forward:>10.2f} {x.recomputed:>10.2f} {x.backward:>10.2f}")
+        return "\n".join(lines)
 
 
 @attrs.frozen
@@ -96,16 +121,27 @@ class RankTimes:
 def times_of(clock: Clock) -> Times:
     """Return the times of a call that has ended, from its clock."""
     spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    for part, at, until in intervals(clock.marks):
-        spent[part] += milliseconds(at, until)
-    return Times(spent)
+    layers: dict[str, LayerTimes] = {}
+    layer, is_reversed = "", False
+    borders = clock.borders if isinstance(clock, LayerClock) else {}
+    for i, (part, at, until) in enumerate(intervals(clock.marks)):
+        layer, is_reversed = borders.get(i, (layer, is_reversed))
+        ms = milliseconds(at, until)
+        spent[part] += ms
+        if layer and part in ("forward", "backward"):
+            phase = "backward" if is_reversed else "forward" if part == "forward" else "recomputed"
+            before = layers.get(layer, LayerTimes())
+            layers[layer] = attrs.evolve(before, **{phase: getattr(before, phase) + ms})
+    return Times(spent, layers)
 
 
 def intervals(marks: Sequence[tuple[str, T]]) -> Iterator[tuple[str, T, T]]:
     """Yield the part that is innermost between one mark and the next, and both."""
     inside: list[str] = []
     for (name, at), (_, until) in itertools.pairwise(marks):
-        if name:
+        if name == SAME:
+            pass
+        elif name:
             inside.append(name.split("/")[0].removesuffix("_weight"))
         else:
             inside.pop()
@@ -122,8 +158,14 @@ def milliseconds(start: object, end: object) -> float:
 class Timed:
     """What `fds.timed` returns: call it around each call of the step, and read `metrics()`."""
 
-    def __init__(self, every: int | None, amounts: Mapping[str, float], peak_flops: float | None):
-        self.every, self._amounts, self._peak_flops = every, amounts, peak_flops
+    def __init__(
+        self,
+        every: int | None,
+        amounts: Mapping[str, float],
+        peak_flops: float | None,
+        layers: bool | tuple[str, ...] = False,
+    ):
+        self.every, self._amounts, self._peak_flops, self._layers = every, amounts, peak_flops, layers
         self._last: Times | None = None
         self._waiting: list[Clock] = []
 
@@ -143,10 +185,17 @@ class Timed:
         if self.every is None or (int(state.calls) + 1) % self.every:
             yield
             return
-        clock = Clock(state.step.device)
-        with counting(Waits()), clocked(clock), clock.range(OTHER):
+        clock, watching = self._clock(state.step.device)
+        with counting(Waits()), clocked(clock), clock.range(OTHER), watching:
             yield
         self._waiting.append(clock)
+
+    def _clock(self, device: torch.device) -> tuple[Clock, contextlib.AbstractContextManager[None]]:
+        """Return a clock, and what follows layers for it."""
+        if self._layers is False:
+            return Clock(device), contextlib.nullcontext()
+        clock = LayerClock(device, patterns=None if self._layers is True else self._layers)
+        return clock, clock.watching()
 
     @property
     def last(self) -> Times | None:
@@ -164,7 +213,8 @@ class Timed:
         `elapsed_time_ms_forward`, `..._backward` (with `reduce` and `wait`), `..._backward_inner` (without),
         `..._backward_allreduce` (`reduce` and `wait`) and `..._step` (the optimizer) are DeepSpeed's; then there are
         `..._gather`, `..._offload`, `..._wait`, `..._other` and `..._call`, and `samples_per_s`, `tokens_per_s`,
-        `flops_per_s` and `mfu` where `fds.timed` was given these amounts.
+        `flops_per_s` and `mfu` where `fds.timed` was given these amounts. A layer has `layer_time_ms_NAME_forward`,
+        `..._recomputed` and `..._backward`.
         """
         if (last := self.last) is None:
             return {}
@@ -185,10 +235,18 @@ class Timed:
         speeds = {f"{what}_per_s": amount / seconds for what, amount in self._amounts.items()}
         if self._peak_flops is not None:
             speeds["mfu"] = speeds["flops_per_s"] / self._peak_flops
-        return {f"elapsed_time_ms_{name}": ms for name, ms in times.items()} | speeds
+        layers = {
+            f"layer_time_ms_{name}_{phase}": ms
+            for name, x in last.layers.items()
+            for phase, ms in attrs.asdict(x).items()
+        }
+        return {f"elapsed_time_ms_{name}": ms for name, ms in times.items()} | layers | speeds
 
     def of_ranks(self) -> RankTimes:
-        """Return the last times of every rank: all of them call this, after the same calls of the step."""
+        """Return the last times of every rank: all of them call this, after the same calls of the step.
+
+        Those of layers are not sent.
+        """
         last = self.last
         found = mesh(ranks=-1)["ranks"].exchange(None if last is None else dict(last.parts), "times")
         return RankTimes(tuple(None if parts is None else Times(parts) for parts in found))
@@ -204,6 +262,7 @@ def arrived(marks: Sequence[tuple[str, object]]) -> bool:
 def timed(
     *,
     every: int | None = 1,
+    layers: bool | Sequence[str] = False,
     samples: int | None = None,
     tokens: int | None = None,
     flops: float | None = None,
@@ -221,13 +280,17 @@ def timed(
 
     Args:
         every: calls from one that is timed to the next; None times none.
+        layers: whether `timed.last.layers` has the times of every layer of `Layers` and of the modules that a
+            `functional` module calls; or patterns of names, as those of `fds.profile`, of modules at any depth. Each is
+            without the layers inside it. Plain functions, and what is compiled or replayed, are no layers. A pattern
+            that nothing matches has no times.
         samples: of a call, of all ranks together, for `samples_per_s`.
         tokens: of a call, of all ranks together, for `tokens_per_s`.
         flops: of the model in a call, forward and backward, of all ranks together, for `flops_per_s`.
         peak_flops: of all devices together, a second, for `mfu`, the share of it that the model's flops are;
             `fds.timing.peak_flops(dtype)` measures that of a device.
 
-    Raises `FdsError` for numbers that are none, and for a peak without `flops`.
+    Raises `FdsError` for numbers that are none, for a peak without `flops`, and for `layers` that are no patterns.
     """
     if every is not None and not is_int(every, 1):
         raise FdsError("not a number of calls", where="timed, every", got=repr(every), want="1 or more, or None")
@@ -237,4 +300,8 @@ def timed(
             raise FdsError("not an amount", where=f"timed, {name}", got=repr(amount), want="a number above 0, or None")
     if peak_flops is not None and flops is None:
         raise FdsError("a share of a peak needs flops", where="timed, peak_flops", want="flops= as well")
-    return Timed(every, {name: amount for name, amount in amounts.items() if amount is not None}, peak_flops)
+    if not isinstance(layers, bool):
+        if isinstance(layers, str) or not isinstance(layers, Sequence) or not all(isinstance(x, str) for x in layers):
+            raise FdsError("not names of layers", where="timed, layers", got=repr(layers), want='True, or ["blocks.*"]')
+        layers = tuple(layers)
+    return Timed(every, {name: amount for name, amount in amounts.items() if amount is not None}, peak_flops, layers)

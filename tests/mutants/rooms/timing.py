@@ -6,6 +6,14 @@ TIMED = "tests/timing/test_timed.py"
 MESSAGES = "tests/timing/test_messages.py"
 MUTANTS = (
     Mutant(
+        "a-node-is-of-the-layer-that-left-last",
+        "fds/timing/layers.py",
+        "bisect.bisect_right(self._starts, node._sequence_nr()) - 1]",
+        "-1]",
+        "backward of a layer is that of another",
+        "tests/timing/test_layers.py",
+    ),
+    Mutant(
         "a-part-has-the-parts-inside-it",
         "fds/timing/_timed.py",
         "            inside.pop()\n",
