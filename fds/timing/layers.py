@@ -110,7 +110,7 @@ class LayerClock(Clock):
 
     def _hook(self, tensors: Any) -> None:
         """Have backward say when it comes to the nodes of these tensors."""
-        for node in {x.grad_fn for x in _tensors(tensors)} - {None}:
+        for node in {x.grad_fn for x in _tensors(tensors) if x.grad_fn is not None}:
             to = Position(self._owners[bisect.bisect_right(self._starts, node._sequence_nr()) - 1], reversed=True)
             node.register_prehook(lambda _, to=to: self._move(to) if self._is_here() else None)
 
