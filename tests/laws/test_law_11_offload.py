@@ -15,6 +15,8 @@ from tests.laws.problems import make, optimizers, problems
 from tests.laws.test_law_11_residency import ALL, PAIRS, SKIPPING, UNPLACED, bad, same_run
 from tests.storage.topologies import Topology
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*there are no averages")  # kinds are drawn
+
 KINDS = ("moments", "masters", "gradients", "averages")
 
 

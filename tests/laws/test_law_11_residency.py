@@ -21,6 +21,8 @@ from tests.laws.places import PLACES, Place
 from tests.laws.problems import OPTIMIZERS, compositions, make, optimizers, problems
 from tests.storage.topologies import Topology
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*there are no averages")  # kinds are drawn
+
 ALL = {
     **OPTIMIZERS,
     "muon": lambda: fds.by_name({"*0.weight": fds.muon(0.1), "*.weight": fds.lamb(0.1), "*": fds.lion(0.01)}),

@@ -22,6 +22,8 @@ from tests.laws.test_law_11_residency import ALL, bad
 from tests.pretending import DEVICE
 from tests.storage.topologies import Topology
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*there are no averages")  # kinds are drawn
+
 MAX_NORM = 0.5
 SKIPS = {"loss_scale", "static_loss_scale", "skip_nonfinite"}
 EVERYTHING = {"moments": "disk", "masters": "small", "gradients": "disk", "averages": "host"}, 1.0
