@@ -16,6 +16,7 @@ from fds.errors import ComposeError, FdsError
 from fds.profiling.counting import counting
 from fds.profiling.formulas import formula
 from tests.bits import assert_same_bits
+from tests.tensor_axis import splitting
 
 WIDTH, VOCABULARY, TOKENS, ROWS = 8, 11, 6, 4
 BLOCK = 2 * ROWS * TOKENS * WIDTH * WIDTH * 5  # flops of the products of matrices of a block's forward
@@ -148,6 +149,20 @@ def test_a_pipeline_counts_its_own_stages():
     assert set(last.modules) >= {"2", "2.qkv", "3"} and "1" not in last.modules
     assert flops(first)["forward"] == BLOCK + PAIRS and flops(last)["forward"] == BLOCK + PAIRS + HEAD
     assert flops(first)["backward"] + flops(last)["backward"] == BACKWARD
+
+
+def test_a_tensor_axis_divides_the_flops_of_what_it_splits():
+    def run(tensor):
+        step = splitting.Place(tensor=tensor).step(optimizer=fds.adamw(0.01))
+        state = step.init(splitting.model(None).init, key=3)
+        return fds.profile(step, state, splitting.share(step, 0))
+
+    (whole,), (half, other) = (fds.simulate(lambda n=n: run(n), n) for n in (1, 2))
+    assert flops(half) == flops(other)
+    for name in ("1", "3"):  # pairs of linears, the first split by columns, the second by rows
+        assert flops(half, name) == {part: n // 2 for part, n in flops(whole, name).items()}
+    saved = flops(whole, "1")["forward"] // 2 + flops(whole, "3")["forward"] // 2
+    assert flops(half)["forward"] == flops(whole)["forward"] - saved
 
 
 def test_a_profile_changes_nothing_and_donates_nothing():
