@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fds import tree
@@ -72,6 +73,7 @@ class LayerClock(Clock):
             self._thread = None
             for hook in hooks:
                 hook.remove()
+                module._global_forward_hooks_with_kwargs.pop(hook.id, None)  # pyright: ignore[reportPrivateUsage]  (torch leaves it there)
 
     def mark(self, name: str) -> None:
         """Note that a range begins or ends; forward and backward begin outside of all layers."""

@@ -122,3 +122,13 @@ def test_a_step_whose_layers_are_timed_has_the_same_bits(stage):
 def test_what_names_no_layers_is_refused(wrong):
     with pytest.raises(FdsError, match="layers"):
         fds.timed(layers=wrong)
+
+
+def test_no_hook_is_left_behind():
+    model = fds.Layers([torch.nn.Linear(3, 3)], torch.nn.MSELoss())
+    step = fds.compose(fds.sgd(0.1))(model)
+    state = step.init(model.init, key=0)
+    timed = fds.timed(every=1, layers=True)
+    with timed(state):
+        step(state, (torch.ones(2, 3), torch.zeros(2, 3)))
+    assert not torch.nn.modules.module._has_any_global_hook()
