@@ -17,7 +17,10 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+from fds.collectives.dispatch_flags import DispatchFlags
 from tests import devices
+
+NO_MODES = DispatchFlags.now()
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 os.environ.setdefault("TRITON_INTERPRET", "0" if devices.NAME == "cuda" else "1")
@@ -44,6 +47,15 @@ def pytest_collection_finish(session):
     """Take what all tests share, 600,000 objects, from the garbage collector, which takes 0.3 s to walk over them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left():
+    """Fail the test that leaves torch's flags of dispatch modes set, after which torch.compile compiles nothing."""
+    yield
+    left = DispatchFlags.now()
+    NO_MODES.restore()
+    assert left == NO_MODES
 
 
 @pytest.fixture(scope="module")

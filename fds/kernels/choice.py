@@ -26,10 +26,12 @@ _PREFERRED = "preferred"  # the kind of scope that `prefer_triton` opens
 class _Scopes:
     """The open scopes of `only` and `prefer_triton`, of all threads: backward, in threads of torch, chooses as forward.
 
-    A plain attribute, on which torch.compile guards, unlike a context variable or thread-local data.
+    A plain attribute, on which torch.compile guards, unlike a context variable or thread-local data; of the instance
+    from the start, or code compiled before the first scope would be compiled anew after it.
     """
 
-    kinds: tuple[str, ...] = ()
+    def __init__(self) -> None:
+        self.kinds: tuple[str, ...] = ()
 
 
 _scopes = _Scopes()
