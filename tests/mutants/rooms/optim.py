@@ -141,7 +141,7 @@ MUTANTS = (
     ),
     Mutant(
         "every-rank-has-the-whole-momentum",
-        "fds/optim/_onebit_adam.py",
+        "fds/optim/momentum.py",
         "share = beta1 / now.exchange.size",
         "share = beta1 / 1",
         "the momentum of W ranks is added up W times",
