@@ -17,9 +17,8 @@ from torch import Tensor
 
 from fds import kernels
 from fds.errors import ComposeError, is_int
+from fds.kernels.messages.quantized import LEVELS
 from fds.transports.code import Code, Coded
-
-_LEVELS = {8: 127, 4: 7}
 
 
 @attrs.frozen
@@ -34,7 +33,7 @@ class Quantized(Code):
     @property
     def bound(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Half a level, or a whole one, and the rounding of float32."""
-        return (0.5 + self.stochastic * 0.5 + 2.0**-15) / _LEVELS[self.bits]
+        return (0.5 + self.stochastic * 0.5 + 2.0**-15) / LEVELS[self.bits]
 
     @property
     def draws(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -67,7 +66,7 @@ def quantized(bits: int = 8, *, group: int = 256, stochastic: bool = False, feed
 
     Raises `ComposeError` for other bits, and a group that is not a multiple of 8 numbers.
     """
-    if bits not in _LEVELS or isinstance(bits, bool):
+    if bits not in LEVELS or isinstance(bits, bool):
         raise ComposeError("quantized: numbers of 8 or 4 bits are sent", got=f"bits={bits!r}", want="8 or 4")
     if not is_int(group, 8) or group % 8:
         raise ComposeError("quantized: not a size of groups", got=f"group={group!r}", want="a multiple of 8, 256 say")
