@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,10 +12,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fds import tree
+from fds.loss.owners import Owners
 from fds.loss.roots import Root, roots
 
 # private: torch has no public function for where autograd is
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore
 _node: Callable[[], Any] = torch._C._current_autograd_node  # pyright: ignore
 
 
@@ -42,8 +41,7 @@ class Modules:
     running: list[str] = tree.new(list)  # outermost first
     _names: dict[nn.Module, str] = tree.new(dict)
     _bases: dict[Root, str] = tree.new(dict)
-    _starts: list[int] = attrs.field(factory=lambda: [0])  # numbers of nodes
-    _owners: list[str] = attrs.field(factory=lambda: [""])  # to whom the nodes from there on belong
+    _owners: Owners = tree.new(Owners)
     _hooks: list[Any] = tree.new(list)
 
     def __enter__(self) -> Modules:
@@ -76,7 +74,7 @@ class Modules:
     def reversed(self) -> str:
         """Return the module of the node that backward is at; empty where there is none."""
         node = _node()
-        return "" if node is None else self._owners[bisect.bisect_right(self._starts, node._sequence_nr()) - 1]
+        return "" if node is None else self._owners.of(node)
 
     def _enter(self, module: nn.Module) -> None:
         if self.active():
@@ -92,10 +90,7 @@ class Modules:
             self._mark()
 
     def _mark(self) -> None:
-        number = _next_node()
-        if number >= self._starts[-1]:  # else another thread's, which recomputes
-            self._starts.append(number)
-            self._owners.append(self.current)
+        self._owners.begin(self.current)
 
     def _name(self, module: nn.Module) -> None:
         """Name a module that nobody holds among those that are known, and all that it holds."""

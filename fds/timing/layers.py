@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import fnmatch
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -16,12 +15,11 @@ from torch.nn.modules import module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fds import tree
+from fds.loss.owners import Owners
 from fds.loss.roots import Root, roots
 from fds.step.ranges import Clock
 
 SAME = "="  # a mark at which no range begins or ends
-# private: torch has no public function for where autograd is
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore
 
 
 class Position(NamedTuple):
@@ -53,8 +51,7 @@ class LayerClock(Clock):
     _running: list[Position | None] = tree.new(list)  # per module that runs: where it was before, None for no layer
     _names: dict[nn.Module, str] = tree.new(dict)
     _bases: dict[Root, str] = tree.new(dict)
-    _starts: list[int] = attrs.field(factory=lambda: [0])  # numbers of nodes
-    _owners: list[str] = attrs.field(factory=lambda: [""])  # the layers of the nodes from there on
+    _owners: Owners = tree.new(Owners)
     _thread: int | None = None  # that of the call, while it runs: hooks are those of all threads
 
     @contextlib.contextmanager
@@ -94,7 +91,7 @@ class LayerClock(Clock):
         self._running.append(self._now if chosen else None)
         if chosen:
             self._hook(args)  # what it writes over has another node afterwards
-            self._own(self._names[module])
+            self._owners.begin(self._names[module])
             self._move(Position(self._names[module], reversed=False))
 
     def _leave(self, module: nn.Module, tensors: Any) -> None:
@@ -102,18 +99,13 @@ class LayerClock(Clock):
             return
         if (before := self._running.pop()) is not None:
             self._hook(tensors)
-            self._own(before.layer)
+            self._owners.begin(before.layer)
             self._move(before)
-
-    def _own(self, layer: str) -> None:
-        """Note that the nodes from here on are those of a layer."""
-        self._starts.append(_next_node())
-        self._owners.append(layer)
 
     def _hook(self, tensors: Any) -> None:
         """Have backward say when it comes to the nodes of these tensors."""
         for node in {x.grad_fn for x in _tensors(tensors) if x.grad_fn is not None}:
-            to = Position(self._owners[bisect.bisect_right(self._starts, node._sequence_nr()) - 1], reversed=True)
+            to = Position(self._owners.of(node), reversed=True)
             node.register_prehook(lambda _, to=to: self._move(to) if self._is_here() else None)
 
     def _is_here(self) -> bool:

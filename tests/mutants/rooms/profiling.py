@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "profile-gives-backward-to-the-module-after",
-        "fds/profiling/modules.py",
+        "fds/loss/owners.py",
         "bisect.bisect_right(self._starts, node._sequence_nr()) - 1]",
         "min(bisect.bisect_right(self._starts, node._sequence_nr()), len(self._starts) - 1)]",
         "operators of backward are counted for the module that ran next",
