@@ -12,12 +12,9 @@ from fds.errors import StorageError, expanded
 
 def checked_path(path: object, where: str) -> Path:
     """Return the user's argument as a path. Raises `StorageError` for anything that is not a valid path."""
-    try:
-        found = Path(expanded(path))  # type: ignore[arg-type]
-        if b"\0" not in os.fsencode(found):
+    with contextlib.suppress(TypeError, ValueError):  # paths of bytes, and strings that cannot be encoded
+        if isinstance(path, str | os.PathLike) and b"\0" not in os.fsencode(found := Path(expanded(path))):
             return found
-    except (TypeError, ValueError):  # including strings that cannot be encoded
-        pass
     raise StorageError("not a path", where=where, got=repr(path)[:80], want="text or a pathlib.Path")
 
 
