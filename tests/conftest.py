@@ -17,10 +17,10 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
-from fds.collectives.dispatch_flags import DispatchFlags
+from fds.collectives.process_flags import ProcessFlags
 from tests import devices
 
-NO_MODES = DispatchFlags.now()
+AS_TORCH_BEGINS = ProcessFlags.now()
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 os.environ.setdefault("TRITON_INTERPRET", "0" if devices.NAME == "cuda" else "1")
@@ -50,12 +50,12 @@ def pytest_collection_finish(session):
 
 
 @pytest.fixture(autouse=True)
-def no_mode_is_left():
-    """Fail the test that leaves torch's flags of dispatch modes set, after which torch.compile compiles nothing."""
+def no_flag_is_left():
+    """Fail the test that leaves a flag of torch set, of modes or the compiler, after which it compiles nothing."""
     yield
-    left = DispatchFlags.now()
-    NO_MODES.restore()
-    assert left == NO_MODES
+    left = ProcessFlags.now()
+    AS_TORCH_BEGINS.restore()
+    assert left == AS_TORCH_BEGINS
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import torch
 
-from fds.collectives.dispatch_flags import DispatchFlags
+from fds.collectives.process_flags import ProcessFlags
 from fds.errors import FdsError, RankError, is_int
 
 
@@ -92,11 +92,11 @@ class Turns:
         self.grad_mode = torch.is_grad_enabled()
         self.present = Generators.now()  # the states when the last rank stopped
         self.random = [self.present] * len(bodies)
-        self.flags = [DispatchFlags.now()] * len(bodies)
+        self.flags = [ProcessFlags.now()] * len(bodies)
 
     def run(self) -> list[Any]:
         """Return the results. Raises the first error of a rank, or `RankError` if no rank can run."""
-        mine, flags = Generators.now(), DispatchFlags.now()
+        mine, flags = Generators.now(), ProcessFlags.now()
         for seat in self.seats:
             seat.thread.start()
         try:
@@ -170,7 +170,7 @@ class Turns:
     def _leave(self, rank: int) -> None:
         """Let the next rank run that is able to."""
         self.random[rank] = self.present = Generators.now()
-        self.flags[rank] = DispatchFlags.now()
+        self.flags[rank] = ProcessFlags.now()
         order = [(rank + i) % len(self.seats) for i in range(1, len(self.seats) + 1)]
         alive = [r for r in order if not self.seats[r].ended]
         if not alive:

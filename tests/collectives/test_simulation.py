@@ -265,6 +265,23 @@ def test_dispatch_modes_are_a_ranks_own():
     assert not is_open()
 
 
+def test_the_stance_of_the_compiler_is_a_ranks_own():
+    """A dry run of a step makes torch.compile compile nothing, for its own thread; torch keeps that for all."""
+
+    def stance():
+        return torch._dynamo.eval_frame._stance.stance
+
+    def run():
+        with torch.compiler.set_stance("force_eager"):
+            axis().barrier()
+            inside = stance()
+        axis().barrier()
+        return inside, stance()
+
+    assert c.simulate(run, 3) == [("force_eager", "default")] * 3
+    assert stance() == "default"
+
+
 def test_context_variables_are_a_ranks_own():
     from contextvars import ContextVar
 

@@ -12,7 +12,7 @@ MUTANTS = (
         "tests/collectives/test_simulation.py",
     ),
     Mutant(
-        "simulated-ranks-share-dispatch-flags",
+        "simulated-ranks-share-flags-of-the-process",
         "fds/collectives/turns.py",
         "        self.flags[rank].restore()",
         "        pass",
