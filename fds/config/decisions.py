@@ -216,6 +216,17 @@ INTENDED = (
         "tests/optim/test_onebit_adam.py::test_it_is_the_algorithm_of_the_paper_and_all_ranks_agree",
     ),
     ListedDifference(
+        "`zero_quantized_weights` and `zero_quantized_gradients` cast to float16 first, which overflows beyond 65,504, "
+        "and the largest number of a group arrives smaller than it is",
+        "float32 is coded, and the largest number arrives",
+        "tests/config/test_zeropp.py::test_weights_beyond_float16_arrive_and_the_largest_is_exact",
+    ),
+    ListedDifference(
+        "`zero_quantized_gradients` leaves out what has one dimension, or whose size the ranks do not divide",
+        "every gradient is sent in 4 bits, in buckets of many",
+        "tests/config/test_zeropp.py::test_a_json_of_zeropp_is_the_composition_by_hand_bit_for_bit",
+    ),
+    ListedDifference(
         "inputs are cast under `fp16.auto_cast` alone, never under bf16",
         "`fds.precision` casts every float32 leaf of the batch, targets too; its `inputs` names those to cast",
         f"{_INTENDED}test_float_inputs_and_targets_are_cast_under_bfloat16",

@@ -16,7 +16,7 @@ from fds.config.agreement import resolve_on_all_ranks
 from fds.config.arguments import config_of
 from fds.config.model_loss import loss_and_params
 from fds.config.training import TrainingConfig
-from fds.config.translate.composition import calls
+from fds.config.translate.composition import calls, data_axes
 from fds.config.unknown import Unknown
 from fds.data import DistributedLoader
 from fds.errors import ConfigError, DataError, MeshError
@@ -60,7 +60,8 @@ def initialize(
         schedule: f(t), t = updates applied before this one; replaces the JSON's scheduler.
         training_data: a map-style data set. The loader yields this rank's share of a batch for each call of the step.
         collate_fn: rows -> batch; default: torch's.
-        mesh: with an axis `dp`, and `pp` for a pipeline; default: all ranks as data ranks.
+        mesh: with an axis `dp`, and `pp` for a pipeline; default: all ranks as data ranks, at stage 3 in nodes of
+            `zero_hpz_partition_size`.
         auto: JSON path -> value of keys that are `"auto"`; see `TrainingConfig.resolve`.
         unknown: `"warn"` leaves out unknown keys of the JSON; see `TrainingConfig.of`.
         transforms: additional ones, for which there is no key: `fds.donate()`, `fds.ema(0.999)`.
@@ -68,7 +69,7 @@ def initialize(
 
     Raises `ConfigError` if JSON and arguments both say something, and everything that `compose` and `step.init` raise.
     """
-    mesh = _mesh_of(mesh)
+    given, mesh = mesh, _mesh_of(mesh)
 
     def resolve() -> TrainingConfig:
         resolved = _read(config_of(args, config), unknown).resolve(world_size=_data_axis(mesh).size, auto=auto)
@@ -76,6 +77,7 @@ def initialize(
         return resolved
 
     config = resolve_on_all_ranks(mesh, resolve, key)
+    mesh = mesh if given is not None else make_mesh(**data_axes(config, mesh.size))
     schedule = config.schedule() if schedule is None else schedule
     loss_fn, params = loss_and_params(model, loss)
     step = compose(*_frozen(model), *transforms, *_transforms(config, mesh, optimizer, schedule))(loss_fn)
@@ -102,7 +104,7 @@ def _mesh_of(mesh: Any) -> Mesh:
 
 
 def _data_axis(mesh: Mesh) -> Any:
-    return mesh["replicate", "dp"] if "replicate" in mesh.shape else mesh["dp"]
+    return mesh[tuple(name for name in ("replicate", "node", "dp") if name in mesh.shape or name == "dp")]
 
 
 def _check_given_once(config: TrainingConfig, optimizer: Any, schedule: Any) -> None:

@@ -83,7 +83,8 @@ class TrainingConfig(Groups):
         """Return the transforms and the optimizer, for `fds.compose(*config.transforms(mesh))(loss)`.
 
         Batch sizes and `"auto"` are resolved for the mesh: its axis `dp` has the data ranks, `pp` (optional) the stages
-        of a pipeline, `replicate` (optional) the copies of the sharded state.
+        of a pipeline, `replicate` (optional) the copies of the sharded state, `node` (optional) the nodes over which
+        that is sharded too: then `dp` are the ranks of one.
 
         Raises `NotSupportedError`, naming all keys, for features that fds does not support yet; `ConfigError` for batch
         sizes that do not multiply; `MeshError` for a mesh without `dp`.

@@ -15,11 +15,17 @@ from fds.config.keys import optimizer, scheduler
 from fds.config.meaning import Argument
 from fds.config.record import Config, record_of
 from fds.config.translate.composition import calls
-from fds.config.translate.function_call import FUNCTIONS, FunctionCall
+from fds.config.translate.function_call import FUNCTIONS, AxisOf, FunctionCall
 from fds.errors import ConfigError, MeshError, NotSupportedError
 
 DP2, PP2 = {"dp": 2}, {"pp": 2, "dp": 2}
 REPLICAS = {"replicate": 2, "dp": 2}
+NODES = {"node": 2, "dp": 2}
+ZEROPP: dict[str, Any] = {
+    "zero_hpz_partition_size": 2,
+    "zero_quantized_weights": True,
+    "zero_quantized_gradients": True,
+}
 BATCH: dict[str, Any] = {"train_batch_size": 8, "gradient_clipping": 0}
 
 
@@ -158,6 +164,29 @@ ROWS: list[tuple[dict[str, Any], dict[str, int], list[str]]] = [
         zero(3, mics_shard_size=2),
         REPLICAS,
         ['fds.shard_optimizer(mesh["dp"], stage=3, replicate=mesh["replicate"], persist_below=100001)'],
+    ),
+    # ZeRO++: in two hops where there are nodes, and at stage 3 alone, as in 0.19.6
+    (
+        zero(3, zero_quantized_weights=True),
+        DP2,
+        ['fds.shard_optimizer(mesh["dp"], stage=3, persist_below=100001, weights=fds.transports.quantized(8))'],
+    ),
+    (
+        zero(3, zero_quantized_gradients=True, zero_hpz_partition_size=8),
+        DP2,
+        ['fds.shard_optimizer(mesh["dp"], stage=3, persist_below=100001, gradients=fds.transports.quantized(4))'],
+    ),
+    (zero(3, zero_hpz_partition_size=0), DP2, [STAGE_3]),
+    (zero(2, **ZEROPP), DP2, ['fds.shard_optimizer(mesh["dp"], stage=2)']),
+    (zero(2, **ZEROPP), NODES, ['fds.shard_optimizer(mesh["node", "dp"], stage=2)']),
+    (
+        zero(3, **ZEROPP),
+        NODES | {"replicate": 2},
+        [
+            'fds.shard_optimizer(mesh["node", "dp"], stage=3, replicate=mesh["replicate"], persist_below=100001, '
+            "weights=fds.transports.hierarchical(fds.transports.quantized(8)), "
+            'gradients=fds.transports.hierarchical(fds.transports.quantized(4)), secondary=mesh["dp"])'
+        ],
     ),
     # what lives elsewhere: masters too where the loss computes in 16 bit, and where `offload_param` says so
     (
@@ -455,6 +484,9 @@ def test_shards_that_the_mesh_does_not_have_are_refused(axes):
     ("said", "axes", "where"),
     [
         ({"data_parallel_size": 4}, DP2, "data_parallel_size"),
+        (zero(3, zero_hpz_partition_size=2), {"dp": 4}, "zero_optimization.zero_hpz_partition_size"),
+        (zero(3, zero_hpz_partition_size=4), NODES, "zero_optimization.zero_hpz_partition_size"),
+        (zero(3, mics_shard_size=2), NODES, "zero_optimization.mics_shard_size"),
         ({"pipeline": {"stages": 4}}, DP2, "pipeline.stages"),
         ({"pipeline": {"stages": 4}}, {"pp": 2, "dp": 2}, "pipeline.stages"),
     ],
@@ -577,6 +609,9 @@ ON: dict[str, tuple[dict[str, Any], Any, Any]] = {  # path -> where it counts, a
     "zero_optimization.stage3_prefetch_bucket_size": (zero(3), 2**24, 2),
     "zero_optimization.stage3_param_persistence_threshold": (zero(3), 10, 11),
     "zero_optimization.stage3_max_live_parameters": (zero(3), 3 * 10**6, 4 * 10**6),
+    "zero_optimization.zero_hpz_partition_size": (zero(3), 2, AxisOf("dp")),
+    "zero_optimization.zero_quantized_weights": (zero(3), True, "transports.quantized"),
+    "zero_optimization.zero_quantized_gradients": (zero(3), True, "transports.quantized"),
     "zero_optimization.offload_param.device": (zero(3), "cpu", "host"),
     "zero_optimization.offload_param.nvme_path": (zero(3, offload_param=NVME), "/another", "/another"),
     "zero_optimization.offload_param.buffer_size": (zero(3, offload_param=NVME), 2**20, 2**22),
@@ -665,7 +700,7 @@ def found(said: dict[str, Any], axes: dict[str, int]) -> dict[tuple[str, str], A
 @pytest.mark.parametrize("path", ARGUMENTS)
 def test_a_key_that_is_an_argument_changes_that_argument_and_no_other(path):
     meaning, (before, after, then) = ARGUMENTS[path], case(path)
-    axes = PP2 if path.startswith("pipeline.partition") else DP2
+    axes = {"pipeline.partition": PP2, "zero_optimization.zero_hpz_partition_size": NODES}.get(path, DP2)
     old, new = found(before, axes), found(after, axes)
     changed = {place for place in old | new if old.get(place) != new.get(place)}
     meant = {place for place in old | new if place[0] in meaning.of and (not meaning.name or place[1] == meaning.name)}

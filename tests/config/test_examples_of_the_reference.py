@@ -251,15 +251,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
             zero_quantized_weights=True,
             zero_quantized_gradients=True,
         ),
-        [
-            f"zero_optimization.{name}"
-            for name in (
-                "ignore_unused_parameters",
-                "zero_hpz_partition_size",
-                "zero_quantized_weights",
-                "zero_quantized_gradients",
-            )
-        ],
+        ["zero_optimization.ignore_unused_parameters"],
     ),
     "parameter offloading, cpu": (
         zero(3, offload_param={"device": "cpu", **OFFLOADED, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9}),

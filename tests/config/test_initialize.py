@@ -313,10 +313,10 @@ REFUSED = {
     "a loss of one argument": (ComposeError, "not a loss", {"config": JSON, "loss": lambda model: 0}),
     "a function as model": (ComposeError, "not a model", {"config": JSON, "model": loss}),
     "a mesh without data ranks": (MeshError, "'dp'", {"config": JSON, "mesh": fds.mesh(x=1)}),
-    "quantized messages": (
+    "messages by way of nodes": (
         NotSupportedError,
-        "zero_optimization.zero_quantized_gradients",
-        {"config": {**JSON, "zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}},
+        "zero_optimization.mics_hierarchical_params_gather",
+        {"config": {**JSON, "zero_optimization": {"stage": 3, "mics_hierarchical_params_gather": True}}},
     ),
     "a key of nothing": (ConfigError, "gradient_clipping", {"config": {**JSON, "graidient_clipping": 1.0}}),
     "batches that do not multiply": (ConfigError, "train_batch_size", {"config": {**JSON, "train_batch_size": 18}}),

@@ -22,6 +22,7 @@ PART_OF = {  # what `rank_memory` calls it -> the parts of `step.describe(state)
     "16-bit parameters": ("low",),
     "whole parameters": ("whole",),
     "parameters that are whole at once": ("whole",),
+    "second slices of parameters": ("secondary",),
     "sums of gradients": ("gradients",),
     "two buckets of gradients": ("buckets",),
 }
@@ -119,6 +120,14 @@ def test_it_is_so_on_other_meshes(axes, stage, precision):
 def test_what_is_whole_at_once_follows_its_keys(zero, precision):
     data, axes = said(3, "adamw", precision, **zero), {"dp": 2}
     assert_equal(by_formula(data, axes, LAYERS * LAYER), by_step(data, axes, layers()))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_second_copy_inside_a_node_is_told(precision):
+    data, axes = said(3, "adamw", precision, zero_hpz_partition_size=2), {"node": 2, "dp": 2}
+    told = by_formula(data, axes, LAYERS * LAYER)
+    assert "second slices of parameters" in told
+    assert_equal(told, by_step(data, axes, layers()))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -203,13 +203,28 @@ class ZeroConfig(Config):
         NotApplicable("stage 1 reduces once a step"),
     )
     zero_hpz_partition_size: int = key(
-        1, "ranks that keep a second copy of the slices among them", NotYet("hpZ of ZeRO++", nothing=(0, 1)), low=0
+        1,
+        "at stage 3, ranks that keep a second copy of the parameters among them",
+        argument("shard_optimizer", name="secondary", note="the axis `dp` of a mesh with `node`; it has so many ranks"),
+        low=0,
     )
-    zero_quantized_weights: bool = key(False, "gather parameters as int8", NotYet("quantized weights of ZeRO++"))
+    zero_quantized_weights: bool = key(
+        False,
+        "gather parameters as int8, at stage 3",
+        argument(
+            "shard_optimizer", name="weights", note="`transports.quantized(8)`, by way of `node` where there is one"
+        ),
+    )
     zero_quantized_nontrainable_weights: bool = key(
         False, "keep frozen parameters as int8", NotYet("quantized frozen weights")
     )
-    zero_quantized_gradients: bool = key(False, "reduce gradients as int4", NotYet("quantized gradients of ZeRO++"))
+    zero_quantized_gradients: bool = key(
+        False,
+        "reduce gradients as int4, at stage 3",
+        argument(
+            "shard_optimizer", name="gradients", note="`transports.quantized(4)`, by way of `node` where there is one"
+        ),
+    )
     zeropp_loco_param: LoCoConfig | None = key(None, "error feedback for quantized gradients", NotYet("LoCo of ZeRO++"))
     mics_shard_size: int = key(
         -1,
@@ -269,9 +284,7 @@ class ZeroConfig(Config):
 
 
 STAGE_3 = frozenset(  # no effect at other stages, as in 0.19.6
-    f"zero_optimization.{name}"
-    for name in keys(ZeroConfig)
-    if name.startswith("stage3_") or name in ("zero_hpz_partition_size", "zero_quantized_weights", "mics_shard_size")
+    f"zero_optimization.{name}" for name in keys(ZeroConfig) if name.startswith("stage3_")
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -51,18 +52,20 @@ def compose_supported(config: Groups, axes: Mapping[str, int]) -> tuple[tuple[Fu
 
 def _check_sizes(config: Groups, axes: Mapping[str, int]) -> None:
     """Raise `ConfigError` for keys that contradict the sizes of the mesh."""
-    shards = config.zero_optimization.mics_shard_size if config.zero_optimization.stage == 3 else 0
+    zero, slices = config.zero_optimization, axes["dp"] * axes.get("node", 1)
+    shards, secondary = (zero.mics_shard_size, zero.zero_hpz_partition_size) if zero.stage == 3 else (0, 0)
     for key, size, of_mesh in (
         ("data_parallel_size", config.parallel_sizes.data_parallel_size, data_ranks(axes)),
         ("pipeline.stages", config.pipeline.stages, axes.get("pp", 1)),
-        ("zero_optimization.mics_shard_size", max(shards, 0) or None, axes["dp"]),
+        ("zero_optimization.mics_shard_size", max(shards, 0) or None, slices),
+        ("zero_optimization.zero_hpz_partition_size", min(secondary, slices) if secondary > 1 else None, axes["dp"]),
     ):
         if isinstance(size, int) and size != of_mesh:
             raise ConfigError(
                 "the mesh has another size",
                 where=key,
                 got=f"{size}, and the mesh has {of_mesh}",
-                want="fds.mesh(pp=stages, replicate=copies, dp=shards)",
+                want="fds.mesh(pp=stages, replicate=copies, node=nodes, dp=shards of a node)",
             )
 
 
@@ -74,10 +77,17 @@ def data_ranks(axes: Mapping[str, int]) -> int:
         raise MeshError(
             "the mesh has no axis for data ranks", got=", ".join(axes) or "no axes", want='"dp"', hint="fds.mesh(dp=-1)"
         )
-    other = [name for name, size in axes.items() if name not in ("dp", "replicate", "pp") and size > 1]
+    other = [name for name, size in axes.items() if name not in ("dp", "node", "replicate", "pp") and size > 1]
     if other:
-        raise MeshError("a configuration does not use these axes", got=", ".join(other), want="dp, replicate, pp")
-    return axes["dp"] * axes.get("replicate", 1)
+        raise MeshError("a configuration does not use these axes", got=", ".join(other), want="dp, node, replicate, pp")
+    return axes["dp"] * axes.get("node", 1) * axes.get("replicate", 1)
+
+
+def data_axes(config: Groups, ranks: int) -> dict[str, int]:
+    """Return the sizes of the axes of a mesh whose ranks are all data ranks: in nodes where hpZ says of how many."""
+    zero = config.zero_optimization
+    size = zero.zero_hpz_partition_size if zero.stage == 3 else 0
+    return {"node": ranks // size, "dp": size} if 1 < size < ranks and ranks % size == 0 else {"dp": ranks}
 
 
 def compute_dtype(config: Groups) -> torch.dtype:
@@ -100,12 +110,28 @@ def _sharding(config: Groups, axes: Mapping[str, int]) -> FunctionCall:
     predivide = float(data_ranks(axes)) if communication.prescale_gradients else factor if factor != 1 else None
     return FunctionCall.of(
         "shard_optimizer",
-        AxisOf("dp"),
+        AxisOf("node,dp") if axes.get("node", 1) > 1 else AxisOf("dp"),
         stage=zero.stage,
         replicate=AxisOf("replicate") if copies else None,
         **(_sizes(config) if zero.stage else {}),
         predivide=predivide,
+        **(_ways(config, nodes=axes.get("node", 1) > 1) if zero.stage == 3 else {}),
     )
+
+
+def _ways(config: Groups, *, nodes: bool) -> dict[str, Any]:
+    """Return how parameters and gradients travel at stage 3, inside nodes first where the mesh has several: ZeRO++."""
+    zero = config.zero_optimization
+
+    def integers(bits: int) -> FunctionCall:
+        way = FunctionCall("transports.quantized", (bits,))
+        return FunctionCall("transports.hierarchical", (way,)) if nodes else way
+
+    return {
+        "weights": integers(8) if zero.zero_quantized_weights else None,
+        "gradients": integers(4) if zero.zero_quantized_gradients else None,
+        "secondary": AxisOf("dp") if nodes and zero.zero_hpz_partition_size > 1 else None,
+    }
 
 
 def _sizes(config: Groups) -> dict[str, int]:

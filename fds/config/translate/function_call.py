@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from fds import optim, plans, schedules
+from fds import optim, plans, schedules, transports
 from fds.collectives import Mesh
 from fds.media import disk
 from fds.transforms.accumulate import accumulate
@@ -52,18 +52,19 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
         )
     },
     **{f"schedules.{name}": getattr(schedules, name) for name in schedules.__all__},
+    **{f"transports.{name}": getattr(transports, name) for name in ("hierarchical", "quantized")},
     "plans.one_f_one_b": plans.one_f_one_b,
 }
 
 
 @attrs.frozen
 class AxisOf:
-    """An axis of the mesh, by name."""
+    """An axis of the mesh by its name, which for several, flattened, has commas: "node,dp"."""
 
     name: str
 
     def __str__(self) -> str:
-        return f'mesh["{self.name}"]'
+        return "mesh[" + ", ".join(f'"{name}"' for name in self.name.split(",")) + "]"
 
 
 @attrs.frozen
@@ -118,7 +119,7 @@ def _build(value: Any, mesh: Mesh | None) -> Any:
         return value.build(mesh)
     if isinstance(value, AxisOf):
         assert mesh is not None
-        return mesh[value.name]
+        return mesh[tuple(value.name.split(","))]
     if isinstance(value, Name):
         return FUNCTIONS[value.path]
     return tuple(_build(one, mesh) for one in value) if isinstance(value, tuple) else value

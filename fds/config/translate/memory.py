@@ -45,7 +45,8 @@ def rank_memory(config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[s
     """Return the memory of every rank, between steps and within one."""
     by_path = {call.path: call for call in calls}
     shard, precision = by_path["shard_optimizer"], by_path.get("precision")
-    stage, ranks, bucket = shard.argument("stage"), axes["dp"], shard.argument("bucket_bytes") or MOST_BYTES
+    stage, bucket = shard.argument("stage"), shard.argument("bucket_bytes") or MOST_BYTES
+    ranks = axes["dp"] * axes.get("node", 1)
     num_shards = ranks if stage else 1
     compute = accumulated = reduced = 4  # bytes per element
     if precision is not None:
@@ -61,6 +62,8 @@ def rank_memory(config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[s
     else:
         live = (2 + shard.argument("prefetch")) * (bucket * compute // 4)
         out += [RankMemory("parameters that are whole at once, beside small ones", compute, live)]
+        if shard.argument("secondary") is not None:
+            out += [RankMemory(f"second slices of parameters{_among(axes['dp'])}", compute / axes["dp"])]
     reduces_slices = stage > 1 and not alone
     num_sums = ranks if reduces_slices else 1
     for place, share in _shares(by_path.get("offload"), "gradients").items():

@@ -99,4 +99,28 @@ MUTANTS = (
         "at stage 0 the memory of a rank is stated as if it were sliced",
         "tests/config/test_memory.py",
     ),
+    Mutant(
+        "hpz-of-another-size",
+        "fds/config/translate/composition.py",
+        "min(secondary, slices) if secondary > 1 else None",
+        'axes["dp"] if secondary > 1 else None',
+        "a mesh whose nodes have another size than the JSON says is taken",
+        "tests/config/test_composition.py",
+    ),
+    Mutant(
+        "zeropp-in-one-hop",
+        "fds/config/translate/composition.py",
+        'return FunctionCall("transports.hierarchical", (way,)) if nodes else way',
+        "return way",
+        "quantized messages go between nodes as often as inside them",
+        "tests/config/test_zeropp.py tests/config/test_composition.py",
+    ),
+    Mutant(
+        "second-slices-untold",
+        "fds/config/translate/memory.py",
+        'if shard.argument("secondary") is not None:',
+        "if False:",
+        "the memory of hpZ is not stated",
+        "tests/config/test_memory.py",
+    ),
 )
