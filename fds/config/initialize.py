@@ -69,15 +69,15 @@ def initialize(
 
     Raises `ConfigError` if JSON and arguments both say something, and everything that `compose` and `step.init` raise.
     """
-    given, mesh = mesh, _mesh_of(mesh)
+    ranks = _mesh_of(mesh)
 
     def resolve() -> TrainingConfig:
-        resolved = _read(config_of(args, config), unknown).resolve(world_size=_data_axis(mesh).size, auto=auto)
+        resolved = _read(config_of(args, config), unknown).resolve(world_size=_data_axis(ranks).size, auto=auto)
         _check_given_once(resolved, optimizer, schedule)
         return resolved
 
-    config = resolve_on_all_ranks(mesh, resolve, key)
-    mesh = mesh if given is not None else make_mesh(**data_axes(config, mesh.size))
+    config = resolve_on_all_ranks(ranks, resolve, key)
+    mesh = make_mesh(**data_axes(config, ranks.size)) if mesh is None else ranks
     schedule = config.schedule() if schedule is None else schedule
     loss_fn, params = loss_and_params(model, loss)
     step = compose(*_frozen(model), *transforms, *_transforms(config, mesh, optimizer, schedule))(loss_fn)
