@@ -222,11 +222,6 @@ INTENDED = (
         "tests/config/test_zeropp.py::test_weights_beyond_float16_arrive_and_the_largest_is_exact",
     ),
     ListedDifference(
-        "`zero_quantized_gradients` leaves out what has one dimension, or whose size the ranks do not divide",
-        "every gradient is sent in 4 bits, in buckets of many",
-        "tests/config/test_zeropp.py::test_a_json_of_zeropp_is_the_composition_by_hand_bit_for_bit",
-    ),
-    ListedDifference(
         "inputs are cast under `fp16.auto_cast` alone, never under bf16",
         "`fds.precision` casts every float32 leaf of the batch, targets too; its `inputs` names those to cast",
         f"{_INTENDED}test_float_inputs_and_targets_are_cast_under_bfloat16",
