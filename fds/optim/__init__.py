@@ -7,6 +7,7 @@ from fds.optim._lamb import lamb
 from fds.optim._lion import lion
 from fds.optim._muon import muon
 from fds.optim._onebit_adam import onebit_adam
+from fds.optim._onebit_lamb import onebit_lamb
 from fds.optim._sgd import sgd
 from fds.optim.base import LRSchedule, Optimizer, Segment, Values
 
@@ -23,5 +24,6 @@ __all__ = [
     "lion",
     "muon",
     "onebit_adam",
+    "onebit_lamb",
     "sgd",
 ]

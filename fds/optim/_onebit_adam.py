@@ -48,8 +48,11 @@ def onebit_adam(
         eps: added to the square root.
         weight_decay: weight of the parameter in the update.
         exp_avg_mask: shell-style pattern of names -> tensor that the momentum is multiplied by after each message, of
-            a shape that expands to the parameter's: 0 where a gradient is always 0 (rows of an embedding that are not
-            used), which a sign cannot say.
+            a shape that expands to the parameter's: 0 where gradients are 0 from some call on (rows of an embedding
+            that are not used any more), which a sign cannot say.
+
+    An element that had no gradient in warm-up has no variance, and moves by its decay alone: a step by a sign over eps
+    would throw it away. Where all calls of warm-up are skipped that is every element, and `metrics["step"]` is 0 then.
 
     Torch operators update all parameters. Composes with `shard_optimizer(stage=0)`, also with replicas, pipelines,
     accumulation, precision and loss scales; after warm-up nobody has the whole gradient, so that maps of it (clips),

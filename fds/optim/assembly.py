@@ -107,6 +107,7 @@ def assemble(
     fused: Callable[[torch.device], bool] = lambda device: False,
     takes_shapes: bool = False,
     phases: Phases | None = None,
+    numbers: Mapping[str, float] | None = None,
 ) -> Optimizer:
     """Make an optimizer from an in-place rule, and from a kernel that computes the same on accelerators.
 
@@ -127,10 +128,14 @@ def assemble(
         fused: device -> whether the rule runs torch's fused functions there, given floats.
         takes_shapes: as in `Optimizer`.
         phases: as in `Optimizer`.
+        numbers: slot name -> initial value of one float64 per parameter, of which the rule gets tensors (); only with
+            `phases` and `keep_empty`.
     """
     hyper = {name: float(value) if isinstance(value, Tensor) else value for name, value in hyper.items()}
     lr = hyper.pop("lr")
-    ours = _RuleOptimizer(rule, text.partition("(")[0], lr, hyper, slots, check, keep_empty, kernel, fused)
+    ours = _RuleOptimizer(
+        rule, text.partition("(")[0], lr, hyper, slots, check, keep_empty, kernel, fused, numbers or {}
+    )
     return Optimizer(
         ours.init,
         ours.update,
@@ -160,6 +165,7 @@ class _RuleOptimizer:
     keep_empty: bool
     kernel: Kernel | None
     fused: Callable[[torch.device], bool]
+    numbers: Mapping[str, float]
 
     def init(
         self, segments: Sequence[Sequence[Segment]], *, params: Sequence[Tensor]
@@ -167,7 +173,13 @@ class _RuleOptimizer:
         """Return the slots before the first update."""
         if self.check is not None:
             self.check(segments)
-        return {name: [torch.full_like(p, x, requires_grad=False) for p in params] for name, x in self.slots.items()}
+        opt: dict[str, list[Tensor | None]] = {
+            name: [torch.full_like(p, x, requires_grad=False) for p in params] for name, x in self.slots.items()
+        }
+        for name, x in self.numbers.items():
+            make = lambda inside, p, x=x: torch.full((len(inside),), x, dtype=torch.float64, device=p.device)
+            opt[name] = list(map(make, segments, params))
+        return opt
 
     def update(
         self,
@@ -210,11 +222,17 @@ class _RuleOptimizer:
         """Run the rule on every parameter in the slices, and copy the slices to `out`."""
         if now.exchange is not None:
             opt = {**opt, **now.exchange.errors}
+        numbers = None
+        if self.numbers:
+            numbers = {slot: [x for own in opt[slot] for x in own.unbind()] for slot in self.numbers}
+            opt = {slot: flats for slot, flats in opt.items() if slot not in numbers}
         params, grads, opt, alone = _by_segment(slices, grads, opt, now.segments, self.keep_empty)
         if not params:  # the slices are padding only
             return
         if list(map(tree.dtype_of, grads)) != list(map(tree.dtype_of, params)):
             grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
+        if numbers is not None:
+            opt = {**opt, **numbers}
         self.rule(params, list(grads), opt, now if alone is now.segments else attrs.evolve(now, segments=alone))
         if out is not None:
             torch.ops.aten._foreach_copy_(out, slices)

@@ -144,7 +144,8 @@ class Optimizer:
 
     Attributes:
         init: `init(segments, *, params) -> opt`, with `opt[slot]` a list of one tensor per slice, of its
-            shape, dtype and device (`meta` stays `meta`), or None where that slice has no such slot.
+            shape, dtype and device (`meta` stays `meta`), or None where that slice has no such slot. With `phases`,
+            where slices are whole parameters, a slot may have one number for each of them, (len(segments),).
         update: `update(grads, opt, params, *, step, lr, grad_scale, skip, segments, axes, out=None) ->
             (params, opt)`, and `values=` where the optimizer has `hyper` or `members`. Writes into `params`, `opt` and
             `grads` (of any floating dtype), returns the first two, and never synchronizes with an accelerator.

@@ -18,7 +18,7 @@ def first_slots(
     """Return the slots that `optimizer.init` makes for these slices.
 
     Raises `ComposeError` for anything but `{slot: [one tensor or None per slice]}`, each of the shape and device of its
-    slice.
+    slice, or with `phases` of one number for each of its parameters.
     """
     opt = optimizer.init(segments, params=params)
     if not isinstance(opt, dict) or not all(isinstance(slot, str) for slot in opt):
@@ -26,7 +26,9 @@ def first_slots(
     kind = lambda x: (x.shape, x.device) if isinstance(x, Tensor) else x
     for slot, parts in opt.items():
         listed = isinstance(parts, list | tuple) and len(parts) == len(params)
-        if not listed or any(x is not None and kind(x) != kind(p) for x, p in zip(parts, params, strict=True)):
+        numbers = listed and optimizer.phases is not None and all(map(_is_numbers, parts, params, segments))
+        like = listed and all(x is None or kind(x) == kind(p) for x, p in zip(parts, params, strict=True))
+        if not (like or numbers):
             want = f"{in_words(params)}, or None"
             raise _contract_error(optimizer, "init", f", slot {slot!r}", in_words(parts), want)
     return {slot: list(parts) for slot, parts in opt.items()}
@@ -55,6 +57,11 @@ def update(
     if all(in_place):
         return params, opt
     return list(new), {slot: list(parts) for slot, parts in slots.items()}
+
+
+def _is_numbers(x: Any, slice_: Tensor, inside: Sequence[Segment]) -> bool:
+    """Say whether this is one number for each parameter in a slice, or None."""
+    return x is None or (isinstance(x, Tensor) and x.shape == (len(inside),) and x.device == slice_.device)
 
 
 def _same_tensors(optimizer: Optimizer, where: str, tensors: Any, old: Sequence[Tensor | None]) -> bool:

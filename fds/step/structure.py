@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, islice
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 import attrs
@@ -152,8 +152,9 @@ class Structure:
         places = [(self.held[i], self.shapes[i]) for i in self.trained]
         for slot, parts in first_slots(optimizer, self.segments, params).items():
             has = tuple(x is not None for x in parts)
-            names, shapes = zip(*compress(places, has), strict=True) if any(has) else ((), ())
-            self.opt[slot] = Slot(names, shapes, tuple(x.dtype for x in parts if x is not None), has)
+            some = [(*place, x) for place, x in zip(places, parts, strict=True) if x is not None]
+            shapes = tuple(shape if x.numel() == shape.numel() else torch.Size() for _, shape, x in some)
+            self.opt[slot] = Slot(tuple(name for name, _, _ in some), shapes, tuple(x.dtype for *_, x in some), has)
         return self
 
     @functools.cached_property
@@ -253,10 +254,12 @@ class Structure:
 
     def name_slots(self, opt: dict[str, list[Tensor | None]]) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's flat slices as tensors under the names of their parts."""
-        places = [(self.held[i], self.shapes[i]) for i in self.trained]
+        held = {slot: [x for x in parts if x is not None] for slot, parts in opt.items()}
         return {
-            slot: {name: x.view(shape).data for (name, shape), x in zip(places, parts, strict=True) if x is not None}
-            for slot, parts in opt.items()
+            slot: {
+                name: x.view(shape).data for name, shape, x in zip(known.names, known.shapes, held[slot], strict=True)
+            }
+            for slot, known in self.opt.items()
         }
 
 

@@ -641,7 +641,12 @@ WITH = {  # what goes with it
     # gradients travel in the parameters' dtype still, and are summed in it
     "data_types.grad_accum_dtype": {("precision", "reduce")}
 }
-OTHER: dict[str, Any] = {"betas": [0.5, 0.25], "warmup_type": "linear", "warmup_max_lr": 0.5}  # the rest by type
+OTHER: dict[str, Any] = {
+    "betas": [0.5, 0.25],
+    "warmup_type": "linear",
+    "warmup_max_lr": 0.5,
+    "factor_min": 0.25,
+}  # the rest by type
 
 
 def base_of(group: str, kind: str) -> dict[str, Any]:

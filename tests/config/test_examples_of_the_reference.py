@@ -200,7 +200,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
             factor_min=0.5,
             factor_threshold=0.1,
         ),
-        ["optimizer.type"],
+        [],
     ),
     "scheduler": (
         optimizer("AdamW")

@@ -28,7 +28,7 @@ REFUSED = {  # shape -> the keys that ask for what is not there
         "compression_training.activation_quantization.shared_parameters.enabled",
     ],
     "bing_bert_layer_drop": ["progressive_layer_drop.enabled"],
-    "bing_bert_onebit_lamb": ["optimizer.type", "gradient_clipping"],
+    "bing_bert_onebit_lamb": ["gradient_clipping"],
     "bing_bert_sparse": ["sparse_attention.mode"],
     "bing_bert_zero_one_adam": ["optimizer.type", "gradient_clipping"],
     "cifar_elastic": ["elasticity.enabled"],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from fds.optim import Segment, adagrad, adam, adamw, by_name, lamb, lion, muon, onebit_adam, sgd
+from fds.optim import Segment, adagrad, adam, adamw, by_name, lamb, lion, muon, onebit_adam, onebit_lamb, sgd
 
 OPTIMIZERS = {
     "adam": adam(0.01, weight_decay=0.1),
@@ -22,6 +22,7 @@ OPTIMIZERS = {
     "lion": lion(0.01, weight_decay=0.1),
     "muon": muon(0.1),
     "onebit_adam": onebit_adam(0.01, freeze_step=2, weight_decay=0.1),
+    "onebit_lamb": onebit_lamb(0.01, freeze_step=2, weight_decay=0.1),
     "by_name": by_name({"p1": adamw(lambda t: 0.1 / (t + 1)), "*": sgd(0.1, momentum=0.9)}),
 }
 SHAPES = [(6, 42), (9, 7), (31, 5)]
@@ -115,7 +116,8 @@ def test_slots_are_flat_and_follow_the_parameters(optimizer, draw, train):
     for tensors in opt.values():
         assert len(tensors) == len(params)
         for slot, p in zip(tensors, params, strict=True):
-            assert slot is None or (slot.shape == (p.numel(),) and slot.dtype == p.dtype)
+            number = optimizer.phases is not None and slot.shape == (1,) and slot.dtype == torch.float64
+            assert number or slot is None or (slot.shape == (p.numel(),) and slot.dtype == p.dtype)
 
 
 @every
@@ -143,6 +145,7 @@ SCHEDULES = {
     "lion": lambda f: lion(f, betas=(f, f), weight_decay=f),
     "muon": lambda f: muon(f, weight_decay=f, momentum=f),
     "onebit_adam": lambda f: onebit_adam(f, betas=(f, f), weight_decay=f),
+    "onebit_lamb": lambda f: onebit_lamb(f, betas=(f, f), weight_decay=f),
     "sgd_dampening": lambda f: sgd(f, momentum=0.9, dampening=0.5),
 }
 

@@ -102,19 +102,49 @@ def test_it_is_the_algorithm_of_the_paper_and_all_ranks_agree(ranks):
         torch.testing.assert_close(first[name], x, rtol=0, atol=STEPS * 2**-23)  # a rounding of 1 an update
 
 
-def test_a_mask_keeps_the_momentum_of_rows_that_have_no_gradient_at_zero():
+def test_a_mask_keeps_the_momentum_of_rows_that_have_no_gradient_any_more_at_zero():
     params, gradients = drawn(20, 2)
-    for by_name in gradients:
+    for by_name in gradients[5:]:
         by_name["w"][:, 5:] = 0
     mask = (torch.arange(13) < 5).float()[:, None]
     optimizer = lambda **mask: fds.onebit_adam(0.01, freeze_step=5, **mask)
     (masked, state), _ = trained(optimizer(exp_avg_mask={"w*": mask}), params, gradients)
     assert not state.opt["exp_avg"]["w"][5:].any() and state.opt["exp_avg"]["w"][:5].all()
-    assert torch.equal(masked["w"][5:], params["w"][5:])
     (plain, state), _ = trained(optimizer(), params, gradients)
     assert state.opt["exp_avg"]["w"][5:].all()
     for name in SHAPES.keys() - {"w"}:
         assert torch.equal(masked[name], plain[name])
+
+
+SHORT = [fds.onebit_adam(0.01, freeze_step=3), fds.onebit_lamb(0.01, freeze_step=3)]
+
+
+@pytest.mark.parametrize("optimizer", SHORT, ids=str)
+def test_elements_without_a_gradient_in_warm_up_stay_where_they_are(optimizer):
+    params, gradients = drawn(8, 2)
+    for by_name in gradients[:3]:
+        by_name["w"][:, 5:] = 0
+    (got, state), (other, _) = trained(optimizer, params, gradients)
+    assert_same_bits(got, other)
+    assert torch.equal(got["w"][5:], params["w"][5:]) and not state.opt["exp_avg"]["w"][5:].any()
+    assert ((got["w"][:5] - params["w"][:5]).abs() > 0).all()
+
+
+@pytest.mark.parametrize("optimizer", SHORT, ids=str)
+def test_nothing_moves_where_all_of_warm_up_is_skipped_and_steps_say_so(optimizer):
+    params, gradients = drawn(6, 2)
+
+    def run():
+        step, rank = composed(optimizer, fds.skip_nonfinite())
+        state, steps = step.init(params), []
+        for t, by_name in enumerate(gradients):
+            bad = torch.nan if t < 3 and rank == 1 else 1.0
+            state, metrics = step(state, {name: g[rank][None] * bad for name, g in by_name.items()})
+            steps.append(int(metrics["step"]))
+        assert_same_bits(step.params(state), params)
+        return steps, bool(metrics["skipped"])
+
+    assert fds.simulate(run, 2) == [([0, 0, 0, 1, 2, 3], False)] * 2
 
 
 def test_groups_send_by_themselves_as_all_together_do():

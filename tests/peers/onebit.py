@@ -39,7 +39,10 @@ def gradients(t: int, rank: int) -> dict[str, Tensor]:
 
 
 def train(name: str, steps: int, ranks: int, out: Any, **arguments: Any) -> dict[str, Tensor]:
-    """Return the parameters after so many updates on new processes. Raises with what they printed."""
+    """Return the parameters after so many updates on new processes, `apart` by an optimizer each.
+
+    Raises with what they printed.
+    """
     torchrun("tests.peers.onebit", out, name, steps, json.dumps(arguments), ranks=ranks)
     return torch.load(out, weights_only=True)
 
@@ -87,14 +90,18 @@ def main(out: str, name: str, steps: str, arguments: str) -> None:
         mock.patch.object(Tensor, "addcmul_", older(Tensor.addcmul_)),
     ):
         held = {name: torch.nn.Parameter(x) for name, x in params().items()}
-        optimizer = kinds[name](list(held.values()), engine, comm_backend_name="compressed", **json.loads(arguments))
+        given = {"comm_backend_name": "compressed", **json.loads(arguments)}
+        apart = given.pop("apart", False)
+        groups = [[p] for p in held.values()] if apart else [list(held.values())]
+        optimizers = [kinds[name](params, engine, **given) for params in groups]
         for t in range(-1, int(steps)):  # the first call updates nothing
             every = [gradients(max(t, 0), rank) for rank in range(dist.get_world_size())]
             for key, p in held.items():
                 p.grad = every[dist.get_rank()][key]
                 if engine.enable_backward_allreduce:  # in the order of ranks
                     p.grad = sum(one[key] for one in every) / len(every)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
     if dist.get_rank() == 0:
         torch.save({key: p.detach() for key, p in held.items()}, out)
     dist.barrier()

@@ -27,3 +27,10 @@ def test_onebit_adam_is_deepspeeds(ranks, tmp_path):
     arguments = {"lr": 0.01, "weight_decay": 0.1, "betas": [0.8, 0.95]}
     theirs = train("onebit_adam", 200, ranks, tmp_path / "out", freeze_step=21, **arguments)
     assert_same_bits(by_fds(fds.onebit_adam(freeze_step=20, **arguments), 200, ranks), theirs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_onebit_lamb_is_deepspeeds_of_one_parameter(ranks, tmp_path):
+    arguments = {"lr": 0.01, "weight_decay": 0.1, "betas": [0.8, 0.95], "coeff_beta": 0.7, "factor_threshold": 0.05}
+    theirs = train("onebit_lamb", 200, ranks, tmp_path / "out", freeze_step=21, apart=True, **arguments)
+    assert_same_bits(by_fds(fds.onebit_lamb(freeze_step=20, **arguments), 200, ranks), theirs)

@@ -18,6 +18,7 @@ _ADAM = ("adamw", "adam")
 _TYPE = PartOf("type")
 _FOREACH = NotApplicable("fds takes torch's fused functions, or its own kernels where they are chosen")
 
+_NEVER_APPLIED = NotApplicable("0.19.6 never applies it here, and fds does not")
 _CARRIED = NotApplicable("messages go where all others do: by NCCL between GPUs, else by gloo")
 
 
@@ -35,6 +36,16 @@ def _eps(default: float, *of: str) -> Any:
 
 def _weight_decay(default: float | None, *of: str) -> Any:
     return key(default, "share of the parameter that an update takes away", argument(*of, name="weight_decay"), low=0)
+
+
+def _freeze_step(of: str) -> Any:
+    return key(
+        100000,
+        "calls before compression begins, the first of which updates nothing",
+        argument(of, name="freeze_step", note="one less, since ours updates in all of them"),
+        unit="steps",
+        low=0,
+    )
 
 
 def _amsgrad() -> Any:
@@ -167,18 +178,12 @@ class OneBitAdamConfig(CompressedConfig):
     """Parameters of `OneBitAdam`."""
 
     lr: float = _lr(1e-3, "onebit_adam")
-    freeze_step: int = key(
-        100000,
-        "calls before compression begins, the first of which updates nothing",
-        argument("onebit_adam", name="freeze_step", note="one less, since ours updates in all of them"),
-        unit="steps",
-        low=0,
-    )
+    freeze_step: int = _freeze_step("onebit_adam")
     betas: tuple[float, float] = _betas(argument("onebit_adam", name="betas"))
     eps: float = _eps(1e-8, "onebit_adam")
     weight_decay: float = _weight_decay(0.0, "onebit_adam")
-    bias_correction: bool = key(True, "nothing", NotApplicable("0.19.6 never applies it here, and fds does not"))
-    eps_inside_sqrt: bool = key(False, "nothing", NotApplicable("0.19.6 never applies it here, and fds does not"))
+    bias_correction: bool = key(True, "nothing", _NEVER_APPLIED)
+    eps_inside_sqrt: bool = key(False, "nothing", _NEVER_APPLIED)
     amsgrad: bool = _amsgrad()
     cuda_aware: bool = key(False, "MPI sends GPU memory itself", _CARRIED)
     comm_backend_name: str = key("nccl", "what carries the messages", _CARRIED)
@@ -200,13 +205,34 @@ class ZeroOneAdamConfig(CompressedConfig):
 class OneBitLambConfig(CompressedConfig):
     """Parameters of `OneBitLamb`."""
 
-    freeze_step: int = key(100000, "updates before compression begins", _TYPE, unit="steps", low=0)
-    max_coeff: float = key(10.0, "upper bound of a parameter's trust ratio", _TYPE, low=0)
-    min_coeff: float = key(0.01, "lower bound of a parameter's trust ratio", _TYPE, low=0)
-    coeff_beta: float = key(0.9, "decay of the running mean of trust ratios", _TYPE, low=0)
-    factor_max: float = key(4.0, "upper bound of the correction of a frozen ratio", _TYPE, low=0)
-    factor_min: float = key(0.5, "lower bound of the correction of a frozen ratio", _TYPE, low=0)
-    factor_threshold: float = key(0.1, "bound of the correction's change between updates", _TYPE, low=0)
+    lr: float = _lr(1e-3, "onebit_lamb")
+    freeze_step: int = _freeze_step("onebit_lamb")
+    betas: tuple[float, float] = _betas(argument("onebit_lamb", name="betas"))
+    eps: float = _eps(1e-8, "onebit_lamb")
+    weight_decay: float = _weight_decay(0.0, "onebit_lamb")
+    max_coeff: float = key(
+        10.0, "upper bound of a parameter's trust ratio", argument("onebit_lamb", name="max_coeff"), low=0
+    )
+    min_coeff: float = key(
+        0.01, "lower bound of a parameter's trust ratio", argument("onebit_lamb", name="min_coeff"), low=0
+    )
+    coeff_beta: float = key(
+        0.9, "decay of the running mean of trust ratios", argument("onebit_lamb", name="coeff_beta"), low=0
+    )
+    factor_max: float = key(
+        4.0, "upper bound of the correction of a frozen ratio", argument("onebit_lamb", name="factor_max"), low=0
+    )
+    factor_min: float = key(
+        0.5, "lower bound of the correction of a frozen ratio", argument("onebit_lamb", name="factor_min"), low=0
+    )
+    factor_threshold: float = key(
+        0.1, "bound of the correction's change between updates", argument("onebit_lamb", name="factor_threshold"), low=0
+    )
+    bias_correction: bool = key(True, "nothing", _NEVER_APPLIED)
+    eps_inside_sqrt: bool = key(False, "nothing", _NEVER_APPLIED)
+    amsgrad: bool = _amsgrad()
+    cuda_aware: bool = key(False, "MPI sends GPU memory itself", _CARRIED)
+    comm_backend_name: str = key("nccl", "what carries the messages", _CARRIED)
 
 
 @attrs.frozen
@@ -252,7 +278,6 @@ SPELLED = {
 }
 NOT_YET = {
     "zerooneadam": "0/1 Adam",
-    "onebitlamb": "1-bit LAMB",
     "muon": "Muon by attributes of parameters: pass fds.by_name({...: fds.muon(...), ...})",
 }
 
@@ -273,7 +298,7 @@ class OptimizerConfig(Config):
     type: str | None = key(
         None,
         "its name: one of DeepSpeed's own in any case, or a class of torch.optim",
-        argument("adamw", "adam", "lamb", "lion", "adagrad", "sgd", "onebit_adam", note="which of them"),
+        argument("adamw", "adam", "lamb", "lion", "adagrad", "sgd", "onebit_adam", "onebit_lamb", note="which of them"),
     )
     params: dict[str, Any] = key(
         dict, "what it is made with; below, per type", argument("adamw", note="below"), null=True

@@ -49,6 +49,7 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
             optim.adagrad,
             optim.sgd,
             optim.onebit_adam,
+            optim.onebit_lamb,
         )
     },
     **{f"schedules.{name}": getattr(schedules, name) for name in schedules.__all__},

@@ -17,8 +17,12 @@ _SAME_NAMES = {  # function -> parameters whose names are the same in the JSON
     "adagrad": ("lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
     "sgd": ("momentum", "weight_decay", "dampening", "nesterov"),
     "onebit_adam": ("betas", "eps", "weight_decay"),
+    "onebit_lamb": (
+        *("betas", "eps", "weight_decay", "max_coeff", "min_coeff", "coeff_beta"),
+        *("factor_max", "factor_min", "factor_threshold"),
+    ),
 }
-_SPELLED = {"onebitadam": "onebit_adam"}
+_SPELLED = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb"}
 
 
 def optimizer_call(config: Groups) -> FunctionCall | None:
@@ -31,7 +35,7 @@ def optimizer_call(config: Groups) -> FunctionCall | None:
     kwargs = {name: parameters[name] for name in _SAME_NAMES[function]}
     if function in ("adamw", "adam"):
         kwargs["weight_decay"] = _weight_decay(parameters, function)
-    if function == "onebit_adam":
+    if function in _SPELLED.values():
         kwargs["freeze_step"] = max(parameters.freeze_step - 1, 1)  # DeepSpeed's first call updates nothing
     if "betas" in kwargs:
         kwargs["betas"] = _cycled_betas(config) or parameters.betas
