@@ -1,0 +1,54 @@
+"""Where 1-bit optimizers differ from those of DeepSpeed 0.19.6."""
+
+from __future__ import annotations
+
+from fds.config.listed_difference import ListedDifference
+
+_INTENDED = "tests/config/test_intended_differences.py::"
+_OPTIM = "tests/optim/"
+
+ONE_BIT = (
+    ListedDifference(
+        "1-bit optimizers ignore `bias_correction`, and call what torch no longer has",
+        "`onebit_adam` and `onebit_lamb` take none, and call what torch has; 0/1 Adam is refused by name; where an "
+        "optimizer takes `bias_correction`, it follows it",
+        f"{_INTENDED}test_bias_correction_is_followed_or_the_optimizer_is_refused",
+    ),
+    ListedDifference(
+        "the first call of a 1-bit optimizer updates nothing, and counts as a step of its warm-up",
+        "every call updates; `freeze_step` of the JSON is one more than that of `fds.onebit_adam`, `fds.onebit_lamb`",
+        f"{_INTENDED}test_the_warm_up_of_1_bit_optimizers_is_one_call_shorter_and_every_call_updates",
+    ),
+    ListedDifference(
+        "after the warm-up of 1-bit optimizers every rank clips its own gradient by its own norm, by default at 1.0",
+        "nothing is clipped by default, and a `gradient_clipping` of the JSON is refused: nobody has the gradient",
+        f"{_INTENDED}test_gradients_of_1_bit_optimizers_are_clipped_by_nobodys_own_norm",
+    ),
+    ListedDifference(
+        "errors of 1-bit messages are dropped when a save is loaded, and only those of rank 0 are saved",
+        "they are state: a run that goes on is the run, bit for bit; on other ranks their sums are kept",
+        f"{_INTENDED}test_a_run_of_1_bit_optimizers_goes_on_bit_for_bit",
+    ),
+    ListedDifference(
+        "a load in the warm-up of 1-bit LAMB forgets the mean of the ratios",
+        "it is state, `opt.lamb_coeff_freeze`",
+        f"{_OPTIM}test_onebit_lamb.py::test_what_is_known_of_a_parameter_is_one_number_each_and_goes_on_where_it_was",
+    ),
+    ListedDifference(
+        "1-bit LAMB sends the momenta of all parameters with one scale, brought to one size by ratios measured once",
+        "each parameter has a scale of its own in every message; with one parameter the bits are those of 0.19.6",
+        "tests/peers/test_onebit.py::test_onebit_lamb_is_deepspeeds_of_one_parameter",
+    ),
+    ListedDifference(
+        "after the warm-up of 1-bit optimizers an element that had no gradient in it is updated by a sign over `eps`; "
+        "of LAMB a parameter that stayed 0 is not updated any more",
+        "an element without a variance stays, but for its decay; a parameter that stayed 0 has the ratio 1",
+        f"{_OPTIM}test_onebit_adam.py::test_elements_without_a_gradient_in_warm_up_stay_where_they_are",
+    ),
+    ListedDifference(
+        "the scale of a 1-bit message is a mean over the padding too: up to 5 times too small for a bias of 3 on 8 "
+        "ranks",
+        "it is a mean over the numbers that are there",
+        f"{_OPTIM}test_onebit_adam.py::test_it_is_the_algorithm_of_the_paper_and_all_ranks_agree",
+    ),
+)
