@@ -12,18 +12,20 @@ from fds.profiling import peaks
 from tests.bits import assert_same_bits
 from tests.memory import peak_bytes
 
+pytestmark = pytest.mark.usefixtures("few_objects")  # garbage is collected before bytes are counted
+
 WIDTH, DEPTH = 128, 16
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)
 BF16, WIDE = fds.precision(torch.bfloat16), fds.precision(torch.bfloat16, accumulate=torch.float32)
 ACC, DONATE, HOST = fds.accumulate(2), fds.donate(), fds.offload(moments="host")
 
 
-def layers():
-    return fds.Layers([fds.LayerSpec(nn.Linear, WIDTH, WIDTH)] * DEPTH, lambda out, y: (out - y).square().mean())
+def layers(depth=DEPTH):
+    return fds.Layers([fds.LayerSpec(nn.Linear, WIDTH, WIDTH)] * depth, lambda out, y: (out - y).square().mean())
 
 
-def made(*transforms):
-    loss = layers()
+def made(*transforms, depth=DEPTH):
+    loss = layers(depth)
     step = fds.compose(*transforms, fds.adamw(1e-3))(loss)
     x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
     return step, step.init(loss.init), (x, x)
@@ -61,8 +63,9 @@ def test_predictions_are_within_two_percent_of_what_is_measured(stage, transform
     def run():
         dp = fds.mesh(dp=-1)["dp"]
         shard = [] if stage is None else [fds.shard_optimizer(dp, stage=stage, bucket_bytes=2**17)]
-        return fds.profile_memory(*made(*shard, *transforms))
+        return fds.profile_memory(*made(*shard, *transforms, depth=depth))
 
+    depth = DEPTH if stage in (2, 3) else 4  # a layer more or less of buckets is over 2% of few
     found = fds.simulate(run, 1 if stage is None else 2)[0]
     assert found.predicted.peak == pytest.approx(found.peak - found.activations, rel=0.02)
     assert found.predicted.between == found.measured["state"]
