@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextvars import ContextVar
 from typing import Protocol
 
 import attrs
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from fds.errors import RankError
+
+# Whether this thread runs a step dry: it sends and waits for nothing, and reads and writes no disk.
+dry: ContextVar[bool] = ContextVar("fds_dry", default=False)
 
 
 @attrs.frozen

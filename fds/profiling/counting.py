@@ -10,6 +10,7 @@ from typing import Any, Literal
 import attrs
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
@@ -115,6 +116,8 @@ class Counting(Watching):
         kwargs = kwargs or {}
         if performing.get():
             return func(*args, **kwargs)
+        if {*types} - {Tensor, Parameter}:  # such as a parameter gathered on use, which asks again with its values
+            return NotImplemented
         packet = getattr(func, "_overloadpacket", None)
         if packet is None:  # an operator of higher order, such as cond, whose parts count
             return NotImplemented

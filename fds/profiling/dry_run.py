@@ -17,20 +17,22 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fds import tree
-from fds.collectives.memory import performing
+from fds.errors import FdsError
 
 aten: Any = torch.ops.aten
 # what the host reads is computed: counters, keys, flags, and what is made of those
 _MOST_COMPUTED = 16  # elements of the arguments
 _MOST_FILLED = 2**16  # elements of results, which then are ones: sums that are compared, and what is divided by
 _SECRET_VIEWS = {aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten._unsafe_view.default}
+_UNKNOWN = {aten.mkldnn_rnn_layer.default}  # of nn.LSTM: of what it keeps for backward oneDNN alone knows the size
 _MOVES = {torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 
 
 class DryRun(TorchDispatchMode):
     """Run operators on large tensors without arithmetic: results have memory, and in it anything.
 
-    Raises what `FakeTensorMode` raises for results whose shape depends on values.
+    Raises what `FakeTensorMode` raises for results whose shape depends on values; `FdsError` for operators that keep
+    memory of which nothing is known, and for those that communicate past fds.
     """
 
     def __init__(self) -> None:
@@ -41,8 +43,12 @@ class DryRun(TorchDispatchMode):
         """Return what an operator writes, or new memory for its results."""
         kwargs = kwargs or {}
         given = [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if performing.get() or not hasattr(func, "_schema"):
+        if not hasattr(func, "_schema"):
             return func(*args, **kwargs)
+        if func in _UNKNOWN or func.namespace == "c10d":
+            raise FdsError(
+                f"{func} cannot be run dry", want="operators whose memory is known from shapes, and collectives of fds"
+            )
         if any(type(x) not in (Tensor, Parameter) for x in given):
             return NotImplemented  # such as a parameter that is gathered on use, which asks again with its values
         if _is_run(func):
@@ -66,8 +72,8 @@ class DryRun(TorchDispatchMode):
 
 
 def _is_run(func: Any) -> bool:
-    """Say whether an operator computes nothing, tells the host what it waits for, or is none of tensors' values."""
-    return func.is_view or func in _SECRET_VIEWS or bool(_MOVES & {*func.tags}) or func.namespace == "c10d"
+    """Say whether an operator computes nothing, or tells the host what it waits for."""
+    return func.is_view or func in _SECRET_VIEWS or bool(_MOVES & {*func.tags})
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

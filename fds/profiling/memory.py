@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,11 +47,16 @@ class MemoryProfile:
         return sum(self.measured.get(name, 0) for name in (BATCH, "forward", "recomputation"))
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:<24} {n:>18,} bytes {words}".rstrip() for name, n, words in self._rows())
+        lines = [f"{name:<24} {n:>18,} bytes {words}".rstrip() for name, n, words in self._rows()]
+        return "\n".join([*lines, *self._notes()])
 
     def _repr_html_(self) -> str:
         rows = [(name, f"{n:,}", "bytes", words) for name, n, words in self._rows()]
-        return _html.box("Memory of a step", _html.table(rows, right=(1,)))
+        return _html.box("Memory of a step", _html.table(rows, right=(1,)), *map(_html.text, self._notes()))
+
+    def _notes(self) -> list[str]:
+        why = self.predicted.no_dry_run.partition("\n")[0]
+        return [f"no dry run: {why}"] if why else []
 
     def _rows(self) -> list[tuple[str, int, str]]:
         rows = [(name, n, "at the peak, measured") for name, n in self.measured.items() if n]
@@ -84,10 +88,12 @@ def profile_memory(step: Step, state: State, batch: Any) -> MemoryProfile:
     if not isinstance(step, Step):
         raise FdsError("only a step can be profiled", where="step", got=type(step).__name__, want="a step")
     usable(state, "profile_memory")
-    device, expected = state.step.device, None
+    device, expected, why_not = state.step.device, None, "on a GPU memory is taken without being touched"
     if device.type == "cpu":
-        with contextlib.suppress(Exception):  # the real run raises what is wrong with the step itself
-            expected = of_dry_run(step, state, batch)
+        try:
+            expected, why_not = of_dry_run(step, state, batch), ""
+        except Exception as error:  # the real run raises what is wrong with the step itself
+            why_not = f"{type(error).__name__}: {error}"
     found = of_second_call(step, state, batch)
     allocated = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     measured: dict[str, int] = dict.fromkeys([STATE, NEXT, BATCH, *map(str, PHASES)], 0)
@@ -97,4 +103,4 @@ def profile_memory(step: Step, state: State, batch: Any) -> MemoryProfile:
         if what in PHASES:
             modules[module] = modules.get(module, 0) + n
     ordered = dict(sorted(modules.items(), key=lambda one: -one[1]))
-    return MemoryProfile(predicted(step, state, expected), measured, ordered, allocated)
+    return MemoryProfile(predicted(step, state, expected, why_not), measured, ordered, allocated)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fds import tree
+from fds.collectives.links import dry
 from fds.profiling.dry_run import DryRun
 from fds.profiling.holding import Holding, Kind
 from fds.state import State
@@ -55,10 +56,15 @@ def of_second_call(step: Step, state: State, batch: Any) -> Counter[Kind]:
 def of_dry_run(step: Step, state: State, batch: Any) -> int:
     """Return the bytes at the peak of a call on the CPU, found without arithmetic; nothing is written to.
 
+    No rank waits for another, so that what fails on some alone holds no others up, and no disk is read or written.
     Raises what torch does where a shape depends on values, and where an operator has no rule for shapes.
     """
-    with DryRun():
-        return sum(of_second_call(step, state, batch).values())
+    token = dry.set(True)
+    try:
+        with DryRun():
+            return sum(of_second_call(step, state, batch).values())
+    finally:
+        dry.reset(token)
 
 
 def leaves_of(step: Step, state: State) -> Iterator[tuple[Tensor, bool, bool]]:

@@ -25,7 +25,7 @@ _STATE = ("params", "opt", "buffers", "slots")
 
 @attrs.frozen
 class MemoryEstimate:
-    """Bytes that a rank holds, without activations and temporaries of the loss; `str()` of it is a table.
+    """Bytes that a rank holds; all but `dry_run` are without activations and temporaries of the loss.
 
     Attributes:
         state: part -> bytes of the state between steps, wherever they live.
@@ -36,6 +36,7 @@ class MemoryEstimate:
         sent: station -> bytes that the rank sends in a step.
         dry_run: bytes on the device at the peak of a call, activations and batch included, found by running it without
             arithmetic and without touching memory; None where there is no batch, or a step cannot be run so.
+        no_dry_run: why it cannot: on a GPU, or what the dry run raised; empty where there is no batch.
     """
 
     state: Mapping[str, int]
@@ -43,6 +44,7 @@ class MemoryEstimate:
     step: Mapping[str, int]
     sent: Mapping[str, int]
     dry_run: int | None = None
+    no_dry_run: str = ""
 
     @property
     def between(self) -> int:
@@ -72,8 +74,8 @@ class MemoryEstimate:
         return rows + [(name, n, "sent a step") for name, n in self.sent.items()]
 
 
-def predicted(step: Step, state: State, dry_run: int | None = None) -> MemoryEstimate:
-    """Return what a rank holds in a step with such a state, of `meta` tensors too; `dry_run` is the record's."""
+def predicted(step: Step, state: State, dry_run: int | None = None, no_dry_run: str = "") -> MemoryEstimate:
+    """Return what a rank holds in a step with such a state, of `meta` tensors too; the others are the record's."""
     told = describe(step, state, None)
     held = {part: told.num_bytes[part] for part in _STATE}
     elsewhere = {where: n for where, n in told.places.items() if where != "device"}
@@ -84,7 +86,7 @@ def predicted(step: Step, state: State, dry_run: int | None = None) -> MemoryEst
             **within,
         }
     within["returned"] = _returned(step, state)
-    return MemoryEstimate(held, elsewhere, within, told.sent, dry_run)
+    return MemoryEstimate(held, elsewhere, within, told.sent, dry_run, no_dry_run)
 
 
 def _returned(step: Step, state: State) -> int:
@@ -113,9 +115,10 @@ def _returned(step: Step, state: State) -> int:
 def estimate_memory(
     composition: Any, params: Any, *, mesh: Mapping[str, int] | None = None, rank: int = 0, device: Any = "cpu"
 ) -> MemoryEstimate:
-    """Estimate what one of many ranks holds, before anything is built and without running them, in seconds.
+    """Estimate what one of many ranks holds without activations, before anything is built and without running them.
 
-    Nothing is allocated: shapes are read on `meta`. Activations are not estimated; `fds.profile_memory` measures them.
+    Nothing is allocated: shapes are read on `meta`. Activations, the batch and temporaries of the loss are not
+    in it, which of many rows are most of what a rank holds: `fds.profile_memory` measures them, and predicts them.
 
     Args:
         composition: `fds.compose(...)`, or an optimizer; or a function of the mesh that returns one, as

@@ -7,7 +7,9 @@ from torch import nn
 
 import fds
 from fds import tree
+from fds.collectives.traffic import counted
 from fds.errors import FdsError, MeshError
+from fds.media.drive import Drive
 from fds.profiling import peaks
 from tests.bits import assert_same_bits
 from tests.memory import peak_bytes
@@ -149,6 +151,54 @@ def test_what_cannot_be_run_dry_is_only_measured():
     step = fds.compose(fds.sgd(0.1))(lambda params, batch: (params["w"] * batch[batch > 0].sum()).sum())
     found = fds.profile_memory(step, step.init({"w": torch.ones(40)}), torch.ones(40))
     assert found.predicted.dry_run is None and found.peak > 0
+    assert "no dry run: DynamicOutputShapeException: aten.nonzero" in str(found) and "no dry run" in found._repr_html_()
+
+
+def test_what_one_dnn_keeps_for_backward_is_not_predicted():
+    class Last(nn.LSTM):
+        def forward(self, x):
+            return super().forward(x)[0]
+
+    loss = fds.Layers([Last(8, 16, batch_first=True)], lambda out, y: out.square().mean())
+    step = fds.compose(fds.sgd(0.1))(loss)
+    found = fds.profile_memory(step, step.init(loss.init), (torch.ones(4, 6, 8), torch.ones(4)))
+    assert found.predicted.dry_run is None and "mkldnn_rnn_layer" in found.predicted.no_dry_run
+
+
+def test_ranks_that_can_be_run_dry_do_not_wait_for_one_that_cannot():
+    """Each fails at another operator, and then all run for real, together."""
+
+    def run():
+        criterion = lambda out, y: out[out > 0].sum()
+        loss = fds.Layers([nn.Linear(8, 8)] * 2, criterion)
+        pipe = fds.pipeline(fds.plans.one_f_one_b, fds.mesh(pp=2)["pp"], num_microbatches=2, partition=[0, 1, 2])
+        step = fds.compose(pipe, fds.sgd(0.1))(loss)
+        return fds.profile_memory(step, step.init(loss.init), (torch.ones(4, 8), torch.ones(4)))
+
+    first, last = fds.simulate(run, 2)
+    assert first.predicted.no_dry_run and last.predicted.no_dry_run and first.peak > 0 < last.peak
+
+
+def test_a_dry_run_sends_nothing():
+    def run():
+        step, state, batch = made(fds.shard_optimizer(fds.mesh(dp=2)["dp"], stage=3), fds.clip_by_global_norm(1.0))
+        with counted() as traffic:
+            peaks.of_dry_run(step, state, batch)
+        return traffic.counts
+
+    assert fds.simulate(run, 2) == [{}, {}]
+
+
+@pytest.mark.parametrize("transforms", [[], [DONATE]])
+def test_a_dry_run_reads_and_writes_no_disk(transforms, tmp_path, monkeypatch):
+    disk = fds.disk(tmp_path, checksums=True)
+    step, state, batch = made(fds.offload(moments=disk, masters=disk), *transforms)
+    before = tree.map(torch.clone, state)
+    with monkeypatch.context() as patched:
+        patched.setattr(Drive, "start", None)
+        found = peaks.of_dry_run(step, state, batch)
+    assert_same_bits(state, before)
+    assert found == pytest.approx(fds.profile_memory(step, state, batch).peak, rel=0.02)
 
 
 @pytest.mark.parametrize("transforms", [[], [ACC], [BF16]])

@@ -344,3 +344,33 @@ def test_the_key_of_a_configuration_profiles_the_step_it_names(tmp_path):
         state, _ = step(state, batch())
     text = file.read_text()
     assert "Block" in text and "qkv" not in text
+
+
+def test_what_a_tensor_of_its_own_kind_does_on_use_is_counted():
+    """As a parameter of stage 3, which gathers: it multiplies here, so that flops tell."""
+
+    class Product(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return func(*[torch.ones(3, 5) @ torch.ones(5, 4) if isinstance(x, cls) else x for x in args])
+
+    x = torch.Tensor._make_wrapper_subclass(Product, (3, 4))
+    with counting() as counted:
+        torch.mm(torch.ones(2, 3), x)
+    assert sum(work.flops for work in counted.done.values()) == 2 * 3 * 5 * 4 + 2 * 2 * 3 * 4
+
+
+@pytest.mark.parametrize("stage", [None, 3])
+def test_a_layer_used_twice_counts_twice_and_its_parameters_once(stage):
+    def run():
+        one = lambda: fds.TiedLayerSpec("one", nn.Linear, WIDTH, WIDTH)
+        loss = fds.Layers([one(), torch.tanh, one()], lambda out, y: (out - y).square().mean())
+        shard = [] if stage is None else [fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=stage)]
+        step, state = made(*shard, fds.precision(torch.bfloat16), loss=loss)
+        return fds.profile(step, state, (torch.ones(ROWS, WIDTH), torch.ones(ROWS, WIDTH)))
+
+    for profile in [run()] if stage is None else fds.simulate(run, 2):
+        product = 2 * ROWS * WIDTH * WIDTH
+        assert profile.num_parameters == WIDTH * (WIDTH + 1)
+        # no gradient of the batch is wanted: two of weights, and one of what is between
+        assert flops(profile) == {"forward": 2 * product, "recomputation": 0, "backward": 3 * product, "update": 0}
