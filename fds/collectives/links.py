@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextvars import ContextVar
 from typing import Protocol
 
 import attrs
@@ -11,9 +10,6 @@ import torch
 from torch import Tensor
 
 from fds.errors import RankError
-
-# Whether this thread runs a step dry: it sends and waits for nothing, and reads and writes no disk.
-dry: ContextVar[bool] = ContextVar("fds_dry", default=False)
 
 
 @attrs.frozen

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fds.collectives.links import dry
+from fds.collectives.dry import dry
 from fds.errors import DiskError, checked_call, expanded, is_a, is_int, is_number
 from fds.media import arena
 from fds.media.buffers import Buffers
@@ -52,7 +52,7 @@ class Disk:
 
     def read(self, leaves: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
         """Begin to read leaves into buffers; other tensors are copied. Waiting raises `DiskError`."""
-        if dry.get():
+        if dry.get() is not None:
             return lambda: [x.detach().clone().to(device) for x in leaves]
         drive = self._drive()
         known = {i: leaf for i, x in enumerate(leaves) if (leaf := drive.leaf(x)) is not None}
@@ -72,7 +72,7 @@ class Disk:
 
     def write(self, worked: list[Tensor], new: list[Tensor]) -> Callable[[], None]:
         """Begin to write leaves; other tensors are copied. Waiting raises `DiskError`."""
-        if dry.get():
+        if dry.get() is not None:
             return lambda: None
         drive = self._drive()
         ready: list[tuple[Tensor, Tensor]] = []

@@ -9,6 +9,8 @@ import attrs
 import torch
 
 from fds import _html
+from fds.collectives.dry import Heard
+from fds.collectives.traffic import counting
 from fds.errors import FdsError
 from fds.profiling.counting import PHASES
 from fds.profiling.peaks import BATCH, NEXT, STATE, of_dry_run, of_second_call
@@ -75,7 +77,7 @@ def profile_memory(step: Step, state: State, batch: Any) -> MemoryProfile:
 
     The step runs twice with copies of the state, and what it returns is dropped; the second call is measured, which
     finds the memory of the first as every later call does. What is compiled, and what CUDA graphs would replay, runs as
-    it is written. On a CPU it runs before that without arithmetic, in memory that nobody touches: a dry run. Where
+    it is written. On a CPU it runs after that without arithmetic, in memory that nobody touches: a dry run. Where
     ranks share the step all of them call this.
 
     Args:
@@ -88,14 +90,16 @@ def profile_memory(step: Step, state: State, batch: Any) -> MemoryProfile:
     if not isinstance(step, Step):
         raise FdsError("only a step can be profiled", where="step", got=type(step).__name__, want="a step")
     usable(state, "profile_memory")
-    device, expected, why_not = state.step.device, None, "on a GPU memory is taken without being touched"
+    device, heard = state.step.device, Heard()
+    with counting(heard):
+        found = of_second_call(step, state, batch)
+    allocated = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    expected, why_not = None, "on a GPU memory is taken without being touched"
     if device.type == "cpu":
         try:
-            expected, why_not = of_dry_run(step, state, batch), ""
-        except Exception as error:  # the real run raises what is wrong with the step itself
+            expected, why_not = of_dry_run(step, state, batch, heard.exchanges), ""
+        except Exception as error:  # nothing is wrong with the step itself, which ran
             why_not = f"{type(error).__name__}: {error}"
-    found = of_second_call(step, state, batch)
-    allocated = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     measured: dict[str, int] = dict.fromkeys([STATE, NEXT, BATCH, *map(str, PHASES)], 0)
     modules: dict[str, int] = {}
     for (what, module), n in found.items():

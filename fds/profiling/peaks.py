@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fds import tree
-from fds.collectives.links import dry
+from fds.collectives.dry import dry
+from fds.collectives.links import Exchange
 from fds.profiling.dry_run import DryRun
 from fds.profiling.holding import Holding, Kind
 from fds.state import State
@@ -53,13 +54,14 @@ def of_second_call(step: Step, state: State, batch: Any) -> Counter[Kind]:
     return Counter({kind: n for kind, n in found.items() if n and kind[0] != _AWAY})
 
 
-def of_dry_run(step: Step, state: State, batch: Any) -> int:
+def of_dry_run(step: Step, state: State, batch: Any, heard: Iterable[Exchange] = ()) -> int:
     """Return the bytes at the peak of a call on the CPU, found without arithmetic; nothing is written to.
 
-    No rank waits for another, so that what fails on some alone holds no others up, and no disk is read or written.
-    Raises what torch does where a shape depends on values, and where an operator has no rule for shapes.
+    No rank waits for another, so that what fails on some alone holds no others up, and no disk is read or written:
+    `heard` are the exchanges of `of_second_call`. Raises what torch does where a shape depends on values, and where an
+    operator has no rule for shapes.
     """
-    token = dry.set(True)
+    token = dry.set(iter(heard))
     try:
         with DryRun():
             return sum(of_second_call(step, state, batch).values())

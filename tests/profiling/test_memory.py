@@ -7,7 +7,8 @@ from torch import nn
 
 import fds
 from fds import tree
-from fds.collectives.traffic import counted
+from fds.collectives.dry import Heard
+from fds.collectives.traffic import counted, counting
 from fds.errors import FdsError, MeshError
 from fds.media.drive import Drive
 from fds.profiling import peaks
@@ -165,25 +166,46 @@ def test_what_one_dnn_keeps_for_backward_is_not_predicted():
     assert found.predicted.dry_run is None and "mkldnn_rnn_layer" in found.predicted.no_dry_run
 
 
-def test_ranks_that_can_be_run_dry_do_not_wait_for_one_that_cannot():
-    """Each fails at another operator, and then all run for real, together."""
+def piped(loss, batch, *, dynamic=False):
+    """Return what each of two stages holds."""
 
     def run():
-        criterion = lambda out, y: out[out > 0].sum()
-        loss = fds.Layers([nn.Linear(8, 8)] * 2, criterion)
-        pipe = fds.pipeline(fds.plans.one_f_one_b, fds.mesh(pp=2)["pp"], num_microbatches=2, partition=[0, 1, 2])
-        step = fds.compose(pipe, fds.sgd(0.1))(loss)
-        return fds.profile_memory(step, step.init(loss.init), (torch.ones(4, 8), torch.ones(4)))
+        pipe = fds.pipeline(
+            fds.plans.one_f_one_b, fds.mesh(pp=2)["pp"], num_microbatches=4, partition="uniform", dynamic_shapes=dynamic
+        )
+        step = fds.compose(pipe, fds.adamw(1e-3))(loss)
+        return fds.profile_memory(step, step.init(loss.init), batch)
 
-    first, last = fds.simulate(run, 2)
-    assert first.predicted.no_dry_run and last.predicted.no_dry_run and first.peak > 0 < last.peak
+    return fds.simulate(run, 2)
+
+
+@pytest.mark.parametrize("architecture", [tied, pictures])
+def test_a_stage_of_a_pipeline_runs_dry(architecture):
+    for found in piped(*architecture()):
+        assert found.predicted.dry_run == pytest.approx(found.peak, rel=0.02), found.predicted.no_dry_run
+
+
+def test_ranks_that_can_be_run_dry_do_not_wait_for_one_that_cannot():
+    x = torch.ones(4, 8)
+    first, last = piped(fds.Layers([nn.Linear(8, 8)] * 2, lambda out, y: out[out > 0].sum()), (x, x))
+    assert first.predicted.dry_run is not None and "aten.nonzero" in last.predicted.no_dry_run
+
+
+def test_where_shapes_may_differ_a_stage_cannot_be_run_dry():
+    x = torch.ones(4, 8)
+    loss = fds.Layers([nn.Linear(8, 8)] * 2, lambda out, y: out.sum())
+    first, last = piped(loss, (x, x), dynamic=True)
+    assert first.predicted.dry_run is not None and "stage 0" in last.predicted.no_dry_run
 
 
 def test_a_dry_run_sends_nothing():
     def run():
-        step, state, batch = made(fds.shard_optimizer(fds.mesh(dp=2)["dp"], stage=3), fds.clip_by_global_norm(1.0))
+        call = made(fds.shard_optimizer(fds.mesh(dp=2)["dp"], stage=3), fds.clip_by_global_norm(1.0))
+        heard = Heard()
+        with counting(heard):
+            peaks.of_second_call(*call)
         with counted() as traffic:
-            peaks.of_dry_run(step, state, batch)
+            peaks.of_dry_run(*call, heard.exchanges)
         return traffic.counts
 
     assert fds.simulate(run, 2) == [{}, {}]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives import Axis, Work
+from fds.collectives.dry import dry
 from fds.errors import BatchError, LossError
 from fds.plans import Action, Op
 from fds.transforms.pipeline.computations import Item
@@ -79,6 +80,7 @@ class Border:
     gradients: Line
     dynamic: bool
     early: bool  # whether the plan has receives before they are needed, so that none may hold up the rank
+    last: dict[str, Any] | None = None  # the header of the call before, for a dry run
     known: dict[str, Any] | None = None  # the header that holds for all packets
     shape: Shape | None = None
     shapes: dict[int, Shape | None] = tree.new(dict)  # by microbatch; None: there is nothing to send
@@ -159,6 +161,10 @@ class Border:
             self.activations.begin(j, kinds)
 
     def _header(self) -> dict[str, Any]:
+        if dry.get() is not None:
+            if self.dynamic or self.last is None:
+                raise LossError("what another stage sends is not known in a dry run", where=f"stage {self.stage}")
+            return self.last
         length = int(self.activations.receive(torch.int64, 1))
         return json.loads(bytes(tree.values_of(self.activations.receive(torch.uint8, length))))
 
@@ -175,6 +181,7 @@ class Post:
         *,
         dynamic: bool,
         early: bool,
+        last: Mapping[int, dict[str, Any] | None],
     ):
         self.box: dict[Item, Any] = {}
         self.sending: dict[tuple[Any, ...], list[tuple[Work, Tensor]]] = {}
@@ -185,7 +192,7 @@ class Post:
                 here = ends[0] == index
                 both = [channels[kind, number] for kind in ("activation", "gradient")]
                 to, back = (Line(axis, ends[here], axis.device, pool) for axis in both)
-                self.borders[stage] = Border(stage, here, to, back, dynamic, early)
+                self.borders[stage] = Border(stage, here, to, back, dynamic, early, last.get(stage))
 
     def give(self, item: Item, value: Any) -> None:
         """Keep what was made, until it is taken here or sent."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fds import random, tree
 from fds.collectives import Axis, fingerprint
+from fds.collectives.dry import dry
 from fds.collectives.traffic import Expected
 from fds.errors import LossError
 from fds.step import Pass, PassResult, Runtime, SplitBatch, Totals, materialize, rows
@@ -37,7 +38,7 @@ class Pipeline:
     dynamic: bool
     channels: Mapping[Any, Axis]
     whole: set[int] = tree.new(set)  # layers that B was seen to run whole: for `describe`
-    headers: dict[int, Any] = tree.new(dict)  # of what was seen to go over each border of this rank: for `describe`
+    headers: dict[int, Any] = tree.new(dict)  # of what went over each border of this rank last: for `describe`
 
     together = True
 
@@ -178,7 +179,15 @@ class Pipeline:
         if self.axis is None:
             return serial.run(plan.plan, work, failure)
         pool = run.runtime.pool if plan.plan.trains else None
-        post = Post(pool, self.owned.placement, self.channels, self.owned.index, dynamic=self.dynamic, early=plan.early)
+        post = Post(
+            pool,
+            self.owned.placement,
+            self.channels,
+            self.owned.index,
+            dynamic=self.dynamic,
+            early=plan.early,
+            last=self.headers,
+        )
         failure = ranks.run(plan, work, post, failure)
         if plan.plan.trains:
             for stage in post.borders:
@@ -201,9 +210,9 @@ class Pipeline:
         Raises, on every rank, what was raised first on any, and `BatchError` where ranks along the pipeline were given
         different batches.
         """
+        if failure is not None and (everyone is None or dry.get() is not None):  # there is nobody to tell
+            raise failure.alone()
         if everyone is None:
-            if failure is not None:
-                raise failure.alone()
             self.whole.update(whole)
             return totals, wide
         report = [failure and failure.json(), _kinds(totals), whole, wide, seen]

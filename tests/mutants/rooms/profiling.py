@@ -54,9 +54,17 @@ MUTANTS = (
     Mutant(
         "a-dry-run-waits-for-other-ranks",
         "fds/profiling/peaks.py",
-        "dry.set(True)",
-        "dry.set(False)",
+        "dry.set(iter(heard))",
+        "dry.set(None)",
         "a rank that can be run dry waits for one that cannot",
+        "tests/profiling/test_memory.py",
+    ),
+    Mutant(
+        "a-dry-run-of-a-stage-keeps-its-failure-to-itself",
+        "fds/transforms/pipeline/station.py",
+        "(everyone is None or dry.get() is not None)",
+        "everyone is None",
+        "the bytes of a dry run that failed half way are given as predicted",
         "tests/profiling/test_memory.py",
     ),
     Mutant(
