@@ -25,6 +25,12 @@ class Held(NamedTuple):
     kind: Kind
     number: int  # of this storage among all that were held
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it still has its memory, which `resize_` gives back while no operator runs."""
+        storage = self.storage()
+        return storage is not None and storage.nbytes() == self.num_bytes
+
 
 class Holding(Watching):
     """Follow the storages of tensors that operators are given and return, and remember what there was at the peak.
@@ -65,12 +71,23 @@ class Holding(Watching):
             return out
         kind = None
         for x in filter(_is_plain, tensors_of((args, kwargs, out))):
-            if x.untyped_storage().data_ptr() not in self._known:
+            if not self._holds(x.untyped_storage().data_ptr()):
                 module, phase = kind = kind or self.place()
                 self._hold(x, (phase, module))
         if self.now > self.most:
-            self.begin()
+            for address in [*self._known]:
+                self._holds(address)
+            if self.now > self.most:
+                self.begin()
         return out
+
+    def _holds(self, address: int) -> bool:
+        """Say whether something is held there; let go of what was, and has given its memory back."""
+        one = self._known.get(address)
+        if one is not None and not one.is_there:
+            self._drop(address)
+            return False
+        return one is not None
 
     def _hold(self, x: Tensor, kind: Kind) -> None:
         storage = x.untyped_storage()

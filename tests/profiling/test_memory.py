@@ -12,6 +12,7 @@ from fds.collectives.traffic import counted, counting
 from fds.errors import FdsError, MeshError
 from fds.media.drive import Drive
 from fds.profiling import peaks
+from fds.profiling.holding import Holding
 from tests.bits import assert_same_bits
 from tests.memory import peak_bytes
 
@@ -196,6 +197,15 @@ def test_where_shapes_may_differ_a_stage_cannot_be_run_dry():
     loss = fds.Layers([nn.Linear(8, 8)] * 2, lambda out, y: out.sum())
     first, last = piped(loss, (x, x), dynamic=True)
     assert first.predicted.dry_run is not None and "stage 0" in last.predicted.no_dry_run
+
+
+def test_memory_that_is_given_back_by_hand_is_not_held():
+    """As a pipeline gives back that of the leaves for its gradients."""
+    with Holding() as held:
+        x = torch.empty(1000)
+        x.untyped_storage().resize_(0)
+        y = torch.empty(500)
+    assert (held.most, held.now) == (4 * 1000, 4 * 500) == (held.most, y.untyped_storage().nbytes())
 
 
 def test_a_dry_run_sends_nothing():

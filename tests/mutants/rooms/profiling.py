@@ -68,6 +68,14 @@ MUTANTS = (
         "tests/profiling/test_memory.py",
     ),
     Mutant(
+        "memory-that-was-given-back-counts",
+        "fds/profiling/holding.py",
+        "return storage is not None and storage.nbytes() == self.num_bytes",
+        "return storage is not None",
+        "what a stage of a pipeline holds is 13% too much, and another number each time",
+        "tests/profiling/test_memory.py::test_memory_that_is_given_back_by_hand_is_not_held",
+    ),
+    Mutant(
         "profile-misses-what-is-done-on-use",
         "fds/profiling/counting.py",
         "        if {*types} - {Tensor, Parameter}:",
