@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-import attrs
 from torch import Tensor
 
 from fds.collectives.links import DONE, Collective, Exchange, Work
@@ -19,22 +18,6 @@ from fds.errors import FdsError
 
 # In a thread that runs a call dry: what is left of the exchanges that were heard when it last ran in earnest.
 dry: ContextVar[Iterator[Exchange] | None] = ContextVar("fds_dry", default=None)
-
-
-@attrs.frozen(eq=False)
-class Heard:
-    """What `traffic.counting` fills with the exchanges of this rank, in order."""
-
-    exchanges: list[Exchange] = attrs.field(factory=list)
-
-    def add(self, collective: Collective, axis: Any) -> None:
-        """Count nothing."""
-
-    def watched(self, collective: Collective, work: Work) -> Work:
-        """Keep an exchange, which has its replies once it was waited for."""
-        if isinstance(work, Exchange):
-            self.exchanges.append(work)
-        return work
 
 
 def again(heard: Iterator[Exchange], collective: Collective) -> list[Any]:

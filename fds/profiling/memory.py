@@ -9,11 +9,10 @@ import attrs
 import torch
 
 from fds import _html
-from fds.collectives.dry import Heard
 from fds.collectives.traffic import counting
 from fds.errors import FdsError
 from fds.profiling.counting import PHASES
-from fds.profiling.peaks import BATCH, NEXT, STATE, of_dry_run, of_second_call
+from fds.profiling.peaks import BATCH, NEXT, STATE, Heard, of_dry_run, of_second_call
 from fds.profiling.predicted import MemoryEstimate, predicted
 from fds.state import State
 from fds.step import Step

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives.dry import dry
-from fds.collectives.links import Exchange
+from fds.collectives.links import Collective, Exchange, Work
+from fds.collectives.traffic import Traffic
 from fds.profiling.dry_run import DryRun
 from fds.profiling.holding import Holding, Kind
 from fds.state import State
@@ -23,6 +24,19 @@ from fds.step.stations import AtOnce
 
 STATE, NEXT, BATCH = "state", "next state", "batch"
 _AWAY = "elsewhere"
+
+
+@attrs.define(eq=False)
+class Heard(Traffic):
+    """The exchanges of this rank, in order, kept while calls run: what a dry run is told."""
+
+    exchanges: list[Exchange] = attrs.field(factory=list)
+
+    def watched(self, collective: Collective, work: Work) -> Work:
+        """Keep an exchange, which has its replies once it was waited for."""
+        if isinstance(work, Exchange):
+            self.exchanges.append(work)
+        return work
 
 
 def of_second_call(step: Step, state: State, batch: Any) -> Counter[Kind]:

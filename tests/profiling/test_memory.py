@@ -7,7 +7,6 @@ from torch import nn
 
 import fds
 from fds import tree
-from fds.collectives.dry import Heard
 from fds.collectives.traffic import counted, counting
 from fds.errors import FdsError, MeshError
 from fds.media.drive import Drive
@@ -211,7 +210,7 @@ def test_memory_that_is_given_back_by_hand_is_not_held():
 def test_a_dry_run_sends_nothing():
     def run():
         call = made(fds.shard_optimizer(fds.mesh(dp=2)["dp"], stage=3), fds.clip_by_global_norm(1.0))
-        heard = Heard()
+        heard = peaks.Heard()
         with counting(heard):
             peaks.of_second_call(*call)
         with counted() as traffic:
