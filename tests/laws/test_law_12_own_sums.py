@@ -58,11 +58,15 @@ def test_what_is_sent_is_what_is_told_and_all_ranks_agree(place):
         assert_same_bits(params, found[0][0])
 
 
-@every_place
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [*((place, fds.onebit_adam) for place in PLACES), (PLACES[2], fds.onebit_lamb)],
+    ids=[*NAMES, "1-bit LAMB in a pipeline"],
+)
 @pytest.mark.parametrize("calls", [1, 5], ids=["in warm-up", "after it"])
-def test_a_resumed_run_is_the_run_that_was_never_stopped(place, calls, tmp_path):
+def test_a_resumed_run_is_the_run_that_was_never_stopped(place, kind, calls, tmp_path):
     def run():
-        step, state, batch = composed(place, optimizer=fds.onebit_adam(0.01, freeze_step=2))
+        step, state, batch = composed(place, optimizer=kind(0.01, freeze_step=2))
         mine = tree.map(lambda x: roll(x, step.shard.data.index), batch)
         for _ in range(calls):
             state, _ = step(state, mine)
