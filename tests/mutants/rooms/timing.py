@@ -7,7 +7,7 @@ MESSAGES = "tests/timing/test_messages.py"
 MUTANTS = (
     Mutant(
         "a-node-is-of-the-layer-that-left-last",
-        "fds/timing/layers.py",
+        "fds/loss/owners.py",
         "bisect.bisect_right(self._starts, node._sequence_nr()) - 1]",
         "-1]",
         "backward of a layer is that of another",
