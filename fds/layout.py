@@ -65,6 +65,7 @@ class Leaf:
     trained: bool = True
     kind: Hashable = None  # leaves of different kinds never share a bucket
     whole: bool = False  # it must lie in one slice
+    unit: int = 1  # slices of its bucket hold a multiple of so many elements
 
     @property
     def numel(self) -> int:
@@ -267,7 +268,7 @@ def layer_of(name: str) -> str:
 
 def _shared_properties(leaf: Leaf) -> tuple:
     """Return the properties that all leaves of a bucket share."""
-    return leaf.trained, leaf.dtype, leaf.kind, leaf.whole
+    return leaf.trained, leaf.dtype, leaf.kind, leaf.unit, leaf.whole
 
 
 def _pieces(part: list[Leaf], bound: int) -> list[list[Leaf]]:
@@ -283,7 +284,8 @@ def _bucket(name: str, leaves: list[Leaf], num_ranks: int) -> Bucket:
     if leaves[0].whole:
         return _bucket_of_whole(name, leaves, num_ranks)
     offsets = list(itertools.accumulate((_aligned(leaf.numel) for leaf in leaves), initial=0))
-    length = max(ALIGN, _aligned(-(-offsets.pop() // num_ranks)))  # a message is never empty
+    unit = math.lcm(ALIGN, leaves[0].unit)
+    length = max(1, -(-offsets.pop() // (num_ranks * unit))) * unit  # a message is never empty
     return Bucket(name, tuple(leaves), tuple(offsets), length, num_ranks)
 
 
@@ -294,7 +296,8 @@ def _bucket_of_whole(name: str, leaves: list[Leaf], num_ranks: int) -> Bucket:
         rank = ends.index(min(ends))
         places[leaf.name] = rank, ends[rank]
         ends[rank] += _aligned(leaf.numel)
-    length = max(ALIGN, *ends)
+    unit = math.lcm(ALIGN, leaves[0].unit)
+    length = max(1, -(-max(ends) // unit)) * unit
     offsets = [rank * length + start for rank, start in (places[leaf.name] for leaf in leaves)]
     return Bucket(name, tuple(leaves), tuple(offsets), length, num_ranks)
 

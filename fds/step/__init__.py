@@ -20,6 +20,7 @@ from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.gather import Gather
 from fds.step.sharding.handles import materialize
+from fds.step.sharding.named import Named
 from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard
@@ -50,6 +51,7 @@ __all__ = [
     "Measure",
     "Memory",
     "Microbatch",
+    "Named",
     "OnDevice",
     "Order",
     "Owned",

@@ -288,6 +288,7 @@ class Stations:
                 self.runtime.structures[key] = Structure.of(
                     params,
                     gather=self.gather,
+                    reduce=self.reduce.transport,
                     shard=self.shard,
                     optimizer=self.remembering,
                     frozen=self.frozen,

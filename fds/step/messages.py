@@ -83,9 +83,10 @@ def _of_buckets(step: Stations, structure: Structure, shard: Shard) -> Iterator[
     passing = step.gather.passing(layout, shard) if shard.gathers_on_use else {}
 
     def leg(name: Leg, i: int, dtype: torch.dtype, count: int = 1, *, at_most: bool = False) -> Iterator[Expected]:
-        transport = step.gather.transport if name == "gather" else reduce.transport
+        bucket = layout.buckets[i]
+        transport = step.gather.transport if name == "gather" else reduce.transport.of(bucket, shard.data.size)
         for axis in filter(None, [shard.legs.get(name)]):
-            for one in transport.messages(name, axis, layout.buckets[i].length, dtype):
+            for one in transport.messages(name, axis, bucket.length, dtype):
                 yield attrs.evolve(one, count=count * one.count, bucket=i, at_most=at_most)
 
     for i, bucket in enumerate(layout.buckets):

@@ -18,6 +18,7 @@ from fds.optim import Optimizer
 from fds.optim.returned import first_slots
 from fds.step.sharding.handles import BucketWindow
 from fds.step.sharding.shard import Shard
+from fds.step.sharding.transport import Transport
 from fds.step.topology import Dimensions
 
 T = TypeVar("T")
@@ -73,6 +74,7 @@ class Structure:
         params: Any,
         *,
         gather: Gathers,
+        reduce: Transport,
         shard: Shard | None,
         optimizer: Optimizer,
         frozen: Sequence[str],
@@ -84,7 +86,13 @@ class Structure:
         Raises `StateError` for a leaf that is not a tensor, and parameters that were sharded in another way.
         """
         read = functools.partial(
-            read_leaves, gather=gather, shard=shard, optimizer=optimizer, frozen=frozen, dimensions=dimensions
+            read_leaves,
+            gather=gather,
+            reduce=reduce,
+            shard=shard,
+            optimizer=optimizer,
+            frozen=frozen,
+            dimensions=dimensions,
         )
         if isinstance(params, Sharded):
             layout = params.layout
@@ -267,6 +275,7 @@ def read_leaves(
     named: dict[str, Any],
     *,
     gather: Gathers,
+    reduce: Transport,
     shard: Shard | None,
     optimizer: Optimizer,
     frozen: Sequence[str],
@@ -285,7 +294,9 @@ def read_leaves(
                 want="a real dtype",
                 hint="keep real and imaginary part: torch.view_as_real",
             )
-    still = tree.match(frozen, dimensions.names(tuple(named)), what="freeze")
+    names = dimensions.names(tuple(named))
+    still = tree.match(frozen, names, what="freeze")
+    reduce.check(names)
     leaves: list[Leaf] = []
     for name, x in named.items():
         trained = tree.is_float(x) and name not in still
@@ -299,9 +310,10 @@ def read_leaves(
             )
         group = optimizer.group(name) if trained else None
         stays = shard is not None and shard.persists(x.numel())
-        kind = (group, gather.casts(name), stays, dimensions.kind(name))
+        way, unit = reduce.grouping(name, tuple(x.shape)) if trained else (None, 1)
+        kind = (group, gather.casts(name), stays, dimensions.kind(name), way)
         whole = slices and trained and optimizer.needs_whole(name)
-        leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, whole))
+        leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, whole, unit))
     return leaves
 
 

@@ -9,11 +9,12 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from fds.collectives import Axis
 from fds.errors import ComposeError, is_int, is_number
-from fds.step import Dimension, Shard, Step, Transport, fill, transform
+from fds.step import Dimension, Named, Shard, Step, Transport, fill, transform
 
 
 @transform
@@ -28,7 +29,7 @@ def shard_optimizer(
     persist_below: int = 0,
     predivide: float | None = None,
     weights: Transport | None = None,
-    gradients: Transport | None = None,
+    gradients: Transport | Mapping[str, Transport] | None = None,
     secondary: Axis | None = None,
 ):
     """Let every rank of `axis` pass its own batch and own one slice of the state; the step is that of all batches.
@@ -57,17 +58,19 @@ def shard_optimizer(
             data ranks where they are sent in float16, which a sum could overflow, else for 1.
         weights: how gathered parameters travel, from stage 1 on: `fds.transports.quantized(8)`, or None, without loss.
         gradients: how gradients travel: `fds.transports.quantized(8)`, `onebit()`, `hierarchical(quantized(4))`, one of
-            your own, or None, without loss.
+            your own, or None, without loss. Or a dict of these by shell-style pattern of parameters' names, of which
+            the first that matches counts: `{"*embed*": fds.transports.rows()}`; others travel without loss.
         secondary: stage 3: an axis inside `axis`, that of a node: `mesh["local"]` of `mesh["node", "local"]`. Its ranks
             keep a slice each of what was gathered, in the dtype of the loss, and gather from there for the rest of
             the step, in backward and in later microbatches (ZeRO++'s hpZ). The same bits.
 
     Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that do not run now; `step.init` raises
-    `StateError` where `max_live_bytes` has no room for a bucket.
+    `StateError` where `max_live_bytes` has no room for a bucket, and for a pattern that matches no parameter.
     """
     _check_axes(axis, replicate)
     _check_numbers(stage, bucket_bytes, max_live_bytes, prefetch, persist_below, predivide)
     _check_transports(stage, weights, gradients)
+    by_name = Named(dict(gradients)) if isinstance(gradients, Mapping) else gradients
     _check_secondary(axis, stage, secondary)
     data = axis if replicate is None else _joined(axis, replicate)
     copies = replicate.channel("step") if replicate is not None and replicate.size > 1 else None
@@ -84,7 +87,7 @@ def shard_optimizer(
         None if predivide is None else float(predivide),
     )
 
-    ways = {"gather": weights, "reduce": gradients} if data.size > 1 else {}
+    ways = {"gather": weights, "reduce": by_name} if data.size > 1 else {}
     sent: dict[str, Any] = {name: {"transport": way.on(shard.axis)} for name, way in ways.items() if way is not None}
 
     def apply(step: Step) -> Step:
@@ -125,7 +128,14 @@ def _check_numbers(
 
 def _check_transports(stage: int, weights: Any, gradients: Any) -> None:
     """Raise `ComposeError` for what is not a transport, and for weights that are not sent, or sent with feedback."""
-    for name, one in (("weights", weights), ("gradients", gradients)):
+    named = {f"gradients[{key!r}]": one for key, one in gradients.items()} if isinstance(gradients, Mapping) else {}
+    if isinstance(gradients, Mapping) and not (named and all(isinstance(pattern, str) for pattern in gradients)):
+        raise ComposeError(
+            "shard_optimizer: gradients by name are transports by pattern",
+            got=repr(gradients)[:80],
+            want='{"*embed*": fds.transports.rows()}',
+        )
+    for name, one in {"weights": weights, **(named or {"gradients": gradients})}.items():
         if one is not None and not isinstance(one, Transport):
             raise ComposeError(
                 f"shard_optimizer: {name} is not a transport",

@@ -3,13 +3,14 @@
     fds.shard_optimizer(axis, stage=1, gradients=fds.transports.quantized(8), weights=fds.transports.quantized(8))
 
 `cast`, `quantized`, `onebit` and `topk` say how numbers become bytes; `hierarchical` sends them by way of two
-axes, inside a node and between nodes. What a rank sends to itself is never coded, so nothing of it is lost.
+axes, inside a node and between nodes, and `rows` sends those that are not 0, without loss. What a rank sends to itself is never coded, so nothing of it is lost.
 """
 
 from fds.transports._cast import cast
 from fds.transports._hierarchical import hierarchical
 from fds.transports._onebit import onebit
 from fds.transports._quantized import quantized
+from fds.transports._rows import rows
 from fds.transports._topk import topk
 
-__all__ = ["cast", "hierarchical", "onebit", "quantized", "topk"]
+__all__ = ["cast", "hierarchical", "onebit", "quantized", "rows", "topk"]

@@ -84,8 +84,8 @@ class Arriving:
     own: Tensor  # (n,)
 
     def sum(self) -> Tensor:
-        """Return the sum (n,) float32 of what all ranks sent, in their order. Call it once `work` has arrived."""
-        total = torch.empty_like(self.own, dtype=torch.float32)
+        """Return the sum (n,), in float32 or float64, of what all ranks sent, in their order. Call it once `work` has arrived."""
+        total = torch.empty_like(self.own, dtype=torch.promote_types(self.own.dtype, torch.float32))
         term = torch.empty_like(total)
         for r, message in enumerate(self.messages):
             into = term if r else total

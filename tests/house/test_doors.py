@@ -30,7 +30,7 @@ ROOMS = {
     "schedules": "errors",
     "step": f"{BELOW_STEP} kernels",
     "plans": "errors _html",
-    "transports": "step kernels collectives random errors",
+    "transports": "step kernels layout collectives reading random errors",
     "profiling": f"step {BELOW_STEP}",
     "curvature": "kernels loss random collectives state tree errors",
     "transforms": f"step {BELOW_STEP} kernels plans profiling schedules",

@@ -54,8 +54,9 @@ class Bucketed:
     ):
         assert structure.layout is not None
         self.places = structure.places
-        self.shard, self.transport, self.pool, self.order = shard, transport, pool, order
+        self.shard, self.pool, self.order = shard, pool, order
         self.buckets = {i: b for i, b in enumerate(structure.layout.buckets) if b.trained}
+        self.transports = {i: transport.of(b, shard.data.size) for i, b in self.buckets.items()}
         self.given = list(leaves)  # in the order of the structure's trained names
         self.leaves = {i: [leaves[k] for k in members] for i, members in structure.members.items()}
         self.device = leaves[0].device if leaves else torch.device("cpu")
@@ -257,8 +258,8 @@ class Bucketed:
             landing.expect(self.index[i])
         elif self.order is not None and i not in self.slices and sent.dtype == self.dtypes[i]:
             own = self.pool.take(bucket.length, sent.dtype, self.device)  # the first sum is where others are added
-        kept = None if self.kept is None else self.kept.bucket(i, bucket)
-        work = contracts.sent(self.transport.reduce(shard.legs["reduce"], sent, own, kept), self.transport, "reduce")
+        way, kept = self.transports[i], self._kept(i)
+        work = contracts.sent(way.reduce(shard.legs["reduce"], sent, own, kept), way, "reduce")
         self.flying[i] = Flight(held, sent, own, work)
         while len(self.flying) > 1 or (landing is not None and self.flying and work.done()):
             self._land(next(iter(self.flying)))
@@ -278,8 +279,8 @@ class Bucketed:
         if not self.shard.slices_state:
             self._over_replicas(i, own)
             first = self.shard.replicate is None or self.shard.replicate.index == 0
-            work = self.transport.spread(self.shard.legs["spread"], own, sent, self._kept(i) if first else None)
-            gathered = contracts.sent(work, self.transport, "spread")
+            way, kept = self.transports[i], self._kept_slice(i) if first else None
+            gathered = contracts.sent(way.spread(self.shard.legs["spread"], own, sent, kept), way, "spread")
             self._spread()
             self.gathering.append((i, flight, gathered))
             self.whole[i] = flight.held.views
@@ -333,15 +334,18 @@ class Bucketed:
     def _over_replicas(self, i: int, own: Tensor) -> None:
         """Add up a slice over its replicas; outside of `order`, which their ranks do not share."""
         if self.shard.replicate is not None:
-            work = self.transport.combine(self.shard.legs["combine"], own, self._kept(i))
-            contracts.sent(work, self.transport, "combine").wait()
+            way = self.transports[i]
+            work = way.combine(self.shard.legs["combine"], own, self._kept_slice(i))
+            contracts.sent(work, way, "combine").wait()
 
     def _kept(self, i: int) -> Tensor | None:
+        """Return what is kept of a bucket, (numel,) float32, None where its transport keeps nothing."""
+        return self.kept.bucket(i, self.buckets[i]) if self.kept is not None and self.transports[i].keeps else None
+
+    def _kept_slice(self, i: int) -> Tensor | None:
         """Return what is kept of this rank's slice of a bucket, (length,) float32."""
-        if self.kept is None:
-            return None
-        bucket = self.buckets[i]
-        return bucket.slice(self.shard.axis.index, self.kept.bucket(i, bucket))
+        kept = self._kept(i)
+        return None if kept is None else self.buckets[i].slice(self.shard.axis.index, kept)
 
     def _spread(self) -> None:
         """Let the bucket that is being gathered arrive."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
 import attrs
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fds.collectives import Axis, Work
 from fds.collectives.traffic import Expected
+from fds.layout import Bucket
 
 Leg = Literal["reduce", "spread", "combine", "gather"]
 
@@ -50,6 +51,20 @@ class Transport:
 
         Raises `ComposeError` for an axis along which it cannot send.
         """
+        return self
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise `StateError` for what cannot be sent of the gradients of parameters with these names."""
+
+    def grouping(self, name: str, shape: tuple[int, ...]) -> tuple[Hashable, int]:
+        """Return the kind of a parameter's gradient, and of how many numbers slices of its bucket hold a multiple.
+
+        Gradients of different kinds travel in different buckets.
+        """
+        return None, 1
+
+    def of(self, bucket: Bucket, ranks: int) -> Transport:
+        """Return the transport of the gradients of one bucket, which are summed over so many ranks in all."""
         return self
 
     def reduce(self, axis: Axis, whole: Tensor, out: Tensor, kept: Tensor | None) -> Work:
