@@ -289,7 +289,6 @@ class Stations:
                     params,
                     gather=self.gather,
                     reduce=self.reduce.transport,
-                    shard=self.shard,
                     optimizer=self.remembering,
                     frozen=self.frozen,
                     dimensions=self.dimensions,

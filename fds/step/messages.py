@@ -84,7 +84,7 @@ def _of_buckets(step: Stations, structure: Structure, shard: Shard) -> Iterator[
 
     def leg(name: Leg, i: int, dtype: torch.dtype, count: int = 1, *, at_most: bool = False) -> Iterator[Expected]:
         bucket = layout.buckets[i]
-        transport = step.gather.transport if name == "gather" else reduce.transport.of(bucket, shard.data.size)
+        transport = step.gather.transport if name == "gather" else reduce.transport.of(bucket, shard.data)
         for axis in filter(None, [shard.legs.get(name)]):
             for one in transport.messages(name, axis, bucket.length, dtype):
                 yield attrs.evolve(one, count=count * one.count, bucket=i, at_most=at_most)

@@ -17,7 +17,7 @@ from fds.layout import Layout, Leaf, Segment, Sharded
 from fds.optim import Optimizer
 from fds.optim.returned import first_slots
 from fds.step.sharding.handles import BucketWindow
-from fds.step.sharding.shard import Shard
+from fds.step.sharding.shard import Shard, shard_of
 from fds.step.sharding.transport import Transport
 from fds.step.topology import Dimensions
 
@@ -75,7 +75,6 @@ class Structure:
         *,
         gather: Gathers,
         reduce: Transport,
-        shard: Shard | None,
         optimizer: Optimizer,
         frozen: Sequence[str],
         dimensions: Dimensions,
@@ -85,6 +84,7 @@ class Structure:
 
         Raises `StateError` for a leaf that is not a tensor, and parameters that were sharded in another way.
         """
+        shard = shard_of(dimensions)
         read = functools.partial(
             read_leaves,
             gather=gather,

@@ -9,9 +9,9 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
+from fds import tree
 from fds.collectives import Axis
 from fds.errors import ComposeError, is_int, is_number
 from fds.step import Dimension, Named, Shard, Step, Transport, fill, transform
@@ -29,7 +29,7 @@ def shard_optimizer(
     persist_below: int = 0,
     predivide: float | None = None,
     weights: Transport | None = None,
-    gradients: Transport | Mapping[str, Transport] | None = None,
+    gradients: Transport | dict[str, Transport] | None = None,
     secondary: Axis | None = None,
 ):
     """Let every rank of `axis` pass its own batch and own one slice of the state; the step is that of all batches.
@@ -70,7 +70,7 @@ def shard_optimizer(
     _check_axes(axis, replicate)
     _check_numbers(stage, bucket_bytes, max_live_bytes, prefetch, persist_below, predivide)
     _check_transports(stage, weights, gradients)
-    by_name = Named(dict(gradients)) if isinstance(gradients, Mapping) else gradients
+    by_name = Named(gradients) if isinstance(gradients, dict) else gradients
     _check_secondary(axis, stage, secondary)
     data = axis if replicate is None else _joined(axis, replicate)
     copies = replicate.channel("step") if replicate is not None and replicate.size > 1 else None
@@ -128,14 +128,15 @@ def _check_numbers(
 
 def _check_transports(stage: int, weights: Any, gradients: Any) -> None:
     """Raise `ComposeError` for what is not a transport, and for weights that are not sent, or sent with feedback."""
-    named = {f"gradients[{key!r}]": one for key, one in gradients.items()} if isinstance(gradients, Mapping) else {}
-    if isinstance(gradients, Mapping) and not (named and all(isinstance(pattern, str) for pattern in gradients)):
+    by_name: dict[Any, Any] = {**gradients} if tree.is_dict(gradients) else {}
+    if tree.is_dict(gradients) and not (by_name and all(isinstance(pattern, str) for pattern in by_name)):
         raise ComposeError(
             "shard_optimizer: gradients by name are transports by pattern",
             got=repr(gradients)[:80],
             want='{"*embed*": fds.transports.rows()}',
         )
-    for name, one in {"weights": weights, **(named or {"gradients": gradients})}.items():
+    named = {f"gradients[{key!r}]": one for key, one in by_name.items()} or {"gradients": gradients}
+    for name, one in {"weights": weights, **named}.items():
         if one is not None and not isinstance(one, Transport):
             raise ComposeError(
                 f"shard_optimizer: {name} is not a transport",

@@ -3,7 +3,8 @@
     fds.shard_optimizer(axis, stage=1, gradients=fds.transports.quantized(8), weights=fds.transports.quantized(8))
 
 `cast`, `quantized`, `onebit` and `topk` say how numbers become bytes; `hierarchical` sends them by way of two
-axes, inside a node and between nodes, and `rows` sends those that are not 0, without loss. What a rank sends to itself is never coded, so nothing of it is lost.
+axes, inside a node and between nodes; `rows` sends the rows that are not 0, and loses nothing. What a rank sends to
+itself is never coded, so nothing of it is lost.
 """
 
 from fds.transports._cast import cast

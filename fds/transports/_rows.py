@@ -86,9 +86,9 @@ class Rows(Transport):
         """Give a parameter with rows a bucket of its own, in slices of whole rows."""
         return (name, math.prod(shape[1:])) if len(shape) > 1 else (None, 1)
 
-    def of(self, bucket: Bucket, ranks: int) -> Transport:
+    def of(self, bucket: Bucket, data: Axis) -> Transport:
         """Return the transport of rows as wide as the parameter's."""
-        return attrs.evolve(self, bucket=bucket, ranks=ranks) if bucket.leaves[0].unit > 1 else LOSSLESS
+        return attrs.evolve(self, bucket=bucket, ranks=data.size) if bucket.leaves[0].unit > 1 else LOSSLESS
 
     def reduce(self, axis: Axis, whole: Tensor, out: Tensor, kept: Tensor | None) -> Work:
         """Send each rank the rows of its slice; add what arrives in the order of ranks."""

@@ -84,7 +84,7 @@ class Arriving:
     own: Tensor  # (n,)
 
     def sum(self) -> Tensor:
-        """Return the sum (n,), in float32 or float64, of what all ranks sent, in their order. Call it once `work` has arrived."""
+        """Return the sum (n,), in float32 at least, of what all ranks sent, in their order, once `work` has arrived."""
         total = torch.empty_like(self.own, dtype=torch.promote_types(self.own.dtype, torch.float32))
         term = torch.empty_like(total)
         for r, message in enumerate(self.messages):

@@ -54,9 +54,8 @@ class Bucketed:
     ):
         assert structure.layout is not None
         self.places = structure.places
-        self.shard, self.pool, self.order = shard, pool, order
+        self.shard, self.transport, self.pool, self.order = shard, transport, pool, order
         self.buckets = {i: b for i, b in enumerate(structure.layout.buckets) if b.trained}
-        self.transports = {i: transport.of(b, shard.data.size) for i, b in self.buckets.items()}
         self.given = list(leaves)  # in the order of the structure's trained names
         self.leaves = {i: [leaves[k] for k in members] for i, members in structure.members.items()}
         self.device = leaves[0].device if leaves else torch.device("cpu")
@@ -258,7 +257,8 @@ class Bucketed:
             landing.expect(self.index[i])
         elif self.order is not None and i not in self.slices and sent.dtype == self.dtypes[i]:
             own = self.pool.take(bucket.length, sent.dtype, self.device)  # the first sum is where others are added
-        way, kept = self.transports[i], self._kept(i)
+        way = self.transport.of(bucket, shard.data)
+        kept = None if self.kept is None else self._kept(i, way)
         work = contracts.sent(way.reduce(shard.legs["reduce"], sent, own, kept), way, "reduce")
         self.flying[i] = Flight(held, sent, own, work)
         while len(self.flying) > 1 or (landing is not None and self.flying and work.done()):
@@ -279,7 +279,8 @@ class Bucketed:
         if not self.shard.slices_state:
             self._over_replicas(i, own)
             first = self.shard.replicate is None or self.shard.replicate.index == 0
-            way, kept = self.transports[i], self._kept_slice(i) if first else None
+            way = self.transport.of(self.buckets[i], self.shard.data)
+            kept = self._kept_slice(i, way) if first else None
             gathered = contracts.sent(way.spread(self.shard.legs["spread"], own, sent, kept), way, "spread")
             self._spread()
             self.gathering.append((i, flight, gathered))
@@ -334,17 +335,17 @@ class Bucketed:
     def _over_replicas(self, i: int, own: Tensor) -> None:
         """Add up a slice over its replicas; outside of `order`, which their ranks do not share."""
         if self.shard.replicate is not None:
-            way = self.transports[i]
-            work = way.combine(self.shard.legs["combine"], own, self._kept_slice(i))
+            way = self.transport.of(self.buckets[i], self.shard.data)
+            work = way.combine(self.shard.legs["combine"], own, self._kept_slice(i, way))
             contracts.sent(work, way, "combine").wait()
 
-    def _kept(self, i: int) -> Tensor | None:
+    def _kept(self, i: int, way: Transport) -> Tensor | None:
         """Return what is kept of a bucket, (numel,) float32, None where its transport keeps nothing."""
-        return self.kept.bucket(i, self.buckets[i]) if self.kept is not None and self.transports[i].keeps else None
+        return self.kept.bucket(i, self.buckets[i]) if self.kept is not None and way.keeps else None
 
-    def _kept_slice(self, i: int) -> Tensor | None:
+    def _kept_slice(self, i: int, way: Transport) -> Tensor | None:
         """Return what is kept of this rank's slice of a bucket, (length,) float32."""
-        kept = self._kept(i)
+        kept = self._kept(i, way)
         return None if kept is None else self.buckets[i].slice(self.shard.axis.index, kept)
 
     def _spread(self) -> None:

@@ -173,7 +173,7 @@ def _viewed(step: Stations, structure: Structure) -> int:
 
 def _reduced(step: Stations, shard: Shard, bucket: Bucket) -> float:
     """Return the bytes that this rank sends in a step to sum the gradients of a bucket."""
-    summed, sent = sum_dtype(step, bucket), step.reduce.transport.of(bucket, shard.data.size).bytes_sent
+    summed, sent = sum_dtype(step, bucket), step.reduce.transport.of(bucket, shard.data).bytes_sent
     dtype = step.reduce.dtype or summed
     total = sent("reduce", bucket.numel, dtype, shard.axis.size)
     if shard.reduces_each_microbatch:

@@ -57,9 +57,9 @@ class Named(Transport):
         kind, unit = self._way(name).grouping(name, shape)
         return (self._pattern(name), kind), unit
 
-    def of(self, bucket: Bucket, ranks: int) -> Transport:
+    def of(self, bucket: Bucket, data: Axis) -> Transport:
         """Return the transport of a bucket, whose parameters have one pattern."""
-        return self._way(bucket.leaves[0].name).of(bucket, ranks)
+        return self._way(bucket.leaves[0].name).of(bucket, data)
 
     def _pattern(self, name: str) -> str | None:
         return next((pattern for pattern in self.ways if fnmatch.fnmatchcase(name, pattern)), None)

@@ -63,8 +63,8 @@ class Transport:
         """
         return None, 1
 
-    def of(self, bucket: Bucket, ranks: int) -> Transport:
-        """Return the transport of the gradients of one bucket, which are summed over so many ranks in all."""
+    def of(self, bucket: Bucket, data: Axis) -> Transport:
+        """Return the transport of the gradients of one bucket, which are summed over all ranks of `data`."""
         return self
 
     def reduce(self, axis: Axis, whole: Tensor, out: Tensor, kept: Tensor | None) -> Work:
