@@ -137,7 +137,7 @@ def _check_transports(stage: int, weights: Any, gradients: Any) -> None:
         )
     named = {f"gradients[{key!r}]": one for key, one in by_name.items()} or {"gradients": gradients}
     for name, one in {"weights": weights, **named}.items():
-        if one is not None and not isinstance(one, Transport):
+        if not isinstance(one, Transport) and (one is not None or (name in named and by_name)):
             raise ComposeError(
                 f"shard_optimizer: {name} is not a transport",
                 got=repr(one)[:80],
