@@ -214,8 +214,8 @@ MUTANTS = (
     Mutant(
         "kinds-share-buckets",
         "fds/layout.py",
-        "return leaf.trained, leaf.dtype, leaf.kind, leaf.whole",
-        "return leaf.trained, leaf.dtype, None, leaf.whole",
+        "return leaf.trained, leaf.dtype, leaf.kind, leaf.unit, leaf.whole",
+        "return leaf.trained, leaf.dtype, None, leaf.unit, leaf.whole",
         "parameters of different optimizer groups, casts or owners share a bucket",
         "tests/sharding/test_layouts.py",
     ),
