@@ -14,8 +14,8 @@ MUTANTS = (
     Mutant(
         "replicas-are-no-data-ranks",
         "fds/config/translate/composition.py",
-        'return axes["dp"] * axes.get("replicate", 1)',
-        'return axes["dp"]',
+        'return axes["dp"] * axes.get("node", 1) * axes.get("replicate", 1)',
+        'return axes["dp"] * axes.get("node", 1)',
         "replicas do not count among the ranks that share a batch",
         "tests/config/test_composition.py",
     ),
