@@ -57,10 +57,10 @@ def loss_fn(params, batch):
     return F.cross_entropy(apply(params, tokens).flatten(0, 1), following.flatten())
 
 
-def train(ways, calls=25):
+def train(ways, calls=20):
     mesh = fds.mesh(node=2, local=2)  # ranks 0 and 1 are one node, 2 and 3 the other
     data = mesh["node", "local"]
-    shard = fds.shard_optimizer(data, stage=3, bucket_bytes=64 * 1024, **ways(mesh))
+    shard = fds.shard_optimizer(data, stage=3, bucket_bytes=128 * 1024, **ways(mesh))
     step = fds.compose(shard, fds.clip_by_global_norm(1.0), fds.adamw(lr=1e-2))(loss_fn)
     state = step.init(fds.recipe(GPT), key=0)
     for i in range(calls):

@@ -177,6 +177,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, int], list[str]]] = [
         ['fds.shard_optimizer(mesh["dp"], stage=3, persist_below=100001, gradients=fds.transports.quantized(4))'],
     ),
     (zero(3, zero_hpz_partition_size=0), DP2, [STAGE_3]),
+    (zero(2, zero_quantized_nontrainable_weights=True), DP2, ['fds.shard_optimizer(mesh["dp"], stage=2)']),
     (zero(2, **ZEROPP), DP2, ['fds.shard_optimizer(mesh["dp"], stage=2)']),
     (zero(2, **ZEROPP), NODES, ['fds.shard_optimizer(mesh["node", "dp"], stage=2)']),
     (

@@ -216,7 +216,7 @@ class ZeroConfig(Config):
         ),
     )
     zero_quantized_nontrainable_weights: bool = key(
-        False, "keep frozen parameters as int8", NotYet("quantized frozen weights")
+        False, "keep frozen parameters as int8, at stage 3", NotYet("quantized frozen weights")
     )
     zero_quantized_gradients: bool = key(
         False,
@@ -284,7 +284,9 @@ class ZeroConfig(Config):
 
 
 STAGE_3 = frozenset(  # no effect at other stages, as in 0.19.6
-    f"zero_optimization.{name}" for name in keys(ZeroConfig) if name.startswith("stage3_")
+    f"zero_optimization.{name}"
+    for name in keys(ZeroConfig)
+    if name.startswith("stage3_") or name == "zero_quantized_nontrainable_weights"
 )
 
 
