@@ -37,7 +37,20 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.skip_nonfinite import skip_nonfinite
     from fds.transforms.clip_by_global_norm import clip_by_global_norm
     from fds.transforms.clip_by_value import clip_by_value
-    from fds.optim import Optimizer, adagrad, adam, adamw, by_name, lamb, lion, muon, onebit_adam, onebit_lamb, sgd
+    from fds.optim import (
+        Optimizer,
+        adagrad,
+        adam,
+        adamw,
+        by_name,
+        lamb,
+        lion,
+        muon,
+        onebit_adam,
+        onebit_lamb,
+        sgd,
+        zero_one_adam,
+    )
     from fds.transforms.ema import ema
     from fds.transforms.offload import offload
     from fds.transforms.donate import donate
@@ -129,7 +142,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.skip_nonfinite": "skip_nonfinite",
         "fds.transforms.clip_by_global_norm": "clip_by_global_norm",
         "fds.transforms.clip_by_value": "clip_by_value",
-        "fds.optim": "Optimizer adagrad adam adamw by_name lamb lion muon onebit_adam onebit_lamb sgd",
+        "fds.optim": "Optimizer adagrad adam adamw by_name lamb lion muon onebit_adam onebit_lamb sgd zero_one_adam",
         "fds.transforms.ema": "ema",
         "fds.transforms.offload": "offload",
         "fds.transforms.donate": "donate",
@@ -249,4 +262,5 @@ __all__ = [
     "watch",
     "whole",
     "with_buffers",
+    "zero_one_adam",
 ]

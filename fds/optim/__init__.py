@@ -9,6 +9,7 @@ from fds.optim._muon import muon
 from fds.optim._onebit_adam import onebit_adam
 from fds.optim._onebit_lamb import onebit_lamb
 from fds.optim._sgd import sgd
+from fds.optim._zero_one_adam import zero_one_adam
 from fds.optim.base import LRSchedule, Optimizer, Segment, Values
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "onebit_adam",
     "onebit_lamb",
     "sgd",
+    "zero_one_adam",
 ]

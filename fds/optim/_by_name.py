@@ -81,7 +81,7 @@ def _check_optimizers(optimizers: object) -> None:
             "by_name: gradients are summed over ranks for all optimizers or for none",
             where=repr(next(pattern for pattern, one in optimizers.items() if one is apart)),
             got=f"{every[0]} and {apart}",
-            want="optimizers that send alike, with the same freeze_step",
+            want="optimizers that send alike, in the same calls",
         )
     if not optimizers:
         raise OptimizerError(
@@ -176,14 +176,16 @@ class _Groups:
         **rest: Any,
     ) -> tuple[list[Tensor], dict]:
         """Update the slices of every group with its optimizer, at its own learning rate."""
-        members = self.members
-        known = [m.values(step) for m in members] if values is None else list(values.members.values())
+        known = [m.values(step) for m in self.members] if values is None else list(values.members.values())
         new, after = list(params), {slot: list(tensors) for slot, tensors in opt.items()}
-        for member, slices, now in zip(members, self.slices(segments), known, strict=True):
+        for (pattern, member), slices, now in zip(self.optimizers.items(), self.slices(segments), known, strict=True):
             if not slices:
                 continue
             part = {slot: _pick(tensors, slices) for slot, tensors in opt.items()}
             part = {slot: tensors for slot, tensors in part.items() if any(x is not None for x in tensors)}
+            more = (
+                {} if exchange is None else {"exchange": exchange.of(pattern, lambda held, at=slices: _pick(held, at))}
+            )
             moved, slots = returned.update(
                 member,
                 _pick(grads, slices),
@@ -191,7 +193,7 @@ class _Groups:
                 _pick(params, slices),
                 step=step,
                 segments=_pick(segments, slices),
-                **({} if exchange is None else {"exchange": exchange.of(lambda held, at=slices: _pick(held, at))}),
+                **more,
                 **(rest if out is None else {"out": _pick(out, slices), **rest}),
                 **member.given(now),
             )

@@ -31,7 +31,7 @@ class Now:
         skip: () bool, or None.
         segments: one list per slice.
         axes: mesh axes over which parameters are split.
-        exchange: of a call in which gradients stay on their ranks; its errors are among the slots of the rule.
+        exchange: of a call in which gradients stay on their ranks; its own slots are among those of the rule.
     """
 
     step: Tensor
@@ -221,7 +221,7 @@ class _RuleOptimizer:
     ) -> None:
         """Run the rule on every parameter in the slices, and copy the slices to `out`."""
         if now.exchange is not None:
-            opt = {**opt, **now.exchange.errors}
+            opt = {**opt, **now.exchange.own}
         numbers = None
         if self.numbers:
             numbers = {slot: [x for own in opt[slot] for x in own.unbind()] for slot in self.numbers}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 import torch
@@ -15,21 +15,41 @@ from fds.collectives import Axis
 
 WORKER, SERVER = "worker_error", "server_error"
 ERRORS = (WORKER, SERVER)
+LOCAL_MOMENTUM, LOCAL_UPDATE, LOCAL_LR = "local_momentum", "local_update", "local_lr"
 
 
 class Phases(Protocol):
     """In which calls of a step an optimizer gets the gradients of its own rank, and what it then sends.
 
     Optimizers of one step (`by_name`) have equal ones.
+
+    Attributes:
+        apart: whether ranks take steps of their own: each sees the parameters and what it has itself moved them by.
     """
+
+    apart: ClassVar[bool]
 
     def local(self, calls: int) -> bool:
         """Say so of the call after so many, skipped ones included: the same on all ranks, known on the host."""
         ...
 
-    def bytes_sent(self, lengths: Sequence[int], size: int) -> int:
-        """Return the bytes that each of `size` ranks sends in such a call, for parameters of these lengths."""
+    def begins(self, calls: int) -> bool:
+        """Say whether what the step remembers of other calls is 0 to that one."""
         ...
+
+    def bytes_sent(self, lengths: Sequence[int], size: int) -> int:
+        """Return the bytes that each of `size` ranks sends in such a call, if any, for parameters of these lengths."""
+        ...
+
+
+def remembered(phases: Phases) -> tuple[str, ...]:
+    """Return the slots of float32 numbers, one for each parameter's, that the step has for an optimizer."""
+    return (*ERRORS, LOCAL_MOMENTUM, LOCAL_UPDATE) if phases.apart else ERRORS
+
+
+def moved(x: Tensor, update: Tensor, size: int) -> Tensor:
+    """Return a parameter as one of `size` ranks sees it, given this rank's share of the mean of their updates."""
+    return torch.add(x.float() if x.dtype.itemsize < 4 else x, update, alpha=size).to(x.dtype)
 
 
 @attrs.frozen(eq=False)
@@ -41,22 +61,27 @@ class Exchange:
     Attributes:
         calls: calls of the step before this one.
         axis: the data ranks, None for one alone.
-        errors: slot, `worker_error` or `server_error` -> one tensor per slice, of its shape, float32, which the update
-            writes over: what the messages of this rank have lost so far.
+        own: slot -> one tensor per slice, of its shape, float32, which the update writes over: `worker_error` and
+            `server_error`, what the messages of this rank have lost so far; with `Phases.apart` also `local_momentum`
+            and `local_update`, its shares of the means over ranks.
+        lr: () float64, which the update writes over: the sum of learning rates since ranks agreed; of `by_name` those
+            of its groups, by pattern; with `Phases.apart`.
     """
 
     calls: int
     axis: Axis | None
-    errors: Mapping[str, list[Tensor]]
+    own: Mapping[str, list[Tensor]]
+    lr: Any = None
 
     @property
     def size(self) -> int:
         """The number of data ranks."""
         return 1 if self.axis is None else self.axis.size
 
-    def of(self, pick: Callable[[list[Tensor]], list[Tensor]]) -> Exchange:
-        """Return the same for some of the slices."""
-        return attrs.evolve(self, errors={slot: pick(held) for slot, held in self.errors.items()})
+    def of(self, pattern: str, pick: Callable[[list[Tensor]], list[Tensor]]) -> Exchange:
+        """Return the same for some of the slices, which an optimizer under this pattern updates."""
+        own = {slot: pick(held) for slot, held in self.own.items()}
+        return attrs.evolve(self, own=own, lr=None if self.lr is None else self.lr[pattern])
 
 
 def signed_sums(axis: Axis | None, given: list[Tensor], worker: list[Tensor], server: list[Tensor]) -> list[Tensor]:

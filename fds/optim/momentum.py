@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import attrs
 import torch
@@ -18,6 +19,7 @@ from fds.optim.masks import Masks
 class AfterWarmUp:
     """The phases of an optimizer that sends signs from some call on."""
 
+    apart: ClassVar[bool] = False
     freeze_step: int
 
     @classmethod
@@ -36,6 +38,10 @@ class AfterWarmUp:
         """Say whether warm-up is over."""
         return calls >= self.freeze_step
 
+    def begins(self, calls: int) -> bool:
+        """Say that no call makes errors void."""
+        return False
+
     def bytes_sent(self, lengths: Sequence[int], size: int) -> int:
         """Return the bytes of a sign for each number, sent twice, and of the scales."""
         return signed_bytes(lengths, size)
@@ -45,7 +51,7 @@ def summed_moments(
     m: Tensor, v: Tensor, g: Tensor, beta1: float | Tensor, beta2: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the next momentum and variance (n,) of a warm-up call, in which g (n,) is the whole gradient."""
-    return _plus(m * beta1, g, 1 - beta1), torch.addcmul(v * beta2, g * (1 - beta2), g)
+    return plus(m * beta1, g, 1 - beta1), torch.addcmul(v * beta2, g * (1 - beta2), g)
 
 
 def sent_momenta(
@@ -58,7 +64,7 @@ def sent_momenta(
     """
     assert now.exchange is not None
     share = beta1 / now.exchange.size  # of the momentum that all ranks have: the shares add up, as gradients do
-    given = [_plus(wide(m) * share, wide(g), 1 - beta1) for g, m in zip(grads, opt["exp_avg"], strict=True)]
+    given = [plus(wide(m) * share, wide(g), 1 - beta1) for g, m in zip(grads, opt["exp_avg"], strict=True)]
     sums = signed_sums(now.exchange.axis, given, opt[WORKER], opt[SERVER])
     known = [total.mul_(v > 0) for total, v in zip(sums, opt["exp_avg_sq"], strict=True)]
     return [masks.masked(total, segment) for total, (segment,) in zip(known, now.segments, strict=True)]
@@ -69,6 +75,6 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize < 4 else x
 
 
-def _plus(x: Tensor, y: Tensor, factor: float | Tensor) -> Tensor:
+def plus(x: Tensor, y: Tensor, factor: float | Tensor) -> Tensor:
     """Return x + factor * y, in one rounding where the factor is on the host."""
     return x.add_(y * factor) if isinstance(factor, Tensor) else x.add_(y, alpha=factor)

@@ -11,9 +11,9 @@ import attrs
 from fds import tree
 from fds.errors import ComposeError, did_you_mean, nearest
 from fds.optim import Optimizer
-from fds.optim.exchange import ERRORS
 from fds.step.checks import forms
 from fds.step.memory import Memory
+from fds.step.own_sums import memories
 from fds.step.sharding.kept import SLOT, nothing_kept
 from fds.step.sharding.shard import Shard
 from fds.step.topology import Dimension, Dimensions
@@ -72,9 +72,8 @@ def _implied(stations: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     if transport is not None and transport.keeps:
         yield "memory", Memory(SLOT, nothing_kept, "partial")
     optimizer = stations.get("optimizer")
-    if isinstance(optimizer, Optimizer) and optimizer.phases is not None:
-        for slot in ERRORS:
-            yield "memory", Memory(slot, nothing_kept, "partial")
+    if isinstance(optimizer, Optimizer):
+        yield from (("memory", one) for one in memories(optimizer))
 
 
 def _memories(value: Memory | dict[str, Any]) -> dict[str, Memory]:

@@ -1,30 +1,33 @@
-"""What an optimizer that adds up over ranks by itself remembers of its messages, and what it asks of a step."""
+"""What an optimizer that adds up over ranks by itself remembers between calls, and what it asks of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from fds import tree
 from fds.errors import ComposeError
 from fds.optim import Optimizer
-from fds.optim.exchange import ERRORS, Exchange, Phases
+from fds.optim.exchange import LOCAL_LR, LOCAL_UPDATE, Exchange, Phases, moved, remembered
 from fds.step.call import Call
+from fds.step.memory import Memory
 from fds.step.pool import Pool
 from fds.step.residency.contract import Residency
+from fds.step.sharding.kept import nothing_kept
 from fds.step.sharding.shard import Shard
 from fds.step.structure import Structure
 
 
 @attrs.frozen(eq=False)
 class OwnSums:
-    """The errors of an optimizer's messages before a call, and the exchange that writes the new ones."""
+    """The slots of an optimizer before a call, and the exchange that writes the new ones."""
 
-    before: Mapping[str, Mapping[str, Tensor]]  # slot -> by trained parameter
-    new: Mapping[str, Mapping[str, Tensor]]
+    before: Mapping[str, Any]  # slot -> by trained parameter; of learning rates by pattern, or one
+    new: Mapping[str, Any]
     exchange: Exchange
 
     @classmethod
@@ -34,22 +37,52 @@ class OwnSums:
         """Return those of a call, given the slots of the state; None for a call in which gradients are summed."""
         if not phases.local(call.calls):
             return None
-        before = {slot: slots[slot] for slot in ERRORS}
-        new = {
-            slot: {name: pool.take(x.numel(), x.dtype, x.device).view(x.shape).copy_(x) for name, x in held.items()}
-            for slot, held in before.items()
-        }
-        names = [inside[0].name for inside in structure.segments]
-        errors = {slot: [held[name].view(-1) for name in names] for slot, held in new.items()}
-        return cls(before, new, Exchange(call.calls, None if shard is None else shard.data, errors))
 
-    def after(self, skip: Tensor | None) -> dict[str, Mapping[str, Tensor]]:
+        def copied(x: Tensor) -> Tensor:
+            return pool.take(x.numel(), x.dtype, x.device).view(x.shape).copy_(x)
+
+        every = (*remembered(phases), *([LOCAL_LR] if phases.apart else ()))
+        before = {slot: slots[slot] for slot in every}
+        if phases.begins(call.calls):
+            before = tree.map(torch.zeros_like, before)
+        new = tree.map(copied, before)
+        names = [inside[0].name for inside in structure.segments]
+        own = {slot: [new[slot][name].view(-1) for name in names] for slot in remembered(phases)}
+        axis = None if shard is None else shard.data
+        return cls(before, new, Exchange(call.calls, axis, own, new.get(LOCAL_LR)))
+
+    def seen(self, structure: Structure, parts: list[Tensor]) -> list[Tensor]:
+        """Return the parameters that this rank's loss sees, given those of the state: what it moved by itself moved."""
+        updates = self.before.get(LOCAL_UPDATE)
+        if updates is None:
+            return parts
+        found, size = list(parts), self.exchange.size
+        for i, inside in zip(structure.trained, structure.segments, strict=True):
+            found[i] = moved(parts[i], updates[inside[0].name], size)
+        return found
+
+    def after(self, skip: Tensor | None) -> dict[str, Any]:
         """Return the slots after the call; where `skip`, () bool, is true they are what they were."""
         if skip is not None:
-            for slot, held in self.new.items():
-                for name, x in held.items():
-                    torch.where(skip, self.before[slot][name], x, out=x)
+            for old, x in zip(tree.leaves(self.before), tree.leaves(self.new), strict=True):
+                torch.where(skip, old, x, out=x)
         return dict(self.new)
+
+
+def memories(optimizer: Optimizer) -> Iterator[Memory]:
+    """Yield the slots that the step has for an optimizer."""
+    if optimizer.phases is None:
+        return
+    for slot in remembered(optimizer.phases):
+        yield Memory(slot, nothing_kept, "partial")
+    if optimizer.phases.apart:
+        yield Memory(LOCAL_LR, lambda shapes, device: _sums_of_lr(optimizer, device), "replicated")
+
+
+def _sums_of_lr(optimizer: Optimizer, device: torch.device) -> Any:
+    if not optimizer.members:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return {pattern: _sums_of_lr(member, device) for pattern, member in optimizer.members.items()}
 
 
 def check_own_sums(

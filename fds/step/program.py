@@ -141,7 +141,8 @@ class Step(Stations):
             own_sums = OwnSums.of(self.optimizer.phases, self.shard, structure, state.slots, call, self.runtime.pool)
         local = own_sums is not None and own_sums.exchange.axis is not None
         ahead = self._speculation(state, held, scale, values, call, residency) if self.place.speculate else None
-        found = self.gradients(state, structure, parts, batch, scale, call, residency, ahead, local)
+        seen = parts if own_sums is None else own_sums.seen(structure, parts)
+        found = self.gradients(state, structure, seen, batch, scale, call, residency, ahead, local)
         if local:  # those of every rank decide whether all are finite
             found.counted = [True] * len(found.counted)
         if everyone is None:

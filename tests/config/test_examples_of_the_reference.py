@@ -182,7 +182,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], list[str]]] = {  # section -> (the exa
             cuda_aware=False,
             comm_backend_name="nccl",
         ),
-        ["optimizer.type"],
+        [],
     ),
     "optimizer, 1-bit LAMB": (
         optimizer(

@@ -166,7 +166,7 @@ def test_what_is_not_there_is_told_and_left_out():
 
 
 def test_an_optimizer_that_is_not_there_leaves_the_program_without_one():
-    said = {"train_batch_size": 2, "optimizer": {"type": "ZeroOneAdam"}}
+    said = {"train_batch_size": 2, "optimizer": {"type": "Muon"}}
     program, _, _ = explained(said).partition("\n# batch\n")
     assert "adam" not in program.replace("an optimizer of your own", "")
     assert "# an optimizer of your own goes last" in program

@@ -173,10 +173,7 @@ def test_two_trainings_in_one_process_are_as_each_alone():
     assert_same_bits(in_turn(), alone())
 
 
-def test_bias_correction_is_followed_or_the_optimizer_is_refused():
-    for kind in ("ZeroOneAdam",):
-        with pytest.raises(NotSupportedError, match=r"optimizer\.type"):
-            composed({"optimizer": {"type": kind, "params": {"lr": 0.1, "bias_correction": True}}})
+def test_bias_correction_is_followed_where_an_optimizer_takes_it():
     for kind in ("Adam", "AdamW", "Lamb"):
         optimizers = [{"type": kind, "params": {"lr": 0.1, "bias_correction": corrects}} for corrects in (True, False)]
         steps = [composed({"optimizer": one}) for one in optimizers]
@@ -197,6 +194,18 @@ def test_the_warm_up_of_1_bit_optimizers_is_one_call_shorter_and_every_call_upda
     assert f"{asked['type'].lower().replace('bit', 'bit_')}(lr=0.1, freeze_step=2)" in str(step)
     (first, _), (second, _) = updates(step, {"w": torch.ones(2)}, [torch.ones(2, 2)] * 2)
     assert not torch.equal(first["w"], torch.ones(2)) and not torch.equal(second["w"], first["w"])
+
+
+def test_0_1_adam_has_as_many_updates_of_the_first_phase_as_the_json_says():
+    params = {"lr": 0.1, "var_freeze_step": 3, "local_step_clipper": 2, "cuda_aware": True, "betas": [0.8, 0.9]}
+    step = composed({"optimizer": {"type": "ZeroOneAdam", "params": params}})
+    told = "zero_one_adam(lr=0.1, var_freeze_step=3, local_step_clipper=2, betas=(0.8, 0.9))"
+    assert told in str(step)
+    assert "var_freeze_step=1" in str(
+        composed({"optimizer": {"type": "zerooneadam", "params": {"var_freeze_step": 0}}})
+    )
+    with pytest.raises(NotSupportedError, match="gradient_clipping"):
+        composed({"optimizer": {"type": "ZeroOneAdam"}, "gradient_clipping": 1.0})
 
 
 @every_one_bit

@@ -30,7 +30,7 @@ REFUSED = {  # shape -> the keys that ask for what is not there
     "bing_bert_layer_drop": ["progressive_layer_drop.enabled"],
     "bing_bert_onebit_lamb": ["gradient_clipping"],
     "bing_bert_sparse": ["sparse_attention.mode"],
-    "bing_bert_zero_one_adam": ["optimizer.type", "gradient_clipping"],
+    "bing_bert_zero_one_adam": ["gradient_clipping"],
     "cifar_elastic": ["elasticity.enabled"],
     "gpt_random_ltd": ["data_efficiency.data_routing.random_ltd.enabled"],
     "hf_autotuning": ["autotuning.enabled"],

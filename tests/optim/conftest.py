@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fds.optim import Optimizer, Segment
-from fds.optim.exchange import ERRORS, Exchange
+from fds.optim.exchange import Exchange, remembered
 
 
 def segments_of(shapes: Sequence[Sequence[int]], *, together: bool, names: Sequence[str] | None = None) -> list:
@@ -28,6 +30,13 @@ def flatten(tensors: Sequence[Tensor], *, together: bool) -> list[Tensor]:
     return [torch.cat([*flat, flat[0].new_zeros(2)])] if together else flat
 
 
+def alone(optimizer: Optimizer, flat: Sequence[Tensor]) -> Any:
+    """Return what a step remembers for an optimizer that adds up by itself, before the first message."""
+    slots = () if optimizer.phases is None else remembered(optimizer.phases)
+    own = {slot: [torch.zeros_like(x, dtype=torch.float32) for x in flat] for slot in slots}
+    return own, torch.zeros((), dtype=torch.float64)
+
+
 @pytest.fixture
 def train() -> Callable:
     def run(
@@ -42,15 +51,18 @@ def train() -> Callable:
         """Return (params, opt) after one update per batch; params as flat tensors, one per parameter."""
         segments = segments_of([p.shape for p in params], together=together, names=names)
         flat = flatten(params, together=together)
-        opt = optimizer.init(segments, params=flat)
+        opt, kept = optimizer.init(segments, params=flat), alone(optimizer, flat)
         for t, grads in enumerate(batches):
             step = torch.tensor(t)
             keywords = {"step": step, "lr": optimizer.learning_rate(step), "grad_scale": None, "skip": None, "axes": ()}
             keywords |= edit(t, keywords)
             calls = int(keywords["step"])
             if optimizer.phases is not None and optimizer.phases.local(calls):  # of one rank, which loses nothing
-                errors = {slot: list(map(torch.zeros_like, flat)) for slot in ERRORS}
-                keywords["exchange"] = Exchange(calls, None, errors)
+                if optimizer.phases.begins(calls):
+                    kept = alone(optimizer, flat)
+                given = copy.deepcopy(kept)
+                keywords["exchange"] = Exchange(calls, None, *given)
+                kept = kept if keywords["skip"] is not None and keywords["skip"] else given
             slices = flatten(grads, together=together)
             back, opt_back = optimizer.update(slices, opt, flat, segments=segments, **keywords)
             assert all(a is b for a, b in zip(back, flat, strict=True)) and opt_back is opt

@@ -8,7 +8,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from fds.optim import Segment, adagrad, adam, adamw, by_name, lamb, lion, muon, onebit_adam, onebit_lamb, sgd
+from fds.optim import (
+    Segment,
+    adagrad,
+    adam,
+    adamw,
+    by_name,
+    lamb,
+    lion,
+    muon,
+    onebit_adam,
+    onebit_lamb,
+    sgd,
+    zero_one_adam,
+)
 
 OPTIMIZERS = {
     "adam": adam(0.01, weight_decay=0.1),
@@ -23,6 +36,7 @@ OPTIMIZERS = {
     "muon": muon(0.1),
     "onebit_adam": onebit_adam(0.01, freeze_step=2, weight_decay=0.1),
     "onebit_lamb": onebit_lamb(0.01, freeze_step=2, weight_decay=0.1),
+    "zero_one_adam": zero_one_adam(0.01, 3, 1, 1, 2, weight_decay=0.1),
     "by_name": by_name({"p1": adamw(lambda t: 0.1 / (t + 1)), "*": sgd(0.1, momentum=0.9)}),
 }
 SHAPES = [(6, 42), (9, 7), (31, 5)]
@@ -146,6 +160,7 @@ SCHEDULES = {
     "muon": lambda f: muon(f, weight_decay=f, momentum=f),
     "onebit_adam": lambda f: onebit_adam(f, betas=(f, f), weight_decay=f),
     "onebit_lamb": lambda f: onebit_lamb(f, betas=(f, f), weight_decay=f),
+    "zero_one_adam": lambda f: zero_one_adam(f, betas=(f, f), weight_decay=f),
     "sgd_dampening": lambda f: sgd(f, momentum=0.9, dampening=0.5),
 }
 

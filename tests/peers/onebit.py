@@ -60,6 +60,36 @@ class Bits:
         return torch.from_numpy(np.unpackbits(x.numpy()).astype(np.float32)) * 2 - 1
 
 
+class Agreed:
+    """0/1 Adam without two of its defects: its first call counts, and going back to what was agreed on rounds.
+
+    It goes back by subtracting the sum of what it added, so that ranks drift apart for good. Here what was agreed on is
+    put back when the message of a parameter is sent, which is right after that.
+    """
+
+    def __init__(self, optimizer: Any, params: Any) -> None:
+        self.optimizer, self.params = optimizer, list(params)
+        self.values = [p.detach().clone() for p in self.params]
+        handle = optimizer.comm_backend_handle
+        self.send, handle.compressed_allreduce = handle.compressed_allreduce, self.sent
+
+    def sent(self, x: Tensor, *rest: Any) -> Tensor:
+        """Send what a parameter's momentum, or gradient, is; of a sum of updates, go back first."""
+        for p, value in zip(self.params, self.values, strict=True):
+            if self.optimizer.freeze_key and self.optimizer.state[p].get("momentum_accumulator") is x:
+                p.data.copy_(value)
+        return self.send(x, *rest)
+
+    def after(self, t: int) -> None:
+        """Note what was agreed on, and count from the first update on."""
+        for p, value in zip(self.params, self.values, strict=True):
+            state = self.optimizer.state[p]
+            if t < 0:
+                state["step"] = 0
+            if not state["momentum_accumulator"].any():
+                value.copy_(p.detach())
+
+
 def older(function: Any) -> Any:
     """Return a method that takes its factor first too, as it did."""
 
@@ -94,6 +124,7 @@ def main(out: str, name: str, steps: str, arguments: str) -> None:
         apart = given.pop("apart", False)
         groups = [[p] for p in held.values()] if apart else [list(held.values())]
         optimizers = [kinds[name](params, engine, **given) for params in groups]
+        agreed = Agreed(optimizers[0], held.values()) if name == "zero_one_adam" else None
         for t in range(-1, int(steps)):  # the first call updates nothing
             every = [gradients(max(t, 0), rank) for rank in range(dist.get_world_size())]
             for key, p in held.items():
@@ -102,6 +133,8 @@ def main(out: str, name: str, steps: str, arguments: str) -> None:
                     p.grad = sum(one[key] for one in every) / len(every)
             for optimizer in optimizers:
                 optimizer.step()
+            if agreed is not None:
+                agreed.after(t)
     if dist.get_rank() == 0:
         torch.save({key: p.detach() for key, p in held.items()}, out)
     dist.barrier()

@@ -15,6 +15,7 @@ from fds.config.record import Config, within
 from fds.errors import ConfigError
 
 _ADAM = ("adamw", "adam")
+_FUNCTIONS = "adamw", "adam", "lamb", "lion", "adagrad", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam"
 _TYPE = PartOf("type")
 _FOREACH = NotApplicable("fds takes torch's fused functions, or its own kernels where they are chosen")
 
@@ -193,12 +194,38 @@ class OneBitAdamConfig(CompressedConfig):
 class ZeroOneAdamConfig(CompressedConfig):
     """Parameters of `ZeroOneAdam`."""
 
-    var_freeze_step: int = key(100000, "updates after which the variance stays", _TYPE, unit="steps", low=0)
-    var_update_scaler: int = key(16, "variance updates after which their interval doubles", _TYPE, low=1)
-    local_step_scaler: int = key(
-        32678, "updates after which the interval of local steps doubles", _TYPE, unit="steps", low=1
+    lr: float = _lr(1e-3, "zero_one_adam")
+    var_freeze_step: int = key(
+        100000,
+        "updates after which the variance stays",
+        argument("zero_one_adam", name="var_freeze_step", note="at least 1"),
+        unit="steps",
+        low=0,
     )
-    local_step_clipper: int = key(16, "longest interval of local steps", _TYPE, unit="steps", low=1)
+    var_update_scaler: int = key(
+        16,
+        "variance updates after which their interval doubles",
+        argument("zero_one_adam", name="var_update_scaler"),
+        low=1,
+    )
+    local_step_scaler: int = key(
+        32678,
+        "updates after which the interval of local steps doubles",
+        argument("zero_one_adam", name="local_step_scaler"),
+        unit="steps",
+        low=1,
+    )
+    local_step_clipper: int = key(
+        16, "longest interval of local steps", argument("zero_one_adam", name="local_step_clipper"), unit="steps", low=1
+    )
+    betas: tuple[float, float] = _betas(argument("zero_one_adam", name="betas"))
+    eps: float = _eps(1e-8, "zero_one_adam")
+    weight_decay: float = _weight_decay(0.0, "zero_one_adam")
+    bias_correction: bool = key(True, "nothing", _NEVER_APPLIED)
+    eps_inside_sqrt: bool = key(False, "nothing", _NEVER_APPLIED)
+    amsgrad: bool = _amsgrad()
+    cuda_aware: bool = key(False, "MPI sends GPU memory itself", _CARRIED)
+    comm_backend_name: str = key("nccl", "what carries the messages", _CARRIED)
 
 
 @attrs.frozen
@@ -276,10 +303,7 @@ SPELLED = {
     "onebitlamb": "OneBitLamb",
     "muon": "Muon",
 }
-NOT_YET = {
-    "zerooneadam": "0/1 Adam",
-    "muon": "Muon by attributes of parameters: pass fds.by_name({...: fds.muon(...), ...})",
-}
+NOT_YET = {"muon": "Muon by attributes of parameters: pass fds.by_name({...: fds.muon(...), ...})"}
 
 
 def kind_of(type_: str) -> str:
@@ -298,7 +322,7 @@ class OptimizerConfig(Config):
     type: str | None = key(
         None,
         "its name: one of DeepSpeed's own in any case, or a class of torch.optim",
-        argument("adamw", "adam", "lamb", "lion", "adagrad", "sgd", "onebit_adam", "onebit_lamb", note="which of them"),
+        argument(*_FUNCTIONS, note="which of them"),
     )
     params: dict[str, Any] = key(
         dict, "what it is made with; below, per type", argument("adamw", note="below"), null=True

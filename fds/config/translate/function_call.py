@@ -50,6 +50,7 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
             optim.sgd,
             optim.onebit_adam,
             optim.onebit_lamb,
+            optim.zero_one_adam,
         )
     },
     **{f"schedules.{name}": getattr(schedules, name) for name in schedules.__all__},

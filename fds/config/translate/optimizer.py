@@ -21,8 +21,12 @@ _SAME_NAMES = {  # function -> parameters whose names are the same in the JSON
         *("betas", "eps", "weight_decay", "max_coeff", "min_coeff", "coeff_beta"),
         *("factor_max", "factor_min", "factor_threshold"),
     ),
+    "zero_one_adam": (
+        *("var_update_scaler", "local_step_scaler", "local_step_clipper"),
+        *("betas", "eps", "weight_decay"),
+    ),
 }
-_SPELLED = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb"}
+_SPELLED = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb", "zerooneadam": "zero_one_adam"}
 
 
 def optimizer_call(config: Groups) -> FunctionCall | None:
@@ -35,8 +39,10 @@ def optimizer_call(config: Groups) -> FunctionCall | None:
     kwargs = {name: parameters[name] for name in _SAME_NAMES[function]}
     if function in ("adamw", "adam"):
         kwargs["weight_decay"] = _weight_decay(parameters, function)
-    if function in _SPELLED.values():
+    if function in ("onebit_adam", "onebit_lamb"):
         kwargs["freeze_step"] = max(parameters.freeze_step - 1, 1)  # DeepSpeed's first call updates nothing
+    if function == "zero_one_adam":
+        kwargs["var_freeze_step"] = max(parameters.var_freeze_step, 1)  # where the first update always is
     if "betas" in kwargs:
         kwargs["betas"] = _cycled_betas(config) or parameters.betas
     return FunctionCall.of(function, schedule_call(config) or parameters.lr, **kwargs)

@@ -6,6 +6,7 @@ import torch
 
 from fds import tree
 from fds.layout import Bucket
+from fds.optim.exchange import remembered
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.residency.chunks import chunk_bytes, chunks_of, with_frozen
@@ -34,6 +35,11 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
     if step.place.donate and any(lives.apart):
         leaves = [*structure.pick(tree.leaves(state.params)), *tree.leaves(state.opt)]
         held["ahead"] = sum(x.nbytes for x, one in zip(leaves, lives.apart, strict=False) if one)
+    if step.optimizer is not None and step.optimizer.phases is not None:
+        own = [leaf for leaf in structure.leaves.values() if leaf.trained]
+        held["kept"] = 4 * len(remembered(step.optimizer.phases)) * sum(leaf.numel for leaf in own)
+        if step.optimizer.phases.apart:
+            held["whole"] = sum(leaf.numel * leaf.dtype.itemsize for leaf in own)
     gather, shard, layout = step.gather, step.shard, structure.layout
     away = elsewhere(step.place.residency, structure, lives.device)
     if away and (read := _read(step, structure, away)):
@@ -61,8 +67,6 @@ def held_bytes(step: Stations, structure: Structure, state: State) -> dict[str, 
         held["gradients"] = sum(slices)
         filled = [b.numel * (step.reduce.dtype or sum_dtype(step, b)).itemsize for b in trained]
         held["buckets"] = sum(sorted(filled)[-2:]) + leave * max(slices, default=0)
-    if step.optimizer is not None and step.optimizer.phases is not None:
-        held["kept"] = sum(8 * leaf.numel for leaf in structure.leaves.values() if leaf.trained)
     if step.reduce.transport.keeps:
         held["kept"] = held.get("kept", 0) + sum(b.numel * 4 for b in trained)
     if structure.sharded:
