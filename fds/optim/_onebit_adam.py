@@ -13,7 +13,7 @@ from fds.optim.arguments import call_text, check_betas, check_numbers
 from fds.optim.assembly import Now, assemble
 from fds.optim.base import LRSchedule, Optimizer
 from fds.optim.masks import Masks
-from fds.optim.momentum import AfterWarmUp, sent_momenta, summed_moments
+from fds.optim.momentum import AfterWarmUp, sent_momenta, summed_moments, wide
 
 
 @checked_call
@@ -95,5 +95,5 @@ def _rule(
         for m, new in zip(momenta, sent_momenta(grads, opt, now, beta1, masks), strict=True):
             now.write(m, new.to(m.dtype))
     for p, m, v in zip(params, momenta, opt["exp_avg_sq"], strict=True):
-        u = m / v.sqrt().add_(eps)
-        now.write(p, p - u.add_(p * weight_decay).mul_(lr))
+        u = wide(m) / wide(v).sqrt().add_(eps)
+        now.write(p, (wide(p) - u.add_(p * weight_decay).mul_(lr)).to(p.dtype))

@@ -149,23 +149,23 @@ def _rule(
             for old, new in zip((m, v), summed_moments(m, v, g, beta1, beta2), strict=True):
                 now.write(old, new)
             now.write(w, v)
-            u = (m / v.sqrt().add_(eps)).add_(p * weight_decay)
+            u = (wide(m) / wide(v).sqrt().add_(eps)).add_(p * weight_decay)
             c, known = ratios.of(p, u)
             now.write(k, torch.where(known, ratios.coeff_beta * k + (1 - ratios.coeff_beta) * c, k))
-            now.write(p, p - u.mul_(lr * c))
+            now.write(p, (wide(p) - u.mul_(lr * c)).to(p.dtype))
         return
     sums = sent_momenta(grads, opt, now, beta1, masks)
     for p, new, m, v, w, k, last in zip(params, sums, *held, strict=True):
         g = (new - wide(m) * beta1).div_(1 - beta1)  # the mean gradient, as the messages show it
         now.write(m, new.to(m.dtype))
         now.write(w, torch.addcmul(wide(w) * beta2, g * (1 - beta2), g).to(w.dtype))
-        root = v.sqrt().add_(eps)
-        u = m / root
+        root = wide(v).sqrt().add_(eps)
+        u = wide(m) / root
         before = _norm(u)
         u.add_(p * weight_decay)
-        factor = ratios.factor(root, w.sqrt().add_(eps), _quotient(before, _norm(u)), last)
+        factor = ratios.factor(root, wide(w).sqrt().add_(eps), _quotient(before, _norm(u)), last)
         now.write(last, factor)
-        now.write(p, p - u.mul_(lr * (torch.where(k > 0, k, 1.0) * factor)))
+        now.write(p, (wide(p) - u.mul_(lr * (torch.where(k > 0, k, 1.0) * factor))).to(p.dtype))
 
 
 @attrs.frozen

@@ -128,6 +128,9 @@ def test_elements_without_a_gradient_in_warm_up_stay_where_they_are(optimizer):
     assert_same_bits(got, other)
     assert torch.equal(got["w"][5:], params["w"][5:]) and not state.opt["exp_avg"]["w"][5:].any()
     assert ((got["w"][:5] - params["w"][:5]).abs() > 0).all()
+    half = {name: x.half() for name, x in params.items()}  # in which eps is 0
+    (got, _), _ = trained(optimizer, half, gradients)
+    assert torch.equal(got["w"][5:], half["w"][5:]) and all(x.isfinite().all() for x in got.values())
 
 
 @pytest.mark.parametrize("optimizer", SHORT, ids=str)
