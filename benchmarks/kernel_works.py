@@ -200,7 +200,7 @@ def differences(outs: Outputs, refs: Outputs, within: float, compared: int | Non
     """Return which results lie further from what they should be than `within`, or than their dtype; NaN does."""
     found = []
     for i, (out, ref) in enumerate(zip(outs[:compared], refs[:compared], strict=True)):
-        most = max(within, WITHIN[out.dtype])
+        most = max(within, WITHIN.get(out.dtype, 0.0))
         if out.shape != ref.shape:
             found.append(f"result {i} has the shape {tuple(out.shape)}, not {tuple(ref.shape)}")
         elif not (apart := distance(out, ref)) <= most:

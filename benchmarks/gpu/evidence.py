@@ -39,9 +39,12 @@ TESTS = {
     "linear_cross_entropy": "linear_cross_entropy cross_entropy",
     "lion": "lion_update flat multi_tensor",
     "masked_softmax": "softmax philox",
+    "pack_signs": "messages",
+    "quantize": "messages",
     "rms_norm": "rms_normalization normalization normalization_use",
     "rotary": "rotary",
     "sgd": "sgd_update flat multi_tensor",
+    "sum_messages": "messages",
     "swiglu": "swiglu",
 }
 DTYPES = ("bfloat16", "float16", "float32")

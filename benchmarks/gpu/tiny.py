@@ -155,6 +155,37 @@ def _sgd(make: Inputs) -> None:
         kernels.sgd([p, p[:1].clone()], [g, g[:1]], step=step, **scalars)
 
 
+def _messages(make: Inputs) -> Iterator[tuple[Tensor, Tensor, int, int]]:
+    """Yield rows of numbers, and room for them in messages, of some bits in groups."""
+    for bits, group, n in ((8, 40, 1001), (4, 256, 1001), (1, 96, 1001), (8, 8, 3)):
+        yield (
+            make.given(3, n),
+            torch.zeros(3, -(-n // group) * (4 + group * bits // 8), dtype=torch.uint8, device=make.device),
+            bits,
+            group,
+        )
+
+
+def _quantize(make: Inputs) -> None:
+    for x, messages, bits, group in _messages(make):
+        if bits > 1:
+            kernels.quantize(x, messages, bits=bits, group=group)
+            kernels.quantize(x, messages, bits=bits, group=group, seed=7, kept=torch.zeros_like(x, dtype=torch.float32))
+
+
+def _pack_signs(make: Inputs) -> None:
+    for x, messages, bits, group in _messages(make):
+        if bits == 1:
+            kernels.pack_signs(x, messages, group=group)
+            kernels.pack_signs(x, messages, group=group, kept=torch.zeros_like(x, dtype=torch.float32))
+
+
+def _sum_messages(make: Inputs) -> None:
+    for x, messages, bits, group in _messages(make):
+        kernels.sum_messages(messages, torch.empty_like(x[0]), bits=bits, group=group)
+        kernels.sum_messages(messages, torch.empty_like(x[0]), bits=bits, group=group, own=x[1], index=1)
+
+
 RUNS: dict[str, Callable[[Inputs], None]] = {
     "layer_norm": _norms(True, kernels.layer_norm, kernels.add_layer_norm),
     "rms_norm": _norms(False, kernels.rms_norm, kernels.add_rms_norm),
@@ -170,6 +201,9 @@ RUNS: dict[str, Callable[[Inputs], None]] = {
     "lamb": _lamb,
     "lion": _lion,
     "sgd": _sgd,
+    "quantize": _quantize,
+    "pack_signs": _pack_signs,
+    "sum_messages": _sum_messages,
 }
 
 

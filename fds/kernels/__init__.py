@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from fds.kernels.choice import chosen, explained, only, prefer_triton
     from fds.kernels.losses._cross_entropy import cross_entropy
     from fds.kernels.losses._linear_cross_entropy import linear_cross_entropy
-    from fds.kernels.messages.quantized import dequantize, quantize
-    from fds.kernels.messages.signs import pack_signs, sign_bits, signs_of, unpack_signs
+    from fds.kernels.messages.quantized import quantize
+    from fds.kernels.messages.signs import pack_signs, sign_bits, signs_of
+    from fds.kernels.messages.sums import dequantize, sum_messages, unpack_signs
     from fds.kernels.norms.layer_normalization import add_layer_norm, layer_norm
     from fds.kernels.norms.rms_normalization import add_rms_norm, rms_norm
     from fds.kernels.optimizers.adam_update import adamw
@@ -41,8 +42,9 @@ __getattr__, __dir__ = lazily(__name__, {
     "fds.kernels.choice": "chosen explained only prefer_triton",
     "fds.kernels.losses._cross_entropy": "cross_entropy",
     "fds.kernels.losses._linear_cross_entropy": "linear_cross_entropy",
-    "fds.kernels.messages.quantized": "dequantize quantize",
-    "fds.kernels.messages.signs": "pack_signs sign_bits signs_of unpack_signs",
+    "fds.kernels.messages.quantized": "quantize",
+    "fds.kernels.messages.signs": "pack_signs sign_bits signs_of",
+    "fds.kernels.messages.sums": "dequantize sum_messages unpack_signs",
     "fds.kernels.norms.layer_normalization": "add_layer_norm layer_norm",
     "fds.kernels.norms.rms_normalization": "add_rms_norm rms_norm",
     "fds.kernels.optimizers.adam_update": "adamw",
@@ -55,5 +57,5 @@ __all__ = [
     "add_layer_norm", "add_rms_norm", "adamw", "attention", "bias_dropout_add", "bias_gelu", "bias_gelu_linear",
     "chosen", "cross_entropy", "dequantize", "dropout", "explained", "flash_attention", "lamb", "layer_norm",
     "linear_cross_entropy", "lion", "masked_softmax", "only", "pack_signs", "prefer_triton", "quantize", "rms_norm",
-    "rotary", "sgd", "sign_bits", "signs_of", "swiglu", "unpack_signs",
+    "rotary", "sgd", "sign_bits", "signs_of", "sum_messages", "swiglu", "unpack_signs",
 ]

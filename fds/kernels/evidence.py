@@ -36,15 +36,18 @@ HOMES = {
     "linear_cross_entropy": "losses/_linear_cross_entropy.py",
     "lion": "optimizers/lion_update.py",
     "masked_softmax": "attentions/softmax.py",
+    "pack_signs": "messages/signs.py",
+    "quantize": "messages/quantized.py",
     "rms_norm": "norms/rms_normalization.py",
     "rotary": "attentions/_rotary.py",
     "sgd": "optimizers/sgd_update.py",
+    "sum_messages": "messages/sums.py",
     "swiglu": "activations/_swiglu.py",
 }
 # Functions and optimizers that run the kernel of another function.
 SAME = {
     "adam": "adamw", "add_layer_norm": "layer_norm", "add_rms_norm": "rms_norm", "attention": "flash_attention",
-    "dropout": "bias_dropout_add",
+    "dequantize": "sum_messages", "dropout": "bias_dropout_add", "unpack_signs": "sum_messages",
 }
 # They check arguments and choose, before a kernel runs, and are no part of it.
 _BEFORE = {"arguments.py", "choice.py", "evidence.py"}

@@ -81,7 +81,7 @@ class Hierarchical(Transport):
             if kept is not None and errors is not None:
                 sorted_by_place(kept).copy_(errors.view(local.size, node.size, -1))
             second.work.wait()
-            out.copy_(second.sum())
+            second.sum(out)
 
         return Pending(first.work, finish)
 

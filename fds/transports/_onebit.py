@@ -32,11 +32,19 @@ class OneBit(Code):
 
     def encode(self, numbers: Tensor, messages: Tensor) -> None:
         """Write the scales of a message, then its signs, eight to a byte."""
-        kernels.pack_signs(numbers, messages, group=self.group)
+        self.encode_and_keep(numbers, messages, None)
+
+    def encode_and_keep(self, numbers: Tensor, messages: Tensor, kept: Tensor | None) -> None:
+        """Write a message and what it loses in one pass."""
+        kernels.pack_signs(numbers, messages, group=self.group, kept=kept)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         """Give every sign its scale."""
         kernels.unpack_signs(message, out, group=self.group)
+
+    def add_up(self, messages: Tensor, out: Tensor, own: Tensor, index: int) -> None:
+        """Sum messages as they are."""
+        kernels.sum_messages(messages, out, bits=1, group=self.group, own=own, index=index)
 
 
 def onebit(*, group: int = 2048) -> Coded:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fds import kernels
 from fds.errors import ComposeError, is_int
-from fds.kernels.messages.quantized import LEVELS
+from fds.kernels.messages.groups import LEVELS
 from fds.transports.code import Code, Coded
 
 
@@ -50,11 +50,19 @@ class Quantized(Code):
 
     def encode(self, numbers: Tensor, messages: Tensor) -> None:
         """Write the scales of a message, then its integers."""
-        kernels.quantize(numbers, messages, bits=self.bits, group=self.group, seed=self.seed)
+        self.encode_and_keep(numbers, messages, None)
+
+    def encode_and_keep(self, numbers: Tensor, messages: Tensor, kept: Tensor | None) -> None:
+        """Write a message and what it loses in one pass."""
+        kernels.quantize(numbers, messages, bits=self.bits, group=self.group, seed=self.seed, kept=kept)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         """Multiply integers by their scales."""
         kernels.dequantize(message, out, bits=self.bits, group=self.group)
+
+    def add_up(self, messages: Tensor, out: Tensor, own: Tensor, index: int) -> None:
+        """Sum messages as they are."""
+        kernels.sum_messages(messages, out, bits=self.bits, group=self.group, own=own, index=index)
 
 
 def quantized(bits: int = 8, *, group: int = 256, stochastic: bool = False, feedback: bool = False) -> Coded:

@@ -39,6 +39,31 @@ class Code:
         """Write the numbers of a `message` (num_bytes,) uint8 to `out` (n,), of any floating dtype."""
         raise NotImplementedError
 
+    def encode_and_keep(self, numbers: Tensor, messages: Tensor, kept: Tensor | None) -> None:
+        """Do what `encode` does; what each message loses is added to its row of `kept` (k, n) float32, if not None."""
+        self.encode(numbers, messages)
+        for x, message, error in zip(numbers, messages, () if kept is None else kept, strict=kept is not None):
+            sent = torch.empty_like(x, dtype=torch.float32)
+            self.decode(message, sent)
+            error += torch.sub(x, sent, out=sent)
+
+    def add_up(self, messages: Tensor, out: Tensor, own: Tensor, index: int) -> None:
+        """Write to `out` (n,) the sum of `messages` (size, num_bytes), in float32 at least, in their order.
+
+        What this rank has of its own (n,) stands in place of message `index`.
+        """
+        total = torch.empty_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
+        term = torch.empty_like(total)
+        for r, message in enumerate(messages):
+            into = term if r else total
+            if r == index:
+                into.copy_(own)
+            else:
+                self.decode(message, into)
+            if r:
+                total += term
+        out.copy_(total)
+
     def exchange(self, axis: Axis, rows: Tensor, kept: Tensor | None) -> Arriving:
         """Begin to send row r of `rows` (size, n) to rank r of an axis, in a message; this rank's own stays here.
 
@@ -46,11 +71,8 @@ class Code:
         """
         (k, n), at = rows.shape, axis.index
         messages = torch.zeros(k, self.num_bytes(n), dtype=torch.uint8, device=rows.device)
-        self.encode(rows[:at], messages[:at])
-        self.encode(rows[at + 1 :], messages[at + 1 :])
-        if kept is not None:
-            for r in (r for r in range(k) if r != at):
-                kept[r] += self.lost(rows[r], messages[r])
+        for some in (slice(at), slice(at + 1, k)):
+            self.encode_and_keep(rows[some], messages[some], None if kept is None else kept[some])
         arrived = torch.empty_like(messages)
         return Arriving(self, axis.start_all_to_all(arrived, messages), arrived, at, rows[at])
 
@@ -60,17 +82,9 @@ class Code:
         What the message loses is added to `kept` (n,) float32, where there is one.
         """
         message = torch.empty(1, self.num_bytes(len(own)), dtype=torch.uint8, device=own.device)
-        self.encode(own[None], message)
-        if kept is not None:
-            kept += self.lost(own, message[0])
+        self.encode_and_keep(own[None], message, None if kept is None else kept[None])
         arrived = message.new_empty(axis.size * message.shape[1])
         return axis.start_all_gather(arrived, message[0]), arrived.view(axis.size, -1)
-
-    def lost(self, given: Tensor, message: Tensor) -> Tensor:
-        """Return what a message lost of the numbers `given` (n,): float32."""
-        sent = torch.empty_like(given, dtype=torch.float32)
-        self.decode(message, sent)
-        return torch.sub(given, sent, out=sent)
 
 
 @attrs.frozen(eq=False)
@@ -83,19 +97,15 @@ class Arriving:
     index: int  # of this rank
     own: Tensor  # (n,)
 
-    def sum(self) -> Tensor:
-        """Return the sum (n,), in float32 at least, of what all ranks sent, in their order, once `work` has arrived."""
-        total = torch.empty_like(self.own, dtype=torch.promote_types(self.own.dtype, torch.float32))
-        term = torch.empty_like(total)
-        for r, message in enumerate(self.messages):
-            into = term if r else total
-            if r == self.index:
-                into.copy_(self.own)
-            else:
-                self.code.decode(message, into)
-            if r:
-                total += term
-        return total
+    def sum(self, out: Tensor | None = None) -> Tensor:
+        """Return the sum (n,) of what all ranks sent, in their order, once `work` has arrived.
+
+        It is in float32 at least, or written to `out`.
+        """
+        if out is None:
+            out = torch.empty_like(self.own, dtype=torch.promote_types(self.own.dtype, torch.float32))
+        self.code.add_up(self.messages, out, self.own, self.index)
+        return out
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -124,7 +134,7 @@ class Coded(Transport):
         """Send each rank its slice, coded; sum what arrives in float32, in the order of ranks."""
         rows = given(whole, kept).view(axis.size, -1)
         arriving = self.code.exchange(axis, rows, None if kept is None else kept.view(axis.size, -1))
-        return Pending(arriving.work, lambda: out.copy_(arriving.sum()))
+        return Pending(arriving.work, lambda: arriving.sum(out))
 
     def combine(self, axis: Axis, own: Tensor, kept: Tensor | None) -> Work:
         """Sum a slice over its replicas in two messages: each sums a piece of it, and sends that to the others."""

@@ -1,19 +1,39 @@
-"""Rows of numbers in groups, each of which a message gives a scale: where scales and codes of a group lie."""
+"""Rows of numbers in groups, each of which a message gives a scale: where scales and codes of a group lie.
+
+A message is the scales of its groups, float32, then their codes, 8, 4 or 1 bits for each number, in words of 32 bits::
+
+    8 bits  number 4 w + j of a group is byte j of its word w
+    4 bits  byte b of a group has number b in its low bits, and number group / 2 + b above
+    1 bit   number 32 w + j is bit j of word w
+
+The last group of a row may have fewer numbers than `group`; its message has room for all.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from fds.errors import KernelError
 
+LEVELS = {8: 127, 4: 7}  # the largest integer of so many bits
+BLOCK = 2**17  # numbers that a reference works on at a time: what it makes of them stays in a cache
+
 
 def opened(messages: Tensor, n: int, *, group: int, bits: int) -> tuple[Tensor, Tensor]:
     """Return the scales (k, g) float32 and the codes (k, g, group * bits / 8) uint8 in messages (k, m) of n numbers.
 
-    A message is the scales of its groups, then their codes; the last group may have fewer numbers than `group`, and
-    room for all. Raises `KernelError` for messages of another size.
+    Raises `KernelError` for messages of another size, and groups that are not whole words of 32 bits.
     """
+    if group * bits % 32 or group <= 0:
+        raise KernelError(
+            "the codes of a group are not whole words",
+            where="group",
+            got=str(group),
+            want=f"a multiple of {32 // bits}",
+        )
     count, each = -(-n // group), group * bits // 8
     if messages.shape[1] != count * (4 + each):
         raise KernelError(
@@ -26,16 +46,18 @@ def opened(messages: Tensor, n: int, *, group: int, bits: int) -> tuple[Tensor, 
     return scales, messages[:, 4 * count :].unflatten(1, (count, each))
 
 
-def parts(numbers: Tensor, group: int) -> list[tuple[slice, Tensor]]:
-    """Return the groups (k, g, group) of rows `numbers` (k, n), and which they are: a view of all full ones.
-
-    The last one, if it is not full, is a part of its own: a copy, filled up with zeros.
-    """
-    k, n = numbers.shape
-    full = n // group
-    found = [(slice(0, full), numbers[:, : full * group].unflatten(1, (full, group)))] if full else []
+def blocks(k: int, n: int, group: int) -> Iterator[tuple[slice, slice]]:
+    """Yield groups and the columns of their numbers, of k rows (n,), some at a time; one that is not full by itself."""
+    full, some = n // group, max(1, BLOCK // max(k * group, 1))
+    for first in range(0, full, some):
+        last = min(first + some, full)
+        yield slice(first, last), slice(first * group, last * group)
     if n % group:
-        last = numbers.new_zeros(k, 1, group)
-        last[:, 0, : n % group] = numbers[:, full * group :]
-        found.append((slice(full, full + 1), last))
-    return found
+        yield slice(full, full + 1), slice(full * group, n)
+
+
+def grouped(x: Tensor, group: int) -> Tensor:
+    """Return the numbers of a block (k, n) in their groups (k, g, group): a copy with zeros where one is not full."""
+    if x.shape[1] % group:
+        x = torch.nn.functional.pad(x, (0, group - x.shape[1]))
+    return x.unflatten(1, (-1, group))

@@ -1,8 +1,11 @@
-"""Numbers as signs, eight to a byte, with a scale for each group, and back.
+"""Numbers as signs, 32 to a word, with a scale for each group.
 
-    scale = mean |x|;  x' = scale where x >= 0, else -scale
+    scale = mean |x|;  x' = scale where x >= 0, else -scale;  kept += x - x'
 
-Moves:  4 + 1/8 bytes per number of float32, once each way
+The mean is 1 / count, rounded, times the sum, in which the upper half of a group (of as many as a power of two) is
+added to the lower one until one number is left: the same bits on every device.
+
+Moves:  4 + 1/8 bytes for each number of float32, 8 more where `kept` takes what is lost
 Source: Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847
 """
 
@@ -13,40 +16,101 @@ import functools
 import torch
 from torch import Tensor
 
-from fds.kernels.messages.groups import opened, parts
+from fds.errors import KernelError
+from fds.kernels.choice import is_demanded, runs_triton
+from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
+from fds.kernels.messages.groups import blocks, grouped, opened
+from fds.kernels.messages.words import MOST, place, tile
 
 _TO_TOP = 0x0102040810204080  # times eight bytes of 0 or 1: bit i of the uppermost byte is byte i
 
 
-def pack_signs(numbers: Tensor, messages: Tensor, *, group: int) -> None:
+def reference(numbers: Tensor, messages: Tensor, *, group: int, kept: Tensor | None = None) -> None:
+    """Do the same in plain torch."""
+    k, n = numbers.shape
+    scales, codes = opened(messages, n, group=group, bits=1)
+    for at, columns in blocks(k, n, group):
+        x = grouped(numbers[:, columns], group).float()
+        scale = _sum(x.abs()).mul_(1 / min(group, n - columns.start))
+        scales[:, at] = scale
+        codes[:, at] = sign_bits(x)
+        if kept is not None:
+            part, scale = kept[:, columns], scale[..., None]
+            part += torch.sub(x, torch.where(x >= 0, scale, -scale)).flatten(1)[:, : part.shape[1]]
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Return the sums (..., ) over the last dimension, written over: halves added until one number is left."""
+    while (n := x.shape[-1]) > 1:
+        half = next_power_of_2(n) // 2
+        x[..., : n - half] += x[..., half:]
+        x = x[..., :half]
+    return x[..., 0]
+
+
+@jit
+def _sign_kernel(
+    numbers_ptr, kept_ptr, words_ptr, n, count, group, row, column, kept_row, kept_column, message,
+    BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, HALVINGS: tl.constexpr,
+):
+    line = tl.program_id(1).to(tl.int64)
+    g = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    word, each = tl.arange(0, WORDS)[None, :], group // 32
+    places, shift = place(word, group, BITS)
+    at = g[:, None, None] * group + places
+    stored = (g[:, None] < count) & (word < each)
+    inside = stored[:, :, None] & (at < n)
+    x = tl.load(numbers_ptr + line * row + at * column, mask=inside, other=0.0).to(tl.float32)
+
+    total = tl.reshape(tl.abs(x), (ROWS, WORDS * 32))
+    for i in tl.static_range(HALVINGS):  # pyright: ignore[reportGeneralTypeIssues]
+        total = tl.sum(tl.reshape(total, (ROWS, 2, WORDS * 16 >> i)), 1)
+    held = tl.minimum(n - g * group, group).to(tl.float32)
+    scale = tl.reshape(total, (ROWS,)) * tl.div_rn(1.0, tl.where(g < count, held, 1.0))
+    is_positive = x >= 0
+    if kept_ptr is not None:
+        kept = kept_ptr + line * kept_row + at * kept_column
+        sent = tl.where(is_positive, scale[:, None, None], -scale[:, None, None])
+        tl.store(kept, tl.load(kept, mask=inside) + (x - sent), mask=inside)
+    words_ptr += line * message
+    tl.store(words_ptr + g, scale.to(tl.int32, bitcast=True), mask=g < count)
+    tl.store(words_ptr + count + g[:, None] * each + word, tl.sum(is_positive.to(tl.int32) << shift, 2), mask=stored)
+
+
+@torch.no_grad()
+def pack_signs(numbers: Tensor, messages: Tensor, *, group: int, kept: Tensor | None = None) -> None:
     """Write each row of numbers to a message: scales, then signs, a bit each, 1 where a number is not negative.
 
     Args:
         numbers: (k, n), of any floating dtype. The scale of a group that is not full is the mean of what it has.
         messages: (k, m) uint8, m = ceil(n / group) * (4 + group / 8).
-        group: numbers that share a scale, a multiple of 8.
+        group: numbers that share a scale, a multiple of 32.
+        kept: (k, n) float32, to which is added what a message loses; or None.
 
     Raises `KernelError` for messages of another shape.
     """
-    n = numbers.shape[1]
-    scales, codes = opened(messages, n, group=group, bits=1)
-    for at, x in parts(numbers, group):
-        scales[:, at] = x.abs().sum(-1, dtype=torch.float32).div_(min(group, n - at.start * group))
-        codes[:, at] = sign_bits(x)
-
-
-def unpack_signs(message: Tensor, out: Tensor, *, group: int) -> None:
-    """Write the numbers of a message (m,) uint8 to `out` (n,), of any floating dtype: see `pack_signs`.
-
-    Raises `KernelError` for a message of another size.
-    """
-    (scales,), (codes,) = opened(message[None], len(out), group=group, bits=1)
-    out.copy_((signs_of(codes) * scales[:, None]).view(-1)[: len(out)])
+    k, n = numbers.shape
+    if not k or not n:
+        return
+    opened(messages, n, group=group, bits=1)
+    is_triton = runs_triton("pack_signs", numbers)
+    if is_triton and group > MOST and is_demanded():
+        raise KernelError("a group exceeds a block", where="group", got=str(group), want=f"at most {MOST}")
+    if not is_triton or group > MOST:
+        reference(numbers, messages, group=group, kept=kept)
+        return
+    count, words = cdiv(n, group), messages.view(torch.int32)
+    meta = tile(1, group, MOST)
+    with on(numbers):
+        _sign_kernel[(cdiv(count, meta["ROWS"]), k)](
+            numbers, kept, words, n, count, group, *numbers.stride(), *((0, 0) if kept is None else kept.stride()),
+            words.stride(0), HALVINGS=(meta["WORDS"] * 32).bit_length() - 1, **meta, enable_fp_fusion=False,
+        )
 
 
 def sign_bits(x: Tensor) -> Tensor:
     """Return a bit for each number of x (..., 8 k), 1 where it is not negative: (..., k) uint8, the first in bit 0."""
-    return (((x >= 0).view(torch.int64) * _TO_TOP) >> 56).to(torch.uint8)
+    return (((x >= 0).contiguous().view(torch.int64) * _TO_TOP) >> 56).to(torch.uint8)
 
 
 def signs_of(bits: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ MUTANTS = (
     Mutant(
         "a-rank-codes-its-own",
         "fds/transports/code.py",
-        "            if r == self.index:\n                into.copy_(self.own)",
-        "            if r != r:\n                into.copy_(self.own)",
+        "            if r == index:\n                into.copy_(own)",
+        "            if r != r:\n                into.copy_(own)",
         "what a rank sends itself is what memory held",
         LAW,
     ),
