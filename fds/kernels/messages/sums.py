@@ -21,7 +21,7 @@ from fds.kernels.messages.groups import blocks, opened
 from fds.kernels.messages.signs import signs_of
 from fds.kernels.messages.words import ELEMENTS, place, tile
 
-_INTEGERS = {
+INTEGERS = {
     8: lambda codes: codes.view(torch.int8),
     4: lambda codes: torch.cat([codes & 15, codes >> 4], -1).view(torch.int8) - 8,
     1: signs_of,
@@ -38,7 +38,7 @@ def reference(
         def term(r: int, at: slice = at, columns: slice = columns) -> Tensor:
             if own is not None and r == index:
                 return own[columns].float()
-            numbers = _INTEGERS[bits](codes[r, at]) * scales[r, at, None]
+            numbers = INTEGERS[bits](codes[r, at]) * scales[r, at, None]
             return numbers.view(-1)[: columns.stop - columns.start]
 
         out[columns] = functools.reduce(torch.add, map(term, range(len(messages))))
