@@ -15,6 +15,7 @@ import functools
 import torch
 from torch import Tensor
 
+from fds.kernels import arguments
 from fds.kernels.choice import runs_triton
 from fds.kernels.language import cdiv, jit, on, tl
 from fds.kernels.messages.groups import blocks, opened
@@ -33,13 +34,14 @@ def reference(
 ) -> None:
     """Do the same in plain torch."""
     scales, codes = opened(messages, len(out), group=group, bits=bits)
+    wide = arguments.width(out)
     for at, columns in blocks(1, len(out), group):
 
         def term(r: int, at: slice = at, columns: slice = columns) -> Tensor:
             if own is not None and r == index:
-                return own[columns].float()
+                return own[columns].to(wide)
             numbers = INTEGERS[bits](codes[r, at]) * scales[r, at, None]
-            return numbers.view(-1)[: columns.stop - columns.start]
+            return numbers.view(-1)[: columns.stop - columns.start].to(wide)
 
         out[columns] = functools.reduce(torch.add, map(term, range(len(messages))))
 
