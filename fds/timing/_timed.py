@@ -10,7 +10,7 @@ from typing import TypeVar
 import attrs
 import torch
 
-from fds.collectives import mesh
+from fds.collectives import mesh, worlds
 from fds.collectives.traffic import counting
 from fds.errors import FdsError, checked_call, is_a, is_int, is_number
 from fds.state import State
@@ -189,6 +189,8 @@ class Timed:
         with counting(Waits()), clocked(clock), clock.range(OTHER), watching:
             yield
         self._waiting.append(clock)
+        if isinstance(clock, LayerClock) and worlds.current().size == 1:  # another rank may have other layers
+            clock.check()
 
     def _clock(self, device: torch.device) -> tuple[Clock, contextlib.AbstractContextManager[None]]:
         """Return a clock, and what follows layers for it."""
@@ -282,15 +284,16 @@ def timed(
         every: calls from one that is timed to the next; None times none.
         layers: whether `timed.last.layers` has the times of every layer of `Layers` and of the modules that a
             `functional` module calls; or patterns of names, as those of `fds.profile`, of modules at any depth. Each is
-            without the layers inside it. Plain functions, and what is compiled or replayed, are no layers. A pattern
-            that nothing matches has no times.
+            without the layers inside it. Plain functions, and what is compiled or replayed, are no layers; a
+            criterion that is a module is one, under the name of its class.
         samples: of a call, of all ranks together, for `samples_per_s`.
         tokens: of a call, of all ranks together, for `tokens_per_s`.
         flops: of the model in a call, forward and backward, of all ranks together, for `flops_per_s`.
         peak_flops: of all devices together, a second, for `mfu`, the share of it that the model's flops are;
             `fds.timing.peak_flops(dtype)` measures that of a device.
 
-    Raises `FdsError` for numbers that are none, for a peak without `flops`, and for `layers` that are no patterns.
+    Raises `FdsError` for numbers that are none, for a peak without `flops`, and for `layers` that are no patterns;
+    after a call that is timed for a pattern that nothing matches, but where several ranks run, each with its layers.
     """
     if every is not None and not is_int(every, 1):
         raise FdsError("not a number of calls", where="timed, every", got=repr(every), want="1 or more, or None")

@@ -15,6 +15,7 @@ from torch.nn.modules import module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fds import tree
+from fds.errors import FdsError, did_you_mean
 from fds.loss.owners import Owners
 from fds.loss.roots import Root, roots
 from fds.step.ranges import Clock
@@ -71,6 +72,14 @@ class LayerClock(Clock):
             for hook in hooks:
                 hook.remove()
                 module._global_forward_hooks_with_kwargs.pop(hook.id, None)  # pyright: ignore[reportPrivateUsage]  (torch leaves it there)
+
+    def check(self) -> None:
+        """Raise `FdsError` for a pattern that matches no module of those that ran; where none did, nothing is known."""
+        names = [name for name in self._names.values() if name]
+        for pattern in self.patterns or ():
+            if names and not fnmatch.filter(names, pattern):
+                hint = did_you_mean(pattern, names)
+                raise FdsError("no layer has such a name", where="timed, layers", got=repr(pattern), hint=hint)
 
     def mark(self, name: str) -> None:
         """Note that a range begins or ends; forward and backward begin outside of all layers."""

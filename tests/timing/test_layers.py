@@ -124,6 +124,23 @@ def test_what_names_no_layers_is_refused(wrong):
         fds.timed(layers=wrong)
 
 
+def test_a_pattern_that_nothing_matches_is_refused_where_the_call_has_run():
+    model = fds.Layers([nn.Linear(3, 3), nn.Sequential(nn.Tanh())], nn.MSELoss())
+    step = fds.compose(fds.sgd(0.1))(model)
+    state, batch, timed = (
+        step.init(model.init, key=0),
+        (torch.ones(2, 3), torch.zeros(2, 3)),
+        fds.timed(layers=["1.00"]),
+    )
+    with pytest.raises(FdsError, match=r"'1\.0'"), timed(state):
+        new, _ = step(state, batch)
+    assert new.calls == 1 and not hooks._global_forward_hooks
+    timed = fds.timed(layers=["1.*", "MSE*"])
+    with timed(new):
+        step(new, batch)
+    assert list(timed.last.layers) == ["1.0", "MSELoss"]
+
+
 def test_no_hook_is_left_behind():
     model = fds.Layers([torch.nn.Linear(3, 3)], torch.nn.MSELoss())
     step = fds.compose(fds.sgd(0.1))(model)

@@ -6,6 +6,14 @@ TIMED = "tests/timing/test_timed.py"
 MESSAGES = "tests/timing/test_messages.py"
 MUTANTS = (
     Mutant(
+        "layers-that-are-not-there-are-timed",
+        "fds/timing/layers.py",
+        "if names and not fnmatch.filter(names, pattern):",
+        "if False:",
+        "a misspelt pattern has no times, and nobody is told",
+        "tests/timing/test_layers.py",
+    ),
+    Mutant(
         "a-node-is-of-the-layer-that-left-last",
         "fds/loss/owners.py",
         "bisect.bisect_right(self._starts, node._sequence_nr()) - 1]",
