@@ -1,4 +1,4 @@
-"""What watching a run costs: a step with monitors, and one that is timed, beside the step without.
+"""What watching a run costs: a step with monitors, and one whose time or memory is read, beside the step without.
 
     python -m benchmarks.watching             # or: make bench-watching
     python -m benchmarks.watching --quick     # a tiny model, nothing written: does it all run?
@@ -12,10 +12,12 @@ most 1.02. Off, a step has no more calls of functions than it had: tests/unit/st
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]  # as a module and as a file, from anywhere
@@ -52,15 +54,17 @@ def main() -> int:
 
 def contenders(quick: bool) -> list[Row]:
     """Return who stands beside the step that nobody watches."""
-    plain = Contender("unwatched", lambda: run(quick, monitored=False, timed=False))
+    plain = Contender("unwatched", lambda: run(quick))
     return [
-        Row(Contender("monitored", lambda: run(quick, monitored=True, timed=False)), plain, time_at_most=1.01),
-        Row(Contender("timed", lambda: run(quick, monitored=False, timed=True)), plain, time_at_most=1.02),
-        Row(Contender("monitored and timed", lambda: run(quick, monitored=True, timed=True)), plain),
+        Row(Contender("monitored", lambda: run(quick, monitored=True)), plain, time_at_most=1.01),
+        Row(Contender("timed", lambda: run(quick, gauge=fds.timed())), plain, time_at_most=1.02),
+        Row(Contender("timed by layer", lambda: run(quick, gauge=fds.timed(layers=True))), plain),
+        Row(Contender("memory by part", lambda: run(quick, gauge=fds.memory_breakdown())), plain),
+        Row(Contender("monitored and timed", lambda: run(quick, monitored=True, gauge=fds.timed())), plain),
     ]
 
 
-def run(quick: bool, *, monitored: bool, timed: bool) -> Call:
+def run(quick: bool, *, monitored: bool = False, gauge: Any = None) -> Call:
     """Return a call of the step, and of what watches it."""
     width, layers, rows, context = (16, 1, 2, 8) if quick else (128, 4, 8, 128)
     loss = gpt(width=width, layers=layers, heads=4, dropout=0.0)
@@ -69,20 +73,16 @@ def run(quick: bool, *, monitored: bool, timed: bool) -> Call:
     text = torch.randint(256, (rows, context + 1), generator=torch.Generator().manual_seed(0))
     folder, lines = tempfile.mkdtemp(), Console(file=io.StringIO())
     sinks = CSV(folder), TensorBoard(folder), fds.monitors.Console(every=1, console=lines)
-    monitor, timer = fds.monitor(*sinks, batch_size=rows), fds.timed()
+    monitor = fds.monitor(*sinks, batch_size=rows)
 
     def call() -> Tensor:
         batch, before = (text[:, :-1], text[:, 1:]), states.pop()
-        if timed:
-            with timer(before):
-                state, metrics = step(before, batch)
-        else:
+        with contextlib.nullcontext() if gauge is None else gauge(before):
             state, metrics = step(before, batch)
         states.append(state)
+        seen = {} if gauge is None else gauge.metrics()
         if monitored:
-            monitor(state, {**metrics, **timer.metrics()} if timed else metrics)
-        elif timed:
-            timer.metrics()
+            monitor(state, {**metrics, **seen})
         return metrics["loss"]
 
     return call
@@ -94,7 +94,8 @@ def facts() -> dict[str, str]:
         "what ran": "a training step of a GPT 128 wide, 4 layers, 8 rows of 128 bytes, float32, one thread of the CPU",
         "fds": "compose(skip_nonfinite(), clip_by_global_norm(1.0), adamw(1e-3), donate())",
         "monitored": "every call is written by CSV (5 files, flushed), TensorBoard and a console into memory",
-        "timed": "every call is timed, and its times are read",
+        "timed": "every call is timed, and its times are read; also those of every layer",
+        "memory by part": "every call's memory in use is read as parts begin and end",
     }
 
 

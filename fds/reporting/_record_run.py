@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fds.collectives import mesh
-from fds.errors import FdsError, is_a
+from fds.errors import FdsError, checked_call, expanded, is_a
 from fds.reporting.environment import environment
 from fds.reporting.record import FORMAT, NAME, Record, Start, read_record, write_record
 from fds.state import State
@@ -19,6 +19,7 @@ from fds.transforms.pipeline.station import Pipeline
 _WANT = "fds.record_run(directory, step, state)"
 
 
+@checked_call
 def record_run(
     directory: str | Path, step: Step, state: State, *, config: Mapping[str, Any] | None = None, explain: str = ""
 ) -> None:
@@ -56,7 +57,7 @@ def record_run(
     axis = mesh(ranks=-1)["ranks"]
     problem = ""
     if axis.index == 0:
-        path, calls = Path(directory), int(state.calls)
+        path, calls = Path(expanded(directory)), int(state.calls)
         axes = {one.axis.name: one.axis.size for one in step.topology if one.axis is not None}
         try:
             earlier = read_record(path / NAME).starts if (path / NAME).exists() else ()

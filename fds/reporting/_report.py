@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fds.errors import FdsError, is_a
+from fds.errors import FdsError, checked_call, expanded, is_a
 from fds.reporting.page import page
 from fds.reporting.run import read_run
 
 NAME = "report.html"
 
 
+@checked_call
 def report(*runs: str | Path, path: str | Path | None = None) -> Path:
     """Write one HTML file about a run, or about several beside each other, and return its path.
 
@@ -32,9 +33,9 @@ def report(*runs: str | Path, path: str | Path | None = None) -> Path:
         raise FdsError("not runs", where="report", got=repr(runs)[:80], want='fds.report("runs/one")')
     if not is_a(path, str | Path | None):
         raise FdsError("not a path", where="report, path", got=repr(path)[:80], want='"report.html", or None')
-    folders = [Path(run) for run in runs]
+    folders = [Path(expanded(run)) for run in runs]
     read = [read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-    target = Path(path) if path is not None else (folders[0] if len(folders) == 1 else Path()) / NAME
+    target = Path(expanded(path)) if path is not None else (folders[0] if len(folders) == 1 else Path()) / NAME
     try:
         target.write_bytes(page(read).encode("utf-8", "backslashreplace"))
     except OSError as error:

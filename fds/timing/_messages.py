@@ -17,7 +17,7 @@ from fds.collectives import Axis, mesh, worlds
 from fds.collectives.links import Collective, Work
 from fds.collectives.reductions import bytes_sent
 from fds.collectives.traffic import MessageKind, Traffic, counting
-from fds.errors import FdsError, is_a, is_int, nearest
+from fds.errors import FdsError, checked_call, is_a, is_int, nearest
 from fds.state import State
 from fds.step import Description
 from fds.step.ranges import Clock
@@ -266,6 +266,7 @@ class Messages:
                 print(*(f"call {number}: {one}" for one in self._last), sep="\n")
 
 
+@checked_call
 def messages(
     *, every: int | None = 1, ops: Sequence[str] | None = None, verbose: bool = False, debug: bool = False
 ) -> Messages:

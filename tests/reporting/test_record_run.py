@@ -72,6 +72,7 @@ LOOP["loop"] = LOOP
         ({"config": [1]}, "not options"),
         ({"config": LOOP}, "options that JSON cannot hold"),
         ({"explain": None}, "not a text"),
+        ({"confg": {}}, "confg"),
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else one,
 )

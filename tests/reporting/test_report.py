@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import torch
 
 import fds
 from fds.command_line import main
@@ -259,6 +260,15 @@ def test_runs_are_directories(runs, path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FdsError):
         fds.report(*runs, path=path)
+
+
+def test_a_path_may_begin_with_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    loss = lambda params, batch: params["w"].square().sum()
+    step = fds.compose(fds.sgd(0.1))(loss)
+    fds.record_run("~/run", step, step.init({"w": torch.ones(2)}))
+    assert fds.report("~/run", path="~/page.html") == tmp_path / "page.html"
+    assert (tmp_path / "run" / "run.json").exists() and (tmp_path / "page.html").exists()
 
 
 def test_a_table_without_a_row_is_no_curve(tmp_path):

@@ -368,6 +368,11 @@ def test_arguments_of_another_kind_are_refused(wrong, where):
     assert where in refused.value.where
 
 
+def test_an_argument_that_there_is_not_is_refused():
+    with pytest.raises(FdsError, match="op"):
+        fds.messages(op=["all_reduce"])
+
+
 def test_comms_logger_says_what_is_watched():
     def of(**keys):
         return fds.config.TrainingConfig.of({"train_batch_size": 8, "comms_logger": keys}).messages(fds.mesh(dp=1))
