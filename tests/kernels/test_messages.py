@@ -176,3 +176,16 @@ def test_a_message_of_another_size_is_refused():
     with pytest.raises(KernelError) as caught:
         sum_messages(torch.zeros(1, 64, dtype=torch.uint8), torch.empty(8), bits=8, group=8)
     assert caught.value.where == "messages" and caught.value.want.startswith("12 bytes for 8 numbers")
+
+
+def test_halves_are_rounded_to_even_integers_as_by_the_reference():
+    compare(torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5]]), bits=8, group=8)
+
+
+def test_a_negative_zero_of_one_s_own_stays_one():
+    messages, _ = written(quantize, torch.ones(1, 8), bits=8, group=8)
+    for kind in ("triton", "reference"):
+        out = torch.ones(8)
+        with only(kind):
+            sum_messages(messages, out, bits=8, group=8, own=torch.full((8,), -0.0), index=0)
+        assert_same_bits(out, torch.full((8,), -0.0))

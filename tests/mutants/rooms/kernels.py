@@ -340,14 +340,6 @@ MUTANTS = (
         "tests/kernels/test_messages.py",
     ),
     Mutant(
-        "messages-sum-own-twice",
-        "fds/kernels/messages/sums.py",
-        "term = tl.where(is_coded, term, own.to(tl.float32))",
-        "term = term + own.to(tl.float32)",
-        "what memory held in place of the own message is added",
-        "tests/kernels/test_messages.py",
-    ),
-    Mutant(
         "messages-begin-blocks-anew",
         "fds/kernels/messages/quantized.py",
         "_uniform(x, columns.start, seed)",
