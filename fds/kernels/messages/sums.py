@@ -57,7 +57,7 @@ def _sum_kernel(
     at = g[:, None, None] * group + places
     read = (g[:, None] < count) & (word < each)
     inside = read[:, :, None] & (at < n)
-    total = tl.full((ROWS, WORDS, 32 // BITS), -0.0, tl.float32)  # to which -0.0 is added as it is
+    total = tl.full((ROWS, WORDS, 32 // BITS), 0.0, tl.float32)
     for r in range(num_messages):
         is_coded = r != index
         scale = tl.load(words_ptr + g, mask=(g < count) & is_coded, other=0).to(tl.float32, bitcast=True)
@@ -72,7 +72,7 @@ def _sum_kernel(
         if own_ptr is not None:
             own = tl.load(own_ptr + at * own_stride, mask=inside & (r == index), other=0.0)
             term = tl.where(is_coded, term, own.to(tl.float32))
-        total += term
+        total = tl.where(r == 0, term, total + term)  # 0.0 + -0.0 is 0.0
         words_ptr += message
     tl.store(out_ptr + at * out_stride, total.to(out_ptr.dtype.element_ty), mask=inside)
 

@@ -334,8 +334,8 @@ MUTANTS = (
     Mutant(
         "messages-lose-the-sign-of-zero",
         "fds/kernels/messages/sums.py",
-        "(ROWS, WORDS, 32 // BITS), -0.0",
-        "(ROWS, WORDS, 32 // BITS), 0.0",
+        "total = tl.where(r == 0, term, total + term)",
+        "total = total + term",
         "one rank's -0.0 becomes 0.0 in the sum",
         "tests/kernels/test_messages.py",
     ),
