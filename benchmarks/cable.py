@@ -27,6 +27,7 @@ class Node:
     namespace: str
     interface: str
     master: str  # the address of the first node
+    num_ranks: int
 
     def enter(self) -> dict[str, str]:
         """Move this process, which has one thread yet, to the node; return what it must add to its environment.
@@ -38,17 +39,18 @@ class Node:
             if libc.setns(file.fileno(), CLONE_NEWNET):
                 code = ctypes.get_errno()
                 raise OSError(code, f"setns: {os.strerror(code)}", self.namespace)
-        return {"MASTER_ADDR": self.master, "GLOO_SOCKET_IFNAME": self.interface, "LOCAL_WORLD_SIZE": "1"}
+        here = {"GLOO_SOCKET_IFNAME": self.interface, "LOCAL_WORLD_SIZE": str(self.num_ranks)}
+        return {"MASTER_ADDR": self.master, **here}
 
 
 @contextlib.contextmanager
-def joined(rate: str) -> Iterator[list[Node]]:
-    """Join two nodes by a cable of a rate, written as `tc` does (1gbit, 200mbit), until the end.
+def joined(rate: str, num_ranks: int = 1) -> Iterator[list[Node]]:
+    """Join two nodes, of so many ranks each, by a cable of a rate, written as `tc` does (1gbit), until the end.
 
     Raises `RuntimeError` with the words of `ip` or `tc` where they fail.
     """
     id = f"fds{os.getpid()}"
-    nodes = [Node(f"{id}-{i}", f"v{id}-{i}"[-15:], "10.77.0.1") for i in (0, 1)]
+    nodes = [Node(f"{id}-{i}", f"v{id}-{i}"[-15:], "10.77.0.1", num_ranks) for i in (0, 1)]
     first, second = nodes
     try:
         for node in nodes:

@@ -1,4 +1,4 @@
-"""Two ranks on this machine: started in a moment, timed in turns, and their resident memory.
+"""Two ranks on this machine, or four: started in a moment, timed in turns, and their resident memory.
 
 Processes are forked from one that has imported everything already (a fork server), so that a fresh pair costs a
 second and not ten, and what importing holds is in every baseline.
@@ -56,18 +56,21 @@ def prepare(modules: Sequence[str]) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
 
 
-def launch(work: Callable[..., Any], *arguments: Any, over: str = "") -> list[Any]:
-    """Return what `work(*arguments)` returns on each of two fresh ranks, joined by a cable of the rate `over`, if any.
+def launch(work: Callable[..., Any], *arguments: Any, over: str = "", num_ranks: int = NUM_RANKS) -> list[Any]:
+    """Return what `work(*arguments)` returns on each of so many fresh ranks.
 
-    Raises `RuntimeError` with the tracebacks of the ranks that failed.
+    Half of them are at each end of a cable of the rate `over`, if there is one. Raises `RuntimeError` with the
+    tracebacks of the ranks that failed.
     """
     context, port = multiprocessing.get_context("forkserver"), _free_port()
     ends, ranks = [], []
-    with cable.joined(over) if over else contextlib.nullcontext([None] * NUM_RANKS) as nodes:
+    with cable.joined(over, num_ranks // 2) if over else contextlib.nullcontext([None]) as nodes:
         try:
-            for rank, node in enumerate(nodes):
+            for rank in range(num_ranks):
+                node = nodes[rank * len(nodes) // num_ranks]
                 here, there = context.Pipe(duplex=False)
-                process = context.Process(target=_rank, args=(rank, node, port, there, work, arguments), daemon=True)
+                arguments_of_rank = (rank, num_ranks, node, port, there, work, arguments)
+                process = context.Process(target=_rank, args=arguments_of_rank, daemon=True)
                 process.start()
                 there.close()
                 ends.append(here)
@@ -139,14 +142,20 @@ def high_water(*, reset: bool) -> int:
 def _mean(loss: torch.Tensor) -> float:
     total = loss.detach().double().clone()
     dist.all_reduce(total)
-    return float(total) / NUM_RANKS
+    return float(total) / dist.get_world_size()
 
 
 def _rank(
-    rank: int, node: cable.Node | None, port: int, out: Connection, work: Callable[..., Any], arguments: tuple
+    rank: int,
+    num_ranks: int,
+    node: cable.Node | None,
+    port: int,
+    out: Connection,
+    work: Callable[..., Any],
+    arguments: tuple,
 ) -> None:
     os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
-    os.environ |= {name: str(NUM_RANKS) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    os.environ |= {name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | ({} if node is None else node.enter())
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what peers print
     torch.set_num_threads(1)

@@ -7,8 +7,10 @@ Where they call what torch no longer has, or a GPU's way to pack bits, this modu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -102,23 +104,31 @@ def older(function: Any) -> Any:
     return call
 
 
-def main(out: str, name: str, steps: str, arguments: str) -> None:
-    """Train."""
-    torch.set_num_threads(1)
-    begin("deepspeed")
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """Let the classes of DeepSpeed run here."""
     from deepspeed import comm  # pyright: ignore[reportMissingImports]
     from deepspeed.runtime.comm import compressed  # pyright: ignore[reportMissingImports]
-    from deepspeed.runtime.fp16.onebit import adam, lamb, zoadam  # pyright: ignore[reportMissingImports]
 
     gather = comm.all_gather
-    kinds = {"onebit_adam": adam.OnebitAdam, "zero_one_adam": zoadam.ZeroOneAdam, "onebit_lamb": lamb.OnebitLamb}
-    engine = SimpleNamespace(mpu=None, local_rank=0, enable_backward_allreduce=True)
     with (
         mock.patch.object(compressed, "PackbitsBuilder", Bits),
         mock.patch.object(comm, "all_gather", lambda xs, x, group=None: gather(xs, x.view(-1), group=group)),
         mock.patch.object(Tensor, "add_", older(Tensor.add_)),
         mock.patch.object(Tensor, "addcmul_", older(Tensor.addcmul_)),
     ):
+        yield
+
+
+def main(out: str, name: str, steps: str, arguments: str) -> None:
+    """Train."""
+    torch.set_num_threads(1)
+    begin("deepspeed")
+    from deepspeed.runtime.fp16.onebit import adam, lamb, zoadam  # pyright: ignore[reportMissingImports]
+
+    kinds = {"onebit_adam": adam.OnebitAdam, "zero_one_adam": zoadam.ZeroOneAdam, "onebit_lamb": lamb.OnebitLamb}
+    engine = SimpleNamespace(mpu=None, local_rank=0, enable_backward_allreduce=True)
+    with running():
         held = {name: torch.nn.Parameter(x) for name, x in params().items()}
         given = {"comm_backend_name": "compressed", **json.loads(arguments)}
         apart = given.pop("apart", False)
