@@ -2,7 +2,7 @@
 
     make bench-network                                            # needs root and iproute2; an hour, quiet
     make bench-network ARGS="--cases 5M --rates 200mbit --rounds 4"
-    make bench-network ARGS="--only 'DDP; fds 0, 8 bits' --runs runs/network.jsonl"   # part by part: the table is of all
+    make bench-network ARGS="--only 'DDP; fds 0, 8 bits'"         # part by part: the table is of all in --runs
     make bench-network ARGS="--quick"                             # a tiny model, nothing written: does it all run?
 
 A step's time of each transport beside that of lossless messages and of DDP, the bytes that the interface sent beside
@@ -130,10 +130,10 @@ def main() -> int:
     ranks.prepare(["benchmarks.network_contenders"])
     console = Console()
     timed = [Timed.read(line) for line in options.runs.read_text().splitlines()] if options.runs.exists() else []
-    for rate in options.rates:
+    for rate in options.rates if options.rounds else []:
         for case in options.cases:
             for group in options.groups:
-                timed.append(measured(attrs.evolve(case, rate=rate), group, options.rounds, console))
+                timed.append(measured(attrs.evolve(case, rate=rate), group, options, console))
                 if not options.quick:
                     options.runs.parent.mkdir(parents=True, exist_ok=True)
                     with options.runs.open("a") as file:
@@ -148,21 +148,21 @@ def main() -> int:
             "local_updates": "the mean over turns of 16 steps, of which the last one agrees in 8 bits",
             "wire": "what the interface of rank 0 sent in a step, headers and acknowledgements included",
             "by formula": "what `describe` says; at stage 3 at most that: what is still whole is not sent again",
-            "overlap": "time / max(arithmetic, bytes / rate); arithmetic is the step over the loopback, copies included",
+            "overlap": "time / max(arithmetic, bytes / rate); arithmetic is the step over the loopback",
         }
         console.print(f"written: {report.write_tables(tables, options.name, facts, folder=Path(options.out))}")
     met = [one.series(*pair).reaches(at_most) for one in timed for pair, at_most in one.pairs.items()]
     return 1 if False in met and not options.quick else 0
 
 
-def measured(case: Case, group: Group, rounds: int, console: Console) -> Timed:
+def measured(case: Case, group: Group, options: argparse.Namespace, console: Console) -> Timed:
     """Return what came of one comparison over a cable."""
     names = list(dict.fromkeys(name for pair in group.claims for name in reversed(pair)))
-    names.append(names[0] + AGAIN)
+    names += [names[0] + AGAIN] if options.again else []
     seconds: dict[str, list[float]] = {name: [] for name in names}
     over = case.rate.replace(LOOPBACK, "")
-    for turn in range(0, rounds, PAIRS_PER_MAKING):
-        some = min(PAIRS_PER_MAKING, rounds - turn)
+    for turn in range(0, options.rounds, PAIRS_PER_MAKING):
+        some = min(PAIRS_PER_MAKING, options.rounds - turn)
         found, *_ = ranks.launch(compete, case, tuple(names), some, 1, turn, over=over, num_ranks=group.num_ranks)
         for name in names:
             seconds[name] += found.turns.seconds[name]
@@ -176,7 +176,8 @@ def table_of_time(timed: list[Timed]) -> Rows:
     rows = []
     for one in timed:
         first = next(iter(one.seconds))
-        for (contender, beside), at_most in {**one.pairs, (first + AGAIN, first): None}.items():
+        itself: dict[Pair, float | None] = {(first + AGAIN, first): None} if first + AGAIN in one.seconds else {}
+        for (contender, beside), at_most in {**one.pairs, **itself}.items():
             series = one.series(contender, beside)
             verdict = report.verdict(at_most, series.reaches(at_most))
             rows.append([contender, str(one.case), beside, str(len(series.ratios)), *report.timed(series), verdict])
@@ -214,7 +215,9 @@ def table_of_overlap(timed: list[Timed]) -> Rows:
             sending, took = 8 * one.wire_bytes[name] / BITS[one.case.rate], statistics.median(times)
             ratio = took / max(arithmetic, sending)
             cells = [f"{1e3 * x:.4g}" for x in (took, arithmetic, sending)]
-            verdict = "" if not name.startswith(("fds", "nodes")) else report.verdict(OVERLAP_WITHIN, ratio <= OVERLAP_WITHIN)
+            verdict = (
+                "" if not name.startswith(("fds", "nodes")) else report.verdict(OVERLAP_WITHIN, ratio <= OVERLAP_WITHIN)
+            )
             rows.append([name, str(one.case), *cells, f"{ratio:.3f}", verdict])
     return "Overlap", ["contender", "case", "ms", "ms of arithmetic", "ms of sending", "ratio", "claim"], rows
 
@@ -226,9 +229,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", type=words, default=["25M"], help="of 5M, 25M, 25M short (25M)")
     parser.add_argument("--rates", type=words, default=RATES, help="of cables (1gbit,200mbit,100mbit), and loopback")
     parser.add_argument("--only", metavar="NAMES", help="contenders, with ; between: pairs of others are left out")
-    parser.add_argument("--rounds", type=int, default=8, help="each a step of every contender (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="each a step of every contender (%(default)s); 0: tables only"
+    )
+    parser.add_argument("--once", dest="again", action="store_false", help="leave out the first one beside itself")
     parser.add_argument("--quick", action="store_true", help="a tiny model, 2 rounds, one cable, nothing written")
-    parser.add_argument("--runs", type=Path, default=Path("runs/network.jsonl"), help="where runs are added (%(default)s)")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/network.jsonl"), help="where runs are added (%(default)s)"
+    )
     parser.add_argument("--out", default=str(report.RESULTS), help="where the table goes (benchmarks/results)")
     parser.add_argument("--name", default="network", help="in the name of the table (%(default)s)")
     options = parser.parse_args()
@@ -238,7 +246,7 @@ def parse() -> argparse.Namespace:
     options.groups = [attrs.evolve(group, claims=pairs) for group in GROUPS if (pairs := kept(group))]
     if options.quick:
         options.cases, options.rates, options.rounds, options.out = [TINY], options.rates[:1], 2, None
-    if not options.cases or not options.groups or options.rounds < 1:
+    if not options.cases or not options.groups or options.rounds < 0:
         parser.error("nothing to do")
     return options
 

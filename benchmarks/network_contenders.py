@@ -30,8 +30,8 @@ class Made:
 
     Attributes:
         call: makes `steps` steps.
-        sent_bytes: returns the bytes that `describe` says a step sends; with two ranks in a node, what both send over the
-            cable, None where that is not known.
+        sent_bytes: returns the bytes that `describe` says a step sends; with two ranks in a node, what both send over
+            the cable; None where that is not known.
     """
 
     call: Call

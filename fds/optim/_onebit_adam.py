@@ -12,6 +12,7 @@ from fds.errors import checked_call
 from fds.optim.arguments import call_text, check_betas, check_numbers
 from fds.optim.assembly import Now, assemble
 from fds.optim.base import LRSchedule, Optimizer
+from fds.optim.exchange import blocks
 from fds.optim.masks import Masks
 from fds.optim.momentum import AfterWarmUp, sent_momenta, summed_moments, wide
 
@@ -94,6 +95,8 @@ def _rule(
     else:
         for m, new in zip(momenta, sent_momenta(grads, opt, now, beta1, masks), strict=True):
             now.write(m, new.to(m.dtype))
-    for p, m, v in zip(params, momenta, opt["exp_avg_sq"], strict=True):
-        u = wide(m) / wide(v).sqrt().add_(eps)
-        now.write(p, (wide(p) - u.add_(p * weight_decay).mul_(lr)).to(p.dtype))
+    for lists in zip(params, momenta, opt["exp_avg_sq"], strict=True):
+        for at in blocks(lists[0]):
+            p, m, v = (x[at] for x in lists)
+            u = wide(m) / wide(v).sqrt().add_(eps)
+            now.write(p, (wide(p) - u.add_(p * weight_decay).mul_(lr)).to(p.dtype))

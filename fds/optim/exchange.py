@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import attrs
@@ -52,6 +52,16 @@ def moved(x: Tensor, update: Tensor, size: int) -> Tensor:
     return torch.add(x.float() if x.dtype.itemsize < 4 else x, update, alpha=size).to(x.dtype)
 
 
+BLOCK = 2**16  # numbers that a CPU works on at a time: what it makes of them stays in a cache
+
+
+def blocks(x: Tensor) -> Iterator[slice]:
+    """Yield parts of x (n,), one after the other: on a CPU small ones, elsewhere all of it."""
+    some = BLOCK if x.device.type == "cpu" else max(len(x), 1)
+    for start in range(0, len(x), some):
+        yield slice(start, min(start + some, len(x)))
+
+
 @attrs.frozen(eq=False)
 class Exchange:
     """What an optimizer is given in a call in which gradients stay on their ranks.
@@ -84,7 +94,9 @@ class Exchange:
         return attrs.evolve(self, own=own, lr=None if self.lr is None else self.lr[pattern])
 
 
-def signed_sums(axis: Axis | None, given: list[Tensor], worker: list[Tensor], server: list[Tensor]) -> list[Tensor]:
+def signed_sums(
+    axis: Axis | None, given: Iterable[Tensor], worker: list[Tensor], server: list[Tensor]
+) -> Iterable[Tensor]:
     """Return the sums (n,) over ranks of each of the tensors `given` (n,), sent as signs; all ranks get the same bits.
 
     For every tensor, with rms the root of the mean square, and sgn(0) = 1::
@@ -94,9 +106,10 @@ def signed_sums(axis: Axis | None, given: list[Tensor], worker: list[Tensor], se
         c = sum of what came + server   on every rank, of its chunk
         server = c - rms(c) sgn(c)      rms(c) sgn(c) is sent, to all
 
-    Two messages, each of all tensors. `worker` and `server` (n,) float32 are written over; of `server` a rank has its
-    own chunk, and what else is there (after a change of the number of ranks) goes into its next message. One rank sends
-    and loses nothing.
+    Two messages, each of all tensors. `given` is read once, and the sums are made as they are asked for: neither needs
+    to be whole at any time. `worker` and `server` (n,) float32 are written over; of `server` a rank has its own chunk,
+    and what else is there (after a change of the number of ranks) goes into its next message. One rank sends and loses
+    nothing.
 
     Source: Tang et al. 2021 (1-bit Adam), arXiv:2102.02888, section 4; the root of the mean square, and a scale for
     each tensor, are DeepSpeed's.
@@ -106,32 +119,37 @@ def signed_sums(axis: Axis | None, given: list[Tensor], worker: list[Tensor], se
         for error in (*worker, *server):
             error.zero_()
         return totals
-    chunks = [_chunk(len(x), axis.size) for x in given]
+    chunks = [_chunk(len(w), axis.size) for w in worker]
     owned = [slice(axis.index * n, (axis.index + 1) * n) for n in chunks]
-    sent = torch.zeros(axis.size, _num_bytes(chunks), dtype=torch.uint8, device=given[0].device)
+    sent = torch.zeros(axis.size, _num_bytes(chunks), dtype=torch.uint8, device=worker[0].device)
+    dtypes = []
     for x, w, s, own, scale, bits in zip(given, worker, server, owned, *_opened(sent, chunks), strict=True):
         for other in (slice(own.start), slice(own.stop, None)):
             w[other] += s[other]
             s[other] = 0
         scale[:] = _send(w.add_(x), bits)
+        dtypes.append(x.dtype)
     arrived = torch.empty_like(sent)
     axis.start_all_to_all(arrived, sent).wait()
 
     own_sent = torch.zeros(1, sent.shape[1], dtype=torch.uint8, device=sent.device)
     theirs, mine = _opened(arrived, chunks), _opened(own_sent, chunks)
     for s, own, scales, codes, scale, bits in zip(server, owned, *theirs, *mine, strict=True):
-        terms = scales[:, None] * kernels.signs_of(codes)
-        total = terms[0]
-        for term in terms[1:]:
-            total += term
-        scale[:] = _send(s[own].add_(total[: len(s[own])]), bits)
+        total = s[own]
+        for at in blocks(total):
+            signs = [kernels.signs_of(code[at.start // 8 : -(-at.stop // 8)]) for code in codes]
+            sums = signs[0].mul_(scales[0])
+            for term, one in zip(signs[1:], scales[1:], strict=True):
+                sums += term.mul_(one)
+            total[at] += sums[: at.stop - at.start]
+        scale[:] = _send(total, bits)
     everything = own_sent.new_empty(axis.size * own_sent.shape[1])
     axis.start_all_gather(everything, own_sent[0]).wait()
     found = _opened(everything.view(axis.size, -1), chunks)
-    return [
-        (scales[:, None] * kernels.signs_of(codes)).view(-1)[: len(x)].to(x.dtype)
-        for x, scales, codes in zip(given, *found, strict=True)
-    ]
+    return (
+        kernels.signs_of(codes).mul_(scales[:, None]).view(-1)[: len(w)].to(dtype)
+        for w, dtype, scales, codes in zip(worker, dtypes, *found, strict=True)
+    )
 
 
 def signed_bytes(lengths: Sequence[int], size: int) -> int:
@@ -160,9 +178,11 @@ def _opened(messages: Tensor, chunks: Sequence[int]) -> tuple[list[Tensor], list
 
 
 def _send(x: Tensor, bits: Tensor) -> Tensor:
-    """Write the signs of x (n,) to `bits`, leave in x what that loses, and return its scale ()."""
+    """Write the signs of x (n,) to the rows of `bits` (k, m), leave in x what that loses, and return its scale ()."""
     scale = torch.linalg.vector_norm(x) / math.sqrt(max(len(x), 1))
-    padded = torch.nn.functional.pad(x, (0, 8 * bits.numel() - len(x)))
-    bits.copy_(kernels.sign_bits(padded).view(bits.shape))
-    x.sub_(torch.where(x >= 0, scale, -scale))
+    for row, part in zip(bits, x.split(8 * bits.shape[1]), strict=False):
+        for at in blocks(part):
+            some, codes = part[at], row[at.start // 8 : -(-at.stop // 8)]
+            codes.copy_(kernels.sign_bits(torch.nn.functional.pad(some, (0, -len(some) % 8))))
+            some.sub_(torch.copysign(scale, some.add_(0.0)))  # the sign of -0 is that of 0
     return scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import attrs
@@ -56,18 +56,18 @@ def summed_moments(
 
 def sent_momenta(
     grads: list[Tensor], opt: dict[str, list[Tensor]], now: Now, beta1: float | Tensor, masks: Masks
-) -> list[Tensor]:
-    """Return the mean over ranks of beta1 * m + (1 - beta1) * g, sent in signs, as float32 where m is narrower.
+) -> Iterator[Tensor]:
+    """Yield the mean over ranks of beta1 * m + (1 - beta1) * g, sent in signs, as float32 where m is narrower.
 
     Gradients add up to the gradient; `opt` has the momentum, the variance, and the errors, which are written over.
     Where the variance is 0 the momentum is too: that element had no gradient in warm-up.
     """
     assert now.exchange is not None
     share = beta1 / now.exchange.size  # of the momentum that all ranks have: the shares add up, as gradients do
-    given = [plus(wide(m) * share, wide(g), 1 - beta1) for g, m in zip(grads, opt["exp_avg"], strict=True)]
+    given = (plus(wide(m) * share, wide(g), 1 - beta1) for g, m in zip(grads, opt["exp_avg"], strict=True))
     sums = signed_sums(now.exchange.axis, given, opt[WORKER], opt[SERVER])
-    known = [total.mul_(v > 0) for total, v in zip(sums, opt["exp_avg_sq"], strict=True)]
-    return [masks.masked(total, segment) for total, (segment,) in zip(known, now.segments, strict=True)]
+    known = (total.mul_(v > 0) for total, v in zip(sums, opt["exp_avg_sq"], strict=True))
+    return (masks.masked(total, segment) for total, (segment,) in zip(known, now.segments, strict=True))
 
 
 def wide(x: Tensor) -> Tensor:

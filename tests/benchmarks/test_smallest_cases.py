@@ -27,7 +27,12 @@ WITHOUT_PEERS = {  # what of a benchmark needs no package but torch
     "pipeline": ["--only", "fds ZB-H1,torch 1F1B"],
     "storage": ["--only", "saving", "--ranks", "1"],
     "offload": ["--parts", "step"],
-    "network": ["--rates", "loopback"],
+    "network": [
+        "--rates",
+        "loopback",
+        "--only",
+        "DDP; fds 0, 8 bits; fds 3; fds 3, 8 bits; fds onebit_adam; fds local_updates",
+    ],
 }
 
 
@@ -59,7 +64,8 @@ def run(monkeypatch, capsys, pool, request):
         return pool.run(on_a_rank, (work, arguments), num_ranks, 300.0)
 
     monkeypatch.setattr(ranks, "prepare", lambda modules: None)
-    monkeypatch.setattr(ranks, "launch", lambda work, *arguments, over="": launch(work, *arguments))
+    anywhere = lambda work, *arguments, over="", num_ranks=2: launch(work, *arguments, num_ranks=num_ranks)
+    monkeypatch.setattr(ranks, "launch", anywhere)
     monkeypatch.setattr(
         storage, "launch", lambda setting, work, *rest: launch(work, setting, *rest, num_ranks=setting.num_ranks)[0]
     )

@@ -126,8 +126,8 @@ MUTANTS = (
     Mutant(
         "a-server-forgets-its-error",
         "fds/optim/exchange.py",
-        "scale[:] = _send(s[own].add_(total[: len(s[own])]), bits)",
-        "scale[:] = _send(s[own].copy_(total[: len(s[own])]), bits)",
+        "total[at] += sums[: at.stop - at.start]",
+        "total[at] = sums[: at.stop - at.start]",
         "what the second message of a 1-bit optimizer loses is lost for good",
         "tests/optim/test_onebit_adam.py",
     ),
