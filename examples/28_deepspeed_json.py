@@ -109,8 +109,8 @@ with tempfile.TemporaryDirectory() as temporary:
     assert apart(train(own, own.init(params, key=0), loader, 60).params, half.params) == 0
 
     # No key is ignored without an error.
-    quantized = {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}
-    for wrong in ({"graidient_clipping": 0.5}, quantized):
+    later = {"elasticity": {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [16]}}
+    for wrong in ({"graidient_clipping": 0.5}, later):
         try:
             fds.initialize(model, loss, config={**DS_CONFIG, **wrong})
         except fds.FdsError as error:
