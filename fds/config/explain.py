@@ -13,7 +13,7 @@ from fds.config.field import AUTO, Key
 from fds.config.keys.groups import Groups
 from fds.config.meaning import Argument, Elsewhere, NotApplicable, NotYet, PartOf
 from fds.config.record import Config
-from fds.config.translate.composition import compose_supported, data_ranks
+from fds.config.translate.composition import EMBEDDINGS, compose_supported, data_ranks
 from fds.config.translate.function_call import FunctionCall
 from fds.config.translate.memory import RankMemory, rank_memory
 from fds.config.translate.optimizer import optimizer_call, schedule_call
@@ -158,6 +158,8 @@ def _program(calls: tuple[FunctionCall, ...], axes: Mapping[str, int], config: G
     lines += [f"    {call}," for call in calls] + [")(loss_fn)"]
     if optimizer_call(config) is None:
         lines += ["# an optimizer of your own goes last; its learning rate:", f"# {_schedule(config)}"]
+    if any(EMBEDDINGS in str(call) for call in calls):
+        lines += [f"# {EMBEDDINGS!r} is for the names of embeddings, which fds.initialize reads from the module"]
     return "\n".join([*lines, ""])
 
 

@@ -16,7 +16,7 @@ from fds.config.agreement import resolve_on_all_ranks
 from fds.config.arguments import config_of
 from fds.config.model_loss import loss_and_params
 from fds.config.training import TrainingConfig
-from fds.config.translate.composition import calls, data_axes
+from fds.config.translate.composition import calls, data_axes, embeddings_of
 from fds.config.unknown import Unknown
 from fds.data import DistributedLoader
 from fds.errors import ConfigError, DataError, MeshError
@@ -46,7 +46,8 @@ def initialize(
     """Return the step, its initial state, a loader of the training data, and the learning rate's schedule.
 
     `config.explain(mesh)` shows the composition as Python; `fds.compose(*config.transforms(mesh))(loss_fn)` is the same
-    step. Starts the process group if torchrun, Slurm or MPI launched several ranks and the program has not.
+    step (with `sparse_gradients`: `config.transforms(mesh, model=model)`). Starts the process group if torchrun, Slurm
+    or MPI launched several ranks and the program has not.
 
     Args:
         model: a module, which is not modified: its parameters are copied, on their device, and those with
@@ -80,7 +81,7 @@ def initialize(
     mesh = make_mesh(**data_axes(config, ranks.size)) if mesh is None else ranks
     schedule = config.schedule() if schedule is None else schedule
     loss_fn, params = loss_and_params(model, loss)
-    step = compose(*_frozen(model), *transforms, *_transforms(config, mesh, optimizer, schedule))(loss_fn)
+    step = compose(*_frozen(model), *transforms, *_transforms(config, mesh, model, optimizer, schedule))(loss_fn)
     loader = None if training_data is None else _loader(config, mesh, training_data, collate_fn, key)
     state = step.init(params, key=key)
     config.dump_state(state, step)
@@ -136,8 +137,8 @@ def _check_given_once(config: TrainingConfig, optimizer: Any, schedule: Any) -> 
         )
 
 
-def _transforms(config: TrainingConfig, mesh: Mesh, optimizer: Any, schedule: Any) -> list[Any]:
-    configured = list(calls(config, mesh.shape))
+def _transforms(config: TrainingConfig, mesh: Mesh, model: Any, optimizer: Any, schedule: Any) -> list[Any]:
+    configured = list(calls(config, mesh.shape, embeddings_of(model) if isinstance(model, nn.Module) else None))
     if config.optimizer is not None and config.optimizer.type is not None:
         if schedule is not None:  # no change if it is the JSON's
             configured[-1] = attrs.evolve(configured[-1], args=(schedule,))

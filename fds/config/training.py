@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import attrs
+from torch import nn
 
 from fds.collectives import Axis, Mesh, worlds
 from fds.config.explain import explanation
@@ -22,7 +23,7 @@ from fds.config.translate.unsupported import check_supported
 from fds.config.unknown import Unknown, with_known_keys
 from fds.curvature import Eigenvalue, top_eigenvalue
 from fds.debugging import dump_state
-from fds.errors import ConfigError, MeshError
+from fds.errors import ComposeError, ConfigError, MeshError
 from fds.monitors import Monitor, monitor
 from fds.schedules.curve import Curve
 from fds.state import State
@@ -79,17 +80,26 @@ class TrainingConfig(Groups):
             check_supported(self)
         return None if call is None else call.build(None)
 
-    def transforms(self, mesh: Mesh) -> tuple[Transform, ...]:
+    def transforms(self, mesh: Mesh, *, model: nn.Module | None = None) -> tuple[Transform, ...]:
         """Return the transforms and the optimizer, for `fds.compose(*config.transforms(mesh))(loss)`.
 
         Batch sizes and `"auto"` are resolved for the mesh: its axis `dp` has the data ranks, `pp` (optional) the stages
         of a pipeline, `replicate` (optional) the copies of the sharded state, `node` (optional) the nodes over which
         that is sharded too: then `dp` are the ranks of one.
 
+        Args:
+            mesh: of all ranks.
+            model: the module whose parameters `step.init` gets, by the same names; it is read for `sparse_gradients`
+                alone, which is of its embeddings.
+
         Raises `NotSupportedError`, naming all keys, for features that fds does not support yet; `ConfigError` for batch
-        sizes that do not multiply; `MeshError` for a mesh without `dp`.
+        sizes that do not multiply, and for `sparse_gradients` without a module; `MeshError` for a mesh without `dp`;
+        `ComposeError` for a model that is no module.
         """
-        return tuple(call.build(mesh) for call in composition.calls(self, _sizes(mesh)))
+        if model is not None and not isinstance(model, nn.Module):
+            raise ComposeError("not a module", where="model", got=repr(model)[:60], want="an nn.Module, or None")
+        embeddings = None if model is None else composition.embeddings_of(model)
+        return tuple(call.build(mesh) for call in composition.calls(self, _sizes(mesh), embeddings))
 
     def monitor(self, mesh: Mesh) -> Monitor:
         """Return the monitor that `tensorboard`, `csv_monitor`, `wandb`, `comet` and `steps_per_print` ask for.

@@ -588,6 +588,7 @@ ON: dict[str, tuple[dict[str, Any], Any, Any]] = {  # path -> where it counts, a
     "communication_data_type": (BF16, "fp16", torch.float16),
     "prescale_gradients": ({}, True, 2.0),
     "gradient_predivide_factor": ({}, 4.0, 4.0),
+    "sparse_gradients": ({}, True, {"embed.weight": FunctionCall("transports.rows")}),
     "gradient_clipping": ({"gradient_clipping": 1.0}, 2.0, 2.0),
     "fp16.enabled": ({}, True, torch.float16),
     "fp16.loss_scale": (FP16, 64, 64.0),
@@ -699,7 +700,7 @@ def bound(call: FunctionCall) -> dict[tuple[str, str], Any]:
 
 
 def found(said: dict[str, Any], axes: dict[str, int]) -> dict[tuple[str, str], Any]:
-    made = calls(TrainingConfig.of(merged(BATCH, said)), axes)
+    made = calls(TrainingConfig.of(merged(BATCH, said)), axes, ["embed.weight"])
     return {place: value for call in made for place, value in bound(call).items()}
 
 

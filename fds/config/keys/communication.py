@@ -65,7 +65,9 @@ class CommunicationConfig(Config):
         NotYet("the sum of the ranks' gradients in place of their mean", nothing=("mean",)),
     )
     sparse_gradients: bool = key(
-        False, "send only the rows of embeddings' gradients that are not 0", NotYet("sparse gradients")
+        False,
+        "send only the rows of embeddings' gradients that are not 0, at stages 0 and 1",
+        argument("shard_optimizer", name="gradients", note="`transports.rows()` for each embedding of the module"),
     )
     disable_allgather: bool = key(
         False, "nothing: 0.19.6 reads it and does not use it", NotApplicable("it has no effect in DeepSpeed either")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import glob
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fds.config.keys.communication import DTYPES
 from fds.config.keys.groups import Groups
@@ -19,24 +21,37 @@ from fds.errors import ConfigError, MeshError
 from fds.layout import MOST_BYTES
 
 _GRAD_SCALER = {"window": 2000, "hysteresis": 1}  # as in torch.amp.GradScaler and Apex, not DeepSpeed's fp16
+EMBEDDINGS = "*embed*"  # a pattern where there is no module to read the names from
 
 
-def calls(config: Groups, axes: Mapping[str, int]) -> tuple[FunctionCall, ...]:
-    """Return the calls for a mesh.
+def calls(config: Groups, axes: Mapping[str, int], embeddings: Sequence[str] | None = None) -> tuple[FunctionCall, ...]:
+    """Return the calls for a mesh, and for embeddings of these names; None where nobody knows them.
 
     Raises `NotSupportedError`, `ConfigError`, and `MeshError` for a mesh without `dp`.
     """
     check_supported(config)
-    return compose_supported(config, axes)[0]
+    found, config = compose_supported(config, axes, (EMBEDDINGS,) if embeddings is None else embeddings)
+    if embeddings is None and _sends_rows(config):
+        raise ConfigError(
+            "nobody knows which parameters are embeddings",
+            where="sparse_gradients",
+            got="true, without a module",
+            want="fds.initialize(module, ...), or config.transforms(mesh, model=module)",
+            hint="of Layers leave the key out, and compose by hand, with "
+            f"fds.shard_optimizer(..., gradients={{{EMBEDDINGS!r}: fds.transports.rows()}})",
+        )
+    return found
 
 
-def compose_supported(config: Groups, axes: Mapping[str, int]) -> tuple[tuple[FunctionCall, ...], Groups]:
+def compose_supported(
+    config: Groups, axes: Mapping[str, int], embeddings: Sequence[str] = (EMBEDDINGS,)
+) -> tuple[tuple[FunctionCall, ...], Groups]:
     """Return the calls for the keys that fds supports, and the resolved configuration."""
     config = config.resolve(world_size=data_ranks(axes))
     _check_sizes(config, axes)
     optional = (
         _microbatches(config, axes),
-        _sharding(config, axes),
+        _sharding(config, axes, embeddings),
         _precision(config),
         offload_call(config, low=compute_dtype(config) != torch.float32),
         _autocast(config),
@@ -90,6 +105,12 @@ def data_axes(config: Groups, ranks: int) -> dict[str, int]:
     return {"node": ranks // size, "dp": size} if 1 < size < ranks and ranks % size == 0 else {"dp": ranks}
 
 
+def embeddings_of(model: nn.Module) -> list[str]:
+    """Return the names of the weights of a module's embeddings that are trained, as patterns that match no other."""
+    weights = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
+    return [glob.escape(name) for name, x in model.named_parameters() if id(x) in weights and x.requires_grad]
+
+
 def compute_dtype(config: Groups) -> torch.dtype:
     """Return the dtype of the parameters in the step."""
     return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
@@ -103,9 +124,10 @@ def _microbatches(config: Groups, axes: Mapping[str, int]) -> FunctionCall | Non
     return FunctionCall.of("pipeline", Name("plans.one_f_one_b"), AxisOf("pp"), num_microbatches=n, partition=partition)
 
 
-def _sharding(config: Groups, axes: Mapping[str, int]) -> FunctionCall:
+def _sharding(config: Groups, axes: Mapping[str, int], embeddings: Sequence[str]) -> FunctionCall:
     zero = config.zero_optimization
     communication, copies = config.communication, axes.get("replicate", 1) > 1
+    rows = {name: FunctionCall("transports.rows") for name in embeddings} if _sends_rows(config) else {}
     factor = communication.gradient_predivide_factor
     predivide = float(data_ranks(axes)) if communication.prescale_gradients else factor if factor != 1 else None
     return FunctionCall.of(
@@ -115,8 +137,13 @@ def _sharding(config: Groups, axes: Mapping[str, int]) -> FunctionCall:
         replicate=AxisOf("replicate") if copies else None,
         **(_sizes(config) if zero.stage else {}),
         predivide=predivide,
-        **(_ways(config, nodes=axes.get("node", 1) > 1) if zero.stage == 3 else {}),
+        **(_ways(config, nodes=axes.get("node", 1) > 1) if zero.stage == 3 else {"gradients": rows or None}),
     )
+
+
+def _sends_rows(config: Groups) -> bool:
+    """Return whether gradients of embeddings travel by rows: not where slices are reduced, as in DeepSpeed."""
+    return config.communication.sparse_gradients and config.zero_optimization.stage < 2
 
 
 def _ways(config: Groups, *, nodes: bool) -> dict[str, Any]:

@@ -54,7 +54,7 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
         )
     },
     **{f"schedules.{name}": getattr(schedules, name) for name in schedules.__all__},
-    **{f"transports.{name}": getattr(transports, name) for name in ("hierarchical", "quantized")},
+    **{f"transports.{name}": getattr(transports, name) for name in ("hierarchical", "quantized", "rows")},
     "plans.one_f_one_b": plans.one_f_one_b,
 }
 
@@ -124,6 +124,8 @@ def _build(value: Any, mesh: Mesh | None) -> Any:
         return mesh[tuple(value.name.split(","))]
     if isinstance(value, Name):
         return FUNCTIONS[value.path]
+    if isinstance(value, dict):
+        return {name: _build(one, mesh) for name, one in value.items()}
     return tuple(_build(one, mesh) for one in value) if isinstance(value, tuple) else value
 
 
@@ -131,4 +133,6 @@ def _source(value: Any) -> str:
     """Return the Python source of an argument."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_source, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name!r}: {_source(one)}" for name, one in value.items()) + "}"
     return str(value) if isinstance(value, FunctionCall | AxisOf | Name) else repr(value)

@@ -108,6 +108,22 @@ MUTANTS = (
         "tests/config/test_composition.py",
     ),
     Mutant(
+        "patterns-of-embeddings",
+        "fds/config/translate/composition.py",
+        "[glob.escape(name) for name, x in model.named_parameters() if id(x) in weights",
+        "[name for name, x in model.named_parameters() if id(x) in weights",
+        "an embedding whose name has brackets is another's pattern",
+        "tests/config/test_sparse_gradients.py",
+    ),
+    Mutant(
+        "rows-without-a-module",
+        "fds/config/translate/composition.py",
+        "if embeddings is None and _sends_rows(config):",
+        "if False:",
+        "without a module the key means whatever is called *embed*",
+        "tests/config/test_sparse_gradients.py",
+    ),
+    Mutant(
         "zeropp-in-one-hop",
         "fds/config/translate/composition.py",
         'return FunctionCall("transports.hierarchical", (way,)) if nodes else way',
