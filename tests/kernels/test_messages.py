@@ -1,4 +1,7 @@
-"""Messages: kernels give the bits of their references, whatever the numbers, lengths, groups and strides."""
+"""Messages: kernels give the bits of their references, whatever the numbers, lengths, groups and strides.
+
+Scales of signs alone are sums in each one's own order: they agree within 2^-20.
+"""
 
 import pytest
 import torch
@@ -38,12 +41,12 @@ def written(write, x, *, bits, group, kept=None, **options):
 
 
 def assert_same_messages(got, want, n, *, bits, group):
-    """Check all bytes, if there are any; of a group whose scale is NaN the codes say nothing."""
+    """Check all codes, if there are any, and scales; of a group whose scale is NaN the codes say nothing."""
     assert got.shape == want.shape
     if not n:
         return
     (a, codes), (b, wanted) = (sums.opened(x, n, group=group, bits=bits) for x in (got, want))
-    assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0), b.nan_to_num(0))
+    torch.testing.assert_close(a, b, rtol=2.0**-20 if bits == 1 else 0, atol=0, equal_nan=True)
     assert torch.equal(codes[~a.isnan()], wanted[~a.isnan()])
 
 
@@ -53,10 +56,18 @@ def compare(x, *, bits, group, kept=None, **options):
     with only("triton"):
         got, got_kept = written(write, x, bits=bits, group=group, kept=kept, **options)
     assert_same_messages(got, want, x.shape[1], bits=bits, group=group)
-    if kept is not None:
-        assert torch.equal(got_kept.isnan(), wanted_kept.isnan())
-        assert torch.equal(got_kept.nan_to_num(0), wanted_kept.nan_to_num(0))
+    if kept is not None and x.numel():
+        assert_kept(got, x, kept, got_kept, bits=bits, group=group)
+        assert_kept(want, x, kept, wanted_kept, bits=bits, group=group)
     return want, wanted_kept
+
+
+def assert_kept(messages, x, before, after, *, bits, group):
+    """Check that what each message lost, decoded, is what was added to what was kept."""
+    for message, given_, then, now in zip(messages, x, before, after, strict=True):
+        sent = torch.empty_like(then)
+        sums.reference(message[None], sent, bits=bits, group=group)
+        torch.testing.assert_close(now, then + (given_ - sent), rtol=0, atol=0, equal_nan=True)
 
 
 @given(SHAPES, st.sampled_from([8, 24, 40, 64]), st.sampled_from([8, 4]), st.sampled_from(DTYPES), NUMBERS, SEEDS)
@@ -77,16 +88,6 @@ def test_numbers_may_lie_anyhow_and_groups_be_long(bits):
     x, kept = strided(random(3, 257)), strided(random(3, 257, seed=1))
     compare(x, bits=bits, group=64, kept=kept)
     compare(random(2, 4100), bits=bits, group=2048, **({} if bits == 1 else {"seed": 5}))
-
-
-@pytest.mark.parametrize("bits", [8, 4, 1])
-def test_what_is_kept_is_what_the_message_lost(bits):
-    x, kept = random(2, 200), random(2, 200, seed=1)
-    messages, after = compare(x, bits=bits, group=32, kept=kept)
-    for line, given_, before, now in zip(messages, x, kept, after, strict=True):
-        sent = torch.empty(200)
-        sums.reference(line[None], sent, bits=bits, group=32)
-        assert torch.equal(now, before + (given_ - sent))
 
 
 @given(

@@ -46,14 +46,18 @@ def opened(messages: Tensor, n: int, *, group: int, bits: int) -> tuple[Tensor, 
     return scales, messages[:, 4 * count :].unflatten(1, (count, each))
 
 
-def blocks(k: int, n: int, group: int) -> Iterator[tuple[slice, slice]]:
-    """Yield groups and the columns of their numbers, of k rows (n,), some at a time; one that is not full by itself."""
-    full, some = n // group, max(1, BLOCK // max(k * group, 1))
-    for first in range(0, full, some):
-        last = min(first + some, full)
-        yield slice(first, last), slice(first * group, last * group)
-    if n % group:
-        yield slice(full, full + 1), slice(full * group, n)
+def blocks(k: int, n: int, group: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield rows of k, groups, and the columns of their numbers; a group that is not full in a block of its own.
+
+    A block is some groups of one row, or whole rows where they are short: it lies in one piece.
+    """
+    rows, groups, full = max(1, BLOCK // max(n, 1)), max(1, BLOCK // group), n // group
+    for line in (slice(r, r + rows) for r in range(0, k, rows)):
+        for first in range(0, full, groups):
+            last = min(first + groups, full)
+            yield line, slice(first, last), slice(first * group, last * group)
+        if n % group:
+            yield line, slice(full, full + 1), slice(full * group, n)
 
 
 def grouped(x: Tensor, group: int) -> Tensor:

@@ -29,26 +29,26 @@ def reference(
     """Do the same in plain torch."""
     k, n = numbers.shape
     scales, codes = opened(messages, n, group=group, bits=bits)
-    for at, columns in blocks(k, n, group):
-        x = grouped(numbers[:, columns], group).float()
-        low, high = torch.aminmax(x, dim=-1)
-        scale = torch.maximum(high, -low).mul_(1 / LEVELS[bits])
+    for rows, at, columns in blocks(k, n, group):
+        x = grouped(numbers[rows, columns], group).float()
+        q = x.abs()  # the one buffer of a block
+        scale = q.amax(-1).mul_(1 / LEVELS[bits])
         scale.masked_fill_(~torch.isfinite(scale), torch.nan)
-        scales[:, at] = scale
+        scales[rows, at] = scale
         inverse = torch.where(scale >= _LEAST, 1 / scale, 0)
-        q = x * inverse[..., None]
+        torch.mul(x, inverse[..., None], out=q)
         if seed is None:
             q.round_()
         else:
             q.add_(_uniform(x, columns.start, seed)).floor_().clamp_(-LEVELS[bits], LEVELS[bits])
-        if kept is not None:
-            part = kept[:, columns]
-            part += torch.sub(x, q * scale[..., None]).flatten(1)[:, : part.shape[1]]
         if bits == 8:
-            codes[:, at].view(torch.int8).copy_(q)
+            codes[rows, at].view(torch.int8).copy_(q)
         else:
-            q = q.add_(8).to(torch.uint8)
-            codes[:, at] = q[..., : group // 2] | (q[..., group // 2 :] << 4)
+            low, high = q.to(torch.int8).add_(8).view(torch.uint8).chunk(2, -1)
+            torch.bitwise_or(low, high << 4, out=codes[rows, at])
+        if kept is not None:
+            torch.sub(x, q.mul_(scale[..., None]), out=q)
+            kept[rows, columns] += q.flatten(1)[:, : columns.stop - columns.start]
 
 
 def _uniform(x: Tensor, first: int, seed: int) -> Tensor:
@@ -127,13 +127,13 @@ def quantize(
     k, n = numbers.shape
     if not k or not n:
         return
-    opened(messages, n, group=group, bits=bits)
     is_triton = runs_triton("quantize", numbers)
     if is_triton and group > MOST and is_demanded():
         raise KernelError("a group exceeds a block", where="group", got=str(group), want=f"at most {MOST}")
     if not is_triton or group > MOST:
         reference(numbers, messages, bits=bits, group=group, seed=seed, kept=kept)
         return
+    opened(messages, n, group=group, bits=bits)
     count, words = cdiv(n, group), messages.view(torch.int32)
     meta = tile(bits, group, MOST)
     low = ((seed or 0) + 2**31) % 2**32 - 2**31  # the bits of a seed that count, as 32 bits with a sign

@@ -2,8 +2,7 @@
 
     scale = mean |x|;  x' = scale where x >= 0, else -scale;  kept += x - x'
 
-The mean is 1 / count, rounded, times the sum, in which the upper half of a group (of as many as a power of two) is
-added to the lower one until one number is left: the same bits on every device.
+The kernel writes the signs of the reference, and scales within 2^-20 of it: the order of a sum is each one's own.
 
 Moves:  4 + 1/8 bytes for each number of float32, 8 more where `kept` takes what is lost
 Source: Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from fds.errors import KernelError
 from fds.kernels.choice import is_demanded, runs_triton
-from fds.kernels.language import cdiv, jit, next_power_of_2, on, tl
+from fds.kernels.language import cdiv, jit, on, tl
 from fds.kernels.messages.groups import blocks, grouped, opened
 from fds.kernels.messages.words import MOST, place, tile
 
@@ -29,29 +28,22 @@ def reference(numbers: Tensor, messages: Tensor, *, group: int, kept: Tensor | N
     """Do the same in plain torch."""
     k, n = numbers.shape
     scales, codes = opened(messages, n, group=group, bits=1)
-    for at, columns in blocks(k, n, group):
-        x = grouped(numbers[:, columns], group).float()
-        scale = _sum(x.abs()).mul_(1 / min(group, n - columns.start))
-        scales[:, at] = scale
-        codes[:, at] = sign_bits(x)
+    for rows, at, columns in blocks(k, n, group):
+        x = grouped(numbers[rows, columns], group).float()
+        scale = x.abs().sum(-1).mul_(1 / min(group, n - columns.start))
+        scales[rows, at] = scale
+        codes[rows, at] = sign_bits(x)
         if kept is not None:
-            part, scale = kept[:, columns], scale[..., None]
-            part += torch.sub(x, torch.where(x >= 0, scale, -scale)).flatten(1)[:, : part.shape[1]]
-
-
-def _sum(x: Tensor) -> Tensor:
-    """Return the sums (..., ) over the last dimension, written over: halves added until one number is left."""
-    while (n := x.shape[-1]) > 1:
-        half = next_power_of_2(n) // 2
-        x[..., : n - half] += x[..., half:]
-        x = x[..., :half]
-    return x[..., 0]
+            sent = x + 0.0  # -0.0 is sent as 0.0 is
+            torch.copysign(scale[..., None], sent, out=sent)
+            torch.sub(x, sent, out=sent)
+            kept[rows, columns] += sent.flatten(1)[:, : columns.stop - columns.start]
 
 
 @jit
 def _sign_kernel(
     numbers_ptr, kept_ptr, words_ptr, n, count, group, row, column, kept_row, kept_column, message,
-    BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, HALVINGS: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):
     line = tl.program_id(1).to(tl.int64)
     g = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -62,11 +54,8 @@ def _sign_kernel(
     inside = stored[:, :, None] & (at < n)
     x = tl.load(numbers_ptr + line * row + at * column, mask=inside, other=0.0).to(tl.float32)
 
-    total = tl.reshape(tl.abs(x), (ROWS, WORDS * 32))
-    for i in tl.static_range(HALVINGS):  # pyright: ignore[reportGeneralTypeIssues]
-        total = tl.sum(tl.reshape(total, (ROWS, 2, WORDS * 16 >> i)), 1)
     held = tl.minimum(n - g * group, group).to(tl.float32)
-    scale = tl.reshape(total, (ROWS,)) * tl.div_rn(1.0, tl.where(g < count, held, 1.0))
+    scale = tl.sum(tl.sum(tl.abs(x), 2), 1) * tl.div_rn(1.0, tl.where(g < count, held, 1.0))
     is_positive = x >= 0
     if kept_ptr is not None:
         kept = kept_ptr + line * kept_row + at * kept_column
@@ -92,19 +81,19 @@ def pack_signs(numbers: Tensor, messages: Tensor, *, group: int, kept: Tensor | 
     k, n = numbers.shape
     if not k or not n:
         return
-    opened(messages, n, group=group, bits=1)
     is_triton = runs_triton("pack_signs", numbers)
     if is_triton and group > MOST and is_demanded():
         raise KernelError("a group exceeds a block", where="group", got=str(group), want=f"at most {MOST}")
     if not is_triton or group > MOST:
         reference(numbers, messages, group=group, kept=kept)
         return
+    opened(messages, n, group=group, bits=1)
     count, words = cdiv(n, group), messages.view(torch.int32)
     meta = tile(1, group, MOST)
     with on(numbers):
         _sign_kernel[(cdiv(count, meta["ROWS"]), k)](
             numbers, kept, words, n, count, group, *numbers.stride(), *((0, 0) if kept is None else kept.stride()),
-            words.stride(0), HALVINGS=(meta["WORDS"] * 32).bit_length() - 1, **meta, enable_fp_fusion=False,
+            words.stride(0), **meta, enable_fp_fusion=False,
         )
 
 

@@ -10,8 +10,6 @@ Source: the sums of all-to-alls in Wang et al. 2023, arXiv:2306.10209, section 4
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,7 @@ from fds.kernels.messages.words import ELEMENTS, place, tile
 
 INTEGERS = {
     8: lambda codes: codes.view(torch.int8),
-    4: lambda codes: torch.cat([codes & 15, codes >> 4], -1).view(torch.int8) - 8,
+    4: lambda codes: torch.cat([codes & 15, codes >> 4], -1).view(torch.int8).sub_(8),
     1: signs_of,
 }
 
@@ -35,15 +33,23 @@ def reference(
     """Do the same in plain torch."""
     scales, codes = opened(messages, len(out), group=group, bits=bits)
     wide = arguments.width(out)
-    for at, columns in blocks(1, len(out), group):
-
-        def term(r: int, at: slice = at, columns: slice = columns) -> Tensor:
+    is_exact = own is None and out.dtype == wide  # `own` may share memory with `out`
+    for _, at, columns in blocks(1, len(out), group):
+        part = out[columns]
+        total = part if is_exact else torch.empty_like(part, dtype=wide)
+        term = total if len(messages) == 1 else torch.empty_like(total)
+        for r in range(len(messages)):
+            into = term if r else total
             if own is not None and r == index:
-                return own[columns].to(wide)
-            numbers = INTEGERS[bits](codes[r, at]) * scales[r, at, None]
-            return numbers.view(-1)[: columns.stop - columns.start].to(wide)
-
-        out[columns] = functools.reduce(torch.add, map(term, range(len(messages))))
+                into.copy_(own[columns])
+            elif len(part) % group:
+                into.copy_((INTEGERS[bits](codes[r, at]) * scales[r, at, None])[0, : len(part)])
+            else:
+                torch.mul(INTEGERS[bits](codes[r, at]), scales[r, at, None], out=into.unflatten(0, (-1, group)))
+            if r:
+                total += term
+        if total is not part:
+            part.copy_(total)
 
 
 @jit
@@ -95,10 +101,10 @@ def sum_messages(
     """
     if not len(out):
         return
-    opened(messages, len(out), group=group, bits=bits)
     if not runs_triton("sum_messages", out):
         reference(messages, out, bits=bits, group=group, own=own, index=index)
         return
+    opened(messages, len(out), group=group, bits=bits)
     count, words = cdiv(len(out), group), messages.view(torch.int32)
     meta = tile(bits, group, ELEMENTS)
     with on(out):

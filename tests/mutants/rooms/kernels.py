@@ -340,6 +340,22 @@ MUTANTS = (
         "tests/kernels/test_messages.py",
     ),
     Mutant(
+        "messages-sum-own-twice",
+        "fds/kernels/messages/sums.py",
+        "term = tl.where(is_coded, term, own.to(tl.float32))",
+        "term = term + own.to(tl.float32)",
+        "a zero of the code that was not read takes the sign of one's own zero",
+        "tests/kernels/test_messages.py",
+    ),
+    Mutant(
+        "messages-keep-the-negative-zero",
+        "fds/kernels/messages/signs.py",
+        "sent = x + 0.0",
+        "sent = x.clone()",
+        "what is kept of -0.0 is not what its message lost",
+        "tests/kernels/test_messages.py",
+    ),
+    Mutant(
         "messages-begin-blocks-anew",
         "fds/kernels/messages/quantized.py",
         "_uniform(x, columns.start, seed)",
