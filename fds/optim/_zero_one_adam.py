@@ -83,8 +83,8 @@ def zero_one_adam(
 
     Gradients are summed in every call at first; after `var_update_scaler` such calls in every second one, after as many
     more in every fourth, and so on. In the others v stays, and g is sent as one bit a number, and one scale for each
-    parameter and rank: 1/32 of the bytes. What the two messages lose is added to the next ones. Of elements whose
-    variance is 0 what arrives in signs is 0 too: they had no gradient yet.
+    parameter and rank: 1/32 of the bytes. What the two messages lose is added to the next ones. Elements whose variance
+    is 0 had no gradient yet: what arrives of them in signs is 0, and so is m of each rank.
 
     Afterwards v stays, and each rank goes on from q = p with its own gradients and momentum, and sends nothing::
 
@@ -186,7 +186,7 @@ def _step_locally(
     for p, g, m, v, own, u in zip(params, grads, *(opt[name] for name in names), strict=True):
         own += wide(m) / size  # one of the two is 0
         now.write(m, torch.zeros_like(m))
-        own.copy_(plus(own * beta1, wide(g), 1 - beta1))
+        own.copy_(plus(own * beta1, wide(g), 1 - beta1)).mul_(v > 0)
         step = own / wide(v).sqrt().add(eps)
         u -= step.add_(wide(moved(p, u, size)) * weight_decay / size).mul_(lr)
     now.exchange.lr.add_(lr)

@@ -24,7 +24,7 @@ from fds.step.sharding.named import Named
 from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard
-from fds.step.sharding.transport import Leg, Pending, Transport
+from fds.step.sharding.transport import Leg, Pending, Relay, Transport
 from fds.step.split_batch import SplitBatch
 from fds.step.stations import After, Commit, Place, Program, Run, Scale
 from fds.step.structure import Structure
@@ -63,6 +63,7 @@ __all__ = [
     "PredictedMessages",
     "Program",
     "Reduce",
+    "Relay",
     "Replicated",
     "Residency",
     "Resident",

@@ -16,7 +16,7 @@ from torch import Tensor
 from fds import random
 from fds.collectives import Axis, Work
 from fds.errors import ComposeError
-from fds.step import Leg, Pending, Transport
+from fds.step import Leg, Pending, Relay, Transport
 from fds.transports.code import Coded, given
 
 
@@ -74,16 +74,15 @@ class Hierarchical(Transport):
         errors = None if kept is None else torch.zeros_like(rows)
         first = self.inner.code.exchange(local, rows, errors)
 
-        def finish() -> None:
+        def between_nodes() -> Work:
             sums = first.sum().view(node.size, -1)
             mine = None if errors is None else errors[local.index].view(node.size, -1)
             second = self.outer.code.exchange(node, sums, mine)
             if kept is not None and errors is not None:
                 sorted_by_place(kept).copy_(errors.view(local.size, node.size, -1))
-            second.work.wait()
-            second.sum(out)
+            return Pending(second.work, lambda: second.sum(out))
 
-        return Pending(first.work, finish)
+        return Relay(first.work, between_nodes)
 
     def combine(self, axis: Axis, own: Tensor, kept: Tensor | None) -> Work:
         """Sum over replicas as between nodes."""
@@ -116,14 +115,16 @@ class Hierarchical(Transport):
         node, local = self.along
         first, messages = self.outer.code.share(node, own, kept)  # of the ranks at this place in every node
 
-        def finish() -> None:
+        def inside() -> Work:
             everything = messages.new_empty(local.size * messages.numel())
-            local.start_all_gather(everything, messages.view(-1)).wait()
+            return Pending(local.start_all_gather(everything, messages.view(-1)), lambda: decode(everything))
+
+        def decode(everything: Tensor) -> None:
             by_rank = everything.view(local.size, node.size, -1).transpose(0, 1).flatten(0, 1)
             for message, out in zip(by_rank, whole.view(axis.size, -1), strict=True):
                 self.outer.code.decode(message, out)
 
-        return Pending(first, finish)
+        return Relay(first, inside)
 
     def __repr__(self) -> str:
         return f"hierarchical({self.inner}" + (")" if self.outer is self.inner else f", {self.outer})")

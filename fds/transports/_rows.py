@@ -24,7 +24,7 @@ from fds.collectives import Axis, Work
 from fds.collectives.traffic import Expected
 from fds.errors import ComposeError, is_int
 from fds.layout import Bucket
-from fds.step import Leg, Pending, Transport
+from fds.step import Leg, Pending, Relay, Transport
 from fds.step.sharding.transport import LOSSLESS
 from fds.transports.code import Arriving, Code
 
@@ -84,7 +84,8 @@ class Rows(Transport):
 
     def grouping(self, name: str, shape: tuple[int, ...]) -> tuple[Hashable, int]:
         """Give a parameter with rows a bucket of its own, in slices of whole rows."""
-        return (name, math.prod(shape[1:])) if len(shape) > 1 else (None, 1)
+        width = math.prod(shape[1:])
+        return (name, width) if width > 1 else (None, 1)
 
     def of(self, bucket: Bucket, data: Axis) -> Transport:
         """Return the transport of rows as wide as the parameter's."""
@@ -164,7 +165,7 @@ class Rows(Transport):
         if leg == "reduce":
             counts[axis.index] = 0  # of what stays here
         largest = counts.max()[None]
-        return Pending(axis.start_all_reduce(largest, "max"), lambda: begin(max(1, int(largest))).wait())
+        return Relay(axis.start_all_reduce(largest, "max"), lambda: begin(max(1, int(largest))))
 
     def _room(self, leg: Leg) -> int:
         """Return how many rows may be in a message of a leg: those of one rank, or of all that were summed by then."""

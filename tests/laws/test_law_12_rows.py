@@ -252,6 +252,27 @@ def test_two_patterns_go_two_ways():
     assert fds.simulate(kept, 2)[0] == {"embed": False, "position": False, "w": True, "bias": False}
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_without_numbers_or_with_rows_of_one_are_sent_as_ever(stage):
+    params = {
+        "none": torch.zeros(5, 0),
+        "no rows": torch.zeros(0, 5),
+        "column": torch.ones(9, 1),
+        "scalar": torch.ones(()),
+    }
+    loss = lambda p, x: (p["column"] * p["scalar"] * x).sum() + p["none"].sum() + p["no rows"].sum()
+
+    def after_a_step(gradients):
+        shard = fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=stage, gradients=gradients)
+        step = fds.compose(shard, fds.sgd(0.1))(loss)
+        return step.params(step(step.init(params), torch.ones(1))[0])
+
+    for got, want in zip(
+        *(fds.simulate(lambda w=w: after_a_step(w), 2) for w in (transports.rows(), None)), strict=True
+    ):
+        assert_same_bits(got, want)
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()

@@ -6,6 +6,7 @@ from hypothesis import given, strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import fds
+from fds import transports
 from tests.bits import assert_rounding, assert_same_bits
 
 LAYERS = 5
@@ -67,6 +68,36 @@ def test_ranks_may_take_any_paths_through_the_parameters(steps, prefetch, room):
     for paths in steps:
         state, _ = plain(state, rows(paths))
     assert_rounding(results[0][0], state.params, additions=20_000, scale=4.0)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_second_messages_keep_the_order_of_ranks_that_wait_at_times_of_their_own(stage):
+    """What is sent once a first message has arrived: rows after their number, sums between nodes after those inside."""
+    tables = {str(i): torch.randn(64, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)}
+    tables["w"] = torch.eye(4)
+    paths = torch.tensor([[[0, 1], [1, 1], [2, 0], [1, 2]], [[2, 2], [0, 1], [0, 0], [0, 2]]])  # by call and rank
+
+    def lookups(params, ids):
+        return sum((params[str(int(i))][row] @ params["w"]).tanh().square().sum() for i, row in ids)
+
+    def run(ways):
+        mesh = fds.mesh(node=2, local=2)
+        data = mesh["node", "local"]
+        shard = fds.shard_optimizer(data, stage=stage, bucket_bytes=1024, **ways)
+        step = fds.compose(shard, fds.accumulate(2), fds.sgd(0.1))(lookups)
+        state = step.init(tables)
+        for path in paths:
+            mine = path[data.index]
+            state, _ = step(state, torch.stack([mine, mine * 7 + data.index], 1))
+        return step.params(state)
+
+    of = lambda **ways: fds.simulate(lambda: run(ways), 4)
+    for got, want in zip(of(gradients=transports.rows()), of(gradients=transports.rows(most=10**6)), strict=True):
+        assert_same_bits(got, want)
+    exact = transports.hierarchical(transports.cast(torch.float32))
+    ways = {"gradients": exact} | ({"weights": exact} if stage == 3 else {})
+    for got, want in zip(of(**ways), of(), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("first", "then"), [([0, 1, 2, 3], [4, 2, 0]), ([0, 1], [0, 1, 2, 3])])

@@ -157,3 +157,27 @@ def test_masks_that_do_not_fit_are_refused_by_init():
 def test_groups_that_change_at_other_times_are_refused(other):
     with pytest.raises(OptimizerError, match="for all optimizers or for none"):
         fds.by_name({"b": fds.zero_one_adam(), "*": other})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_has_no_variance_stays_between_agreements_too(ranks):
+    """A row whose gradients are 0 while sums update the variance would be thrown by a step of its gradient over eps."""
+
+    def run():
+        seen = []
+
+        def loss(p, ids):
+            seen.append(p["e"].detach().clone())
+            return p["e"][ids].square().sum()
+
+        shard = fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=0)
+        optimizer = fds.zero_one_adam(0.01, 2, local_step_scaler=1, local_step_clipper=4)
+        step = fds.compose(shard, optimizer)(loss)
+        state = step.init({"e": torch.ones(4, 3)})
+        for t in range(9):
+            state, _ = step(state, torch.tensor([0, 1 if t < 2 else 3]))
+        assert len(seen) == 9 and (seen[-1][0] != 1).all()
+        return [x[2:] for x in (*seen, state.params["e"], state.slots["local_momentum"]["e"] + 1)]
+
+    for rows in fds.simulate(run, ranks):
+        assert_same_bits(rows, [torch.ones(2, 3)] * len(rows))

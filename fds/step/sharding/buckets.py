@@ -260,6 +260,8 @@ class Bucketed:
         way = self.transport.of(bucket, shard.data)
         kept = None if self.kept is None else self._kept(i, way)
         work = contracts.sent(way.reduce(shard.legs["reduce"], sent, own, kept), way, "reduce")
+        if self.order is not None:
+            self.order.departures.sent(work)
         self.flying[i] = Flight(held, sent, own, work)
         while len(self.flying) > 1 or (landing is not None and self.flying and work.done()):
             self._land(next(iter(self.flying)))

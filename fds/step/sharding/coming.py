@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives import Work
+from fds.step.sharding.transport import Relay
 
 
 @attrs.define(eq=False)
@@ -22,12 +23,13 @@ class Coming:
     begin: Callable[[Tensor], tuple[Tensor, Work]]  # begins to send it; returns the whole bucket and the work
     sent: tuple[Tensor, Work] | None = None
 
-    def send(self) -> None:
+    def send(self) -> Work:
         """Begin to send the slice, once it was read."""
         if self.sent is None:
             (part,) = [self.part] if self.read is None else self.read()
             assert part is not None
             self.sent, self.part, self.read = self.begin(part), None, None
+        return self.sent[1]
 
     def arrive(self) -> Tensor:
         """Wait for the slices of all ranks; return the whole bucket (numel,)."""
@@ -56,6 +58,7 @@ class Departures:
     """
 
     waiting: deque[Coming] = tree.new(deque)
+    relays: deque[Relay] = tree.new(deque)  # whose second messages are to begin before anything else is sent
 
     def add(self, one: Coming) -> None:
         """Add a bucket that was just begun."""
@@ -65,15 +68,28 @@ class Departures:
     def send(self, keep: int = 0) -> None:
         """Begin to send the slices that wait, but for the last ones."""
         while len(self.waiting) > keep:
-            self.waiting[0].send()
-            self.waiting.popleft()
+            self._send_next()
+
+    def go_on(self) -> None:
+        """Begin the second messages of what was sent, before anything else is."""
+        while self.relays:
+            self.relays.popleft().go_on()
+
+    def sent(self, work: Work) -> None:
+        """Remember what was sent last."""
+        if isinstance(work, Relay):
+            self.relays.append(work)
 
     def arrive(self, one: Coming) -> Tensor:
         """Wait for a bucket; return it whole (numel,)."""
         while one in self.waiting:
-            self.waiting[0].send()
-            self.waiting.popleft()
+            self._send_next()
         return one.arrive()
+
+    def _send_next(self) -> None:
+        self.go_on()
+        self.sent(self.waiting[0].send())
+        self.waiting.popleft()
 
     def give_up(self) -> None:
         """Wait until nobody writes into the memory of what was not sent."""

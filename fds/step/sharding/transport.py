@@ -20,7 +20,8 @@ class Transport:
     """How one flat bucket travels between the ranks of an axis. This one loses nothing, and others override its legs.
 
     A leg begins to send, and returns a `Work` whose `wait` returns when the result has arrived: a collective's, or a
-    `Pending`. All ranks pass the same legs in the same order, and wait for them in that order. Tensors are 1-D and
+    `Pending`; where a second message is made of what the first one brought, a `Relay`. All ranks pass the same legs in
+    the same order, and wait for them at times of their own. Tensors are 1-D and
     contiguous; a bucket `whole` is (size * n,) and a rank's slice of it (n,), `whole[index * n : (index + 1) * n]`,
     padding included. A leg may write over `whole` and allocate memory. It does not wait for the device, and
     draws no random numbers but those that follow from a key (`draws`).
@@ -136,4 +137,34 @@ class Pending:
 
     def done(self) -> bool:
         """Return False: there is something left to do."""
+        return False
+
+
+@attrs.define(eq=False)
+class Relay:
+    """Messages of which the second is made of what the first one brought.
+
+    Ranks wait at times of their own, so that the second begins in `go_on`: before anything else is sent, on all ranks.
+    """
+
+    first: Work | None
+    then: Callable[[], Work] | None  # begins the second
+    second: Work | None = None
+
+    def go_on(self) -> None:
+        """Wait for the first message and begin the second, once."""
+        if self.first is not None and self.then is not None:
+            self.first.wait()
+            self.second = self.then()
+            self.first = self.then = None
+
+    def wait(self) -> None:
+        """Wait for both."""
+        self.go_on()
+        if self.second is not None:
+            self.second.wait()
+            self.second = None
+
+    def done(self) -> bool:
+        """Return False: there may be something left to send."""
         return False

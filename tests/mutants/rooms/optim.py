@@ -220,6 +220,14 @@ MUTANTS = (
         "tests/optim/test_zero_one_adam.py",
     ),
     Mutant(
+        "local-steps-of-what-has-no-variance",
+        "fds/optim/_zero_one_adam.py",
+        ".mul_(v > 0)\n        step = ",
+        "\n        step = ",
+        "0/1 Adam throws rows that had no gradient before by a gradient over eps",
+        "tests/optim/test_zero_one_adam.py",
+    ),
+    Mutant(
         "the-sum-of-learning-rates-goes-on",
         "fds/optim/_zero_one_adam.py",
         "*opt[LOCAL_UPDATE], lr):",

@@ -180,6 +180,14 @@ MUTANTS = (
         "tests/laws/test_ranks_that_diverge.py",
     ),
     Mutant(
+        "second-messages-when-waited-for",
+        "fds/step/sharding/order.py",
+        "self.departures.go_on()",
+        "pass",
+        "ranks that wait at times of their own begin second messages between different ones of others, and hang",
+        "tests/laws/test_ranks_that_diverge.py",
+    ),
+    Mutant(
         "view-backward-on-old-values",
         "fds/step/sharding/viewed.py",
         "found: Tensor | None = grad\n        if not self.unchanged:",
