@@ -19,7 +19,7 @@ from fds.step.sharding.flight import Filling, Flight
 from fds.step.sharding.kept import Kept
 from fds.step.sharding.order import Order
 from fds.step.sharding.shard import Shard
-from fds.step.sharding.transport import Transport
+from fds.step.sharding.transport import Relay, Transport
 from fds.step.structure import Structure
 from fds.step.sums import backward_inside
 
@@ -75,9 +75,7 @@ class Bucketed:
         self.seen: dict[int, set[int]] = {i: set() for i in self.buckets}  # leaves that got a gradient
         self.arrived: dict[int, set[int]] = {}  # and were taken, in this microbatch
         self.awaited = {i: list(range(len(b.leaves))) for i, b in self.buckets.items()}
-        self.enough = {
-            i: len(b.leaves) for i, b in self.buckets.items()
-        }  # of `awaited`, the first that are taken at once
+        self.enough = {i: len(b.leaves) for i, b in self.buckets.items()}  # of `awaited`: these are taken at once
         self.come: dict[int, int] = {}  # how many of `awaited` have come in this microbatch, as far as was looked
         self.hooked: set[tuple[int, int]] = set()
         self.turn: list[int] = []  # stages 0 and 1: what is still to be launched, next one last
@@ -260,8 +258,8 @@ class Bucketed:
         way = self.transport.of(bucket, shard.data)
         kept = None if self.kept is None else self._kept(i, way)
         work = contracts.sent(way.reduce(shard.legs["reduce"], sent, own, kept), way, "reduce")
-        if self.order is not None:
-            self.order.departures.sent(work)
+        if self.order is not None and work.__class__ is Relay:
+            self.order.departures.relays.append(work)  # pyright: ignore[reportArgumentType]
         self.flying[i] = Flight(held, sent, own, work)
         while len(self.flying) > 1 or (landing is not None and self.flying and work.done()):
             self._land(next(iter(self.flying)))

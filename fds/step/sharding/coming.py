@@ -68,28 +68,23 @@ class Departures:
     def send(self, keep: int = 0) -> None:
         """Begin to send the slices that wait, but for the last ones."""
         while len(self.waiting) > keep:
-            self._send_next()
+            if self.relays:
+                self.go_on()
+            work = self.waiting[0].send()
+            if work.__class__ is Relay:
+                self.relays.append(work)  # pyright: ignore[reportArgumentType]
+            self.waiting.popleft()
 
     def go_on(self) -> None:
         """Begin the second messages of what was sent, before anything else is."""
         while self.relays:
             self.relays.popleft().go_on()
 
-    def sent(self, work: Work) -> None:
-        """Remember what was sent last."""
-        if isinstance(work, Relay):
-            self.relays.append(work)
-
     def arrive(self, one: Coming) -> Tensor:
         """Wait for a bucket; return it whole (numel,)."""
-        while one in self.waiting:
-            self._send_next()
+        if one in self.waiting:
+            self.send(keep=len(self.waiting) - 1 - self.waiting.index(one))
         return one.arrive()
-
-    def _send_next(self) -> None:
-        self.go_on()
-        self.sent(self.waiting[0].send())
-        self.waiting.popleft()
 
     def give_up(self) -> None:
         """Wait until nobody writes into the memory of what was not sent."""

@@ -112,7 +112,9 @@ class Order:
 
     def _round(self, want: Event | None) -> list[Want]:
         """Exchange what every rank needs (or whether it joined gathers for nothing), and join all of it."""
-        self._send_all()  # others may wait for it, and this rank does for them
+        self.departures.send()  # others may wait for it, and this rank does for them
+        if self.departures.relays:
+            self.departures.go_on()
         wants = self.axis.exchange(self.wasted if want is None else list(want), self.what)
         events: list[Event] = [(want[0], want[1]) for want in wants if isinstance(want, list)]
         for event in dict.fromkeys(events):
@@ -123,13 +125,11 @@ class Order:
     def _join(self, event: Event) -> None:
         kind, bucket = event
         if kind != "gather":  # messages are sent in the order in which they are joined
-            self._send_all()
+            self.departures.send()
+            if self.departures.relays:
+                self.departures.go_on()
         if kind in self.joins:
             self.joins[kind](bucket)
-
-    def _send_all(self) -> None:
-        self.departures.send()
-        self.departures.go_on()
 
 
 def _sooner(events: list[Event]) -> list[Event]:
