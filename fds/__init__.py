@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     # transforms, in the order of the stations that they fill
     from fds.transforms.accumulate import accumulate
     from fds.transforms.freeze import freeze
+    from fds.transforms.quantize_frozen import quantize_frozen
     from fds.transforms.pipeline import pipeline
     from fds.transforms.shard_optimizer import shard_optimizer
     from fds.transforms.local_updates import local_updates
@@ -130,6 +131,7 @@ __getattr__, __dir__ = lazily(
         "fds.collectives": "init_distributed mesh simulate",
         "fds.transforms.accumulate": "accumulate",
         "fds.transforms.freeze": "freeze",
+        "fds.transforms.quantize_frozen": "quantize_frozen",
         "fds.transforms.pipeline": "pipeline",
         "fds.transforms.shard_optimizer": "shard_optimizer",
         "fds.transforms.local_updates": "local_updates",
@@ -241,6 +243,7 @@ __all__ = [
     "profile_memory",
     "profile_model",
     "profiled",
+    "quantize_frozen",
     "random",
     "recipe",
     "record_run",

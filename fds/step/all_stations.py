@@ -22,6 +22,7 @@ from fds.step.call import Call
 from fds.step.checks import state_check as check
 from fds.step.execution import Executor, InTurn, LocalGradients, Microbatch, Pass, PassResult, training
 from fds.step.gradients import Gradients, Measure
+from fds.step.holding import FromHeld, Hold
 from fds.step.memory import Memory
 from fds.step.notes import Notes
 from fds.step.parameters import open_parameters
@@ -56,6 +57,7 @@ class Stations:
     batch: tuple[Callable[[Any, Call], Any], ...] = ()  # maps of the batch, before anything else
     split: Split = Split()  # batch -> microbatches
     frozen: tuple[str, ...] = ()  # patterns of parameters that are not trained
+    hold: tuple[Hold, ...] = ()  # a parameter as it is given -> as a state holds it, and back
     gather: Gather = Gather()  # slices -> whole parameters, and in which dtype the loss sees them
     execute: Executor = InTurn()  # which half of which microbatch runs where and when
     view: tuple[Callable[[Tensor, Leaf, Call], Tensor], ...] = ()  # maps of one parameter, as the loss sees it
@@ -178,7 +180,7 @@ class Stations:
             microbatches.count,
             kinds,
             self.sum.dtype,
-            (self.reduce.dtype, *map(_dtype_of, self.context)),
+            (self.reduce.dtype, *map(lambda one: getattr(one, "dtype", None), self.context)),
             data=self.dimensions.data,
             asked=self.runtime.asked,
             order=None if self.execute.together else order,
@@ -231,10 +233,10 @@ class Stations:
     def microbatch(self, loss: Any, structure: Structure) -> Microbatch:
         """Return the stations that every microbatch passes."""
         shard, views = self.shard, None
-        if self.view:
+        if functions := (FromHeld(self.hold, self.gather), *self.view) if self.hold else self.view:
             apart = shard is not None and shard.reduces_each_microbatch
             again = self.dimensions.repeated(structure.names) if self.following else None
-            views = Views(self.view, structure.leaves, self.runtime.viewed, apart, again)
+            views = Views(functions, structure.leaves, self.runtime.viewed, apart, again)
         return Microbatch(views, self.context, losses.name(loss), shard is None, self.runtime.asked)
 
     def split_batch(self, call: Call, batch: Any, *, whole: bool = False) -> SplitBatch:
@@ -352,8 +354,3 @@ class Stations:
             )
             for k in keys
         ]
-
-
-def _dtype_of(context: Any) -> torch.dtype | None:
-    """Return the dtype in which a context computes, as far as it says one."""
-    return getattr(context, "dtype", None)

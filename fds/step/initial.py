@@ -12,11 +12,13 @@ from torch import Tensor
 
 from fds import loss as losses, random, tree
 from fds.collectives import Axis, fingerprint
-from fds.errors import FdsError, StateError
+from fds.errors import ComposeError, FdsError, StateError
+from fds.layout import Leaf
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
+from fds.step.holding import encoded
 from fds.step.memory import first_slots
 from fds.step.residency.contract import Residency, check_apart, is_held, text_of
 from fds.step.residency.deferred import deferred, heard
@@ -44,7 +46,7 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
         _agree(shapes, error, everyone)
     if error is not None:
         raise error
-    structure, _ = step.structure_of(step.dimensions.held(shapes))
+    structure, leaves = _structure(step, shapes)
     recipe = isinstance(params, losses.Recipe)
     alone = everyone is None
     peers = None if alone else step.dimensions.peers
@@ -60,6 +62,7 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
         for name, x in _all_of(made, shapes, _made_here(step, shapes, params, alone), failed):
             _of_rank_0(x, everyone if not recipe or name in params.given else peers)
             if step.dimensions.holds(name):
+                x = encoded(step.hold, x, leaves[name])
                 if (piece := step.dimensions.cut(name, x)) is not x:
                     x = contiguous_copy(piece)
                 if not alone:
@@ -256,7 +259,7 @@ def _read(step: Stations, params: Any, key: Tensor, *, own: bool) -> tuple[Any, 
     shapes = params.trace() if recipe else params
     if isinstance(step.loss, losses.Layers):
         step.loss.check(shapes)
-    structure, _ = step.structure_of(step.dimensions.held(shapes))
+    structure, _ = _structure(step, shapes)
     names = step.dimensions.names(structure.names)
     tree.match(step.gather.float32, names, what="precision(keep_float32=...)")
     tree.match(step.place.patterns, names, what="offload")
@@ -273,6 +276,26 @@ def _read(step: Stations, params: Any, key: Tensor, *, own: bool) -> tuple[Any, 
         assert structure.layout is not None
         step.gather.room(structure.layout, step.shard, step.gather.passing(structure.layout, step.shard))
     return shapes, params
+
+
+def _structure(step: Stations, shapes: Any) -> tuple[Structure, dict[str, Leaf]]:
+    """Return the structure of what a state holds, and the leaves of the parameters that are given, by name.
+
+    Raises `ComposeError` where they differ and ranks hold different parameters: these know what is given alone.
+    """
+    given = step.dimensions.held(shapes)
+    structure, _ = step.structure_of(given)
+    if not step.hold:
+        return structure, structure.leaves
+    if step.dimensions.differing:
+        raise ComposeError(
+            "parameters are held in another form, and ranks hold different ones",
+            where="stations 'hold' and 'topology'",
+            got=", ".join(map(str, step.composition)),
+            want="a composition without a pipeline on several ranks, or a tensor axis",
+        )
+    held = [encoded(step.hold, x.to("meta"), structure.leaves[name]) for name, x in tree.paths(given).items()]
+    return step.structure_of(tree.flatten(given)[1](held))[0], structure.leaves
 
 
 def _agree(shapes: Any, error: FdsError | None, data: Axis) -> None:

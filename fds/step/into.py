@@ -14,6 +14,7 @@ from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
 from fds.step.checks.state_check import usable
+from fds.step.holding import decoded
 from fds.step.pool import Pool
 from fds.step.residency.deferred import deferred, hear
 from fds.step.residency.masters import Masters, groups, in_turn
@@ -36,6 +37,9 @@ def whole_parameters(step: Stations, state: State, doing: str, *, copies: bool) 
     masters = step.masters(structure, parts, state.step.device, residency)
     found = _whole(step, structure, parts, masters, copies=copies)
     hear(residency, step.everyone)
+    if step.hold:
+        whole = [decoded(step.hold, x, structure.leaves[name]) for name, x in tree.paths(found).items()]
+        found = tree.flatten(found)[1](whole)
     return found
 
 
@@ -83,8 +87,8 @@ def into(step: Stations, module: Any, state: State, prefix: str, buffers_prefix:
         same_composition(step)
         usable(state, "into")
         params = {
-            name: torch.empty(structure.leaves[name].shape, dtype=structure.leaves[name].dtype, device="meta")
-            for name in structure.names
+            leaf.name: decoded(step.hold, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), leaf)
+            for leaf in map(structure.leaves.__getitem__, structure.names)
         }
     buffers = step.dimensions.collect(state.buffers)
     error, pairs = None, []
@@ -105,7 +109,7 @@ def into(step: Stations, module: Any, state: State, prefix: str, buffers_prefix:
 
     def use(name: str, x: Tensor) -> None:
         if (there := coming.get(id(params[name]))) is not None:
-            there.copy_(x)
+            there.copy_(decoded(step.hold, x, structure.leaves[name]))
 
     if not step.dimensions.differing:
         residency = deferred(step.place.residency, step.everyone)

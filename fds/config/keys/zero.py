@@ -216,7 +216,7 @@ class ZeroConfig(Config):
         ),
     )
     zero_quantized_nontrainable_weights: bool = key(
-        False, "keep frozen parameters as int8, at stage 3", NotYet("quantized frozen weights")
+        False, "keep frozen parameters as int8, at stage 3", argument("quantize_frozen")
     )
     zero_quantized_gradients: bool = key(
         False,

@@ -52,6 +52,7 @@ def compose_supported(
     optional = (
         _microbatches(config, axes),
         _sharding(config, axes, embeddings),
+        _frozen_weights(config),
         _precision(config),
         offload_call(config, low=compute_dtype(config) != torch.float32),
         _autocast(config),
@@ -159,6 +160,11 @@ def _ways(config: Groups, *, nodes: bool) -> dict[str, Any]:
         "gradients": integers(4) if zero.zero_quantized_gradients else None,
         "secondary": AxisOf("dp") if nodes and zero.zero_hpz_partition_size > 1 else None,
     }
+
+
+def _frozen_weights(config: Groups) -> FunctionCall | None:
+    zero = config.zero_optimization
+    return FunctionCall.of("quantize_frozen") if zero.stage == 3 and zero.zero_quantized_nontrainable_weights else None
 
 
 def _sizes(config: Groups) -> dict[str, int]:

@@ -21,6 +21,7 @@ from fds.transforms.offload import offload
 from fds.transforms.pipeline import pipeline
 from fds.transforms.precision import precision
 from fds.transforms.profiled import profiled
+from fds.transforms.quantize_frozen import quantize_frozen
 from fds.transforms.shard_optimizer import shard_optimizer
 from fds.transforms.skip_nonfinite import skip_nonfinite
 from fds.transforms.static_loss_scale import static_loss_scale
@@ -39,6 +40,7 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
             pipeline,
             precision,
             profiled,
+            quantize_frozen,
             shard_optimizer,
             skip_nonfinite,
             static_loss_scale,

@@ -87,6 +87,7 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "batch": (given("batch", "call"), "a function (batch, call) -> batch"),
     "split": (given("batch"), "a function (batch) -> list of microbatches"),
     "frozen": (lambda x: isinstance(x, str), "a pattern of parameter names"),
+    "hold": (lambda x: has(x, "encode", "decode"), "an object with encode(x, leaf) and decode(x, leaf)"),
     "view": (given("x", "leaf", "call"), "a function (x, leaf, call) -> tensor, of one parameter"),
     "context": (given("call"), "a function (call) -> context manager"),
     "kernels": (takes(0), "a function () -> context manager"),
