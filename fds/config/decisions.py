@@ -192,6 +192,8 @@ INTENDED = (
         "`sparse_gradients` has an effect at stage 0 alone",
         "at stages 0 and 1",
         "tests/config/test_sparse_gradients.py::test_embeddings_of_the_module_travel_by_rows_as_composed_by_hand",
+    ),
+    ListedDifference(
         "`zero_quantized_nontrainable_weights` works in float16 alone, leaves parameters of at most 500,000 elements, "
         "or of 2,048 on a rank, as they are, and codes each rank's slice by itself: other ranks, other numbers",
         "in any precision, matrices whose rows have 16 numbers or more; a row is coded alike on any number of ranks",

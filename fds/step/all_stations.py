@@ -34,7 +34,7 @@ from fds.step.residency.lives import Lives, resident_at
 from fds.step.residency.masters import NOWHERE, Masters, elsewhere
 from fds.step.residency.speculation import Speculation
 from fds.step.runtime import Runtime
-from fds.step.seeds import Seeds
+from fds.step.seeds import Seeds, dtype_of
 from fds.step.sharding.buckets import Bucketed
 from fds.step.sharding.gather import Gather
 from fds.step.sharding.order import LearnedOrder, Order
@@ -180,7 +180,7 @@ class Stations:
             microbatches.count,
             kinds,
             self.sum.dtype,
-            (self.reduce.dtype, *map(lambda one: getattr(one, "dtype", None), self.context)),
+            (self.reduce.dtype, *map(dtype_of, self.context)),
             data=self.dimensions.data,
             asked=self.runtime.asked,
             order=None if self.execute.together else order,

@@ -188,3 +188,8 @@ def _as_tensor(x: Tensor | float, device: torch.device) -> Tensor:
 def _number(x: float, device: torch.device) -> Tensor:
     """Return a number as a tensor () float64."""
     return torch.full((), x, dtype=torch.float64, device=device)
+
+
+def dtype_of(context: Any) -> torch.dtype | None:
+    """Return the dtype in which a context computes, as far as it says one."""
+    return getattr(context, "dtype", None)
