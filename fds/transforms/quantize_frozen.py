@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from fds import kernels
-from fds.errors import ComposeError, StateError, is_a
+from fds.errors import ComposeError, StateError
 from fds.layout import Leaf
 from fds.step import Step, fill, transform
 
+GROUP = 256  # consecutive numbers of a row that share a scale: of all states, for a save's shapes cannot always tell
 _LEAST = 16  # numbers in a row: of fewer, scales are a good part of the bytes
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)  # the largest float64 has no scale in float32
 
 
 @attrs.frozen
 class Int8:
-    """A row of c numbers as its g = ceil(c / group) scales, float32, and c codes, int8: 4 g + c bytes of uint8."""
+    """A row of c numbers as its g = ceil(c / 256) scales, float32, and c codes, int8: 4 g + c bytes of uint8."""
 
-    group: int
     dtype: torch.dtype  # of the numbers that come back
 
     def encode(self, x: Tensor, leaf: Leaf) -> Tensor:
@@ -40,7 +40,7 @@ class Int8:
         if leaf.trained or x.dtype not in _NARROW or x.ndim < 2 or x.shape[-1] < _LEAST:
             return x
         *lead, c = x.shape
-        width, group = c + 4 * -(-c // self.group), min(self.group, -(-c // 8) * 8)
+        width, group = c + 4 * -(-c // GROUP), min(GROUP, -(-c // 8) * 8)
         if x.is_meta:
             return x.new_empty((*lead, width), dtype=torch.uint8)
         rows = x.reshape(-1, c)
@@ -52,40 +52,32 @@ class Int8:
         """Return codes times scales, (..., c); what is not held as rows as it is."""
         if x.dtype is not torch.uint8 or x.ndim < 2:
             return x
-        count = -(-x.shape[-1] // (4 + self.group))
+        count = -(-x.shape[-1] // (4 + GROUP))
         scales = x[..., : 4 * count].clone(memory_format=torch.contiguous_format).view(torch.float32)
         numbers = x[..., 4 * count :].view(torch.int8).to(torch.float32)
-        full = numbers.shape[-1] // self.group
-        whole = numbers[..., : full * self.group].view(*x.shape[:-1], full, self.group)
+        full = numbers.shape[-1] // GROUP
+        whole = numbers[..., : full * GROUP].view(*x.shape[:-1], full, GROUP)
         whole.mul_(scales[..., :full, None])
-        numbers[..., full * self.group :].mul_(scales[..., full:])
+        numbers[..., full * GROUP :].mul_(scales[..., full:])
         return numbers.to(self.dtype)
 
 
 @transform
-def quantize_frozen(bits: int = 8, *, group: int = 256, dtype: torch.dtype = torch.float32):
+def quantize_frozen(*, dtype: torch.dtype = torch.float32):
     """Hold what is frozen in 8 bits: matrices whose rows have 16 numbers or more; each number is off by 1/254 at most.
 
-    That is 1/254 of the largest of its group. `fds.freeze` says what is frozen; without it nothing changes. Frozen
-    parameters of fewer than two dimensions, of shorter rows, and of float64 stay as they are. Numbers are rounded once,
-    in `step.init`. Saves and `fds.export_weights` have the codes, (..., 4 g + c) uint8 for rows of c numbers in g
-    groups; `step.params` and `step.into` give numbers. At stage 3 codes are gathered, and numbers made where the loss
-    reads them; at others they are made for each microbatch.
+    That is 1/254 of the largest of its group, 256 consecutive numbers of a row. `fds.freeze` says what is frozen;
+    without it nothing changes. Frozen parameters of fewer than two dimensions, of shorter rows, and of float64 stay as
+    they are. Numbers are rounded once, in `step.init`. Saves and `fds.export_weights` have the codes, (..., 4 g + c)
+    uint8 for rows of c numbers in g groups; `step.params` and `step.into` give numbers. At stage 3 codes are gathered,
+    and numbers made where the loss reads them; at others they are made for each microbatch.
 
     Args:
-        bits: of a code, 8.
-        group: consecutive numbers of a row that share a scale, a multiple of 8.
         dtype: of the numbers, before `fds.precision` casts them.
 
-    Raises `ComposeError` for other values, and at init where ranks hold different parameters (a pipeline, a tensor
+    Raises `ComposeError` for another dtype, and at init where ranks hold different parameters (a pipeline, a tensor
     axis); `StateError` at init for a uint8 matrix among the parameters.
     """
-    if not is_a(bits, int) or bits != 8:
-        raise ComposeError("quantize_frozen: weights are held in 8 bits", got=f"bits={bits!r}"[:60], want="8")
-    if not is_a(group, int) or group < 8 or group % 8:
-        raise ComposeError(
-            "quantize_frozen: not a size of groups", got=f"group={group!r}"[:60], want="a multiple of 8, 256 say"
-        )
     if dtype not in _NARROW:
         raise ComposeError(
             "quantize_frozen: numbers have another dtype",
@@ -94,6 +86,6 @@ def quantize_frozen(bits: int = 8, *, group: int = 256, dtype: torch.dtype = tor
         )
 
     def apply(step: Step) -> Step:
-        return fill(step, hold=Int8(group, dtype))
+        return fill(step, hold=Int8(dtype))
 
     return apply

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "the-last-group-without-a-scale",
         FILE,
-        "        numbers[..., full * self.group :].mul_(scales[..., full:])\n",
+        "        numbers[..., full * GROUP :].mul_(scales[..., full:])\n",
         "",
         "numbers of a group that is not full are codes",
         LAW,
