@@ -29,7 +29,8 @@ def messages(setting: Setting) -> Iterator[Work]:
         size = -(-n // group) * (4 + group * bits // 8)
         named = f"{RANKS} x {n} in float32, {bits} bits by {group}"
         write = lambda f, options=options, size=size: partial(_written, f, size, options)
-        ways = [Way("fds", write(ours)), Way("torch eager", write(torchs))]
+        compared = 1 if bits == 1 else None  # scales of signs are rounded otherwise; what is kept says all of a message
+        ways = [Way("fds", write(ours), compared=compared), Way("torch eager", write(torchs), compared=compared)]
         family = "pack_signs" if bits == 1 else "quantize"
         yield Work(
             family, named, "forward", together(x=x, kept=kept), ways, ways[1], RANKS * (12 * n + size),
@@ -50,13 +51,13 @@ def _zeros(*shape_and: Any) -> Tensor:
 
 def _made(write: Callable, g: torch.Generator, x: Callable) -> Tensor:
     numbers = x(g)
-    return write(x=numbers, kept=torch.zeros_like(numbers))[0]
+    return write(x=numbers, kept=torch.zeros_like(numbers))[1]
 
 
 def _written(f: Callable, size: int, options: dict[str, Any], x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     found = torch.empty(len(x), size, dtype=torch.uint8, device=x.device)
     f(x, found, kept=kept, **options)
-    return found, kept
+    return kept, found
 
 
 def _summed(f: Callable, n: int, bits: int, group: int, messages: Tensor) -> Tensor:
