@@ -73,6 +73,7 @@ GROUPS = [
             ("fds onebit_adam", "DDP"): 0.20,
             ("fds onebit_adam", "DeepSpeed OnebitAdam"): 0.8,
             ("DeepSpeed OnebitAdam", "DDP"): None,
+            ("fds zero_one_adam", "DDP"): 0.12,
             ("fds local_updates", "DDP"): 0.10,
         }
     ),
@@ -145,6 +146,7 @@ def main() -> int:
             "what": "a training step of a GPT, float32, AdamW, on 2 gloo ranks of one thread each, joined by a cable; "
             "nodes are two ranks at each end, and the four share the cores of this machine",
             "onebit": "both after warm-up, with lr=0; DeepSpeed's is its class alone, without the engine",
+            "zero_one_adam": "with a frozen variance; the mean over turns of 16 steps, of which the last one agrees",
             "local_updates": "the mean over turns of 16 steps, of which the last one agrees in 8 bits",
             "wire": "what the interface of rank 0 sent in a step, headers and acknowledgements included",
             "by formula": "what `describe` says; at stage 3 at most that: what is still whole is not sent again",

@@ -93,6 +93,15 @@ def onebit_adam(case: Case) -> Made:
     return composed(case, data, fds.onebit_adam(0.0, 1, **SETTINGS), warm_up=2, stations=["optimizer"])
 
 
+def zero_one_adam(case: Case) -> Made:
+    """Return fds's 0/1 Adam where ranks agree once in `TURN` steps, in signs; nothing is learned, as in 1-bit Adam."""
+    fds.init_distributed()
+    data = fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=0)
+    adam = fds.zero_one_adam(0.0, 1, local_step_scaler=1, local_step_clipper=TURN, **SETTINGS)
+    made = composed(case, data, adam, steps=TURN, warm_up=2, stations=["optimizer"])
+    return attrs.evolve(made, sent_bytes=lambda: (made.sent_bytes() or 0) / TURN)
+
+
 def local_updates(case: Case) -> Made:
     """Return steps of ranks that train apart and agree once in `TURN` of them, in 8 bits."""
     fds.init_distributed()
@@ -175,6 +184,7 @@ CONTENDERS: dict[str, Callable[[Case], Made]] = {
     "fds 3, 8 bits": sent(3, weights=EIGHT, gradients=EIGHT),
     "fds 3, weights 8, gradients 4": sent(3, weights=EIGHT, gradients=FOUR),
     "fds onebit_adam": onebit_adam,
+    "fds zero_one_adam": zero_one_adam,
     "fds local_updates": local_updates,
     "DeepSpeed OnebitAdam": deepspeed_onebit_adam,
     "nodes, lossless": nodes(),
