@@ -14,11 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fds.errors import KernelError
-from fds.kernels.choice import is_demanded, runs_triton
+from fds.kernels.choice import runs_triton
 from fds.kernels.language import cdiv, jit, on, tl
 from fds.kernels.messages.groups import LEVELS, blocks, grouped, opened
-from fds.kernels.messages.words import MOST, place, tile
+from fds.kernels.messages.words import MOST, fits, place, tile
 
 _LEAST = 2.0**-120  # a smaller scale has no reciprocal in float32: its group arrives as zeros
 
@@ -127,10 +126,7 @@ def quantize(
     k, n = numbers.shape
     if not k or not n:
         return
-    is_triton = runs_triton("quantize", numbers)
-    if is_triton and group > MOST and is_demanded():
-        raise KernelError("a group exceeds a block", where="group", got=str(group), want=f"at most {MOST}")
-    if not is_triton or group > MOST:
+    if not (runs_triton("quantize", numbers) and fits(group)):
         reference(numbers, messages, bits=bits, group=group, seed=seed, kept=kept)
         return
     opened(messages, n, group=group, bits=bits)

@@ -15,11 +15,10 @@ import functools
 import torch
 from torch import Tensor
 
-from fds.errors import KernelError
-from fds.kernels.choice import is_demanded, runs_triton
+from fds.kernels.choice import runs_triton
 from fds.kernels.language import cdiv, jit, on, tl
 from fds.kernels.messages.groups import blocks, grouped, opened
-from fds.kernels.messages.words import MOST, place, tile
+from fds.kernels.messages.words import MOST, fits, place, tile
 
 _TO_TOP = 0x0102040810204080  # times eight bytes of 0 or 1: bit i of the uppermost byte is byte i
 
@@ -81,10 +80,7 @@ def pack_signs(numbers: Tensor, messages: Tensor, *, group: int, kept: Tensor | 
     k, n = numbers.shape
     if not k or not n:
         return
-    is_triton = runs_triton("pack_signs", numbers)
-    if is_triton and group > MOST and is_demanded():
-        raise KernelError("a group exceeds a block", where="group", got=str(group), want=f"at most {MOST}")
-    if not is_triton or group > MOST:
+    if not (runs_triton("pack_signs", numbers) and fits(group)):
         reference(numbers, messages, group=group, kept=kept)
         return
     opened(messages, n, group=group, bits=1)

@@ -1,11 +1,23 @@
-"""Words of 32 bits, in which kernels read and write codes, and how many of them a program has."""
+"""Words of 32 bits, in which kernels read and write codes: how many of them a program has, and which groups fit."""
 
 from __future__ import annotations
 
+from fds.errors import KernelError
+from fds.kernels.choice import is_demanded
 from fds.kernels.language import jit, next_power_of_2, tl
 
 ELEMENTS = 2048  # numbers of a program, where groups are not larger: 16 for each thread (derived, not measured)
 MOST = 8192  # numbers of a group, of which a program that writes a message holds all in its registers
+
+
+def fits(group: int) -> bool:
+    """Return whether a program that writes a message holds such a group; references write larger ones.
+
+    Raises `KernelError` for larger ones inside `only("triton")`.
+    """
+    if group > MOST and is_demanded():
+        raise KernelError("a group exceeds a block", where="group", got=str(group), want=f"at most {MOST}")
+    return group <= MOST
 
 
 def tile(bits: int, group: int, most: int) -> dict[str, int]:
