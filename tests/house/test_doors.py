@@ -33,8 +33,8 @@ ROOMS = {
     "transports": "step kernels layout collectives reading random errors",
     "profiling": f"step {BELOW_STEP}",
     "curvature": "kernels loss random collectives state tree errors",
-    "transforms": f"step {BELOW_STEP} kernels plans profiling schedules",
-    "nn": "loss kernels random errors",
+    "transforms": f"step {BELOW_STEP} kernels nn plans profiling schedules",
+    "nn": "collectives kernels loss random tree errors",
     "storage": "step media state layout collectives tree errors",
     "data": "collectives microbatches random tree errors",
 }
