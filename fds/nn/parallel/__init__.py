@@ -1,0 +1,1 @@
+"""What the ranks of a tensor or sequence axis compute together."""
