@@ -17,15 +17,40 @@ from fds.errors import ComposeError, StateError, is_a, is_int
 GRADS = ("same", "sum")
 
 
+Range = tuple[int, int]  # of indices along a dim: the first one, and how many
+
+
 @attrs.frozen
 class SplitDim:
-    """Every rank holds an equal piece along `dim`, in the order of the ranks, and has the gradient of its piece."""
+    """Every rank holds a piece along `dim`, in the order of the ranks, and has the gradient of its piece.
+
+    The pieces are equal, unless `parts` says how long the dim is: the lengths of parts one after another, of each of
+    which every rank holds a piece (queries, keys and values in one matrix). Of a part of length n the first n % ranks
+    ranks hold one element more than the others.
+    """
 
     dim: int
+    parts: tuple[int, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         if not is_int(self.dim, 0):
             raise ComposeError("SplitDim takes a dim", got=repr(self.dim)[:80], want="an int >= 0")
+        if not (isinstance(self.parts, tuple) and all(is_int(n, 1) for n in self.parts)):
+            raise ComposeError("SplitDim takes the lengths of parts", got=repr(self.parts)[:80], want="ints >= 1")
+
+    def ranges(self, length: int, size: int, index: int) -> tuple[Range, ...]:
+        """Return what rank `index` of `size` holds along the dim, which is `length` long as a whole."""
+        found, start = [], 0
+        for part in self.parts or (length,):
+            (each, more) = divmod(part, size)
+            first = index * each + min(index, more)
+            found.append((start + first, each + (index < more)))
+            start += part
+        return tuple(found)
+
+    def whole(self, held: int, size: int) -> int:
+        """Return the length of the dim, given that of a rank's piece."""
+        return sum(self.parts) if self.parts else held * size
 
 
 @attrs.frozen
@@ -107,11 +132,11 @@ class Placement:
             return shapes
         size = self.axis.size
 
-        def along(lies: SplitDim | Replicated | Owned | Local, i: int) -> int:
-            return size if isinstance(lies, SplitDim) and lies.dim == i else 1
+        def whole(lies: SplitDim | Replicated | Owned | Local, i: int, n: int) -> int:
+            return lies.whole(n, size) if isinstance(lies, SplitDim) and lies.dim == i else n
 
         return {
-            name: tuple(n * along(self.lies(name), i) for i, n in enumerate(shape)) for name, shape in shapes.items()
+            name: tuple(whole(self.lies(name), i, n) for i, n in enumerate(shape)) for name, shape in shapes.items()
         }
 
     def holds(self, name: str) -> bool:
@@ -131,7 +156,7 @@ class Placement:
                 got=repr(lies)[:80],
                 want="SplitDim(dim), Replicated('same') or Replicated('sum')",
             )
-        return lies
+        return SplitDim if isinstance(lies, SplitDim) else lies
 
     def counts(self, names: Sequence[str | None]) -> list[bool]:
         """Say whether this rank's elements of each parameter count in norms: of ranks that hold the same, one's do.
@@ -143,19 +168,25 @@ class Placement:
         return [name is None or isinstance(self.lies(name), SplitDim) for name in names]
 
     def cut(self, name: str, x: Tensor) -> Tensor:
-        """Return this rank's piece of a whole parameter, or buffer: a view. Raises `StateError` for uneven ones."""
+        """Return this rank's piece of a whole parameter, or buffer: a view, unless it is of several parts.
+
+        Raises `StateError` for one that ranks cannot hold pieces of.
+        """
         if not isinstance(lies := self.lies(name), SplitDim) or self.axis is None:
             return x
-        dim, size = lies.dim, self.axis.size
-        if dim >= x.dim() or x.shape[dim] % size:
+        dim, size, parts = lies.dim, self.axis.size, lies.parts
+        fits = dim < x.dim() and (sum(parts) == x.shape[dim] if parts else x.shape[dim] % size == 0)
+        if not fits:
             raise StateError(
                 "this cannot be split over an axis",
                 where=name,
                 got=f"shape {tuple(x.shape)}, split along dim {dim}",
-                want=f"a multiple of {size} there, the ranks of {self.axis.name!r}",
+                want=f"{sum(parts)} there, as {parts}"
+                if parts
+                else f"a multiple of {size} there, the ranks of {self.axis.name!r}",
             )
-        length = x.shape[dim] // size
-        return x.narrow(dim, self.axis.index * length, length)
+        found = [x.narrow(dim, first, n) for first, n in lies.ranges(x.shape[dim], size, self.axis.index)]
+        return found[0] if len(found) == 1 else torch.cat(found, dim)
 
     def share(self, name: str, x: Tensor) -> None:
         """Give a new parameter the values that it has on the first of the ranks that hold it, in place."""
@@ -181,10 +212,17 @@ class Placement:
     def _whole(self, name: str, x: Tensor) -> Tensor:
         if not isinstance(lies := self.lies(name), SplitDim) or self.axis is None:
             return x
-        pieces = x.new_empty((self.axis.size, *x.shape))
-        if x.numel():
-            self.axis.start_all_gather(_bytes(pieces), _bytes(x.contiguous())).wait()
-        return torch.cat(tuple(pieces), lies.dim)
+        dim, size = lies.dim, self.axis.size
+        length = lies.whole(x.shape[dim], size)
+        ranges = [[n for _, n in lies.ranges(length, size, index)] for index in range(size)]  # the first has the most
+        pieces = x.new_empty((size, *x.shape[:dim], sum(ranges[0]), *x.shape[dim + 1 :]))
+        if pieces.numel():
+            sent = x if x.shape == pieces.shape[1:] else pieces.new_zeros(pieces.shape[1:])
+            if sent is not x:
+                sent.narrow(dim, 0, x.shape[dim]).copy_(x)
+            self.axis.start_all_gather(_bytes(pieces), _bytes(sent.contiguous())).wait()
+        each = [p.narrow(dim, 0, sum(n)).split(n, dim) for p, n in zip(pieces, ranges, strict=True)]
+        return torch.cat([p[part] for part in range(len(ranges[0])) for p in each], dim)
 
     def __repr__(self) -> str:
         return ""  # nothing to say beside the axis

@@ -17,7 +17,7 @@ from fds import tree
 from fds.collectives import Axis
 from fds.errors import ComposeError, is_a
 from fds.layout import Box, Segment
-from fds.step.placements import Owned, Placement, Replicated, SplitDim
+from fds.step.placements import Owned, Placement, Range, Replicated, SplitDim
 
 Role = Literal["stage", "local", "data", "tensor"]
 ROLES: tuple[Role, ...] = ("stage", "local", "data", "tensor")  # in which ranks are numbered, the last varies fastest
@@ -218,14 +218,24 @@ class Dimensions:
 
         None where this rank holds all of it.
         """
-        cuts = [(axis, lies.dim) for axis, one in self.differing if isinstance(lies := one.lies(name), SplitDim)]
+        found = self.cells(name, shape)
+        return None if found is None else (found[0], tuple(ranges[0] for ranges in found[1]))
+
+    def cells(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[tuple[Range, ...], ...]] | None:
+        """Return the whole shape of a parameter of which this rank holds a piece of `shape`, and its ranges by dim.
+
+        A piece of several parts has several ranges along a dim. None where this rank holds all of it.
+        """
+        cuts = [(axis, lies) for axis, one in self.differing if isinstance(lies := one.lies(name), SplitDim)]
         if not cuts:
             return None
-        starts, whole = [0] * len(shape), list(shape)
-        for axis, dim in reversed(cuts):
-            starts[dim] += axis.index * whole[dim]
-            whole[dim] *= axis.size
-        return tuple(whole), tuple(zip(starts, shape, strict=True))
+        ranges, whole = [((0, n),) for n in shape], list(shape)
+        for axis, lies in reversed(cuts):
+            dim, held = lies.dim, ranges[lies.dim]
+            whole[dim] = lies.whole(whole[dim], axis.size)
+            own = lies.ranges(whole[dim], axis.size, axis.index)
+            ranges[dim] = tuple((own[0][0] + first, n) for first, n in held) if len(own) == 1 else own
+        return tuple(whole), tuple(ranges)
 
     @property
     def replica(self) -> int:
