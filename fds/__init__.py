@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.quantize_frozen import quantize_frozen
     from fds.transforms.pipeline import pipeline
     from fds.transforms.shard_optimizer import shard_optimizer
+    from fds.transforms.tensor_parallel import tensor_parallel
     from fds.transforms.local_updates import local_updates
     from fds.transforms.precision import precision
     from fds.transforms.autocast import autocast
@@ -134,6 +135,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.quantize_frozen": "quantize_frozen",
         "fds.transforms.pipeline": "pipeline",
         "fds.transforms.shard_optimizer": "shard_optimizer",
+        "fds.transforms.tensor_parallel": "tensor_parallel",
         "fds.transforms.local_updates": "local_updates",
         "fds.transforms.precision": "precision",
         "fds.transforms.autocast": "autocast",
@@ -257,6 +259,7 @@ __all__ = [
     "simulate",
     "skip_nonfinite",
     "static_loss_scale",
+    "tensor_parallel",
     "timed",
     "trace",
     "transports",

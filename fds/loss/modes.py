@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import attrs
+from torch import nn
 
 from fds.loss.carried import Carried
+from fds.loss.roots import Root
+
+ModuleMap = Callable[[nn.Module, Root], None]  # changes a copy of a module in place
 
 
 @attrs.frozen
@@ -20,6 +25,8 @@ class Mode:
     low: bool = False  # parameters and inputs are 16 bit: batch statistics are computed in float32 all the same
     seen: list[Any] | None = attrs.field(default=None, eq=False)  # receives the last output
     busy: list[Any] | None = attrs.field(default=None, eq=False)  # copies of modules that backward may run again
+    modules: tuple[ModuleMap, ...] = ()  # what is done to every copy of a module before it runs
+    lengths: dict[str, int] | None = attrs.field(default=None, eq=False)  # of a microbatch, noted by what these do
 
     def release(self) -> None:
         """Drop the parameters that copies of modules still hold; called after backward."""
@@ -30,9 +37,9 @@ class Mode:
             self.busy.clear()
 
     @property
-    def key(self) -> tuple[bool, tuple[str, ...], bool]:
+    def key(self) -> tuple[bool, tuple[str, ...], bool, tuple[ModuleMap, ...]]:
         """What copies of a module are cached by."""
-        return self.evaluating, self.float32, self.low
+        return self.evaluating, self.float32, self.low, self.modules
 
 
 _mode: ContextVar[Mode] = ContextVar("fds_mode", default=Mode())  # noqa: B039 (frozen)

@@ -229,11 +229,13 @@ class Apply:
     def _new_variant(self, now: Mode) -> Variant:
         """Return a copy of the module in this mode."""
         module, aliases = structural(self.source)  # the source is never run, so it never changes
-        roots[module] = Root(self.number, self.prefix)
+        root = roots[module] = Root(self.number, self.prefix)
         if now.evaluating:
             module.eval()
         in_float32(module, now.float32, low=now.low, prefix=self.prefix)
         parts = dict(module.named_modules())
+        for change in now.modules:
+            change(module, root)
         split = lambda paths: [(*path.rpartition(".")[::2], name) for path, name in paths.items()]
         params = [(parts[owner]._parameters, key, name) for owner, key, name in split(self.param_paths)]
         buffers = [(parts[owner]._buffers, key, name) for owner, key, name in split(self.buffer_paths)]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from fds.loss.carried import Carried
 from fds.loss.copies import Location
-from fds.loss.modes import Mode
+from fds.loss.modes import Mode, ModuleMap
 from fds.loss.variants import Variant
 
-Key = tuple[int, bool, tuple[str, ...], bool]  # number of a compiler, and `Mode.key`
+Key = tuple[int, bool, tuple[str, ...], bool, tuple[ModuleMap, ...]]  # number of a compiler, and `Mode.key`
 
 
 @attrs.frozen(eq=False)

@@ -1,7 +1,23 @@
 """Layers built from the kernels."""
 
 from fds.nn.bert_weights import from_bert
+from fds.nn.parallel.embedding import VocabEmbedding
+from fds.nn.parallel.linear import ColumnLinear, RowLinear
+from fds.nn.parallel.plan import column, heads, replicated, row, sequence, vocab
 from fds.nn.transformer_config import TransformerConfig
 from fds.nn.transformer_layer import TransformerLayer
 
-__all__ = ["TransformerConfig", "TransformerLayer", "from_bert"]
+__all__ = [
+    "ColumnLinear",
+    "RowLinear",
+    "TransformerConfig",
+    "TransformerLayer",
+    "VocabEmbedding",
+    "column",
+    "from_bert",
+    "heads",
+    "replicated",
+    "row",
+    "sequence",
+    "vocab",
+]

@@ -63,6 +63,7 @@ class Stations:
     view: tuple[Callable[[Tensor, Leaf, Call], Tensor], ...] = ()  # maps of one parameter, as the loss sees it
     context: tuple[Callable[[Call], contextlib.AbstractContextManager[object]], ...] = ()  # entered around forward
     kernels: Kernels | None = None  # entered around the step: which kernels run
+    modules: tuple[losses.ModuleMap, ...] = ()  # maps of the copies of modules that the loss runs
     loss: Any = None  # what is trained on: `(params, batch) -> loss`, or `Layers`
     eval_loss: Any = None  # what `evaluate` runs: the loss, or an `eval_fn`
     layer: tuple[losses.LayerMap, ...] = ()  # maps of `LayerCall`s
@@ -341,14 +342,13 @@ class Stations:
         draws = self.execute.draws(self.eval_loss if evaluating else self.loss)
         keys = [random.folded(base, self.dimensions.share_of_batch[0] * n + i) for i in range(n)]
         held = losses.carried_buffers(self.loss, self.eval_loss, buffers) if evaluating else None
-        low = self.gather.dtype in (torch.float16, torch.bfloat16)
         seen, busy = (list[Any](), None) if evaluating else (None, list[Any]())
-        mode = losses.Mode(evaluating, self.gather.float32, held, low, seen, busy)
+        mode = losses.Mode(evaluating, self.gather.float32, held, self.gather.low, seen, busy, self.modules)
         return [
             losses.Setting(
                 [random.seed(k, j) if d else None for j, d in enumerate(draws)],
                 (call.device,),
-                mode,
+                attrs.evolve(mode, lengths={}) if self.modules else mode,
                 () if evaluating else self.layer,
                 call.of(k),
             )

@@ -35,12 +35,12 @@ class SplitDim:
     def __attrs_post_init__(self) -> None:
         if not is_int(self.dim, 0):
             raise ComposeError("SplitDim takes a dim", got=repr(self.dim)[:80], want="an int >= 0")
-        if not (isinstance(self.parts, tuple) and all(is_int(n, 1) for n in self.parts)):
+        if not (is_a(self.parts, tuple) and all(is_int(n, 1) for n in self.parts)):
             raise ComposeError("SplitDim takes the lengths of parts", got=repr(self.parts)[:80], want="ints >= 1")
 
     def ranges(self, length: int, size: int, index: int) -> tuple[Range, ...]:
         """Return what rank `index` of `size` holds along the dim, which is `length` long as a whole."""
-        found, start = [], 0
+        found, start = list[Range](), 0
         for part in self.parts or (length,):
             (each, more) = divmod(part, size)
             first = index * each + min(index, more)
@@ -221,8 +221,8 @@ class Placement:
             if sent is not x:
                 sent.narrow(dim, 0, x.shape[dim]).copy_(x)
             self.axis.start_all_gather(_bytes(pieces), _bytes(sent.contiguous())).wait()
-        each = [p.narrow(dim, 0, sum(n)).split(n, dim) for p, n in zip(pieces, ranges, strict=True)]
-        return torch.cat([p[part] for part in range(len(ranges[0])) for p in each], dim)
+        each = [torch.split(p.narrow(dim, 0, sum(n)), n, dim) for p, n in zip(pieces, ranges, strict=True)]
+        return torch.cat([of_rank[part] for part in range(len(ranges[0])) for of_rank in each], dim)
 
     def __repr__(self) -> str:
         return ""  # nothing to say beside the axis

@@ -229,7 +229,8 @@ class Dimensions:
         cuts = [(axis, lies) for axis, one in self.differing if isinstance(lies := one.lies(name), SplitDim)]
         if not cuts:
             return None
-        ranges, whole = [((0, n),) for n in shape], list(shape)
+        whole = list(shape)
+        ranges: list[tuple[Range, ...]] = [((0, n),) for n in shape]
         for axis, lies in reversed(cuts):
             dim, held = lies.dim, ranges[lies.dim]
             whole[dim] = lies.whole(whole[dim], axis.size)

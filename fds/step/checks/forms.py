@@ -91,6 +91,7 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "view": (given("x", "leaf", "call"), "a function (x, leaf, call) -> tensor, of one parameter"),
     "context": (given("call"), "a function (call) -> context manager"),
     "kernels": (takes(0), "a function () -> context manager"),
+    "modules": (given("module", "root"), "a function (copy of a module, its root) -> None, which changes it in place"),
     "layer": (given("calls", "call"), "a function (list of LayerCalls, call) -> list of LayerCalls"),
     "scale": (lambda x: has(x, "scale", "metrics"), "an object with scale(slots, device) and metrics(slots, device)"),
     "measure": (lambda x: isinstance(x, Measure), "fds.step.Measure(norm=True)"),

@@ -31,6 +31,11 @@ class Gather:
     float32: tuple[str, ...] = ()  # patterns of parameters that stay as they are
     transport: Transport = LOSSLESS
 
+    @property
+    def low(self) -> bool:
+        """Whether the loss is computed in 16 bits."""
+        return self.dtype in (torch.float16, torch.bfloat16)
+
     def all_at_once(self, layout: Layout, masters: Masters, axis: Axis, pool: Pool) -> list[Tensor]:
         """Gather every bucket; the parameters are views of them, which the pool keeps."""
         buckets = enumerate(layout.buckets)

@@ -1,0 +1,118 @@
+"""Dropout of a piece of an activation: every rank draws for the whole, and takes what falls on its piece.
+
+    y_r = x_r * piece_r(dropout(1, p))
+
+So any number of ranks drop what one rank drops, since they draw from one seed. It costs a mask of the whole activation,
+of its dtype, for a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fds.nn.parallel.linear import Piece
+from fds.nn.parallel.region import Region, ranges
+
+
+class PieceDropout(Piece, nn.Dropout):
+    """A copy of an `nn.Dropout` that knows where activations are pieces."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the piece of what one rank would return for the whole."""
+        region = self.region
+        if region is None or not self.training or not self.p:
+            return F.dropout(input, self.p, self.training, self.inplace)
+        return dropped(input, self.p, region, sequence=self.sequence)
+
+
+def become_dropout(module: Any, region: Region, *, sequence: bool) -> None:
+    """Have a copy of an `nn.Dropout` know where activations are pieces."""
+    module.__class__ = PieceDropout
+    module.region, module.sequence = region, sequence
+
+
+def dropped(x: Tensor, p: float, region: Region, *, sequence: bool) -> Tensor:
+    """Return dropout of an activation that is a piece, along its heads, features or sequence, or is whole."""
+    axis = region.axis
+    if region.inside:
+        dim = -3 if region.heads is not None and x.dim() == 4 else -1
+        whole = region.inside if dim == -1 else 0
+        if not whole or ranges(whole, axis)[axis.index][1] != x.shape[dim]:
+            whole = x.shape[dim] * axis.size
+    elif sequence:
+        dim, whole = region.dim, region.length(x.shape[region.dim])
+    else:
+        return F.dropout(x, p)
+    shape = [*x.shape]
+    shape[dim] = whole
+    mask = F.dropout(x.new_ones(shape), p)
+    if not region.inside:
+        padded = x.shape[dim] * axis.size - whole
+        mask = F.pad(mask, (*(0, 0) * (-dim - 1), 0, padded)) if padded else mask
+        first, count = axis.index * x.shape[dim], x.shape[dim]
+    else:
+        first, count = ranges(whole, axis)[axis.index]
+    return x * mask.narrow(dim, first, count)
+
+
+class DrawsOfAll(TorchFunctionMode):
+    """Inside attention over some of the heads, have dropout by functions of torch draw for all heads."""
+
+    def __init__(self, region: Region):
+        super().__init__()
+        self.region = region
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        other = _OTHERS.get(func)
+        if other is None:
+            return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # private; what this calls is meant as it is
+            return other(self.region, *args, **(kwargs or {}))
+
+
+def _dropout(region: Region, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return dropped(input, p, region, sequence=False) if training and p else input
+
+
+def attention(
+    region: Region,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return `F.scaled_dot_product_attention` over this rank's heads (..., heads, sequence, features)."""
+    if not dropout_p:
+        options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return F.scaled_dot_product_attention(query, key, value, **options)
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    before = region.inside, region.heads
+    region.inside, region.heads = region.inside or 1, []
+    weights = dropped(scores.softmax(-1), dropout_p, region, sequence=False)
+    region.inside, region.heads = before
+    return weights @ value
+
+
+_OTHERS: dict[Any, Callable[..., Tensor]] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    F.scaled_dot_product_attention: attention,
+}

@@ -1,0 +1,32 @@
+"""An embedding of which every rank of a tensor axis has some rows of the vocabulary.
+
+    y = leave(rows of ids that this rank has, 0 for others)
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fds.nn.parallel.linear import Piece
+from fds.nn.parallel.region import ranges
+
+
+class VocabEmbedding(Piece, nn.Embedding):
+    """An embedding whose rows are divided over the tensor axis of `fds.tensor_parallel`; a plain one without it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows (..., features) of ids (...) int64."""
+        region = self.region
+        if region is None:
+            return super().forward(input)
+        first, count = ranges(self.whole, region.axis)[region.axis.index]
+        local = input - first
+        elsewhere = (local < 0) | (local >= count)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        own = padding if padding is not None and 0 <= padding < count else None
+        weight, ids = self.weight, local.masked_fill(elsewhere, 0)
+        found = F.embedding(ids, weight, own, scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse)
+        return region.leave(found.masked_fill(elsewhere[..., None], 0.0), sequence=self.sequence)

@@ -1,0 +1,132 @@
+"""Linear layers of which every rank of a tensor axis has a piece: by columns, and by rows.
+
+    column   y_r = enter(x) @ W_r^T + b_r         W_r, b_r: this rank's rows of (out, in), its columns of the product
+    row      y = leave(x_r @ W_r^T) + b           W_r: this rank's columns of (out, in); b whole, added once
+
+A row after a column, with anything elementwise between, is the two plain layers. On one rank both are plain.
+Sends: a row the activation (all_reduce), and a column as much in backward; with parts of sequences, each gathers and
+scatters it once in forward and once in backward, which is as much.
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fds.errors import LossError, is_int
+from fds.nn.parallel.region import Region, joined_features
+
+
+class Piece:
+    """What a layer knows of the pieces of its parameters; in a module of the user's, nothing: it is a plain layer.
+
+    `fds.tensor_parallel` fills these in the copies of modules that a step runs.
+    """
+
+    region: Region | None = None
+    sequence: bool = False  # whether it is where activations are parts of sequences
+    gather: bool = False  # whether what is computed in pieces is put together
+    whole: int = 0  # the length of what is cut
+
+
+class ColumnLinear(Piece, nn.Linear):
+    """A linear layer whose outputs are divided over the tensor axis of `fds.tensor_parallel`; a plain one without it.
+
+    Args:
+        in_features: of x.
+        out_features: of the result, on all ranks together.
+        bias: whether there is one; it is divided too.
+        parts: of several projections in one matrix, each divided by itself: how many equal ones, or their lengths.
+        gather: whether every rank gets the whole result, else it has its piece, for a `RowLinear`.
+
+    Raises `LossError` for parts that do not add up to `out_features`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        parts: int | tuple[int, ...] = 1,
+        gather: bool = False,
+        **factory: Any,
+    ):
+        super().__init__(in_features, out_features, bias, **factory)
+        self.parts = lengths(parts, out_features, type(self).__name__)
+        self.gather = gather
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's columns of the product (..., out / ranks), or all (..., out) where they are gathered."""
+        return through_columns(self, x, self.weight, self.bias)
+
+
+class RowLinear(Piece, nn.Linear):
+    """A linear layer whose inputs are divided over the tensor axis of `fds.tensor_parallel`; a plain one without it.
+
+    It takes what a `ColumnLinear` returned, and returns what all ranks have alike.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product (..., out), given this rank's piece of the inputs (..., in / ranks)."""
+        return through_rows(self, x, self.weight, self.bias)
+
+
+class ColumnConv1D(Piece, nn.Module):
+    """A copy of a linear layer whose weight is (in, out), as GPT-2's, divided as a `ColumnLinear`."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's columns of the product."""
+        return through_columns(self, x, self.weight.T, self.bias)
+
+
+class RowConv1D(Piece, nn.Module):
+    """A copy of a linear layer whose weight is (in, out), as GPT-2's, divided as a `RowLinear`."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product."""
+        return through_rows(self, x, self.weight.T, self.bias)
+
+
+def through_columns(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the columns of a product that this rank has the weights of."""
+    region = layer.region
+    if region is None:
+        return F.linear(x, weight, bias)
+    y = F.linear(region.enter(x, sequence=layer.sequence), weight, bias)
+    if layer.gather:
+        return joined_features(y, region.axis, layer.whole)
+    region.inside = layer.whole
+    return y
+
+
+def through_rows(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a product of which every rank has the weights of some of the inputs."""
+    region = layer.region
+    if region is None:
+        return F.linear(x, weight, bias)
+    y = region.leave(F.linear(x, weight), sequence=layer.sequence)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def lengths(parts: int | tuple[int, ...], whole: int, where: str) -> tuple[int, ...]:
+    """Return the lengths of the parts of a dim. Raises `LossError` where they are not those of the dim."""
+    if is_int(parts, 1) and whole % parts == 0:  # pyright: ignore[reportOperatorIssue]
+        return (whole // parts,) * parts  # pyright: ignore[reportReturnType,reportOperatorIssue]
+    if isinstance(parts, tuple) and all(is_int(n, 1) for n in parts) and sum(parts) == whole:
+        return parts
+    raise LossError(
+        "these are not the parts of a projection",
+        where=f"{where}: parts",
+        got=repr(parts)[:80],
+        want=f"how many equal ones, or their lengths, which add up to {whole}",
+    )

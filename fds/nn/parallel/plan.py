@@ -1,0 +1,348 @@
+"""What a plan of tensor parallelism says of a module: how its parameters lie, and what stands in its place in a copy.
+
+`fds.tensor_parallel(axis, {"blocks.*.up": "column", "blocks.*.down": "row"})`: patterns of paths of modules, and for
+each one of these, by its name or as a record.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fds.errors import ComposeError, did_you_mean, is_int
+from fds.nn.parallel.dropout import DrawsOfAll
+from fds.nn.parallel.embedding import VocabEmbedding
+from fds.nn.parallel.linear import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear, lengths
+from fds.nn.parallel.multihead import PartAttention
+from fds.nn.parallel.region import Region
+
+Dims = dict[str, tuple[int, tuple[int, ...]]]  # parameter -> the dim that is divided, and the lengths of its parts
+
+
+@attrs.frozen
+class Part:
+    """What a plan says of a module. Of this one ranks have all, alike."""
+
+    def __str__(self) -> str:
+        changed = [f"{f.name}={x!r}" for f in attrs.fields(type(self)) if (x := getattr(self, f.name)) != f.default]
+        return f"{type(self).__name__.lower()}({', '.join(changed)})" if changed else type(self).__name__.lower()
+
+    def dims(self, module: nn.Module, path: str) -> Dims:
+        """Return how the module's own parameters are divided. Raises `ComposeError` for a module that cannot be."""
+        return {}
+
+    def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
+        """Have a copy of the module compute with this rank's pieces, in place.
+
+        `sequence` says whether it is where activations are parts of sequences.
+        """
+
+
+@attrs.frozen
+class Column(Part):
+    """See `column`."""
+
+    parts: int | tuple[int, ...] = 1
+    gather: bool = False
+
+    def dims(self, module: nn.Module, path: str) -> Dims:
+        """Divide the outputs."""
+        if type(module) is nn.Embedding:
+            return {"weight": (1, lengths(self.parts, module.embedding_dim, path))}
+        dim = _dim_of_outputs(module, path, "column")
+        weight: Any = module.weight
+        parts = lengths(module.parts if isinstance(module, ColumnLinear) else self.parts, weight.shape[dim], path)
+        return {"weight": (dim, parts)} | ({} if module.bias is None else {"bias": (0, parts)})
+
+    def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
+        """Make the copy a column."""
+        if type(module) is nn.Embedding:
+            return
+        weight: Any = module.weight
+        whole = weight.shape[_dim_of_outputs(module, "", "column")]
+        gather = self.gather or (isinstance(module, ColumnLinear) and module.gather)
+        _become(module, ColumnConv1D if _is_conv1d(module) else ColumnLinear)
+        _join(module, region, sequence=sequence, gather=gather, whole=whole)
+
+
+@attrs.frozen
+class Row(Part):
+    """See `row`."""
+
+    def dims(self, module: nn.Module, path: str) -> Dims:
+        """Divide the inputs."""
+        dim = 1 - _dim_of_outputs(module, path, "row")
+        weight: Any = module.weight
+        return {"weight": (dim, (weight.shape[dim],))}
+
+    def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
+        """Make the copy a row."""
+        _become(module, RowConv1D if _is_conv1d(module) else RowLinear)
+        _join(module, region, sequence=sequence)
+
+
+@attrs.frozen
+class Vocab(Part):
+    """See `vocab`."""
+
+    gather: bool = True
+
+    def dims(self, module: nn.Module, path: str) -> Dims:
+        """Divide the vocabulary."""
+        if isinstance(module, nn.Embedding) and type(module) in (nn.Embedding, VocabEmbedding):
+            return {"weight": (0, (module.num_embeddings,))}
+        if type(module) not in (nn.Linear, ColumnLinear):
+            raise _unfit(module, path, "vocab", "an nn.Embedding, or the nn.Linear of a head")
+        return Column().dims(module, path)
+
+    def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
+        """Make the copy an embedding of some rows, or a head of some columns."""
+        if isinstance(module, nn.Embedding):
+            whole = module.weight.shape[0]
+            _become(module, VocabEmbedding)
+            _join(module, region, sequence=sequence, whole=whole)
+        else:
+            Column(gather=self.gather).convert(module, region, sequence=sequence)
+
+
+@attrs.frozen
+class Heads(Part):
+    """See `heads`."""
+
+    counts: tuple[str, ...] = ()
+
+    def dims(self, module: nn.Module, path: str) -> Dims:
+        """Divide an `nn.MultiheadAttention` by its heads; of other attention its projections say how they lie."""
+        if not isinstance(module, nn.MultiheadAttention):
+            for name in self.counts:
+                if not is_int(getattr(module, name, None), 1):
+                    raise ComposeError(
+                        "heads names attributes that are divided by the number of ranks",
+                        where=f"tensor_parallel: {path}",
+                        got=f"{name} = {getattr(module, name, 'nothing')!r:.40}",
+                        want="an int of the module, such as num_heads",
+                    )
+            return {}
+        if type(module) is not nn.MultiheadAttention or module.bias_k is not None or module.add_zero_attn:
+            raise _unfit(module, path, "heads", "an nn.MultiheadAttention without add_bias_kv and add_zero_attn")
+        e = module.embed_dim
+        found: Dims = {"out_proj.weight": (1, (e,))}
+        if module.in_proj_bias is not None:
+            found["in_proj_bias"] = (0, (e, e, e))
+        if module._qkv_same_embed_dim:
+            return found | {"in_proj_weight": (0, (e, e, e))}
+        return found | {f"{x}_proj_weight": (0, (e,)) for x in "qkv"}
+
+    def check(self, module: nn.Module, path: str, size: int) -> None:
+        """Raise `ComposeError` where the ranks do not divide the heads."""
+        counts = ("num_heads",) if isinstance(module, nn.MultiheadAttention) else self.counts
+        for name in counts:
+            if getattr(module, name) % size:
+                raise ComposeError(
+                    "the ranks do not divide the heads",
+                    where=f"tensor_parallel: {path}.{name}",
+                    got=str(getattr(module, name)),
+                    want=f"a multiple of {size}, the ranks of the axis",
+                )
+
+    def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
+        """Have the copy count this rank's heads alone."""
+        if isinstance(module, nn.MultiheadAttention):
+            region.dim = -2 if module.batch_first else -3
+            _become(module, PartAttention)
+            _join(module, region, sequence=sequence)
+            return
+        for name in self.counts:
+            setattr(module, name, getattr(module, name) // region.axis.size)
+        _wrap(module, functools.partial(_attend, region, sequence, _drops(module)))
+
+
+@attrs.frozen
+class Whole(Part):
+    """See `replicated`."""
+
+    grads: str = "same"
+
+    def __attrs_post_init__(self) -> None:
+        if self.grads not in ("same", "sum"):
+            raise ComposeError("replicated takes what gradients are", got=repr(self.grads)[:80], want="'same' or 'sum'")
+
+
+@attrs.frozen
+class Sequence(Part):
+    """See `sequence`."""
+
+    enters: bool = True
+    leaves: bool = True
+
+    def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
+        """Cut what the copy is given along the sequence, and put together what it returns."""
+        if self.enters or self.leaves:
+            _wrap(module, functools.partial(_in_parts, region, self.enters, self.leaves))
+
+
+def column(parts: int | tuple[int, ...] = 1, *, gather: bool = False) -> Column:
+    """Divide the outputs of a linear layer over the ranks: `nn.Linear`, GPT-2's Conv1D, `nn.Embedding`'s features.
+
+    Args:
+        parts: of several projections in one matrix, each divided by itself: how many equal ones (3 for queries, keys
+            and values), or their lengths (grouped queries: `(heads * d, groups * d, groups * d)`).
+        gather: whether every rank gets the whole output; else it gets its piece, on which what follows must work as on
+            the whole until a row: elementwise functions, and attention by heads.
+    """
+    return Column(parts, gather)
+
+
+def row() -> Row:
+    """Divide the inputs of a linear layer over the ranks, which a column before it has divided: its output is whole."""
+    return Row()
+
+
+def vocab(*, gather: bool = True) -> Vocab:
+    """Divide the rows of an `nn.Embedding`, or of the `nn.Linear` of a head, over the ranks.
+
+    Args:
+        gather: of a head, whether every rank gets the logits of the whole vocabulary. With False it gets its own, for
+            `fds.nn.vocab_cross_entropy`.
+    """
+    return Vocab(gather)
+
+
+def heads(*counts: str) -> Heads:
+    """Have attention work on this rank's heads: an `nn.MultiheadAttention`, or a module with linear layers of its own.
+
+    Args:
+        counts: attributes of such a module that are divided by the number of ranks: how many heads there are, and how
+            wide all of them are together. Its projections have entries of their own in the plan. Dropout inside draws
+            what one rank would draw.
+    """
+    return Heads(counts)
+
+
+def replicated(grads: str = "same") -> Whole:
+    """Have all of a module's parameters on every rank.
+
+    Args:
+        grads: "sum" where the module works on a piece of an activation, such as a norm of each head: then every rank
+            has a term of its gradient. "same" elsewhere.
+    """
+    return Whole(grads)
+
+
+def sequence(enters: bool = True, leaves: bool = True) -> Sequence:
+    """Have a block work on a part of the sequence, with `tensor_parallel(..., sequence=True)`.
+
+    Args:
+        enters: whether it is given the whole sequence, as its first argument, and takes its part.
+        leaves: whether what it returns, or the first of what it returns, is put together. Of consecutive blocks of one
+            list that a plan calls "sequence" the first enters and the last leaves.
+    """
+    return Sequence(enters, leaves)
+
+
+NAMES: Mapping[str, Callable[[], Part]] = {
+    "column": column, "row": row, "vocab": vocab, "heads": heads, "replicated": replicated, "sequence": sequence,
+}  # fmt: skip
+
+
+def part(value: Any, where: str) -> Part:
+    """Return what a plan says for a pattern. Raises `ComposeError` for anything else than a name or a record."""
+    if isinstance(value, Part):
+        return value
+    if isinstance(value, str) and value in NAMES:
+        return NAMES[value]()
+    raise ComposeError(
+        "this is no part of a plan",
+        where=f"tensor_parallel: plan[{where!r}]",
+        got=repr(value)[:80],
+        want=f"{', '.join(map(repr, NAMES))}, or fds.nn.column(parts=3)",
+        hint=did_you_mean(value, list(NAMES)) if isinstance(value, str) else "",
+    )
+
+
+def of_layer(module: nn.Module) -> Part | None:
+    """Return what a module says of itself: the layers of `fds.nn`; None for any other."""
+    if type(module) is ColumnLinear:
+        return Column(module.parts, module.gather)
+    if type(module) is RowLinear:
+        return Row()
+    return Vocab() if type(module) is VocabEmbedding else None
+
+
+def _dim_of_outputs(module: nn.Module, path: str, name: str) -> int:
+    """Return the dim of a linear layer's weight along which its outputs lie."""
+    if type(module) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear, ColumnLinear, RowLinear):
+        return 0
+    if _is_conv1d(module):
+        return 1
+    raise _unfit(module, path, name, "an nn.Linear, or the Conv1D of transformers")
+
+
+def _unfit(module: nn.Module, path: str, name: str, want: str) -> ComposeError:
+    return ComposeError(
+        f"this module cannot be divided as {name!r}",
+        where=f"tensor_parallel: {path}",
+        got=f"{type(module).__module__}.{type(module).__qualname__}",
+        want=want,
+    )
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def _become(module: Any, kind: type[nn.Module]) -> None:
+    module.__class__ = kind
+
+
+def _join(module: Any, region: Region, *, sequence: bool, gather: bool = False, whole: int = 0) -> None:
+    module.region, module.sequence, module.gather, module.whole = region, sequence, gather, whole
+
+
+def _wrap(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Have a copy's forward run inside of another function."""
+    module.forward = functools.partial(around, module.forward)
+
+
+def _attend(region: Region, sequence: bool, draws: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if sequence:  # attention counts the tokens that it is given
+        args, kwargs = _of_first(functools.partial(region.enter, sequence=True), args, kwargs)
+    with region.in_attention(given):
+        if not (draws and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        with DrawsOfAll(region):
+            return forward(*args, **kwargs)
+
+
+def _in_parts(
+    region: Region, enters: bool, leaves: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if enters:
+        args, kwargs = _of_first(region.cut, args, kwargs)
+    out = forward(*args, **kwargs)
+    return _first(region.joined, out) if leaves else out
+
+
+def _of_first(f: Callable[[Tensor], Tensor], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return arguments with a function applied to the first one, as they were written."""
+    if args:
+        return (_first(f, args[0]), *args[1:]), kwargs
+    name = next(iter(kwargs))
+    return args, {**kwargs, name: _first(f, kwargs[name])}
+
+
+def _first(f: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """Apply a function to a tensor, or to the first one of a tuple."""
+    return f(x) if isinstance(x, Tensor) else type(x)([f(x[0]), *x[1:]])
+
+
+def _drops(module: nn.Module) -> bool:
+    """Say whether attention may use dropout, by rates that it holds."""
+    rates = [x for n, x in vars(module).items() if "drop" in n and isinstance(x, float)]
+    return any(rates) or any(isinstance(m, nn.Dropout) and m.p for m in module.modules())

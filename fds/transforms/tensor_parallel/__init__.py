@@ -1,0 +1,131 @@
+"""Divide the matrices of modules over the ranks of an axis, which compute one loss together.
+
+Fills:  topology, modules        State:  every rank its pieces of what the plan divides; names and whole shapes stay
+Law:    13: an axis of any size is the axis of size 1 to derived rounding, dropout and initialisation included
+Cost:   parameters and their states / N; per column and row B S H elements all-reduced in forward, and in backward; with
+        `sequence` gathered and scattered instead, as many, and what is between blocks / N
+Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+import attrs
+from torch import nn
+
+from fds.collectives import Axis
+from fds.errors import ComposeError, LossError, is_a
+from fds.loss import Root, modules_of
+from fds.nn.parallel.plan import Part
+from fds.nn.parallel.region import Region
+from fds.step import Dimension, Placement, Replicated, SplitDim, Step, fill, transform
+from fds.transforms.tensor_parallel.resolving import Resolved, resolve
+
+
+@attrs.frozen(eq=False, repr=False)
+class Divided(Placement):
+    """How parameters lie along a tensor axis, by their names; buffers lie whole, alike on every rank."""
+
+    axis: Axis  # pyright: ignore[reportIncompatibleVariableOverride]  (never None)
+    resolved: tuple[Resolved, ...]
+    by_name: Mapping[str, SplitDim | Replicated]
+
+    def lies(self, name: str) -> SplitDim | Replicated:
+        """Say it by the name, or by the end of it where a loss passes a part of its parameters to the module."""
+        while name not in self.by_name and "." in name:
+            name = name.partition(".")[2]
+        return self.by_name.get(name, _SAME)
+
+    def __repr__(self) -> str:
+        kinds = Counter(
+            (re.sub(r"\d+", "*", f"{one.found.prefix}{path}"), str(part))
+            for one in self.resolved
+            for path, part in one.parts.items()
+        )
+        return "; ".join(f"{n} x {path}: {part}" if n > 1 else f"{path}: {part}" for (path, part), n in kinds.items())
+
+
+_SAME = Replicated()
+
+
+@attrs.frozen(eq=False, repr=False)
+class Dividing:
+    """The module map: copies of modules compute with pieces."""
+
+    axis: Axis
+    resolved: Mapping[int, Resolved]
+
+    def __repr__(self) -> str:
+        return f"pieces over {self.axis.name} ({self.axis.size} ranks)"
+
+    def __call__(self, module: nn.Module, root: Root) -> None:
+        """Convert a copy. Raises `LossError` for one of a module that the plan was not resolved for."""
+        known = self.resolved.get(root.number)
+        if known is None:
+            raise LossError(
+                "the loss runs a module that tensor_parallel could not see when it was composed",
+                where=type(module).__name__,
+                got="a module that the loss reaches in another way than it shows",
+                want="loss_fn that holds apply in its closure, its defaults or as a global; or fds.Layers",
+            )
+        known.convert(module, Region(self.axis))
+
+
+@transform
+def tensor_parallel(axis: Axis, plan: str | Mapping[str, str | Part] = "auto", *, sequence: bool = False):
+    """Divide the matrices of the loss's modules over an axis, whose ranks pass the same batch and compute one loss.
+
+    The loss is made of modules by `fds.functional` or `fds.Layers`, which stay as they are: private copies compute with
+    pieces. Names and whole shapes of parameters stay too, so that a save of any product of axes loads on any other.
+
+    Args:
+        axis: of `fds.mesh`; one of size 1 changes nothing.
+        plan: `"auto"`, which knows `nn.MultiheadAttention`, `nn.TransformerEncoderLayer`, the layers of `fds.nn` and
+            the families of transformers that `fds.nn.parallel.auto` lists, and refuses what it does not know. Or a
+            dict: patterns of paths of modules (`*` crosses dots) -> `"column"`, `"row"`, `"vocab"`, `"heads"`,
+            `"replicated"`, `"sequence"` or what functions of these names in `fds.nn` return; where several patterns
+            match, the last counts. Parameters that it does not name are whole on every rank.
+        sequence: cut activations between matrices along the sequence too (norms, dropout, residuals), in the blocks
+            that the plan calls `"sequence"`. Sequences that the ranks do not divide are padded inside.
+
+    Raises `ComposeError` for a plan that does not fit, `MeshError` for an axis of ranks that do not run now.
+    """
+    if not is_a(axis, Axis):
+        raise ComposeError("tensor_parallel: axis is not an axis", got=repr(axis)[:80], want='fds.mesh(tp=-1)["tp"]')
+    if not is_a(sequence, bool):
+        raise ComposeError("tensor_parallel: sequence is a flag", got=repr(sequence)[:80], want="True or False")
+    if plan != "auto" and not is_a(plan, Mapping):
+        raise ComposeError(
+            "tensor_parallel takes a plan",
+            where="plan",
+            got=repr(plan)[:80],
+            want='"auto", or a dict: pattern of paths of modules -> "column", "row", ...',
+        )
+    axis.check_current()
+    own = axis.channel("tensor")
+
+    def apply(step: Step) -> Step:
+        found = modules_of(step.loss)
+        if step.eval_loss is not step.loss:
+            numbers = {one.number for one in found}
+            found += [one for one in modules_of(step.eval_loss) if one.number not in numbers]
+        if not found:
+            raise ComposeError(
+                "tensor_parallel finds no module in the loss",
+                got=repr(step.loss)[:80],
+                want="a loss that calls apply, of fds.functional(module), or fds.Layers",
+                hint="apply must be in its closure, its defaults, or a global that it names",
+            )
+        resolved = tuple(resolve(found, plan, axis.size, sequence=sequence))
+        if axis.size == 1:
+            return step
+        lies = dict(itertools.chain.from_iterable(one.lies.items() for one in resolved))
+        placement = Divided(own, resolved, lies)
+        modules = Dividing(own, {one.found.number: one for one in resolved})
+        return fill(step, topology=Dimension(own, "tensor", placement), modules=modules)
+
+    return apply

@@ -1,0 +1,204 @@
+"""Resolve a plan against the modules of a loss: which module is divided how, and so how every parameter lies."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+from torch import nn
+
+from fds.errors import ComposeError, did_you_mean
+from fds.loss import Found
+from fds.nn.parallel import auto, plan as plans
+from fds.nn.parallel.dropout import become_dropout
+from fds.nn.parallel.plan import Heads, Part, Sequence as Block, Whole
+from fds.nn.parallel.region import Region
+from fds.step import Replicated, SplitDim
+
+Lies = SplitDim | Replicated
+
+
+@attrs.frozen(eq=False)
+class Resolved:
+    """What a plan says of one module of a loss: of its submodules by path, and of its parameters by name."""
+
+    found: Found
+    parts: Mapping[str, Part]
+    in_parts: frozenset[str]  # submodules that run where activations are parts of sequences
+    lies: Mapping[str, Lies]  # by name in the tree of parameters
+
+    def convert(self, module: nn.Module, region: Region) -> None:
+        """Have a copy of the module compute with pieces, in place."""
+        for path, one in submodules(module):
+            part = self.parts.get(path)
+            sequence = path in self.in_parts
+            if part is not None:
+                part.convert(one, region, sequence=sequence)
+            elif type(one) is nn.Dropout:
+                become_dropout(one, region, sequence=sequence)
+            elif isinstance(one, nn.TransformerEncoderLayer):
+                one.activation_relu_or_gelu = 0  # torch's fast path reads weights itself, and would take them for whole
+
+
+def resolve(found: Sequence[Found], plan: str | Mapping[Any, Any], size: int, *, sequence: bool) -> list[Resolved]:
+    """Return what a plan says of each module of a loss.
+
+    Raises `ComposeError` for patterns that match nothing, modules that cannot be divided so, and parameters of which
+    two modules say something else.
+    """
+    names = {one.number: _names(one) for one in found}
+    chosen = {one.number: _layers_of_ours(one) for one in found}
+    if isinstance(plan, str):
+        for one in found:
+            chosen[one.number] |= auto.parts(one.module, one.prefix)
+        if not any(chosen.values()):
+            raise auto.unknown([one.module for one in found])
+    else:
+        _match(plan, names, chosen, sequence=sequence)
+    resolved = [_resolved(one, chosen[one.number], size, sequence=sequence) for one in found]
+    _check_agreement(resolved)
+    return resolved
+
+
+def submodules(module: nn.Module, *, all_paths: bool = False) -> list[tuple[str, nn.Module]]:
+    """Return the submodules of a module and their paths, itself included; each once, or once for each of its paths."""
+    return list(module.named_modules(remove_duplicate=not all_paths))  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _names(found: Found) -> dict[str, list[str]]:
+    """Return the paths of every submodule in the whole tree, by its first path in its own module."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for path, module in submodules(found.module, all_paths=True):
+        own = first.setdefault(id(module), path)
+        names.setdefault(own, []).append(_joined(found.prefix, path))
+    return names
+
+
+def _joined(prefix: str, path: str) -> str:
+    return f"{prefix}{path}".rstrip(".")
+
+
+def _layers_of_ours(found: Found) -> dict[str, Part]:
+    """Return what layers of `fds.nn` say of themselves."""
+    every = ((path, plans.of_layer(module)) for path, module in submodules(found.module))
+    return {path: part for path, part in every if part is not None}
+
+
+def _match(
+    plan: Mapping[Any, Any],
+    names: dict[int, dict[str, list[str]]],
+    chosen: dict[int, dict[str, Part]],
+    *,
+    sequence: bool,
+) -> None:
+    """Give every submodule what the last pattern that matches it says."""
+    every = [name for paths in names.values() for all_names in paths.values() for name in all_names]
+    for pattern, value in plan.items():
+        part, hits = plans.part(value, str(pattern)), list[tuple[int, str, str]]()
+        for number, paths in names.items():
+            for path, all_names in paths.items():
+                hit = next((name for name in all_names if fnmatch.fnmatchcase(name, str(pattern))), None)
+                if hit is not None:
+                    hits.append((number, path, hit))
+        if not hits:
+            raise ComposeError(
+                "tensor_parallel: a pattern matches no module",
+                where="plan",
+                got=repr(pattern)[:80],
+                want="the path of a module, with * for any part of it",
+                hint=did_you_mean(str(pattern), [name for name in every if name]),
+            )
+        if isinstance(part, Block) and not sequence:
+            continue
+        blocks = _consecutive([hit for _, _, hit in hits]) if value == "sequence" else {}
+        for number, path, hit in hits:
+            chosen[number][path] = blocks.get(hit, part)
+
+
+def _consecutive(paths: list[str]) -> dict[str, Block]:
+    """Return, of blocks that follow each other in one list, which one enters and which one leaves."""
+    lists: dict[str, list[tuple[int, str]]] = {}
+    for path in paths:
+        parent, _, last = path.rpartition(".")
+        if last.isdecimal():
+            lists.setdefault(parent, []).append((int(last), path))
+    found: dict[str, Block] = {}
+    for blocks in lists.values():
+        indices = {index for index, _ in blocks}
+        found |= {path: Block(index - 1 not in indices, index + 1 not in indices) for index, path in blocks}
+    return found
+
+
+def _resolved(found: Found, parts: dict[str, Part], size: int, *, sequence: bool) -> Resolved:
+    """Return what parts of a plan say of a module's parameters."""
+    modules = dict(submodules(found.module))
+    blocks = [path for path, part in parts.items() if isinstance(part, Block)]
+    inside = frozenset(path for path in modules if any(_is_inside(path, block) for block in blocks))
+    lies: dict[str, Lies] = {}
+    own = {name: found.prefix + name for name in found.paths.values()}
+    for local in own:
+        owner = local.rpartition(".")[0]
+        lies[local] = Replicated("sum" if owner in inside else "same")
+    said: dict[str, str] = {}
+    for path, part in parts.items():
+        where, module = _joined(found.prefix, path), modules[path]
+        if isinstance(part, Heads):
+            part.check(module, where, size)
+        if isinstance(part, Whole):
+            for name in (name for p, name in found.paths.items() if _is_inside(p, path)):
+                lies[name] = Replicated("sum" if part.grads == "sum" or path in inside else "same")
+        for name, (dim, lengths) in part.dims(module, where).items():
+            local = found.paths[_joined(f"{path}." if path else "", name)]
+            new = SplitDim(dim, lengths)
+            if local in said and lies[local] != new:
+                raise _tied(own[local], said[local], where)
+            if min(lengths) < size:
+                raise ComposeError(
+                    "there are more ranks than there is to divide",
+                    where=f"tensor_parallel: {own[local]}",
+                    got=f"{min(lengths)} over {size} ranks",
+                )
+            lies[local], said[local] = new, where
+    for path, local in found.paths.items():  # every module that uses a piece must know that it is one
+        owner = path.rpartition(".")[0]
+        if isinstance(lies[local], SplitDim) and not _knows(parts, owner):
+            raise _tied(own[local], said[local], _joined(found.prefix, owner))
+    return Resolved(found, parts, inside, {own[local]: how for local, how in lies.items()})
+
+
+def _knows(parts: Mapping[str, Part], owner: str) -> bool:
+    return owner in parts or isinstance(parts.get(owner.rpartition(".")[0]), Heads)
+
+
+def _is_inside(path: str, block: str) -> bool:
+    return path == block or path.startswith(f"{block}.") or not block
+
+
+def _tied(name: str, first: str, second: str) -> ComposeError:
+    return ComposeError(
+        "two modules share a parameter, and a plan says one thing of one and another of the other",
+        where=f"tensor_parallel: {name}",
+        got=f"divided for {first!r}, not so for {second!r}",
+        want="entries for both, of tied embedding and head 'vocab'",
+    )
+
+
+def _check_agreement(resolved: list[Resolved]) -> None:
+    """Raise `ComposeError` where modules of one loss have parameters of one name that lie differently."""
+    known: dict[str, Lies] = {}
+    for name, how in _every(resolved):
+        if known.setdefault(name, how) != how:
+            raise ComposeError(
+                "two modules of the loss have a parameter of the same name, and it lies differently",
+                where=f"tensor_parallel: {name}",
+                got=f"{known[name]} and {how}",
+                want="one module, or fds.Layers",
+            )
+
+
+def _every(resolved: list[Resolved]) -> Iterator[tuple[str, Lies]]:
+    for one in resolved:
+        yield from one.lies.items()
