@@ -30,11 +30,12 @@ class Gather:
     dtype: torch.dtype | None = None
     float32: tuple[str, ...] = ()  # patterns of parameters that stay as they are
     transport: Transport = LOSSLESS
-
-    @property
-    def low(self) -> bool:
-        """Whether the loss is computed in 16 bits."""
-        return self.dtype in (torch.float16, torch.bfloat16)
+    low: bool = attrs.field(  # whether the loss is computed in 16 bits
+        default=attrs.Factory(lambda self: self.dtype in (torch.float16, torch.bfloat16), takes_self=True),
+        init=False,
+        repr=False,
+        eq=False,
+    )
 
     def all_at_once(self, layout: Layout, masters: Masters, axis: Axis, pool: Pool) -> list[Tensor]:
         """Gather every bucket; the parameters are views of them, which the pool keeps."""
