@@ -247,6 +247,33 @@ def seeded(key: Tensor | Words, *data: int | str, devices: Iterable[torch.device
 
 
 @contextlib.contextmanager
+def stream(name: str, *data: int | str, devices: Iterable[torch.device] | None = None) -> Iterator[None]:
+    """Draw from a stream of its own inside, and go on with the default generators' after it.
+
+    In a loss it follows from the key of the call, of the microbatch and of the layer, as all draws do: it is a fold of
+    what the CPU's default generator draws next, with the name and `data`. So two uses of one name draw other numbers,
+    and what is computed again in backward the same. `data` tells apart what must differ, such as ranks:
+    `with fds.random.stream("noise", mesh["tp"].index)`; without, ranks that compute one loss draw alike.
+
+    Args:
+        name: of the stream.
+        data: further integers and names.
+        devices: whose default generators are seeded beside the CPU's; the default is `in_use()`.
+
+    Raises `FdsError` for other data, and where a graph is made of the step, in which the key would stay what it is.
+    """
+    if _other() is not None:
+        raise FdsError(
+            "a stream follows from a number on the host, which a graph of the step would keep for good",
+            where=f"fds.random.stream({name!r})",
+            want="a step without fds.cuda_graph and fds.compile(whole=True)",
+        )
+    drawn = int(torch.randint(2**62, (), device="cpu"))
+    with seeded((drawn, 0), "stream", name, *data, devices=devices):
+        yield
+
+
+@contextlib.contextmanager
 def python_seeded(key: Tensor) -> Iterator[None]:
     """Seed the global generators of Python and NumPy from the key, and restore them on leaving."""
     with exclusive():

@@ -303,3 +303,46 @@ def test_reseeding_repeats_the_draws():
         first = torch.rand(3)
         random.reseed(5, CPU)
         assert_same_bits(torch.rand(3), first)
+
+
+def test_a_stream_leaves_the_default_one_where_it_was_and_differs_by_name_rank_and_use():
+    def drawn(*data):
+        torch.manual_seed(0)
+        with random.stream(*data):
+            inside = torch.rand(4)
+        with random.stream(*data):
+            again = torch.rand(4)
+        return inside, again, torch.rand(4)
+
+    first, again, after = drawn("noise")
+    others = [drawn("dropout"), drawn("noise", 0), drawn("noise", 1)]
+    assert all(torch.equal(after, other[2]) for other in others)
+    every = [first, again, *(x for other in others for x in other[:2])]
+    assert all(not torch.equal(a, b) for i, a in enumerate(every) for b in every[:i])
+    assert all(torch.equal(a, b) for a, b in zip(drawn("noise"), (first, again, after), strict=True))
+
+
+def test_a_stream_in_a_loss_follows_from_the_key_also_where_it_is_computed_again():
+    def layer(x):
+        with random.stream("noise", 3):
+            return x * torch.rand_like(x) * torch.rand_like(x)
+
+    def run(*transforms, key):
+        loss = fds.Layers(
+            [torch.nn.Linear(3, 3), layer, torch.nn.Linear(3, 1)], lambda out, y: (out - y).square().mean()
+        )
+        step = fds.compose(*transforms, fds.sgd(0.1))(loss)
+        params = {name: torch.full_like(x, 0.3) for name, x in loss.init(random.key(0)).items()}
+        state, metrics = step(step.init(params, key=key), (torch.ones(4, 3), torch.zeros(4, 1)))
+        return [*state.params.values(), metrics["loss"]]
+
+    plain = run(key=1)
+    assert all(map(torch.equal, plain, run(key=1)))
+    assert all(map(torch.equal, plain, run(fds.checkpoint_activations(), key=1)))
+    assert not torch.equal(plain[-1], run(key=2)[-1])
+
+
+@pytest.mark.parametrize("data", [(1.5,), ("noise", None)])
+def test_a_stream_refuses_what_no_key_is_folded_with(data):
+    with pytest.raises(FdsError), random.stream(*data):
+        pass
