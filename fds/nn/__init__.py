@@ -3,13 +3,17 @@
 from fds.nn.bert_weights import from_bert
 from fds.nn.parallel.embedding import VocabEmbedding
 from fds.nn.parallel.linear import ColumnLinear, RowLinear
+from fds.nn.parallel.mlp import MLP
 from fds.nn.parallel.plan import column, heads, replicated, row, sequence, vocab
+from fds.nn.parallel.self_attention import SelfAttention
 from fds.nn.transformer_config import TransformerConfig
 from fds.nn.transformer_layer import TransformerLayer
 
 __all__ = [
+    "MLP",
     "ColumnLinear",
     "RowLinear",
+    "SelfAttention",
     "TransformerConfig",
     "TransformerLayer",
     "VocabEmbedding",

@@ -20,6 +20,7 @@ from fds.nn.parallel.embedding import VocabEmbedding
 from fds.nn.parallel.linear import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear, lengths
 from fds.nn.parallel.multihead import PartAttention
 from fds.nn.parallel.region import Region
+from fds.nn.parallel.self_attention import SelfAttention
 
 Dims = dict[str, tuple[int, tuple[int, ...]]]  # parameter -> the dim that is divided, and the lengths of its parts
 
@@ -271,6 +272,8 @@ def of_layer(module: nn.Module) -> Part | None:
         return Column(module.parts, module.gather)
     if type(module) is RowLinear:
         return Row()
+    if type(module) is SelfAttention:
+        return Heads(("num_heads", "num_kv_heads"))
     return Vocab() if type(module) is VocabEmbedding else None
 
 

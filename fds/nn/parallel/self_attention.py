@@ -1,0 +1,83 @@
+"""Self-attention whose heads are divided over a tensor axis.
+
+    q, k, v = qkv(x)        y = out(softmax(q k^T / sqrt(d)) v)        by heads of d = width / num_heads
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; grouped queries: Ainslie et al. 2023, arXiv:2305.13245.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fds.errors import LossError
+from fds.kernels import rotary
+from fds.nn.parallel.linear import ColumnLinear, RowLinear
+
+
+class SelfAttention(nn.Module):
+    """Attention of a sequence to itself, divided by heads over the axis of `fds.tensor_parallel` where there is one.
+
+    Args:
+        width: of its input and output.
+        num_heads: of queries.
+        num_kv_heads: of keys and values, by which the heads of queries are grouped; as many as those if None.
+        causal: whether a token sees those after it.
+        bias: whether the projections `qkv` ((heads + 2 * groups) * d, width) and `out` (width, width) have biases.
+        dropout: probability with which weights of attention are dropped.
+        theta: base of rotary positions (10000.0); None for none.
+
+    Raises `LossError` for heads that do not divide the width, or groups that do not divide the heads.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = True,
+        bias: bool = True,
+        dropout: float = 0.0,
+        theta: float | None = None,
+        **factory: Any,
+    ):
+        super().__init__()
+        groups = num_heads if num_kv_heads is None else num_kv_heads
+        if width % num_heads or num_heads % groups:
+            raise LossError(
+                "the heads do not divide the width, or the groups the heads",
+                where="SelfAttention",
+                got=f"width={width}, num_heads={num_heads}, num_kv_heads={groups}",
+                want="width a multiple of num_heads, and that of num_kv_heads",
+            )
+        d = width // num_heads
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, groups, d
+        self.causal, self.dropout, self.theta = causal, dropout, theta
+        self.qkv = ColumnLinear(
+            width, (num_heads + 2 * groups) * d, bias, parts=(width, groups * d, groups * d), **factory
+        )
+        self.out = RowLinear(width, width, bias, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what each token attends to (batch, sequence, width), given (batch, sequence, width)."""
+        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        every = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = every.split(counts, 1)
+        if self.theta is not None:
+            q, k = self._turned(q), self._turned(k)
+        grouped = self.num_heads != self.num_kv_heads
+        p = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal, enable_gqa=grouped)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """Return heads (batch, heads, sequence, d), turned by their positions."""
+        assert self.theta is not None
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        half = torch.arange(0, self.head_dim, 2, device=x.device, dtype=wide)
+        angles = torch.arange(x.shape[2], device=x.device, dtype=wide)[:, None] * self.theta ** -(half / self.head_dim)
+        return rotary(x, angles.cos(), angles.sin())
