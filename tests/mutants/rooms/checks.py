@@ -70,8 +70,8 @@ MUTANTS = (
     Mutant(
         "pieces-in-a-wrong-order",
         "fds/step/placements.py",
-        "return x.narrow(dim, self.axis.index * length, length)",
-        "return x.narrow(dim, (self.axis.size - 1 - self.axis.index) * length, length)",
+        "for first, n in lies.ranges(x.shape[dim], size, self.axis.index)]",
+        "for first, n in lies.ranges(x.shape[dim], size, size - 1 - self.axis.index)]",
         "a rank begins with another rank's piece",
         "tests/tensor_axis/test_training.py",
     ),
