@@ -3,9 +3,11 @@
 from fds.nn.bert_weights import from_bert
 from fds.nn.parallel.embedding import VocabEmbedding
 from fds.nn.parallel.linear import ColumnLinear, RowLinear
+from fds.nn.parallel.linear_cross_entropy import linear_cross_entropy
 from fds.nn.parallel.mlp import MLP
 from fds.nn.parallel.plan import column, heads, replicated, row, sequence, vocab
 from fds.nn.parallel.self_attention import SelfAttention
+from fds.nn.parallel.vocab_cross_entropy import vocab_cross_entropy
 from fds.nn.transformer_config import TransformerConfig
 from fds.nn.transformer_layer import TransformerLayer
 
@@ -20,8 +22,10 @@ __all__ = [
     "column",
     "from_bert",
     "heads",
+    "linear_cross_entropy",
     "replicated",
     "row",
     "sequence",
     "vocab",
+    "vocab_cross_entropy",
 ]

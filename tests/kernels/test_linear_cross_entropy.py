@@ -110,7 +110,7 @@ def test_no_tensor_holds_the_logits_of_more_than_a_chunk(dtype, by_kernels):
     n, h, v, chunk = 64, 4, 1000, 4
     hidden, weight, targets, bias = made(n, h, v, dtype, with_bias=True)
     with only("triton"), Largest() as seen:
-        given = (0.0, 0.0, IGNORED, chunk, [True, True, True], by_kernels)
+        given = ([True, True, True], chunk, head_loss.writer(0.0, 0.0, IGNORED, by_kernels))
         total_and_gradients(hidden.detach(), weight.detach(), targets, bias.detach(), *given)
     # rows of 1000 elements take 1024; float32 is what references compute in, and products on the CPU
     assert seen.nbytes <= max(chunk * 1024 * 4, v * h * 4) < n * v * dtype.itemsize / 4
@@ -137,7 +137,8 @@ class WideProducts(TorchDispatchMode):
 
 def test_where_products_of_16_bits_are_float32_each_is_added_as_it_is_made(monkeypatch):
     hidden, weight, targets, _ = made(20, 8, 19, torch.bfloat16)
-    given = (hidden.detach(), weight.detach(), targets, None, 0.0, 0.0, IGNORED, 6, [False, True, False], False)
+    write = head_loss.writer(0.0, 0.0, IGNORED, False)
+    given = (hidden.detach(), weight.detach(), targets, None, [False, True, False], 6, write)
     want = total_and_gradients(*given)[2]
     monkeypatch.setattr(head_loss, "_products_are_wide", lambda device: True)
     with WideProducts() as seen:

@@ -51,15 +51,28 @@ def losses_of(
 ) -> Tensor:
     """Return the loss of each token (N,) of its logarithms of probabilities (N, V) and, with z_loss, lse (N,)."""
     num_classes = log_probs.shape[-1]
-    is_ignored, is_inside = targets == ignore_index, (targets >= 0) & (targets < num_classes)
+    is_inside = (targets >= 0) & (targets < num_classes)
     loss = (label_smoothing - 1) * log_probs.gather(-1, targets.where(is_inside, 0)[:, None])[:, 0]
     if label_smoothing:
         loss = loss - label_smoothing / num_classes * log_probs.sum(-1)
     if lse is not None:
         loss = loss + z_loss * lse.square()
+    return counted(loss, targets, num_classes, ignore_index)
+
+
+def counted(loss: Tensor, targets: Tensor, num_classes: int | Tensor, ignore_index: int) -> Tensor:
+    """Return the losses (N,), 0 for ignored targets and NaN for targets that are no class."""
+    is_ignored, is_inside = targets == ignore_index, (targets >= 0) & (targets < num_classes)
     # a factor, so that the gradient is NaN too
     poison = torch.ones_like(loss).masked_fill(~is_inside & ~is_ignored, float("nan"))
     return (loss * poison).masked_fill(is_ignored, 0.0)
+
+
+def reduced(loss: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """Return losses (N,) in the shape of targets, their sum, or their mean over tokens that are not ignored."""
+    if reduction == "none":
+        return loss.reshape(targets.shape)
+    return loss.sum() if reduction == "sum" else loss.sum() / num_tokens(targets, ignore_index)
 
 
 # Sixteen elements per thread, eight warps: two loads of 16 bytes in flight in 16 bits, four in float32. A maximum and a
@@ -255,9 +268,7 @@ def cross_entropy(
         loss, _ = _CrossEntropy.apply(x, t, *options)
     else:
         loss = reference(x, t, label_smoothing=options[0], z_loss=options[1], ignore_index=ignore_index)
-    if reduction == "none":
-        return loss.reshape(targets.shape)
-    return loss.sum() if reduction == "sum" else loss.sum() / num_tokens(targets, ignore_index)
+    return reduced(loss, targets, ignore_index, reduction)
 
 
 def num_tokens(targets: Tensor, ignore_index: int) -> Tensor:

@@ -19,6 +19,8 @@ Sources:
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,16 +69,16 @@ def chunk_size(num_tokens: int) -> int:
 
 
 def total_and_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, label_smoothing: float, z_loss: float,
-    ignore_index: int, chunk_tokens: int, wants: list[bool], by_kernels: bool,
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, wants: list[bool], chunk_tokens: int,
+    write: Callable[[Tensor, Tensor, Tensor, bool], None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the summed loss and its gradients with respect to hidden, weight and bias, each empty unless in `wants`.
 
     The gradient of hidden has hidden's dtype; the loss and the other gradients are float32 (float64 for float64).
+    `write(logits, targets, losses, wants)` writes the losses of a chunk and, if wanted, over logits their gradient.
     """
-    options = (label_smoothing, z_loss, ignore_index)
     n, v = hidden.shape[0], weight.shape[0]
-    total, dhidden, dweight, dbias = _outputs(hidden, weight, wants)
+    total, dhidden, dweight, dbias = outputs(hidden, weight, wants)
     dbias.zero_()
     if not n:
         dweight.zero_()
@@ -90,7 +92,7 @@ def total_and_gradients(
             torch.mm(h, weight.T, out=logits)
         else:
             torch.addmm(bias, h, weight.T, out=logits)
-        (_kernels if by_kernels else _torch)(logits, t, losses[rows], any(wants), *options)
+        write(logits, t, losses[rows], any(wants))
         if wants[0]:
             torch.mm(logits, weight, out=dhidden[rows])
         if wants[1]:
@@ -100,12 +102,18 @@ def total_and_gradients(
     return losses.sum(), dhidden, dweight, dbias
 
 
-def _kernels(logits: Tensor, targets: Tensor, losses: Tensor, wants: bool, *options: Any) -> None:
+def writer(label_smoothing: float, z_loss: float, ignore_index: int, by_kernels: bool) -> Callable[..., None]:
+    """Return what writes the losses of a chunk."""
+    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "ignore_index": ignore_index}
+    return functools.partial(_kernels if by_kernels else _torch, **options)
+
+
+def _kernels(logits: Tensor, targets: Tensor, losses: Tensor, wants: bool, **options: Any) -> None:
     """Write the losses, and overwrite logits with their gradient if `wants`."""
     if wants:
-        loss_and_gradient.launch(logits, targets, losses, *options)
+        loss_and_gradient.launch(logits, targets, losses, **options)
     else:
-        launch_forward(logits, targets, losses, losses.new_empty(*losses.shape, 2), *options)
+        launch_forward(logits, targets, losses, losses.new_empty(*losses.shape, 2), **options)
 
 
 def _torch(
@@ -147,7 +155,8 @@ def _products_are_wide(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _outputs(hidden: Tensor, weight: Tensor, wants: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def outputs(hidden: Tensor, weight: Tensor, wants: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return memory for the total and the gradients of hidden, weight and bias, of no elements unless wanted."""
     wide = arguments.width(hidden)
     new = lambda wanted, shape, dtype: hidden.new_empty(shape if wanted else (0,), dtype=dtype)
     return (
@@ -158,14 +167,12 @@ def _outputs(hidden: Tensor, weight: Tensor, wants: list[bool]) -> tuple[Tensor,
 
 @operator("linear_cross_entropy")
 def _forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, label_smoothing: float, z_loss: float,
-    ignore_index: int, chunk_tokens: int, wants: list[bool], by_kernels: bool,
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, wants: list[bool], chunk_tokens: int,
+    label_smoothing: float, z_loss: float, ignore_index: int, by_kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    write = writer(label_smoothing, z_loss, ignore_index, by_kernels)
     with torch.autocast(hidden.device.type, enabled=False):  # the arguments are cast already, and sums must not be
-        return total_and_gradients(
-            hidden, weight, targets.contiguous(), bias, label_smoothing, z_loss, ignore_index, chunk_tokens, wants,
-            by_kernels,
-        )
+        return total_and_gradients(hidden, weight, targets.contiguous(), bias, wants, chunk_tokens, write)
 
 
 @operator("linear_cross_entropy_backward")
@@ -181,10 +188,10 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @_forward.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, label_smoothing: float, z_loss: float,
-    ignore_index: int, chunk_tokens: int, wants: list[bool], by_kernels: bool,
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, wants: list[bool], chunk_tokens: int,
+    label_smoothing: float, z_loss: float, ignore_index: int, by_kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(hidden, weight, wants)
+    return outputs(hidden, weight, wants)
 
 
 @_backward.register_fake
@@ -193,24 +200,26 @@ def _(dtotal: Tensor, dhidden: Tensor, dweight: Tensor, dbias: Tensor) -> tuple[
     return torch.empty_like(dhidden), torch.empty_like(dweight, dtype=dtype), torch.empty_like(dbias, dtype=dtype)
 
 
-class _LinearCrossEntropy(Function):
+class LinearCrossEntropy(Function):
+    """A total of `hidden, weight, targets, bias, wants, ...`, whose gradients `forward` returns beside it."""
+
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
         return _forward(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.wants = inputs[-2]
+        ctx.wants, ctx.num_options = inputs[4], len(inputs) - 4
         ctx.save_for_backward(*output[1:])  # not marked non-differentiable: see first_order
         ctx.set_materialize_grads(False)  # or zeros of their sizes would be made
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor | None, *_: Any) -> tuple:
         if dtotal is None:
-            return (None,) * 10
+            return (None,) * (4 + ctx.num_options)
         gradients = first_order(_backward, dtotal, *ctx.saved_tensors)
         dhidden, dweight, dbias = (d if wanted else None for d, wanted in zip(gradients, ctx.wants, strict=True))
-        return dhidden, dweight, None, dbias, *[None] * 6
+        return dhidden, dweight, None, dbias, *[None] * ctx.num_options
 
 
 def linear_cross_entropy(
@@ -236,24 +245,23 @@ def linear_cross_entropy(
 
     Raises `KernelError` for any other dtype, shape or device, or a bad option.
     """
-    _check(hidden, weight, targets, bias, chunk_tokens)
-    if reduction == "none":
-        raise KernelError(
-            "there is no reduction 'none' here", where="reduction", got="'none'",
-            want="'mean' or 'sum', since gradients are computed in the forward pass, before the tokens are weighted",
-            hint="cross_entropy(F.linear(hidden, weight), targets, reduction='none') does, and holds all logits",
-        )
-    check_options(label_smoothing, z_loss, ignore_index, reduction, ("mean", "sum"))
-    tensors = arguments.as_products_cast(hidden, weight, bias)
-    arguments.same_dtype(**dict(zip(("hidden", "weight", "bias"), tensors, strict=True)))
-    hidden, weight, bias = tensors
-    wants = [torch.is_grad_enabled() and _requires_grad(x) for x in tensors]
+    check(hidden, weight, targets, bias, label_smoothing, z_loss, ignore_index, reduction, chunk_tokens)
+    if not weight.shape[0]:
+        raise KernelError("weight has no classes", where="weight", got=str(tuple(weight.shape)), want="(V, H)")
+    hidden, weight, bias, wants = cast_and_wanted(hidden, weight, bias)
     x = hidden.reshape(targets.numel(), hidden.shape[-1])
-    total, *_ = _LinearCrossEntropy.apply(
-        x, weight, targets.reshape(-1), bias, float(label_smoothing), float(z_loss), ignore_index,
-        chunk_tokens or chunk_size(targets.numel()), wants, runs_triton("linear_cross_entropy", hidden),
+    total, *_ = LinearCrossEntropy.apply(
+        x, weight, targets.reshape(-1), bias, wants, chunk_tokens or chunk_size(targets.numel()),
+        float(label_smoothing), float(z_loss), ignore_index, runs_triton("linear_cross_entropy", hidden),
     )
     return total if reduction == "sum" else total / num_tokens(targets, ignore_index)
+
+
+def cast_and_wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, list]:
+    """Return hidden, weight and bias as autocast casts them, and of which of them a gradient is wanted."""
+    tensors = arguments.as_products_cast(hidden, weight, bias)
+    arguments.same_dtype(**dict(zip(("hidden", "weight", "bias"), tensors, strict=True)))
+    return *tensors, [torch.is_grad_enabled() and _requires_grad(x) for x in tensors]
 
 
 def _requires_grad(x: Tensor | None) -> bool:
@@ -266,16 +274,25 @@ def _requires_grad(x: Tensor | None) -> bool:
     return wrapped and _requires_grad(_LEVELS.get_unwrapped(x))
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_tokens: int | None) -> None:
+def check(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, label_smoothing: float, z_loss: float,
+    ignore_index: int, reduction: str, chunk_tokens: int | None,
+) -> None:
+    """Raise `KernelError` for arguments that do not fit each other, or options out of range."""
     arguments.floating(hidden=hidden, weight=weight, bias=bias)
     if hidden.dim() < 1:
         raise KernelError("hidden has no dims", where="hidden", got="()", want="(..., H)")
     arguments.shape((None, hidden.shape[-1]), weight=weight)
-    if not weight.shape[0]:
-        raise KernelError("weight has no classes", where="weight", got=str(tuple(weight.shape)), want="(V, H)")
     arguments.shape((weight.shape[0],), bias=bias)
     check_targets(targets, hidden, "hidden")
     is_count = is_int(chunk_tokens, 1)
     if chunk_tokens is not None and not is_count:
         raise KernelError("chunk_tokens is not a number of tokens", where="chunk_tokens", got=repr(chunk_tokens),
                           want="an int from 1 on")
+    if reduction == "none":
+        raise KernelError(
+            "there is no reduction 'none' here", where="reduction", got="'none'",
+            want="'mean' or 'sum', since gradients are computed in the forward pass, before the tokens are weighted",
+            hint="cross_entropy(F.linear(hidden, weight), targets, reduction='none') does, and holds all logits",
+        )
+    check_options(label_smoothing, z_loss, ignore_index, reduction, ("mean", "sum"))
