@@ -2,6 +2,9 @@
 
 While a group of layers runs forward, what the group before it keeps is still being written, and in memory; while one
 runs backward, what the group before it kept is read. So no more than two groups' worth is in memory at once.
+
+What a group is given may be cut into slices over ranks that have it alike; a slice is kept, here or on the medium, and
+the whole is gathered while the group after it runs backward. What stays here may lie in blocks that are used again.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fds.collectives import Axis
 from fds.errors import LossError
+from fds.media.blocks import Blocks, Place
 from fds.media.medium import Medium
+from fds.media.slices import check_alike, slice_of, start_gather
 
 
 class _Behind(threading.local):
@@ -39,9 +45,13 @@ class Kept:
         group: which of them keeps it.
         source: the tensor itself, until it is written; always, where it is not moved.
         version: torch's count of in-place writes to it, when it was kept.
-        leaf: its elements on the medium, (num_bytes,) uint8; None where it is not moved.
+        num_bytes: that its elements take.
+        axis: over which it is cut into slices; None where this rank keeps the whole.
+        copy: in memory what is kept of it, uint8: a slice until that is written, a block.
+        leaf: on the medium what is kept of it, uint8; None where that is in memory.
         written: waits for the write.
         reading: waits for what is being read, if anything is.
+        gathers: whether `reading` gathers slices.
     """
 
     groups: KeptGroups
@@ -52,9 +62,13 @@ class Kept:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    num_bytes: int = 0
+    axis: Axis | None = None
+    copy: Tensor | None = None
     leaf: Tensor | None = None
     written: Callable[[], Any] | None = None
-    reading: Callable[[], list[Tensor]] | None = None
+    reading: Callable[[], Tensor] | None = None
+    gathers: bool = False
 
     def settle(self) -> None:
         """Wait until it is written, and let go of the tensor. Raises `DiskError`, and `LossError` as `get` does."""
@@ -62,25 +76,35 @@ class Kept:
             written, self.written = self.written, None
             written()
             self._check_version()
-            self.source = None
+            self.source = self.copy = None
 
     def begin(self) -> None:
         """Begin to read it, where it is not in memory."""
         if self.source is None and self.reading is None:
-            assert self.leaf is not None
-            self.reading = self.groups.medium.read([self.leaf], self.device)
+            if (copy := self.copy) is not None:  # a slice is only read; who gets a block may write over what he gets
+                self.reading = copy.clone if self.axis is None else lambda: copy
+            else:
+                assert self.leaf is not None and self.groups.medium is not None
+                wait = self.groups.medium.read([self.leaf], self.device)
+                self.reading = lambda: wait()[0]
+
+    def gather(self) -> None:
+        """Begin to gather it, where it is in slices; its own is read by then. Raises `DiskError`."""
+        if self.axis is not None and self.reading is not None and not self.gathers:
+            self.reading, self.gathers = start_gather(self.reading(), self.axis), True
 
     def get(self) -> Tensor:
         """Return the tensor, and begin to read what backward needs next.
 
         Raises `DiskError`, and `LossError` where it was written over after it was kept.
         """
-        self.groups.begin(self.group)
+        if self.source is None and (self.reading is None or (self.axis is not None and not self.gathers)):
+            self.groups.begin(self.group)
         found = self.source
         if found is None:
             assert self.reading is not None
-            reading, self.reading = self.reading, None
-            found = self._shaped(*reading())
+            reading, self.reading, self.gathers = self.reading, None, False
+            found = self._shaped(reading())
         else:
             self._check_version()
         self.groups.begin(self.group - 1)
@@ -92,7 +116,7 @@ class Kept:
 
     def _shaped(self, read: Tensor) -> Tensor:
         """Return elements that were read with the shape and strides that the tensor had, on which bits may depend."""
-        flat = read.view(self.dtype)
+        flat = read[: self.num_bytes].view(self.dtype)
         if flat.numel() == _span(self.shape, self.stride):
             return flat.as_strided(self.shape, self.stride)
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).copy_(
@@ -111,7 +135,7 @@ class Kept:
 
 @attrs.define(eq=False)
 class Tally:
-    """Bytes that are kept on a medium.
+    """Bytes that are kept, on a medium or in memory of their own.
 
     Attributes:
         held: now.
@@ -129,52 +153,109 @@ class Tally:
 
 @attrs.frozen(eq=False)
 class KeptGroups:
-    """The groups of layers of one microbatch, in the order of forward, and what they keep on a medium.
+    """The groups of layers of one microbatch, in the order of forward, and what they keep.
 
-    A `tally` counts that, where somebody wants to know.
+    Attributes:
+        medium: where that waits; None to leave it on the device.
+        tally: counts what is kept apart from the tensors themselves, where somebody wants to know.
+        axis: over whose ranks what groups are given is cut into slices; for these collectives alone.
+        blocks: memory for what groups are given and stays on the device.
     """
 
-    medium: Medium
+    medium: Medium | None = None
     tally: Tally | None = None
+    axis: Axis | None = None
+    blocks: Blocks | None = None
     kept: list[list[weakref.ref[Kept]]] = attrs.field(factory=list)
+    compared: list[str] = attrs.field(factory=list)  # by group what it is called, "" where ranks are not compared
 
-    def open(self) -> None:
-        """Begin the next group: what the one before the last keeps is now only on the medium. Raises `DiskError`."""
+    def open(self, compared: str = "") -> None:
+        """Begin the next group: what the one before the last keeps is now only on the medium. Raises `DiskError`.
+
+        Where it is called something, ranks compare on a CPU what it is given, before they cut it into slices.
+        """
         behind, _behind.kept = _behind.kept, []
         for one in _alive(behind):
             one.settle()
         self.kept.append([])
+        self.compared.append(compared)
 
-    def keep(self, x: Tensor, version: int | None = None) -> Kept:
-        """Keep a tensor, as it was at this version, for the group that was opened last, and begin to write it.
+    def keep(self, x: Tensor) -> Kept:
+        """Keep what the group that was opened last is given, and begin to write it.
 
-        Raises `DiskError`.
+        Raises `DiskError`, and `LossError` on every rank where ranks compare it, and it differs.
         """
-        version, x = x._version if version is None else version, x.detach()
+        version, x = x._version, x.detach()
+        cut = self.axis is not None and x.is_floating_point() and x.numel() >= self.axis.size and _is_plain(x)
+        return self._keep(x, version, self.axis if cut else None, self._place(x))
+
+    def keep_result(self, x: Tensor, version: int) -> Kept:
+        """Keep what the group has computed, as it was at this version, and begin to write it. Raises `DiskError`."""
+        return self._keep(x.detach(), version, None, None)
+
+    def begin(self, group: int) -> None:
+        """Begin to read what a group keeps, and where it is in slices to gather it: alike on all ranks."""
+        some = self._alive(group)
+        for one in some:
+            one.begin()
+        for one in some:
+            one.gather()
+        if self.axis is not None:  # the slices that are gathered next
+            for one in self._alive(group - 1):
+                one.begin()
+
+    def _keep(self, x: Tensor, version: int, axis: Axis | None, place: Place | None) -> Kept:
         found = Kept(self, len(self.kept) - 1, x, version, x.shape, x.stride(), x.dtype, x.device)
-        if self._moves(x):
-            span = _span(x.shape, x.stride())
-            flat = x.as_strided((span,), (1,)) if span <= x.numel() else x.contiguous().view(-1)
-            as_bytes = flat.view(torch.uint8)
-            found.leaf = self.medium.make(as_bytes)
-            if self.tally is not None:
-                self.tally.add(as_bytes.nbytes)
-                weakref.finalize(found, self.tally.add, -as_bytes.nbytes).atexit = False
-            found.written = self.medium.write([as_bytes], [found.leaf])
-            self.kept[-1].append(weakref.ref(found))
+        if axis is None and place is None and not self._moves(x):
+            return found
+        whole = part = _bytes(x)
+        found.num_bytes = len(whole)
+        if axis is not None:
+            part, found.axis = slice_of(whole, axis, x.element_size()), axis
+            if self.compared[-1] and not x.is_cuda:
+                check_alike(whole, part, axis, self.compared[-1])
+        if self.medium is not None:
+            found.leaf = self.medium.make(part)
+            found.written = self.medium.write([part], [found.leaf])
+        elif self.blocks is not None and place is not None:
+            part = self.blocks.copy(part, place, found)
+        if axis is not None or self.medium is None:
+            found.source, found.copy = None, part
+        if self.tally is not None:
+            self.tally.add(part.nbytes)
+            weakref.finalize(found, self.tally.add, -part.nbytes).atexit = False
+        self.kept[-1].append(weakref.ref(found))
+        if self.medium is not None:
             _behind.kept.append(self.kept[-1][-1])
         return found
 
-    def begin(self, group: int) -> None:
-        """Begin to read what a group keeps."""
-        for one in _alive(self.kept[group]) if group >= 0 else ():
-            one.begin()
+    def _place(self, x: Tensor) -> Place | None:
+        """Return the place of a block for a tensor; None where it has none."""
+        group = len(self.kept) - 1
+        if self.blocks is None or self.medium is not None or not self.blocks.has(group):
+            return None
+        return (group, len(self.kept[-1]), x.device) if x.is_floating_point() and x.numel() and _is_plain(x) else None
 
     def _moves(self, x: Tensor) -> bool:
         """Return whether a tensor is memory that the medium can hold, and that is not the medium's own."""
-        plain = x.layout is torch.strided and not (x.is_conj() or x.is_neg() or is_traceable_wrapper_subclass(x))
-        there = self.medium.name == "host" and x.device.type == "cpu"
-        return plain and x.numel() > 0 and not there and not getattr(x, "gathered_on_use", False)
+        there = self.medium is None or (self.medium.name == "host" and x.device.type == "cpu")
+        return _is_plain(x) and x.numel() > 0 and not there
+
+    def _alive(self, group: int) -> list[Kept]:
+        return _alive(self.kept[group]) if group >= 0 else []
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Return whether a tensor is nothing but elements in memory."""
+    plain = x.layout is torch.strided and not (x.is_conj() or x.is_neg() or is_traceable_wrapper_subclass(x))
+    return plain and not getattr(x, "gathered_on_use", False)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Return the memory that a tensor is in as bytes, or where that is more than its elements those."""
+    span = _span(x.shape, x.stride())
+    flat = x.as_strided((span,), (1,)) if span <= x.numel() else x.contiguous().view(-1)
+    return flat.view(torch.uint8)
 
 
 def _span(shape: Iterable[int], stride: Iterable[int]) -> int:

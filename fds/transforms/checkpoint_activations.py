@@ -3,8 +3,10 @@
 Fills:  layer                    State:  none
 Law:    the identity, bit for bit, dropout on, under any policy
 Cost:   time x4/3; activations: one input per `every` layers, and those of one group; with a `store` elsewhere the
-        inputs of two groups, and each of them written and read once
-Source: Chen et al. 2016, arXiv:1604.06174; Griewank and Walther 2000 (Algorithm 799)
+        inputs of two groups, and each of them written and read once; with `partition` over N ranks 1/N of each input,
+        two whole ones, and (N - 1)/N of each received once a microbatch
+Source: Chen et al. 2016, arXiv:1604.06174; Griewank and Walther 2000 (Algorithm 799); Rajbhandari et al. 2020,
+        arXiv:1910.02054, section 6.1 (partition)
 """
 
 import contextlib
@@ -19,9 +21,10 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import checkpoint
 
 from fds import tree
+from fds.collectives import Axis
 from fds.errors import ComposeError, LossError, did_you_mean, is_a, is_int
 from fds.loss import LayerCall
-from fds.media import Host, Kept, KeptGroups, Medium, Tally, place_of
+from fds.media import Blocks, Host, Kept, KeptGroups, Medium, Tally, place_of
 from fds.step import Call, Step, fill, transform
 
 MATMULS = (
@@ -45,22 +48,36 @@ _contexts: Callable[..., Any] = checkpoint.create_selective_checkpoint_contexts 
 class Recompute:
     """The layer map: groups of `every` calls, each run under `torch.utils.checkpoint`.
 
-    `store` is the medium on which what groups keep waits for backward; None to leave it where it is. A `tally` counts
-    what is there.
+    `store` is the medium on which what groups keep waits for backward; None to leave it where it is. Their inputs are
+    cut into slices over the ranks of `axis`, if any, and lie in `blocks`, if any. A `tally` counts what is kept in all
+    these ways. `compared` are the groups of which ranks have compared the inputs.
     """
 
     policy: Any
     store: Medium | None
     every: int
+    axis: Axis | None = None
+    blocks: Blocks | None = None
     tally: Tally | None = attrs.field(default=None, repr=False)
+    compared: set[tuple[int, ...]] = attrs.field(factory=set, repr=False, eq=False)
     draws: ClassVar = False
 
+    @property
+    def keeps(self) -> str:
+        """The argument by which groups keep something otherwise than as tensors of the graph; "" where none does."""
+        ways = {
+            f"store={getattr(self.store, 'name', '')!r}": self.store,
+            "partition=": self.axis,
+            "contiguous=True": self.blocks,
+        }
+        return next((text for text, way in ways.items() if way is not None), "")
+
     def counting(self) -> tuple["Recompute", dict[str, Tally]]:
-        """Return the same map, which counts what it keeps elsewhere, and place -> the bytes that it keeps there."""
-        if self.store is None:
+        """Return the same map, which counts what it keeps apart, and place -> the bytes that it keeps there."""
+        if not self.keeps:
             return self, {}
         tally = Tally()
-        return attrs.evolve(self, tally=tally), {place_of(self.store): tally}
+        return attrs.evolve(self, tally=tally), {"device" if self.store is None else place_of(self.store): tally}
 
     def __call__(self, calls: list[LayerCall], call: Call) -> list[LayerCall]:
         """Return one checkpointed call per group."""
@@ -70,15 +87,15 @@ class Recompute:
             if full and not (groups and one.in_place):
                 groups.append([])
             groups[-1].append(one)  # one that writes over its input stays with the layer that computes it
-        elsewhere = None if self.store is None else KeptGroups(self.store, self.tally)
+        apart = KeptGroups(self.store, self.tally, self.axis, self.blocks) if self.keeps else None
         return [
             LayerCall(
-                functools.partial(self.run, group, elsewhere), sum((one.layers for one in group), ()), recomputes=True
+                functools.partial(self.run, group, apart), sum((one.layers for one in group), ()), recomputes=True
             )
             for group in groups
         ]
 
-    def run(self, group: list[LayerCall], elsewhere: KeptGroups | None, *args: Any) -> Any:
+    def run(self, group: list[LayerCall], apart: KeptGroups | None, *args: Any) -> Any:
         """Run a group; its seeds are set anew inside it, so no generator state is kept.
 
         Raises `LossError` where the group writes over its input, from which it would be computed again, and the
@@ -89,15 +106,19 @@ class Recompute:
         contexts = None if self.policy is None else _contexts(self.policy)
         if contexts is not None:
             call = functools.partial(call, context_fn=lambda: contexts)
-        if elsewhere is None or not torch.is_grad_enabled():
+        if apart is None or not torch.is_grad_enabled():
             out = call()
         else:
-            elsewhere.open()
-            is_first = group[0].layers in ((), (0,))  # of the loss: what it is given, the caller holds as well
-            with contextlib.nullcontext() if is_first else _hooks(elsewhere.keep, Kept.get):
+            layers = group[0].layers
+            apart.open(
+                "" if layers in self.compared else f"what layers[{layers[0]}] is given" if layers else "the loss"
+            )
+            is_first = layers in ((), (0,))  # of the loss: what it is given, the caller holds as well
+            with contextlib.nullcontext() if is_first else _hooks(apart.keep, Kept.get):
                 out = call()
-            if contexts is not None:
-                _move_results(contexts[0].storage, elsewhere)
+            self.compared.add(layers)
+            if contexts is not None and self.store is not None:
+                _move_results(contexts[0].storage, apart)
         if any(x._version != version for x, version in given):
             raise LossError(
                 "a checkpointed layer writes over its input",
@@ -108,12 +129,12 @@ class Recompute:
         return out
 
 
-def _move_results(results: dict[Any, dict[int, Any]], elsewhere: KeptGroups) -> None:
+def _move_results(results: dict[Any, dict[int, Any]], apart: KeptGroups) -> None:
     """Put `Kept` tensors in the place of results of operators, by operator, which torch keeps for a policy."""
 
     def moved(x: Any) -> Any:
         value = getattr(x, "val", None)  # torch's wrapper; anything else says that there is nothing
-        return elsewhere.keep(value, x.version) if isinstance(value, torch.Tensor) else x
+        return apart.keep_result(value, x.version) if isinstance(value, torch.Tensor) else x
 
     for op, entries in results.items():
         if not getattr(op, "is_view", False):  # a view has the memory of another result
@@ -139,6 +160,9 @@ def checkpoint_activations(
     policy: str | Sequence[OpOverload | OpOverloadPacket] | Callable[..., Any] | None = None,
     store: str | Medium = "device",
     every: int = 1,
+    partition: Axis | None = None,
+    contiguous: bool = False,
+    number: int | None = None,
 ):
     """Recompute activations in backward: per layer of `Layers`, per `every` layers, or the whole of an opaque loss.
 
@@ -151,19 +175,30 @@ def checkpoint_activations(
             given stays where it is.
         every: layers per group; one input is kept for each group. A layer with `inplace=True` joins the group of the
             layer before it.
+        partition: an axis whose ranks pass the same batch and compute the same activations between layers, as those of
+            a tensor axis do. Each rank keeps ceil(n / N) of the n elements of every floating input, on the device or in
+            the `store`, and the whole is gathered while the group after it runs backward. Inputs of fewer elements than
+            ranks, and what a policy names, stay whole. On a CPU ranks compare their inputs in the first call.
+        contiguous: whether floating inputs that stay on the device are copied into blocks of memory that are made once
+            and used in all microbatches and steps, so that what lives long does not lie between what lives short. A
+            block grows to the largest input that it has held.
+        number: how many groups have such blocks, from the first on; the inputs of others are kept as without. None for
+            all.
 
     For an opaque loss the peak stays what it was, since the one recomputation is as large as what it saves; put
     the layers in the open (`Layers`) to divide it.
     The recomputation draws the same random numbers and discards its updates of module buffers.
-    Raises `ComposeError` for anything else.
+    Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that do not run now; a call raises
+    `LossError` where what ranks compare differs.
     """
     medium = _medium(store)
     if not is_int(every, 1):
         raise ComposeError("checkpoint_activations: every counts layers", got=repr(every), want="an int >= 1")
     kept = _checked(policy)
+    axis, blocks = _axis(partition), _blocks(contiguous, number)
 
     def apply(step: Step) -> Step:
-        return fill(step, layer=Recompute(kept, medium, every))
+        return fill(step, layer=Recompute(kept, medium, every, axis, blocks if medium is None else None))
 
     return apply
 
@@ -182,6 +217,37 @@ def _medium(store: Any) -> Medium | None:
         want="'device', 'host' or fds.disk(directory)",
         hint=f"fds.disk({str(store)!r})" if is_path else did_you_mean(str(store), ["device", "host"]),
     )
+
+
+def _axis(partition: Any) -> Axis | None:
+    """Return an axis for these gathers alone, None where nothing is cut. Raises `ComposeError` and `MeshError`."""
+    if partition is None:
+        return None
+    if not isinstance(partition, Axis):
+        raise ComposeError(
+            "checkpoint_activations: not an axis",
+            where="partition",
+            got=repr(partition)[:80],
+            want='mesh["tp"], or None',
+        )
+    partition.check_current()
+    return partition.channel("activations") if partition.size > 1 else None
+
+
+def _blocks(contiguous: Any, number: Any) -> Blocks | None:
+    """Return no blocks yet, None where none are wanted. Raises `ComposeError` for other arguments."""
+    if not isinstance(contiguous, bool):
+        raise ComposeError(
+            "checkpoint_activations: not a bool", where="contiguous", got=repr(contiguous)[:80], want="True"
+        )
+    if number is not None and not (contiguous and is_int(number, 1)):
+        raise ComposeError(
+            "checkpoint_activations: number counts groups whose inputs lie in blocks",
+            where="number",
+            got=f"{number!r}"[:80] + ("" if contiguous else ", contiguous=False"),
+            want="an int >= 1 with contiguous=True, or None",
+        )
+    return Blocks(number) if contiguous else None
 
 
 def _checked(policy: Any) -> Any:

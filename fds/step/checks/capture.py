@@ -72,10 +72,9 @@ def alone_on_a_device(step: HasStations, refused: Callable[[str, str, str], Comp
     if step.everyone is not None:
         got = f"axis {step.everyone.name!r} of {step.everyone.size} ranks"
         raise refused(got, "one rank", meeting)
-    for store in (getattr(one, "store", None) for one in step.layer):
-        if store is not None:
-            got = f"checkpoint_activations(store={store.name!r})"
-            raise refused(got, "store='device'", "the host waits for what it stores")
+    for keeps in filter(None, (getattr(one, "keeps", "") for one in step.layer)):
+        got = f"checkpoint_activations({keeps})"
+        raise refused(got, "store='device', and nothing else", "the host keeps account of what waits for backward")
 
 
 def _composed(got: str, want: str, why: str) -> ComposeError:
