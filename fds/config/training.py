@@ -114,16 +114,18 @@ class TrainingConfig(Groups):
         return monitor(*sinks(resolved), batch_size=resolved.batch.train_batch_size)
 
     def timed(self, mesh: Mesh) -> Timed:
-        """Return the timer that `wall_clock_breakdown` asks for; see `fds.timed`.
+        """Return the timer that `wall_clock_breakdown` and `activation_checkpointing.profile` ask for; see `fds.timed`.
 
-        It times the calls that `steps_per_print` names, or all of them, and knows the samples of a call. Where the key
-        is false it times none, so that the program is the same.
+        It times the calls that `steps_per_print` names, or all of them, and knows the samples of a call; with `profile`
+        it times every layer: forward, computed again, and backward. Where both keys are false it times none, so that
+        the program is the same.
 
         Raises `ConfigError` for batch sizes that do not multiply, and `MeshError` for a mesh without `dp`.
         """
         resolved = self.resolve(world_size=composition.data_ranks(_sizes(mesh)))
-        every = (printed_every(resolved) or 1) if resolved.logging.wall_clock_breakdown else None
-        return timed(every=every, samples=resolved.batch.train_batch_size)
+        layers = resolved.activation_checkpointing.profile
+        every = (printed_every(resolved) or 1) if resolved.logging.wall_clock_breakdown or layers else None
+        return timed(every=every, layers=layers, samples=resolved.batch.train_batch_size)
 
     def dump_state(self, state: State, step: Step) -> None:
         """Print what a step and its state are, as `fds.dump_state` says it, where the key `dump_state` asks for it.

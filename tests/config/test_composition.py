@@ -18,7 +18,10 @@ from fds.config.translate.composition import calls
 from fds.config.translate.function_call import FUNCTIONS, AxisOf, FunctionCall
 from fds.errors import ConfigError, MeshError, NotSupportedError
 
-DP2, PP2 = {"dp": 2}, {"pp": 2, "dp": 2}
+DP2, PP2, TP2 = {"dp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}
+PIPELINE = 'fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=1)'
+PARTITION = 'fds.checkpoint_activations({}partition=mesh["tp"])'
+CONTIGUOUS = {"contiguous_memory_optimization": True, "number_checkpoints": 4}
 REPLICAS = {"replicate": 2, "dp": 2}
 NODES = {"node": 2, "dp": 2}
 ZEROPP: dict[str, Any] = {
@@ -103,6 +106,36 @@ ROWS: list[tuple[dict[str, Any], dict[str, int], list[str]]] = [
         {"activation_checkpointing": {"cpu_checkpointing": True}, "pipeline": {"activation_checkpoint_interval": 2}},
         DP2,
         ["fds.checkpoint_activations(store='host', every=2)"],
+    ),
+    # over the tensor axis, where there is one; a buffer alone has no layer computed again
+    ({"activation_checkpointing": {"partition_activations": True}}, TP2, [PARTITION.format("")]),
+    ({"activation_checkpointing": {"partition_activations": True}}, DP2, []),
+    (
+        {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}},
+        TP2 | {"pp": 2},
+        [PIPELINE, PARTITION.format("store='host', ")],
+    ),
+    ({"activation_checkpointing": CONTIGUOUS}, TP2, []),
+    (
+        {"activation_checkpointing": CONTIGUOUS, "pipeline": {"activation_checkpoint_interval": 1}},
+        DP2,
+        ["fds.checkpoint_activations(contiguous=True, number=4)"],
+    ),
+    (
+        {
+            "activation_checkpointing": {"number_checkpoints": 4, "profile": True},
+            "pipeline": {"activation_checkpoint_interval": 1},
+        },
+        DP2,
+        ["fds.checkpoint_activations()"],
+    ),
+    (
+        {
+            "activation_checkpointing": CONTIGUOUS | {"number_checkpoints": 0},
+            "pipeline": {"activation_checkpoint_interval": 1},
+        },
+        DP2,
+        ["fds.checkpoint_activations(contiguous=True)"],
     ),
     # sharding: the sizes of messages are elements of 4 bytes, those that stay whole have the step's
     (zero(1), DP2, ['fds.shard_optimizer(mesh["dp"])']),
@@ -501,7 +534,7 @@ def test_sizes_that_the_mesh_does_not_have_are_refused(said, axes, where):
 
 def test_an_axis_that_nothing_uses_is_refused():
     with pytest.raises(MeshError, match="does not use these axes"):
-        texts({}, {"dp": 2, "tp": 2})
+        texts({}, {"dp": 2, "other": 2})
 
 
 @pytest.mark.parametrize("axes", [None, "dp", {"dp": 0}, {"dp": True}, {"dp": 2.0}])
@@ -579,6 +612,12 @@ KINDS = {
 ARGUMENTS = arguments_in(TrainingConfig)
 for _name, (_, _, _cls) in KINDS.items():
     ARGUMENTS |= arguments_in(_cls, f"{_name}.params.")
+AGAIN = {"pipeline": {"activation_checkpoint_interval": 1}}
+MESHES = {
+    "pipeline.partition": PP2,
+    "zero_optimization.zero_hpz_partition_size": NODES,
+    "activation_checkpointing.partition_activations": TP2,
+}
 ON: dict[str, tuple[dict[str, Any], Any, Any]] = {  # path -> where it counts, another value, the argument then
     "train_micro_batch_size_per_gpu": ({}, 1, 4),
     "gradient_accumulation_steps": ({}, 2, 2),
@@ -626,7 +665,14 @@ ON: dict[str, tuple[dict[str, Any], Any, Any]] = {  # path -> where it counts, a
     "zero_optimization.sub_group_size": (zero(3, offload_optimizer=NVME), 2**18, 2**22),
     "aio.queue_depth": (zero(3, offload_param=NVME), 16, 16),
     "aio.intra_op_parallelism": (zero(3, offload_param=NVME), 4, 32),
-    "activation_checkpointing.cpu_checkpointing": ({"pipeline": {"activation_checkpoint_interval": 1}}, True, "host"),
+    "activation_checkpointing.cpu_checkpointing": (AGAIN, True, "host"),
+    "activation_checkpointing.partition_activations": (AGAIN, True, AxisOf("tp")),
+    "activation_checkpointing.contiguous_memory_optimization": (AGAIN, True, True),
+    "activation_checkpointing.number_checkpoints": (
+        AGAIN | {"activation_checkpointing": {"contiguous_memory_optimization": True}},
+        8,
+        8,
+    ),
     "pipeline.partition": ({}, "uniform", "uniform"),
     "pipeline.activation_checkpoint_interval": ({}, 2, 2),
 }
@@ -709,7 +755,7 @@ def found(said: dict[str, Any], axes: dict[str, int]) -> dict[tuple[str, str], A
 @pytest.mark.parametrize("path", ARGUMENTS)
 def test_a_key_that_is_an_argument_changes_that_argument_and_no_other(path):
     meaning, (before, after, then) = ARGUMENTS[path], case(path)
-    axes = {"pipeline.partition": PP2, "zero_optimization.zero_hpz_partition_size": NODES}.get(path, DP2)
+    axes = MESHES.get(path, DP2)
     old, new = found(before, axes), found(after, axes)
     changed = {place for place in old | new if old.get(place) != new.get(place)}
     meant = {place for place in old | new if place[0] in meaning.of and (not meaning.name or place[1] == meaning.name)}

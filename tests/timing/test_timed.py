@@ -204,7 +204,20 @@ def test_wall_clock_breakdown_times_the_calls_that_are_printed():
     assert none.last is None and none.metrics() == {}
     assert fds.config.TrainingConfig.of(json_).timed(mesh).every == 1
     timed = fds.config.TrainingConfig.of({**json_, "steps_per_print": 10}).timed(mesh)
-    assert timed.every == 10 and timed._amounts == {"samples": 8}
+    assert timed.every == 10 and timed._amounts == {"samples": 8} and timed._layers is False
+
+
+def test_the_profile_of_checkpointing_times_layers_also_where_they_run_again():
+    json_ = {"train_batch_size": 8, "activation_checkpointing": {"profile": True}}
+    timed = fds.config.TrainingConfig.of(json_).timed(fds.mesh(dp=1))
+    loss = fds.Layers([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)], torch.nn.functional.mse_loss)
+    step = fds.compose(fds.checkpoint_activations(), fds.sgd(0.1))(loss)
+    with timed(state := step.init(loss.init)):
+        step(state, (torch.ones(8, 3), torch.zeros(8, 3)))
+    assert timed.every == 1
+    assert all(
+        found.forward > 0 and found.recomputed > 0 and found.backward > 0 for found in timed.last.layers.values()
+    )
 
 
 def test_waiting_for_what_lives_elsewhere_is_a_part_of_its_own(tmp_path):

@@ -21,6 +21,7 @@ from fds.errors import ConfigError, MeshError
 from fds.layout import MOST_BYTES
 
 _GRAD_SCALER = {"window": 2000, "hysteresis": 1}  # as in torch.amp.GradScaler and Apex, not DeepSpeed's fp16
+AXES = ("dp", "node", "replicate", "pp", "tp")  # of a mesh; ranks along pp and tp pass the same batch
 EMBEDDINGS = "*embed*"  # a pattern where there is no module to read the names from
 
 
@@ -56,7 +57,7 @@ def compose_supported(
         _precision(config),
         offload_call(config, low=compute_dtype(config) != torch.float32),
         _autocast(config),
-        _recomputation(config),
+        _recomputation(config, axes),
         loss_scale_call(config),
         _finite(config),
         _profile(config),
@@ -93,9 +94,9 @@ def data_ranks(axes: Mapping[str, int]) -> int:
         raise MeshError(
             "the mesh has no axis for data ranks", got=", ".join(axes) or "no axes", want='"dp"', hint="fds.mesh(dp=-1)"
         )
-    other = [name for name, size in axes.items() if name not in ("dp", "node", "replicate", "pp") and size > 1]
+    other = [name for name, size in axes.items() if name not in AXES and size > 1]
     if other:
-        raise MeshError("a configuration does not use these axes", got=", ".join(other), want="dp, node, replicate, pp")
+        raise MeshError("a configuration does not use these axes", got=", ".join(other), want=", ".join(AXES))
     return axes["dp"] * axes.get("node", 1) * axes.get("replicate", 1)
 
 
@@ -206,12 +207,25 @@ def _autocast(config: Groups) -> FunctionCall | None:
     return None
 
 
-def _recomputation(config: Groups) -> FunctionCall | None:
-    every = config.pipeline.activation_checkpoint_interval
-    store = "host" if config.activation_checkpointing.cpu_checkpointing else "device"
-    if not every and store == "device":
+def _recomputation(config: Groups, axes: Mapping[str, int]) -> FunctionCall | None:
+    """Return the call that keeps inputs of layers: where anything says of which layers, or how they share them.
+
+    As in DeepSpeed, a buffer for them alone makes no layer be computed again.
+    """
+    every, asked = config.pipeline.activation_checkpoint_interval, config.activation_checkpointing
+    store = "host" if asked.cpu_checkpointing else "device"
+    partition = AxisOf("tp") if asked.partition_activations and axes.get("tp", 1) > 1 else None
+    if not every and store == "device" and partition is None:
         return None
-    return FunctionCall.of("checkpoint_activations", store=store, every=max(every, 1))
+    contiguous = asked.contiguous_memory_optimization
+    return FunctionCall.of(
+        "checkpoint_activations",
+        store=store,
+        every=max(every, 1),
+        partition=partition,
+        contiguous=contiguous,
+        number=(asked.number_checkpoints or None) if contiguous else None,
+    )
 
 
 def loss_scale_call(config: Groups) -> FunctionCall | None:
