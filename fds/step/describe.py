@@ -35,7 +35,8 @@ class Description:
             `buckets`, `whole`, `viewed` and `low` parameters, `chunks`, copies of what lives elsewhere, and `ahead`,
             what is updated in backward beside a state that is given up (see `fds.step.sharding.footprint`); `graphs`,
             what CUDA graphs hold for what lies between their inputs and outputs, and for batches; with a batch
-            `stored`, the most that checkpointed layers keep elsewhere at once. Empty without a state.
+            `stored`, the most that checkpointed layers keep elsewhere, in slices or in blocks at once. Empty without a
+            state.
         places: place -> bytes of the state that live there between steps: "device", "host", "disk /nvme"; empty where
             all of it is on the device.
         lives: part -> the places of those that do not all live on the device: `params`, `opt`, `gradients`, `ahead`,
@@ -49,7 +50,8 @@ class Description:
             zero.
         messages: those that this rank starts in a call, by kind, as `fds.messages` counts them: from the layout, and
             from what the calls so far have shown of the order of stage 3, of metrics, and of what goes between the
-            stages of a pipeline. Not those of an optimizer, a gradient map, the loss or a transport of one's own.
+            stages of a pipeline. Not those of an optimizer, a gradient map, the loss, activations in slices or a
+            transport of one's own.
         memory: slot -> bytes of it that this rank holds: all of these are in `num_bytes["slots"]`.
     """
 

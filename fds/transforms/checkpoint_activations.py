@@ -9,7 +9,6 @@ Source: Chen et al. 2016, arXiv:1604.06174; Griewank and Walther 2000 (Algorithm
         arXiv:1910.02054, section 6.1 (partition)
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
@@ -59,7 +58,7 @@ class Recompute:
     axis: Axis | None = None
     blocks: Blocks | None = None
     tally: Tally | None = attrs.field(default=None, repr=False)
-    compared: set[tuple[int, ...]] = attrs.field(factory=set, repr=False, eq=False)
+    compared: set[tuple[int, ...]] = attrs.field(factory=set[tuple[int, ...]], repr=False, eq=False)
     draws: ClassVar = False
 
     @property
@@ -98,24 +97,26 @@ class Recompute:
     def run(self, group: list[LayerCall], apart: KeptGroups | None, *args: Any) -> Any:
         """Run a group; its seeds are set anew inside it, so no generator state is kept.
 
-        Raises `LossError` where the group writes over its input, from which it would be computed again, and the
-        `DiskError` of a store.
+        Raises `LossError` where the group writes over its input, from which it would be computed again, and where ranks
+        that are to share it have others; and the `DiskError` of a store.
         """
         given = [(x, x._version) for x in tree.leaves(args) if isinstance(x, torch.Tensor)]
-        call = functools.partial(_recomputed, _chain, group, *args, use_reentrant=False, preserve_rng_state=False)
+        call = functools.partial(_recomputed, use_reentrant=False, preserve_rng_state=False)
         contexts = None if self.policy is None else _contexts(self.policy)
         if contexts is not None:
             call = functools.partial(call, context_fn=lambda: contexts)
         if apart is None or not torch.is_grad_enabled():
-            out = call()
+            out = call(_chain, group, *args)
         else:
             layers = group[0].layers
-            apart.open(
-                "" if layers in self.compared else f"what layers[{layers[0]}] is given" if layers else "the loss"
-            )
             is_first = layers in ((), (0,))  # of the loss: what it is given, the caller holds as well
-            with contextlib.nullcontext() if is_first else _hooks(apart.keep, Kept.get):
-                out = call()
+            apart.open("" if is_first or layers in self.compared else f"what layers[{layers[0]}] is given")
+            if is_first:
+                out = call(_chain, group, *args)
+            else:
+                with _hooks(apart.keep, Kept.get):  # torch asks them for arguments, not for what these contain
+                    leaves, build = tree.flatten(args)
+                    out = call(_chain_of, group, build, *leaves)
             self.compared.add(layers)
             if contexts is not None and self.store is not None:
                 _move_results(contexts[0].storage, apart)
@@ -143,6 +144,10 @@ def _move_results(results: dict[Any, dict[int, Any]], apart: KeptGroups) -> None
 
 def _is_op(x: Any) -> bool:
     return isinstance(x, OpOverload | OpOverloadPacket)
+
+
+def _chain_of(group: list[LayerCall], build: Callable[[list[Any]], tuple[Any, ...]], *leaves: Any) -> Any:
+    return _chain(group, *build(list(leaves)))
 
 
 def _chain(group: list[LayerCall], *args: Any) -> Any:

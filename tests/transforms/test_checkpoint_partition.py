@@ -142,7 +142,7 @@ def test_messages_are_one_gather_a_layer_and_begin_one_layer_ahead():
 
         class Watched(nn.Module):
             def forward(self, x):
-                log.append(sum(a.link.count for a in [channel]))
+                log.append(channel.link.count)
                 return x.sin()
 
         axis = fds.mesh(tp=-1)["tp"]
@@ -163,6 +163,21 @@ def test_messages_are_one_gather_a_layer_and_begin_one_layer_ahead():
         assert "activations" in text
 
 
+def test_a_layer_of_several_inputs_has_each_gathered_once():
+    def body():
+        pair = lambda given: (given[0].sin(), given[0] * given[1])
+        layers = [nn.Linear(3, 3), lambda x: (x.sin(), x.cos()), pair, pair, pair]
+        loss = fds.Layers(layers, lambda out, y: (out[0] + out[1]).sum())
+        step = fds.compose(fds.checkpoint_activations(partition=fds.mesh(tp=-1)["tp"]), fds.sgd(0.1))(loss)
+        state, batch = step.init(loss.init, key=0), (torch.ones(2, 3), torch.ones(2))
+        state, _ = step(state, batch)  # in which ranks compare
+        before = step.layer[0].axis.link.count
+        step(state, batch)
+        return step.layer[0].axis.link.count - before
+
+    assert fds.simulate(body, 2) == [1 + 3 * 2] * 2
+
+
 def test_ranks_that_pass_other_batches_are_told_so():
     def body(rows=ROWS):
         axis = fds.mesh(tp=-1)["tp"]
@@ -177,6 +192,18 @@ def test_ranks_that_pass_other_batches_are_told_so():
     with pytest.raises(LossError, match="differ between the ranks") as caught:
         fds.simulate(lambda: body(rows=8), 2)
     assert "bytes" in caught.value.got
+
+
+def test_every_rank_is_told_of_what_one_of_them_sees():
+    def body():
+        axis = fds.mesh(tp=-1)["tp"]
+        step, state, (x, y) = deep(3, fds.checkpoint_activations(partition=axis))
+        if axis.index == 1:
+            x[-1] += 1  # of which the last rank has the slice
+        with pytest.raises(LossError, match="differ between the ranks"):
+            step(state, (x, y))
+
+    fds.simulate(body, 3)
 
 
 def test_an_error_in_backward_leaves_the_state_and_nothing_in_the_blocks():

@@ -46,8 +46,8 @@ MUTANTS = (
     Mutant(
         "host-checkpoints-without-an-interval",
         "fds/config/translate/composition.py",
-        'if not every and store == "device":',
-        "if not every:",
+        'if not every and store == "device" and partition is None:',
+        "if not every and partition is None:",
         "`cpu_checkpointing` has no effect without an interval",
         "tests/config/test_composition.py",
     ),

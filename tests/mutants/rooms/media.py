@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(
         "kept-activations-add-up-for-ever",
         "fds/media/activations.py",
-        "weakref.finalize(found, self.tally.add, -as_bytes.nbytes).atexit = False",
+        "weakref.finalize(found, self.tally.add, -part.nbytes).atexit = False",
         "pass",
         "describe says that every microbatch's activations are on the disk at once",
         "tests/transforms/test_checkpoint_store.py -k described",
