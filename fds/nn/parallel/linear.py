@@ -30,6 +30,7 @@ class Piece:
     sequence: bool = False  # whether it is where activations are parts of sequences
     gather: bool = False  # whether what is computed in pieces is put together
     whole: int = 0  # the length of what is cut
+    alone: bool = False  # whether no other layer beside it is given what it is given
 
 
 class ColumnLinear(Piece, nn.Linear):
@@ -102,7 +103,10 @@ def through_columns(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None
     region = layer.region
     if region is None:
         return F.linear(x, weight, bias)
-    y = F.linear(region.enter(x, sequence=layer.sequence), weight, bias)
+    if region.chunks and layer.alone:
+        y = region.columns(x, weight, bias, sequence=layer.sequence)
+    else:
+        y = F.linear(region.enter(x, sequence=layer.sequence), weight, bias)
     if layer.gather:
         return joined_features(y, region.axis, layer.whole)
     region.inside = layer.whole
@@ -114,7 +118,7 @@ def through_rows(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None) -
     region = layer.region
     if region is None:
         return F.linear(x, weight, bias)
-    y = region.leave(F.linear(x, weight), sequence=layer.sequence)
+    y = region.rows(x, weight, sequence=layer.sequence)
     return y if bias is None else y + bias.to(y.dtype)
 
 

@@ -30,7 +30,9 @@ class Part:
     """What a plan says of a module. Of this one ranks have all, alike."""
 
     def __str__(self) -> str:
-        changed = [f"{f.name}={x!r}" for f in attrs.fields(type(self)) if (x := getattr(self, f.name)) != f.default]
+        changed = [
+            f"{f.name}={x!r}" for f in attrs.fields(type(self)) if f.repr and (x := getattr(self, f.name)) != f.default
+        ]
         return f"{type(self).__name__.lower()}({', '.join(changed)})" if changed else type(self).__name__.lower()
 
     def dims(self, module: nn.Module, path: str) -> Dims:
@@ -116,6 +118,7 @@ class Heads(Part):
     """See `heads`."""
 
     counts: tuple[str, ...] = ()
+    counts_tokens: bool = attrs.field(default=True, repr=False)  # whether attention reads how many it is given
 
     def dims(self, module: nn.Module, path: str) -> Dims:
         """Divide an `nn.MultiheadAttention` by its heads; of other attention its projections say how they lie."""
@@ -160,7 +163,7 @@ class Heads(Part):
             return
         for name in self.counts:
             setattr(module, name, getattr(module, name) // region.axis.size)
-        _wrap(module, functools.partial(_attend, region, sequence, _drops(module)))
+        _wrap(module, functools.partial(_attend, region, sequence and self.counts_tokens, _drops(module)))
 
 
 @attrs.frozen
@@ -273,7 +276,7 @@ def of_layer(module: nn.Module) -> Part | None:
     if type(module) is RowLinear:
         return Row()
     if type(module) is SelfAttention:
-        return Heads(("num_heads", "num_kv_heads"))
+        return Heads(("num_heads", "num_kv_heads"), counts_tokens=False)
     return Vocab() if type(module) is VocabEmbedding else None
 
 
@@ -314,7 +317,7 @@ def _wrap(module: nn.Module, around: Callable[..., Any]) -> None:
 
 def _attend(region: Region, sequence: bool, draws: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if sequence:  # attention counts the tokens that it is given
+    if sequence:
         args, kwargs = _of_first(functools.partial(region.enter, sequence=True), args, kwargs)
     with region.in_attention(given):
         if not (draws and torch.is_grad_enabled()):

@@ -13,7 +13,7 @@ from torch import Tensor
 from fds.collectives import Axis, all_gather, reduce_scatter
 from fds.errors import LossError
 from fds.loss import current_mode
-from fds.nn.parallel import mappings
+from fds.nn.parallel import mappings, overlapped
 
 
 @attrs.define(eq=False)
@@ -22,6 +22,7 @@ class Region:
 
     Attributes:
         axis: the ranks that compute together.
+        chunks: into how many pieces messages are cut that travel beside products; 0 for none beside them.
         dim: of an activation, along which the sequence lies: -2 of (..., sequence, features).
         inside: the whole width of the activation that is cut along its features now, 0 where it is not.
         heads: what a module of attention that runs was given, else None: inside, tensors of four dims are cut along
@@ -29,6 +30,7 @@ class Region:
     """
 
     axis: Axis
+    chunks: int = 0
     dim: int = -2
     inside: int = 0
     heads: list[Tensor] | None = None
@@ -42,9 +44,36 @@ class Region:
         return self._lengths if known is None else known
 
     def enter(self, x: Tensor, *, sequence: bool) -> Tensor:
-        """Return an activation for parts of a product; several products of one activation let it in once.
+        """Return an activation for parts of a product; several products of one activation let it in once."""
+        entered = self._known(x)
+        if entered is None:
+            entered = self.gathered(x) if sequence else mappings.copied(x, self.axis)
+            self._given = x, x._version, entered
+        return entered
 
-        Raises `LossError` for what attention made of what it was given: that has been let in.
+    def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, sequence: bool) -> Tensor:
+        """Return a product of an activation that enters for it alone, beside its message."""
+        if self._known(x) is not None:
+            return F.linear(self.enter(x, sequence=sequence), weight, bias)
+        if not sequence:
+            return overlapped.copied_linear(x, [weight], [bias], self.axis)[0]
+        options = {"dim": x.dim() + self.dim, "chunks": self.chunks}
+        return self._unpadded(overlapped.gathered_linear(x, [weight], [bias], self.axis, **options)[0])
+
+    def rows(self, x: Tensor, weight: Tensor, *, sequence: bool) -> Tensor:
+        """Return the sum of the ranks' products, beside its message where that is cut; see `leave`."""
+        if not self.chunks:
+            return self.leave(F.linear(x, weight), sequence=sequence)
+        self._given, self.inside = None, 0
+        if not sequence:
+            return overlapped.linear_summed(x, weight, self.axis, self.chunks)
+        x = self._padded(x)
+        return overlapped.linear_scattered(x, weight, self.axis, dim=x.dim() + self.dim, chunks=self.chunks)
+
+    def _known(self, x: Tensor) -> Tensor | None:
+        """Return as what an activation was let in, None where it was not.
+
+        Raises `LossError` for what attention made of what it was given.
         """
         if self._given is not None:
             given, version, entered = self._given
@@ -58,9 +87,7 @@ class Region:
                 want="queries, keys and values that are projections of the module's arguments",
                 hint="a norm before them belongs outside of that module",
             )
-        entered = self.gathered(x) if sequence else mappings.copied(x, self.axis)
-        self._given = x, x._version, entered
-        return entered
+        return None
 
     def leave(self, x: Tensor, *, sequence: bool) -> Tensor:
         """Return the sum of the ranks' terms: whole, or this rank's part of the sequence."""

@@ -18,7 +18,7 @@ import attrs
 from torch import nn
 
 from fds.collectives import Axis
-from fds.errors import ComposeError, LossError, is_a
+from fds.errors import ComposeError, LossError, is_a, is_int
 from fds.loss import Root, modules_of
 from fds.nn.parallel.plan import Part
 from fds.nn.parallel.region import Region
@@ -58,6 +58,7 @@ class Dividing:
 
     axis: Axis
     resolved: Mapping[int, Resolved]
+    chunks: int
 
     def __repr__(self) -> str:
         return f"pieces over {self.axis.name} ({self.axis.size} ranks)"
@@ -72,11 +73,13 @@ class Dividing:
                 got="a module that the loss reaches in another way than it shows",
                 want="loss_fn that holds apply in its closure, its defaults or as a global; or fds.Layers",
             )
-        known.convert(module, Region(self.axis))
+        known.convert(module, Region(self.axis, self.chunks))
 
 
 @transform
-def tensor_parallel(axis: Axis, plan: str | Mapping[str, str | Part] = "auto", *, sequence: bool = False):
+def tensor_parallel(
+    axis: Axis, plan: str | Mapping[str, str | Part] = "auto", *, sequence: bool = False, overlap: int = 0
+):
     """Divide the matrices of the loss's modules over an axis, whose ranks pass the same batch and compute one loss.
 
     The loss is made of modules by `fds.functional` or `fds.Layers`, which stay as they are: private copies compute with
@@ -91,6 +94,10 @@ def tensor_parallel(axis: Axis, plan: str | Mapping[str, str | Part] = "auto", *
             match, the last counts. Parameters that it does not name are whole on every rank.
         sequence: cut activations between matrices along the sequence too (norms, dropout, residuals), in the blocks
             that the plan calls `"sequence"`. Sequences that the ranks do not divide are padded inside.
+        overlap: into how many pieces the messages of rows, and of columns that share their input with no other, are cut
+            to travel beside their products; 0 for one after the other. With 1 sums keep their bits, with more products
+            of fewer rows may be summed in another order. In backward the message of a column travels beside the
+            gradients of its weights.
 
     Raises `ComposeError` for a plan that does not fit, `MeshError` for an axis of ranks that do not run now.
     """
@@ -105,6 +112,8 @@ def tensor_parallel(axis: Axis, plan: str | Mapping[str, str | Part] = "auto", *
             got=repr(plan)[:80],
             want='"auto", or a dict: pattern of paths of modules -> "column", "row", ...',
         )
+    if not is_int(overlap, 0):
+        raise ComposeError("tensor_parallel: overlap counts pieces", got=repr(overlap)[:80], want="an int >= 0")
     axis.check_current()
     own = axis.channel("tensor")
 
@@ -125,7 +134,7 @@ def tensor_parallel(axis: Axis, plan: str | Mapping[str, str | Part] = "auto", *
             return step
         lies = dict(itertools.chain.from_iterable(one.lies.items() for one in resolved))
         placement = Divided(own, resolved, lies)
-        modules = Dividing(own, {one.found.number: one for one in resolved})
+        modules = Dividing(own, {one.found.number: one for one in resolved}, overlap)
         return fill(step, topology=Dimension(own, "tensor", placement), modules=modules)
 
     return apply

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from fds.errors import ComposeError, did_you_mean
 from fds.loss import Found
 from fds.nn.parallel import auto, plan as plans
 from fds.nn.parallel.dropout import become_dropout
-from fds.nn.parallel.plan import Heads, Part, Sequence as Block, Whole
+from fds.nn.parallel.linear import Piece
+from fds.nn.parallel.plan import Column, Heads, Part, Sequence as Block, Whole
 from fds.nn.parallel.region import Region
 from fds.step import Replicated, SplitDim
 
@@ -31,11 +33,14 @@ class Resolved:
 
     def convert(self, module: nn.Module, region: Region) -> None:
         """Have a copy of the module compute with pieces, in place."""
+        columns = Counter(path.rpartition(".")[0] for path, part in self.parts.items() if isinstance(part, Column))
         for path, one in submodules(module):
             part = self.parts.get(path)
             sequence = path in self.in_parts
             if part is not None:
                 part.convert(one, region, sequence=sequence)
+                if isinstance(part, Column) and isinstance(one, Piece):
+                    one.alone = columns[path.rpartition(".")[0]] == 1
             elif type(one) is nn.Dropout:
                 become_dropout(one, region, sequence=sequence)
             elif isinstance(one, nn.TransformerEncoderLayer):
