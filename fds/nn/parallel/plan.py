@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor, nn
 
 from fds.errors import ComposeError, did_you_mean, is_int
@@ -320,7 +319,7 @@ def _attend(region: Region, sequence: bool, draws: bool, forward: Callable[..., 
     if sequence:
         args, kwargs = _of_first(functools.partial(region.enter, sequence=True), args, kwargs)
     with region.in_attention(given):
-        if not (draws and torch.is_grad_enabled()):
+        if not draws:
             return forward(*args, **kwargs)
         with DrawsOfAll(region):
             return forward(*args, **kwargs)
@@ -349,6 +348,8 @@ def _first(f: Callable[[Tensor], Tensor], x: Any) -> Any:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Say whether attention may use dropout, by rates that it holds."""
+    """Say whether a copy of attention may use dropout, by rates that it holds."""
+    if not module.training:
+        return False
     rates = [x for n, x in vars(module).items() if "drop" in n and isinstance(x, float)]
     return any(rates) or any(isinstance(m, nn.Dropout) and m.p for m in module.modules())

@@ -109,6 +109,7 @@ class Region:
 
     def scattered(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sequence of the sum of the ranks' terms."""
+        self.lengths.setdefault("sequence", x.shape[self.dim])  # where sequences begin as parts
         return reduce_scatter(self._padded(x), self.axis, self.dim)
 
     def length(self, part: int) -> int:
