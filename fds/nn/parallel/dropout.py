@@ -51,7 +51,7 @@ def dropped(x: Tensor, p: float, region: Region, *, sequence: bool) -> Tensor:
         return F.dropout(x, p)
     shape = [*x.shape]
     shape[dim] = whole
-    mask = F.dropout(x.new_ones(shape), p)
+    mask = F.dropout(_ones(x, shape), p)
     if not region.inside:
         padded = x.shape[dim] * axis.size - whole
         mask = F.pad(mask, (*(0, 0) * (-dim - 1), 0, padded)) if padded else mask
@@ -59,6 +59,13 @@ def dropped(x: Tensor, p: float, region: Region, *, sequence: bool) -> Tensor:
     else:
         first, count = ranges(whole, axis)[axis.index]
     return x * mask.narrow(dim, first, count)
+
+
+def _ones(x: Tensor, shape: list[int]) -> Tensor:
+    """Return ones of a shape whose dims lie in memory in the order of x's: torch draws in the order of memory."""
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    back = sorted(range(x.dim()), key=order.__getitem__)
+    return x.new_ones([shape[dim] for dim in order]).permute(back)
 
 
 class DrawsOfAll(TorchFunctionMode):

@@ -48,14 +48,14 @@ class PartAttention(Piece, nn.MultiheadAttention):
             out, weights = self._with_weights(q, k, v, mask, p, average=average_attn_weights)
         else:
             out = attention(region, q, k, v, None if causal else mask, p, causal)
-        out = out.transpose(1, 2).flatten(2)
-        if not batched:
-            out = out.squeeze(0)
-        elif not self.batch_first:
-            out = out.transpose(0, 1)
-        out = region.leave(F.linear(out, self.out_proj.weight), sequence=self.sequence)
+        out = out.permute(2, 0, 1, 3).flatten(2)  # (sequence, batch, features), as torch has it
+        out = region.leave(F.linear(out, self.out_proj.weight), sequence=self.sequence, dim=-3)
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias
+        if not batched:
+            out = out.squeeze(1)
+        elif self.batch_first:
+            out = out.transpose(0, 1)
         return out, weights if weights is None or batched else weights.squeeze(0)
 
     def _projected(self, given: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:

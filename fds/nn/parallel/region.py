@@ -67,7 +67,8 @@ class Region:
         self._given, self.inside = None, 0
         if not sequence:
             return overlapped.linear_summed(x, weight, self.axis, self.chunks)
-        x = self._padded(x)
+        self.lengths.setdefault("sequence", x.shape[self.dim])
+        x = self._padded(x, self.dim)
         return overlapped.linear_scattered(x, weight, self.axis, dim=x.dim() + self.dim, chunks=self.chunks)
 
     def _known(self, x: Tensor) -> Tensor | None:
@@ -89,15 +90,19 @@ class Region:
             )
         return None
 
-    def leave(self, x: Tensor, *, sequence: bool) -> Tensor:
-        """Return the sum of the ranks' terms: whole, or this rank's part of the sequence."""
+    def leave(self, x: Tensor, *, sequence: bool, dim: int | None = None) -> Tensor:
+        """Return the sum of the ranks' terms: whole, or this rank's part of the sequence, which lies along `dim`."""
         self._given, self.inside = None, 0
-        return self.scattered(x) if sequence else mappings.summed(x, self.axis)
+        if not sequence:
+            return mappings.summed(x, self.axis)
+        dim = self.dim if dim is None else dim
+        self.lengths.setdefault("sequence", x.shape[dim])  # where sequences begin as parts
+        return reduce_scatter(self._padded(x, dim), self.axis, dim)
 
     def cut(self, x: Tensor) -> Tensor:
         """Return this rank's part of a sequence that all have whole; one that does not divide is padded with zeros."""
         self.lengths["sequence"] = x.shape[self.dim]
-        return mappings.cut(self._padded(x), self.axis, self.dim)
+        return mappings.cut(self._padded(x, self.dim), self.axis, self.dim)
 
     def joined(self, x: Tensor) -> Tensor:
         """Return the whole sequence, with which all go on alike, given the ranks' parts."""
@@ -106,11 +111,6 @@ class Region:
     def gathered(self, x: Tensor) -> Tensor:
         """Return the whole sequence for parts of a product, given the ranks' parts."""
         return self._unpadded(all_gather(x, self.axis, self.dim))
-
-    def scattered(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the sequence of the sum of the ranks' terms."""
-        self.lengths.setdefault("sequence", x.shape[self.dim])  # where sequences begin as parts
-        return reduce_scatter(self._padded(x), self.axis, self.dim)
 
     def length(self, part: int) -> int:
         """Return how long a sequence is of which this rank has `part` elements, padding included."""
@@ -131,9 +131,9 @@ class Region:
         finally:
             self.heads = before
 
-    def _padded(self, x: Tensor) -> Tensor:
-        missing = -x.shape[self.dim] % self.axis.size
-        return x if not missing else F.pad(x, (*(0, 0) * (-self.dim - 1), 0, missing))
+    def _padded(self, x: Tensor, dim: int) -> Tensor:
+        missing = -x.shape[dim] % self.axis.size
+        return x if not missing else F.pad(x, (*(0, 0) * (-dim - 1), 0, missing))
 
     def _unpadded(self, x: Tensor) -> Tensor:
         return x.narrow(self.dim, 0, self.length(x.shape[self.dim] // self.axis.size))

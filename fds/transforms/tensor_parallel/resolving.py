@@ -43,7 +43,7 @@ class Resolved:
                     one.alone = columns[path.rpartition(".")[0]] == 1
             elif type(one) is nn.Dropout:
                 become_dropout(one, region, sequence=sequence)
-            elif isinstance(one, nn.TransformerEncoderLayer):
+            if isinstance(one, nn.TransformerEncoderLayer):
                 one.activation_relu_or_gelu = 0  # torch's fast path reads weights itself, and would take them for whole
 
 
