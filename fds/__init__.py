@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # by the table below, when they are first used: `import fds` 
     from fds.transforms.pipeline import pipeline
     from fds.transforms.shard_optimizer import shard_optimizer
     from fds.transforms.tensor_parallel import tensor_parallel
+    from fds.transforms.context_parallel import context_parallel
     from fds.transforms.local_updates import local_updates
     from fds.transforms.precision import precision
     from fds.transforms.autocast import autocast
@@ -136,6 +137,7 @@ __getattr__, __dir__ = lazily(
         "fds.transforms.pipeline": "pipeline",
         "fds.transforms.shard_optimizer": "shard_optimizer",
         "fds.transforms.tensor_parallel": "tensor_parallel",
+        "fds.transforms.context_parallel": "context_parallel",
         "fds.transforms.local_updates": "local_updates",
         "fds.transforms.precision": "precision",
         "fds.transforms.autocast": "autocast",
@@ -202,6 +204,7 @@ __all__ = [
     "compile",
     "compose",
     "config",
+    "context_parallel",
     "curvature",
     "cuda_graph",
     "data",

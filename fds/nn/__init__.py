@@ -1,6 +1,7 @@
-"""Layers built from the kernels."""
+"""Layers built from the kernels, and layers and functions of which the ranks of an axis compute parts."""
 
 from fds.nn.bert_weights import from_bert
+from fds.nn.parallel.attention import attention
 from fds.nn.parallel.embedding import VocabEmbedding
 from fds.nn.parallel.linear import ColumnLinear, RowLinear
 from fds.nn.parallel.linear_cross_entropy import linear_cross_entropy
@@ -8,6 +9,7 @@ from fds.nn.parallel.mlp import MLP
 from fds.nn.parallel.plan import column, heads, replicated, row, sequence, vocab
 from fds.nn.parallel.self_attention import SelfAttention
 from fds.nn.parallel.vocab_cross_entropy import vocab_cross_entropy
+from fds.nn.parallel.zigzag import zigzag, zigzag_positions
 from fds.nn.transformer_config import TransformerConfig
 from fds.nn.transformer_layer import TransformerLayer
 
@@ -19,6 +21,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "VocabEmbedding",
+    "attention",
     "column",
     "from_bert",
     "heads",
@@ -28,4 +31,6 @@ __all__ = [
     "sequence",
     "vocab",
     "vocab_cross_entropy",
+    "zigzag",
+    "zigzag_positions",
 ]

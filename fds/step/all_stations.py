@@ -95,12 +95,12 @@ class Stations:
     runtime: Runtime = attrs.field(factory=Runtime, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        if set(map(id, self.topology)) != set(map(id, self.dimensions.entries)):
+        if set(map(id, self.topology)) != set(map(id, self.dimensions.given)):
             raise ComposeError(
                 "the topology of a step was replaced, and not what follows from it",
                 where="station 'topology'",
                 got=", ".join(map(repr, self.topology)) or "no dimensions",
-                want=", ".join(map(repr, self.dimensions.entries)) or "no dimensions",
+                want=", ".join(map(repr, self.dimensions.given)) or "no dimensions",
                 hint="fds.step.fill(step, topology=dimension) in a transform adds one",
             )
 
@@ -341,12 +341,13 @@ class Stations:
         call = call.counted(self.dimensions.tells) if self.following else call
         draws = self.execute.draws(self.eval_loss if evaluating else self.loss)
         keys = [random.folded(base, self.dimensions.share_of_batch[0] * n + i) for i in range(n)]
+        part = self.dimensions.part_of_rows
         held = losses.carried_buffers(self.loss, self.eval_loss, buffers) if evaluating else None
         seen, busy = (list[Any](), None) if evaluating else (None, list[Any]())
         mode = losses.Mode(evaluating, self.gather.float32, held, self.gather.low, seen, busy, self.modules)
         return [
             losses.Setting(
-                [random.seed(k, j) if d else None for j, d in enumerate(draws)],
+                [random.seed(k, j, *part) if d else None for j, d in enumerate(draws)],
                 (call.device,),
                 attrs.evolve(mode, lengths={}) if self.modules else mode,
                 () if evaluating else self.layer,

@@ -88,7 +88,7 @@ def evaluate(step: Stations, state: State, batches: Iterable[Any]) -> dict[str, 
             hint="step.evaluate(state, batch) takes one",
         )
     local, sums = _local(step, state), Sums()
-    together = step.execute.together or step.dimensions.repeats[1] > 1
+    together = step.execute.together or step.dimensions.repeats[1] > 1 or step.dimensions.sequence is not None
     for batch in _rounds(iter(batches), step.everyone, together=together):
         totals, _ = local(batch, False)
         if batch is not Nothing:
@@ -175,7 +175,7 @@ def _rounds(batches: Iterator[Any], everyone: Axis | None, *, together: bool) ->
                 where=f"rank {has.index(False)}",
                 got="no more batches",
                 want=f"one more, as rank {has.index(True)}",
-                hint="ranks of a pipeline, or of a tensor axis, evaluate together",
+                hint="ranks of a pipeline, or of a tensor or sequence axis, evaluate together",
             )
         yield batch
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import attrs
 from torch import Tensor
@@ -19,8 +19,9 @@ from fds.errors import ComposeError, is_a
 from fds.layout import Box, Segment
 from fds.step.placements import Owned, Placement, Range, Replicated, SplitDim
 
-Role = Literal["stage", "local", "data", "tensor"]
-ROLES: tuple[Role, ...] = ("stage", "local", "data", "tensor")  # in which ranks are numbered, the last varies fastest
+Role = Literal["stage", "local", "data", "sequence", "tensor"]
+ROLES: tuple[Role, ...] = get_args(Role)  # in which ranks are numbered, the last varies fastest
+PASSING: tuple[Role, ...] = ("data", "sequence")  # of one update, in which ranks pass other batches
 
 
 @attrs.frozen(repr=False)
@@ -75,8 +76,8 @@ class Dimension:
 
     @property
     def batches(self) -> bool:
-        """Whether ranks along the axis pass different batches."""
-        return self.role == "data"
+        """Whether ranks along the axis pass different batches, or different parts of the same rows."""
+        return self.role in PASSING
 
     @property
     def repeats(self) -> bool:
@@ -89,13 +90,16 @@ class Dimensions:
     """What follows from the dimensions of a step, for one rank of it.
 
     Attributes:
-        entries: the dimensions, in the order of `ROLES`.
+        entries: the dimensions, in the order of `ROLES`, but for sequences whose ranks are data ranks too.
         everyone: the ranks that share the step, None for one rank alone.
-        data: those of them that hold the same parameters and pass other batches, None where all pass the same.
+        data: those of them that hold the same parameters and pass other batches, or other parts of the same rows; None
+            where all pass the same.
         local: those of them that pass other batches and have parameters of their own, which they make equal now and
             then; None where there are none.
         group: the ranks that make one update together: everyone but for those.
-        peers: the ranks that pass other batches, of both kinds.
+        peers: the ranks that pass other batches, of all these kinds.
+        sequence: the ranks that pass parts of the same rows, None where rows are whole.
+        given: all dimensions, from which this follows.
     """
 
     entries: tuple[Dimension, ...] = ()
@@ -104,6 +108,8 @@ class Dimensions:
     local: Axis | None = None
     group: Axis | None = None
     peers: Axis | None = None
+    sequence: Axis | None = None
+    given: tuple[Dimension, ...] = ()
 
     @classmethod
     def of(cls, dimensions: Sequence[Dimension]) -> Dimensions:
@@ -116,15 +122,18 @@ class Dimensions:
                 got=repr(other),
                 want=", ".join(map(repr, ROLES)),
             )
-        entries = tuple(sorted(dimensions, key=lambda one: ROLES.index(one.role)))
+        given = tuple(sorted(dimensions, key=lambda one: ROLES.index(one.role)))
+        sequence = _joined([one.axis for one in given if one.role == "sequence" and one.axis is not None])
+        entries = tuple(one for one in given if not _is_inside(one, given))
         real = [(one.axis, one.role) for one in entries if one.axis is not None]
         everyone = _joined([axis for axis, _ in real])
-        data, local = (_joined([axis for axis, role in real if role == want]) for want in ("data", "local"))
+        data, local = (_joined([axis for axis, role in real if role in want]) for want in (PASSING, ("local",)))
         if local is None:
-            return cls(entries, everyone, data, None, everyone, data)
+            data = everyone if data == everyone else data  # one message reaches both
+            return cls(entries, everyone, data, None, everyone, data, sequence, given)
         group = _joined([axis for axis, role in real if role != "local"])
-        peers = _joined([axis for axis, role in real if role in ("data", "local")])
-        return cls(entries, everyone, data, local, group, peers)
+        peers = _joined([axis for axis, role in real if role in ("local", *PASSING)])
+        return cls(entries, everyone, data, local, group, peers, sequence, given)
 
     @functools.cached_property
     def owned(self) -> list[tuple[Axis, Placement]]:
@@ -145,7 +154,7 @@ class Dimensions:
     def coordinates(self) -> tuple[int, ...]:
         """Where this rank is among those that hold other slices or parameters: what draws for them differs by it."""
         split = self.split
-        others = (axis for axis, placement in self.differing if not placement.split)
+        others = (axis for axis, placement in self.owned if not placement.split)
         return tuple(axis.index for axis in (*split, *others))
 
     @functools.cached_property
@@ -169,8 +178,20 @@ class Dimensions:
 
     @functools.cached_property
     def share_of_batch(self) -> tuple[int, int]:
-        """Which rows of the global batch this rank passes, and how many such shares there are."""
-        return (0, 1) if self.peers is None else (self.peers.index, self.peers.size)
+        """Which rows of the global batch this rank passes, or parts of, and how many such shares there are."""
+        if self.peers is None or self.sequence is None:
+            return (0, 1) if self.peers is None else (self.peers.index, self.peers.size)
+        index, count = 0, 1
+        for name in _names(self.peers):
+            if name not in _names(self.sequence):
+                axis = self.peers.mesh[name]
+                index, count = index * axis.size + axis.index, count * axis.size
+        return index, count
+
+    @property
+    def part_of_rows(self) -> tuple[int, ...]:
+        """Which part of its rows this rank passes: what draws for tokens differs by it; () where rows are whole."""
+        return () if self.sequence is None else (self.sequence.index,)
 
     @property
     def place(self) -> int:
@@ -311,11 +332,24 @@ class Dimensions:
         return held
 
 
+def _names(axis: Axis) -> list[str]:
+    """Return the names of the axes of which one was flattened."""
+    return axis.name.split(",")
+
+
+def _is_inside(one: Dimension, entries: Sequence[Dimension]) -> bool:
+    """Say of a sequence's dimension whether its ranks are data ranks too, which sum gradients over all of them."""
+    if one.role != "sequence" or one.axis is None:
+        return False
+    data = {name for other in entries if other.role == "data" and other.axis for name in _names(other.axis)}
+    return data.issuperset(_names(one.axis))
+
+
 def _joined(axes: list[Axis]) -> Axis | None:
     """Return the ranks of all axes together. Raises `ComposeError` where they are not of one mesh, or the same."""
     if len(axes) < 2:
         return axes[0] if axes else None
-    names = [name for axis in axes for name in axis.name.split(",")]
+    names = [name for axis in axes for name in _names(axis)]
     if any(axis.mesh != axes[0].mesh for axis in axes) or len(set(names)) < len(names):
         raise ComposeError(
             "these axes are not two axes of one mesh",

@@ -1,0 +1,133 @@
+"""Attention over some of the keys: its result and the log of the sum of its weights, to be merged with those of others.
+
+q (B, H, Sq, D), k and v (B, G, Sk, D), where G divides H and head h reads keys and values h // (H / G)::
+
+    s = scale * q k^T, -inf where masked       lse = log(sum_j exp(s_ij))       out = exp(s - lse) v
+
+Keys in two parts have two such pairs, and those of all keys follow; gradients are sums over parts, each computed with
+the `out` and the `lse` of all keys::
+
+    lse = log(exp(lse_1) + exp(lse_2))         out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
+
+Moves: as `flash_attention`; `merge` reads and writes out and lse. On the CPU torch's kernel runs, on a GPU
+`flash_attention`'s where it is chosen; else plain torch, with the scores of one part in memory.
+Sources: Dao et al. 2022, arXiv:2205.14135, section 3.1; Liu et al. 2023, arXiv:2310.01889, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fds.kernels import arguments
+from fds.kernels.attentions.flash import (
+    _forward as flash_forward,  # pyright: ignore[reportPrivateUsage]
+    kernel_runs,
+)
+from fds.kernels.attentions.flash_backward import backward as flash_backward
+from fds.kernels.attentions.flash_blocks import empty_numbers
+
+_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@torch.no_grad()
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_padding: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return out (B, H, Sq, D) of q's dtype, and lse (B, H, Sq) float32, or float64 of such queries.
+
+    A query that sees none of the keys has zeros, and an lse of -inf.
+
+    Args:
+        q: (B, H, Sq, D), as `attention` takes it.
+        k: (B, G, Sk, D).
+        v: as k.
+        causal: query i sees keys 0 to i.
+        key_padding: (B, Sk) bool, False where a key is padding.
+        scale: of the products, greater than zero.
+    """
+    if q.device.type == "cpu":
+        k, v = _heads(k, q), _heads(v, q)
+        out, lse = _cpu_forward(q, k, v, 0.0, causal, attn_mask=_mask(q, key_padding), scale=scale)
+        return out, lse if key_padding is None else lse.masked_fill(_unseeing(q, key_padding, causal), -math.inf)
+    if kernel_runs(q):
+        out, lse = flash_forward(q, k, v, key_padding, None, None, causal, scale, 0.0, 0)
+        return out, torch.where(lse == math.inf, -math.inf, lse * math.log(2))  # of base 2, inf where there is no key
+    s = _scores(q, k, causal, key_padding, scale)
+    lse = s.logsumexp(-1)
+    return (_weights(s, lse) @ _wide(_heads(v, q))).to(q.dtype), lse
+
+
+@torch.no_grad()
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool,
+    key_padding: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what these keys add to dq, and dk and dv, of the dtype of q; `out` and `lse` are those of all keys."""
+    lse = torch.where(lse == -math.inf, math.inf, lse)  # weights of 0 where a query sees no key at all
+    if q.device.type == "cpu":
+        others = out, lse, 0.0, causal
+        dq, dk, dv = _cpu_backward(
+            dout, q, _heads(k, q), _heads(v, q), *others, attn_mask=_mask(q, key_padding), scale=scale
+        )
+        return dq, _grouped(dk, k), _grouped(dv, k)
+    if kernel_runs(q):
+        base_2 = empty_numbers(q).copy_(lse / math.log(2))
+        return flash_backward(dout, q, k, v, key_padding, None, None, out, base_2, causal, scale, 0.0, 0)
+    weights = _weights(_scores(q, k, causal, key_padding, scale), lse)
+    dout, wide = _wide(dout), _wide(q)
+    ds = weights * (dout @ _wide(_heads(v, q)).mT - (dout * out).sum(-1, keepdim=True)) * scale
+    dk, dv = _grouped(ds.mT @ wide, k), _grouped(weights.mT @ dout, k)
+    return (ds @ _wide(_heads(k, q))).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Take up the result of other keys into `out`, (B, H, Sq, D) of the dtype of `lse`, and `lse`, in place."""
+    both = torch.logaddexp(lse, other_lse)
+    base = both.masked_fill(both == -math.inf, 0.0)  # no key yet
+    out.mul_((lse - base).exp_()[..., None]).addcmul_(other.to(out.dtype), (other_lse - base).exp_()[..., None])
+    lse.copy_(both)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(arguments.width(x))
+
+
+def _heads(x: Tensor, q: Tensor) -> Tensor:
+    """Return keys or values repeated for each head of queries, (B, H, Sk, D)."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """Return the sum over the heads of queries that share a head of keys, (B, G, Sk, D)."""
+    return x if x.shape[1] == k.shape[1] else x.unflatten(1, (k.shape[1], -1)).sum(2)
+
+
+def _mask(q: Tensor, key_padding: Tensor | None) -> Tensor | None:
+    if key_padding is None:
+        return None
+    return torch.zeros_like(key_padding, dtype=q.dtype).masked_fill(~key_padding, -math.inf)[:, None, None, :]
+
+
+def _unseeing(q: Tensor, key_padding: Tensor, causal: bool) -> Tensor:
+    """Return which queries see none of the keys, (B, 1, Sq) or (B, 1, 1) bool."""
+    seen = key_padding.cumsum(-1)[:, : q.shape[2]] if causal else key_padding.sum(-1, keepdim=True)
+    return (seen == 0)[:, None]
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, key_padding: Tensor | None, scale: float) -> Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        s = _wide(q) @ _wide(_heads(k, q)).mT * scale
+    if key_padding is not None:
+        s = s.masked_fill(~key_padding[:, None, None, :], -math.inf)
+    if causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
+    return s
+
+
+def _weights(s: Tensor, lse: Tensor) -> Tensor:
+    """Return exp(s - lse), 0 where a query sees no key."""
+    return torch.where(s == -math.inf, 0.0, (s - lse[..., None]).exp())

@@ -1,0 +1,64 @@
+"""Let the ranks of an axis pass parts of the same sequences: context parallelism.
+
+Fills:  topology                 State:  none
+Law:    the step of one rank that passes the whole sequences, to rounding
+Cost:   activations / n; a copy of the gradients is summed over the axis, unless `shard_optimizer` has these ranks too;
+        what `fds.nn.attention` sends
+Source: Jacobs et al. 2023, arXiv:2309.14509; Liu et al. 2023, arXiv:2310.01889
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from fds.collectives import Axis
+from fds.errors import ComposeError, is_a
+from fds.step import Dimension, Placement, Replicated, Step, fill, transform
+
+
+@attrs.frozen(repr=False)
+class SummedGradients(Placement):
+    """Every rank holds all parameters, alike; its gradients are those of its tokens."""
+
+    axis: Axis  # pyright: ignore[reportIncompatibleVariableOverride]  (never None)
+
+    def lies(self, name: str) -> Replicated:
+        """Say so of every parameter."""
+        return Replicated("sum")
+
+    @property
+    def split(self) -> tuple[Axis, ...]:
+        """Nothing: an optimizer gets all that one rank would get."""
+        return ()
+
+
+@transform
+def context_parallel(axis: Axis):
+    """Let every rank of `axis` pass its part of the same sequences, (B, S/N) of (B, S) tokens; the step is that of all.
+
+    The loss is one of tokens, which ranks compute for their own, and only `fds.nn.attention(..., axis=axis)` looks at
+    those of others: all ranks of the axis run it together. A loss of different numbers of targets on each rank returns
+    `fds.Mean(total, weight)`; of a plain scalar the ranks' mean is taken.
+
+    Gradients are summed over the axis after those of data ranks: of slices, from stage 1 on. To slice the state over
+    these ranks too, give them to both: `shard_optimizer(mesh["dp", "sp"])` with `context_parallel(mesh["sp"])`.
+
+    Ranks that pass the same rows see the same keys in maps of batches and layers; what a loss draws (`nn.Dropout`)
+    differs for each part.
+
+    Args:
+        axis: of `fds.mesh`, in the order of the parts. One of size 1 changes nothing.
+
+    Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that do not run now.
+    """
+    if not is_a(axis, Axis):
+        raise ComposeError(
+            "context_parallel: axis is not an axis", got=repr(axis)[:80], want='fds.mesh(dp=-1, sp=2)["sp"]'
+        )
+    axis.check_current()
+    own = axis.channel("context_parallel")
+
+    def apply(step: Step) -> Step:
+        return step if own.size == 1 else fill(step, topology=Dimension(own, "sequence", SummedGradients(own)))
+
+    return apply
