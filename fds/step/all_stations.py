@@ -337,11 +337,10 @@ class Stations:
 
     def settings(self, call: Call, buffers: dict[str, Tensor], n: int) -> list[losses.Setting]:
         """Return the setting of each microbatch: all seeds of a call, computed before its first kernel."""
-        evaluating, base = not call.training, call.words
+        evaluating, base, part = not call.training, call.words, self.dimensions.part_of_rows
         call = call.counted(self.dimensions.tells) if self.following else call
         draws = self.execute.draws(self.eval_loss if evaluating else self.loss)
         keys = [random.folded(base, self.dimensions.share_of_batch[0] * n + i) for i in range(n)]
-        part = self.dimensions.part_of_rows
         held = losses.carried_buffers(self.loss, self.eval_loss, buffers) if evaluating else None
         seen, busy = (list[Any](), None) if evaluating else (None, list[Any]())
         mode = losses.Mode(evaluating, self.gather.float32, held, self.gather.low, seen, busy, self.modules)

@@ -188,7 +188,7 @@ class Dimensions:
                 index, count = index * axis.size + axis.index, count * axis.size
         return index, count
 
-    @property
+    @functools.cached_property
     def part_of_rows(self) -> tuple[int, ...]:
         """Which part of its rows this rank passes: what draws for tokens differs by it; () where rows are whole."""
         return () if self.sequence is None else (self.sequence.index,)

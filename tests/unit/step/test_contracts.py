@@ -165,7 +165,7 @@ UNFIT = {
     "run: one argument": ({"run": lambda program: program}, "(program)", "program.work"),
     "execute: nothing": ({"execute": None}, "None", "InTurn"),
     "execute: half of one": ({"execute": Half()}, "Half", "InTurn"),
-    "topology: an unknown role": ({"topology": fds.step.Dimension(None, "tensors")}, "tensors", "'data', 'tensor'"),
+    "topology: an unknown role": ({"topology": fds.step.Dimension(None, "tensors")}, "tensors", "'sequence', 'tensor'"),
     "slots: tensors": ({"slots": {"noted": torch.zeros(2)}}, "noted", "function"),
 }
 
