@@ -82,7 +82,7 @@ def run(monkeypatch, capsys, pool, request):
     signal.signal(signal.SIGTERM, handler)
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES, "planning"} - NEEDS_A_GPU - ELSEWHERE))
+@pytest.mark.parametrize("name", sorted({*NAMES, "planning", "vocab_losses"} - NEEDS_A_GPU - ELSEWHERE))
 def test_the_smallest_case_of_a_benchmark_runs(name, run):
     kept = set(report.RESULTS.iterdir())
     assert "contender" in run(name, "--quick", *WITHOUT_PEERS.get(name, []))

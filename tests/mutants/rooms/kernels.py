@@ -363,4 +363,28 @@ MUTANTS = (
         "every block of the reference draws the same numbers",
         "tests/kernels/test_messages.py",
     ),
+    Mutant(
+        "vocabulary-part-below-all-numbers",
+        "fds/kernels/losses/vocabulary_parts.py",
+        ".clamp_(min=lowest)",
+        "",
+        "a part whose logits are all minus infinity makes the loss of all NaN",
+        "tests/nn/parallel/test_vocab_cross_entropy.py",
+    ),
+    Mutant(
+        "vocabulary-maximum-of-the-first-part",
+        "fds/kernels/losses/vocabulary_parts.py",
+        "top = told[:, 0].amax(0)",
+        "top = told[0, 0]",
+        "exponentials overflow where another part has the larger logits",
+        "tests/nn/parallel/test_vocab_cross_entropy.py",
+    ),
+    Mutant(
+        "vocabulary-gradient-of-ignored",
+        "fds/kernels/losses/vocabulary_parts.py",
+        "        _zero_rows(dx, is_ignored[rows])\n",
+        "",
+        "NaN logits of an ignored token have NaN gradients",
+        "tests/nn/parallel/test_vocab_cross_entropy.py",
+    ),
 )

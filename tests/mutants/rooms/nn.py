@@ -27,4 +27,28 @@ MUTANTS = (
         "in float16 the smallest number does not mask a key",
         "tests/nn/test_transformer_layer.py",
     ),
+    Mutant(
+        "vocabulary-of-equal-parts",
+        "fds/nn/parallel/vocab_cross_entropy.py",
+        "axis.index * each + min(axis.index, more)",
+        "axis.index * held",
+        "with 5 columns on 3 ranks targets are looked for in the wrong ones",
+        "tests/nn/parallel/test_vocab_cross_entropy.py tests/nn/parallel/test_linear_cross_entropy.py",
+    ),
+    Mutant(
+        "vocabulary-with-its-padding",
+        "fds/nn/parallel/vocab_cross_entropy.py",
+        "min(max(total - axis.index * held, 0), held)",
+        "held",
+        "columns of padding count",
+        "tests/nn/parallel/test_vocab_cross_entropy.py",
+    ),
+    Mutant(
+        "vocabulary-head-of-one-rank",
+        "fds/nn/parallel/linear_cross_entropy.py",
+        "along.start_all_reduce(dhidden).wait()",
+        "pass",
+        "hidden has the gradient of one rank's classes alone",
+        "tests/nn/parallel/test_linear_cross_entropy.py",
+    ),
 )

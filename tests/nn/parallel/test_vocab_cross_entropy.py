@@ -124,6 +124,7 @@ def test_what_is_not_finite_on_one_rank_is_what_it_would_be_on_one_alone(bad, op
     logits[0, 5] = bad  # in one rank's columns
     logits[2, 6] = bad  # at a target
     logits[3, 4:] = bad  # all that one rank has
+    logits[6, :4] = bad
     logits[1, 0] = bad  # of an ignored token
     logits[5] = bad  # everywhere
     compare(logits, targets, 2, "split", reduction="none", **options)
@@ -204,13 +205,14 @@ def test_no_softmax_is_kept():
 
 
 @traced
+@pytest.mark.parametrize("told", [11, None])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_gradients_gives_the_same_bits(way):
+def test_every_way_of_gradients_gives_the_same_bits(way, told):
     logits, targets = made(6, 11, dtype=torch.float32)
 
     def job(axis):
         own = part(logits, axis, "split")
-        f = lambda x: fds.nn.vocab_cross_entropy(x, targets, axis, num_classes=11, **ALL)
+        f = lambda x: fds.nn.vocab_cross_entropy(x, targets, axis, num_classes=told, **ALL)
         return f(own).detach(), WAYS[way](f, [own])[0], plain(f, [own])[0]
 
     for _, got, want in on_ranks(2, job):
