@@ -18,7 +18,7 @@ from fds.state import State
 from fds.step import Step
 from fds.step.checks.state_check import usable
 from fds.storage.differing import BITS
-from fds.storage.format.boxes import sizes
+from fds.storage.format.boxes import held, index_of, whole
 from fds.storage.format.tensors import as_bytes
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import LeafPart, parts_of
@@ -169,7 +169,7 @@ def _other_leaves(everyone: Axis, places: Sequence[int], leaves: Sequence[list[s
 
 def _key(name: str, one: LeafPart) -> str:
     """Return what is equal for the same elements of the same leaf, short enough to be sent for each."""
-    return fingerprint((name, one.start, one.tensor.numel(), one.box, one.term))
+    return fingerprint((name, one.start, one.tensor.numel(), one.ranges, one.term))
 
 
 def _digest(x: Tensor) -> str:
@@ -216,10 +216,8 @@ def _first(everyone: Axis, part: LeafPart | None, odd: int, most: int) -> dict[s
 def _elements_of(part: LeafPart, start: int, end: int) -> list[Any]:
     """Return the bits, the values and the indices in the whole leaf of some elements, as JSON."""
     few = part.tensor.detach().reshape(-1)[start:end].cpu()
-    shape = part.shape if part.box is None else sizes(part.box)
-    corner = (0,) * len(shape) if part.box is None else tuple(first for first, _ in part.box)
-    places = [unraveled(part.start + i, tuple(shape)) for i in range(start, end)]
-    indices = [[a + b for a, b in zip(corner, place, strict=True)] for place in places]
+    ranges = tuple((one,) for one in whole(part.shape)) if part.ranges is None else part.ranges
+    indices = [index_of(ranges, unraveled(part.start + i, held(ranges))) for i in range(start, end)]
     values = few.double() if few.is_floating_point() else few  # some numbers of 8 bits have no list
     return [as_bytes(few).view(BITS[few.itemsize]).tolist(), [repr(x) for x in values.tolist()], indices]
 

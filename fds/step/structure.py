@@ -300,7 +300,7 @@ def read_leaves(
     leaves: list[Leaf] = []
     for name, x in named.items():
         trained = tree.is_float(x) and name not in still
-        if trained and optimizer.needs_whole(name) and dimensions.box(name, x.shape) is not None:
+        if trained and optimizer.needs_whole(name) and dimensions.cells(name, x.shape) is not None:
             raise StateError(
                 "the optimizer needs whole parameters, and each rank has a piece of this one",
                 where=name,

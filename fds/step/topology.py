@@ -16,7 +16,7 @@ from torch import Tensor
 from fds import tree
 from fds.collectives import Axis
 from fds.errors import ComposeError, is_a
-from fds.layout import Box, Segment
+from fds.layout import Segment
 from fds.step.placements import Owned, Placement, Range, Replicated, SplitDim
 
 Role = Literal["stage", "local", "data", "sequence", "tensor"]
@@ -234,14 +234,6 @@ class Dimensions:
             index, count = index * len(ranks) + mine, count * len(ranks)
         return index, count, first
 
-    def box(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], Box] | None:
-        """Return the whole shape of a parameter of which this rank holds a piece of `shape`, and where that lies.
-
-        None where this rank holds all of it.
-        """
-        found = self.cells(name, shape)
-        return None if found is None else (found[0], tuple(ranges[0] for ranges in found[1]))
-
     def cells(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[tuple[Range, ...], ...]] | None:
         """Return the whole shape of a parameter of which this rank holds a piece of `shape`, and its ranges by dim.
 
@@ -255,8 +247,7 @@ class Dimensions:
         for axis, lies in reversed(cuts):
             dim, held = lies.dim, ranges[lies.dim]
             whole[dim] = lies.whole(whole[dim], axis.size)
-            own = lies.ranges(whole[dim], axis.size, axis.index)
-            ranges[dim] = tuple((own[0][0] + first, n) for first, n in held) if len(own) == 1 else own
+            ranges[dim] = _ranges_of(lies.ranges(whole[dim], axis.size, axis.index), held)
         return tuple(whole), tuple(ranges)
 
     @property
@@ -343,6 +334,19 @@ def _is_inside(one: Dimension, entries: Sequence[Dimension]) -> bool:
         return False
     data = {name for other in entries if other.role == "data" and other.axis for name in _names(other.axis)}
     return data.issuperset(_names(one.axis))
+
+
+def _ranges_of(own: Sequence[Range], inside: Sequence[Range]) -> tuple[Range, ...]:
+    """Return what is `inside`, as ranges along the dim of which `own` are put together to that."""
+    found: list[Range] = []
+    at = 0
+    for first, n in own:
+        for low, length in inside:
+            start, end = max(low, at), min(low + length, at + n)
+            if start < end:
+                found.append((first + start - at, end - start))
+        at += n
+    return tuple(found)
 
 
 def _joined(axes: list[Axis]) -> Axis | None:

@@ -187,22 +187,38 @@ def _read(parts: Mapping[str, LeafPart], names: Mapping[str, str], source: Sourc
     block = torch.empty(BLOCK if on_disk else 0, dtype=torch.uint8, device="cpu")
     for name, leaf in sorted(leaves_read.items(), key=lambda one: _place(parts[one[0]], one[1])):
         part = parts[name]
-        flat = part.tensor.view(-1)
         if part.term is not None and leaf.shape != part.shape:
             _read_terms(part, leaf, names[name], source)
             continue
+        flat = part.tensor.view(-1)
         if flat.device.type == "cpu" and part.leaf().dtype == leaf.dtype and not is_on_disk(flat):
             touch_fresh(flat)
-            source.fill(names[name], part.box, part.start, flat)
+            _fill(flat, part, names[name], source)
             continue
-        for start, length in spans(leaf) if part.box is None else _blocks(part, leaf):
+        if part.has_boxes:
+            whole = blank_like(leaf, len(flat))
+            _fill(whole, part, names[name], source)
+            put(flat, whole)
+            continue
+        for start, length in spans(leaf) if part.ranges is None else _blocks(part, leaf):
             low, high = max(part.start, start), min(part.end, start + length)
             if low < high:
                 num_bytes = (high - low) * DTYPES[leaf.dtype].itemsize
                 fits = num_bytes <= len(block)
                 piece = block[:num_bytes].view(DTYPES[leaf.dtype]) if fits else blank_like(leaf, high - low)
-                source.fill(names[name], part.box, low, piece)
+                _fill(piece, attrs.evolve(part, start=low), names[name], source)
                 put(flat[low - part.start : high - part.start], piece)
+
+
+def _fill(out: Tensor, part: LeafPart, name: str, source: Source) -> None:
+    """Fill `out`, (length,) on the CPU, with the elements of a part from its first on."""
+    for box, start, x in part.by_box(out):
+        if x.is_contiguous():
+            source.fill(name, box, start, x.view(-1))
+            continue
+        read = blank_like(source.leaves[name], x.numel())
+        source.fill(name, box, start, read)
+        x.copy_(read.view(x.shape))
 
 
 def _blocks(part: LeafPart, leaf: SavedLeaf) -> Iterator[tuple[int, int]]:
@@ -218,16 +234,17 @@ def _read_terms(part: LeafPart, leaf: SavedLeaf, name: str, source: Source) -> N
     part.tensor.zero_()
     for term in range(part.term, leaf.shape[0] if length else 0, part.shape[0]):
         piece = blank_like(leaf, length)
-        if part.box is None:
-            source.fill(name, None, term * length, piece)
+        if part.ranges is None:
+            _fill(piece, attrs.evolve(part, start=term * length), name, source)
         else:
-            source.fill(name, ((term, 1), *part.box[1:]), 0, piece)
+            _fill(piece, attrs.evolve(part, ranges=(((term, 1),), *part.ranges[1:])), name, source)
         part.tensor.view(-1).add_(piece.to(part.tensor.device))
 
 
 def _place(part: LeafPart, leaf: SavedLeaf) -> tuple[str, int]:
     """Return file and offset of the first byte of a part."""
-    chunk = next((c for c in leaf.chunks if c.box != part.box or c.end > part.start), None)
+    box, start, _ = next(part.by_box(part.tensor), (None, part.start, None))
+    chunk = next((c for c in leaf.chunks if c.box != box or c.end > start), None)
     return ("", 0) if chunk is None else (chunk.file, chunk.offset)
 
 

@@ -332,9 +332,10 @@ def test_what_is_kept_of_pieces_is_preserved_on_other_pieces(tmp_path):
         for name, x in state.slots["kept"].items():
             index, count, first = step.dimensions.terms(name)
             assert (index < count) and (count == 4) == name.endswith("inner")
-            shape, _ = step.dimensions.box(name, x.shape) or (x.shape, None)
+            shape, _ = step.dimensions.cells(name, x.shape) or (x.shape, None)
             whole[name] = torch.zeros(shape)
-            step.dimensions.cut(name, whole[name]).copy_(x * first)
+            places = step.dimensions.cut(name, torch.arange(whole[name].numel()).view(shape))
+            whole[name].view(-1)[places.reshape(-1)] = (x * first).reshape(-1)
         return whole
 
     def after(place):

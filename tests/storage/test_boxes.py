@@ -1,5 +1,6 @@
 """Boxes of a leaf: what flat ranges of them hold, against NumPy-like indexing of all of it."""
 
+import itertools
 import math
 
 import torch
@@ -70,3 +71,35 @@ def test_cells_of_a_grid_are_apart_and_others_are_not():
     assert apart([]) and apart([()]) and apart([((0, 2), (0, 3)), ((0, 2), (3, 1)), ((2, 2), (0, 3))])
     assert not apart([((0, 2), (0, 3)), ((1, 2), (0, 3))])
     assert not apart([((0, 4),), ((0, 2),)])
+
+
+@st.composite
+def split(draw):
+    """Draw ranges of every dim, and a flat range of what lies there: shape of the leaf, ranges, start, end."""
+    shape = draw(shapes)
+    ranges = []
+    for n in shape:
+        edges = sorted(draw(st.sets(st.integers(0, n), max_size=n + 1)))
+        ranges.append(tuple((i, j - i) for i, j in itertools.pairwise(edges) if draw(st.booleans())))
+    numel = math.prod(boxes.held(tuple(ranges)))
+    start = draw(st.integers(0, numel))
+    return shape, tuple(ranges), start, draw(st.integers(start, numel))
+
+
+@given(split())
+def test_a_flat_range_of_what_lies_at_several_ranges_is_a_range_of_each_box(drawn):
+    shape, ranges, start, end = drawn
+    held = torch.arange(math.prod(shape)).view(shape)
+    for dim, along in enumerate(ranges):
+        held = held.index_select(dim, torch.tensor([i for first, n in along for i in range(first, first + n)]).long())
+    flat = held.reshape(-1)[start:end].clone()
+    for i in range(len(flat)):
+        index = boxes.index_of(ranges, torch.unravel_index(torch.tensor(start + i), held.shape))
+        assert int(torch.arange(math.prod(shape)).view(shape)[tuple(index)]) == flat[i]
+    seen: dict[tuple, int] = {}
+    for box, first, x in boxes.by_box(flat, ranges, start):
+        assert first == seen.get(box, first)
+        seen[box] = first + x.numel()
+        assert torch.equal(x.reshape(-1), elements(shape, box, first, first + x.numel()))
+        x.fill_(-1)
+    assert (flat == -1).all()

@@ -1,4 +1,7 @@
-"""A transform for tests alone: pairs of linear layers split over a `tensor` axis, by columns, then by rows."""
+"""A transform for tests alone: pairs of linear layers split over a `tensor` axis, by columns, then by rows.
+
+Some have several parts fused in one matrix, of lengths that ranks do not divide.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,16 @@ from fds.step import Dimension, Placement, Replicated, SplitDim, fill, transform
 
 ROWS = 8
 DTYPE = torch.float64
+PARTS = (4, 2, 5)  # of the fused hidden width
 PIECES = {
     "up.weight": SplitDim(0),
     "up.bias": SplitDim(0),
     "down.weight": SplitDim(1),
     "inner": Replicated("sum"),
     "seen": SplitDim(0),
+    "wide": SplitDim(0, PARTS),
+    "narrow": SplitDim(1, PARTS),
+    "odd": SplitDim(0, (3,)),
 }
 
 
@@ -53,6 +60,8 @@ class Pair(nn.Module):
     """Residual: up to the hidden width, split by columns, and down again, split by rows.
 
     `inner` is whole on every rank, and each sees only what its own columns make of it. The buffer `seen` is split, too.
+    So are, beside it, a second pair whose hidden width is of several parts, and `odd`, of which four ranks have three
+    elements.
     """
 
     def __init__(self, axis: Axis | None, width: int = 6, hidden: int = 16):
@@ -60,16 +69,20 @@ class Pair(nn.Module):
         self.norm = nn.LayerNorm(width, dtype=DTYPE)
         self.up, self.down = nn.Linear(width, hidden, dtype=DTYPE), nn.Linear(hidden, width, dtype=DTYPE)
         self.inner = nn.Parameter(torch.ones(width, dtype=DTYPE))
+        self.wide = nn.Parameter(torch.randn(sum(PARTS), width, dtype=DTYPE))
+        self.narrow = nn.Parameter(torch.randn(width, sum(PARTS), dtype=DTYPE))
+        self.odd = nn.Parameter(torch.randn(3, dtype=DTYPE))
         self.register_buffer("seen", torch.zeros(hidden, dtype=DTYPE))
         self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         y = y if self.axis is None else Copied.apply(y, self.axis)
-        hidden = torch.tanh(self.up(y * self.inner))
+        hidden, odd = torch.tanh(self.up(y * self.inner)), torch.tanh(y.sum(-1, keepdim=True) * self.odd)
         if self.training:
             self.seen += hidden.detach().sum(0)
-        y = F.linear(hidden, self.down.weight)
+        y = F.linear(hidden, self.down.weight) + F.linear(torch.tanh(F.linear(y, self.wide)), self.narrow)
+        y = y + odd.sum(-1, keepdim=True)
         y = y if self.axis is None else Summed.apply(y, self.axis)
         return x + y + self.down.bias
 

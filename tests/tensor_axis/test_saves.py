@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import threading
@@ -9,6 +10,7 @@ from unittest import mock
 
 import attrs
 import pytest
+import safetensors
 import torch
 
 import fds
@@ -20,7 +22,16 @@ from tests.bits import assert_same_bits
 from tests.storage.page import assert_read, page_reader
 from tests.tensor_axis.splitting import Place, model, share
 
-SPLIT = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "seen": 0}
+HALVES, FUSED = [[0, 8], [8, 8]], [[0, 2], [2, 2], [4, 1], [5, 1], [6, 3], [9, 2]]
+SPLIT = {  # over two ranks: the dim, and the ranges of its boxes
+    "up.weight": (0, HALVES),
+    "up.bias": (0, HALVES),
+    "down.weight": (1, HALVES),
+    "seen": (0, HALVES),
+    "wide": (0, FUSED),
+    "narrow": (1, FUSED),
+    "odd": (0, [[0, 2], [2, 1]]),
+}
 PLACES = [
     Place(2),
     Place(data=2, zero=3),
@@ -97,11 +108,12 @@ def test_chunks_say_their_boxes_and_whole_leaves_have_none(tmp_path):
     fds.simulate(lambda: fds.save(tmp_path, *reversed(trained(Place(2))), "a"), 2)
     record = json.loads((tmp_path / "a" / "manifest.json").read_text())
     for name, leaf in record["leaves"].items():
-        dim = next((dim for end, dim in SPLIT.items() if name.endswith(end)), None)
-        half = lambda i, dim=dim, leaf=leaf: [
-            [i * n // 2, n // 2] if dim == at else [0, n] for at, n in enumerate(leaf["shape"])
-        ]
-        assert [chunk["box"] for chunk in leaf["chunks"]] == ([None] if dim is None else [half(0), half(1)]), name
+        dim, ranges = next((one for end, one in SPLIT.items() if name.endswith(end)), (None, []))
+        whole = [[0, n] for n in leaf["shape"]]
+        want = [[*whole[:dim], one, *whole[dim + 1 :]] for one in ranges] if dim is not None else [None]
+        assert [chunk["box"] for chunk in leaf["chunks"]] == want, name
+    with safetensors.safe_open(tmp_path / "a" / "rank0.safetensors", "pt") as file:  # the boxes of a leaf are one
+        assert file.get_slice("params.1.wide").get_shape() == [6 * 6]
     sizes = [(tmp_path / "a" / f"rank{i}.safetensors").stat().st_size for i in range(2)]
     assert abs(sizes[0] - sizes[1]) <= 2 * 4096  # what both hold they write in shares
 
@@ -125,7 +137,10 @@ def test_a_rank_reads_its_own_boxes_alone(tmp_path):
     with mock.patch.object(Files, "read", reading):
         ranks = fds.simulate(load, 2)
     for found, held in ranks:
-        assert sorted(found) == sorted(held.items())
+        read = collections.Counter[str]()
+        for name, num_bytes in found:
+            read[name] += num_bytes
+        assert read == held
 
 
 @pytest.mark.parametrize("place", [Place(2), Place(2, data=2, zero=1)], ids=str)
@@ -185,8 +200,10 @@ def test_ranks_that_claim_one_box_are_refused(tmp_path):
         with pytest.raises(StorageError, match="chunks that do not tile their leaf"):
             fds.save(tmp_path, state, step)
 
-    first = lambda self, name, shape: ((*shape[:-1], 2 * shape[-1]), tuple((0, n) for n in shape)) if shape else None
-    with mock.patch.object(fds.step.Dimensions, "box", first):
+    cells = fds.step.Dimensions.cells
+    first = lambda shape: ((*shape[:-1], 2 * shape[-1]), tuple(((0, n),) for n in shape))
+    wrong = lambda self, name, shape: first(shape) if name.endswith("down.weight") else cells(self, name, shape)
+    with mock.patch.object(fds.step.Dimensions, "cells", wrong):
         fds.simulate(body, 2)
     assert not any(tmp_path.glob("*/manifest.json"))
 
@@ -194,7 +211,7 @@ def test_ranks_that_claim_one_box_are_refused(tmp_path):
 def test_what_is_remembered_of_a_piece_in_another_shape_is_refused(tmp_path):
     @fds.step.transform
     def row_sums():
-        init = lambda params, device: tree.map(lambda x: x.sum(-1) if x.dim() else x.clone(), params)
+        init = lambda params, device: tree.map(lambda x: x.sum(-1) if len(x) == 8 else x.clone(), params)
         return lambda step: fds.step.fill(step, memory=fds.step.Memory("rows", init, "parameters"))
 
     def body():

@@ -1,7 +1,8 @@
 """Boxes: rectangular pieces of a leaf, flat ranges of their elements, and copies from one range to another.
 
 A rectangle is a box whose elements lie one after another in memory. The elements of a flat range of a box make a few
-of them: rest of a row, whole rows, beginning of a row, along every dim.
+of them: rest of a row, whole rows, beginning of a row, along every dim. What a rank holds of a leaf may be ranges of
+every dim, and so a box for each choice of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from fds.layout import Box
 
 Placed = tuple[int, Box]  # index in the flat range of a rectangle's first element, and where it is in the leaf
+Ranges = tuple[tuple[tuple[int, int], ...], ...]  # by dim, one after another: a first index, and how many
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -64,6 +66,46 @@ def _rectangles(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
         yield ((first, last - first), *whole(shape[1:]))
     if high:
         yield from (((last, 1), *rest) for rest in _rectangles(shape[1:], 0, high))
+
+
+def held(ranges: Ranges) -> tuple[int, ...]:
+    """Return the shape of what lies at ranges of every dim, put together."""
+    return tuple(sum(n for _, n in along) for along in ranges)
+
+
+def index_of(ranges: Ranges, index: Sequence[int]) -> list[int]:
+    """Return where an element of what lies at ranges of every dim is in the leaf.
+
+    >>> index_of((((0, 2), (6, 2)),), [3])
+    [7]
+    """
+    each = zip(ranges, index, strict=True)
+    return [next(itertools.islice(itertools.chain(*(range(f, f + n) for f, n in along)), i, None)) for along, i in each]
+
+
+def by_box(flat: Tensor, ranges: Ranges, start: int) -> Iterator[tuple[Box, int, Tensor]]:
+    """Yield elements of the flattened whole of what lies at ranges of every dim, from `start` on, by box of the leaf.
+
+    Yields (box, index in the flattened box of the first of these elements, view of them); they follow one another in
+    the flattened box.
+
+    >>> import torch
+    >>> for box, start, x in by_box(torch.arange(3, 8), (((0, 2),), ((0, 3), (9, 1))), 3):
+    ...     print(box, start, x.tolist())
+    ((0, 2), (0, 3)) 3 [[4, 5, 6]]
+    ((0, 2), (9, 1)) 0 [[3]]
+    ((0, 2), (9, 1)) 1 [[7]]
+    """
+    all_of_it = whole(held(ranges))
+    given, before = (rectangles(all_of_it, i, j) for i, j in ((start, start + len(flat)), (0, start)))
+    along = [zip(one, itertools.accumulate((n for _, n in one), initial=0), strict=False) for one in ranges]
+    for choice in itertools.product(*along):
+        box, inside = tuple(one for one, _ in choice), tuple((first, n) for (_, n), first in choice)
+        at = sum(numel(both) for _, one in before if (both := common(one, inside)) is not None)
+        for first, one in given:
+            if (both := common(one, inside)) is not None:
+                yield box, at, _view(flat, first, one, both)
+                at += numel(both)
 
 
 def common(a: Box, b: Box) -> Box | None:

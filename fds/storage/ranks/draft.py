@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from fds.storage.format.tensors import DTYPES, check_writable, header
 from fds.storage.ranks.all_leaves import AllLeaves, agreement
 from fds.storage.ranks.exchange import Ranks
 from fds.storage.ranks.leaf_parts import LeafPart, parts_of
-from fds.storage.ranks.sharing import all_held, own
+from fds.storage.ranks.sharing import LeafPiece, all_held, own
 
 TagValidation = Literal["fail", "warn", "ignore"]
 Write = Callable[[str, bytes, list[Span]], list[list[WrittenChunk]]]  # fds.storage.disk.writer.write
@@ -145,7 +146,7 @@ class Draft:
         if not pieces:
             return {"pieces": []}
         hosted = on_host((piece.tensor for piece in pieces), self.reached)
-        head = header((piece.name, piece.tensor.dtype, tuple(piece.tensor.shape)) for piece in pieces)
+        head = header(_entries(pieces))
         spans = [span_of(x) for x in hosted]
         name = f"rank{self.ranks.index}.safetensors"
         chunks = write(str(unpublished(self.dir, self.tag) / name), head, spans)
@@ -206,6 +207,14 @@ class Draft:
         )
         manifests.check_manifest(manifest)
         return manifest
+
+
+def _entries(pieces: list[LeafPiece]) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Yield the tensors of a file; the boxes of a leaf are one, flat."""
+    for name, group in itertools.groupby(pieces, key=lambda piece: piece.name):
+        first, *more = (piece.tensor for piece in group)
+        shape = (sum(x.numel() for x in (first, *more)),) if more else tuple(first.shape)
+        yield name, first.dtype, shape
 
 
 def directory(dir: Path, ranks: Ranks, local: bool) -> Path:

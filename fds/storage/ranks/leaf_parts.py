@@ -7,7 +7,7 @@ and of padding, which is not saved.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -38,9 +38,9 @@ class LeafPart:
     Attributes:
         tensor: the leaf; if ranks share it, a view (length,) of this rank's slice, which may be empty.
         shape: of the whole leaf.
-        start: index of the first element in the flattened leaf, or box of it.
-        split: whether slices of buckets hold the leaf; else this rank has all of it, or of the box.
-        box: the piece of the leaf that this is of, where ranks hold pieces; None for all of it.
+        start: index of the first element in the flattened leaf, or piece of it.
+        split: whether slices of buckets hold the leaf; else this rank has all of it, or of the piece.
+        ranges: the piece of the leaf that this is of, by dim, where ranks hold pieces; None for all of it.
         parameter: the name of the parameter, or buffer, that the leaf is of, where that decides on how it lies.
         term: of a leaf that is all terms of a sum, (terms, *shape), which one this is; None of any other leaf.
         is_copy: whether a rank before this one holds the same term.
@@ -50,7 +50,7 @@ class LeafPart:
     shape: tuple[int, ...]
     start: int = 0
     split: bool = False
-    box: Box | None = None
+    ranges: boxes.Ranges | None = None
     parameter: str | None = None
     term: int | None = None
     is_copy: bool = False
@@ -62,9 +62,27 @@ class LeafPart:
 
     @property
     def written(self) -> Tensor:
-        """The tensor to write: in the shape of the leaf, or box, if it is all of that, else flat."""
-        shape = self.shape if self.box is None else boxes.sizes(self.box)
+        """The tensor to write: in the shape of the leaf, or piece, if it is all of that, else flat."""
+        shape = self.shape if self.ranges is None else boxes.held(self.ranges)
         return self.tensor.view(shape) if self.split and self.tensor.numel() == math.prod(shape) else self.tensor
+
+    @property
+    def has_boxes(self) -> bool:
+        """Whether the piece is of several boxes."""
+        return self.ranges is not None and any(len(along) != 1 for along in self.ranges)
+
+    def by_box(self, tensor: Tensor) -> Iterator[tuple[Box | None, int, Tensor]]:
+        """Yield (box, index of the first element in the flattened box, view) of a contiguous tensor like this part's.
+
+        A piece of several boxes yields one or a few for each that it has elements of. The box is None for all of a
+        leaf.
+        """
+        if self.ranges is None:
+            yield None, self.start, tensor
+        elif self.has_boxes:
+            yield from boxes.by_box(tensor.reshape(-1), self.ranges, self.start)
+        else:
+            yield tuple(one for (one,) in self.ranges), self.start, tensor
 
     def leaf(self, chunks: tuple[Chunk, ...] = ()) -> SavedLeaf:
         """Return the manifest's record of the whole leaf."""
@@ -102,11 +120,12 @@ def _is_own(path: str, ranks: Ranks) -> bool:
 def _term(name: str, x: Tensor, ranks: Ranks) -> LeafPart:
     """Return this rank's term of a sum over the ranks that have gradients of a parameter."""
     index, count, first = ranks.dimensions.terms(name)
-    flat, place = x.contiguous().view(-1), ranks.dimensions.box(name, x.shape)
+    flat, place = x.contiguous().view(-1), ranks.dimensions.cells(name, x.shape)
     if place is None:
         return LeafPart(flat, (count, *x.shape), index * x.numel(), split=True, term=index, is_copy=not first)
-    whole, box = place
-    return LeafPart(flat, (count, *whole), split=True, box=((index, 1), *box), term=index, is_copy=not first)
+    whole, ranges = place
+    ranges = (((index, 1),), *ranges)
+    return LeafPart(flat, (count, *whole), split=True, ranges=ranges, term=index, is_copy=not first)
 
 
 def _pieces(parts: dict[str, LeafPart], ranks: Ranks) -> dict[str, LeafPart]:
@@ -117,7 +136,7 @@ def _pieces(parts: dict[str, LeafPart], ranks: Ranks) -> dict[str, LeafPart]:
         if (name := _parameter(path, shapes, ranks.mirrors)) is None:
             found[path] = part
             continue
-        place = ranks.dimensions.box(name, shapes.get(name, part.shape))
+        place = ranks.dimensions.cells(name, shapes.get(name, part.shape))
         if place is not None and part.shape != shapes.get(name, part.shape):
             raise StorageError(
                 "ranks hold pieces of a parameter, and nothing says how this lies over them",
@@ -126,8 +145,8 @@ def _pieces(parts: dict[str, LeafPart], ranks: Ranks) -> dict[str, LeafPart]:
                 want=f"{shapes[name]}, that of the piece of {name}",
                 hint="a slot that every rank has alike says so: fds.step.Memory(slot, init, 'replicated')",
             )
-        shape, box = (part.shape, None) if place is None else place
-        found[path] = attrs.evolve(part, shape=shape, box=box, parameter=name)
+        shape, ranges = (part.shape, None) if place is None else place
+        found[path] = attrs.evolve(part, shape=shape, ranges=ranges, parameter=name)
     return found
 
 

@@ -19,7 +19,8 @@ CUT = 4096  # bytes: leaves are divided between ranks at multiples of this
 class LeafPiece:
     """Elements of a leaf that one rank writes, or of a box of it, from `start` on.
 
-    The tensor is (length,), or has the shape of the leaf, or of the box, where it is all of that.
+    The tensor is (length,), or has the shape of the leaf, or of the box, where it is all of that; or it is a view of a
+    piece of several boxes. Those of one leaf come one after another.
     """
 
     name: str
@@ -54,7 +55,7 @@ def own(parts: Mapping[str, LeafPart], union: AllLeaves, ranks: Ranks) -> list[L
 def all_held(parts: Mapping[str, LeafPart]) -> list[LeafPiece]:
     """Return all that this rank holds, which it writes to a save of its own."""
     held = ((name, part) for name, part in parts.items() if part.tensor.numel())
-    return aligned(LeafPiece(name, part.start, part.written, part.box) for name, part in held)
+    return aligned(piece for name, part in held for piece in _pieces(name, part, part.written))
 
 
 def aligned(pieces: Iterable[LeafPiece]) -> list[LeafPiece]:
@@ -72,10 +73,15 @@ def _share(parts: list[tuple[str, LeafPart]], index: int, num_ranks: int) -> Ite
         first, last = (_cut(border - position, size) // itemsize for border in (low, high))
         if first == 0 and last * itemsize == size:
             if size:
-                yield LeafPiece(name, part.start, part.written, part.box)
+                yield from _pieces(name, part, part.written)
         elif first < last:
-            yield LeafPiece(name, part.start + first, part.tensor.reshape(-1)[first:last], part.box)
+            some = attrs.evolve(part, start=part.start + first)
+            yield from _pieces(name, some, part.tensor.reshape(-1)[first:last])
         position += size
+
+
+def _pieces(name: str, part: LeafPart, x: Tensor) -> Iterator[LeafPiece]:
+    return (LeafPiece(name, start, one, box) for box, start, one in part.by_box(x))
 
 
 def _cut(border: int, size: int) -> int:

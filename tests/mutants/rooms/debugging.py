@@ -56,8 +56,8 @@ MUTANTS = (
     Mutant(
         "check-ranks-compares-slices-with-each-other",
         "fds/debugging/_check_ranks.py",
-        "fingerprint((name, one.start, one.tensor.numel(), one.box, one.term))",
-        "fingerprint((name, one.tensor.numel(), one.box, one.term))",
+        "fingerprint((name, one.start, one.tensor.numel(), one.ranges, one.term))",
+        "fingerprint((name, one.tensor.numel(), one.ranges, one.term))",
         "slices of one leaf that lie elsewhere in it are compared",
         f"{_RANKS} -k sharded_state",
     ),
