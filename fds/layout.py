@@ -57,7 +57,11 @@ class Segment:
 
 @attrs.frozen
 class Leaf:
-    """What `plan` needs to know about one leaf: name, shape, dtype, and which leaves may share its bucket."""
+    """What `plan` needs to know about one leaf: name, shape, dtype, and which leaves may share its bucket.
+
+    Where ranks have pieces of different sizes, all of them put the same leaves together: by `most`, the elements of the
+    largest piece; None where all have as many.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -66,6 +70,12 @@ class Leaf:
     kind: Hashable = None  # leaves of different kinds never share a bucket
     whole: bool = False  # it must lie in one slice
     unit: int = 1  # slices of its bucket hold a multiple of so many elements
+    most: int | None = None
+
+    @property
+    def bound(self) -> int:
+        """The number of elements on the ranks that have the largest piece."""
+        return self.numel if self.most is None else self.most
 
     @property
     def numel(self) -> int:
@@ -97,6 +107,12 @@ class Bucket:
     def numel(self) -> int:
         """Elements of the whole bucket, gaps included."""
         return self.length * self.num_ranks
+
+    @functools.cached_property
+    def bound(self) -> int:
+        """The length of a slice on the ranks that have the largest pieces of its parameters."""
+        largest = [attrs.evolve(leaf, shape=(leaf.bound,)) for leaf in self.leaves]
+        return _bucket(self.name, largest, self.num_ranks).length
 
     def gaps(self) -> list[tuple[int, int]]:
         """Return the (start, end) of the padding."""
@@ -277,7 +293,7 @@ def _pieces(part: list[Leaf], bound: int) -> list[list[Leaf]]:
 
 
 def _bytes(leaves: list[Leaf]) -> int:
-    return sum(_aligned(leaf.numel) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(_aligned(leaf.bound) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _bucket(name: str, leaves: list[Leaf], num_ranks: int) -> Bucket:
@@ -292,10 +308,10 @@ def _bucket(name: str, leaves: list[Leaf], num_ranks: int) -> Bucket:
 def _bucket_of_whole(name: str, leaves: list[Leaf], num_ranks: int) -> Bucket:
     """Assign every leaf to the rank with the fewest elements so far, the largest leaves first."""
     ends, places = [0] * num_ranks, {}
-    for leaf in sorted(leaves, key=lambda leaf: -leaf.numel):
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.bound):
         rank = ends.index(min(ends))
         places[leaf.name] = rank, ends[rank]
-        ends[rank] += _aligned(leaf.numel)
+        ends[rank] += _aligned(leaf.bound)
     unit = math.lcm(ALIGN, leaves[0].unit)
     length = max(1, -(-max(ends) // unit)) * unit
     offsets = [rank * length + start for rank, start in (places[leaf.name] for leaf in leaves)]

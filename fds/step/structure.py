@@ -171,6 +171,15 @@ class Structure:
         return tuple(map(set(self.trained_names).__contains__, self.names))
 
     @property
+    def largest(self) -> Structure:
+        """The same where ranks have the largest pieces of parameters, for what all ranks decide alike: the shapes."""
+        if all(leaf.bound == leaf.numel for leaf in self.leaves.values()):
+            return self
+        buckets = () if self.layout is None else self.layout.buckets
+        most = [b.bound for b in buckets] if self.sharded else [self.leaves[name].bound for name in self.held]
+        return attrs.evolve(self, shapes=tuple(torch.Size((n,)) for n in most))
+
+    @property
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the trained leaves by name."""
         return {name: self.leaves[name].shape for name in self.trained_names}
@@ -308,12 +317,13 @@ def read_leaves(
                 want="an optimizer that works on pieces, as adamw and lamb do",
                 hint=f"by_name({{{name!r}: adamw(), ...}})",
             )
+        most = dimensions.most(name, x.shape)
         group = optimizer.group(name) if trained else None
-        stays = shard is not None and shard.persists(x.numel())
+        stays = shard is not None and shard.persists(most)
         way, unit = reduce.grouping(name, tuple(x.shape)) if trained else (None, 1)
         kind = (group, gather.casts(name), stays, dimensions.kind(name), way)
         whole = slices and trained and optimizer.needs_whole(name)
-        leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, whole, unit))
+        leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, whole, unit, most))
     return leaves
 
 

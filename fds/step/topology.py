@@ -7,6 +7,7 @@ how a save is cut all follow from these records; see `Dimensions`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, get_args
 
@@ -249,6 +250,20 @@ class Dimensions:
             whole[dim] = lies.whole(whole[dim], axis.size)
             ranges[dim] = _ranges_of(lies.ranges(whole[dim], axis.size, axis.index), held)
         return tuple(whole), tuple(ranges)
+
+    def most(self, name: str, shape: Sequence[int]) -> int:
+        """Return the elements of the largest piece that a rank holds of a parameter of which this one's is of `shape`.
+
+        The first ranks have the largest pieces.
+        """
+        found = self.cells(name, shape)
+        if found is None:
+            return math.prod(shape)
+        sizes = list(found[0])
+        for axis, one in self.differing:
+            if isinstance(lies := one.lies(name), SplitDim):
+                sizes[lies.dim] = sum(n for _, n in lies.ranges(sizes[lies.dim], axis.size, 0))
+        return math.prod(sizes)
 
     @property
     def replica(self) -> int:

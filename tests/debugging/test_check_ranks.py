@@ -7,6 +7,9 @@ from torch import nn
 import fds
 from fds.debugging import RankDifference, rank_differences
 from fds.errors import FdsError, StateError
+from fds.storage.ranks.exchange import Ranks
+from fds.storage.ranks.leaf_parts import parts_of
+from tests.tensor_axis import splitting
 
 LARGE = (3, 70_001)
 
@@ -120,6 +123,23 @@ def test_along_a_pipeline_stages_hold_their_own_and_tied_parameters_alike():
     assert {name: one[:2] for name, one in names.items()} == dict.fromkeys(
         ["params.1.weight", "params.1.bias"], ((3,), (2,))
     )
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_element_of_a_piece_of_several_parts_is_named_in_the_whole(zero):
+    """Of 11 columns, (4, 2, 5), the second of two ranks holds 2, 3, 5, 9 and 10: of row 4 elements 20 to 25."""
+
+    def rank():
+        place = splitting.Place(tensor=2, data=2, zero=zero, replicas=2)
+        step = place.step(optimizer=fds.adamw(0.01))
+        state = step.init(splitting.model(None).init)
+        if step.everyone.index in (5, 7):  # of the second replica
+            narrow = parts_of(state, Ranks.of(step, "test"))["params.1.narrow"]
+            if narrow.start <= 23 < narrow.end:
+                narrow.tensor.view(-1)[23 - narrow.start] += 1
+        return [(one.name, one.index) for one in rank_differences(state, step)]
+
+    assert fds.simulate(rank, 8)[0] == [("params.1.narrow", (4, 9))]
 
 
 def test_leaves_on_a_disk_and_in_memory_are_compared(tmp_path):

@@ -6,6 +6,7 @@ import collections
 import json
 import os
 import threading
+from typing import Any
 from unittest import mock
 
 import attrs
@@ -46,13 +47,13 @@ PLACES = [
 PAIRS = list(zip(PLACES, [*PLACES[1:], PLACES[0]], strict=True))
 
 
-def composed(place: Place) -> fds.Step:
-    return place.step(fds.ema(0.9), optimizer=fds.adamw(0.01))
+def composed(place: Place, *more: Any) -> fds.Step:
+    return place.step(fds.ema(0.9), *more, optimizer=fds.adamw(0.01))
 
 
-def trained(place: Place, calls: int = 1) -> tuple[fds.Step, fds.State]:
+def trained(place: Place, *more: Any, calls: int = 1) -> tuple[fds.Step, fds.State]:
     """Return this rank's step, and a state after some calls."""
-    step = composed(place)
+    step = composed(place, *more)
     state = step.init(model(None).init, key=3)
     for call in range(calls):
         state, _ = step(state, share(step, call))
@@ -192,6 +193,21 @@ def test_a_save_aside_has_boxes_too(tmp_path):
 
     fds.simulate(body, 2)
     assert storage.differences(tmp_path / "aside", tmp_path / "here") == []
+
+
+@pytest.mark.parametrize("place", [Place(2), Place(2, data=2, zero=3)], ids=str)
+def test_pieces_on_a_disk_are_saved_and_loaded(tmp_path, place):
+    places = fds.offload(*[fds.disk(tmp_path)] * 4)
+
+    def body():
+        fds.save(tmp_path / "memory", *reversed(trained(place)), "a")
+        step, state = trained(place, places)
+        fds.save(tmp_path / "disk", state, step, "a")
+        again, _ = fds.load(tmp_path / "memory", step, model(None).init)
+        assert_same_bits(tree.paths(again), tree.paths(state))
+
+    fds.simulate(body, place.ranks)
+    assert storage.differences(tmp_path / "memory", tmp_path / "disk") == []
 
 
 def test_ranks_that_claim_one_box_are_refused(tmp_path):

@@ -33,9 +33,9 @@ PLACES = [
 OPTIMIZERS = {"lamb": lambda: fds.lamb(LR, eps=EPS), "adamw": lambda: fds.adamw(LR, eps=EPS)}
 
 
-def trained(place: Place, optimizer: str) -> dict[str, Any]:
+def trained(place: Place, optimizer: str, *more: Any) -> dict[str, Any]:
     """Return what a rank computes: metrics of every call, an evaluation, and whole parameters and averages."""
-    parts = [fds.clip_by_global_norm(0.5), fds.ema(0.9), fds.skip_nonfinite()]
+    parts = [fds.clip_by_global_norm(0.5), fds.ema(0.9), fds.skip_nonfinite(), *more]
     step = place.step(*parts, optimizer=OPTIMIZERS[optimizer]())
     state, found = step.init(model(None).init, key=3), {}
     for call in range(CALLS):
@@ -70,6 +70,16 @@ def test_split_pairs_are_the_plain_step(place, optimizer):
     for one in found:
         check_equal(one, optimizer)
         assert all(torch.equal(x, found[0][name]) for name, x in one.items() if name.startswith("params"))
+
+
+@pytest.mark.parametrize(
+    ("place", "optimizer"), [(Place(4), "lamb"), (Place(2, data=2, zero=2), "lamb"), (Place(2), "adamw")], ids=str
+)
+def test_pieces_that_live_on_a_disk_are_the_plain_step(place, optimizer, tmp_path):
+    disk = fds.disk(tmp_path, buffer_bytes=4096)
+    found = fds.simulate(lambda: trained(place, optimizer, fds.offload(disk, disk, disk, disk)), place.ranks)
+    for one in found:
+        check_equal(one, optimizer)
 
 
 def test_split_pairs_on_real_ranks_are_the_plain_step():

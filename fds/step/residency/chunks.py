@@ -17,6 +17,7 @@ from fds.step.residency.contract import Residency, broken, text_of
 from fds.step.residency.lives import AT_ONCE
 from fds.step.structure import Structure
 
+Chunk = list[tuple[int, int, int]]  # of slices, or pieces of them: index, first element, last element + 1
 CUT = 64  # elements: what vector instructions compute at once, or several times that
 
 
@@ -67,10 +68,20 @@ def chunks_of(residency: Residency, structure: Structure, optimizer: Optimizer) 
     Raises `ComposeError` where an element is missing, or there twice, or a slice is cut elsewhere than at multiples of
     64 elements.
     """
+    return _held(structure, _planned(residency, structure.largest, optimizer))
+
+
+def _held(structure: Structure, planned: list[Chunk]) -> list[list[Piece]]:
+    """Return what this rank holds of chunks that are planned for the ranks with the largest slices."""
+    sizes = [structure.shapes[i].numel() for i in structure.trained]
+    kept = [[x for x in chunk if x[1] < sizes[x[0]] or x[1] == 0] for chunk in planned]
+    return [[Piece.of(structure, i, start, min(end, sizes[i])) for i, start, end in chunk] for chunk in kept if chunk]
+
+
+def _planned(residency: Residency, structure: Structure, optimizer: Optimizer) -> list[Chunk]:
     sizes = [structure.shapes[i].numel() for i in structure.trained]
     if not is_separate(optimizer):
-        everything = [Piece.of(structure, i, 0, n) for i, n in enumerate(sizes)]
-        return [everything] if everything else []
+        return [[(i, 0, n) for i, n in enumerate(sizes)]] if sizes else []
     found = residency.chunks(structure)
     try:
         chunks = [[_piece_of(x, sizes) for x in chunk] for chunk in found]
@@ -89,10 +100,10 @@ def chunks_of(residency: Residency, structure: Structure, optimizer: Optimizer) 
         [(i, 0, sizes[i]) if whole[i] else (i, start, end) for i, start, end in chunk if not (whole[i] and start)]
         for chunk in chunks
     ]
-    return [[Piece.of(structure, *x) for x in chunk] for chunk in kept if chunk]
+    return [chunk for chunk in kept if chunk]
 
 
-def _covers(chunks: list[list[tuple[int, int, int]]], sizes: list[int]) -> bool:
+def _covers(chunks: list[Chunk], sizes: list[int]) -> bool:
     """Say whether every element of slices of these sizes is visited once, those of a slice in a row."""
     ends: dict[int, int] = {}
     for index, start, end in (x for chunk in chunks for x in chunk):
@@ -117,14 +128,14 @@ def agreed_chunks(
     residency: Residency, structure: Structure, optimizer: Optimizer, everyone: Axis | None, place: int
 ) -> list[list[Piece]]:
     """Return the chunks, alike on all ranks at the same `place`. Raises `ComposeError` on all ranks of `everyone`."""
-    mine, failed = [], None
+    mine, failed = list[Chunk](), None
     try:
-        mine = chunks_of(residency, structure, optimizer)
+        mine = _planned(residency, structure.largest, optimizer)
     except Exception as error:
         failed = error
     replies = []
     if everyone is not None and residency.kinds:
-        pieces = [[[x.index, x.start, x.end] for x in chunk] for chunk in mine]
+        pieces = [[[*x] for x in chunk] for chunk in mine]
         replies = everyone.exchange([place, pieces, None if failed is None else str(failed)], "step")
     if failed is not None:
         raise failed
@@ -137,7 +148,7 @@ def agreed_chunks(
                 got=error or str(theirs)[:200],
                 want=str(first.get(at, "chunks"))[:200],
             )
-    return mine
+    return _held(structure, mine)
 
 
 def is_separate(optimizer: Optimizer) -> bool:
