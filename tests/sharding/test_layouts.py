@@ -228,6 +228,17 @@ def test_leaves_of_one_kind_lie_alike_whatever_else_a_rank_has(shared, others, r
     assert lie(alone) == lie(among)
 
 
+@given(leaves(), st.integers(1, 4), st.none() | st.integers(1, 4000), st.randoms())
+def test_ranks_with_smaller_pieces_put_the_same_leaves_together(found, ranks, size, random):
+    smaller = [attrs.evolve(x, shape=(random.randint(0, x.numel),), most=x.numel) for x in found]
+    large, small = (plan(x, None, num_ranks=ranks, bucket_bytes=size) for x in (found, smaller))
+    for one, other in zip(large.buckets, small.buckets, strict=True):
+        assert [leaf.name for leaf in one.leaves] == [leaf.name for leaf in other.leaves]
+        assert one.length == one.bound == other.bound >= other.length
+        if one.leaves[0].whole:
+            assert one.offsets == other.offsets  # so that the same rank has them
+
+
 def test_parameters_that_must_be_whole_are_spread_over_the_ranks():
     whole = [Leaf(f"{i}.weight", (8, 8), torch.float32, whole=True) for i in range(4)]
     (bucket,) = plan(whole, None, num_ranks=2, bucket_bytes=2**20).buckets

@@ -4,6 +4,22 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "chunks-of-own-sizes",
+        "fds/step/residency/chunks.py",
+        "mine = _planned(residency, structure.largest, optimizer)",
+        "mine = _planned(residency, structure, optimizer)",
+        "ranks with pieces of other sizes visit slices in other chunks",
+        "tests/tensor_axis/test_training.py -k disk",
+    ),
+    Mutant(
+        "buckets-of-own-sizes",
+        "fds/layout.py",
+        "return sum(_aligned(leaf.bound) * leaf.dtype.itemsize for leaf in leaves)",
+        "return sum(_aligned(leaf.numel) * leaf.dtype.itemsize for leaf in leaves)",
+        "ranks with pieces of other sizes put other leaves together, and norms are summed in another order",
+        "tests/sharding/test_layouts.py",
+    ),
+    Mutant(
         "split-sparse-first-rows",
         "fds/step/batch.py",
         "x.narrow_copy(0, start, size)",

@@ -140,6 +140,22 @@ MUTANTS = (
         "tests/storage/test_sharing.py",
     ),
     Mutant(
+        "boxes-start-at-the-piece",
+        "fds/storage/format/boxes.py",
+        "at = sum(numel(both) for _, one in before if (both := common(one, inside)) is not None)",
+        "at = 0",
+        "a slice of a piece of several parts is written to the beginning of each part",
+        "tests/storage/test_boxes.py tests/tensor_axis/test_saves.py",
+    ),
+    Mutant(
+        "strided-parts-not-put-back",
+        "fds/storage/loading.py",
+        "        x.copy_(read.view(x.shape))\n",
+        "",
+        "what is read of a part along a later dim never reaches the piece",
+        "tests/tensor_axis/test_saves.py",
+    ),
+    Mutant(
         "second-place-writes",
         "fds/storage/ranks/sharing.py",
         "part.term is None and union.first[name] == ranks.place]",
