@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "check-ranks-forgets-where-a-slice-begins",
         "fds/debugging/_check_ranks.py",
-        "unraveled(part.start + i, tuple(shape))",
-        "unraveled(i, tuple(shape))",
+        "unraveled(part.start + i, held(ranges))",
+        "unraveled(i, held(ranges))",
         "the index is that in the slice of the rank",
         f"{_RANKS} -k replicas",
     ),

@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         "slices-cut-rows",
         "fds/step/structure.py",
-        "trained, kind, whole, unit))",
-        "trained, kind, whole, 1))",
+        "trained, kind, whole, unit, most))",
+        "trained, kind, whole, 1, most))",
         "an embedding is never sent by rows",
         ROWS,
     ),
