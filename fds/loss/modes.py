@@ -27,6 +27,7 @@ class Mode:
     busy: list[Any] | None = attrs.field(default=None, eq=False)  # copies of modules that backward may run again
     modules: tuple[ModuleMap, ...] = ()  # what is done to every copy of a module before it runs
     lengths: dict[str, int] | None = attrs.field(default=None, eq=False)  # of a microbatch, noted by what these do
+    staged: bool = False  # ranks of a pipeline each run some of the layers
 
     def release(self) -> None:
         """Drop the parameters that copies of modules still hold; called after backward."""

@@ -348,7 +348,7 @@ class Stations:
             losses.Setting(
                 [random.seed(k, j, *part) if d else None for j, d in enumerate(draws)],
                 (call.device,),
-                attrs.evolve(mode, lengths={}) if self.modules else mode,
+                attrs.evolve(mode, lengths={}, staged=self.execute.together) if self.modules else mode,
                 () if evaluating else self.layer,
                 call.of(k),
             )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fds.nn.parallel.linear import Piece
-from fds.nn.parallel.region import Region, ranges
+from fds.nn.parallel.region import Region
 
 
 class PieceDropout(Piece, nn.Dropout):
@@ -39,26 +39,19 @@ def become_dropout(module: Any, region: Region, *, sequence: bool) -> None:
 
 def dropped(x: Tensor, p: float, region: Region, *, sequence: bool) -> Tensor:
     """Return dropout of an activation that is a piece, along its heads, features or sequence, or is whole."""
-    axis = region.axis
-    if region.inside:
-        dim = -3 if region.heads is not None and x.dim() == 4 else -1
-        whole = region.inside if dim == -1 else 0
-        if not whole or ranges(whole, axis)[axis.index][1] != x.shape[dim]:
-            whole = x.shape[dim] * axis.size
-    elif sequence:
-        dim, whole = region.dim, region.length(x.shape[region.dim])
-    else:
-        return F.dropout(x, p)
+    found = region.piece(x, sequence=sequence)
+    if found is None:
+        with torch._C.DisableTorchFunction():
+            return F.dropout(x, p)
+    dim, whole, own = found
     shape = [*x.shape]
     shape[dim] = whole
-    mask = F.dropout(_ones(x, shape), p)
-    if not region.inside:
-        padded = x.shape[dim] * axis.size - whole
-        mask = F.pad(mask, (*(0, 0) * (-dim - 1), 0, padded)) if padded else mask
-        first, count = axis.index * x.shape[dim], x.shape[dim]
-    else:
-        first, count = ranges(whole, axis)[axis.index]
-    return x * mask.narrow(dim, first, count)
+    with torch._C.DisableTorchFunction():  # private; `DrawsOfAll` would take the mask for a piece
+        mask = F.dropout(_ones(x, shape), p)
+    padded = max(first + n for first, n in own) - whole  # of the last parts of a sequence
+    mask = F.pad(mask, (*(0, 0) * (-dim - 1), 0, padded)) if padded > 0 else mask
+    pieces = [mask.narrow(dim, first, n) for first, n in own]
+    return x * (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim))
 
 
 def _ones(x: Tensor, shape: list[int]) -> Tensor:
@@ -86,7 +79,7 @@ class DrawsOfAll(TorchFunctionMode):
 
 
 def _dropout(region: Region, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return dropped(input, p, region, sequence=False) if training and p else input
+    return dropped(input, p, region, sequence=region.parted) if training and p else input
 
 
 def attention(
@@ -112,10 +105,15 @@ def attention(
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     before = region.inside, region.heads
-    region.inside, region.heads = region.inside or 1, []
+    region.inside, region.heads = region.inside or (1,), []
     weights = dropped(scores.softmax(-1), dropout_p, region, sequence=False)
     region.inside, region.heads = before
     return weights @ value
+
+
+def is_drawn_for_all(function: Any) -> bool:
+    """Say whether `DrawsOfAll` has another function in the place of this one."""
+    return function in _OTHERS
 
 
 _OTHERS: dict[Any, Callable[..., Tensor]] = {

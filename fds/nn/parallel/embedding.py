@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fds.nn.parallel.linear import Piece
-from fds.nn.parallel.region import ranges
+from fds.nn.parallel.region import joined_features, ranges
 
 
 class VocabEmbedding(Piece, nn.Embedding):
@@ -22,7 +22,7 @@ class VocabEmbedding(Piece, nn.Embedding):
         region = self.region
         if region is None:
             return super().forward(input)
-        first, count = ranges(self.whole, region.axis)[region.axis.index]
+        first, count = ranges(sum(self.cut), region.axis)[region.axis.index]
         local = input - first
         elsewhere = (local < 0) | (local >= count)
         padding = None if self.padding_idx is None else self.padding_idx - first
@@ -30,3 +30,17 @@ class VocabEmbedding(Piece, nn.Embedding):
         weight, ids = self.weight, local.masked_fill(elsewhere, 0)
         found = F.embedding(ids, weight, own, scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse)
         return region.leave(found.masked_fill(elsewhere[..., None], 0.0), sequence=self.sequence)
+
+
+class ColumnEmbedding(Piece, nn.Embedding):
+    """A copy of an embedding of which every rank has some of the features."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's features (..., features / ranks) of ids (...) int64, or all where they are gathered."""
+        region, y = self.region, super().forward(input)
+        assert region is not None
+        if self.gather:
+            return joined_features(y, region.axis, self.cut)
+        if region.heads is None:
+            region.inside_of(self.cut, y)
+        return y

@@ -29,7 +29,7 @@ class Piece:
     region: Region | None = None
     sequence: bool = False  # whether it is where activations are parts of sequences
     gather: bool = False  # whether what is computed in pieces is put together
-    whole: int = 0  # the length of what is cut
+    cut: tuple[int, ...] = ()  # the lengths of the parts of what is cut
     alone: bool = False  # whether no other layer beside it is given what it is given
 
 
@@ -108,8 +108,8 @@ def through_columns(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None
     else:
         y = F.linear(region.enter(x, sequence=layer.sequence), weight, bias)
     if layer.gather:
-        return joined_features(y, region.axis, layer.whole)
-    region.inside = layer.whole
+        return joined_features(y, region.axis, layer.cut)
+    region.inside_of(layer.cut, y)
     return y
 
 

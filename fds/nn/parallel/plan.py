@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fds.errors import ComposeError, did_you_mean, is_int
 from fds.nn.parallel.dropout import DrawsOfAll
-from fds.nn.parallel.embedding import VocabEmbedding
+from fds.nn.parallel.embedding import ColumnEmbedding, VocabEmbedding
 from fds.nn.parallel.linear import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear, lengths
 from fds.nn.parallel.multihead import PartAttention
 from fds.nn.parallel.region import Region
@@ -63,13 +63,11 @@ class Column(Part):
 
     def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
         """Make the copy a column."""
-        if type(module) is nn.Embedding:
-            return
-        weight: Any = module.weight
-        whole = weight.shape[_dim_of_outputs(module, "", "column")]
+        cut = self.dims(module, "")["weight"][1]
         gather = self.gather or (isinstance(module, ColumnLinear) and module.gather)
-        _become(module, ColumnConv1D if _is_conv1d(module) else ColumnLinear)
-        _join(module, region, sequence=sequence, gather=gather, whole=whole)
+        kind = ColumnConv1D if _is_conv1d(module) else ColumnLinear
+        _become(module, ColumnEmbedding if isinstance(module, nn.Embedding) else kind)
+        _join(module, region, sequence=sequence, gather=gather, cut=cut)
 
 
 @attrs.frozen
@@ -105,9 +103,9 @@ class Vocab(Part):
     def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
         """Make the copy an embedding of some rows, or a head of some columns."""
         if isinstance(module, nn.Embedding):
-            whole = module.weight.shape[0]
+            cut = (module.weight.shape[0],)
             _become(module, VocabEmbedding)
-            _join(module, region, sequence=sequence, whole=whole)
+            _join(module, region, sequence=sequence, cut=cut)
         else:
             Column(gather=self.gather).convert(module, region, sequence=sequence)
 
@@ -185,8 +183,7 @@ class Sequence(Part):
 
     def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
         """Cut what the copy is given along the sequence, and put together what it returns."""
-        if self.enters or self.leaves:
-            _wrap(module, functools.partial(_in_parts, region, self.enters, self.leaves))
+        _wrap(module, functools.partial(_in_parts, region, self.enters, self.leaves))
 
 
 def column(parts: int | tuple[int, ...] = 1, *, gather: bool = False) -> Column:
@@ -305,8 +302,8 @@ def _become(module: Any, kind: type[nn.Module]) -> None:
     module.__class__ = kind
 
 
-def _join(module: Any, region: Region, *, sequence: bool, gather: bool = False, whole: int = 0) -> None:
-    module.region, module.sequence, module.gather, module.whole = region, sequence, gather, whole
+def _join(module: Any, region: Region, *, sequence: bool, gather: bool = False, cut: tuple[int, ...] = ()) -> None:
+    module.region, module.sequence, module.gather, module.cut = region, sequence, gather, cut
 
 
 def _wrap(module: nn.Module, around: Callable[..., Any]) -> None:
@@ -330,7 +327,11 @@ def _in_parts(
 ) -> Any:
     if enters:
         args, kwargs = _of_first(region.cut, args, kwargs)
-    out = forward(*args, **kwargs)
+    before, region.parted = region.parted, True
+    try:
+        out = forward(*args, **kwargs)
+    finally:
+        region.parted = before
     return _first(region.joined, out) if leaves else out
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, MutableMapping
+from typing import Any
 
 import attrs
 import torch
@@ -24,17 +26,28 @@ class Region:
         axis: the ranks that compute together.
         chunks: into how many pieces messages are cut that travel beside products; 0 for none beside them.
         dim: of an activation, along which the sequence lies: -2 of (..., sequence, features).
-        inside: the whole width of the activation that is cut along its features now, 0 where it is not.
+        inside: the lengths of the parts of the activation that is cut along its features now; none where it is not.
+        lead: the shape of that activation, but for its features; () where it is not known.
         heads: what a module of attention that runs was given, else None: inside, tensors of four dims are cut along
             the third last.
+        before: what `inside` is where a call begins: what layers before it left.
+        parted: whether what runs now is given parts of sequences.
+        draws: whether the module draws in functions, so that calls of it run in `DrawsOfAll`; `drawing` while one does.
     """
 
     axis: Axis
     chunks: int = 0
     dim: int = -2
-    inside: int = 0
+    inside: tuple[int, ...] = ()
+    lead: tuple[int, ...] = ()
     heads: list[Tensor] | None = None
-    _given: tuple[Tensor, int, Tensor] | None = None  # the last input, its version, and as what it got in
+    before: tuple[int, ...] = ()
+    parted: bool = False
+    draws: bool = False
+    drawing: bool = False
+    _given: tuple[Tensor, int, bool, Tensor] | None = (
+        None  # the last input, its version, if recorded, as what it got in
+    )
     _lengths: dict[str, int] = attrs.field(factory=dict)  # outside of a step
 
     @property
@@ -48,7 +61,7 @@ class Region:
         entered = self._known(x)
         if entered is None:
             entered = self.gathered(x) if sequence else mappings.copied(x, self.axis)
-            self._given = x, x._version, entered
+            self._given = x, x._version, torch.is_grad_enabled(), entered
         return entered
 
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, sequence: bool) -> Tensor:
@@ -64,7 +77,7 @@ class Region:
         """Return the sum of the ranks' products, beside its message where that is cut; see `leave`."""
         if not self.chunks:
             return self.leave(F.linear(x, weight), sequence=sequence)
-        self._given, self.inside = None, 0
+        self._given, self.inside = None, ()
         if not sequence:
             return overlapped.linear_summed(x, weight, self.axis, self.chunks)
         self.lengths.setdefault("sequence", x.shape[self.dim])
@@ -77,8 +90,8 @@ class Region:
         Raises `LossError` for what attention made of what it was given.
         """
         if self._given is not None:
-            given, version, entered = self._given
-            if x is entered or (x is given and version == x._version):
+            given, version, then, entered = self._given
+            if x is entered or (x is given and version == x._version and then == torch.is_grad_enabled()):
                 return entered
         if self.heads is not None and not any(x is one for one in self.heads):
             raise LossError(
@@ -90,9 +103,24 @@ class Region:
             )
         return None
 
+    def inside_of(self, parts: tuple[int, ...], y: Tensor) -> None:
+        """Note that an activation is this rank's pieces of these parts of features from now on."""
+        if self.draws and not self.drawing:
+            raise LossError(
+                "torch.utils.checkpoint runs functions again that draw, and they would not draw what they drew",
+                where=f"tensor_parallel over {self.axis.name!r}",
+                got="F.dropout, or dropout in attention, in a function that is checkpointed",
+                want="nn.Dropout, or fds.checkpoint_activations()",
+            )
+        self.inside, self.lead = parts, y.shape[:-1]
+        if (
+            not torch.compiler.is_compiling() and y.grad_fn is not None
+        ):  # torch.utils.checkpoint stops half way in here: what it runs next begins anew
+            y.grad_fn.register_prehook(self._after_backward)
+
     def leave(self, x: Tensor, *, sequence: bool, dim: int | None = None) -> Tensor:
         """Return the sum of the ranks' terms: whole, or this rank's part of the sequence, which lies along `dim`."""
-        self._given, self.inside = None, 0
+        self._given, self.inside = None, ()
         if not sequence:
             return mappings.summed(x, self.axis)
         dim = self.dim if dim is None else dim
@@ -100,8 +128,35 @@ class Region:
         return reduce_scatter(self._padded(x, dim), self.axis, dim)
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return this rank's part of a sequence that all have whole; one that does not divide is padded with zeros."""
-        self.lengths["sequence"] = x.shape[self.dim]
+        """Return this rank's part of a sequence that all have whole; one that does not divide is padded with zeros.
+
+        Raises `LossError` for what is no activation, and for lengths that cannot be told apart where they are padded.
+        """
+        if not x.is_floating_point() or x.dim() < -self.dim:
+            raise LossError(
+                "a block in parts of sequences is given something else than an activation",
+                where=f"tensor_parallel over {self.axis.name!r}",
+                got=f"{x.dtype} of shape {tuple(x.shape)}",
+                want="(..., sequence, features), floating",
+                hint="the blocks are 'sequence', not what begins with an embedding of ids",
+            )
+        length, size = x.shape[self.dim], self.axis.size
+        known = self.lengths.setdefault("sequence", length)
+        if length != known and (length % size or known % size):
+            raise LossError(
+                "sequences of several lengths are cut in one microbatch, and not all divide",
+                where=f"tensor_parallel over {self.axis.name!r}, {size} ranks",
+                got=f"{known} and {length}",
+                want=f"multiples of {size}",
+            )
+        if length % size and current_mode().staged:
+            raise LossError(
+                "the ranks do not divide a sequence, whose length other stages of the pipeline do not know",
+                where=f"tensor_parallel over {self.axis.name!r}, {size} ranks",
+                got=str(length),
+                want=f"a multiple of {size}",
+            )
+        self.lengths["sequence"] = length
         return mappings.cut(self._padded(x, self.dim), self.axis, self.dim)
 
     def joined(self, x: Tensor) -> Tensor:
@@ -118,9 +173,55 @@ class Region:
         known = self.lengths.get("sequence", whole)
         return known if whole - self.axis.size < known <= whole else whole
 
+    def piece(self, x: Tensor, *, sequence: bool) -> tuple[int, int, list[tuple[int, int]]] | None:
+        """Return the dim along which an activation is cut, its whole length, and first index and length of our ranges.
+
+        None for an activation that all ranks have whole. Raises `LossError` where that cannot be told.
+        """
+        size, index = self.axis.size, self.axis.index
+        if not self.inside:
+            return self._part(x) if sequence else None
+        if self.heads is not None and x.dim() == 4:
+            n = x.shape[-3]
+            return -3, n * size, [(index * n, n)]
+        own = [ranges(part, self.axis)[index] for part in self.inside]
+        wholes = {part for part, (_, n) in zip(self.inside, own, strict=True) if n == x.shape[-1]}
+        fits = not self.lead or self.lead == x.shape[:-1]
+        if fits and x.shape[-1] == sum(n for _, n in own):
+            starts = itertools.accumulate(self.inside, initial=0)
+            return -1, sum(self.inside), [(start + first, n) for start, (first, n) in zip(starts, own, strict=False)]
+        if fits and len(wholes) == 1:
+            whole = wholes.pop()
+            return -1, whole, [ranges(whole, self.axis)[index]]
+        held = sum(n for _, n in own)
+        raise LossError(
+            "dropout is given what it cannot know the whole of",
+            where=f"tensor_parallel over {self.axis.name!r}, {size} ranks",
+            got=f"shape {tuple(x.shape)}, made of pieces of features {self.inside}: {(*self.lead, held)}",
+            want="a piece of features; or heads (batch, heads, sequence, ...), in a module that the plan calls 'heads'",
+        )
+
+    def _part(self, x: Tensor) -> tuple[int, int, list[tuple[int, int]]] | None:
+        n = x.shape[self.dim] if x.dim() >= -self.dim else 0
+        known = self.lengths.get("sequence")
+        if known is not None and n != -(-known // self.axis.size):
+            if n == 1:
+                return None  # for all tokens alike
+            raise LossError(
+                "dropout is given what is not a part of the sequence",
+                where=f"tensor_parallel over {self.axis.name!r}, {self.axis.size} ranks",
+                got=f"shape {tuple(x.shape)}",
+                want=f"{-(-known // self.axis.size)} tokens of {known} along dim {self.dim}",
+            )
+        return self.dim, self.length(n), [(self.axis.index * n, n)]
+
     def reset(self) -> None:
         """Forget what a call before left behind."""
-        self._given, self.inside, self.heads = None, 0, None
+        self._given, self.inside, self.lead, self.heads = None, self.before, (), None
+        self._lengths.clear()
+
+    def _after_backward(self, grads: Any) -> None:
+        self._given, self.inside, self.lead = None, self.before, ()
 
     @contextlib.contextmanager
     def in_attention(self, given: list[Tensor]) -> Iterator[None]:
@@ -145,11 +246,15 @@ def ranges(length: int, axis: Axis) -> list[tuple[int, int]]:
     return [(i * each + min(i, more), each + (i < more)) for i in range(axis.size)]
 
 
-def joined_features(x: Tensor, axis: Axis, length: int) -> Tensor:
-    """Return the pieces of the last dim, `length` as a whole, one after another on every rank."""
-    sizes = [n for _, n in ranges(length, axis)]
-    if sizes[0] == sizes[-1]:
-        return mappings.joined(x, axis, -1)
-    whole = mappings.joined(F.pad(x, (0, sizes[0] - x.shape[-1])), axis, -1)
-    parts = whole.split(sizes[0], -1)
-    return torch.cat([part.narrow(-1, 0, n) for part, n in zip(parts, sizes, strict=True)], -1)
+def joined_features(x: Tensor, axis: Axis, parts: tuple[int, ...]) -> Tensor:
+    """Return the pieces of the last dim, which has parts of these lengths as a whole, in their order on every rank."""
+    sizes = [[n for _, n in ranges(part, axis)] for part in parts]
+    widths = [sum(of_parts) for of_parts in zip(*sizes, strict=True)]  # of the ranks; the first has the most
+    whole = mappings.joined(F.pad(x, (0, widths[0] - x.shape[-1])) if widths[-1] < widths[0] else x, axis, -1)
+    if len(parts) == 1 and widths[-1] == widths[0]:
+        return whole
+    pieces = [
+        piece.split([*of_parts, widths[0] - sum(of_parts)], -1)
+        for piece, of_parts in zip(whole.split(widths[0], -1), zip(*sizes, strict=True), strict=True)
+    ]
+    return torch.cat([piece[part] for part in range(len(parts)) for piece in pieces], -1)

@@ -15,8 +15,9 @@ from fds.loss import Found
 from fds.nn.parallel import auto, plan as plans
 from fds.nn.parallel.dropout import become_dropout
 from fds.nn.parallel.linear import Piece
-from fds.nn.parallel.plan import Column, Heads, Part, Sequence as Block, Whole
+from fds.nn.parallel.plan import Column, Heads, Part, Sequence as Block, Vocab, Whole
 from fds.nn.parallel.region import Region
+from fds.nn.parallel.watching import Calls, Known, Use, watch
 from fds.step import Replicated, SplitDim
 
 Lies = SplitDim | Replicated
@@ -30,9 +31,13 @@ class Resolved:
     parts: Mapping[str, Part]
     in_parts: frozenset[str]  # submodules that run where activations are parts of sequences
     lies: Mapping[str, Lies]  # by name in the tree of parameters
+    before: tuple[int, ...] = ()  # of layers: the parts of the features that the layer before ends in pieces of
+    after: tuple[int, ...] | None = None  # the same for this layer; None where nothing follows that might draw
+    known: dict[bool, Known] = attrs.field(factory=lambda: {False: Known(), True: Known()})  # in training, or not
 
     def convert(self, module: nn.Module, region: Region) -> None:
         """Have a copy of the module compute with pieces, in place."""
+        region.before = region.inside = self.before
         columns = Counter(path.rpartition(".")[0] for path, part in self.parts.items() if isinstance(part, Column))
         for path, one in submodules(module):
             part = self.parts.get(path)
@@ -45,6 +50,18 @@ class Resolved:
                 become_dropout(one, region, sequence=sequence)
             if isinstance(one, nn.TransformerEncoderLayer):
                 one.activation_relu_or_gelu = 0  # torch's fast path reads weights itself, and would take them for whole
+        modules = dict(submodules(module))
+        uses = list[Use]()
+        for path, name in self.found.paths.items():
+            owner, _, key = path.rpartition(".")
+            lies = self.lies[self.found.prefix + name]
+            how = lies.grads if isinstance(lies, Replicated) else "piece"
+            held = modules[owner]._parameters  # pyright: ignore[reportPrivateUsage]
+            uses.append(Use(held, key, self.found.prefix + name, how, owner in self.in_parts))
+        block = self.parts.get("")
+        parted = isinstance(block, Block) and not block.enters
+        known = self.known[any(one.training for one in modules.values())]
+        watch(module, Calls(region, known, uses, parted, self.after))
 
 
 def resolve(found: Sequence[Found], plan: str | Mapping[Any, Any], size: int, *, sequence: bool) -> list[Resolved]:
@@ -64,7 +81,7 @@ def resolve(found: Sequence[Found], plan: str | Mapping[Any, Any], size: int, *,
         _match(plan, names, chosen, sequence=sequence)
     resolved = [_resolved(one, chosen[one.number], size, sequence=sequence) for one in found]
     _check_agreement(resolved)
-    return resolved
+    return _following(resolved)
 
 
 def submodules(module: nn.Module, *, all_paths: bool = False) -> list[tuple[str, nn.Module]]:
@@ -172,6 +189,23 @@ def _resolved(found: Found, parts: dict[str, Part], size: int, *, sequence: bool
         if isinstance(lies[local], SplitDim) and not _knows(parts, owner):
             raise _tied(own[local], said[local], _joined(found.prefix, owner))
     return Resolved(found, parts, inside, {own[local]: how for local, how in lies.items()})
+
+
+def _following(resolved: list[Resolved]) -> list[Resolved]:
+    """Return the same, where they are layers with what each one's `inside` is before and after it."""
+    found, inside = list[Resolved](), ()
+    layers = sum(bool(one.found.prefix) for one in resolved)
+    for index, one in enumerate(resolved):
+        if not one.found.prefix:
+            found.append(one)
+            continue
+        own, before = one.parts.get(""), inside
+        if isinstance(own, Column | Vocab) and not isinstance(one.found.module, nn.Embedding) and not own.gather:
+            inside = own.dims(one.found.module, "")["weight"][1]
+        elif one.parts and not isinstance(own, Whole):
+            inside = ()
+        found.append(attrs.evolve(one, before=before, after=inside if index + 1 < layers else None))
+    return found
 
 
 def _knows(parts: Mapping[str, Part], owner: str) -> bool:

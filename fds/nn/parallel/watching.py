@@ -1,0 +1,165 @@
+"""How calls of a copy of a module run, whose parts compute with pieces: the first ones are watched.
+
+A first call shows what no plan says: functions that draw, which then draw for the whole in all later calls; and
+parameters that are used where their gradients would be wrong. Watching takes 1 us for every function of torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fds.errors import LossError
+from fds.nn.parallel.dropout import DrawsOfAll, is_drawn_for_all
+from fds.nn.parallel.region import Region
+
+_OURS, _TORCH = os.path.dirname(__file__), os.path.dirname(torch.__file__)
+_RANDOM = {  # functions that draw as many numbers as what they are given has elements
+    F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu, F.gumbel_softmax,
+    torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, torch.bernoulli, torch.rand_like,
+    torch.randn_like, torch.randint_like, torch.normal, torch.multinomial, torch.poisson, Tensor.bernoulli,
+    Tensor.bernoulli_, Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.random_,
+}  # fmt: skip
+
+
+@attrs.define(eq=False)
+class Known:
+    """What calls of the copies of a module have shown."""
+
+    watched: bool = False
+    draws: bool = False
+
+
+@attrs.frozen(eq=False)
+class Use:
+    """A parameter of a copy: where the copy holds it, its name, and how ranks hold it: "piece", "same" or "sum"."""
+
+    held: Mapping[str, Tensor | None]
+    key: str
+    name: str
+    lies: str
+    in_parts: bool
+
+
+@attrs.frozen(eq=False)
+class Calls:
+    """How a copy of a module runs."""
+
+    region: Region
+    known: Known
+    uses: list[Use]
+    parted: bool  # whether it is given parts of sequences
+    after: tuple[int, ...] | None  # what `inside` is where it ends, None for anything
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the copy; nothing of the call is left in the region."""
+        region, known = self.region, self.known
+        region.reset()
+        region.parted = self.parted
+        try:
+            if not known.watched and not torch.compiler.is_compiling():
+                with Watch(self):
+                    out = forward(*args, **kwargs)
+                known.watched = True
+            elif known.draws:
+                region.draws = region.drawing = True
+                with DrawsOfAll(region):
+                    out = forward(*args, **kwargs)
+            else:
+                out = forward(*args, **kwargs)
+            if self.after is not None and region.inside != self.after:
+                raise LossError(
+                    "a layer ends with a piece of features, and the next one does not know it",
+                    where=f"tensor_parallel over {region.axis.name!r}",
+                    got=f"pieces of {region.inside}",
+                    want="a column and its row in one layer, or each a layer by itself",
+                )
+            return out
+        finally:
+            region.drawing = False
+            region.reset()
+
+
+class Watch(DrawsOfAll):
+    """Draw for the whole, and look at what every function of torch is given."""
+
+    def __init__(self, calls: Calls):
+        super().__init__(calls.region)
+        self.known = calls.known
+        self.uses = {id(x): use for use in calls.uses if (x := use.held.get(use.key)) is not None}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if is_drawn_for_all(func):
+            self.known.draws = self.region.draws = self.region.drawing = True
+        given = [*args, *(kwargs or {}).values()]
+        if func in _RANDOM:
+            self._check_whole(func, next((x for x in given if isinstance(x, Tensor)), None))
+        for x in given:
+            use = self.uses.get(id(x))
+            if use is not None and getattr(func, "__name__", "") != "__get__":
+                self._check_use(use, func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _check_whole(self, func: Any, x: Tensor | None) -> None:
+        region = self.region
+        with torch._C.DisableTorchFunction():  # private; as in `DrawsOfAll`
+            if x is None or region.piece(x, sequence=region.parted) is None:
+                return
+            raise LossError(
+                "a function draws for a piece of an activation, and would draw something else than one rank",
+                where=f"tensor_parallel over {region.axis.name!r}",
+                got=f"{getattr(func, '__name__', func)} of shape {tuple(x.shape)}",
+                want="nn.Dropout, F.dropout, or dropout_p of F.scaled_dot_product_attention",
+            )
+
+    def _check_use(self, use: Use, func: Any) -> None:
+        region = self.region
+        if use.lies == "piece":
+            if not _is_ours():
+                raise LossError(
+                    "a function is given a parameter of which every rank has a piece, and takes it for the whole",
+                    where=f"tensor_parallel: {use.name}",
+                    got=getattr(func, "__name__", str(func)),
+                    want="the module that holds it, called",
+                    hint="or leave it out of the plan",
+                )
+        elif use.lies == "same" and region.inside:
+            raise LossError(
+                "a parameter is used beside pieces of features, and its gradient would be that of one rank's pieces",
+                where=f"tensor_parallel: {use.name}",
+                got="gradients that the plan takes to be the same on all ranks",
+                want="fds.nn.replicated(grads='sum') for the module that holds it",
+                hint="or, if it is for what all ranks have whole, use it before the column",
+            )
+        elif use.lies == "sum" and not region.inside and not region.parted and not use.in_parts:
+            raise LossError(
+                "a parameter is used for what all ranks have whole, and its gradient would be counted by each",
+                where=f"tensor_parallel: {use.name}",
+                got="replicated(grads='sum')",
+                want="replicated(), or no entry in the plan",
+            )
+
+
+def watch(module: nn.Module, calls: Calls) -> None:
+    """Have a copy of a module run so."""
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return calls(forward, *args, **kwargs)
+
+    module.forward = run
+
+
+def _is_ours() -> bool:
+    """Say whether a function of torch is called by a layer of this folder."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_OURS)
