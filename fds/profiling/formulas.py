@@ -32,8 +32,7 @@ def _flash_backward(dout: Shape, q: Shape, k: Shape, v: Shape, *_: Any, **__: An
 
 
 def _linear_cross_entropy(
-    hidden: Shape, weight: Shape, targets: Any, bias: Any, smoothing: Any, z: Any, ignored: Any, chunk: Any,
-    wants: Sequence[bool], *_: Any, **__: Any,
+    hidden: Shape, weight: Shape, targets: Any, bias: Any, wants: Sequence[bool], *_: Any, **__: Any
 ) -> int:  # fmt: skip
     """Logits, and what is wanted of the gradients of hidden and of weight, which forward computes."""
     return 2 * hidden[0] * hidden[1] * weight[0] * (1 + wants[0] + wants[1])

@@ -31,7 +31,7 @@ CALLS = {
     "cross_entropy_backward": (LOSS, X, TARGETS, random(4, 2), 0.1, 0.1, -100),
     "flash_attention": (HEADS, HEADS, HEADS, None, None, SEED, True, 0.25, 0.5, 0),
     "flash_attention_backward": (HEADS, HEADS, HEADS, HEADS, None, None, None, HEADS, LSE, True, 0.25, 0.0, 0),
-    "linear_cross_entropy": (X, X, TARGETS % 4, None, 0.0, 0.0, -100, 2, [True, True, False], True),
+    "linear_cross_entropy": (X, X, TARGETS % 4, None, [True, True, False], 2, 0.0, 0.0, -100, True),
     "linear_cross_entropy_backward": (LOSS[0], X, X, X.new_empty(0)),
     "masked_softmax": (HEADS, None, 1.0, True, 0.5, SEED, 0),
     "masked_softmax_backward": (HEADS, HEADS, 1.0, 0.0, None, 0),
@@ -40,6 +40,8 @@ CALLS = {
     "rotary": (HEADS, ANGLES, ANGLES, False, False),
     "swiglu": (X, X),
     "swiglu_backward": (X, X, X),
+    "vocabulary_gradient": (X, TARGETS, random(2, 4), random(3, 4), True, 8),
+    "vocabulary_statistics": (X, TARGETS, True),
 }
 
 

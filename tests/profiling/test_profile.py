@@ -246,6 +246,7 @@ def test_every_operator_of_ours_has_a_formula_or_multiplies_no_matrices():
     )
     rows += " masked_softmax_backward swiglu swiglu_backward bias_gelu bias_gelu_and_derivative bias_gelu_multiply"
     rows += " bias_gelu_backward bias_dropout_add bias_dropout_add_backward rotary"
+    rows += " vocabulary_statistics vocabulary_gradient"
     assert names == products | set(rows.split())
     kernels.flash_attention, kernels.linear_cross_entropy  # noqa: B018  (defines the operators)
     assert all(formula(getattr(torch.ops.fds, name)) for name in products)
