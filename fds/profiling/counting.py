@@ -90,12 +90,11 @@ class Watching(TorchDispatchMode):
 
     def place(self) -> tuple[str, Phase]:
         """Return the module and the phase of what runs now."""
+        # a loss runs, and is run again, inside of a module or a layer, or where torch saves what it needs of it
+        inside = self.modules.running or mode_of_loss().busy is not None or _saving(True) is not None
         if _graph_task() == -1:
-            inside = self.modules.running or mode_of_loss().busy is not None
             return self.modules.current, "forward" if inside else "update"
-        # what is run again runs inside of a module or a layer, or where torch saves what it needs of it
-        again = self.modules.running or mode_of_loss().busy is not None or _saving(True) is not None
-        return (self.modules.current, "recomputation") if again else (self.modules.reversed(), "backward")
+        return (self.modules.current, "recomputation") if inside else (self.modules.reversed(), "backward")
 
 
 class Counting(Watching):

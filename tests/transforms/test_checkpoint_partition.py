@@ -57,6 +57,46 @@ def real(cut):
     return trained(Place(2), cut=cut)
 
 
+def encoders(number):
+    layers = [nn.TransformerEncoderLayer(16, 4, 32, dropout=0.2, batch_first=True) for _ in range(number)]
+    return fds.Layers([nn.Linear(16, 16), *layers], lambda out, y: (out - y).square().mean())
+
+
+ENCODED = tuple(torch.randn(2, 8, 6, 16, generator=torch.Generator().manual_seed(1)))
+
+
+def test_slices_change_no_bit_under_tensor_parallel_and_dropout():
+    loss = encoders(2)
+
+    def body(cut):
+        mesh = fds.mesh(dp=2, tp=2)
+        step = fds.compose(
+            fds.accumulate(2),
+            fds.shard_optimizer(mesh["dp"], stage=3),
+            fds.tensor_parallel(mesh["tp"]),
+            fds.checkpoint_activations(partition=mesh["tp"] if cut else None),
+            fds.adamw(1e-2),
+        )(loss)
+        mine = tuple(x.chunk(2)[mesh["dp"].index] for x in ENCODED)
+        state, metrics = step(step.init(loss.init, key=3), mine)
+        return step.params(state), metrics
+
+    assert_same_bits(fds.simulate(lambda: body(True), 4), fds.simulate(lambda: body(False), 4))
+
+
+def test_nothing_of_tensor_parallel_layers_holds_the_whole_beside_a_slice():
+    batch = torch.ones(16, 64, 16), torch.zeros(16, 64, 16)
+
+    def body(number):
+        axis, loss = fds.mesh(tp=-1)["tp"], encoders(number)
+        recompute = fds.checkpoint_activations(partition=axis)
+        step = fds.compose(fds.tensor_parallel(axis), recompute, fds.sgd(0.1))(loss)
+        return fds.profile_memory(step, step.init(loss.init, key=3), batch).measured["forward"]
+
+    few, many = (fds.simulate(lambda number=number: body(number), 2)[0] for number in (2, 4))
+    assert many - few == 2 * batch[0].nbytes // 2
+
+
 class Noisy(nn.Module):
     """Shapes that no number of ranks divides, views, a mask that is no floating tensor, dropout."""
 
@@ -121,6 +161,17 @@ def test_a_rank_holds_its_share_of_each_input(size):
         assert abs(many - few - 12 * share) <= SMALL
         assert stored == 19 * share
         assert many <= 19 * share + 7 * ACTIVATION + SMALL  # two whole ones, and one layer's own
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_profile_finds_slices_in_forward_as_its_dry_run_does(blocks):
+    def body():
+        recompute = fds.checkpoint_activations(partition=fds.mesh(tp=-1)["tp"], contiguous=blocks)
+        return fds.profile_memory(*deep(8, recompute))
+
+    for found in fds.simulate(body, 2):
+        assert found.peak == found.predicted.dry_run
+        assert found.measured["forward"] == 7 * ACTIVATION // 2 + 4  # and the loss
 
 
 def peaks_alone():
