@@ -14,9 +14,9 @@ MUTANTS = (
     Mutant(
         "profile-takes-recomputation-for-backward",
         "fds/profiling/counting.py",
-        "again = self.modules.running or mode_of_loss().busy is not None or _saving(True) is not None",
-        "again = bool(self.modules.running)",
-        "what is run again outside of modules counts as backward",
+        "inside = self.modules.running or mode_of_loss().busy is not None or _saving(True) is not None",
+        "inside = bool(self.modules.running)",
+        "what runs outside of modules counts as backward",
         "tests/profiling/test_profile.py",
     ),
     Mutant(
