@@ -16,7 +16,7 @@ from fds.config.field import EDITIONS
 from fds.config.schema import schema
 from fds.config.table import table
 from fds.config.training import TrainingConfig
-from fds.config.translate.composition import data_ranks
+from fds.config.translate.composition import axes_of, data_ranks
 from fds.config.unknown import Unknown
 from fds.errors import ConfigError, MeshError
 
@@ -61,7 +61,7 @@ def fill_explain(parser: Parser) -> None:
         type=_mesh,
         default={},
         metavar="AXES",
-        help="sizes of the axes: pp=2,dp=4; dp takes the remaining ranks",
+        help="sizes of the axes: pp=2,dp=4; dp takes the remaining ranks (default: what the file says of them)",
     )
     parser.add_argument("--parameters", type=count, metavar="P", help="parameters of the model, to show bytes: 7e9")
     parser.add_argument(
@@ -134,9 +134,10 @@ def in_options(hint: str) -> str:
 
 def _explained(options: Options) -> str:
     config = TrainingConfig.of(options.config, defaults=options.defaults, unknown=options.unknown)
-    axes = _axes(options.mesh, options.world_size)
-    if options.auto:
-        config = config.resolve(world_size=data_ranks(axes), auto=dict(options.auto))
+    auto, sizes, world_size = dict(options.auto), options.mesh, options.world_size
+    axes = _axes(sizes, world_size) if sizes else axes_of(config.filled(auto), world_size or 1)
+    if auto:
+        config = config.resolve(world_size=data_ranks(axes), auto=auto)
     found = explanation(config, axes, options.parameters)
     return json.dumps(found.to_dict(), indent=2) if options.json else str(found)
 

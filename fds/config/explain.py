@@ -62,7 +62,7 @@ class Explanation:
     reasons: dict[str, str]
 
     def __str__(self) -> str:
-        of_stage = " of its stage" * (self.axes.get("pp", 1) > 1)
+        of_stage = " of its stage" * (self.axes.get("pp", 1) > 1) + " of its pieces" * (self.axes.get("tp", 1) > 1)
         given = lambda values: (f"{path} = {_json(value)}" for path, value in values.items())
         because = lambda values: (f"{path} = {_json(value)}: {self.reasons[path]}" for path, value in values.items())
         unsupported = (f"{path}: {feature}" for path, feature in self.unsupported.items())
@@ -96,7 +96,8 @@ class Explanation:
     def _batch(self) -> Iterator[str]:
         whole, rows, microbatches, ranks = (self.batch[name] for name in _BATCH)
         yield f"train_batch_size {whole} = {rows} rows x {microbatches} microbatches x {ranks} data ranks"
-        yield f"a rank passes {whole // ranks} rows to each call of the step"
+        of_rows = "its tokens of " * (self.axes.get("sp", 1) > 1)
+        yield f"a rank passes {of_rows}{whole // ranks} rows to each call of the step"
         if self.casts:
             yield (
                 "float32 leaves of the batch are cast, targets too: fds.precision(..., inputs=...) names those to cast"
@@ -109,7 +110,8 @@ class Explanation:
             yield f"{part.what}: {part.formula()}{numbers}"
 
     def _stage_parameters(self) -> int | None:
-        return None if self.num_parameters is None else self.num_parameters // self.axes.get("pp", 1)
+        own = self.axes.get("pp", 1) * self.axes.get("tp", 1)
+        return None if self.num_parameters is None else self.num_parameters // own
 
     def _defaults(self) -> Iterator[str]:
         source = "the documentation says" if self.edition == "0.19.6" else "0.19.6 has"
@@ -123,7 +125,7 @@ def explanation(config: Groups, axes: Mapping[str, int], num_parameters: int | N
     calls, resolved = compose_supported(config, axes)
     batch = resolved.batch
     sizes = (batch.train_batch_size, batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps)
-    defaults = dict(_defaults(resolved))
+    defaults = dict(_defaults(resolved, axes))
     other = "docs" if config.defaults == "0.19.6" else "0.19.6"
     elsewhere, not_applicable = _given_of(config, Elsewhere), _given_of(config, NotApplicable)
     given = lambda found: {path: value for path, (value, _) in found.items()}
@@ -173,21 +175,23 @@ def _section(title: str, lines: Iterable[str]) -> str:
     return "\n".join([f"# {title}", *(f"#   {line}" for line in lines), ""]) if lines else ""
 
 
-def _defaults(config: Groups) -> Iterator[tuple[str, tuple[Any, Key]]]:
+def _defaults(config: Groups, axes: Mapping[str, int]) -> Iterator[tuple[str, tuple[Any, Key]]]:
     """Yield defaults that affect the training, and their keys."""
     for path, value, key, given in config.walk():
         is_argument = isinstance(key.meaning, Argument) and not isinstance(value, Config)
-        if not given and is_argument and _has_effect(config, path, value):
+        if not given and is_argument and _has_effect(config, path, value, axes):
             yield path, (value, key)
 
 
-def _has_effect(config: Groups, path: str, value: Any) -> bool:
+def _has_effect(config: Groups, path: str, value: Any, axes: Mapping[str, int]) -> bool:
     """Return whether a default has an effect: its group is enabled, and the value does not switch it off."""
     group = path.rpartition(".")[0]
     if (value in (None, False, 0) and not group.endswith("params")) or path == "gradient_predivide_factor":
         return False
     if group in ("fp16", "bf16", "amp", "torch_autocast"):
         return bool(config[f"{group}.enabled"])
+    if path == "seq_parallel_communication_data_type":
+        return axes.get("sp", 1) > 1
     if path.startswith("zero_optimization.stage3_"):
         return config.zero_optimization.stage == 3 and path.endswith("param_persistence_threshold")
     return group in ("", "optimizer.params", "scheduler.params") and path != "scheduler"

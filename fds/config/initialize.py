@@ -16,7 +16,7 @@ from fds.config.agreement import resolve_on_all_ranks
 from fds.config.arguments import config_of
 from fds.config.model_loss import loss_and_params
 from fds.config.training import TrainingConfig
-from fds.config.translate.composition import calls, data_axes, embeddings_of
+from fds.config.translate.composition import axes_of, calls, data_ranks, embeddings_of
 from fds.config.unknown import Unknown
 from fds.data import DistributedLoader
 from fds.errors import ConfigError, DataError, MeshError
@@ -61,8 +61,9 @@ def initialize(
         schedule: f(t), t = updates applied before this one; replaces the JSON's scheduler.
         training_data: a map-style data set. The loader yields this rank's share of a batch for each call of the step.
         collate_fn: rows -> batch; default: torch's.
-        mesh: with an axis `dp`, and `pp` for a pipeline; default: all ranks as data ranks, at stage 3 in nodes of
-            `zero_hpz_partition_size`.
+        mesh: with an axis `dp`, and others as `TrainingConfig.transforms` reads them; default: of all ranks, with as
+            many along `tp` and `sp` as `autotp_size` and `sequence_parallel_size` say, `tp` named last, and the others
+            as data ranks, at stage 3 in nodes of `zero_hpz_partition_size`.
         auto: JSON path -> value of keys that are `"auto"`; see `TrainingConfig.resolve`.
         unknown: `"warn"` leaves out unknown keys of the JSON; see `TrainingConfig.of`.
         transforms: additional ones, for which there is no key: `fds.donate()`, `fds.ema(0.999)`.
@@ -73,15 +74,18 @@ def initialize(
     ranks = _mesh_of(mesh)
 
     def resolve() -> TrainingConfig:
-        resolved = _read(config_of(args, config), unknown).resolve(world_size=_data_axis(ranks).size, auto=auto)
+        read = _read(config_of(args, config), unknown)
+        axes = axes_of(read.filled(auto or {}), ranks.size) if mesh is None else ranks.shape
+        resolved = read.resolve(world_size=data_ranks(axes), auto=auto)
         _check_given_once(resolved, optimizer, schedule)
         return resolved
 
     config = resolve_on_all_ranks(ranks, resolve, key)
-    mesh = make_mesh(**data_axes(config, ranks.size)) if mesh is None else ranks
+    mesh = make_mesh(**axes_of(config, ranks.size)) if mesh is None else ranks
     schedule = config.schedule() if schedule is None else schedule
     loss_fn, params = loss_and_params(model, loss)
     step = compose(*_frozen(model), *transforms, *_transforms(config, mesh, model, optimizer, schedule))(loss_fn)
+    _check_tensor_axis(step, mesh)
     loader = None if training_data is None else _loader(config, mesh, training_data, collate_fn, key)
     state = step.init(params, key=key)
     config.dump_state(state, step)
@@ -106,6 +110,18 @@ def _mesh_of(mesh: Any) -> Mesh:
 
 def _data_axis(mesh: Mesh) -> Any:
     return mesh[tuple(name for name in ("replicate", "node", "dp") if name in mesh.shape or name == "dp")]
+
+
+def _check_tensor_axis(step: Step, mesh: Mesh) -> None:
+    """Raise `MeshError` for ranks that would all compute the same, since nothing divides the model over them."""
+    if mesh.shape.get("tp", 1) > 1 and not any(one.role == "tensor" for one in step.dimensions.entries):
+        raise MeshError(
+            "nothing divides the model over an axis of the mesh",
+            where="mesh, tensor_parallel.autotp_size",
+            got=f"tp={mesh.shape['tp']}, and no tensor_parallel",
+            want='"tensor_parallel": {"autotp_size": ...} in the JSON, or '
+            'transforms=[fds.tensor_parallel(mesh["tp"], {...})]',
+        )
 
 
 def _check_given_once(config: TrainingConfig, optimizer: Any, schedule: Any) -> None:

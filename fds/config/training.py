@@ -85,7 +85,8 @@ class TrainingConfig(Groups):
 
         Batch sizes and `"auto"` are resolved for the mesh: its axis `dp` has the data ranks, `pp` (optional) the stages
         of a pipeline, `replicate` (optional) the copies of the sharded state, `node` (optional) the nodes over which
-        that is sharded too: then `dp` are the ranks of one.
+        that is sharded too: then `dp` are the ranks of one. Ranks along `sp` (optional) pass parts of the same rows,
+        and slice state as data ranks do; those along `tp` (optional) share layers, as `autotp_size` says.
 
         Args:
             mesh: of all ranks.

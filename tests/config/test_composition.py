@@ -14,11 +14,14 @@ from fds.config.field import keys
 from fds.config.keys import optimizer, scheduler
 from fds.config.meaning import Argument
 from fds.config.record import Config, record_of
-from fds.config.translate.composition import calls
+from fds.config.translate.composition import axes_of, calls
 from fds.config.translate.function_call import FUNCTIONS, AxisOf, FunctionCall
 from fds.errors import ConfigError, MeshError, NotSupportedError
 
-DP2, PP2, TP2 = {"dp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}
+DP2, PP2, TP2, SP2 = {"dp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "sp": 2}
+TENSOR: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
+LAYERS, ROWS_OF = 'fds.tensor_parallel(mesh["tp"])', 'fds.shard_optimizer(mesh["dp", "sp"], stage={})'
+CONTEXT = 'fds.context_parallel(mesh["sp"])'
 PIPELINE = 'fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=1)'
 PARTITION = 'fds.checkpoint_activations({}partition=mesh["tp"])'
 CONTIGUOUS = {"contiguous_memory_optimization": True, "number_checkpoints": 4}
@@ -68,6 +71,8 @@ GRAD_SCALER = "fds.loss_scale(window=2000, hysteresis=1)"
 BRAIN = "fds.precision(torch.bfloat16, accumulate=torch.bfloat16)"
 HOST: dict[str, Any] = {"device": "cpu"}
 NVME: dict[str, Any] = {"device": "nvme", "nvme_path": "/local_nvme"}
+FINITE = "fds.skip_nonfinite()"
+OVERLAP = merged(TENSOR, {"tensor_parallel": {"tp_overlap_comm": True}})
 LATE = "fds.schedules.delayed(fds.schedules."
 STAGE_3 = 'fds.shard_optimizer(mesh["dp"], stage=3, persist_below=100001)'
 CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4}
@@ -98,6 +103,34 @@ ROWS: list[tuple[dict[str, Any], dict[str, int], list[str]]] = [
         ['fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=1)'],
     ),
     ({"pipeline": {"partition": "uniform"}}, {"pp": 1, "dp": 2}, []),
+    # ranks that share layers, and those that share rows, over which ZeRO slices too
+    (TENSOR, TP2, [LAYERS]),
+    (OVERLAP, TP2, ['fds.tensor_parallel(mesh["tp"], overlap=1)']),
+    ({"tensor_parallel": {"autotp_size": 1, "tp_overlap_comm": True, "partition_config": {}}}, TP2, []),
+    ({"tensor_parallel": {"autotp_size": 2, "preset_model": "llama", "tp": {"tp_size": 2}}}, TP2, [LAYERS]),
+    ({"train_micro_batch_size_per_gpu": 2} | TENSOR, TP2, ["fds.accumulate(2)", LAYERS]),
+    ({"train_micro_batch_size_per_gpu": 2}, SP2, ["fds.accumulate(2)", ROWS_OF.format(0), CONTEXT]),
+    ({"sequence_parallel_size": 2}, SP2, [ROWS_OF.format(0), CONTEXT]),
+    (zero(2, mics_shard_size=4) | TENSOR, SP2 | TP2, [ROWS_OF.format(2), CONTEXT, LAYERS]),
+    (zero(0) | {"prescale_gradients": True}, SP2, [ROWS_OF.format("0, predivide=4.0"), CONTEXT]),
+    (  # gradients in the dtype of the key for sequences, not in the one of the other
+        zero(1) | BF16 | {"communication_data_type": "fp16"},
+        SP2,
+        [ROWS_OF.replace(", stage={}", ""), CONTEXT, BRAIN.replace("16, ", "16, reduce=torch.float32, "), FINITE],
+    ),
+    (
+        zero(3, mics_shard_size=4, stage3_param_persistence_threshold=0),
+        SP2,
+        [ROWS_OF.format("3, persist_below=1"), CONTEXT],
+    ),
+    (
+        zero(3, zero_hpz_partition_size=4, stage3_param_persistence_threshold=0),
+        NODES | SP2,
+        [
+            'fds.shard_optimizer(mesh["node", "dp", "sp"], stage=3, persist_below=1, secondary=mesh["dp", "sp"])',
+            CONTEXT,
+        ],
+    ),
     # recomputation
     ({"pipeline": {"activation_checkpoint_interval": 1}}, DP2, ["fds.checkpoint_activations()"]),
     ({"pipeline": {"activation_checkpoint_interval": 3}}, DP2, ["fds.checkpoint_activations(every=3)"]),
@@ -522,6 +555,13 @@ def test_shards_that_the_mesh_does_not_have_are_refused(axes):
         (zero(3, zero_hpz_partition_size=2), {"dp": 4}, "zero_optimization.zero_hpz_partition_size"),
         (zero(3, zero_hpz_partition_size=4), NODES, "zero_optimization.zero_hpz_partition_size"),
         (zero(3, mics_shard_size=2), NODES, "zero_optimization.mics_shard_size"),
+        ({"sequence_parallel_size": 2}, DP2, "sequence_parallel_size"),
+        ({"sequence_parallel_size": 1}, SP2, "sequence_parallel_size"),
+        ({"data_parallel_size": 4}, SP2, "data_parallel_size"),
+        (zero(3, mics_shard_size=2), SP2, "zero_optimization.mics_shard_size"),
+        (zero(3, zero_hpz_partition_size=2), NODES | SP2, "zero_optimization.zero_hpz_partition_size"),
+        (TENSOR, DP2, "tensor_parallel.autotp_size"),
+        (TENSOR, {"dp": 2, "tp": 4}, "tensor_parallel.autotp_size"),
         ({"pipeline": {"stages": 4}}, DP2, "pipeline.stages"),
         ({"pipeline": {"stages": 4}}, {"pp": 2, "dp": 2}, "pipeline.stages"),
     ],
@@ -547,6 +587,40 @@ def test_what_is_no_mesh_is_refused(axes):
 def test_batches_that_do_not_divide_among_data_ranks_are_refused():
     with pytest.raises(ConfigError, match="do not multiply"):
         texts({"train_batch_size": 9})
+
+
+def test_rules_of_ones_own_for_layers_are_refused_where_layers_are_shared():
+    said = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [{"patterns": [".*"]}]}}}
+    with pytest.raises(NotSupportedError, match="takes as a plan") as e:
+        texts(said, TP2)
+    assert e.value.where == "tensor_parallel.partition_config"
+
+
+@pytest.mark.parametrize(
+    ("said", "num_ranks", "expected"),
+    [
+        ({}, 4, {"dp": 4}),
+        (TENSOR, 4, {"dp": 2, "tp": 2}),
+        (TENSOR, 2, {"dp": 1, "tp": 2}),
+        ({"sequence_parallel_size": 4}, 8, {"dp": 2, "sp": 4}),
+        (TENSOR | {"sequence_parallel_size": 2}, 8, {"dp": 2, "sp": 2, "tp": 2}),
+        (zero(3, zero_hpz_partition_size=2), 4, {"node": 2, "dp": 2}),
+        (zero(3, zero_hpz_partition_size=2) | TENSOR, 8, {"node": 2, "dp": 2, "tp": 2}),
+        (zero(3, zero_hpz_partition_size=4) | {"sequence_parallel_size": 2}, 8, {"node": 2, "dp": 2, "sp": 2}),
+        (zero(3, zero_hpz_partition_size=2) | {"sequence_parallel_size": 4}, 8, {"dp": 2, "sp": 4}),
+    ],
+    ids=str,
+)
+def test_a_json_says_the_axes_of_a_mesh_whose_neighbours_share_layers(said, num_ranks, expected):
+    found = axes_of(TrainingConfig.of(said), num_ranks)
+    assert list(found.items()) == list(expected.items())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 6])
+def test_ranks_that_cannot_share_layers_and_rows_are_told_so(num_ranks):
+    with pytest.raises(ConfigError, match="cannot be divided") as e:
+        axes_of(TrainingConfig.of(TENSOR | {"sequence_parallel_size": 2}), num_ranks)
+    assert e.value.where == "tensor_parallel.autotp_size, sequence_parallel_size"
 
 
 def test_optimizers_and_schedulers_that_are_not_there_are_refused_together():
@@ -614,6 +688,9 @@ for _name, (_, _, _cls) in KINDS.items():
     ARGUMENTS |= arguments_in(_cls, f"{_name}.params.")
 AGAIN = {"pipeline": {"activation_checkpoint_interval": 1}}
 MESHES = {
+    "seq_parallel_communication_data_type": SP2,
+    "tensor_parallel.autotp_size": TP2,
+    "tensor_parallel.tp_overlap_comm": TP2,
     "pipeline.partition": PP2,
     "zero_optimization.zero_hpz_partition_size": NODES,
     "activation_checkpointing.partition_activations": TP2,
@@ -626,6 +703,9 @@ ON: dict[str, tuple[dict[str, Any], Any, Any]] = {  # path -> where it counts, a
     "scheduler.type": (adam() | rate("WarmupLR"), "LRRangeTest", None),
     "scheduler.params": (adam() | rate("WarmupLR"), {"warmup_min_lr": 0.5}, None),
     "communication_data_type": (BF16, "fp16", torch.float16),
+    "seq_parallel_communication_data_type": (BF16, "fp16", torch.float16),
+    "tensor_parallel.autotp_size": ({}, 2, None),
+    "tensor_parallel.tp_overlap_comm": (TENSOR, True, 1),
     "prescale_gradients": ({}, True, 2.0),
     "gradient_predivide_factor": ({}, 4.0, 4.0),
     "sparse_gradients": ({}, True, {"embed.weight": FunctionCall("transports.rows")}),

@@ -312,7 +312,7 @@ REFUSED = {
     "a module without values": (ComposeError, "fds.recipe", {"config": JSON, "model": module().to("meta")}),
     "a loss of one argument": (ComposeError, "not a loss", {"config": JSON, "loss": lambda model: 0}),
     "a function as model": (ComposeError, "not a model", {"config": JSON, "model": loss}),
-    "a mesh without data ranks": (MeshError, "'dp'", {"config": JSON, "mesh": fds.mesh(x=1)}),
+    "a mesh without data ranks": (MeshError, '"dp"', {"config": JSON, "mesh": fds.mesh(x=1)}),
     "messages by way of nodes": (
         NotSupportedError,
         "zero_optimization.mics_hierarchical_params_gather",

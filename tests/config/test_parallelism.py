@@ -2,9 +2,7 @@
 
 import pytest
 
-from fds.config.field import keys
 from fds.config.keys.parallelism import ExpertParallelConfig, ParallelSizesConfig, TensorParallelConfig
-from fds.config.meaning import NotYet
 from fds.errors import ConfigError
 
 TENSORS = {
@@ -42,13 +40,9 @@ def test_a_whole_section_comes_back_as_it_went_in(record, example):
     assert record.from_dict(example).to_dict() == example
 
 
-@pytest.mark.parametrize(
-    ("record", "name", "nothing"),
-    [(TensorParallelConfig, "autotp_size", {0, 1}), (ParallelSizesConfig, "sequence_parallel_size", {None, 1})],
-)
-def test_one_rank_is_no_parallelism(record, name, nothing):
-    meaning = keys(record)[name][1].meaning
-    assert isinstance(meaning, NotYet) and set(meaning.nothing) == nothing
+@pytest.mark.parametrize(("size", "enabled"), [(0, False), (1, False), (2, True), ("auto", True)])
+def test_one_rank_is_no_parallelism(size, enabled):
+    assert TensorParallelConfig.from_dict({"autotp_size": size}).enabled is enabled
 
 
 def test_the_second_names_of_keys_are_taken_with_a_warning():
@@ -90,6 +84,7 @@ def test_a_wrong_key_or_value_is_refused_with_its_path(record, wrong, where):
     ("record", "changes", "where"),
     [
         (TensorParallelConfig, {**TENSORS, "autotp_size": 2}, "autotp_size, tp.tp_size"),
+        (TensorParallelConfig, {"tp": {"tp_size": 2}}, "autotp_size, tp.tp_size"),
         (ExpertParallelConfig, {**EXPERTS, "num_limited_groups": 9}, "num_limited_groups, num_expert_groups"),
     ],
 )

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from fds.config.field import key
-from fds.config.meaning import NotApplicable, NotYet, PartOf, argument
+from fds.config.meaning import NotApplicable, NotYet, argument
 from fds.config.record import Config
 
 Message = Literal["fp32", "fp16", "bf16"]
@@ -46,7 +46,9 @@ class CommunicationConfig(Config):
         argument("precision", name="reduce"),
     )
     seq_parallel_communication_data_type: Message = key(
-        "fp32", "dtype of messages between ranks that share a sequence", PartOf("sequence_parallel_size")
+        "fp32",
+        "dtype in which gradients are sent where ranks share a sequence, in place of the one above",
+        argument("precision", name="reduce", note="on a mesh with an axis sp"),
     )
     prescale_gradients: bool = key(
         False,

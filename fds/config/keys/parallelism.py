@@ -11,13 +11,15 @@ import attrs
 
 from fds.config.contradiction import check_order, contradiction
 from fds.config.field import AUTO, key
-from fds.config.meaning import Elsewhere, NotApplicable, NotYet, PartOf
+from fds.config.meaning import Elsewhere, NotApplicable, NotYet, PartOf, argument
 from fds.config.record import Config, within
 from fds.errors import ConfigError
 
 _TP = PartOf("autotp_size")
+_RULE = PartOf("partition_config")
 _OBJECT = NotApplicable("ranks are those of a mesh, whose axes are passed to transforms")
 _INFERENCE = NotApplicable("0.19.6 reads it for inference only")
+_OWN_RULES = NotYet("rules of one's own, which fds.tensor_parallel takes as a plan", nothing=(None,))
 
 
 @attrs.frozen
@@ -34,7 +36,7 @@ class ParallelSizesConfig(Config):
     sequence_parallel_size: int | None = key(
         None,
         "ranks that share the tokens of a row",
-        NotYet("sequence parallelism", nothing=(None, 1)),
+        Elsewhere("fds.mesh(sp=...)", "over that axis `fds.context_parallel`; a rank passes its tokens of every row"),
         unit="ranks",
         over=0,
     )
@@ -49,14 +51,8 @@ class ParallelSizesConfig(Config):
 class TensorParallelRanksConfig(Config):
     """`tp` of tensor parallelism."""
 
-    tp_size: int = key(
-        1,
-        "ranks that share a layer, as checked against `autotp_size`",
-        NotYet("tensor parallelism", nothing=(1,)),
-        unit="ranks",
-        over=0,
-    )
-    tp_grain_size: int = key(1, "slices of a layer are multiples of this", PartOf("tp_size"), unit="elements", over=0)
+    tp_size: int = key(1, "ranks that share a layer, as checked against `autotp_size`", _TP, unit="ranks", over=0)
+    tp_grain_size: int = key(1, "slices of a layer are multiples of this", _INFERENCE, unit="elements", over=0)
     mpu: Any = key(None, "object that knows the groups of ranks", _OBJECT)
     tp_group: Any = key(None, "group of the ranks that share a layer", _OBJECT)
 
@@ -65,29 +61,31 @@ class TensorParallelRanksConfig(Config):
 class TensorRuleConfig(Config):
     """One of `layer_specs`: how parameters with matching names are split."""
 
-    patterns: tuple[str, ...] = key((), "regular expressions for names of parameters", _TP)
+    patterns: tuple[str, ...] = key((), "regular expressions for names of parameters", _RULE)
     partition_type: Literal["column", "row", "skip"] = key(
-        "column", "share outputs, share inputs, or give each rank all", _TP
+        "column", "share outputs, share inputs, or give each rank all", _RULE
     )
-    shape: Any = key(None, "the parameter is viewed so first; -1 is inferred, a list in a list is of uneven parts", _TP)
-    partition_dim: int | None = key(None, "dim of that which is shared; null: 0 for column, 1 for row", _TP, low=0)
-    model_types: tuple[str, ...] | None = key(None, "architectures that the rule is for; null: all", _TP)
-    gather_output: bool = key(False, "give each rank all outputs", _TP)
-    grad_allreduce: bool = key(False, "sum gradients of what each rank has all of", _TP)
+    shape: Any = key(
+        None, "the parameter is viewed so first; -1 is inferred, a list in a list is of uneven parts", _RULE
+    )
+    partition_dim: int | None = key(None, "dim of that which is shared; null: 0 for column, 1 for row", _RULE, low=0)
+    model_types: tuple[str, ...] | None = key(None, "architectures that the rule is for; null: all", _RULE)
+    gather_output: bool = key(False, "give each rank all outputs", _RULE)
+    grad_allreduce: bool = key(False, "sum gradients of what each rank has all of", _RULE)
 
 
 @attrs.frozen
 class TensorPartitionConfig(Config):
     """`partition_config`: which dim of which parameter is split."""
 
-    use_default_specs: bool = key(True, "add these to the preset's rules, not replace them", _TP)
+    use_default_specs: bool = key(True, "add these to the preset's rules, not replace them", _RULE)
     layer_specs: tuple[dict[str, Any], ...] = key(
-        (), "rules, the first that matches a parameter counts; each has the keys of `TensorRuleConfig`", _TP
+        (), "rules, the first that matches a parameter counts; each has the keys of `TensorRuleConfig`", _RULE
     )
     tp_size: int = key(1, "nothing: `autotp_size` replaces it", NotApplicable("`autotp_size` replaces it"), over=0)
-    embedding_partition_dim: int = key(1, "dim of an embedding that is shared", _TP)
-    lm_head_patterns: tuple[str, ...] = key(("lm_head", "embed_out"), "names of the output layer", _TP)
-    strict_mode: bool = key(False, "refuse linear layers that no rule is for", _TP)
+    embedding_partition_dim: int = key(1, "dim of an embedding that is shared", _RULE)
+    lm_head_patterns: tuple[str, ...] = key(("lm_head", "embed_out"), "names of the output layer", _RULE)
+    strict_mode: bool = key(False, "refuse linear layers that no rule is for", _RULE)
 
     def check(self) -> None:
         """Raise `ConfigError` for an invalid rule."""
@@ -101,23 +99,38 @@ class TensorParallelConfig(Config):
     """`tensor_parallel`: layers are split by name."""
 
     autotp_size: int = key(
-        0, "ranks that share a layer", NotYet("tensor parallelism", nothing=(0, 1)), unit="ranks", low=0
+        0,
+        "ranks that share a layer; 0 and 1: none",
+        argument("tensor_parallel", note='over mesh["tp"], by the plan "auto"'),
+        unit="ranks",
+        low=0,
     )
-    tp_overlap_comm: bool = key(False, "send while computing", _TP)
+    tp_overlap_comm: bool = key(
+        False, "send while computing", argument("tensor_parallel", name="overlap", note="true is 1, the same bits")
+    )
     tp: TensorParallelRanksConfig = key(
         TensorParallelRanksConfig, "the ranks that share a layer", old=("tensor_parallel",)
     )
-    preset_model: str | None = key(None, "architecture whose rules are built in", _TP)
-    partition_config: TensorPartitionConfig | None = key(None, "rules of one's own", _TP)
+    preset_model: str | None = key(
+        None,
+        "architecture whose rules are built in",
+        NotApplicable("a plan follows from the modules themselves; those that are not known are refused"),
+    )
+    partition_config: TensorPartitionConfig | None = key(None, "rules of one's own", _OWN_RULES)
     dtype: Literal["torch.float16"] = key("torch.float16", "type of the sliced parameters", _INFERENCE)
     injection_policy_tuple: tuple[Any, ...] | None = key(None, "modules whose output is summed", _INFERENCE)
     keep_module_on_host: bool = key(False, "slice in the host's memory", _INFERENCE)
     kernel_inject: bool = key(False, "use inference kernels", _INFERENCE, old=("replace_with_kernel_inject",))
 
+    @property
+    def enabled(self) -> bool:
+        """Whether layers are split."""
+        return self.autotp_size == AUTO or self.autotp_size > 1
+
     def check(self) -> None:
         """Raise `ConfigError` for two sizes."""
         auto, size = self.autotp_size, self.tp.tp_size
-        if AUTO not in (auto, size) and auto > 1 and size > 1 and auto != size:
+        if AUTO not in (auto, size) and size > 1 and auto != size:
             raise contradiction(
                 self,
                 "a layer is shared by one number of ranks",

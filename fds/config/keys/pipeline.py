@@ -8,6 +8,8 @@ from fds.config.field import key
 from fds.config.meaning import NotApplicable, argument
 from fds.config.record import Config
 
+_OWN_NEIGHBOUR = NotApplicable("each rank of a tensor axis sends to its own neighbour")
+
 
 @attrs.frozen
 class PipelineConfig(Config):
@@ -28,12 +30,6 @@ class PipelineConfig(Config):
         argument("checkpoint_activations", name="every"),
         low=0,
     )
-    pipe_partitioned: bool = key(
-        True, "share messages between tensor-parallel ranks", NotApplicable("there is no tensor parallelism yet")
-    )
-    grad_partitioned: bool = key(
-        True,
-        "share gradients' messages between tensor-parallel ranks",
-        NotApplicable("there is no tensor parallelism yet"),
-    )
+    pipe_partitioned: bool = key(True, "share messages between tensor-parallel ranks", _OWN_NEIGHBOUR)
+    grad_partitioned: bool = key(True, "share gradients' messages between tensor-parallel ranks", _OWN_NEIGHBOUR)
     use_reentrant: bool = key(True, "how torch computes again", NotApplicable("never: it breaks torch.autograd.grad"))

@@ -21,7 +21,7 @@ from fds.errors import ConfigError, MeshError
 from fds.layout import MOST_BYTES
 
 _GRAD_SCALER = {"window": 2000, "hysteresis": 1}  # as in torch.amp.GradScaler and Apex, not DeepSpeed's fp16
-AXES = ("dp", "node", "replicate", "pp", "tp")  # of a mesh; ranks along pp and tp pass the same batch
+AXES = ("dp", "node", "replicate", "pp", "sp", "tp")  # of a mesh; rows differ along the first three
 EMBEDDINGS = "*embed*"  # a pattern where there is no module to read the names from
 
 
@@ -53,8 +53,10 @@ def compose_supported(
     optional = (
         _microbatches(config, axes),
         _sharding(config, axes, embeddings),
+        FunctionCall("context_parallel", (AxisOf("sp"),)) if axes.get("sp", 1) > 1 else None,
+        _tensor_parallel(config),
         _frozen_weights(config),
-        _precision(config),
+        _precision(config, axes),
         offload_call(config, low=compute_dtype(config) != torch.float32),
         _autocast(config),
         _recomputation(config, axes),
@@ -69,20 +71,25 @@ def compose_supported(
 
 def _check_sizes(config: Groups, axes: Mapping[str, int]) -> None:
     """Raise `ConfigError` for keys that contradict the sizes of the mesh."""
-    zero, slices = config.zero_optimization, axes["dp"] * axes.get("node", 1)
+    zero, in_node = config.zero_optimization, axes["dp"] * axes.get("sp", 1)
+    slices = in_node * axes.get("node", 1)
     shards, secondary = (zero.mics_shard_size, zero.zero_hpz_partition_size) if zero.stage == 3 else (0, 0)
+    tensor = config.tensor_parallel
     for key, size, of_mesh in (
         ("data_parallel_size", config.parallel_sizes.data_parallel_size, data_ranks(axes)),
+        ("sequence_parallel_size", config.parallel_sizes.sequence_parallel_size, axes.get("sp", 1)),
+        ("tensor_parallel.autotp_size", tensor.autotp_size if tensor.enabled else None, axes.get("tp", 1)),
         ("pipeline.stages", config.pipeline.stages, axes.get("pp", 1)),
         ("zero_optimization.mics_shard_size", max(shards, 0) or None, slices),
-        ("zero_optimization.zero_hpz_partition_size", min(secondary, slices) if secondary > 1 else None, axes["dp"]),
+        ("zero_optimization.zero_hpz_partition_size", min(secondary, slices) if secondary > 1 else None, in_node),
     ):
         if isinstance(size, int) and size != of_mesh:
             raise ConfigError(
                 "the mesh has another size",
                 where=key,
                 got=f"{size}, and the mesh has {of_mesh}",
-                want="fds.mesh(pp=stages, replicate=copies, node=nodes, dp=shards of a node)",
+                want="fds.mesh(pp=stages, replicate=copies, node=nodes, dp=shards of a node, sp=ranks that share rows, "
+                "tp=ranks that share layers)",
             )
 
 
@@ -100,11 +107,27 @@ def data_ranks(axes: Mapping[str, int]) -> int:
     return axes["dp"] * axes.get("node", 1) * axes.get("replicate", 1)
 
 
-def data_axes(config: Groups, ranks: int) -> dict[str, int]:
-    """Return the sizes of the axes of a mesh whose ranks are all data ranks: in nodes where hpZ says of how many."""
-    zero = config.zero_optimization
-    size = zero.zero_hpz_partition_size if zero.stage == 3 else 0
-    return {"node": ranks // size, "dp": size} if 1 < size < ranks and ranks % size == 0 else {"dp": ranks}
+def axes_of(config: Groups, ranks: int) -> dict[str, int]:
+    """Return the sizes of the axes of a mesh, as the configuration says it: neighbours share layers, then rows.
+
+    The other ranks are data ranks, in nodes where hpZ says of how many. Raises `ConfigError` for a number of ranks that
+    the sizes do not divide.
+    """
+    zero, tensor = config.zero_optimization, max(config.tensor_parallel.autotp_size, 1)
+    sequence = config.parallel_sizes.sequence_parallel_size or 1
+    if ranks % (tensor * sequence):
+        raise ConfigError(
+            "the ranks cannot be divided into those that share layers and rows",
+            where="tensor_parallel.autotp_size, sequence_parallel_size",
+            got=f"{tensor} and {sequence}, on {ranks} ranks",
+            want="sizes whose product divides the number of ranks",
+        )
+    slices = ranks // tensor
+    size = zero.zero_hpz_partition_size if zero.stage == 3 and zero.zero_hpz_partition_size % sequence == 0 else 0
+    in_nodes = 1 < size < slices and slices % size == 0
+    data = {"node": slices // size, "dp": size // sequence} if in_nodes else {"dp": slices // sequence}
+    shared = {"sp": sequence, "tp": tensor}
+    return data | {name: size for name, size in shared.items() if size > 1}
 
 
 def embeddings_of(model: nn.Module) -> list[str]:
@@ -131,16 +154,24 @@ def _sharding(config: Groups, axes: Mapping[str, int], embeddings: Sequence[str]
     communication, copies = config.communication, axes.get("replicate", 1) > 1
     rows = {name: FunctionCall("transports.rows") for name in embeddings} if _sends_rows(config) else {}
     factor = communication.gradient_predivide_factor
-    predivide = float(data_ranks(axes)) if communication.prescale_gradients else factor if factor != 1 else None
+    own, several = data_ranks(axes) * axes.get("sp", 1), axes.get("node", 1) > 1
+    predivide = float(own) if communication.prescale_gradients else factor if factor != 1 else None
+    in_node = "dp,sp" if axes.get("sp", 1) > 1 else "dp"
     return FunctionCall.of(
         "shard_optimizer",
-        AxisOf("node,dp") if axes.get("node", 1) > 1 else AxisOf("dp"),
+        AxisOf(f"node,{in_node}" if several else in_node),
         stage=zero.stage,
         replicate=AxisOf("replicate") if copies else None,
         **(_sizes(config) if zero.stage else {}),
         predivide=predivide,
-        **(_ways(config, nodes=axes.get("node", 1) > 1) if zero.stage == 3 else {"gradients": rows or None}),
+        **(_ways(config, in_node if several else None) if zero.stage == 3 else {"gradients": rows or None}),
     )
+
+
+def _tensor_parallel(config: Groups) -> FunctionCall | None:
+    asked = config.tensor_parallel
+    overlap = int(asked.tp_overlap_comm)
+    return FunctionCall.of("tensor_parallel", AxisOf("tp"), overlap=overlap) if asked.enabled else None
 
 
 def _sends_rows(config: Groups) -> bool:
@@ -148,18 +179,18 @@ def _sends_rows(config: Groups) -> bool:
     return config.communication.sparse_gradients and config.zero_optimization.stage < 2
 
 
-def _ways(config: Groups, *, nodes: bool) -> dict[str, Any]:
-    """Return how parameters and gradients travel at stage 3, inside nodes first where the mesh has several: ZeRO++."""
+def _ways(config: Groups, node: str | None) -> dict[str, Any]:
+    """Return how parameters and gradients travel at stage 3, inside a node first where the mesh has several: ZeRO++."""
     zero = config.zero_optimization
 
     def integers(bits: int) -> FunctionCall:
         way = FunctionCall("transports.quantized", (bits,))
-        return FunctionCall("transports.hierarchical", (way,)) if nodes else way
+        return way if node is None else FunctionCall("transports.hierarchical", (way,))
 
     return {
         "weights": integers(8) if zero.zero_quantized_weights else None,
         "gradients": integers(4) if zero.zero_quantized_gradients else None,
-        "secondary": AxisOf("dp") if nodes and zero.zero_hpz_partition_size > 1 else None,
+        "secondary": AxisOf(node) if node and zero.zero_hpz_partition_size > 1 else None,
     }
 
 
@@ -189,8 +220,9 @@ def _sizes(config: Groups) -> dict[str, int]:
     return out | {"persist_below": zero.stage3_param_persistence_threshold + 1}
 
 
-def _precision(config: Groups) -> FunctionCall | None:
-    compute, reduce_name = compute_dtype(config), config.communication.communication_data_type
+def _precision(config: Groups, axes: Mapping[str, int]) -> FunctionCall | None:
+    compute, sent = compute_dtype(config), config.communication
+    reduce_name = sent.seq_parallel_communication_data_type if axes.get("sp", 1) > 1 else sent.communication_data_type
     accumulate_name = config.data_types.grad_accum_dtype
     accumulate = compute if accumulate_name is None else DTYPES[accumulate_name]
     reduce = compute if reduce_name is None else DTYPES[reduce_name]

@@ -16,6 +16,7 @@ from fds.transforms.accumulate import accumulate
 from fds.transforms.autocast import autocast
 from fds.transforms.checkpoint_activations import checkpoint_activations
 from fds.transforms.clip_by_global_norm import clip_by_global_norm
+from fds.transforms.context_parallel import context_parallel
 from fds.transforms.loss_scale import loss_scale
 from fds.transforms.offload import offload
 from fds.transforms.pipeline import pipeline
@@ -25,6 +26,7 @@ from fds.transforms.quantize_frozen import quantize_frozen
 from fds.transforms.shard_optimizer import shard_optimizer
 from fds.transforms.skip_nonfinite import skip_nonfinite
 from fds.transforms.static_loss_scale import static_loss_scale
+from fds.transforms.tensor_parallel import tensor_parallel
 
 FUNCTIONS = {  # path below fds -> function; everything that a configuration may call or pass
     **{
@@ -34,6 +36,7 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
             autocast,
             checkpoint_activations,
             clip_by_global_norm,
+            context_parallel,
             disk,
             loss_scale,
             offload,
@@ -44,6 +47,7 @@ FUNCTIONS = {  # path below fds -> function; everything that a configuration may
             shard_optimizer,
             skip_nonfinite,
             static_loss_scale,
+            tensor_parallel,
             optim.adam,
             optim.adamw,
             optim.lamb,

@@ -23,7 +23,7 @@ class RankMemory:
 
     Attributes:
         what: the kind, in words.
-        per_parameter: bytes per parameter of the rank's pipeline stage.
+        per_parameter: bytes per parameter of the rank's pipeline stage, and of its pieces along a tensor axis.
         most: upper bound in bytes, or None.
     """
 
@@ -46,7 +46,8 @@ def rank_memory(config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[s
     by_path = {call.path: call for call in calls}
     shard, precision = by_path["shard_optimizer"], by_path.get("precision")
     stage, bucket = shard.argument("stage"), shard.argument("bucket_bytes") or MOST_BYTES
-    ranks = axes["dp"] * axes.get("node", 1)
+    in_node = axes["dp"] * axes.get("sp", 1)
+    ranks = in_node * axes.get("node", 1)
     num_shards = ranks if stage else 1
     compute = accumulated = reduced = 4  # bytes per element
     if precision is not None:
@@ -63,7 +64,7 @@ def rank_memory(config: Groups, calls: tuple[FunctionCall, ...], axes: Mapping[s
         live = (2 + shard.argument("prefetch")) * (bucket * compute // 4)
         out += [RankMemory("parameters that are whole at once, beside small ones", compute, live)]
         if shard.argument("secondary") is not None:
-            out += [RankMemory(f"second slices of parameters{_among(axes['dp'])}", compute / axes["dp"])]
+            out += [RankMemory(f"second slices of parameters{_among(in_node)}", compute / in_node)]
     reduces_slices = stage > 1 and not alone
     num_sums = ranks if reduces_slices else 1
     for place, share in _shares(by_path.get("offload"), "gradients").items():
