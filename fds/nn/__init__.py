@@ -2,6 +2,7 @@
 
 from fds.nn.bert_weights import from_bert
 from fds.nn.parallel.attention import attention
+from fds.nn.parallel.auto import auto_plan
 from fds.nn.parallel.embedding import VocabEmbedding
 from fds.nn.parallel.linear import ColumnLinear, RowLinear
 from fds.nn.parallel.linear_cross_entropy import linear_cross_entropy
@@ -22,6 +23,7 @@ __all__ = [
     "TransformerLayer",
     "VocabEmbedding",
     "attention",
+    "auto_plan",
     "column",
     "from_bert",
     "heads",

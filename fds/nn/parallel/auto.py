@@ -1,4 +1,7 @@
-"""Plans that are found by the structure of a module."""
+"""Plans that are found by the structure of a module.
+
+`torch.nn`'s attention and transformer layers, and the families of Hugging Face's transformers (`hugging_face`).
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,35 @@ from collections.abc import Sequence
 from torch import nn
 
 from fds.errors import ComposeError
-from fds.nn.parallel.plan import Column, Heads, Part, Row
+from fds.nn.parallel import hugging_face
+from fds.nn.parallel.plan import Column, Heads, Part, Row, Sequence as Block, consecutive
 
 
-def parts(module: nn.Module, prefix: str) -> dict[str, Part]:
-    """Return what is divided of a module, by the paths of its submodules; nothing of one that nothing is known of."""
+def auto_plan(module: nn.Module) -> dict[str, Part]:
+    """Return what `fds.tensor_parallel(axis, "auto")` divides of a module: a plan, to be read and changed.
+
+    It maps paths of submodules to what `fds.nn.column`, `row`, `vocab`, `heads`, `replicated` and `sequence` return.
+    Everything else is whole on every rank. Known are `nn.MultiheadAttention`, `nn.TransformerEncoderLayer` and
+    `nn.TransformerDecoderLayer`, and of transformers GPT-2, BERT, RoBERTa, Llama, Mistral, Qwen2, Qwen3 and T5.
+
+    Raises `ComposeError` for modules of transformers that are not known.
+    """
     found: dict[str, Part] = {}
+    blocks: list[str] = []
     for path, one in module.named_modules():
         at = f"{path}." if path else ""
-        if isinstance(one, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-            found |= {f"{at}linear1": Column(), f"{at}linear2": Row()}
+        if type(one) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+            found |= {f"{at}linear1": Column(), f"{at}linear2": Row(), path: Block()}
+        if type(one) is nn.TransformerDecoderLayer:
+            found[f"{at}multihead_attn"] = Heads(cross=True)
+        if type(one) in (nn.TransformerEncoder, nn.TransformerDecoder):
+            blocks += [f"{at}layers.{i}" for i in range(one.num_layers)]
         if type(one) is nn.MultiheadAttention:
-            found[path] = Heads()
-    return found
+            found.setdefault(path, Heads())
+        of_family = hugging_face.parts(module, path, one)
+        blocks += [path for path, part in of_family.items() if isinstance(part, Block)]
+        found = of_family | found  # what a module says of a submodule stands
+    return found | {path: block for path, block in consecutive(blocks).items() if isinstance(found.get(path), Block)}
 
 
 def unknown(modules: Sequence[nn.Module]) -> ComposeError:

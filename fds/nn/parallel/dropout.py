@@ -28,7 +28,8 @@ class PieceDropout(Piece, nn.Dropout):
         region = self.region
         if region is None or not self.training or not self.p:
             return F.dropout(input, self.p, self.training, self.inplace)
-        return dropped(input, self.p, region, sequence=self.sequence)
+        with torch._C.DisableTorchFunction():  # inside of `DrawsOfAll` too this draws once
+            return dropped(input, self.p, region, sequence=self.sequence)
 
 
 def become_dropout(module: Any, region: Region, *, sequence: bool) -> None:

@@ -18,6 +18,8 @@ from fds.nn.parallel.linear import Piece
 class PartAttention(Piece, nn.MultiheadAttention):
     """A copy of an `nn.MultiheadAttention` of this rank's heads; arguments and results are those of torch."""
 
+    cross: bool = False  # whether keys and values are whole where queries are parts of sequences
+
     def forward(
         self,
         query: Tensor,
@@ -71,7 +73,8 @@ class PartAttention(Piece, nn.MultiheadAttention):
         else:
             weights = self.in_proj_weight.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        entered = {id(x): region.enter(x, sequence=sequence) for x in given}
+        parts = {id(x): sequence and not self.cross for x in given} | {id(given[0]): sequence}
+        entered = {id(x): region.enter(x, sequence=parts[id(x)]) for x in given}
         return [F.linear(entered[id(x)], w, b) for x, w, b in zip(given, weights, biases, strict=True)]
 
     def _mask(self, padding: Tensor | None, mask: Tensor | None, q: Tensor) -> Tensor | None:

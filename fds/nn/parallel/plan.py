@@ -38,6 +38,9 @@ class Part:
         """Return how the module's own parameters are divided. Raises `ComposeError` for a module that cannot be."""
         return {}
 
+    def check(self, module: nn.Module, path: str, size: int) -> None:
+        """Raise `ComposeError` where so many ranks cannot divide the module."""
+
     def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
         """Have a copy of the module compute with this rank's pieces, in place.
 
@@ -51,6 +54,7 @@ class Column(Part):
 
     parts: int | tuple[int, ...] = 1
     gather: bool = False
+    unit: int = 1
 
     def dims(self, module: nn.Module, path: str) -> Dims:
         """Divide the outputs."""
@@ -60,6 +64,17 @@ class Column(Part):
         weight: Any = module.weight
         parts = lengths(module.parts if isinstance(module, ColumnLinear) else self.parts, weight.shape[dim], path)
         return {"weight": (dim, parts)} | ({} if module.bias is None else {"bias": (0, parts)})
+
+    def check(self, module: nn.Module, path: str, size: int) -> None:
+        """Raise `ComposeError` where the ranks do not divide what stays together."""
+        for length in self.dims(module, path)["weight"][1] if self.unit > 1 else ():
+            if length % (self.unit * size):
+                raise ComposeError(
+                    "the ranks do not divide the heads",
+                    where=f"tensor_parallel: {path}",
+                    got=f"{length} features, {self.unit} a head, over {size} ranks",
+                    want=f"a multiple of {size} heads",
+                )
 
     def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
         """Make the copy a column."""
@@ -116,6 +131,7 @@ class Heads(Part):
 
     counts: tuple[str, ...] = ()
     counts_tokens: bool = attrs.field(default=True, repr=False)  # whether attention reads how many it is given
+    cross: bool = False
 
     def dims(self, module: nn.Module, path: str) -> Dims:
         """Divide an `nn.MultiheadAttention` by its heads; of other attention its projections say how they lie."""
@@ -157,10 +173,11 @@ class Heads(Part):
             region.dim = -2 if module.batch_first else -3
             _become(module, PartAttention)
             _join(module, region, sequence=sequence)
+            module.cross = self.cross  # pyright: ignore[reportAttributeAccessIssue,reportArgumentType]
             return
         for name in self.counts:
             setattr(module, name, getattr(module, name) // region.axis.size)
-        _wrap(module, functools.partial(_attend, region, sequence and self.counts_tokens, _drops(module)))
+        wrap(module, functools.partial(_attend, region, sequence and self.counts_tokens, self.cross, drops(module)))
 
 
 @attrs.frozen
@@ -183,10 +200,11 @@ class Sequence(Part):
 
     def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
         """Cut what the copy is given along the sequence, and put together what it returns."""
-        _wrap(module, functools.partial(_in_parts, region, self.enters, self.leaves))
+        region.blocks = True
+        wrap(module, functools.partial(_in_parts, region, self.enters, self.leaves))
 
 
-def column(parts: int | tuple[int, ...] = 1, *, gather: bool = False) -> Column:
+def column(parts: int | tuple[int, ...] = 1, *, gather: bool = False, unit: int = 1) -> Column:
     """Divide the outputs of a linear layer over the ranks: `nn.Linear`, GPT-2's Conv1D, `nn.Embedding`'s features.
 
     Args:
@@ -194,8 +212,9 @@ def column(parts: int | tuple[int, ...] = 1, *, gather: bool = False) -> Column:
             and values), or their lengths (grouped queries: `(heads * d, groups * d, groups * d)`).
         gather: whether every rank gets the whole output; else it gets its piece, on which what follows must work as on
             the whole until a row: elementwise functions, and attention by heads.
+        unit: how many outputs stay together on a rank: the width of a head.
     """
-    return Column(parts, gather)
+    return Column(parts, gather, unit)
 
 
 def row() -> Row:
@@ -213,15 +232,17 @@ def vocab(*, gather: bool = True) -> Vocab:
     return Vocab(gather)
 
 
-def heads(*counts: str) -> Heads:
+def heads(*counts: str, cross: bool = False) -> Heads:
     """Have attention work on this rank's heads: an `nn.MultiheadAttention`, or a module with linear layers of its own.
 
     Args:
         counts: attributes of such a module that are divided by the number of ranks: how many heads there are, and how
             wide all of them are together. Its projections have entries of their own in the plan. Dropout inside draws
             what one rank would draw.
+        cross: whether keys and values are projections of a sequence of its own that is whole on every rank, also where
+            queries are parts of sequences: a decoder's attention to what the encoder returned.
     """
-    return Heads(counts)
+    return Heads(counts, cross=cross)
 
 
 def replicated(grads: str = "same") -> Whole:
@@ -265,6 +286,20 @@ def part(value: Any, where: str) -> Part:
     )
 
 
+def consecutive(paths: list[str]) -> dict[str, Sequence]:
+    """Return, of blocks that follow each other in one list, which one enters and which one leaves."""
+    lists: dict[str, list[tuple[int, str]]] = {}
+    for path in paths:
+        parent, _, last = path.rpartition(".")
+        if last.isdecimal():
+            lists.setdefault(parent, []).append((int(last), path))
+    found: dict[str, Sequence] = {}
+    for blocks in lists.values():
+        indices = {index for index, _ in blocks}
+        found |= {path: Sequence(index - 1 not in indices, index + 1 not in indices) for index, path in blocks}
+    return found
+
+
 def of_layer(module: nn.Module) -> Part | None:
     """Return what a module says of itself: the layers of `fds.nn`; None for any other."""
     if type(module) is ColumnLinear:
@@ -306,16 +341,18 @@ def _join(module: Any, region: Region, *, sequence: bool, gather: bool = False, 
     module.region, module.sequence, module.gather, module.cut = region, sequence, gather, cut
 
 
-def _wrap(module: nn.Module, around: Callable[..., Any]) -> None:
+def wrap(module: nn.Module, around: Callable[..., Any]) -> None:
     """Have a copy's forward run inside of another function."""
     module.forward = functools.partial(around, module.forward)
 
 
-def _attend(region: Region, sequence: bool, draws: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _attend(
+    region: Region, sequence: bool, cross: bool, draws: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     if sequence:
         args, kwargs = _of_first(functools.partial(region.enter, sequence=True), args, kwargs)
-    with region.in_attention(given):
+    with region.in_attention(given, memory=cross):
         if not draws:
             return forward(*args, **kwargs)
         with DrawsOfAll(region):
@@ -348,7 +385,7 @@ def _first(f: Callable[[Tensor], Tensor], x: Any) -> Any:
     return f(x) if isinstance(x, Tensor) else type(x)([f(x[0]), *x[1:]])
 
 
-def _drops(module: nn.Module) -> bool:
+def drops(module: nn.Module) -> bool:
     """Say whether a copy of attention may use dropout, by rates that it holds."""
     if not module.training:
         return False

@@ -33,6 +33,8 @@ class Region:
         before: what `inside` is where a call begins: what layers before it left.
         parted: whether what runs now is given parts of sequences.
         draws: whether the module draws in functions, so that calls of it run in `DrawsOfAll`; `drawing` while one does.
+        memory: whether attention that runs was given keys and values that are whole where queries are parts.
+        blocks: whether there are blocks in which activations are parts of sequences.
     """
 
     axis: Axis
@@ -45,6 +47,8 @@ class Region:
     parted: bool = False
     draws: bool = False
     drawing: bool = False
+    memory: bool = False
+    blocks: bool = False
     _given: tuple[Tensor, int, bool, Tensor] | None = (
         None  # the last input, its version, if recorded, as what it got in
     )
@@ -60,7 +64,7 @@ class Region:
         """Return an activation for parts of a product; several products of one activation let it in once."""
         entered = self._known(x)
         if entered is None:
-            entered = self.gathered(x) if sequence else mappings.copied(x, self.axis)
+            entered = self.gathered(x) if sequence and not self._is_memory(x) else mappings.copied(x, self.axis)
             self._given = x, x._version, torch.is_grad_enabled(), entered
         return entered
 
@@ -68,7 +72,7 @@ class Region:
         """Return a product of an activation that enters for it alone, beside its message."""
         if self._known(x) is not None:
             return F.linear(self.enter(x, sequence=sequence), weight, bias)
-        if not sequence:
+        if not sequence or self._is_memory(x):
             return overlapped.copied_linear(x, [weight], [bias], self.axis)[0]
         options = {"dim": x.dim() + self.dim, "chunks": self.chunks}
         return self._unpadded(overlapped.gathered_linear(x, [weight], [bias], self.axis, **options)[0])
@@ -83,6 +87,10 @@ class Region:
         self.lengths.setdefault("sequence", x.shape[self.dim])
         x = self._padded(x, self.dim)
         return overlapped.linear_scattered(x, weight, self.axis, dim=x.dim() + self.dim, chunks=self.chunks)
+
+    def _is_memory(self, x: Tensor) -> bool:
+        """Say whether attention was given this beside parts of another sequence, whole."""
+        return self.memory and bool(self.heads) and x is not self.heads[0]  # pyright: ignore[reportOptionalSubscript]
 
     def _known(self, x: Tensor) -> Tensor | None:
         """Return as what an activation was let in, None where it was not.
@@ -217,20 +225,21 @@ class Region:
 
     def reset(self) -> None:
         """Forget what a call before left behind."""
-        self._given, self.inside, self.lead, self.heads = None, self.before, (), None
+        self._given, self.inside, self.lead, self.heads, self.memory = None, self.before, (), None, False
         self._lengths.clear()
 
     def _after_backward(self, grads: Any) -> None:
         self._given, self.inside, self.lead = None, self.before, ()
 
     @contextlib.contextmanager
-    def in_attention(self, given: list[Tensor]) -> Iterator[None]:
+    def in_attention(self, given: list[Tensor], *, memory: bool = False) -> Iterator[None]:
         """Mark what runs inside as attention over this rank's heads, of these arguments."""
-        before, self.heads = self.heads, given
+        before = self.heads, self.memory
+        self.heads, self.memory = given, memory
         try:
             yield
         finally:
-            self.heads = before
+            self.heads, self.memory = before
 
     def _padded(self, x: Tensor, dim: int) -> Tensor:
         missing = -x.shape[dim] % self.axis.size

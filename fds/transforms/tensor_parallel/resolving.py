@@ -74,7 +74,8 @@ def resolve(found: Sequence[Found], plan: str | Mapping[Any, Any], size: int, *,
     chosen = {one.number: _layers_of_ours(one) for one in found}
     if isinstance(plan, str):
         for one in found:
-            chosen[one.number] |= auto.parts(one.module, one.prefix)
+            known = auto.auto_plan(one.module)
+            chosen[one.number] |= {p: part for p, part in known.items() if sequence or not isinstance(part, Block)}
         if not any(chosen.values()):
             raise auto.unknown([one.module for one in found])
     else:
@@ -135,23 +136,9 @@ def _match(
             )
         if isinstance(part, Block) and not sequence:
             continue
-        blocks = _consecutive([hit for _, _, hit in hits]) if value == "sequence" else {}
+        blocks = plans.consecutive([hit for _, _, hit in hits]) if value == "sequence" else {}
         for number, path, hit in hits:
             chosen[number][path] = blocks.get(hit, part)
-
-
-def _consecutive(paths: list[str]) -> dict[str, Block]:
-    """Return, of blocks that follow each other in one list, which one enters and which one leaves."""
-    lists: dict[str, list[tuple[int, str]]] = {}
-    for path in paths:
-        parent, _, last = path.rpartition(".")
-        if last.isdecimal():
-            lists.setdefault(parent, []).append((int(last), path))
-    found: dict[str, Block] = {}
-    for blocks in lists.values():
-        indices = {index for index, _ in blocks}
-        found |= {path: Block(index - 1 not in indices, index + 1 not in indices) for index, path in blocks}
-    return found
 
 
 def _resolved(found: Found, parts: dict[str, Part], size: int, *, sequence: bool) -> Resolved:
@@ -167,8 +154,7 @@ def _resolved(found: Found, parts: dict[str, Part], size: int, *, sequence: bool
     said: dict[str, str] = {}
     for path, part in parts.items():
         where, module = _joined(found.prefix, path), modules[path]
-        if isinstance(part, Heads):
-            part.check(module, where, size)
+        part.check(module, where, size)
         if isinstance(part, Whole):
             for name in (name for p, name in found.paths.items() if _is_inside(p, path)):
                 lies[name] = Replicated("sum" if part.grads == "sum" or path in inside else "same")
