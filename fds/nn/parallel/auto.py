@@ -32,7 +32,7 @@ def auto_plan(module: nn.Module) -> dict[str, Part]:
         if type(one) is nn.TransformerDecoderLayer:
             found[f"{at}multihead_attn"] = Heads(cross=True)
         if type(one) in (nn.TransformerEncoder, nn.TransformerDecoder):
-            blocks += [f"{at}layers.{i}" for i in range(one.num_layers)]
+            blocks += [f"{at}layers.{i}" for i in range(one.num_layers)]  # pyright: ignore[reportArgumentType]
         if type(one) is nn.MultiheadAttention:
             found.setdefault(path, Heads())
         of_family = hugging_face.parts(module, path, one)

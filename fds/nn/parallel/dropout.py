@@ -29,18 +29,18 @@ class PieceDropout(Piece, nn.Dropout):
         if region is None or not self.training or not self.p:
             return F.dropout(input, self.p, self.training, self.inplace)
         with torch._C.DisableTorchFunction():  # inside of `DrawsOfAll` too this draws once
-            return dropped(input, self.p, region, sequence=self.sequence)
+            return dropped(input, self.p, region, run=self.run)
 
 
-def become_dropout(module: Any, region: Region, *, sequence: bool) -> None:
+def become_dropout(module: Any, region: Region, *, run: str | None) -> None:
     """Have a copy of an `nn.Dropout` know where activations are pieces."""
     module.__class__ = PieceDropout
-    module.region, module.sequence = region, sequence
+    module.region, module.run = region, run
 
 
-def dropped(x: Tensor, p: float, region: Region, *, sequence: bool) -> Tensor:
+def dropped(x: Tensor, p: float, region: Region, *, run: str | None) -> Tensor:
     """Return dropout of an activation that is a piece, along its heads, features or sequence, or is whole."""
-    found = region.piece(x, sequence=sequence)
+    found = region.piece(x, run=run)
     if found is None:
         with torch._C.DisableTorchFunction():
             return F.dropout(x, p)
@@ -80,7 +80,7 @@ class DrawsOfAll(TorchFunctionMode):
 
 
 def _dropout(region: Region, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return dropped(input, p, region, sequence=region.parted) if training and p else input
+    return dropped(input, p, region, run=region.run) if training and p else input
 
 
 def attention(
@@ -107,7 +107,7 @@ def attention(
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     before = region.inside, region.heads
     region.inside, region.heads = region.inside or (1,), []
-    weights = dropped(scores.softmax(-1), dropout_p, region, sequence=False)
+    weights = dropped(scores.softmax(-1), dropout_p, region, run=None)
     region.inside, region.heads = before
     return weights @ value
 

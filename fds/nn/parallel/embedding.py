@@ -29,7 +29,7 @@ class VocabEmbedding(Piece, nn.Embedding):
         own = padding if padding is not None and 0 <= padding < count else None
         weight, ids = self.weight, local.masked_fill(elsewhere, 0)
         found = F.embedding(ids, weight, own, scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse)
-        return region.leave(found.masked_fill(elsewhere[..., None], 0.0), sequence=self.sequence)
+        return region.leave(found.masked_fill(elsewhere[..., None], 0.0), run=self.run)
 
 
 class ColumnEmbedding(Piece, nn.Embedding):

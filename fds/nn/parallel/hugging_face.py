@@ -32,7 +32,7 @@ class Holder(Part):
 class Model(Part):
     """Said of a model, which is asked for nothing that a rank has but pieces of."""
 
-    def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
+    def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
         """Have the copy refuse such requests."""
         wrap(module, functools.partial(_whole_outputs, region, getattr(module, "config", None)))
 

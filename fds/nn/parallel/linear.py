@@ -27,7 +27,7 @@ class Piece:
     """
 
     region: Region | None = None
-    sequence: bool = False  # whether it is where activations are parts of sequences
+    run: str | None = None  # of blocks in which it is, where activations are parts of sequences
     gather: bool = False  # whether what is computed in pieces is put together
     cut: tuple[int, ...] = ()  # the lengths of the parts of what is cut
     alone: bool = False  # whether no other layer beside it is given what it is given
@@ -104,9 +104,9 @@ def through_columns(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None
     if region is None:
         return F.linear(x, weight, bias)
     if region.chunks and layer.alone:
-        y = region.columns(x, weight, bias, sequence=layer.sequence)
+        y = region.columns(x, weight, bias, run=layer.run)
     else:
-        y = F.linear(region.enter(x, sequence=layer.sequence), weight, bias)
+        y = F.linear(region.enter(x, run=layer.run), weight, bias)
     if layer.gather:
         return joined_features(y, region.axis, layer.cut)
     region.inside_of(layer.cut, y)
@@ -118,7 +118,7 @@ def through_rows(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None) -
     region = layer.region
     if region is None:
         return F.linear(x, weight, bias)
-    y = region.rows(x, weight, sequence=layer.sequence)
+    y = region.rows(x, weight, run=layer.run)
     return y if bias is None else y + bias.to(y.dtype)
 
 

@@ -51,7 +51,7 @@ class PartAttention(Piece, nn.MultiheadAttention):
         else:
             out = attention(region, q, k, v, None if causal else mask, p, causal)
         out = out.permute(2, 0, 1, 3).flatten(2)  # (sequence, batch, features), as torch has it
-        out = region.leave(F.linear(out, self.out_proj.weight), sequence=self.sequence, dim=-3)
+        out = region.leave(F.linear(out, self.out_proj.weight), run=self.run, dim=-3)
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias
         if not batched:
@@ -62,19 +62,19 @@ class PartAttention(Piece, nn.MultiheadAttention):
 
     def _projected(self, given: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
         """Return queries, keys and values of this rank's heads."""
-        region, sequence = self.region, self.sequence
+        region, run = self.region, self.run
         assert region is not None
         bias = self.in_proj_bias
         if self.in_proj_weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         elif given[0] is given[1] is given[2]:
-            entered = region.enter(given[0], sequence=sequence)
+            entered = region.enter(given[0], run=run)
             return [*F.linear(entered, self.in_proj_weight, bias).chunk(3, -1)]
         else:
             weights = self.in_proj_weight.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        parts = {id(x): sequence and not self.cross for x in given} | {id(given[0]): sequence}
-        entered = {id(x): region.enter(x, sequence=parts[id(x)]) for x in given}
+        runs = {id(x): None if self.cross else run for x in given} | {id(given[0]): run}
+        entered = {id(x): region.enter(x, run=runs[id(x)]) for x in given}
         return [F.linear(entered[id(x)], w, b) for x, w, b in zip(given, weights, biases, strict=True)]
 
     def _mask(self, padding: Tensor | None, mask: Tensor | None, q: Tensor) -> Tensor | None:

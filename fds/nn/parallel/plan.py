@@ -41,10 +41,10 @@ class Part:
     def check(self, module: nn.Module, path: str, size: int) -> None:
         """Raise `ComposeError` where so many ranks cannot divide the module."""
 
-    def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
+    def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
         """Have a copy of the module compute with this rank's pieces, in place.
 
-        `sequence` says whether it is where activations are parts of sequences.
+        `run` names the blocks in which it is, if activations are parts of sequences there.
         """
 
 
@@ -76,13 +76,13 @@ class Column(Part):
                     want=f"a multiple of {size} heads",
                 )
 
-    def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
+    def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
         """Make the copy a column."""
         cut = self.dims(module, "")["weight"][1]
         gather = self.gather or (isinstance(module, ColumnLinear) and module.gather)
         kind = ColumnConv1D if _is_conv1d(module) else ColumnLinear
         _become(module, ColumnEmbedding if isinstance(module, nn.Embedding) else kind)
-        _join(module, region, sequence=sequence, gather=gather, cut=cut)
+        _join(module, region, run=run, gather=gather, cut=cut)
 
 
 @attrs.frozen
@@ -95,10 +95,10 @@ class Row(Part):
         weight: Any = module.weight
         return {"weight": (dim, (weight.shape[dim],))}
 
-    def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
+    def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
         """Make the copy a row."""
         _become(module, RowConv1D if _is_conv1d(module) else RowLinear)
-        _join(module, region, sequence=sequence)
+        _join(module, region, run=run)
 
 
 @attrs.frozen
@@ -115,14 +115,14 @@ class Vocab(Part):
             raise _unfit(module, path, "vocab", "an nn.Embedding, or the nn.Linear of a head")
         return Column().dims(module, path)
 
-    def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
+    def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
         """Make the copy an embedding of some rows, or a head of some columns."""
         if isinstance(module, nn.Embedding):
             cut = (module.weight.shape[0],)
             _become(module, VocabEmbedding)
-            _join(module, region, sequence=sequence, cut=cut)
+            _join(module, region, run=run, cut=cut)
         else:
-            Column(gather=self.gather).convert(module, region, sequence=sequence)
+            Column(gather=self.gather).convert(module, region, run=run)
 
 
 @attrs.frozen
@@ -167,17 +167,17 @@ class Heads(Part):
                     want=f"a multiple of {size}, the ranks of the axis",
                 )
 
-    def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
+    def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
         """Have the copy count this rank's heads alone."""
         if isinstance(module, nn.MultiheadAttention):
             region.dim = -2 if module.batch_first else -3
             _become(module, PartAttention)
-            _join(module, region, sequence=sequence)
+            _join(module, region, run=run)
             module.cross = self.cross  # pyright: ignore[reportAttributeAccessIssue,reportArgumentType]
             return
         for name in self.counts:
             setattr(module, name, getattr(module, name) // region.axis.size)
-        wrap(module, functools.partial(_attend, region, sequence and self.counts_tokens, self.cross, drops(module)))
+        wrap(module, functools.partial(_attend, region, run if self.counts_tokens else None, self.cross, drops(module)))
 
 
 @attrs.frozen
@@ -197,11 +197,12 @@ class Sequence(Part):
 
     enters: bool = True
     leaves: bool = True
+    run: str = attrs.field(default="", repr=False)  # the list of blocks in which it is: their sequences are one
 
-    def convert(self, module: nn.Module, region: Region, *, sequence: bool) -> None:
+    def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
         """Cut what the copy is given along the sequence, and put together what it returns."""
         region.blocks = True
-        wrap(module, functools.partial(_in_parts, region, self.enters, self.leaves))
+        wrap(module, functools.partial(_in_parts, region, self))
 
 
 def column(parts: int | tuple[int, ...] = 1, *, gather: bool = False, unit: int = 1) -> Column:
@@ -294,9 +295,9 @@ def consecutive(paths: list[str]) -> dict[str, Sequence]:
         if last.isdecimal():
             lists.setdefault(parent, []).append((int(last), path))
     found: dict[str, Sequence] = {}
-    for blocks in lists.values():
+    for parent, blocks in lists.items():
         indices = {index for index, _ in blocks}
-        found |= {path: Sequence(index - 1 not in indices, index + 1 not in indices) for index, path in blocks}
+        found |= {path: Sequence(index - 1 not in indices, index + 1 not in indices, parent) for index, path in blocks}
     return found
 
 
@@ -337,8 +338,8 @@ def _become(module: Any, kind: type[nn.Module]) -> None:
     module.__class__ = kind
 
 
-def _join(module: Any, region: Region, *, sequence: bool, gather: bool = False, cut: tuple[int, ...] = ()) -> None:
-    module.region, module.sequence, module.gather, module.cut = region, sequence, gather, cut
+def _join(module: Any, region: Region, *, run: str | None, gather: bool = False, cut: tuple[int, ...] = ()) -> None:
+    module.region, module.run, module.gather, module.cut = region, run, gather, cut
 
 
 def wrap(module: nn.Module, around: Callable[..., Any]) -> None:
@@ -347,11 +348,11 @@ def wrap(module: nn.Module, around: Callable[..., Any]) -> None:
 
 
 def _attend(
-    region: Region, sequence: bool, cross: bool, draws: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    region: Region, run: str | None, cross: bool, draws: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if sequence:
-        args, kwargs = _of_first(functools.partial(region.enter, sequence=True), args, kwargs)
+    if run is not None:
+        args, kwargs = _of_first(functools.partial(region.enter, run=run), args, kwargs)
     with region.in_attention(given, memory=cross):
         if not draws:
             return forward(*args, **kwargs)
@@ -359,17 +360,15 @@ def _attend(
             return forward(*args, **kwargs)
 
 
-def _in_parts(
-    region: Region, enters: bool, leaves: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    if enters:
-        args, kwargs = _of_first(region.cut, args, kwargs)
-    before, region.parted = region.parted, True
+def _in_parts(region: Region, block: Sequence, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if block.enters:
+        args, kwargs = _of_first(functools.partial(region.cut, run=block.run), args, kwargs)
+    before, region.run = region.run, block.run
     try:
         out = forward(*args, **kwargs)
     finally:
-        region.parted = before
-    return _first(region.joined, out) if leaves else out
+        region.run = before
+    return _first(functools.partial(region.joined, run=block.run), out) if block.leaves else out
 
 
 def _of_first(f: Callable[[Tensor], Tensor], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -31,10 +31,12 @@ class Region:
         heads: what a module of attention that runs was given, else None: inside, tensors of four dims are cut along
             the third last.
         before: what `inside` is where a call begins: what layers before it left.
-        parted: whether what runs now is given parts of sequences.
+        run: the name of the blocks one of which runs now, if it is given parts of sequences: an encoder's, a decoder's.
         draws: whether the module draws in functions, so that calls of it run in `DrawsOfAll`; `drawing` while one does.
         memory: whether attention that runs was given keys and values that are whole where queries are parts.
         blocks: whether there are blocks in which activations are parts of sequences.
+        lengths: how long sequences of this microbatch are, by run of blocks; known until the next call begins, since
+            torch.utils.checkpoint runs what is inside of blocks again.
     """
 
     axis: Axis
@@ -44,47 +46,41 @@ class Region:
     lead: tuple[int, ...] = ()
     heads: list[Tensor] | None = None
     before: tuple[int, ...] = ()
-    parted: bool = False
+    run: str | None = None
     draws: bool = False
     drawing: bool = False
     memory: bool = False
     blocks: bool = False
+    lengths: dict[str, int] = attrs.field(factory=dict)
     _given: tuple[Tensor, int, bool, Tensor] | None = (
         None  # the last input, its version, if recorded, as what it got in
     )
-    _lengths: dict[str, int] = attrs.field(factory=dict)  # outside of a step
 
-    @property
-    def lengths(self) -> MutableMapping[str, int]:
-        """How long sequences of this microbatch are, by what is known of them."""
-        known = current_mode().lengths
-        return self._lengths if known is None else known
-
-    def enter(self, x: Tensor, *, sequence: bool) -> Tensor:
+    def enter(self, x: Tensor, *, run: str | None) -> Tensor:
         """Return an activation for parts of a product; several products of one activation let it in once."""
         entered = self._known(x)
         if entered is None:
-            entered = self.gathered(x) if sequence and not self._is_memory(x) else mappings.copied(x, self.axis)
+            entered = mappings.copied(x, self.axis) if run is None or self._is_memory(x) else self.gathered(x, run)
             self._given = x, x._version, torch.is_grad_enabled(), entered
         return entered
 
-    def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, sequence: bool) -> Tensor:
+    def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, run: str | None) -> Tensor:
         """Return a product of an activation that enters for it alone, beside its message."""
         if self._known(x) is not None:
-            return F.linear(self.enter(x, sequence=sequence), weight, bias)
-        if not sequence or self._is_memory(x):
+            return F.linear(self.enter(x, run=run), weight, bias)
+        if run is None or self._is_memory(x):
             return overlapped.copied_linear(x, [weight], [bias], self.axis)[0]
         options = {"dim": x.dim() + self.dim, "chunks": self.chunks}
-        return self._unpadded(overlapped.gathered_linear(x, [weight], [bias], self.axis, **options)[0])
+        return self._unpadded(overlapped.gathered_linear(x, [weight], [bias], self.axis, **options)[0], run)
 
-    def rows(self, x: Tensor, weight: Tensor, *, sequence: bool) -> Tensor:
+    def rows(self, x: Tensor, weight: Tensor, *, run: str | None) -> Tensor:
         """Return the sum of the ranks' products, beside its message where that is cut; see `leave`."""
         if not self.chunks:
-            return self.leave(F.linear(x, weight), sequence=sequence)
+            return self.leave(F.linear(x, weight), run=run)
         self._given, self.inside = None, ()
-        if not sequence:
+        if run is None:
             return overlapped.linear_summed(x, weight, self.axis, self.chunks)
-        self.lengths.setdefault("sequence", x.shape[self.dim])
+        self.lengths.setdefault(run, x.shape[self.dim])
         x = self._padded(x, self.dim)
         return overlapped.linear_scattered(x, weight, self.axis, dim=x.dim() + self.dim, chunks=self.chunks)
 
@@ -126,16 +122,16 @@ class Region:
         ):  # torch.utils.checkpoint stops half way in here: what it runs next begins anew
             y.grad_fn.register_prehook(self._after_backward)
 
-    def leave(self, x: Tensor, *, sequence: bool, dim: int | None = None) -> Tensor:
+    def leave(self, x: Tensor, *, run: str | None, dim: int | None = None) -> Tensor:
         """Return the sum of the ranks' terms: whole, or this rank's part of the sequence, which lies along `dim`."""
         self._given, self.inside = None, ()
-        if not sequence:
+        if run is None:
             return mappings.summed(x, self.axis)
         dim = self.dim if dim is None else dim
-        self.lengths.setdefault("sequence", x.shape[dim])  # where sequences begin as parts
+        self.lengths.setdefault(run, x.shape[dim])  # where sequences begin as parts
         return reduce_scatter(self._padded(x, dim), self.axis, dim)
 
-    def cut(self, x: Tensor) -> Tensor:
+    def cut(self, x: Tensor, *, run: str) -> Tensor:
         """Return this rank's part of a sequence that all have whole; one that does not divide is padded with zeros.
 
         Raises `LossError` for what is no activation, and for lengths that cannot be told apart where they are padded.
@@ -149,7 +145,7 @@ class Region:
                 hint="the blocks are 'sequence', not what begins with an embedding of ids",
             )
         length, size = x.shape[self.dim], self.axis.size
-        known = self.lengths.setdefault("sequence", length)
+        known = self.lengths.setdefault(run, length)
         if length != known and (length % size or known % size):
             raise LossError(
                 "sequences of several lengths are cut in one microbatch, and not all divide",
@@ -164,31 +160,31 @@ class Region:
                 got=str(length),
                 want=f"a multiple of {size}",
             )
-        self.lengths["sequence"] = length
+        self.lengths[run] = length
         return mappings.cut(self._padded(x, self.dim), self.axis, self.dim)
 
-    def joined(self, x: Tensor) -> Tensor:
+    def joined(self, x: Tensor, *, run: str) -> Tensor:
         """Return the whole sequence, with which all go on alike, given the ranks' parts."""
-        return self._unpadded(mappings.joined(x, self.axis, self.dim))
+        return self._unpadded(mappings.joined(x, self.axis, self.dim), run)
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gathered(self, x: Tensor, run: str) -> Tensor:
         """Return the whole sequence for parts of a product, given the ranks' parts."""
-        return self._unpadded(all_gather(x, self.axis, self.dim))
+        return self._unpadded(all_gather(x, self.axis, self.dim), run)
 
-    def length(self, part: int) -> int:
+    def length(self, part: int, run: str) -> int:
         """Return how long a sequence is of which this rank has `part` elements, padding included."""
         whole = part * self.axis.size
-        known = self.lengths.get("sequence", whole)
+        known = self.lengths.get(run, whole)
         return known if whole - self.axis.size < known <= whole else whole
 
-    def piece(self, x: Tensor, *, sequence: bool) -> tuple[int, int, list[tuple[int, int]]] | None:
+    def piece(self, x: Tensor, *, run: str | None) -> tuple[int, int, list[tuple[int, int]]] | None:
         """Return the dim along which an activation is cut, its whole length, and first index and length of our ranges.
 
         None for an activation that all ranks have whole. Raises `LossError` where that cannot be told.
         """
         size, index = self.axis.size, self.axis.index
         if not self.inside:
-            return self._part(x) if sequence else None
+            return None if run is None else self._part(x, run)
         if self.heads is not None and x.dim() == 4:
             n = x.shape[-3]
             return -3, n * size, [(index * n, n)]
@@ -209,9 +205,9 @@ class Region:
             want="a piece of features; or heads (batch, heads, sequence, ...), in a module that the plan calls 'heads'",
         )
 
-    def _part(self, x: Tensor) -> tuple[int, int, list[tuple[int, int]]] | None:
+    def _part(self, x: Tensor, run: str) -> tuple[int, int, list[tuple[int, int]]] | None:
         n = x.shape[self.dim] if x.dim() >= -self.dim else 0
-        known = self.lengths.get("sequence")
+        known = self.lengths.get(run)
         if known is not None and n != -(-known // self.axis.size):
             if n == 1:
                 return None  # for all tokens alike
@@ -221,12 +217,17 @@ class Region:
                 got=f"shape {tuple(x.shape)}",
                 want=f"{-(-known // self.axis.size)} tokens of {known} along dim {self.dim}",
             )
-        return self.dim, self.length(n), [(self.axis.index * n, n)]
+        return self.dim, self.length(n, run), [(self.axis.index * n, n)]
+
+    def begin(self) -> None:
+        """Begin a call: of a step's microbatch, other calls may know the lengths already."""
+        self.reset()
+        known = current_mode().lengths
+        self.lengths = {} if known is None else known
 
     def reset(self) -> None:
-        """Forget what a call before left behind."""
+        """Forget what a call leaves behind."""
         self._given, self.inside, self.lead, self.heads, self.memory = None, self.before, (), None, False
-        self._lengths.clear()
 
     def _after_backward(self, grads: Any) -> None:
         self._given, self.inside, self.lead = None, self.before, ()
@@ -245,8 +246,8 @@ class Region:
         missing = -x.shape[dim] % self.axis.size
         return x if not missing else F.pad(x, (*(0, 0) * (-dim - 1), 0, missing))
 
-    def _unpadded(self, x: Tensor) -> Tensor:
-        return x.narrow(self.dim, 0, self.length(x.shape[self.dim] // self.axis.size))
+    def _unpadded(self, x: Tensor, run: str) -> Tensor:
+        return x.narrow(self.dim, 0, self.length(x.shape[self.dim] // self.axis.size, run))
 
 
 def ranges(length: int, axis: Axis) -> list[tuple[int, int]]:

@@ -55,14 +55,14 @@ class Calls:
     region: Region
     known: Known
     uses: list[Use]
-    parted: bool  # whether it is given parts of sequences
+    run: str | None  # of blocks, if it is given parts of sequences
     after: tuple[int, ...] | None  # what `inside` is where it ends, None for anything
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the copy; nothing of the call is left in the region."""
         region, known = self.region, self.known
-        region.reset()
-        region.parted = self.parted
+        region.begin()
+        region.run = self.run
         try:
             if not known.watched and not torch.compiler.is_compiling():
                 with Watch(self):
@@ -110,7 +110,7 @@ class Watch(DrawsOfAll):
     def _check_whole(self, func: Any, x: Tensor | None) -> None:
         region = self.region
         with torch._C.DisableTorchFunction():  # private; as in `DrawsOfAll`
-            if x is None or region.piece(x, sequence=region.parted) is None:
+            if x is None or region.piece(x, run=region.run) is None:
                 return
             raise LossError(
                 "a function draws for a piece of an activation, and would draw something else than one rank",
@@ -138,7 +138,7 @@ class Watch(DrawsOfAll):
                 want="fds.nn.replicated(grads='sum') for the module that holds it",
                 hint="or, if it is for what all ranks have whole, use it before the column",
             )
-        elif use.lies == "sum" and not region.inside and not region.parted and not use.in_parts:
+        elif use.lies == "sum" and not region.inside and region.run is None and not use.in_parts:
             raise LossError(
                 "a parameter is used for what all ranks have whole, and its gradient would be counted by each",
                 where=f"tensor_parallel: {use.name}",

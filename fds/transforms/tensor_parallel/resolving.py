@@ -29,7 +29,7 @@ class Resolved:
 
     found: Found
     parts: Mapping[str, Part]
-    in_parts: frozenset[str]  # submodules that run where activations are parts of sequences
+    in_parts: Mapping[str, str]  # submodules that run where activations are parts of sequences: of which run of blocks
     lies: Mapping[str, Lies]  # by name in the tree of parameters
     before: tuple[int, ...] = ()  # of layers: the parts of the features that the layer before ends in pieces of
     after: tuple[int, ...] | None = None  # the same for this layer; None where nothing follows that might draw
@@ -41,13 +41,13 @@ class Resolved:
         columns = Counter(path.rpartition(".")[0] for path, part in self.parts.items() if isinstance(part, Column))
         for path, one in submodules(module):
             part = self.parts.get(path)
-            sequence = path in self.in_parts
+            run = self.in_parts.get(path)
             if part is not None:
-                part.convert(one, region, sequence=sequence)
+                part.convert(one, region, run=run)
                 if isinstance(part, Column) and isinstance(one, Piece):
                     one.alone = columns[path.rpartition(".")[0]] == 1
             elif type(one) is nn.Dropout:
-                become_dropout(one, region, sequence=sequence)
+                become_dropout(one, region, run=run)
             if isinstance(one, nn.TransformerEncoderLayer):
                 one.activation_relu_or_gelu = 0  # torch's fast path reads weights itself, and would take them for whole
         modules = dict(submodules(module))
@@ -59,9 +59,9 @@ class Resolved:
             held = modules[owner]._parameters  # pyright: ignore[reportPrivateUsage]
             uses.append(Use(held, key, self.found.prefix + name, how, owner in self.in_parts))
         block = self.parts.get("")
-        parted = isinstance(block, Block) and not block.enters
+        run = block.run if isinstance(block, Block) and not block.enters else None
         known = self.known[any(one.training for one in modules.values())]
-        watch(module, Calls(region, known, uses, parted, self.after))
+        watch(module, Calls(region, known, uses, run, self.after))
 
 
 def resolve(found: Sequence[Found], plan: str | Mapping[Any, Any], size: int, *, sequence: bool) -> list[Resolved]:
@@ -144,8 +144,8 @@ def _match(
 def _resolved(found: Found, parts: dict[str, Part], size: int, *, sequence: bool) -> Resolved:
     """Return what parts of a plan say of a module's parameters."""
     modules = dict(submodules(found.module))
-    blocks = [path for path, part in parts.items() if isinstance(part, Block)]
-    inside = frozenset(path for path in modules if any(_is_inside(path, block) for block in blocks))
+    blocks = {path: part.run for path, part in parts.items() if isinstance(part, Block)}
+    inside = {path: run for path in modules for block, run in blocks.items() if _is_inside(path, block)}
     lies: dict[str, Lies] = {}
     own = {name: found.prefix + name for name in found.paths.values()}
     for local in own:
