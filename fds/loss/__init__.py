@@ -15,7 +15,7 @@ from fds.loss.microbatch import (
     name,
     run,
 )
-from fds.loss.modes import Mode, ModuleMap, current as current_mode
+from fds.loss.modes import Draw, Mode, ModuleMap, current as current_mode
 from fds.loss.modules import functional
 from fds.loss.originals import check_no_originals
 from fds.loss.recipes import Recipe, recipe
@@ -33,6 +33,7 @@ __all__ = [
     "Mean",
     "Mode",
     "ModuleMap",
+    "Draw",
     "Outcome",
     "Recipe",
     "Root",

@@ -57,15 +57,22 @@ class Setting:
     maps: tuple[LayerMap, ...] = ()  # outermost first
     record: Any = None  # the `Call` of the microbatch, which maps receive and from whose key all that draws is seeded
 
-    def call(self, index: int, f: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `f` seeded and in this mode, however often and in whichever thread it is run again."""
+    def call(self, index: int, f: Callable[..., Any], given: int = 0) -> Callable[..., Any]:
+        """Return `f` seeded and in this mode, however often and in whichever thread it is run again.
+
+        Its arguments are of the microbatch, but for so many that are `given` first.
+        """
+        draw = self.mode.draw
 
         def run(*args: Any) -> Any:
             with mode(self.mode):
                 seed = self.seeds[index]
                 if seed is not None:
                     random.reseed(seed, self.devices)
-                return f(*args)
+                if draw is None:
+                    return f(*args)
+                with draw(args[given:]):
+                    return f(*args)
 
         return run
 
@@ -150,7 +157,7 @@ def run(loss: Any, params: Any, batch: Any, buffers: dict[str, Tensor], setting:
         return _run_layers(loss, params, batch, buffers, setting)
     threaded = isinstance(loss, Buffered)
     f = loss.loss_fn if threaded else loss
-    (call,) = setting.mapped([LayerCall(setting.call(0, f))])
+    (call,) = setting.mapped([LayerCall(setting.call(0, f, given=1))])  # parameters
     if threaded:
         value = call(params, batch, {key: b.clone() for key, b in buffers.items()})
     else:

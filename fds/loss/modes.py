@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,6 +14,7 @@ from fds.loss.carried import Carried
 from fds.loss.roots import Root
 
 ModuleMap = Callable[[nn.Module, Root], None]  # changes a copy of a module in place
+Draw = Callable[[Any], AbstractContextManager[object]]  # what a call of a loss is given -> how it draws
 
 
 @attrs.frozen
@@ -26,6 +28,7 @@ class Mode:
     seen: list[Any] | None = attrs.field(default=None, eq=False)  # receives the last output
     busy: list[Any] | None = attrs.field(default=None, eq=False)  # copies of modules that backward may run again
     modules: tuple[ModuleMap, ...] = ()  # what is done to every copy of a module before it runs
+    draw: Draw | None = None  # entered around every call of the loss, and around what of it runs again
     lengths: dict[str, int] | None = attrs.field(default=None, eq=False)  # of a microbatch, noted by what these do
     staged: bool = False  # ranks of a pipeline each run some of the layers
 

@@ -42,6 +42,7 @@ from fds.kernels.attentions.flash_blocks import LEAST_BIAS
 from fds.kernels.attentions.scaled_dot_product import scaled_dot_product
 from fds.kernels.choice import is_left_to_torch
 from fds.loss import LayerSpec
+from fds.nn.parallel.tokens import check_alone
 from fds.nn.transformer_config import TransformerConfig
 
 ATTENTION, AFTER_ATTENTION, AFTER_FEED_FORWARD = range(3)  # offsets of the dropouts
@@ -159,6 +160,7 @@ class TransformerLayer(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, bias: Tensor | None, seed: Tensor | None
     ) -> Tensor:
         config = self.config
+        check_alone(q, k)
         p = config.attn_dropout_ratio if self.training else 0.0
         if p and is_left_to_torch("flash_attention", q):
             return scaled_dot_product(q, k, v, causal=config.causal, key_padding=padding, bias=bias, p=p)

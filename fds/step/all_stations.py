@@ -64,6 +64,7 @@ class Stations:
     context: tuple[Callable[[Call], contextlib.AbstractContextManager[object]], ...] = ()  # entered around forward
     kernels: Kernels | None = None  # entered around the step: which kernels run
     modules: tuple[losses.ModuleMap, ...] = ()  # maps of the copies of modules that the loss runs
+    draw: losses.Draw | None = None  # how calls of the loss draw, where ranks pass parts of the same rows
     loss: Any = None  # what is trained on: `(params, batch) -> loss`, or `Layers`
     eval_loss: Any = None  # what `evaluate` runs: the loss, or an `eval_fn`
     layer: tuple[losses.LayerMap, ...] = ()  # maps of `LayerCall`s
@@ -337,20 +338,19 @@ class Stations:
 
     def settings(self, call: Call, buffers: dict[str, Tensor], n: int) -> list[losses.Setting]:
         """Return the setting of each microbatch: all seeds of a call, computed before its first kernel."""
-        evaluating, base, part = not call.training, call.words, self.dimensions.part_of_rows
+        evaluating, base = not call.training, call.words
         call = call.counted(self.dimensions.tells) if self.following else call
         draws = self.execute.draws(self.eval_loss if evaluating else self.loss)
-        keys = [random.folded(base, self.dimensions.share_of_batch[0] * n + i) for i in range(n)]
         held = losses.carried_buffers(self.loss, self.eval_loss, buffers) if evaluating else None
         seen, busy = (list[Any](), None) if evaluating else (None, list[Any]())
-        mode = losses.Mode(evaluating, self.gather.float32, held, self.gather.low, seen, busy, self.modules)
+        mode = losses.Mode(evaluating, self.gather.float32, held, self.gather.low, seen, busy, self.modules, self.draw)
         return [
             losses.Setting(
-                [random.seed(k, j, *part) if d else None for j, d in enumerate(draws)],
+                [random.seed(k, j) if d else None for j, d in enumerate(draws)],
                 (call.device,),
                 attrs.evolve(mode, lengths={}, staged=self.execute.together) if self.modules else mode,
                 () if evaluating else self.layer,
                 call.of(k),
             )
-            for k in keys
+            for k in (random.folded(base, self.dimensions.share_of_batch[0] * n + i) for i in range(n))
         ]

@@ -189,11 +189,6 @@ class Dimensions:
                 index, count = index * axis.size + axis.index, count * axis.size
         return index, count
 
-    @functools.cached_property
-    def part_of_rows(self) -> tuple[int, ...]:
-        """Which part of its rows this rank passes: what draws for tokens differs by it; () where rows are whole."""
-        return () if self.sequence is None else (self.sequence.index,)
-
     @property
     def place(self) -> int:
         """Which of the different sets of parameters this rank holds."""

@@ -1,9 +1,9 @@
 """Let the ranks of an axis pass parts of the same sequences: context parallelism.
 
-Fills:  topology                 State:  none
-Law:    the step of one rank that passes the whole sequences, to rounding
+Fills:  topology, draw           State:  none
+Law:    13: the step of one rank that passes the whole sequences, to rounding, dropout included
 Cost:   activations / n; a copy of the gradients is summed over the axis, unless `shard_optimizer` has these ranks too;
-        what `fds.nn.attention` sends
+        what `fds.nn.attention` sends; of what is drawn the whole rows for a moment
 Source: Jacobs et al. 2023, arXiv:2309.14509; Liu et al. 2023, arXiv:2310.01889
 """
 
@@ -13,6 +13,8 @@ import attrs
 
 from fds.collectives import Axis
 from fds.errors import ComposeError, is_a
+from fds.nn.parallel.tokens import Parts
+from fds.nn.parallel.zigzag import LAYOUTS, Layout
 from fds.step import Dimension, Placement, Replicated, Step, fill, transform
 
 
@@ -33,7 +35,7 @@ class SummedGradients(Placement):
 
 
 @transform
-def context_parallel(axis: Axis):
+def context_parallel(axis: Axis, *, layout: Layout = "contiguous"):
     """Let every rank of `axis` pass its part of the same sequences, (B, S/N) of (B, S) tokens; the step is that of all.
 
     The loss is one of tokens, which ranks compute for their own, and only `fds.nn.attention(..., axis=axis)` looks at
@@ -43,11 +45,15 @@ def context_parallel(axis: Axis):
     Gradients are summed over the axis after those of data ranks: of slices, from stage 1 on. To slice the state over
     these ranks too, give them to both: `shard_optimizer(mesh["dp", "sp"])` with `context_parallel(mesh["sp"])`.
 
-    Ranks that pass the same rows see the same keys in maps of batches and layers; what a loss draws (`nn.Dropout`)
-    differs for each part.
+    Ranks that pass the same rows draw what one rank draws for them: dropout and noise of (B, S/N, ...) are drawn for
+    the whole rows, of which a rank takes its part, and what has nothing of tokens is alike. `LossError` says what
+    cannot be drawn so: tokens along another dim than 1, functions that draw otherwise, dropout in
+    `torch.utils.checkpoint`; and attention that would see this rank's tokens alone.
 
     Args:
         axis: of `fds.mesh`, in the order of the parts. One of size 1 changes nothing.
+        layout: which tokens a rank passes: "contiguous", the r-th of N equal parts, or "zigzag", those of
+            `fds.nn.zigzag`; as `fds.nn.attention` is told.
 
     Raises `ComposeError` for anything else, `MeshError` for an axis of ranks that do not run now.
     """
@@ -55,10 +61,15 @@ def context_parallel(axis: Axis):
         raise ComposeError(
             "context_parallel: axis is not an axis", got=repr(axis)[:80], want='fds.mesh(dp=-1, sp=2)["sp"]'
         )
+    if layout not in LAYOUTS:
+        want = " or ".join(map(repr, LAYOUTS))
+        raise ComposeError("context_parallel: no such layout", got=repr(layout)[:80], want=want)
     axis.check_current()
     own = axis.channel("context_parallel")
 
     def apply(step: Step) -> Step:
-        return step if own.size == 1 else fill(step, topology=Dimension(own, "sequence", SummedGradients(own)))
+        if own.size == 1:
+            return step
+        return fill(step, topology=Dimension(own, "sequence", SummedGradients(own)), draw=Parts(own, layout))
 
     return apply

@@ -89,8 +89,9 @@ class Place:
             cut = fds.pipeline(fds.plans.one_f_one_b, mesh["pp"], num_microbatches=each)
         axis = mesh["dp", "sp"] if self.joint else mesh["dp"]
         shard = [] if self.zero is None else [fds.shard_optimizer(axis, stage=self.zero, bucket_bytes=2000)]
-        loss = model(mesh["sp"], method=self.method, layout=self.layout)
-        return fds.compose(cut, *shard, fds.context_parallel(mesh["sp"]), *parts)(loss)
+        layout: Any = self.layout
+        loss = model(mesh["sp"], method=self.method, layout=layout)
+        return fds.compose(cut, *shard, fds.context_parallel(mesh["sp"], layout=layout), *parts)(loss)
 
     def batch(self, step: fds.Step, call: int) -> Any:
         """Return what this rank passes of the batch of a call: its rows, and of these its tokens."""

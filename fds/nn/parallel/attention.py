@@ -18,6 +18,7 @@ from fds.collectives import Axis
 from fds.errors import KernelError, is_a
 from fds.kernels import arguments
 from fds.kernels.attentions.flash_arguments import check, positive
+from fds.nn.parallel import tokens
 from fds.nn.parallel.ring import ring_attention
 from fds.nn.parallel.ulysses import ulysses_attention
 from fds.nn.parallel.zigzag import LAYOUTS, Layout
@@ -52,8 +53,9 @@ def attention(
         seed: of dropout.
         offset: of dropout.
 
-    Raises `KernelError` for what `fds.kernels.attention` refuses, an unknown method or layout, a bias or dropout over
-    several ranks, and numbers of heads or tokens that do not divide; `MeshError` for an axis of ranks that do not run.
+    Raises `KernelError` for what `fds.kernels.attention` refuses, an unknown method or layout, another layout than
+    `fds.context_parallel` has, a bias or dropout over several ranks, and numbers of heads or tokens that do not divide;
+    `MeshError` for an axis of ranks that do not run.
     """
     _check_names(axis, method, layout)
     if axis is None or axis.size == 1:
@@ -97,6 +99,15 @@ def _check_parts(q: Tensor, k: Tensor, axis: Axis, layout: Layout, bias: Tensor 
             where=where,
             got=f"{q.shape[2]} queries, {k.shape[2]} keys",
             want="as many, on every rank",
+        )
+    draws = tokens.now()
+    if draws is not None and draws.parts.axis.ranks == axis.ranks and draws.parts.layout != layout:
+        raise KernelError(
+            "a rank's tokens are laid out in one way for attention, and in another for the step",
+            where=where,
+            got=f"layout={layout!r}",
+            want=f"{draws.parts.layout!r}, as context_parallel is told",
+            hint=f"or fds.context_parallel(axis, layout={layout!r})",
         )
     if layout == "zigzag" and q.shape[2] % 2:
         raise KernelError(

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fds.nn.parallel import tokens
 from fds.nn.parallel.linear import Piece
 from fds.nn.parallel.region import Region
 
@@ -29,7 +30,7 @@ class PieceDropout(Piece, nn.Dropout):
         if region is None or not self.training or not self.p:
             return F.dropout(input, self.p, self.training, self.inplace)
         with torch._C.DisableTorchFunction():  # inside of `DrawsOfAll` too this draws once
-            return dropped(input, self.p, region, run=self.run)
+            return dropped(input, self.p, region, run=self.run, inplace=self.inplace)
 
 
 def become_dropout(module: Any, region: Region, *, run: str | None) -> None:
@@ -38,28 +39,10 @@ def become_dropout(module: Any, region: Region, *, run: str | None) -> None:
     module.region, module.run = region, run
 
 
-def dropped(x: Tensor, p: float, region: Region, *, run: str | None) -> Tensor:
+def dropped(x: Tensor, p: float, region: Region, *, run: str | None, inplace: bool = False) -> Tensor:
     """Return dropout of an activation that is a piece, along its heads, features or sequence, or is whole."""
     found = region.piece(x, run=run)
-    if found is None:
-        with torch._C.DisableTorchFunction():
-            return F.dropout(x, p)
-    dim, whole, own = found
-    shape = [*x.shape]
-    shape[dim] = whole
-    with torch._C.DisableTorchFunction():  # private; `DrawsOfAll` would take the mask for a piece
-        mask = F.dropout(_ones(x, shape), p)
-    padded = max(first + n for first, n in own) - whole  # of the last parts of a sequence
-    mask = F.pad(mask, (*(0, 0) * (-dim - 1), 0, padded)) if padded > 0 else mask
-    pieces = [mask.narrow(dim, first, n) for first, n in own]
-    return x * (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim))
-
-
-def _ones(x: Tensor, shape: list[int]) -> Tensor:
-    """Return ones of a shape whose dims lie in memory in the order of x's: torch draws in the order of memory."""
-    order = sorted(range(x.dim()), key=x.stride, reverse=True)
-    back = sorted(range(x.dim()), key=order.__getitem__)
-    return x.new_ones([shape[dim] for dim in order]).permute(back)
+    return tokens.dropped(x, p, None if found is None else tokens.Cut(*found), inplace=inplace)
 
 
 class DrawsOfAll(TorchFunctionMode):
@@ -80,7 +63,7 @@ class DrawsOfAll(TorchFunctionMode):
 
 
 def _dropout(region: Region, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return dropped(input, p, region, run=region.run) if training and p else input
+    return dropped(input, p, region, run=region.run, inplace=inplace) if training and p else input
 
 
 def attention(
@@ -95,6 +78,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Return `F.scaled_dot_product_attention` over this rank's heads (..., heads, sequence, features)."""
+    tokens.check_alone(query, key)
     if not dropout_p:
         options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         return F.scaled_dot_product_attention(query, key, value, **options)

@@ -37,7 +37,7 @@ def zigzag(x: Tensor, axis: Axis | None, dim: int = 1) -> Tensor:
     if axis is None or axis.size == 1:
         return x
     chunk = _chunk(x.shape[dim], axis)
-    return torch.cat([x.narrow(dim, i * chunk, chunk) for i in _chunks(axis.index, axis.size)], dim)
+    return torch.cat([x.narrow(dim, i * chunk, chunk) for i in chunks_of(axis.index, axis.size)], dim)
 
 
 def zigzag_positions(length: int, axis: Axis | None, device: torch.device | str | None = None) -> Tensor:
@@ -59,12 +59,13 @@ def in_zigzag(x: Tensor, size: int, dim: int) -> Tensor:
 
 
 def _permuted(x: Tensor, size: int, dim: int, *, inverse: bool) -> Tensor:
-    order = torch.tensor([i for rank in range(size) for i in _chunks(rank, size)], device=x.device)
+    order = torch.tensor([i for rank in range(size) for i in chunks_of(rank, size)], device=x.device)
     chunks = x.unflatten(dim, (2 * size, -1))
     return chunks.index_select(dim, order.argsort() if inverse else order).flatten(dim, dim + 1)
 
 
-def _chunks(rank: int, size: int) -> tuple[int, int]:
+def chunks_of(rank: int, size: int) -> tuple[int, int]:
+    """Return which two of the chunks of a sequence a rank has."""
     return rank, 2 * size - 1 - rank
 
 

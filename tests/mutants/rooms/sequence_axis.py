@@ -2,7 +2,8 @@
 
 from tests.mutants.mutant import Mutant
 
-TRAINING, ATTENTION = "tests/sequence_axis/test_training.py", "tests/nn/parallel/test_attention.py"
+TRAINING, DRAWS = "tests/sequence_axis/test_training.py", "tests/sequence_axis/test_draws.py"
+ATTENTION = "tests/nn/parallel/test_attention.py"
 MUTANTS = (
     Mutant(
         "a-sequence-adds-no-gradients",
@@ -38,11 +39,51 @@ MUTANTS = (
     ),
     Mutant(
         "parts-draw-alike",
-        "fds/step/topology.py",
-        "return () if self.sequence is None else (self.sequence.index,)",
-        "return ()",
+        "fds/nn/parallel/tokens.py",
+        "return [(self.axis.index * length, length)]",
+        "return [(0, length)]",
         "tokens on different ranks have the same dropout",
-        TRAINING,
+        DRAWS,
+    ),
+    Mutant(
+        "zigzag-parts-draw-as-contiguous-ones",
+        "fds/nn/parallel/tokens.py",
+        'if self.layout == "contiguous":',
+        "if self.layout:",
+        "dropout of zig-zag parts is that of other tokens",
+        DRAWS,
+    ),
+    Mutant(
+        "a-piece-is-cut-before-its-part",
+        "fds/nn/parallel/tokens.py",
+        "for cut in (part, piece)",
+        "for cut in (piece, part)",
+        "of a sequence that both axes cut, tokens of others are taken",
+        DRAWS,
+    ),
+    Mutant(
+        "what-runs-again-draws-otherwise",
+        "fds/nn/parallel/tokens.py",
+        "if _saving(True) != self.hooks or",
+        "if",
+        "torch.utils.checkpoint drops other elements in backward than in forward",
+        DRAWS,
+    ),
+    Mutant(
+        "a-mask-of-whole-rows-is-kept",
+        "fds/nn/parallel/tokens.py",
+        "return whole.clone()",
+        "return whole",
+        "a rank keeps masks of all tokens until backward",
+        DRAWS,
+    ),
+    Mutant(
+        "parameters-say-how-long-rows-are",
+        "fds/loss/microbatch.py",
+        "setting.call(0, f, given=1)",
+        "setting.call(0, f)",
+        "features are taken for tokens, and drawn for more than there are",
+        DRAWS,
     ),
     Mutant(
         "ranks-evaluate-apart",

@@ -1,0 +1,291 @@
+"""What is drawn for parts of sequences: every rank draws for the whole rows, and takes what falls on its tokens.
+
+    y_r = x_r * part_r(dropout(1, p))        noise_r = part_r(noise)
+
+So ranks that pass parts of the same rows, in either layout, draw what one rank draws, since they draw from one seed.
+What has nothing of tokens (a noise level of each row) is alike on all of them. Tokens lie along dim 1, as in batches.
+It costs a tensor of the whole rows for a moment; and 1.5 us for every function of torch that a loss calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fds import tree
+from fds.collectives import Axis
+from fds.errors import LossError
+from fds.loss import traced
+from fds.nn.parallel.zigzag import Layout, chunks_of
+
+# private: what `torch.autograd.graph.saved_tensors_hooks` has entered last
+_saving: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
+_WHERE = "context_parallel over {axis.name!r}, {axis.size} ranks"
+
+
+class Cut(NamedTuple):
+    """How a tensor is a piece of a whole: along which dim, how long that is, and first index and length of our ranges.
+
+    The dim counts from the end. What the ranges have beyond the whole is padding.
+    """
+
+    dim: int
+    whole: int
+    own: list[tuple[int, int]]
+
+
+@attrs.frozen
+class Parts:
+    """The station `draw`: the ranks of an axis pass parts of the same rows, laid out so."""
+
+    axis: Axis
+    layout: Layout = "contiguous"
+
+    def __repr__(self) -> str:
+        return f"for whole rows, of which ranks of {self.axis.name} take their {self.layout} parts"
+
+    def __call__(self, given: Any) -> Draws:
+        """Return the mode in which a call of the loss runs, which is given these of the microbatch's tensors."""
+        shapes = [x.shape for x in tree.leaves(given) if isinstance(x, Tensor) and x.dim() > 1]
+        lengths, rows = {shape[1] for shape in shapes}, {shape[0] for shape in shapes}
+        lengths = lengths - {1} or lengths  # of (rows, 1, ...) all tokens of a row share something
+        return Draws(self, lengths, lengths.union(shape[:2].numel() for shape in shapes) - rows)
+
+    def ranges(self, length: int) -> list[tuple[int, int]]:
+        """Return first index and length of each range of this rank's tokens in the whole rows."""
+        if self.layout == "contiguous":
+            return [(self.axis.index * length, length)]
+        if length % 2:
+            raise LossError(
+                "a rank's part in zig-zag order is two chunks",
+                where=_WHERE.format(axis=self.axis),
+                got=f"{length} tokens",
+                want="an even number: fds.nn.zigzag(whole, axis)",
+            )
+        half = length // 2
+        return [(chunk * half, half) for chunk in chunks_of(self.axis.index, self.axis.size)]
+
+
+class _Now(threading.local):  # torch.compile traces no `ContextVar`
+    draws: Draws | None = None
+
+
+_now = _Now()
+
+
+def now() -> Draws | None:
+    """Return how calls of the loss draw that run in this thread, None where rows are whole."""
+    return _now.draws
+
+
+class Draws(TorchFunctionMode):
+    """Inside, functions of torch draw for whole rows, of which this rank has parts of these lengths."""
+
+    def __init__(self, parts: Parts, lengths: set[int], flat: set[int]):  # flat: of tokens that are not beside rows
+        super().__init__()
+        self.parts, self.lengths, self.flat = parts, lengths, flat
+        self.hooks, self.recorded = _saving(True), torch.is_grad_enabled()
+        self.before: Draws | None = None
+
+    def __enter__(self) -> Draws:
+        self.before, _now.draws = _now.draws, self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _now.draws = self.before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        other = _OTHERS.get(func)
+        if other is None or (kwargs and kwargs.get("generator") is not None):  # draws from a generator are the user's
+            return func(*args, **(kwargs or {}))
+        return other(self, func, *args, **(kwargs or {}))
+
+    def cut(self, shape: Sequence[int]) -> Cut | None:
+        """Return how what has this shape is cut, None for what has nothing of tokens.
+
+        Raises `LossError` where that cannot be told, and where it would be drawn again in backward.
+        """
+        n = shape[1] if len(shape) > 1 else 0
+        if n in self.lengths and not self.lengths.intersection(shape[2:-1]):
+            self._check_once()
+            return Cut(1 - len(shape), n * self.parts.axis.size, self.parts.ranges(n))
+        if self.flat.intersection(shape[:1]) or self.lengths.intersection(shape[1:]):
+            raise LossError(
+                "something is drawn, and it cannot be told along which dim it has this rank's tokens",
+                where=_WHERE.format(axis=self.parts.axis),
+                got=f"shape {tuple(shape)}, where rows have {_listed(self.lengths)} tokens",
+                want="(rows, tokens, ...), as in the batch; or nothing of tokens",
+                hint="dropout before tokens are flattened or transposed; or a torch.Generator of this rank's own",
+            )
+        return None
+
+    def _check_once(self) -> None:
+        """Raise `LossError` inside of what runs again in backward, outside of this mode."""
+        if torch.compiler.is_compiling() or traced.now.looking is not None:
+            return
+        if _saving(True) != self.hooks or torch.is_grad_enabled() != self.recorded:
+            raise LossError(
+                "torch.utils.checkpoint runs functions again that draw, and they would not draw what they drew",
+                where=_WHERE.format(axis=self.parts.axis),
+                got="a draw inside of it, of other hooks of saved tensors, or of torch.no_grad()",
+                want="fds.checkpoint_activations() in the composition",
+            )
+
+
+def dropped(x: Tensor, p: float, piece: Cut | None = None, *, inplace: bool = False) -> Tensor:
+    """Return dropout of an activation that is a piece, or is whole, of tokens of which this rank may have a part."""
+    shape, draws = list(x.shape), now()
+    if piece is not None:
+        shape[piece.dim] = piece.whole
+    part = None if draws is None else draws.cut(shape)
+    if part is not None:
+        shape[part.dim] = part.whole
+    cuts = [cut for cut in (part, piece) if cut is not None]  # of a piece of a part
+    with torch._C.DisableTorchFunction():  # private; a mode would take the mask for a piece
+        if not cuts:
+            return F.dropout(x, p, inplace=inplace)
+        mask = taken(F.dropout(_like(x, shape).fill_(1), p), cuts)
+        return x.mul_(mask) if inplace else x * mask
+
+
+def taken(whole: Tensor, cuts: Sequence[Cut]) -> Tensor:
+    """Return a piece of a piece of the whole, in memory of its own."""
+    for dim, length, own in cuts:
+        padded = max(first + n for first, n in own) - length  # of the last parts of a sequence
+        whole = F.pad(whole, (*(0, 0) * (-dim - 1), 0, padded)) if padded > 0 else whole
+        pieces = [whole.narrow(dim, first, n) for first, n in own]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    return whole.clone()
+
+
+def check_alone(q: Tensor, k: Tensor) -> None:
+    """Raise `LossError` for attention of this rank's tokens to this rank's tokens, where rows have more."""
+    draws = now()
+    if draws is not None and q.shape[-2] == k.shape[-2] and k.shape[-2] in draws.lengths:
+        raise LossError(
+            "attention sees this rank's tokens alone, of rows that have more",
+            where=_WHERE.format(axis=draws.parts.axis),
+            got=f"queries {tuple(q.shape)}, keys {tuple(k.shape)}",
+            want="fds.nn.attention(..., axis=axis)",
+        )
+
+
+def _like(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a new tensor whose dims lie in memory in the order of x's: torch draws in the order of memory."""
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    back = sorted(range(x.dim()), key=order.__getitem__)
+    return x.new_empty([shape[dim] for dim in order]).permute(back)
+
+
+def _whole(x: Tensor, cut: Cut) -> Tensor:
+    shape = list(x.shape)
+    shape[cut.dim] = cut.whole
+    return _like(x.detach(), shape)
+
+
+def _dropout(
+    draws: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    inplace = inplace or func is torch.dropout_
+    return dropped(input, p, inplace=inplace) if training and p else F.dropout(input, p, training, inplace)
+
+
+def _drawn_like(draws: Draws, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    cut = draws.cut(input.shape)
+    if cut is None:
+        return func(input, *args, **kwargs)
+    return taken(func(_whole(input, cut), *args, **kwargs), [cut])
+
+
+def _filled(draws: Draws, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
+        return _refused(draws, func, input, *args, **kwargs)
+    cut = draws.cut(input.shape)
+    if cut is None:
+        return func(input, *args, **kwargs)
+    return input.copy_(taken(func(_whole(input, cut), *args, **kwargs), [cut]))
+
+
+def _made(draws: Draws, func: Any, *args: Any, size: Any = None, **kwargs: Any) -> Tensor:
+    """Draw a tensor of a size, which is the last argument or, of integers, all of them."""
+    if size is None:
+        listed = bool(args) and tree.is_sequence(args[-1])
+        size, args = (args[-1], args[:-1]) if listed else (args, ())
+    cut = draws.cut(size)
+    if cut is None:
+        return func(*args, size=tuple(size), **kwargs)
+    shape = list(size)
+    shape[cut.dim] = cut.whole
+    return taken(func(*args, size=tuple(shape), **kwargs), [cut])
+
+
+def _refused(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a function draw for what has nothing of tokens."""
+    x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+    size: Any = kwargs.get("size", args[-1] if args else ()) if x is None else x.shape
+    shape = tuple(size) if tree.is_sequence(size) else (size,)
+    if draws.cut(shape) is not None:
+        raise LossError(
+            "a function draws for a part of the tokens, and would draw something else than one rank",
+            where=_WHERE.format(axis=draws.parts.axis),
+            got=f"{getattr(func, '__name__', func)} of shape {shape}",
+            want="nn.Dropout, F.dropout, torch.rand, randn, randint, rand_like, randn_like, or what fills in place",
+            hint="or a generator of this rank's own, given to the function",
+        )
+    return func(*args, **kwargs)
+
+
+def _attends(draws: Draws, func: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    _check_attention(draws, query, key, kwargs.get("dropout_p", args[2] if len(args) > 2 else 0.0))
+    return func(query, key, *args, **kwargs)
+
+
+def _attends_in_module(draws: Draws, func: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Look at what `nn.MultiheadAttention` calls, where tokens lie along dim 0."""
+    p = kwargs.get("dropout_p", args[8] if len(args) > 8 else 0.0) if kwargs.get("training", True) else 0.0
+    _check_attention(draws, query.transpose(0, -2), key.transpose(0, -2), p)
+    return func(query, key, *args, **kwargs)
+
+
+def _check_attention(draws: Draws, query: Tensor, key: Tensor, p: float) -> None:
+    """Raise `LossError` for attention over parts of rows, and where it drops weights of such."""
+    check_alone(query, key)
+    if p and draws.lengths.intersection((query.shape[-2], key.shape[-2])):
+        raise LossError(
+            "weights of attention are dropped for a part of the tokens, and others than one rank would drop",
+            where=_WHERE.format(axis=draws.parts.axis),
+            got=f"dropout of {p}, queries {tuple(query.shape)}, keys {tuple(key.shape)}",
+            want="none, and dropout of what attention returns",
+        )
+
+
+def _listed(lengths: set[int]) -> str:
+    return " or ".join(map(str, sorted(lengths))) or "no"
+
+
+_OTHERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((F.dropout, torch.dropout, torch.dropout_), _dropout),
+    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _drawn_like),
+    **dict.fromkeys((torch.rand, torch.randn, torch.randint), _made),
+    **dict.fromkeys(
+        (Tensor.bernoulli_, Tensor.cauchy_, Tensor.exponential_, Tensor.geometric_, Tensor.log_normal_, Tensor.normal_,
+         Tensor.random_, Tensor.uniform_),
+        _filled,
+    ),
+    **dict.fromkeys(
+        (F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.gumbel_softmax, F.rrelu,
+         torch.alpha_dropout, torch.bernoulli, torch.feature_alpha_dropout, torch.feature_dropout, torch.multinomial,
+         torch.normal, torch.poisson, torch.randperm, Tensor.bernoulli, Tensor.multinomial),
+        _refused,
+    ),
+    F.scaled_dot_product_attention: _attends,
+    F.multi_head_attention_forward: _attends_in_module,
+}  # fmt: skip
