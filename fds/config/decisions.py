@@ -63,6 +63,14 @@ CONTRADICTIONS = (
         "test_the_largest_part_is_the_smallest_of_all_divisions_and_then_the_parts_are_the_most_even",
     ),
     Contradiction(
+        "`train_batch_size` with `autotp_size`",
+        "rows at once x microbatches x data-parallel ranks",
+        "x all ranks, also those that share layers and read the same rows; an `mpu` says how many are data ranks",
+        "x data-parallel ranks",
+        "tests/peers/test_shared_ranks.py::"
+        "test_deepspeed_counts_ranks_that_share_layers_as_data_ranks_where_it_made_them_itself",
+    ),
+    Contradiction(
         "`gradient_clipping`",
         "1.0",
         "1.0 in 0.19.6, and 0.0 before June 2026: the same JSON trains otherwise",

@@ -23,7 +23,7 @@ from fds.step.all_stations import Stations
 from fds.step.batch import checksum
 from fds.step.call import Call, seeded
 from fds.step.checks import contracts, state_check as check
-from fds.step.checks.agreement import same_composition
+from fds.step.checks.agreement import same_batch, same_composition
 from fds.step.conditions import conditioned
 from fds.step.decision import Decision
 from fds.step.describe import Description, describe, explain
@@ -105,6 +105,8 @@ class Step(Stations):
         with `fds.donate` a note with it says where the state was written over before.
         """
         same_composition(self)
+        if "batch" not in self.runtime.asked:
+            same_batch(self, batch)
         held = self.check(state)
         if (plain := check.without_graph(state, held)) is not state:
             state, held = plain, self.check(plain)
@@ -154,9 +156,8 @@ class Step(Stations):
         decision = Decision.of(totals, norm, scale, found.predivide, device, decides=decides)
         if dimensions.local is not None:
             decision, buffers = self._share(decision, totals, buffers, dimensions.local, state.calls, notes)
-        norm_of = None
-        if dimensions.group is not None and dimensions.differing:
-            norm_of = functools.partial(found.norm_of_all, everyone=dimensions.group)
+        group = dimensions.group if dimensions.differing else None
+        norm_of = None if group is None else functools.partial(found.norm_of_all, everyone=group)
         grads = Gradients(
             found.leaves,
             decision.scale,

@@ -184,13 +184,18 @@ def add_up(sums: Sequence[Tensor], axis: Axis) -> list[Tensor]:
 def _check_repeated(sums: Tensor, count: int, everyone: Axis) -> None:
     """Raise `BatchError` where the checksums of all ranks (2,) are not those of the ranks that count, so many times."""
     if sums.device.type == "cpu" and float(sums[0]) != count * float(sums[1]):
-        raise BatchError(
-            "ranks that compute one loss together were given different batches",
-            where=f"axis {everyone.name!r}",
-            got="other inputs or targets",
-            want="one batch for all ranks that differ only along a tensor axis",
-            hint="take rows by the coordinate on the data axis, not by the global rank",
-        )
+        raise different_batches(everyone)
+
+
+def different_batches(everyone: Axis) -> BatchError:
+    """Return the error for ranks that compute one loss of several batches."""
+    return BatchError(
+        "ranks that compute one loss together were given different batches",
+        where=f"axis {everyone.name!r}",
+        got="other inputs or targets",
+        want="one batch for all ranks that differ only along a tensor axis",
+        hint="take rows by the coordinate on the data axis, not by the global rank",
+    )
 
 
 def _summed(parts: list[Tensor], axis: Axis, what: str) -> Iterator[Tensor]:

@@ -260,3 +260,19 @@ def test_a_placement_must_say_how_a_parameter_lies():
 def test_a_placement_says_what_there_is(make):
     with pytest.raises(ComposeError):
         make()
+
+
+def test_batches_on_a_gpu_where_no_later_call_compares_are_compared_in_the_first(monkeypatch):
+    monkeypatch.setattr("fds.step.totals._check_repeated", lambda *_: None)  # as where the sums are on a GPU
+    place = Place(2, data=2)
+
+    def body():
+        step = place.step(optimizer=fds.adamw())
+        state, (x, y) = step.init(model(None).init), share(step, 0)
+        own = x + step.everyone.index
+        with pytest.raises(BatchError, match="different batches"):
+            step(state, (own, y))
+        state, _ = step(state, (x, y))
+        step(state, (own, y))
+
+    fds.simulate(body, place.ranks)

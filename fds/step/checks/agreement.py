@@ -19,6 +19,8 @@ from fds import tree
 from fds.collectives import Axis, fingerprint
 from fds.errors import ComposeError
 from fds.step.all_stations import Stations
+from fds.step.batch import checksum
+from fds.step.totals import different_batches
 
 _DEEPEST = 32  # levels of values inside values that are compared
 _FEW = 256  # elements of a tensor whose values are compared
@@ -44,6 +46,24 @@ def same_composition(step: Stations) -> None:
     if len(set(fingerprints)) > 1:
         raise _different(axis, axis.exchange(named, "composition"), pipeline)
     step.runtime.asked["composition"] = []
+
+
+def same_batch(step: Stations, batch: Any) -> None:
+    """Raise `BatchError`, on every rank, where ranks that compute one loss together are given different batches.
+
+    This is for the first call, which waits for tensors on a GPU; on a CPU the ranks compare in all calls.
+    """
+    axis = step.everyone
+    if axis is None or step.dimensions.repeats[1] == 1:
+        step.runtime.asked["batch"] = []
+        return
+    repeating = [one.axis.name.split(",") for one in step.dimensions.entries if one.repeats and one.axis is not None]
+    place = [(name, i) for name, i in axis.mesh.coordinate().items() if name not in itertools.chain(*repeating)]
+    seen = checksum(batch, waits=True) if step.execute.reads(batch) else 0
+    told = axis.exchange((place, seen), "batch")
+    if len({repr(one) for one, _ in told}) < len({repr(one) for one in told}):
+        raise different_batches(axis)
+    step.runtime.asked["batch"] = []
 
 
 def _different(axis: Axis, compositions: list[list[list[str]]], pipeline: int | None) -> ComposeError:

@@ -4,6 +4,22 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "first-batches-not-compared",
+        "fds/step/checks/agreement.py",
+        "if len({repr(one) for one, _ in told}) < len({repr(one) for one in told}):",
+        "if False:",
+        "ranks that compute one loss of different batches on a GPU are not told so",
+        "tests/tensor_axis/test_training.py",
+    ),
+    Mutant(
+        "batches-of-data-ranks-compared",
+        "fds/step/checks/agreement.py",
+        "if name not in itertools.chain(*repeating)]",
+        "if False]",
+        "data ranks, whose batches differ, are refused",
+        "tests/tensor_axis/test_training.py",
+    ),
+    Mutant(
         "chunks-of-own-sizes",
         "fds/step/residency/chunks.py",
         "mine = _planned(residency, structure.largest, optimizer)",

@@ -9,6 +9,7 @@ import torch
 import fds
 from fds import tree
 from fds.errors import BatchError
+from fds.step import checksum
 from tests.bits import assert_same_bits, snapshot
 from tests.unit.step.problem import BATCH, make, make_params
 
@@ -226,3 +227,12 @@ def test_layouts_without_slices_are_refused_and_taken_whole():
         step(state, {"x": ragged})
     assert caught.value.where == "batch.x"
     step(state, {"x": fds.whole(torch.eye(4, 3).to_sparse()), "y": torch.ones(2)})
+
+
+def test_a_checksum_reads_elements_on_a_gpu_only_where_it_may_wait():
+    from tests import pretending
+
+    with pretending.pretended():
+        one, other = (torch.arange(10.0).add(i).to(pretending.DEVICE) for i in (0, 1))
+        assert checksum(one) == checksum(other)
+        assert checksum(one, waits=True) == checksum(torch.arange(10.0)) != checksum(other, waits=True)
