@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 import fds
 from fds.config import TrainingConfig
-from fds.errors import BatchError, ConfigError, MeshError
+from fds.errors import BatchError, ConfigError, LossError, MeshError
 
 # the gradient of the bias of keys is 0 but for rounding, which a small eps would blow up
 ADAMW: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4}}}
@@ -102,6 +102,16 @@ def test_a_plan_of_ones_own_takes_the_place_of_the_key():
         assert got[0] == want[0]
 
 
+def test_stages_whose_layers_ranks_share_keep_slices_of_what_they_recompute():
+    spec = fds.LayerSpec(nn.TransformerEncoderLayer, 8, 2, 12, dropout=0.0, batch_first=True, dtype=torch.float64)
+    again = {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}}
+    make = lambda: fds.Layers([spec] * 4, F.mse_loss)
+    want = train(JSON, make, None)
+    mesh = {"pp": 2, "dp": 2, "tp": 2}
+    for got in fds.simulate(lambda: train(JSON | TENSOR | again, make, None, mesh=fds.mesh(**mesh)), 8):
+        assert_same(got, want)
+
+
 def test_messages_beside_products_change_no_bit():
     beside = {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}
     plain, other = (fds.simulate(lambda c=c: train(JSON | c), 2)[0] for c in (TENSOR, beside))
@@ -175,6 +185,16 @@ def test_rows_are_shared_in_nodes_and_copies_too():
     copies = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
     for got in fds.simulate(lambda: attend(JSON | ROWS | copies, {"replicate": 2, "dp": 1, "sp": 2}), 4):
         assert_same(got, want)
+
+
+def test_attention_that_does_not_know_of_other_ranks_is_refused():
+    def run():
+        mesh = fds.mesh(dp=1, sp=2)
+        mine = lambda rows: [x.chunk(2, 1)[mesh["sp"].index] for x in default_collate(rows)]
+        return train(JSON | ROWS, mesh=mesh, collate_fn=mine)
+
+    with pytest.raises(LossError, match="this rank's tokens alone"):
+        fds.simulate(run, 2)
 
 
 def test_rows_and_layers_are_shared_at_once():

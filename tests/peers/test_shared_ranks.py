@@ -5,11 +5,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset, default_collate
 
 import fds
 from fds.config import TrainingConfig
-from fds.errors import ConfigError
+from fds.errors import ConfigError, LossError
 from tests import ranks
 
 pytestmark = pytest.mark.peers
@@ -86,6 +87,52 @@ def test_a_llama_whose_layers_ranks_share_trains_as_on_one_rank(tmp_path, stage,
 def test_it_does_so_on_four_real_ranks(tmp_path):
     want = train(file(tmp_path, CONFIG))
     assert_same(ranks.run(train, file(tmp_path, SHARED), world_size=4), want, 4)
+
+
+def by_tokens(model, batch):
+    logits = model(batch["input_ids"], position_ids=batch["position_ids"]).logits
+    targets = batch["labels"].flatten()
+    total = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+    return fds.Mean(total, (targets != -100).sum())
+
+
+def train_on_parts(path, sequence, attention="over_ranks"):
+    from transformers import AttentionInterface
+
+    mesh = fds.mesh(dp=-1, sp=sequence)
+    axis = mesh["sp"]
+
+    def over_ranks(module, q, k, v, mask, scaling, dropout=0.0, **options):
+        mine = fds.mesh(dp=-1, sp=sequence)["sp"]  # of the thread that runs this: the registry is one for all
+        return fds.nn.attention(q, k, v, axis=mine, causal=True, scale=scaling, p=dropout).transpose(1, 2), None
+
+    def cut(rows):
+        batch = default_collate(rows)
+        ids, labels = batch["input_ids"][:, :-1], batch["labels"][:, 1:]
+        whole = {"input_ids": ids, "labels": labels, "position_ids": torch.arange(8).expand(len(ids), 8)}
+        return {name: x.chunk(axis.size, 1)[axis.index] for name, x in whole.items()}
+
+    AttentionInterface.register("over_ranks", over_ranks)
+    model = llama()
+    model.set_attn_implementation(attention)
+    step, state, loader, _ = fds.initialize(
+        model, by_tokens, config=path, mesh=mesh, training_data=Tokens(), collate_fn=cut
+    )
+    found = []
+    for _, batch in zip(range(4), loader, strict=False):
+        state, metrics = step(state, batch)
+        found += [metrics["loss"], metrics["grad_norm"]]
+    return torch.stack(found), step.params(state)
+
+
+def test_a_llama_whose_rows_ranks_share_trains_as_on_one_rank(tmp_path):
+    want = train_on_parts(file(tmp_path, CONFIG), 1, "sdpa")
+    path = file(tmp_path, CONFIG | {"sequence_parallel_size": 2, "zero_optimization": {"stage": 2}})
+    for losses, params in fds.simulate(lambda: train_on_parts(path, 2), 4):
+        torch.testing.assert_close(losses, want[0], rtol=1e-6, atol=0)
+        torch.testing.assert_close(params, want[1], rtol=1e-5, atol=1e-7)
+    with pytest.raises(LossError, match="this rank's tokens alone"):
+        fds.simulate(lambda: train_on_parts(path, 2, "sdpa"), 4)
 
 
 # ------------------------------------------------------------------------------------------- DeepSpeed's own sizes
