@@ -177,6 +177,8 @@ HIDDEN = (3, 8, 5)  # of rows of 8 tokens on every rank
         lambda: F.dropout(torch.ones(8, 3, 5)),  # tokens before rows
         lambda: F.dropout(torch.ones(24, 5)),  # flattened
         lambda: F.dropout(torch.ones(3, 5, 8)),  # features before tokens
+        lambda: F.dropout(torch.ones(12, 8, 5)),  # rows and heads
+        lambda: torch.randn(5, 8),  # features
         lambda: torch.rand(8),
         lambda: torch.randperm(8),
         lambda: F.dropout(torch.ones(3, 8, 8, 5)),  # heads or tokens
@@ -305,6 +307,18 @@ def test_the_layout_of_attention_is_that_of_the_step():
     assert all("loss" in found for found in first_call(loss, layout="zigzag"))
     with pytest.raises(ComposeError, match="no such layout"):
         fds.context_parallel(fds.mesh(sp=-1)["sp"], layout="striped")  # pyright: ignore[reportArgumentType]
+
+
+def test_attention_over_other_ranks_than_the_step_knows_is_refused():
+    def body() -> None:
+        mesh, x = fds.mesh(dp=2, sp=2), torch.ones(3, 2, 8, 4)
+        for axis, parts in (("sp", []), ("dp", [fds.context_parallel(mesh["sp"])])):
+            loss = lambda params, batch, axis=axis: fds.nn.attention(x * params["w"], x, x, axis=mesh[axis]).mean()
+            step = fds.compose(*parts, fds.shard_optimizer(mesh["dp"]), fds.sgd(0.1))(loss)
+            with pytest.raises(KernelError, match="other ranks than those that pass parts"):
+                step(step.init({"w": torch.ones(())}), torch.ones(3, 8))
+
+    fds.simulate(body, 4)
 
 
 def test_of_a_mask_for_whole_rows_a_rank_keeps_its_part():

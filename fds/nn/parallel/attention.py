@@ -18,6 +18,7 @@ from fds.collectives import Axis
 from fds.errors import KernelError, is_a
 from fds.kernels import arguments
 from fds.kernels.attentions.flash_arguments import check, positive
+from fds.loss import current_mode
 from fds.nn.parallel import tokens
 from fds.nn.parallel.ring import ring_attention
 from fds.nn.parallel.ulysses import ulysses_attention
@@ -53,8 +54,8 @@ def attention(
         seed: of dropout.
         offset: of dropout.
 
-    Raises `KernelError` for what `fds.kernels.attention` refuses, an unknown method or layout, another layout than
-    `fds.context_parallel` has, a bias or dropout over several ranks, and numbers of heads or tokens that do not divide;
+    Raises `KernelError` for what `fds.kernels.attention` refuses, an unknown method or layout, another axis or layout
+    than `fds.context_parallel` has, a bias or dropout over several ranks, and numbers of heads or tokens that do not divide;
     `MeshError` for an axis of ranks that do not run.
     """
     _check_names(axis, method, layout)
@@ -100,8 +101,16 @@ def _check_parts(q: Tensor, k: Tensor, axis: Axis, layout: Layout, bias: Tensor 
             got=f"{q.shape[2]} queries, {k.shape[2]} keys",
             want="as many, on every rank",
         )
-    draws = tokens.now()
-    if draws is not None and draws.parts.axis.ranks == axis.ranks and draws.parts.layout != layout:
+    draws, mode = tokens.now(), current_mode()
+    in_step = mode.evaluating or mode.busy is not None
+    if (draws is None and in_step) or (draws is not None and draws.parts.axis.ranks != axis.ranks):
+        raise KernelError(
+            "attention is over other ranks than those that pass parts of the same rows",
+            where=where,
+            got="none of them" if draws is None else f"{draws.parts.axis.name!r}, {draws.parts.axis.size} ranks",
+            want=f"fds.context_parallel of axis {axis.name!r} in the composition",
+        )
+    if draws is not None and draws.parts.layout != layout:
         raise KernelError(
             "a rank's tokens are laid out in one way for attention, and in another for the step",
             where=where,

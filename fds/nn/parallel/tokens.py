@@ -56,7 +56,7 @@ class Parts:
         shapes = [x.shape for x in tree.leaves(given) if isinstance(x, Tensor) and x.dim() > 1]
         lengths, rows = {shape[1] for shape in shapes}, {shape[0] for shape in shapes}
         lengths = lengths - {1} or lengths  # of (rows, 1, ...) all tokens of a row share something
-        return Draws(self, lengths, lengths.union(shape[:2].numel() for shape in shapes) - rows)
+        return Draws(self, rows, lengths, lengths.union(shape[:2].numel() for shape in shapes) - rows)
 
     def ranges(self, length: int) -> list[tuple[int, int]]:
         """Return first index and length of each range of this rank's tokens in the whole rows."""
@@ -88,9 +88,9 @@ def now() -> Draws | None:
 class Draws(TorchFunctionMode):
     """Inside, functions of torch draw for whole rows, of which this rank has parts of these lengths."""
 
-    def __init__(self, parts: Parts, lengths: set[int], flat: set[int]):  # flat: of tokens that are not beside rows
+    def __init__(self, parts: Parts, rows: set[int], lengths: set[int], flat: set[int]):  # flat: tokens without rows
         super().__init__()
-        self.parts, self.lengths, self.flat = parts, lengths, flat
+        self.parts, self.rows, self.lengths, self.flat = parts, rows, lengths, flat
         self.hooks, self.recorded = _saving(True), torch.is_grad_enabled()
         self.before: Draws | None = None
 
@@ -114,7 +114,7 @@ class Draws(TorchFunctionMode):
         Raises `LossError` where that cannot be told, and where it would be drawn again in backward.
         """
         n = shape[1] if len(shape) > 1 else 0
-        if n in self.lengths and not self.lengths.intersection(shape[2:-1]):
+        if n in self.lengths and shape[0] in self.rows and not self.lengths.intersection(shape[2:-1]):
             self._check_once()
             return Cut(1 - len(shape), n * self.parts.axis.size, self.parts.ranges(n))
         if self.flat.intersection(shape[:1]) or self.lengths.intersection(shape[1:]):
