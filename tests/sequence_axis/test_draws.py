@@ -191,6 +191,7 @@ HIDDEN = (3, 8, 5)  # of rows of 8 tokens on every rank
         lambda: torch.normal(torch.zeros(HIDDEN), 1.0),
         lambda: torch.normal(0.0, 1.0, size=HIDDEN),
         lambda: torch.multinomial(torch.ones(24, 4), 1),
+        lambda: nn.init.kaiming_uniform_(torch.empty(3, 8)),
         lambda: F.rrelu(torch.ones(HIDDEN), training=True),
     ],
 )
@@ -211,6 +212,7 @@ WHOLE = {  # what one rank draws for rows of 16 tokens, and what has nothing of 
     "like": lambda n: torch.randn_like(torch.ones(3, n)),
     "integers like": lambda n: torch.randint_like(torch.ones(3, n), 9),
     "filled": lambda n: torch.empty(3, n).uniform_(2, 3),
+    "initial": lambda n: nn.init.normal_(torch.empty(3, n, 5), 2.0),
     "transposed": lambda n: F.dropout(torch.ones(n, 3, 5).transpose(0, 1)),
     "of images": lambda n: F.dropout(torch.ones(3, n, 7, 5)),
     "in place": lambda n: torch.dropout_(torch.ones(3, n, 5), 0.5, True),

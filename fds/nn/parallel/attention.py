@@ -55,8 +55,8 @@ def attention(
         offset: of dropout.
 
     Raises `KernelError` for what `fds.kernels.attention` refuses, an unknown method or layout, another axis or layout
-    than `fds.context_parallel` has, a bias or dropout over several ranks, and numbers of heads or tokens that do not divide;
-    `MeshError` for an axis of ranks that do not run.
+    than `fds.context_parallel` has, a bias or dropout over several ranks, and numbers of heads or tokens that do not
+    divide; `MeshError` for an axis of ranks that do not run.
     """
     _check_names(axis, method, layout)
     if axis is None or axis.size == 1:

@@ -17,6 +17,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from fds import tree
@@ -214,6 +215,10 @@ def _filled(draws: Draws, func: Any, input: Tensor, *args: Any, **kwargs: Any) -
     return input.copy_(taken(func(_whole(input, cut), *args, **kwargs), [cut]))
 
 
+def _initialized(draws: Draws, func: Any, tensor: Tensor, **options: Any) -> Tensor:
+    return _filled(draws, lambda x: func(tensor=x, **options), tensor)
+
+
 def _made(draws: Draws, func: Any, *args: Any, size: Any = None, **kwargs: Any) -> Tensor:
     """Draw a tensor of a size, which is the last argument or, of integers, all of them."""
     if size is None:
@@ -280,10 +285,11 @@ _OTHERS: dict[Any, Callable[..., Any]] = {
          Tensor.random_, Tensor.uniform_),
         _filled,
     ),
+    **dict.fromkeys((init.normal_, init.uniform_), _initialized),
     **dict.fromkeys(
         (F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.gumbel_softmax, F.rrelu,
          torch.alpha_dropout, torch.bernoulli, torch.feature_alpha_dropout, torch.feature_dropout, torch.multinomial,
-         torch.normal, torch.poisson, torch.randperm, Tensor.bernoulli, Tensor.multinomial),
+         torch.normal, torch.poisson, torch.randperm, Tensor.bernoulli, Tensor.multinomial, init.kaiming_uniform_),
         _refused,
     ),
     F.scaled_dot_product_attention: _attends,
