@@ -101,7 +101,7 @@ def test_the_formula_is_what_a_step_holds(stage, optimizer, precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("axes", [{"dp": 1}, {"replicate": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"dp": 1}, {"replicate": 2, "dp": 2}, {"dp": 1, "sp": 2}], ids=str)
 def test_it_is_so_on_other_meshes(axes, stage, precision):
     data = said(stage, "adamw", precision)
     assert_equal(by_formula(data, axes, LAYERS * LAYER), by_step(data, axes, layers()))
@@ -123,8 +123,9 @@ def test_what_is_whole_at_once_follows_its_keys(zero, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_second_copy_inside_a_node_is_told(precision):
-    data, axes = said(3, "adamw", precision, zero_hpz_partition_size=2), {"node": 2, "dp": 2}
+@pytest.mark.parametrize("axes", [{"node": 2, "dp": 2}, {"node": 2, "dp": 1, "sp": 2}], ids=str)
+def test_a_second_copy_inside_a_node_is_told(axes, precision):
+    data = said(3, "adamw", precision, zero_hpz_partition_size=2)
     told = by_formula(data, axes, LAYERS * LAYER)
     assert "second slices of parameters" in told
     assert_equal(told, by_step(data, axes, layers()))

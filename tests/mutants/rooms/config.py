@@ -68,6 +68,22 @@ MUTANTS = (
         "tests/config/test_shared_layers_and_rows.py",
     ),
     Mutant(
+        "bytes-as-if-rows-were-whole",
+        "fds/config/translate/memory.py",
+        'in_node = axes["dp"] * axes.get("sp", 1)',
+        'in_node = axes["dp"]',
+        "explain tells of larger slices than ranks that share rows hold",
+        "tests/config/test_memory.py",
+    ),
+    Mutant(
+        "rules-that-are-left-out",
+        "fds/config/keys/parallelism.py",
+        "return self.autotp_size == AUTO or self.autotp_size > 1",
+        "return False",
+        "`autotp_size` has no effect, and rules of one's own are taken and do nothing",
+        "tests/config/test_parallelism.py",
+    ),
+    Mutant(
         "prescale-by-the-factor",
         "fds/config/translate/composition.py",
         "float(own) if communication.prescale_gradients else factor if factor != 1 else None",
