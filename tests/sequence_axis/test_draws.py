@@ -152,12 +152,16 @@ def test_what_runs_again_in_backward_draws_the_same(kind):
             assert torch.allclose(x, y, rtol=ROUNDING, atol=ROUNDING)
 
 
-def first_call(loss: Any, n: int = 2, layout: Any = "contiguous", shape: tuple[int, ...] = (3, 8)) -> list[Any]:
+def first_call(
+    loss: Any, n: int = 2, *parts: Any, layout: Any = "contiguous", shape: tuple[int, ...] = (3, 8)
+) -> list[Any]:
     """Return what a step of a loss of (params, batch, axis) gives on every rank, or the error that it raises."""
 
     def body() -> Any:
         axis = fds.mesh(sp=n)["sp"]
-        step = fds.compose(fds.context_parallel(axis, layout=layout), fds.sgd(0.1))(lambda p, b: loss(p, b, axis))
+        step = fds.compose(fds.context_parallel(axis, layout=layout), *parts, fds.sgd(0.1))(
+            lambda p, b: loss(p, b, axis)
+        )
         state = step.init({"w": torch.ones(5)}, key=1)
         try:
             return step(state, torch.ones(shape))[1]
@@ -165,6 +169,21 @@ def first_call(loss: Any, n: int = 2, layout: Any = "contiguous", shape: tuple[i
             return error
 
     return fds.simulate(body, n)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo reads
+def test_compiled_code_draws_the_same_and_attention_runs_beside_it():
+    def loss(params: Any, batch: Any, axis: Axis) -> Any:
+        hidden = F.dropout(params["w"] * batch[..., None], 0.3)
+        x = hidden[:, None]
+        return (fds.nn.attention(x, x, x, axis=axis, method="ring")[:, 0] + F.dropout(hidden, 0.2)).square().mean()
+
+    want = first_call(loss, 1, shape=(3, 16))
+    compiled = fds.compile(backend="aot_eager", fullgraph=False)
+    for found in first_call(loss, 2, compiled):
+        torch.testing.assert_close(found["loss"], want[0]["loss"])
+    for found in first_call(loss, 2, fds.compile(backend="aot_eager")):
+        assert "fds.compile(fullgraph=False)" in str(found)
 
 
 HIDDEN = (3, 8, 5)  # of rows of 8 tokens on every rank

@@ -19,6 +19,7 @@ from fds.errors import KernelError, is_a
 from fds.kernels import arguments
 from fds.kernels.attentions.flash_arguments import check, positive
 from fds.loss import current_mode
+from fds.loss.compiled import untraced
 from fds.nn.parallel import tokens
 from fds.nn.parallel.ring import ring_attention
 from fds.nn.parallel.ulysses import ulysses_attention
@@ -63,6 +64,16 @@ def attention(
         return kernels.attention(
             q, k, v, causal=causal, key_padding=key_padding, bias=bias, scale=scale, p=p, seed=seed, offset=offset
         )
+    options = {"causal": causal, "key_padding": key_padding, "bias": bias, "scale": scale, "p": p}
+    return _over_ranks(q, k, v, axis, method, layout, **options)
+
+
+@untraced("fds.nn.attention meets other ranks; fds.compile(fullgraph=False) lets it run uncompiled")
+def _over_ranks(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, method: Method, layout: Layout, *, causal: bool,
+    key_padding: Tensor | None, bias: Tensor | None, scale: float | None, p: float,
+) -> Tensor:  # fmt: skip
+    """Return attention over several ranks."""
     axis.check_current()
     q, k, v = arguments.as_products_cast(q, k, v)
     check(q, k, v, key_padding, bias, scale, p)
