@@ -36,7 +36,7 @@ class ParallelSizesConfig(Config):
     sequence_parallel_size: int | None = key(
         None,
         "ranks that share the tokens of a row",
-        Elsewhere("fds.mesh(sp=...)", "over that axis `fds.context_parallel`; a rank passes its tokens of every row"),
+        Elsewhere("fds.mesh(sp=...)", "over it `fds.context_parallel`; a rank passes its contiguous part of every row"),
         unit="ranks",
         over=0,
     )
