@@ -352,5 +352,5 @@ class Stations:
                 () if evaluating else self.layer,
                 call.of(k),
             )
-            for k in (random.folded(base, self.dimensions.share_of_batch[0] * n + i) for i in range(n))
+            for k in [random.folded(base, self.dimensions.share_of_batch[0] * n + i) for i in range(n)]
         ]
