@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -28,6 +28,18 @@ ALIGN = 32  # elements, 64 bytes in 16 bit; at other addresses matrix products r
 Box = tuple[tuple[int, int], ...]  # a rectangular piece of a tensor: by dim its first index, and how many
 
 
+class PieceOf(Protocol):
+    """A rank's piece of a parameter; all ranks that hold pieces of it call these together."""
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return the whole of which every rank has a piece `x`, of the shape of its piece of the parameter."""
+        ...
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Return this rank's piece of a whole."""
+        ...
+
+
 @attrs.frozen(eq=False)  # segments are dict keys in every step; comparing their fields would cost 0.5 us each
 class Segment:
     """The position of one parameter in a flat slice.
@@ -38,6 +50,8 @@ class Segment:
         offset: index in the slice of its first element there.
         length: number of its elements in the slice: all, some, or none where it is split over ranks.
         start: index in the flattened parameter of its first element in the slice.
+        piece: of an optimizer that needs whole parameters and takes pieces, which one this is, where ranks hold pieces:
+            `shape` is then that of the piece.
     """
 
     name: str
@@ -45,6 +59,7 @@ class Segment:
     offset: int
     length: int
     start: int = 0
+    piece: PieceOf | None = None
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the view (length,) of `flat` that holds this parameter.

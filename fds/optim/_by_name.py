@@ -55,6 +55,7 @@ def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
         elementwise=groups.is_elementwise,
         draws=any(m.draws for m in members),
         phases=members[0].phases,
+        pieces=groups.takes_pieces,
         takes_shapes=True,  # which `returned.update` makes 1-D for those that do not
     )
 
@@ -120,6 +121,10 @@ class _Groups:
     def needs_whole(self, name: str) -> bool:
         """Return whether the optimizer of this parameter needs it whole."""
         return self.members[self.index(name)].needs_whole(name)
+
+    def takes_pieces(self, name: str) -> bool:
+        """Return whether the optimizer of this parameter puts pieces of it together."""
+        return self.members[self.index(name)].takes_pieces(name)
 
     def is_elementwise(self, name: str) -> bool:
         """Return whether the optimizer of this parameter treats every element by itself."""

@@ -44,7 +44,8 @@ def muon(
     where `orthogonalize` runs `ns_steps` Newton-Schulz iterations in bfloat16, and ratio is sqrt(max(1, A / B))
     ("original") or 0.2 * sqrt(max(A, B)) ("match_rms_adamw", whose updates have the root mean square of AdamW's).
 
-    Slot: momentum_buffer (b). Needs whole parameters (`whole=True`).
+    Slot: momentum_buffer (b). Needs whole parameters (`whole=True`). Of a matrix that is divided over a tensor axis every
+    rank gathers the momentum, two bytes an element, and orthogonalizes all of it: the work of one rank, on each.
 
     Args:
         lr: learning rate; it, weight_decay and momentum may be schedules f(t).
@@ -85,7 +86,9 @@ def muon(
     orthogonal = partial(orthogonalize, coefficients=ns_coefficients, num_steps=ns_steps, eps=eps)
     rule = partial(_rule, orthogonal=orthogonal, nesterov=nesterov, ratio=RATIOS[adjust_lr])
     hyper = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-    return assemble(rule, text=text, hyper=hyper, slots={"momentum_buffer": 0.0}, whole=True, check=_check_matrices)
+    return assemble(
+        rule, text=text, hyper=hyper, slots={"momentum_buffer": 0.0}, whole=True, pieces=True, check=_check_matrices
+    )
 
 
 def orthogonalize(x: Tensor, *, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
@@ -108,8 +111,10 @@ def _rule(params: list, grads: list, opt: dict, now: Now, *, orthogonal, nestero
         p_new = p * (1 - lr * weight_decay)
         for segment in filter(lambda s: s.length, segments):
             assert segment.length == prod(segment.shape), f"muon needs the whole of {segment.name}"
-            u = orthogonal(segment.of(direction).view(segment.shape)).reshape(-1)
-            segment.of(p_new).sub_(u.to(p.dtype).mul_(lr * ratio(*segment.shape)))
+            x, piece = segment.of(direction).view(segment.shape), segment.piece
+            x = x if piece is None else piece.whole(x.bfloat16())  # in which it is orthogonalized: half the bytes
+            u = orthogonal(x) if piece is None else piece.cut(orthogonal(x))
+            segment.of(p_new).sub_(u.reshape(-1).to(p.dtype).mul_(lr * ratio(*x.shape)))
         now.write(p, p_new)
 
 

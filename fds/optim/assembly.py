@@ -100,6 +100,7 @@ def assemble(
     hyper: Mapping[str, LRSchedule],
     slots: Mapping[str, float],
     whole: bool = False,
+    pieces: bool = False,
     elementwise: bool = False,
     check: Check | None = None,
     keep_empty: bool = False,
@@ -120,6 +121,7 @@ def assemble(
         hyper: hyper-parameters that may be schedules, "lr" among them.
         slots: slot name -> initial value of its tensors.
         whole: as in `Optimizer`.
+        pieces: as in `Optimizer`.
         elementwise: as in `Optimizer`.
         check: raises for segments that the rule cannot update.
         keep_empty: the rule also sees parameters of which this rank has no elements, since it communicates.
@@ -149,6 +151,7 @@ def assemble(
         draws=False,
         takes_shapes=takes_shapes,
         phases=phases,
+        pieces=pieces,
     )
 
 

@@ -169,6 +169,8 @@ class Optimizer:
         members: pattern -> optimizer of that group; the step reports the learning rate of each as `lr/PATTERN`.
         text: the call that makes the optimizer, its repr.
         whole: True if `update` needs whole parameters in each slice; or a function parameter name -> bool.
+        pieces: with `whole`, True if `update` puts together by `Segment.piece` what ranks have pieces of along other axes
+            than those of slices; or a function parameter name -> bool.
         group: parameter name -> group; a slice never mixes groups.
         check: called with the names of all trained parameters of all ranks before `init`; raises `OptimizerError`.
         runs: device, dtypes of the parameters, float32 by default -> text that says what updates them there: "adamw:
@@ -204,6 +206,7 @@ class Optimizer:
     draws: bool = True
     takes_shapes: bool = False
     phases: Phases | None = None
+    pieces: bool | Callable[[str], bool] = False
 
     def __attrs_post_init__(self) -> None:
         for name, value in {"lr": self.lr, **self.hyper}.items():
@@ -221,6 +224,10 @@ class Optimizer:
     def needs_whole(self, name: str) -> bool:
         """Return whether a slice must hold all of this parameter or nothing of it."""
         return self.whole(name) if callable(self.whole) else self.whole
+
+    def takes_pieces(self, name: str) -> bool:
+        """Return whether this parameter may be a piece of one that is needed whole."""
+        return self.pieces(name) if callable(self.pieces) else self.pieces
 
     def is_elementwise(self, name: str) -> bool:
         """Return whether what becomes of an element of this parameter depends on no other."""

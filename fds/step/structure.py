@@ -108,14 +108,15 @@ class Structure:
                     hint="ranks, optimizer groups, frozen and float32 parameters "
                     "decide on them; fds.save and fds.load carry a state over, step.params(state) gives whole ones",
                 )
-            return cls._of_layout(layout, shard, optimizer)
+            return cls._of_layout(layout, shard, optimizer, dimensions)
         leaves = read(tree.paths(params))
         if shard is not None and shard.slices_state:
-            return cls._of_layout(shard.plan(leaves, tree.structure(params)), shard, optimizer)
+            return cls._of_layout(shard.plan(leaves, tree.structure(params)), shard, optimizer, dimensions)
         live = [leaf for leaf in leaves if leaf.trained]
         layout = None if shard is None else shard.plan(live, None)
         build, names = tree.flatten(params)[1], tuple(leaf.name for leaf in leaves)
         segments = [[Segment(leaf.name, leaf.shape, 0, leaf.numel)] for leaf in live]
+        segments = _with_pieces(segments, optimizer, dimensions)
         made = cls(
             names,
             tuple(leaf.name for leaf in live),
@@ -134,7 +135,7 @@ class Structure:
         return made._with_slots(optimizer, [(leaf.numel, leaf.dtype) for leaf in live])
 
     @classmethod
-    def _of_layout(cls, layout: Layout, shard: Shard, optimizer: Optimizer) -> Structure:
+    def _of_layout(cls, layout: Layout, shard: Shard, optimizer: Optimizer, dimensions: Dimensions) -> Structure:
         buckets = layout.buckets
         trained = {leaf.name for b in buckets if b.trained for leaf in b.leaves}
         made = cls(
@@ -145,7 +146,7 @@ class Structure:
             tuple(i for i, b in enumerate(buckets) if b.trained),
             lambda parts: Sharded(dict(zip((b.name for b in buckets), parts, strict=True)), layout),
             tree.builder(layout.spec),
-            [b.segments(shard.axis.index) for b in buckets if b.trained],
+            _with_pieces([b.segments(shard.axis.index) for b in buckets if b.trained], optimizer, dimensions),
             layout,
             True,
             None,
@@ -309,7 +310,8 @@ def read_leaves(
     leaves: list[Leaf] = []
     for name, x in named.items():
         trained = tree.is_float(x) and name not in still
-        if trained and optimizer.needs_whole(name) and dimensions.cells(name, x.shape) is not None:
+        place = dimensions.cells(name, x.shape) if trained and optimizer.needs_whole(name) else None
+        if place is not None and not optimizer.takes_pieces(name):
             raise StateError(
                 "the optimizer needs whole parameters, and each rank has a piece of this one",
                 where=name,
@@ -317,7 +319,15 @@ def read_leaves(
                 want="an optimizer that works on pieces, as adamw and lamb do",
                 hint=f"by_name({{{name!r}: adamw(), ...}})",
             )
-        most = dimensions.most(name, x.shape)
+        least, most = dimensions.extremes(name, x.shape)
+        if place is not None and not least:
+            raise StateError(
+                "the optimizer puts pieces of parameters together, and a rank has none of this one",
+                where=name,
+                got=f"shape {place[0]}",
+                want="elements on every rank",
+                hint=f"by_name({{{name!r}: adamw(), ...}})",
+            )
         group = optimizer.group(name) if trained else None
         stays = shard is not None and shard.persists(most)
         way, unit = reduce.grouping(name, tuple(x.shape)) if trained else (None, 1)
@@ -325,6 +335,14 @@ def read_leaves(
         whole = slices and trained and optimizer.needs_whole(name)
         leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, whole, unit, most))
     return leaves
+
+
+def _with_pieces(segments: list[list[Segment]], optimizer: Optimizer, dimensions: Dimensions) -> list[list[Segment]]:
+    """Return segments that know which pieces they are, those of which an optimizer needs the whole."""
+    if not dimensions.pieces:
+        return segments
+    known = lambda s: attrs.evolve(s, piece=dimensions.piece(s.name, s.shape)) if optimizer.needs_whole(s.name) else s
+    return [[known(segment) for segment in inside] for inside in segments]
 
 
 def _casts(leaves: Sequence[Leaf], gather: Gathers) -> tuple[torch.dtype, ...] | None:

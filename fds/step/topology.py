@@ -246,19 +246,25 @@ class Dimensions:
             ranges[dim] = _ranges_of(lies.ranges(whole[dim], axis.size, axis.index), held)
         return tuple(whole), tuple(ranges)
 
-    def most(self, name: str, shape: Sequence[int]) -> int:
-        """Return the elements of the largest piece that a rank holds of a parameter of which this one's is of `shape`.
+    def extremes(self, name: str, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the elements of the smallest and of the largest piece of a parameter, given the shape of this rank's.
 
-        The first ranks have the largest pieces.
+        The first ranks have the largest pieces, the last ones the smallest.
         """
         found = self.cells(name, shape)
         if found is None:
-            return math.prod(shape)
-        sizes = list(found[0])
+            return math.prod(shape), math.prod(shape)
+        least, most = list(found[0]), list(found[0])
         for axis, one in self.differing:
             if isinstance(lies := one.lies(name), SplitDim):
-                sizes[lies.dim] = sum(n for _, n in lies.ranges(sizes[lies.dim], axis.size, 0))
-        return math.prod(sizes)
+                for sizes, index in ((least, axis.size - 1), (most, 0)):
+                    sizes[lies.dim] = sum(n for _, n in lies.ranges(sizes[lies.dim], axis.size, index))
+        return math.prod(least), math.prod(most)
+
+    def piece(self, name: str, shape: Sequence[int]) -> Piece | None:
+        """Return the piece of a parameter that this rank holds, of `shape`; None where it holds all of it."""
+        cuts = [one for _, one in self.differing if isinstance(one.lies(name), SplitDim)]
+        return Piece(name, tuple(shape), cuts) if cuts else None
 
     @property
     def replica(self) -> int:
@@ -344,6 +350,28 @@ def _is_inside(one: Dimension, entries: Sequence[Dimension]) -> bool:
         return False
     data = {name for other in entries if other.role == "data" and other.axis for name in _names(other.axis)}
     return data.issuperset(_names(one.axis))
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """A rank's piece of a parameter, and how to put such pieces together."""
+
+    name: str
+    shape: tuple[int, ...]
+    placements: list[Placement]  # along which it is cut, the first one first
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return the whole of which every rank has a piece; all of them call this."""
+        found = {self.name: x.view(self.shape)}
+        for placement in reversed(self.placements):
+            found = placement.collect(found)
+        return found[self.name]
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Return this rank's piece of a whole."""
+        for placement in self.placements:
+            x = placement.cut(self.name, x)
+        return x
 
 
 def _ranges_of(own: Sequence[Range], inside: Sequence[Range]) -> tuple[Range, ...]:

@@ -29,8 +29,16 @@ PLACES = [
     (Place(2, data=2, zero=1, replicas=2), "adamw"),
     (Place(2, data=2, stages=2, zero=1), "lamb"),
     (Place(2, data=2, stages=2, zero=3), "adamw"),
+    (Place(4), "muon"),
+    *((Place(2, data=2, zero=zero), "muon") for zero in (0, 1, 3)),
+    (Place(2, stages=2), "muon"),
 ]
-OPTIMIZERS = {"lamb": lambda: fds.lamb(LR, eps=EPS), "adamw": lambda: fds.adamw(LR, eps=EPS)}
+MATRICES = ("*.up.weight", "*.down.weight", "*.wide", "*.narrow", "0.weight")
+OPTIMIZERS = {
+    "lamb": lambda: fds.lamb(LR, eps=EPS),
+    "adamw": lambda: fds.adamw(LR, eps=EPS),
+    "muon": lambda: fds.by_name({**dict.fromkeys(MATRICES, fds.muon(LR)), "*": fds.adamw(LR, eps=EPS)}),
+}
 
 
 def trained(place: Place, optimizer: str, *more: Any) -> dict[str, Any]:
@@ -158,7 +166,8 @@ def test_draws_differ_for_pieces_and_are_equal_for_copies(place):
 
 
 def test_an_optimizer_of_whole_matrices_refuses_pieces_by_name():
-    muon = {"*.up.weight": fds.muon(), "*": fds.adamw()}
+    whole = attrs.evolve(fds.muon(), pieces=False)
+    muon = {"*.up.weight": whole, "*": fds.adamw()}
 
     def body():
         Place(2).step(optimizer=fds.by_name({"0.weight": fds.muon(), "*": fds.adamw()})).init(model(None).init)
