@@ -84,6 +84,14 @@ MUTANTS = (
         "tests/optim/test_against_torch.py",
     ),
     Mutant(
+        "muon-by-pieces",
+        "fds/optim/_muon.py",
+        "x = x if piece is None else piece.whole(x.bfloat16())",
+        "x, piece = x, None",
+        "each rank orthogonalizes its piece of a matrix as if it were one",
+        "tests/tensor_axis/test_training.py -k muon",
+    ),
+    Mutant(
         "schedule-at-a-shared-step",
         "fds/optim/base.py",
         "t = step.to(torch.float64, copy=True)",
