@@ -44,8 +44,8 @@ def muon(
     where `orthogonalize` runs `ns_steps` Newton-Schulz iterations in bfloat16, and ratio is sqrt(max(1, A / B))
     ("original") or 0.2 * sqrt(max(A, B)) ("match_rms_adamw", whose updates have the root mean square of AdamW's).
 
-    Slot: momentum_buffer (b). Needs whole parameters (`whole=True`). Of a matrix that is divided over a tensor axis every
-    rank gathers the momentum, two bytes an element, and orthogonalizes all of it: the work of one rank, on each.
+    Slot: momentum_buffer (b). Needs whole parameters (`whole=True`). Of a matrix that is divided over a tensor axis
+    every rank gathers the momentum, two bytes an element, and orthogonalizes all of it: the work of one rank, on each.
 
     Args:
         lr: learning rate; it, weight_decay and momentum may be schedules f(t).

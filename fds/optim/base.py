@@ -169,8 +169,8 @@ class Optimizer:
         members: pattern -> optimizer of that group; the step reports the learning rate of each as `lr/PATTERN`.
         text: the call that makes the optimizer, its repr.
         whole: True if `update` needs whole parameters in each slice; or a function parameter name -> bool.
-        pieces: with `whole`, True if `update` puts together by `Segment.piece` what ranks have pieces of along other axes
-            than those of slices; or a function parameter name -> bool.
+        pieces: with `whole`, True if `update` puts together by `Segment.piece` what ranks have pieces of along axes
+            other than those of slices; or a function parameter name -> bool.
         group: parameter name -> group; a slice never mixes groups.
         check: called with the names of all trained parameters of all ranks before `init`; raises `OptimizerError`.
         runs: device, dtypes of the parameters, float32 by default -> text that says what updates them there: "adamw:
