@@ -341,8 +341,10 @@ def _with_pieces(segments: list[list[Segment]], optimizer: Optimizer, dimensions
     """Return segments that know which pieces they are, those of which an optimizer needs the whole."""
     if not dimensions.pieces:
         return segments
-    known = lambda s: attrs.evolve(s, piece=dimensions.piece(s.name, s.shape)) if optimizer.needs_whole(s.name) else s
-    return [[known(segment) for segment in inside] for inside in segments]
+    return [
+        [attrs.evolve(s, piece=dimensions.piece(s.name, s.shape)) if optimizer.needs_whole(s.name) else s for s in some]
+        for some in segments
+    ]
 
 
 def _casts(leaves: Sequence[Leaf], gather: Gathers) -> tuple[torch.dtype, ...] | None:
