@@ -20,6 +20,7 @@ from fds.step.sharding.handles import BucketWindow
 from fds.step.sharding.shard import Shard, shard_of
 from fds.step.sharding.transport import Transport
 from fds.step.topology import Dimensions
+from fds.step.whole_parameters import check_whole, with_pieces
 
 T = TypeVar("T")
 
@@ -116,7 +117,7 @@ class Structure:
         layout = None if shard is None else shard.plan(live, None)
         build, names = tree.flatten(params)[1], tuple(leaf.name for leaf in leaves)
         segments = [[Segment(leaf.name, leaf.shape, 0, leaf.numel)] for leaf in live]
-        segments = _with_pieces(segments, optimizer, dimensions)
+        segments = with_pieces(segments, optimizer, dimensions)
         made = cls(
             names,
             tuple(leaf.name for leaf in live),
@@ -146,7 +147,7 @@ class Structure:
             tuple(i for i, b in enumerate(buckets) if b.trained),
             lambda parts: Sharded(dict(zip((b.name for b in buckets), parts, strict=True)), layout),
             tree.builder(layout.spec),
-            _with_pieces([b.segments(shard.axis.index) for b in buckets if b.trained], optimizer, dimensions),
+            with_pieces([b.segments(shard.axis.index) for b in buckets if b.trained], optimizer, dimensions),
             layout,
             True,
             None,
@@ -310,24 +311,9 @@ def read_leaves(
     leaves: list[Leaf] = []
     for name, x in named.items():
         trained = tree.is_float(x) and name not in still
-        place = dimensions.cells(name, x.shape) if trained and optimizer.needs_whole(name) else None
-        if place is not None and not optimizer.takes_pieces(name):
-            raise StateError(
-                "the optimizer needs whole parameters, and each rank has a piece of this one",
-                where=name,
-                got=repr(optimizer),
-                want="an optimizer that works on pieces, as adamw and lamb do",
-                hint=f"by_name({{{name!r}: adamw(), ...}})",
-            )
-        least, most = dimensions.extremes(name, x.shape)
-        if place is not None and not least:
-            raise StateError(
-                "the optimizer puts pieces of parameters together, and a rank has none of this one",
-                where=name,
-                got=f"shape {place[0]}",
-                want="elements on every rank",
-                hint=f"by_name({{{name!r}: adamw(), ...}})",
-            )
+        if trained:
+            check_whole(optimizer, dimensions, name, x.shape)
+        _, most = dimensions.extremes(name, x.shape)
         group = optimizer.group(name) if trained else None
         stays = shard is not None and shard.persists(most)
         way, unit = reduce.grouping(name, tuple(x.shape)) if trained else (None, 1)
@@ -335,16 +321,6 @@ def read_leaves(
         whole = slices and trained and optimizer.needs_whole(name)
         leaves.append(Leaf(name, tuple(x.shape), x.dtype, trained, kind, whole, unit, most))
     return leaves
-
-
-def _with_pieces(segments: list[list[Segment]], optimizer: Optimizer, dimensions: Dimensions) -> list[list[Segment]]:
-    """Return segments that know which pieces they are, those of which an optimizer needs the whole."""
-    if not dimensions.pieces:
-        return segments
-    return [
-        [attrs.evolve(s, piece=dimensions.piece(s.name, s.shape)) if optimizer.needs_whole(s.name) else s for s in some]
-        for some in segments
-    ]
 
 
 def _casts(leaves: Sequence[Leaf], gather: Gathers) -> tuple[torch.dtype, ...] | None:

@@ -261,11 +261,6 @@ class Dimensions:
                     sizes[lies.dim] = sum(n for _, n in lies.ranges(sizes[lies.dim], axis.size, index))
         return math.prod(least), math.prod(most)
 
-    def piece(self, name: str, shape: Sequence[int]) -> Piece | None:
-        """Return the piece of a parameter that this rank holds, of `shape`; None where it holds all of it."""
-        cuts = [one for _, one in self.differing if isinstance(one.lies(name), SplitDim)]
-        return Piece(name, tuple(shape), cuts) if cuts else None
-
     @property
     def replica(self) -> int:
         """Which of the versions of the same parameters this rank holds, which ranks make equal now and then."""
@@ -350,28 +345,6 @@ def _is_inside(one: Dimension, entries: Sequence[Dimension]) -> bool:
         return False
     data = {name for other in entries if other.role == "data" and other.axis for name in _names(other.axis)}
     return data.issuperset(_names(one.axis))
-
-
-@attrs.frozen(eq=False)
-class Piece:
-    """A rank's piece of a parameter, and how to put such pieces together."""
-
-    name: str
-    shape: tuple[int, ...]
-    placements: list[Placement]  # along which it is cut, the first one first
-
-    def whole(self, x: Tensor) -> Tensor:
-        """Return the whole of which every rank has a piece; all of them call this."""
-        found = {self.name: x.view(self.shape)}
-        for placement in reversed(self.placements):
-            found = placement.collect(found)
-        return found[self.name]
-
-    def cut(self, x: Tensor) -> Tensor:
-        """Return this rank's piece of a whole."""
-        for placement in self.placements:
-            x = placement.cut(self.name, x)
-        return x
 
 
 def _ranges_of(own: Sequence[Range], inside: Sequence[Range]) -> tuple[Range, ...]:
