@@ -20,7 +20,7 @@ simulations, however it is cut. Gradients of weights and biases are of one produ
 Under autocast all is cast before it travels, and gradients travel in 16 bits, too.
 
 All ranks of the axis must run forward and backward alike. Backward is of first order: differentiating it raises
-`FdsError`.
+`FdsError`. In compiled code they break the graph.
 Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2; Wang
 et al. 2023, doi:10.1145/3567955.3567959 (products in pieces beside their messages).
 """
@@ -40,11 +40,14 @@ from fds.collectives.links import DONE
 from fds.errors import FdsError, is_int
 from fds.kernels import arguments
 from fds.kernels.first_order import Function
+from fds.loss.compiled import untraced
 from fds.nn.parallel import pieces
 
 Biases = Sequence[Tensor | None]
+_untraced = untraced("messages that travel beside products are not traced; fds.nn.parallel.mappings' are")
 
 
+@_untraced
 def copied_linear(x: Tensor, weights: Sequence[Tensor], biases: Biases, axis: Axis) -> tuple[Tensor, ...]:
     """Return linear(x, w, b) for every weight, where all ranks have the same `x` and parts of the weights.
 
@@ -64,6 +67,7 @@ def copied_linear(x: Tensor, weights: Sequence[Tensor], biases: Biases, axis: Ax
     return _Copied.apply(axis, x, *weights, *biases)  # pyright: ignore[reportReturnType]
 
 
+@_untraced
 def linear_summed(x: Tensor, weight: Tensor, axis: Axis, chunks: int) -> Tensor:
     """Return the sum over the ranks of linear(x, weight), with which all go on alike.
 
@@ -82,6 +86,7 @@ def linear_summed(x: Tensor, weight: Tensor, axis: Axis, chunks: int) -> Tensor:
     return _Summed.apply(axis, chunks, x, weight)  # pyright: ignore[reportReturnType]
 
 
+@_untraced
 def gathered_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Biases, axis: Axis, *, dim: int, chunks: int
 ) -> tuple[Tensor, ...]:
@@ -105,6 +110,7 @@ def gathered_linear(
     return _Gathered.apply(axis, dim, chunks, x, *weights, *biases)  # pyright: ignore[reportReturnType]
 
 
+@_untraced
 def linear_scattered(x: Tensor, weight: Tensor, axis: Axis, *, dim: int, chunks: int) -> Tensor:
     """Return reduce_scatter(linear(x, weight), dim).
 

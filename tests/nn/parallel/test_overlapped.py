@@ -18,7 +18,7 @@ from fds.nn.parallel import mappings
 from fds.nn.parallel.overlapped import copied_linear, gathered_linear, linear_scattered, linear_summed
 from tests import ranks
 from tests.bits import assert_rounding, assert_same_bits
-from tests.kernels.ways import WAYS, as_handle, kept_bytes
+from tests.kernels.ways import WAYS, as_handle, kept_bytes, traced
 
 FLOATING = [torch.float64, torch.float32, torch.bfloat16]
 MANY = 3  # weights of those that take several
@@ -130,7 +130,7 @@ class Example:
         return c.simulate(lambda: self.run(True), self.size), c.simulate(lambda: self.run(False), self.size)
 
 
-LEADING = [((2, 7), 1), ((7, 2), 0), ((7,), 0), ((2, 3, 2), -3), ((1, 6), -2), ((0, 3), 1), ((2, 0), 1)]
+LEADING = [((2, 7), 1), ((7,), 0), ((2, 3, 2), -3), ((0, 3), 1), ((2, 0), 1)]
 
 
 @EVERY
@@ -142,7 +142,7 @@ def test_products_in_one_piece_have_the_same_bits(name, dtype, size):
 
 
 @EVERY
-@pytest.mark.parametrize("chunks", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("chunks", [1, 3, 100])
 def test_every_product_and_sum_is_there_once(name, chunks):
     """Sums of small integers are exact in any order."""
     for size in (2, 3):
@@ -313,6 +313,29 @@ def test_weights_may_be_handles(name):
         return [*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), [x, *ws])]
 
     assert_same_bits(c.simulate(lambda: run(True), 2), c.simulate(lambda: run(False), 2))
+
+
+@traced
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks for it behind a break
+def test_compiled_code_breaks_around_them():
+    torch.compiler.reset()
+
+    def gradients() -> tuple[list[Tensor], list[Tensor]]:
+        axis = c.mesh(tp=-1)["tp"]
+        x, (w,), _ = Example("gathered").leaves(axis)
+        back = w.detach().t().clone().requires_grad_()
+
+        def loss(x: Tensor) -> Tensor:
+            (h,) = gathered_linear(x.cos(), [w], [None], axis, dim=1, chunks=2)
+            y = linear_scattered(h.sin(), back, axis, dim=1, chunks=2)
+            (h,) = copied_linear(y, [w], [None], axis)
+            return linear_summed(h.sin(), back, axis, 2).square().sum()
+
+        ways = (loss, torch.compile(loss, backend="aot_eager"))
+        return tuple(list(torch.autograd.grad(way(x), [x, w, back])) for way in ways)  # type: ignore
+
+    for plain, compiled in c.simulate(gradients, 2):
+        assert_same_bits(compiled, plain)
 
 
 def test_only_the_part_is_kept_and_only_for_gradients_of_weights():
