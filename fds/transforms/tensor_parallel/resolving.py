@@ -136,6 +136,9 @@ def _match(
             )
         if isinstance(part, Block) and not sequence:
             continue
+        if isinstance(part, Block):  # what is in a block works on its parts
+            paths = {hit for _, _, hit in hits}
+            hits = [one for one in hits if paths.isdisjoint(_owners(one[2]))]
         blocks = plans.consecutive([hit for _, _, hit in hits]) if value == "sequence" else {}
         for number, path, hit in hits:
             chosen[number][path] = blocks.get(hit, part)
@@ -200,6 +203,11 @@ def _knows(parts: Mapping[str, Part], owner: str) -> bool:
 
 def _is_inside(path: str, block: str) -> bool:
     return path == block or path.startswith(f"{block}.") or not block
+
+
+def _owners(path: str) -> list[str]:
+    """Return the paths of the modules that a module is in."""
+    return [path[:end] for end, c in enumerate(path) if c == "."]
 
 
 def _tied(name: str, first: str, second: str) -> ComposeError:
