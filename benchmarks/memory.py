@@ -22,6 +22,7 @@ class Memory:
     """What one contender allocated from its making to its last call; what was there before does not count."""
 
     peak_bytes: int
+    call_bytes: int  # the peak of one call more
     held_bytes: int  # after the last call, while it could be called again
     at_peak: tuple[tuple[str, int], ...] = ()  # who had allocated what was live at the peak, largest first; CPU only
 
@@ -49,7 +50,11 @@ def _on_cuda(make: Callable[[], Callable[[], Any]], calls: int, device: torch.de
     for _ in range(calls):
         call()
     torch.cuda.synchronize(device)
-    return Memory(torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before)
+    peak, held = torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return Memory(peak, torch.cuda.max_memory_allocated(device) - before, held)
 
 
 def _on_cpu(make: Callable[[], Callable[[], Any]], calls: int) -> Memory:
@@ -60,17 +65,26 @@ def _on_cpu(make: Callable[[], Callable[[], Any]], calls: int) -> Memory:
             call()
     # read before `call` goes: nothing that it holds has been released
     events = list(_allocations(record))
-    total = peak = peak_at = 0
-    live: dict[int, tuple[int, str]] = {}
-    for i, (place, size, _) in enumerate(events):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    totals = _totals([*events, *_allocations(record)])
+    before = totals[: len(events)]
+    peak = max(before)
+    return Memory(peak, max(totals[len(events) :]), before[-1], _live(events[: before.index(peak) + 1]))
+
+
+def _totals(events: list[tuple[int, int, str]]) -> list[int]:
+    """Return how many bytes are live after each event."""
+    total, totals = 0, list[int]()
+    live: dict[int, int] = {}
+    for place, size, _ in events:
         if size > 0:
-            live[place] = (size, "")
+            live[place] = size
             total += size
-        elif place in live:  # else it was allocated before
-            total -= live.pop(place)[0]
-        if total > peak:
-            peak, peak_at = total, i
-    return Memory(peak, total, _live(events[: peak_at + 1]))
+        else:  # of what was allocated before, nothing is known
+            total -= live.pop(place, 0)
+        totals.append(total)
+    return totals
 
 
 def _live(events: list[tuple[int, int, str]]) -> tuple[tuple[str, int], ...]:
