@@ -13,7 +13,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-browser test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-pipeline bench-storage bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-browser test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -83,6 +83,9 @@ bench-launches: $(READY)  ## time what kernels and their launches take of the ho
 
 bench-tensor: $(READY)  ## time tensor parallelism beside DTensor and DDP
 	@$(BIN)/python benchmarks/tensor.py $(ARGS)
+
+bench-overlap: $(READY)  ## time products beside the messages of a tensor axis, also over a cable
+	@$(BIN)/python benchmarks/overlap.py $(ARGS)
 
 bench-sharding: $(PEERS)  ## time sharded training beside DDP, FSDP2 and DeepSpeed (needs .venv-peers, large)
 	@.venv-peers/bin/python benchmarks/sharding.py $(ARGS)
