@@ -42,6 +42,8 @@ CLAIMS = {(f"fds{v}", f"DTensor{v}"): 0.85 for v in VARIANTS}
 GROUPS: list[dict[tuple[str, str], float | None]] = [
     {("fds", "DTensor"): 0.85, ("fds", "DDP"): None},
     *({pair: claim} for pair, claim in list(CLAIMS.items())[1:]),
+    {("fds, overlap 1", "fds"): None},
+    {("fds, sequence, overlap 1", "fds, sequence"): None, ("fds, sequence, overlap 4", "fds, sequence"): None},
 ]
 
 
@@ -57,7 +59,7 @@ def main() -> int:
     for case in options.cases:
         for group in GROUPS:
             if "time" in options.parts and wanted(group, options):
-                kept[f"time/{case}/{'; '.join(' beside '.join(pair) for pair in group)}"] = timed(case, group, options)
+                kept[f"time/{case}/{name_of(group)}"] = timed(case, group, options)
                 keep(kept, options)
         for name in ["fds", "DTensor", *(f"{who}{v}" for v in VARIANTS[1:] for who in ("fds", "DTensor")), "DDP"]:
             if "memory" in options.parts and (not options.only or name in options.only):
@@ -74,6 +76,11 @@ def main() -> int:
     if options.out:
         console.print(f"written: {report.write_tables(tables, 'tensor', facts(), folder=Path(options.out))}")
     return 0 if options.quick or not any("NO" in row[-1] for *_, rows in tables for row in rows) else 1
+
+
+def name_of(group: dict[tuple[str, str], float | None]) -> str:
+    """Return who is timed beside whom."""
+    return "; ".join(" beside ".join(pair) for pair in group)
 
 
 def wanted(group: dict[tuple[str, str], float | None], options: argparse.Namespace) -> bool:
@@ -132,7 +139,7 @@ def tables_of(kept: dict[str, Any], cases: list[Case]) -> list[Rows]:
             continue
         case = next(c for c in cases if str(c) == key.split("/")[1])
         seconds = one["seconds"]
-        group = next(g for g in GROUPS if next(iter(g))[0] in seconds)
+        group = next(g for g in GROUPS if name_of(g) == key.split("/")[2])
         itself = next(iter(seconds))
         for (mine, other), at_most in [*group.items(), ((itself + AGAIN, itself), None)]:
             series = Series(tuple(seconds[mine]), tuple(seconds[other]))

@@ -165,7 +165,7 @@ def plan_of(case: Case, *, gather: bool) -> dict[str, object]:
     return {"*.attention": fds.nn.heads(), **attention, **mlp, **ends, "blocks.*": "sequence"}
 
 
-def ours(*, sequence: bool = False, parallel_loss: bool = False) -> Callable[[Case], Call]:
+def ours(*, sequence: bool = False, parallel_loss: bool = False, overlap: int = 0) -> Callable[[Case], Call]:
     """Return fds's."""
 
     def make(case: Case) -> Call:
@@ -178,7 +178,7 @@ def ours(*, sequence: bool = False, parallel_loss: bool = False) -> Callable[[Ca
             return fds.nn.vocab_cross_entropy(logits, batch[1], tp) if parallel_loss else mean_loss(logits, batch[1])
 
         step = fds.compose(
-            fds.tensor_parallel(tp, plan_of(case, gather=not parallel_loss), sequence=sequence),
+            fds.tensor_parallel(tp, plan_of(case, gather=not parallel_loss), sequence=sequence, overlap=overlap),
             fds.adamw(LR, BETAS, EPS, weight_decay=WEIGHT_DECAY),
             fds.donate(),
         )(loss)
@@ -272,6 +272,9 @@ _VARIANTS: dict[str, dict[str, bool]] = {
 CONTENDERS: dict[str, Callable[[Case], Call]] = {
     **{f"fds{name}": ours(**how) for name, how in _VARIANTS.items()},
     **{f"DTensor{name}": dtensor(**how) for name, how in _VARIANTS.items()},
+    "fds, overlap 1": ours(overlap=1),
+    "fds, sequence, overlap 1": ours(sequence=True, overlap=1),
+    "fds, sequence, overlap 4": ours(sequence=True, overlap=4),
     "DDP": ddp,
 }
 
