@@ -228,9 +228,7 @@ def table_of_peaks(peaks: dict[str, int]) -> Rows:
         ratio = peak / peaks[ONE]
         claim = "" if name == ONE else report.verdict(MEMORY_AT_MOST, ratio <= MEMORY_AT_MOST)
         rows.append([name, f"{peak / 1e6:.1f}", f"{ratio:.3f}", claim])
-    title = (
-        "Activations and gradients at the peak of a step (of the rank with most; without what is held between steps)"
-    )
+    title = "Activations and gradients at the peak of a step (of the rank with most; less what is held between steps)"
     return title, ["contender", "MB", "of one rank's", "claim"], rows
 
 
@@ -250,15 +248,15 @@ def table_of_bytes(case: Case, sent: dict[str, tuple[int, int]]) -> Rows:
 def facts(case: Case) -> dict[str, str]:
     """Return what ran, for the file."""
     return {
-        "what ran": f"one training step, float32, of a row of {case.tokens:,} tokens on {ranks.NUM_RANKS} gloo ranks of one "
-        "thread each; one rank: all of the row on one of them, while the other waits",
+        "what ran": f"one training step, float32, of a row of {case.tokens:,} tokens on {ranks.NUM_RANKS} gloo ranks "
+        "of one thread each; one rank: all of the row on one of them, while the other waits",
         "model": f"GPT: width {case.width}, {case.layers} layers, heads of {HEAD_SIZE}, {VOCABULARY} tokens, "
         f"{num_parameters(case):,} parameters; adamw, donate",
         "attention": "fds.nn.attention of all; without an axis, and in Ulysses, it is torch's "
         "scaled_dot_product_attention (its flash kernel for CPUs); the ring runs that kernel block by block",
-        "formula": "of B S/N D elements of float32, N ranks, H heads of queries, keys and values: Ulysses 2 (N - 1)/N 4H "
-        "(all-to-alls of q, k, v and of out, and of their gradients); ring 2 (N - 1) 2H + N 2H (keys and values in "
-        "forward and in backward, and their gradients)",
+        "formula": "in units of B S/N D elements of float32, for N ranks and H heads: Ulysses 2 (N - 1)/N 4H "
+        "(all-to-alls of q, k, v and of out, and of their gradients); ring 2 (N - 1) 2H + N 2H (keys and values in forward and in "
+        "backward, and their gradients)",
         "torch's context_parallel": "does not run on CPUs: its dispatcher has no sharding strategy for "
         "aten._scaled_dot_product_flash_attention_for_cpu",
     }
