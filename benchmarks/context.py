@@ -255,8 +255,8 @@ def facts(case: Case) -> dict[str, str]:
         "attention": "fds.nn.attention of all; without an axis, and in Ulysses, it is torch's "
         "scaled_dot_product_attention (its flash kernel for CPUs); the ring runs that kernel block by block",
         "formula": "in units of B S/N D elements of float32, for N ranks and H heads: Ulysses 2 (N - 1)/N 4H "
-        "(all-to-alls of q, k, v and of out, and of their gradients); ring 2 (N - 1) 2H + N 2H (keys and values in forward and in "
-        "backward, and their gradients)",
+        "(all-to-alls of q, k, v and of out, and of their gradients); ring 2 (N - 1) 2H + N 2H (keys and "
+        "values in forward and in backward, and their gradients)",
         "torch's context_parallel": "does not run on CPUs: its dispatcher has no sharding strategy for "
         "aten._scaled_dot_product_flash_attention_for_cpu",
     }
