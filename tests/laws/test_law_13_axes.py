@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -204,3 +206,44 @@ def test_a_tensor_axis_of_any_size_is_one_rank(place, optimizer, dropout, length
         length = 8  # padded sequences do not pass through a pipeline
     found = fds.simulate(lambda: trained(place, optimizer, dropout, length), place.ranks)
     check(found, plain(optimizer, dropout, length, place.parts))
+
+
+def test_axes_of_one_rank_are_no_axes():
+    """Five axes of one rank compute the same bits; and those of no pipeline, which runs its schedule, the same way."""
+
+    def run(*, axes: bool, staged: bool = False) -> tuple[dict[str, Any], int]:
+        mesh = fds.mesh(copies=1, pp=1, dp=1, sp=1, tp=1)
+        more = [fds.tensor_parallel(mesh["tp"], PLAN, sequence=True), fds.context_parallel(mesh["sp"])] if axes else []
+        split = fds.pipeline(plans.one_f_one_b, mesh["pp"], num_microbatches=4) if staged else fds.accumulate(4)
+        shard = fds.shard_optimizer(mesh["dp"], stage=3, replicate=mesh["copies"] if axes else None)
+        step = fds.compose(split, shard, *more, fds.ema(0.9), OPTIMIZERS["lamb"]())(model(0.3))
+        g = torch.Generator("cpu").manual_seed(0)
+        ids = torch.randint(0, TOKENS, (ROWS, 8), generator=g, device="cpu")
+        batch, state = (ids[:, :-1], ids[:, 1:]), step.init(model(0.3).init, key=7)
+        for _ in range(2):
+            state, metrics = step(state, batch)
+        found = tree.paths({"params": step.params(state), "metrics": metrics, "ema": state.slots["ema"]})
+        return found, counted_calls(lambda: step(state, batch))
+
+    want, calls = run(axes=False)
+    for staged in (False, True):
+        found, calls_with_axes = run(axes=True, staged=staged)
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[name], x) for name, x in want.items())
+        assert staged or calls_with_axes == calls
+
+
+def counted_calls(work: Callable[[], Any]) -> int:
+    """Return how many functions of fds a call calls."""
+    calls = 0
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_globals.get("__name__", "").startswith("fds.")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
