@@ -37,6 +37,7 @@ CASES = [
 ]
 TINY = Case("tiny", width=128, layers=1, vocabulary=64, rows=2, context=16, groups=2)
 NUM_RANKS, MEMORY_CALLS, HOST_WIDTH, HOST_ROUNDS = ranks.NUM_RANKS, 3, 16, 100
+BYTES = "Bytes sent by a rank in a step"  # which no clock decides
 VARIANTS = ["", ", sequence", ", loss", ", sequence, loss"]
 CLAIMS = {(f"fds{v}", f"DTensor{v}"): 0.85 for v in VARIANTS}
 GROUPS: list[dict[tuple[str, str], float | None]] = [
@@ -75,7 +76,10 @@ def main() -> int:
     report.show_tables(tables, console)
     if options.out:
         console.print(f"written: {report.write_tables(tables, 'tensor', facts(), folder=Path(options.out))}")
-    return 0 if options.quick or not any("NO" in row[-1] for *_, rows in tables for row in rows) else 1
+    missed = [
+        row for title, _, rows in tables for row in rows if "NO" in row[-1] and (title == BYTES or not options.quick)
+    ]
+    return 1 if missed else 0
 
 
 def name_of(group: dict[tuple[str, str], float | None]) -> str:
@@ -172,7 +176,7 @@ def tables_of(kept: dict[str, Any], cases: list[Case]) -> list[Rows]:
             ["contender", "case", "beside", "MB", "MB beside", "ratio", "making", "making beside", "claim"],
             memory,
         ),
-        ("Bytes sent by a rank in a step", ["contender", "case", "bytes", "formula", "claim"], sent),
+        (BYTES, ["contender", "case", "bytes", "formula", "claim"], sent),
     ]
     return [*tables, table_of_host(kept["host"])] if "host" in kept else tables
 
@@ -193,8 +197,8 @@ def facts() -> dict[str, str]:
     return {
         "what ran": "one training step, float32, on 2 gloo ranks of one thread each, which compute one loss of rows x "
         "tokens; DDP has half of the rows on each",
-        "models": "GPT: width 512, 13 layers, 16,384 tokens, LayerNorm, GELU, biases; Llama: width 768, 13 layers, 12 "
-        "heads of queries and 4 of keys and values, 18,432 tokens, RMSNorm, rotary, SwiGLU; heads of their own",
+        "models": "GPT: width 512, 13 layers, a vocabulary of 16,384, LayerNorm, GELU, biases; Llama: width 768, 13 layers, 12 "
+        "heads of queries and 4 of keys and values, a vocabulary of 18,432, RMSNorm, rotary, SwiGLU; heads of their own",
         "all": "AdamW (torch's, fused; fds's own) with lr 3e-4, betas (0.9, 0.999), eps 1e-8, weight decay 0.01",
         "fds": "tensor_parallel, adamw, donate",
         "DTensor": "parallelize_module: ColwiseParallel, RowwiseParallel, attention and perceptron each take their "

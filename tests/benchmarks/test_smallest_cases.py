@@ -27,7 +27,7 @@ WITHOUT_PEERS = {  # what of a benchmark needs no package but torch
     "pipeline": ["--only", "fds ZB-H1,torch 1F1B"],
     "storage": ["--only", "saving", "--ranks", "1"],
     "offload": ["--parts", "step"],
-    "tensor": ["--only", "fds, sequence, loss"],
+    "tensor": ["--only", "fds, sequence, loss", "--parts", "time;memory"],
     "network": [
         "--rates",
         "loopback",
