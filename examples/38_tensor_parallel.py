@@ -1,14 +1,13 @@
 """Divide a model's matrices over ranks that compute one loss, and what lies between them along the sequence.
 
-The module is one that knows of no ranks. A plan says which of its matrices are divided, and how: each rank then holds and
-multiplies a part. Four ranks are four threads here; with torchrun the same lines are four processes.
+The module is one that knows of no ranks. A plan says which of its matrices are divided, and how: each rank then
+holds and multiplies a part. Four ranks are four threads here; with torchrun the same lines are four processes.
 """
 
 import inspect
 import textwrap
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import fds
