@@ -196,8 +196,8 @@ def facts() -> dict[str, str]:
         "what ran": "one training step, float32, on 2 gloo ranks of one thread each, which compute one loss of rows x "
         "tokens; DDP has half of the rows on each",
         "models": "GPT: width 512, 13 layers, a vocabulary of 16,384, LayerNorm, GELU, biases; Llama: width 768, "
-        "13 layers, 12 heads of queries and 4 of keys and values, a vocabulary of 18,432, RMSNorm, rotary, SwiGLU; heads of "
-        "their own",
+        "13 layers, 12 heads of queries and 4 of keys and values, a vocabulary of 18,432, RMSNorm, rotary, SwiGLU; "
+        "heads of their own",
         "all": "AdamW (torch's, fused; fds's own) with lr 3e-4, betas (0.9, 0.999), eps 1e-8, weight decay 0.01",
         "fds": "tensor_parallel, adamw, donate",
         "DTensor": "parallelize_module: ColwiseParallel, RowwiseParallel, attention and perceptron each take their "
