@@ -68,14 +68,14 @@ def _on_cpu(make: Callable[[], Callable[[], Any]], calls: int) -> Memory:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         call()
     totals = _totals([*events, *_allocations(record)])
-    before = totals[: len(events)]
+    before = totals[: len(events) + 1]
     peak = max(before)
-    return Memory(peak, max(totals[len(events) :]), before[-1], _live(events[: before.index(peak) + 1]))
+    return Memory(peak, max(totals[len(events) :]), before[-1], _live(events[: before.index(peak)]))
 
 
 def _totals(events: list[tuple[int, int, str]]) -> list[int]:
-    """Return how many bytes are live after each event."""
-    total, totals = 0, list[int]()
+    """Return how many bytes are live before the first event, and after each."""
+    total, totals = 0, [0]
     live: dict[int, int] = {}
     for place, size, _ in events:
         if size > 0:
