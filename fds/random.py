@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fds.errors import FdsError, is_int
+from fds.errors import FdsError, is_a, is_int
 
 PATIENCE_S = 120.0  # how long a scope waits for another one while the process is idle
 
@@ -262,12 +262,17 @@ def stream(name: str, *data: int | str, devices: Iterable[torch.device] | None =
 
     Raises `FdsError` for other data, and where a graph is made of the step, in which the key would stay what it is.
     """
+    if not is_a(name, str):
+        raise FdsError("a stream has a name", where="fds.random.stream", got=repr(name)[:80], want="a str")
+    if devices is not None:
+        devices = _devices(devices)
     if _other() is not None:
         raise FdsError(
             "a stream follows from a number on the host, which a graph of the step would keep for good",
             where=f"fds.random.stream({name!r})",
             want="a step without fds.cuda_graph and fds.compile(whole=True)",
         )
+    _digest((0, 0), data)  # raises for data that is nothing to fold, before anything is drawn
     drawn = int(torch.randint(2**62, (), device="cpu"))
     with seeded((drawn, 0), "stream", name, *data, devices=devices):
         yield
@@ -337,6 +342,14 @@ def default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]
             index = torch.cuda.current_device() if device.index is None else device.index
             generators.append(torch.cuda.default_generators[index])
     return generators
+
+
+def _devices(given: object) -> list[torch.device]:
+    found = list(given) if isinstance(given, Iterable) else [given]  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
+    if all(is_a(one, torch.device) for one in found):
+        return found  # pyright: ignore[reportReturnType]
+    want = '[torch.device("cuda:0")], or None'
+    raise FdsError("these are no devices", where="devices", got=repr(given)[:80], want=want)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _fold(key: TracedWords, data: tuple[int | str, ...]) -> Fold:

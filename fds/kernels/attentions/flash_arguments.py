@@ -19,6 +19,7 @@ def check(q, k, v, key_padding, bias, scale, p) -> None:
             want="floating-point numbers, which are added to the scores",
             hint="key_padding takes (B, Sk) bool; for others torch.zeros(mask.shape).masked_fill(~mask, -math.inf)",
         )
+    arguments.required(q=q, k=k, v=v)
     arguments.floating(q=q, k=k, v=v, bias=bias)
     arguments.same_dtype(q=q, k=k, v=v)
     if q.dim() != 4:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fds import kernels
 from fds.collectives import Axis
-from fds.errors import KernelError, is_a
+from fds.errors import KernelError, is_a, is_int
 from fds.kernels import arguments
 from fds.kernels.attentions.flash_arguments import check, positive
 from fds.loss import current_mode
 from fds.loss.compiled import untraced
-from fds.nn.parallel import tokens
+from fds.nn.parallel import checking, tokens
 from fds.nn.parallel.ring import ring_attention
 from fds.nn.parallel.ulysses import ulysses_attention
 from fds.nn.parallel.zigzag import LAYOUTS, Layout
@@ -60,6 +60,8 @@ def attention(
     divide; `MeshError` for an axis of ranks that do not run.
     """
     _check_names(axis, method, layout)
+    checking.flags("attention", KernelError, causal=causal)
+    _check_draws(seed, offset)
     if axis is None or axis.size == 1:
         return kernels.attention(
             q, k, v, causal=causal, key_padding=key_padding, bias=bias, scale=scale, p=p, seed=seed, offset=offset
@@ -92,6 +94,14 @@ def _check_names(axis: Any, method: Any, layout: Any) -> None:
         if value not in known:
             want = " or ".join(map(repr, known))
             raise KernelError(f"no such {name}", where="attention", got=repr(value)[:80], want=want)
+
+
+def _check_draws(seed: Any, offset: Any) -> None:
+    """Raise `KernelError` for what dropout cannot be drawn by."""
+    if not (seed is None or is_int(seed) or is_a(seed, Tensor)):
+        raise KernelError("attention: seed is not a seed", where="seed", got=repr(seed)[:80], want="an int or a tensor")
+    if not is_int(offset, 0):
+        raise KernelError("attention: offset counts rows", where="offset", got=repr(offset)[:80], want="an int >= 0")
 
 
 def _check_parts(q: Tensor, k: Tensor, axis: Axis, layout: Layout, bias: Tensor | None, p: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fds.errors import ComposeError
+from fds.errors import ComposeError, is_a
 from fds.nn.parallel import hugging_face
 from fds.nn.parallel.plan import Column, Heads, Part, Row, Sequence as Block, consecutive
 
@@ -21,8 +21,10 @@ def auto_plan(module: nn.Module) -> dict[str, Part]:
     Everything else is whole on every rank. Known are `nn.MultiheadAttention`, `nn.TransformerEncoderLayer` and
     `nn.TransformerDecoderLayer`, and of transformers GPT-2, BERT, RoBERTa, Llama, Mistral, Qwen2, Qwen3 and T5.
 
-    Raises `ComposeError` for modules of transformers that are not known.
+    Raises `ComposeError` for modules of transformers that are not known, and for what is not a module.
     """
+    if not is_a(module, nn.Module):
+        raise ComposeError("auto_plan takes a module", where="module", got=repr(module)[:80], want="an nn.Module")
     found: dict[str, Part] = {}
     blocks: list[str] = []
     for path, one in module.named_modules():

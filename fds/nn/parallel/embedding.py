@@ -7,15 +7,39 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fds.errors import LossError, is_int
+from fds.nn.parallel import checking
 from fds.nn.parallel.linear import Piece
 from fds.nn.parallel.region import joined_features, ranges
 
 
 class VocabEmbedding(Piece, nn.Embedding):
-    """An embedding whose rows are divided over the tensor axis of `fds.tensor_parallel`; a plain one without it."""
+    """An embedding whose rows are divided over the tensor axis of `fds.tensor_parallel`; a plain one without it.
+
+    Args:
+        num_embeddings: how many rows, on all ranks together.
+        embedding_dim: how long each is.
+        padding_idx: of the row that is 0 and gets no gradient, from -num_embeddings on; None for none.
+
+    Raises `LossError` for anything else.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **factory: Any):
+        checking.sizes("VocabEmbedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        if padding_idx is not None and not (is_int(padding_idx) and -num_embeddings <= padding_idx < num_embeddings):
+            raise LossError(
+                "VocabEmbedding: there is no such row",
+                where="padding_idx",
+                got=repr(padding_idx)[:80],
+                want=f"an int in [-{num_embeddings}, {num_embeddings}), or None",
+            )
+        checking.factory("VocabEmbedding", factory)
+        super().__init__(num_embeddings, embedding_dim, padding_idx, **factory)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows (..., features) of ids (...) int64."""
@@ -28,7 +52,7 @@ class VocabEmbedding(Piece, nn.Embedding):
         padding = None if self.padding_idx is None else self.padding_idx - first
         own = padding if padding is not None and 0 <= padding < count else None
         weight, ids = self.weight, local.masked_fill(elsewhere, 0)
-        found = F.embedding(ids, weight, own, scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse)
+        found = F.embedding(ids, weight, own, sparse=self.sparse)
         return region.leave(found.masked_fill(elsewhere[..., None], 0.0), run=self.run)
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fds.errors import LossError, is_int
+from fds.nn.parallel import checking
 from fds.nn.parallel.region import Region, joined_features
 
 
@@ -43,7 +44,7 @@ class ColumnLinear(Piece, nn.Linear):
         parts: of several projections in one matrix, each divided by itself: how many equal ones, or their lengths.
         gather: whether every rank gets the whole result, else it has its piece, for a `RowLinear`.
 
-    Raises `LossError` for parts that do not add up to `out_features`.
+    Raises `LossError` for parts that do not add up to `out_features`, and for what is not a size or a flag.
     """
 
     def __init__(
@@ -56,6 +57,9 @@ class ColumnLinear(Piece, nn.Linear):
         gather: bool = False,
         **factory: Any,
     ):
+        checking.sizes("ColumnLinear", in_features=in_features, out_features=out_features)
+        checking.flags("ColumnLinear", LossError, bias=bias, gather=gather)
+        checking.factory("ColumnLinear", factory)
         super().__init__(in_features, out_features, bias, **factory)
         self.parts = lengths(parts, out_features, type(self).__name__)
         self.gather = gather
@@ -68,8 +72,15 @@ class ColumnLinear(Piece, nn.Linear):
 class RowLinear(Piece, nn.Linear):
     """A linear layer whose inputs are divided over the tensor axis of `fds.tensor_parallel`; a plain one without it.
 
-    It takes what a `ColumnLinear` returned, and returns what all ranks have alike.
+    It takes what a `ColumnLinear` returned, and returns what all ranks have alike. Arguments are those of `nn.Linear`;
+    raises `LossError` for what is not a size or a flag.
     """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **factory: Any):
+        checking.sizes("RowLinear", in_features=in_features, out_features=out_features)
+        checking.flags("RowLinear", LossError, bias=bias)
+        checking.factory("RowLinear", factory)
+        super().__init__(in_features, out_features, bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product (..., out), given this rank's piece of the inputs (..., in / ranks)."""

@@ -25,7 +25,8 @@ from fds.errors import KernelError, is_int
 from fds.kernels import arguments, losses as one_rank
 from fds.kernels.losses import LinearCrossEntropy, counted, vocabulary_parts as parts
 from fds.kernels.operators import operator
-from fds.nn.parallel.vocab_cross_entropy import Columns, columns_of, gathered
+from fds.nn.parallel import checking
+from fds.nn.parallel.vocab_cross_entropy import Columns, check_num_classes, columns_of, gathered
 
 
 def linear_cross_entropy(
@@ -69,7 +70,10 @@ def linear_cross_entropy(
 
     Raises `KernelError` for any other dtype, shape or device, or a bad option.
     """
+    checking.axis("linear_cross_entropy", axis, KernelError)
+    arguments.required(hidden=hidden, weight=weight)
     arguments.floating(hidden=hidden)
+    check_num_classes(num_classes)
     whole = hidden if sequence_dim is None else _whole(hidden, axis, sequence_dim)
     options = label_smoothing, z_loss, ignore_index
     one_rank.check(whole, weight, targets, bias, *options, reduction, chunk_tokens)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fds.errors import LossError, did_you_mean
 from fds.kernels import swiglu
+from fds.nn.parallel import checking
 from fds.nn.parallel.linear import ColumnLinear, RowLinear
 
 _FUNCTIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
@@ -28,7 +29,7 @@ class MLP(nn.Module):
         bias: whether both have biases.
         dropout: probability with which hidden units are dropped.
 
-    Raises `LossError` for another activation.
+    Raises `LossError` for another activation, and for what is not a size, a flag or a probability.
     """
 
     def __init__(
@@ -41,8 +42,11 @@ class MLP(nn.Module):
         dropout: float = 0.0,
         **factory: Any,
     ):
+        checking.sizes("MLP", width=width, hidden=hidden)
+        checking.flags("MLP", LossError, bias=bias)
+        checking.rate("MLP", dropout)
         super().__init__()
-        if activation not in ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LossError(
                 "there is no such activation",
                 where="MLP",

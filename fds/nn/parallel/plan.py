@@ -13,7 +13,8 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from fds.errors import ComposeError, did_you_mean, is_int
+from fds.errors import ComposeError, did_you_mean, is_a, is_int
+from fds.nn.parallel import checking
 from fds.nn.parallel.dropout import DrawsOfAll
 from fds.nn.parallel.embedding import ColumnEmbedding, VocabEmbedding
 from fds.nn.parallel.linear import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear, lengths
@@ -55,6 +56,21 @@ class Column(Part):
     parts: int | tuple[int, ...] = 1
     gather: bool = False
     unit: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        checking.flags("column", ComposeError, gather=self.gather)
+        known = self.parts if is_a(self.parts, tuple) else (self.parts,)
+        if not (known and all(is_int(n, 1) for n in known)):  # pyright: ignore[reportGeneralTypeIssues]
+            raise ComposeError(
+                "column takes how many parts there are, or their lengths",
+                where="parts",
+                got=repr(self.parts)[:80],
+                want="an int >= 1, or a tuple of them",
+            )
+        if not is_int(self.unit, 1):
+            raise ComposeError(
+                "column: unit is the width of a head", where="unit", got=repr(self.unit)[:80], want="an int >= 1"
+            )
 
     def dims(self, module: nn.Module, path: str) -> Dims:
         """Divide the outputs."""
@@ -107,9 +123,14 @@ class Vocab(Part):
 
     gather: bool = True
 
+    def __attrs_post_init__(self) -> None:
+        checking.flags("vocab", ComposeError, gather=self.gather)
+
     def dims(self, module: nn.Module, path: str) -> Dims:
         """Divide the vocabulary."""
-        if isinstance(module, nn.Embedding) and type(module) in (nn.Embedding, VocabEmbedding):
+        if isinstance(module, nn.Embedding):
+            if type(module) not in (nn.Embedding, VocabEmbedding) or module.scale_grad_by_freq:
+                raise _unfit(module, path, "vocab", "an nn.Embedding without scale_grad_by_freq")
             return {"weight": (0, (module.num_embeddings,))}
         if type(module) not in (nn.Linear, ColumnLinear):
             raise _unfit(module, path, "vocab", "an nn.Embedding, or the nn.Linear of a head")
@@ -132,6 +153,16 @@ class Heads(Part):
     counts: tuple[str, ...] = ()
     counts_tokens: bool = attrs.field(default=True, repr=False)  # whether attention reads how many it is given
     cross: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        checking.flags("heads", ComposeError, cross=self.cross)
+        if not all(is_a(name, str) for name in self.counts):
+            raise ComposeError(
+                "heads takes names of attributes",
+                where="counts",
+                got=repr(self.counts)[:80],
+                want='such as "num_heads"',
+            )
 
     def dims(self, module: nn.Module, path: str) -> Dims:
         """Divide an `nn.MultiheadAttention` by its heads; of other attention its projections say how they lie."""
@@ -198,6 +229,9 @@ class Sequence(Part):
     enters: bool = True
     leaves: bool = True
     run: str = attrs.field(default="", repr=False)  # the list of blocks in which it is: their sequences are one
+
+    def __attrs_post_init__(self) -> None:
+        checking.flags("sequence", ComposeError, enters=self.enters, leaves=self.leaves)
 
     def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
         """Cut what the copy is given along the sequence, and put together what it returns."""

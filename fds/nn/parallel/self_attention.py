@@ -7,14 +7,16 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; grouped queries: Ainsl
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fds.errors import LossError
+from fds.errors import LossError, is_number
 from fds.kernels import rotary
+from fds.nn.parallel import checking
 from fds.nn.parallel.linear import ColumnLinear, RowLinear
 
 
@@ -30,7 +32,8 @@ class SelfAttention(nn.Module):
         dropout: probability with which weights of attention are dropped.
         theta: base of rotary positions (10000.0); None for none.
 
-    Raises `LossError` for heads that do not divide the width, or groups that do not divide the heads.
+    Raises `LossError` for heads that do not divide the width, groups that do not divide the heads, heads of odd width
+    that are to be turned, and for what is not a size, a flag or a probability.
     """
 
     def __init__(
@@ -45,6 +48,11 @@ class SelfAttention(nn.Module):
         theta: float | None = None,
         **factory: Any,
     ):
+        checking.sizes("SelfAttention", width=width, num_heads=num_heads)
+        if num_kv_heads is not None:
+            checking.sizes("SelfAttention", num_kv_heads=num_kv_heads)
+        checking.flags("SelfAttention", LossError, causal=causal, bias=bias)
+        checking.rate("SelfAttention", dropout)
         super().__init__()
         groups = num_heads if num_kv_heads is None else num_kv_heads
         if width % num_heads or num_heads % groups:
@@ -55,6 +63,13 @@ class SelfAttention(nn.Module):
                 want="width a multiple of num_heads, and that of num_kv_heads",
             )
         d = width // num_heads
+        if theta is not None and (not is_number(theta) or not 0 < theta < math.inf or d % 2):
+            raise LossError(
+                "positions cannot turn heads so",
+                where="SelfAttention: theta",
+                got=f"theta={theta!r:.40}, heads of {d} features",
+                want="a number > 0, and an even number of features; or None",
+            )
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, groups, d
         self.causal, self.dropout, self.theta = causal, dropout, theta
         self.qkv = ColumnLinear(

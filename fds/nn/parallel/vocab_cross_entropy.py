@@ -22,6 +22,7 @@ from fds.errors import KernelError, is_int
 from fds.kernels import arguments
 from fds.kernels.first_order import Function, first_order
 from fds.kernels.losses import check_options, check_targets, counted, cross_entropy, reduced, vocabulary_parts as parts
+from fds.nn.parallel import checking
 
 
 def vocab_cross_entropy(
@@ -57,11 +58,14 @@ def vocab_cross_entropy(
 
     Raises `KernelError` for any other dtype, shape or device, or a bad option.
     """
+    checking.axis("vocab_cross_entropy", axis, KernelError)
+    arguments.required(logits=logits)
     arguments.floating(logits=logits)
     if logits.dim() < 1:
         raise KernelError("logits have no classes", where="logits", got="()", want="(..., V_r)")
     check_targets(targets, logits, "logits")
     check_options(label_smoothing, z_loss, ignore_index, reduction, ("mean", "sum", "none"))
+    check_num_classes(num_classes)
     own = columns_of(axis, logits.shape[-1], num_classes, targets.device)
     if axis.size == 1:
         return cross_entropy(
@@ -109,13 +113,8 @@ def columns_of(axis: Axis, held: int, num_classes: int | None, device: torch.dev
         counts = operators.all_gather(torch.full((1,), held, device=device), axis.handle, 0)
         return Columns(counts[: axis.index].sum(), held, counts.sum().double())  # float64, as quotients with it are
     total = held if num_classes is None else num_classes
-    if not is_int(total, 1):
-        raise KernelError(
-            "num_classes is not a number of classes",
-            where="num_classes",
-            got=repr(num_classes),
-            want="an int from 1 on",
-        )
+    if total < 1:
+        raise KernelError("there are no classes", where="num_classes", got=str(total), want="a column or more")
     each, more = divmod(total, axis.size)
     if held == each + (axis.index < more):
         return Columns(axis.index * each + min(axis.index, more), held, total)
@@ -127,6 +126,17 @@ def columns_of(axis: Axis, held: int, num_classes: int | None, device: torch.dev
             want=f"{each + (axis.index < more)} of {total}, or equal parts of at least so many",
         )
     return Columns(axis.index * held, min(max(total - axis.index * held, 0), held), total)
+
+
+def check_num_classes(num_classes: int | None) -> None:
+    """Raise `KernelError` for what is neither None nor a number of classes."""
+    if num_classes is not None and not is_int(num_classes, 1):
+        raise KernelError(
+            "num_classes is not a number of classes",
+            where="num_classes",
+            got=repr(num_classes)[:80],
+            want="an int from 1 on",
+        )
 
 
 class _VocabCrossEntropy(Function):

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fds.collectives import Axis
-from fds.errors import FdsError
+from fds.errors import FdsError, is_a, is_int
+from fds.nn.parallel import checking
 
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag")
@@ -32,8 +33,9 @@ def zigzag(x: Tensor, axis: Axis | None, dim: int = 1) -> Tensor:
         axis: of `fds.mesh`, over which the sequence is split; None, or of size 1: all of it.
         dim: that of the sequence.
 
-    Raises `FdsError` where S is not a multiple of twice the number of ranks.
+    Raises `FdsError` where S is not a multiple of twice the number of ranks, and for other arguments.
     """
+    _check(x, axis, dim)
     if axis is None or axis.size == 1:
         return x
     chunk = _chunk(x.shape[dim], axis)
@@ -45,6 +47,10 @@ def zigzag_positions(length: int, axis: Axis | None, device: torch.device | str 
 
     Positional embeddings, such as `fds.kernels.rotary`, take them. Raises `FdsError` as `zigzag` does.
     """
+    if not is_int(length, 0):
+        raise FdsError(
+            "zigzag_positions takes the length of a sequence", where="length", got=repr(length)[:80], want="an int >= 0"
+        )
     return zigzag(torch.arange(length, device=device), axis, 0)
 
 
@@ -67,6 +73,15 @@ def _permuted(x: Tensor, size: int, dim: int, *, inverse: bool) -> Tensor:
 def chunks_of(rank: int, size: int) -> tuple[int, int]:
     """Return which two of the chunks of a sequence a rank has."""
     return rank, 2 * size - 1 - rank
+
+
+def _check(x: Tensor, axis: Axis | None, dim: int) -> None:
+    if axis is not None:
+        checking.axis("zigzag", axis, FdsError)
+    if not is_a(x, Tensor):
+        raise FdsError("zigzag takes a tensor", where="x", got=repr(x)[:80], want="(..., S, ...)")
+    if not (is_int(dim) and -x.dim() <= dim < x.dim()):
+        raise FdsError("x has no such dim", where="dim", got=repr(dim)[:80], want=f"one of {tuple(x.shape)}")
 
 
 def _chunk(length: int, axis: Axis) -> int:
