@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fds.errors import LossError
+from fds.loss import traced
 from fds.nn.parallel import tokens
 from fds.nn.parallel.linear import Piece
 from fds.nn.parallel.region import Region
@@ -63,7 +65,10 @@ class DrawsOfAll(TorchFunctionMode):
 
 
 def _dropout(region: Region, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return dropped(input, p, region, run=region.run, inplace=inplace) if training and p else input
+    if not (training and p):
+        return input
+    _check_uncompiled(region)
+    return dropped(input, p, region, run=region.run, inplace=inplace)
 
 
 def attention(
@@ -82,6 +87,7 @@ def attention(
     if not dropout_p:
         options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         return F.scaled_dot_product_attention(query, key, value, **options)
+    _check_uncompiled(region)
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
@@ -94,6 +100,18 @@ def attention(
     weights = dropped(scores.softmax(-1), dropout_p, region, run=None)
     region.inside, region.heads = before
     return weights @ value
+
+
+def _check_uncompiled(region: Region) -> None:
+    """Raise `LossError` where a loss is looked at before it is compiled: compiled code has no `DrawsOfAll`."""
+    if traced.now.looking is not None:
+        raise LossError(
+            "compiled functions draw for a piece of an activation, and would draw something else than one rank",
+            where=f"tensor_parallel over {region.axis.name!r}",
+            got="F.dropout, or dropout_p of F.scaled_dot_product_attention, in a loss that fds.compile compiles",
+            want="nn.Dropout of activations, or attention without dropout",
+            hint="or no fds.compile",
+        )
 
 
 def is_drawn_for_all(function: Any) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from fds.errors import ComposeError, did_you_mean, is_a, is_int
@@ -388,7 +389,7 @@ def _attend(
     if run is not None:
         args, kwargs = _of_first(functools.partial(region.enter, run=run), args, kwargs)
     with region.in_attention(given, memory=cross):
-        if not draws:
+        if not draws or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         with DrawsOfAll(region):
             return forward(*args, **kwargs)

@@ -222,7 +222,7 @@ class Region:
     def begin(self) -> None:
         """Begin a call: of a step's microbatch, other calls may know the lengths already."""
         self.reset()
-        known = current_mode().lengths
+        known = None if torch.compiler.is_compiling() else current_mode().lengths  # dynamo reads no ContextVar
         self.lengths = {} if known is None else known
 
     def reset(self) -> None:

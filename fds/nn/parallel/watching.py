@@ -68,7 +68,7 @@ class Calls:
                 with Watch(self):
                     out = forward(*args, **kwargs)
                 known.watched = True
-            elif known.draws:
+            elif known.draws and not torch.compiler.is_compiling():
                 region.draws = region.drawing = True
                 with DrawsOfAll(region):
                     out = forward(*args, **kwargs)

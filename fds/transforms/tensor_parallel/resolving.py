@@ -15,7 +15,7 @@ from fds.loss import Found
 from fds.nn.parallel import auto, plan as plans
 from fds.nn.parallel.dropout import become_dropout
 from fds.nn.parallel.linear import Piece
-from fds.nn.parallel.plan import Column, Heads, Part, Sequence as Block, Vocab, Whole
+from fds.nn.parallel.plan import Column, Heads, Part, Row, Sequence as Block, Vocab, Whole
 from fds.nn.parallel.region import Region
 from fds.nn.parallel.watching import Calls, Known, Use, watch
 from fds.step import Replicated, SplitDim
@@ -80,6 +80,8 @@ def resolve(found: Sequence[Found], plan: str | Mapping[Any, Any], size: int, *,
             raise auto.unknown([one.module for one in found])
     else:
         _match(plan, names, chosen, sequence=sequence)
+        for one in found:
+            _check_attention_of_ours(one, chosen[one.number])
     resolved = [_resolved(one, chosen[one.number], size, sequence=sequence) for one in found]
     _check_agreement(resolved)
     return _following(resolved)
@@ -108,6 +110,20 @@ def _layers_of_ours(found: Found) -> dict[str, Part]:
     """Return what layers of `fds.nn` say of themselves."""
     every = ((path, plans.of_layer(module)) for path, module in submodules(found.module))
     return {path: part for path, part in every if part is not None}
+
+
+def _check_attention_of_ours(found: Found, chosen: Mapping[str, Part]) -> None:
+    """Raise `ComposeError` where a plan divides the projections of our attention, and not its heads."""
+    for path, part in _layers_of_ours(found).items():
+        divided = any(isinstance(chosen.get(f"{path}.{name}".lstrip(".")), Column | Row) for name in ("qkv", "out"))
+        if isinstance(part, Heads) and divided and not isinstance(chosen.get(path), Heads):
+            raise ComposeError(
+                "a plan says something else of attention of fds.nn than that its heads are divided",
+                where=f"tensor_parallel: {_joined(found.prefix, path)}",
+                got=str(chosen.get(path)),
+                want="nothing: the layers of fds.nn say themselves how they are divided",
+                hint='"sequence" is for the module that holds it, "replicated" for all that it holds too',
+            )
 
 
 def _match(

@@ -1,0 +1,85 @@
+"""fds.compile beside tensor_parallel: what is compiled is what runs, and what would draw otherwise is refused."""
+
+import pytest
+import torch.nn.functional as F
+from torch import nn
+
+import fds
+from fds.errors import ComposeError, LossError
+from tests.transforms.tensor_parallel.models import check, steps
+
+pytestmark = [  # of torch's own, while it traces
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.norm, self.part, self.drop = nn.LayerNorm(8), part, nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + self.drop(self.part(self.norm(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        attention = fds.nn.SelfAttention(8, 4, dropout=dropout, theta=1e4)
+        self.blocks = nn.ModuleList([Block(attention), Block(fds.nn.MLP(8, 16, activation="swiglu", dropout=0.3))])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(F.dropout(self.up(x), 0.3, self.training))
+
+
+def test_compiled_pieces_compute_and_drop_what_one_rank_does():
+    check(Blocks, {"blocks.*.norm": "replicated"}, fds.compile(backend="aot_eager"))
+
+
+def test_compiled_parts_of_sequences_are_recomputed():
+    recomputed = fds.checkpoint_activations()
+    check(Blocks, {"blocks.[01]": "sequence"}, fds.compile(backend="aot_eager"), recomputed, sequence=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "plan"), [(lambda: Blocks(0.3), {"*.norm": "replicated"}), (Functional, {"up": "column", "down": "row"})]
+)
+def test_functions_that_draw_are_not_compiled(make, plan):
+    def job():
+        with pytest.raises(LossError, match="compiled functions draw for a piece"):
+            steps(make, plan, fds.compile(backend="aot_eager"), size=2)
+
+    fds.simulate(job, 2)
+
+
+@pytest.mark.parametrize("says", ["sequence", "replicated", "row"])
+def test_a_plan_does_not_leave_attention_of_ours_half_divided(says):
+    def job():
+        with pytest.raises(ComposeError, match=r"attention of fds\.nn|cannot be divided"):
+            steps(Blocks, {"blocks.0.part": says}, size=2, sequence=True)
+
+    fds.simulate(job, 2)
+
+
+def test_attention_of_ours_may_be_whole():
+    check(Blocks, {"blocks.0.part*": "replicated"})
+
+
+def test_other_ranks_are_not_in_one_graph():
+    def job():
+        with pytest.raises(ComposeError, match="cannot be one graph"):
+            steps(Blocks, {"*.norm": "replicated"}, fds.compile(backend="eager", whole=True), size=2)
+
+    fds.simulate(job, 2)
