@@ -97,9 +97,19 @@ def attention(
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     before = region.inside, region.heads
     region.inside, region.heads = region.inside or (1,), []
-    weights = dropped(scores.softmax(-1), dropout_p, region, run=None)
-    region.inside, region.heads = before
+    try:
+        weights = dropped(scores.softmax(-1), dropout_p, region, run=None)
+    finally:
+        region.inside, region.heads = before
     return weights @ value
+
+
+def _attention(region: Region, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return attention of a function of torch: over this rank's heads, or over all where a plan leaves it whole."""
+    if region.heads is None and not region.inside:
+        tokens.check_alone(query, key)
+        return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    return attention(region, query, key, value, *args, **kwargs)
 
 
 def _check_uncompiled(region: Region) -> None:
@@ -122,5 +132,5 @@ def is_drawn_for_all(function: Any) -> bool:
 _OTHERS: dict[Any, Callable[..., Tensor]] = {
     F.dropout: _dropout,
     torch.dropout: _dropout,
-    F.scaled_dot_product_attention: attention,
+    F.scaled_dot_product_attention: _attention,
 }

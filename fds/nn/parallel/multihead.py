@@ -79,13 +79,16 @@ class PartAttention(Piece, nn.MultiheadAttention):
 
     def _mask(self, padding: Tensor | None, mask: Tensor | None, q: Tensor) -> Tensor | None:
         """Return both masks as one that is added, for this rank's heads."""
-        found = None
+        assert self.region is not None
+        found, axis = None, self.region.axis  # learned ones have a term of their gradient on every rank
         if mask is not None:
+            mask = mappings.copied(mask, axis) if mask.requires_grad else mask
             found = _added(mask, q)
             if found.dim() == 3:  # of every head of every sequence
                 per = found.unflatten(0, (q.shape[0], -1))
                 found = per if per.shape[1] == q.shape[1] else per.narrow(1, self._first_head(q), q.shape[1])
         if padding is not None:
+            padding = mappings.copied(padding, axis) if padding.requires_grad else padding
             padding = _added(padding, q)
             padding = padding[None] if padding.dim() == 1 else padding
             found = padding[:, None, None, :] if found is None else found + padding[:, None, None, :]

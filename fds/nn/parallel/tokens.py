@@ -289,7 +289,9 @@ _OTHERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
         (F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.gumbel_softmax, F.rrelu,
          torch.alpha_dropout, torch.bernoulli, torch.feature_alpha_dropout, torch.feature_dropout, torch.multinomial,
-         torch.normal, torch.poisson, torch.randperm, Tensor.bernoulli, Tensor.multinomial, init.kaiming_uniform_),
+         torch.normal, torch.poisson, torch.randperm, Tensor.bernoulli, Tensor.multinomial, init.kaiming_uniform_,
+         torch.binomial, torch.native_dropout, torch.rrelu, torch.rrelu_, F.rrelu_, torch.alpha_dropout_,
+         torch.feature_dropout_, torch.feature_alpha_dropout_, torch._standard_gamma, torch._sample_dirichlet),
         _refused,
     ),
     F.scaled_dot_product_attention: _attends,

@@ -22,7 +22,9 @@ from fds.errors import KernelError, is_int
 from fds.kernels import arguments
 from fds.kernels.first_order import Function, first_order
 from fds.kernels.losses import check_options, check_targets, counted, cross_entropy, reduced, vocabulary_parts as parts
+from fds.loss import current_mode
 from fds.nn.parallel import checking
+from fds.nn.parallel.region import ranges
 
 
 def vocab_cross_entropy(
@@ -53,7 +55,8 @@ def vocab_cross_entropy(
         ignore_index: tokens with this target have loss 0 and are not counted by the mean.
         reduction: "mean" over tokens that are not ignored, "sum" (what `fds.Mean` takes as total), or "none": (...).
         num_classes: V. Ranks have columns as by torch.tensor_split, or equal numbers of at least V together, where
-            columns from V on are padding: they do not count, and their gradient is 0. By default all columns count,
+            columns from V on are padding: they do not count, and their gradient is 0. Padded rows that
+            `tensor_parallel` divides into unequal numbers are refused. By default all columns count,
             however many each rank has, and ranks tell each other how many in a message more.
 
     Raises `KernelError` for any other dtype, shape or device, or a bad option.
@@ -115,6 +118,7 @@ def columns_of(axis: Axis, held: int, num_classes: int | None, device: torch.dev
     total = held if num_classes is None else num_classes
     if total < 1:
         raise KernelError("there are no classes", where="num_classes", got=str(total), want="a column or more")
+    _check_padded_rows(axis, held, total)
     each, more = divmod(total, axis.size)
     if held == each + (axis.index < more):
         return Columns(axis.index * each + min(axis.index, more), held, total)
@@ -126,6 +130,24 @@ def columns_of(axis: Axis, held: int, num_classes: int | None, device: torch.dev
             want=f"{each + (axis.index < more)} of {total}, or equal parts of at least so many",
         )
     return Columns(axis.index * held, min(max(total - axis.index * held, 0), held), total)
+
+
+def _check_padded_rows(axis: Axis, held: int, total: int) -> None:
+    """Raise `KernelError` for columns of a head that tensor_parallel divides into unequal numbers, padding included.
+
+    Of those this rank's columns do not show where they begin.
+    """
+    if torch.compiler.is_compiling():  # dynamo reads no ContextVar; what it compiles has run here before
+        return
+    known = [n for one in current_mode().modules for n in getattr(one, "vocabularies", ())]
+    fitting = [n for n in known if n >= total and ranges(n, axis)[axis.index][1] == held]
+    if fitting and all(n % axis.size and n > total for n in fitting):
+        raise KernelError(
+            "the ranks do not divide the padded rows of a vocabulary",
+            where=f"num_classes, over axis {axis.name!r}, {axis.size} ranks",
+            got=f"{fitting[0]} rows, of which {total} are classes",
+            want=f"as many rows as classes, or a multiple of {axis.size}",
+        )
 
 
 def check_num_classes(num_classes: int | None) -> None:

@@ -23,10 +23,14 @@ from fds.nn.parallel.region import Region
 _OURS, _TORCH = os.path.dirname(__file__), os.path.dirname(torch.__file__)
 _RANDOM = {  # functions that draw as many numbers as what they are given has elements
     F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu, F.gumbel_softmax,
-    torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, torch.bernoulli, torch.rand_like,
-    torch.randn_like, torch.randint_like, torch.normal, torch.multinomial, torch.poisson, Tensor.bernoulli,
-    Tensor.bernoulli_, Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.random_,
+    F.rrelu_, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout, torch.alpha_dropout_,
+    torch.feature_alpha_dropout, torch.feature_alpha_dropout_, torch.bernoulli, torch.rand_like, torch.randn_like,
+    torch.randint_like, torch.normal, torch.multinomial, torch.poisson, torch.binomial, torch.rrelu, torch.rrelu_,
+    torch._standard_gamma, torch._sample_dirichlet, Tensor.multinomial, Tensor.bernoulli, Tensor.bernoulli_,
+    Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.random_, Tensor.log_normal_, Tensor.cauchy_,
+    Tensor.geometric_, torch.native_dropout,
 }  # fmt: skip
+_ATTENTION = {F.scaled_dot_product_attention, F.multi_head_attention_forward, torch._native_multi_head_attention}
 
 
 @attrs.define(eq=False)
@@ -101,6 +105,8 @@ class Watch(DrawsOfAll):
         given = [*args, *(kwargs or {}).values()]
         if func in _RANDOM:
             self._check_whole(func, next((x for x in given if isinstance(x, Tensor)), None))
+        if func in _ATTENTION and self.region.run is not None and self.region.heads is None and not self.region.inside:
+            self._raise_for_parts()
         for x in given:
             use = self.uses.get(id(x))
             if use is not None and getattr(func, "__name__", "") != "__get__":
@@ -118,6 +124,15 @@ class Watch(DrawsOfAll):
                 got=f"{getattr(func, '__name__', func)} of shape {tuple(x.shape)}",
                 want="nn.Dropout, F.dropout, or dropout_p of F.scaled_dot_product_attention",
             )
+
+    def _raise_for_parts(self) -> None:
+        raise LossError(
+            "attention sees this rank's tokens alone, in a block that is given a part of the sequence",
+            where=f"tensor_parallel over {self.region.axis.name!r}",
+            got="attention that the plan leaves whole, inside of 'sequence'",
+            want="'heads' for the module of attention, with its projections 'column' and 'row'",
+            hint="or no 'sequence' for the block",
+        )
 
     def _check_use(self, use: Use, func: Any) -> None:
         region = self.region

@@ -60,6 +60,11 @@ class Dividing:
     resolved: Mapping[int, Resolved]
     chunks: int
 
+    @property
+    def vocabularies(self) -> set[int]:
+        """How many rows there are, padding included, of each matrix that is divided by rows: heads among them."""
+        return {n for one in self.resolved.values() for n in one.rows}
+
     def __repr__(self) -> str:
         return f"pieces over {self.axis.name} ({self.axis.size} ranks)"
 

@@ -35,6 +35,11 @@ class Resolved:
     after: tuple[int, ...] | None = None  # the same for this layer; None where nothing follows that might draw
     known: dict[bool, Known] = attrs.field(factory=lambda: {False: Known(), True: Known()})  # in training, or not
 
+    @property
+    def rows(self) -> set[int]:
+        """How many rows there are of each matrix that is divided by rows."""
+        return {sum(how.parts) for how in self.lies.values() if isinstance(how, SplitDim) and how.dim == 0}
+
     def convert(self, module: nn.Module, region: Region) -> None:
         """Have a copy of the module compute with pieces, in place."""
         region.before = region.inside = self.before
