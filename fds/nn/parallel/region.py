@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -37,6 +37,7 @@ class Region:
         blocks: whether there are blocks in which activations are parts of sequences.
         lengths: how long sequences of this microbatch are, by run of blocks; known until the next call begins, since
             torch.utils.checkpoint runs what is inside of blocks again.
+        look: what is called with the terms of a sum, while a call is watched.
     """
 
     axis: Axis
@@ -52,6 +53,7 @@ class Region:
     memory: bool = False
     blocks: bool = False
     lengths: dict[str, int] = attrs.field(factory=dict)
+    look: Callable[[Tensor], None] | None = None
     _given: tuple[Tensor, int, bool, Tensor] | None = (
         None  # the last input, its version, if recorded, as what it got in
     )
@@ -77,6 +79,8 @@ class Region:
         """Return the sum of the ranks' products, beside its message where that is cut; see `leave`."""
         if not self.chunks:
             return self.leave(F.linear(x, weight), run=run)
+        if self.look is not None:
+            self.look(x)
         self._given, self.inside = None, ()
         if run is None:
             return overlapped.linear_summed(x, weight, self.axis, self.chunks)
@@ -124,6 +128,8 @@ class Region:
 
     def leave(self, x: Tensor, *, run: str | None, dim: int | None = None) -> Tensor:
         """Return the sum of the ranks' terms: whole, or this rank's part of the sequence, which lies along `dim`."""
+        if self.look is not None:
+            self.look(x)
         self._given, self.inside = None, ()
         if run is None:
             return mappings.summed(x, self.axis)

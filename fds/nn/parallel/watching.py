@@ -1,13 +1,15 @@
 """How calls of a copy of a module run, whose parts compute with pieces: the first ones are watched.
 
 A first call shows what no plan says: functions that draw, which then draw for the whole in all later calls; and
-parameters that are used where their gradients would be wrong. Watching takes 1 us for every function of torch.
+parameters that are used where their gradients would be wrong, or of which something whole is made that meets pieces,
+which the graph of autograd shows where they are summed. Watching takes 1 us for every function of torch.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +17,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from fds.errors import LossError
 from fds.nn.parallel.dropout import DrawsOfAll, is_drawn_for_all
@@ -97,7 +100,17 @@ class Watch(DrawsOfAll):
     def __init__(self, calls: Calls):
         super().__init__(calls.region)
         self.known = calls.known
-        self.uses = {id(x): use for use in calls.uses if (x := use.held.get(use.key)) is not None}
+        held = [(x, use) for use in calls.uses if (x := use.held.get(use.key)) is not None]
+        self.uses = {id(x): use for x, use in held}
+        self.edges = {tuple(get_gradient_edge(x))[:2]: use for x, use in held if x.requires_grad}
+
+    def __enter__(self) -> Watch:
+        self.region.look = self._check_terms
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.region.look = None
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if is_drawn_for_all(func):
@@ -124,6 +137,24 @@ class Watch(DrawsOfAll):
                 got=f"{getattr(func, '__name__', func)} of shape {tuple(x.shape)}",
                 want="nn.Dropout, F.dropout, or dropout_p of F.scaled_dot_product_attention",
             )
+
+    def _check_terms(self, x: Tensor) -> None:
+        """Look at what one rank's term of a sum is made of, back to where it entered: of nothing that is whole."""
+        waiting, seen = deque([(x.grad_fn, x.output_nr)]), set[Any]()  # nearest first
+        while waiting:
+            node, number = waiting.popleft()
+            use = self.edges.get((node, number))
+            if use is not None and use.lies == "same":
+                raise LossError(
+                    "a parameter makes something whole that meets pieces, and its gradient would be that of one rank's",
+                    where=f"tensor_parallel: {use.name}",
+                    got="gradients that the plan takes to be the same on all ranks",
+                    want="'column' for its layer, or fds.nn.replicated(grads='sum') if all that it makes meets pieces",
+                )
+            if node is None or node in seen or use is not None or _passes_between_ranks(node):
+                continue
+            seen.add(node)
+            waiting += node.next_functions
 
     def _raise_for_parts(self) -> None:
         raise LossError(
@@ -170,6 +201,12 @@ def watch(module: nn.Module, calls: Calls) -> None:
         return calls(forward, *args, **kwargs)
 
     module.forward = run
+
+
+def _passes_between_ranks(node: Any) -> bool:
+    """Say whether a node of autograd is that of a function that sums or puts together what ranks have."""
+    function = getattr(type(node), "_forward_cls", None)  # private; of a `torch.autograd.Function`
+    return getattr(function, "__module__", "").startswith(("fds.nn.parallel.", "fds.collectives."))
 
 
 def _is_ours() -> bool:

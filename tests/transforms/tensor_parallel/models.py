@@ -25,6 +25,7 @@ def steps(
     *parts: Any,
     size: int = 1,
     sequence: bool = False,
+    overlap: int = 0,
     shape: tuple[int, ...] = (2, 6, 8),
     loss: Callable[..., Any] = squares,
     batch: Any = None,
@@ -39,7 +40,7 @@ def steps(
         apply, params, _ = fds.functional(module)
         value = lambda params, batch: loss(apply(params, batch[0]), batch[1])
 
-    tp = fds.tensor_parallel(fds.mesh(tp=size)["tp"], plan, sequence=sequence)
+    tp = fds.tensor_parallel(fds.mesh(tp=size)["tp"], plan, sequence=sequence, overlap=overlap)
     step = fds.compose(tp, *parts, fds.clip_by_global_norm(1e9), fds.sgd(0.1))(value)
     state, found = step.init(params, key=1), {}
     g = torch.Generator("cpu").manual_seed(5)

@@ -69,6 +69,91 @@ def test_attention_that_is_left_whole_in_parts_of_sequences_is_refused(block):
     fds.simulate(job, 2)
 
 
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.g, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 1), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = x + self.norm(x)
+        gate = self.g(x).sigmoid()
+        return x + self.down(self.up(x) * gate)
+
+
+class Derived(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain, self.up, self.down = nn.Parameter(torch.ones(1)), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        gain = self.gain * 2
+        return self.down(self.up(x) * gain)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.down(self.up(x) * x.mean(-1, keepdim=True))
+
+
+class OfHeads(Torchs):
+    """Attention of the user's own, with a mask that is learned and whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x):
+        return self.inner(x, self.inner.mask.sigmoid())
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mask, self.num_heads = nn.Parameter(torch.randn(6, 6)), 4
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, mask):
+        q, k, v = (part(x).unflatten(-1, (self.num_heads, 2)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "name"),
+    [
+        (Gate, {"up": "column", "down": "row"}, r"g\.(weight|bias)"),
+        (Derived, {"up": "column", "down": "row"}, "gain"),
+        (Residual, {"up": "column", "down": "row"}, r"norm\.(weight|bias)"),
+        (OfHeads, {"inner": fds.nn.heads("num_heads"), "inner.[qkv]": "column", "inner.out": "row"}, r"inner\.mask"),
+    ],
+)
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_what_is_whole_and_meets_pieces_is_refused_by_its_parameter(make, plan, name, overlap):
+    def job():
+        with pytest.raises(LossError, match=f"(?s)a parameter makes something whole that meets pieces.*{name}"):
+            steps(make, plan, size=2, overlap=overlap)
+
+    fds.simulate(job, 2)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("parts", [(), (fds.accumulate(2),), (fds.checkpoint_activations(),)])
+def test_a_gate_of_columns_is_none(sequence, parts):
+    plan = {"blocks.*": "sequence", "blocks.*.[gu]*": "column", "blocks.*.down": "row", "blocks.*.norm": "replicated"}
+
+    def make():
+        block = Gate()
+        block.g = nn.Linear(8, 16)
+        return Blocks(block)
+
+    steps_of = lambda size: steps(make, plan, *parts, size=size, sequence=sequence)
+    fds.simulate(lambda: steps_of(2), 2)
+
+
 def of_head(rows: int, classes: int, size: int):
     axis = fds.mesh(tp=size)["tp"]
 
