@@ -118,7 +118,11 @@ class Watch(DrawsOfAll):
         given = [*args, *(kwargs or {}).values()]
         if func in _RANDOM:
             self._check_whole(func, next((x for x in given if isinstance(x, Tensor)), None))
-        if func in _ATTENTION and self.region.run is not None and self.region.heads is None and not self.region.inside:
+        if (
+            func in _ATTENTION
+            and self._is_given_parts()
+            and not (func is F.scaled_dot_product_attention and _is_ours())
+        ):
             self._raise_for_parts()
         for x in given:
             use = self.uses.get(id(x))
@@ -155,6 +159,10 @@ class Watch(DrawsOfAll):
                 continue
             seen.add(node)
             waiting += node.next_functions
+
+    def _is_given_parts(self) -> bool:
+        region = self.region
+        return region.run is not None and region.heads is None and not region.inside
 
     def _raise_for_parts(self) -> None:
         raise LossError(
