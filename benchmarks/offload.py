@@ -40,7 +40,7 @@ import fds
 from benchmarks import harness, ranks, report
 from benchmarks.harness import Series
 from benchmarks.offload_contenders import DISK, LEAST, ROOM, Manner, Steps, Updates, compete, reside
-from benchmarks.raw_disk import LIKE_AN_UPDATE, MANNERS, RawFile, disk_bytes, has_ring
+from benchmarks.raw_disk import LIKE_AN_UPDATE, MANNERS, RawFile, disk_bytes
 from benchmarks.report import Rows
 from benchmarks.sharding_contenders import AGAIN, Case
 
@@ -111,18 +111,16 @@ def main() -> int:
 
 def timed_update(options: argparse.Namespace, folder: Path, tell) -> tuple[list[Rows], bool]:
     """Time an update from and to disk, raw reads and writes of as many bytes, and an update in memory."""
-    disks = {
-        f"from and to disk, {backend}": Updates(Manner(moments="disk", backend=backend), folder / backend)
-        for backend in ("threads", "io_uring")[: 1 + has_ring()]
-    }
-    memory, moved = Updates(Manner(), folder), next(iter(disks.values())).moved
+    name = "from and to disk"
+    disk, memory = Updates(Manner(moments="disk"), folder), Updates(Manner(), folder)
+    moved = disk.moved
     raw = RawFile(folder, moved)
     tried = raw.fastest(read=moved, write=moved)
     best, again = list(tried)[:FASTEST], "raw again"
     as_much = f"raw, {LIKE_AN_UPDATE}"
     asks = {f"raw, {one}": functools.partial(raw.move, one, read=moved, write=moved) for one in best}
     asks_alike = {as_much: functools.partial(raw.move, LIKE_AN_UPDATE, read=moved, write=moved)}
-    work = {name: one.seconds for name, one in disks.items()} | asks | asks_alike | {"in memory": memory.seconds}
+    work = {name: disk.seconds} | asks | asks_alike | {"in memory": memory.seconds}
     seconds = in_turns(work | {again: next(iter(asks.values()))}, options.rounds)
     alone = {
         m: [sorted(raw.move(m, **way) for _ in "123")[1] for way in ({"read": moved}, {"write": moved})] for m in tried
@@ -131,10 +129,8 @@ def timed_update(options: argparse.Namespace, folder: Path, tell) -> tuple[list[
     fastest = min(asks, key=lambda name: statistics.median(seconds[name]))
     tell(", ".join(f"{n} {1e3 * statistics.median(s):.0f} ms" for n, s in seconds.items()))
     case = f"50M parameters, {moved // MB} MB read, as many written"
-    rows = [Timed(name, case, fastest, _series(seconds, name, fastest), UPDATE_AT_MOST) for name in disks]
-    rows += [
-        Timed(name, case, other, _series(seconds, name, other)) for other in (as_much, "in memory") for name in disks
-    ]
+    rows = [Timed(name, case, fastest, _series(seconds, name, fastest), UPDATE_AT_MOST)]
+    rows += [Timed(name, case, other, _series(seconds, name, other)) for other in (as_much, "in memory")]
     rows.append(Timed(again, case, f"{next(iter(asks))} (A/A)", _series(seconds, again, next(iter(asks)))))
     ways = [
         [

@@ -46,7 +46,7 @@ def room() -> Path:
 
 @attrs.frozen
 class Manner:
-    """Where fds keeps what: `moments`, `masters` and `gradients` on "device", "host" or "disk", read by a backend.
+    """Where fds keeps what: `moments`, `masters` and `gradients` on "device", "host" or "disk".
 
     With `speculate` it updates in backward what it can.
     """
@@ -54,7 +54,6 @@ class Manner:
     moments: str = "device"
     masters: str = "device"
     gradients: str = "device"
-    backend: str = "auto"
     speculate: bool = False
 
     def transforms(self, folder: Path) -> list[Any]:
@@ -62,7 +61,7 @@ class Manner:
         if self == Manner():
             return []
         folder.mkdir(exist_ok=True)
-        disk = fds.disk(folder, backend=self.backend)
+        disk = fds.disk(folder)
         at = lambda word: disk if word == "disk" else word
         where = {"moments": at(self.moments), "masters": at(self.masters), "gradients": at(self.gradients)}
         return [fds.offload(**where, speculate=self.speculate)]

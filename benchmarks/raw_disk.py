@@ -1,4 +1,4 @@
-"""What a disk gives to whoever asks it in the best way: whole blocks with O_DIRECT, by threads or by io_uring.
+"""What a disk gives to whoever asks it in the best way: whole blocks with O_DIRECT, by threads.
 
 Memory is in large pages, each block in the same place again and again: in pages of 4 KiB, new ones each time, this took
 three times as long (537 ms where it takes 170).
@@ -22,26 +22,22 @@ Block = tuple[bool, int, int]  # whether it is written; its place in the file; t
 
 @attrs.frozen
 class Manner:
-    """How the disk is asked: in blocks of so many bytes, so many at once each way, by "threads" or a "ring".
+    """How the disk is asked: in blocks of so many bytes, so many at once each way.
 
-    Threads may use more memory than that, each several blocks in turn: so many `buffers` each way, None for `at_once`.
+    It may use more memory than that, each several blocks in turn: so many `buffers` each way, None for `at_once`.
     """
 
     block: int
     at_once: int
-    by: str = "threads"
     buffers: int | None = None
 
     def __str__(self) -> str:
-        how = " by io_uring" if self.by == "ring" else ""
-        how += "" if self.buffers is None else f" in {2 * self.buffers * self.block // MIB} MiB"
+        how = "" if self.buffers is None else f" in {2 * self.buffers * self.block // MIB} MiB"
         return f"{self.block // MIB} MiB x {self.at_once}{how}"
 
 
-MANNERS = [
-    *(Manner(block * MIB, n) for block, n in ((1, 2), (1, 8), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4))),
-    *(Manner(block * MIB, n, "ring") for block, n in ((1, 8), (2, 4), (2, 8), (4, 4))),
-]
+SHAPES = ((1, 2), (1, 8), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4))  # MiB of a block, how many at once
+MANNERS = [Manner(block * MIB, n) for block, n in SHAPES]
 LIKE_AN_UPDATE = Manner(2 * MIB, 1, buffers=12)  # in as much memory as fds has buffers
 ROOM = 2 * max(m.block * (m.buffers or m.at_once) for m in [*MANNERS, LIKE_AN_UPDATE])  # bytes of buffers
 
@@ -62,14 +58,13 @@ class RawFile:
     def move(self, manner: Manner, *, read: int = 0, write: int = 0) -> float:
         """Read and write so many bytes, both at the same time; return the seconds."""
         work = [self._blocks(manner, count, writes) for writes, count in ((False, read), (True, write))]
-        return (_by_ring if manner.by == "ring" else _by_threads)(self.fd, manner, work, self._buffer)
+        return _by_threads(self.fd, manner, work, self._buffer)
 
     def fastest(self, *, read: int = 0, write: int = 0, rounds: int = 5) -> dict[Manner, list[float]]:
-        """Return the seconds of every manner, the fastest one first; an io_uring only where there is one."""
-        manners = [manner for manner in MANNERS if manner.by == "threads" or has_ring()]
-        found: dict[Manner, list[float]] = {manner: [] for manner in manners}
+        """Return the seconds of every manner, the fastest one first."""
+        found: dict[Manner, list[float]] = {manner: [] for manner in MANNERS}
         for i in range(rounds):
-            for manner in reversed(manners) if i % 2 else manners:
+            for manner in reversed(MANNERS) if i % 2 else MANNERS:
                 found[manner].append(self.move(manner, read=read, write=write))
         return dict(sorted(found.items(), key=lambda one: sorted(one[1])[rounds // 2]))
 
@@ -92,19 +87,6 @@ def disk_bytes() -> tuple[int, int]:
     return int(lines["read_bytes"]), int(lines["write_bytes"])
 
 
-def has_ring() -> bool:
-    """Return whether there is an io_uring here, and the package for it."""
-    try:
-        import liburing
-
-        ring = liburing.Ring()
-        liburing.io_uring_queue_init(2, ring, 0)
-        liburing.io_uring_queue_exit(ring)
-    except (ImportError, OSError):
-        return False
-    return True
-
-
 Buffer = Callable[[Manner, int], memoryview]
 
 
@@ -119,36 +101,3 @@ def _by_threads(fd: int, manner: Manner, work: Sequence[list[Block]], buffer: Bu
         for one in [pool.submit(ask, blocks) for blocks in turns]:
             one.result()
         return time.perf_counter() - start
-
-
-def _by_ring(fd: int, manner: Manner, work: Sequence[list[Block]], buffer: Buffer) -> float:
-    import liburing
-
-    ring, cqe = liburing.Ring(), liburing.Cqe()
-    liburing.io_uring_queue_init(2 * manner.at_once, ring, 0)
-    start = time.perf_counter()
-    waiting = [iter(blocks) for blocks in work]
-    under_way: dict[int, tuple[Iterator[Block], object]] = {}
-
-    def ask(blocks: Iterator[Block], number: int) -> None:
-        if (block := next(blocks, None)) is None:
-            return
-        writes, at, _ = block
-        entry, iovec = liburing.io_uring_get_sqe(ring), liburing.Iovec([buffer(manner, number)])
-        (liburing.io_uring_prep_writev if writes else liburing.io_uring_prep_readv)(entry, fd, iovec, at)
-        entry.user_data = number + 1  # a buffer is asked for again when it is free
-        under_way[number + 1] = blocks, iovec
-
-    for i in range(2 * manner.at_once):
-        ask(waiting[i % 2], i)
-    while under_way:
-        liburing.io_uring_submit(ring)
-        liburing.io_uring_wait_cqe(ring, cqe)
-        number, result = cqe[0].user_data, cqe[0].res
-        liburing.io_uring_cqe_seen(ring, cqe[0])
-        if result < 0:
-            raise OSError(-result, os.strerror(-result))
-        ask(under_way.pop(number)[0], number - 1)
-    took = time.perf_counter() - start
-    liburing.io_uring_queue_exit(ring)
-    return took

@@ -142,6 +142,11 @@ def _grouped(names: list[str]) -> str:
     return ", ".join(parts)
 
 
+RETIRED = {  # a function and an argument that it had -> what to write
+    ("disk", "backend"): "leave backend out: threads read and write, as many as queue_depth says"
+}
+
+
 def is_a(value: object, kind: type | UnionType) -> bool:
     """Return whether an argument is of the type that it is annotated with, which type checkers take for granted."""
     return isinstance(value, kind)
@@ -180,7 +185,7 @@ def bound(
         unknown = [one for one in kwargs if one not in signature.parameters]
         plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
         by_name = [one.name for one in plain if one.kind is one.KEYWORD_ONLY]
-        hint = nearest(unknown[0], signature.parameters) if unknown else ""
+        hint = (RETIRED.get((name, unknown[0])) or nearest(unknown[0], signature.parameters)) if unknown else ""
         if not hint and "positional" in str(wrong) and by_name:
             hint = f"by name: {', '.join(by_name)}"
         raise error(f"{name}: {wrong}", where=name, want=f"{name}{inspect.Signature(plain)}", hint=hint) from None

@@ -17,12 +17,11 @@ from fds.collectives.dry import dry
 from fds.errors import DiskError, checked_call, expanded, is_a, is_int, is_number
 from fds.media import arena
 from fds.media.buffers import Buffers
-from fds.media.drive import Drive, backend_of
+from fds.media.drive import Drive
 from fds.media.mapping import PAGE, pages
 from fds.media.medium import Medium
+from fds.media.requests import Threads
 from fds.media.tensors import Leaf, leaves, nbytes_of, over, owned, view
-
-BACKENDS = ("auto", "io_uring", "threads")
 
 
 @attrs.frozen(eq=False)
@@ -32,7 +31,6 @@ class Disk:
     directory: str
     buffer_bytes: int
     buffers: int
-    backend: str
     queue_depth: int
     checksums: bool
     timeout: float
@@ -101,8 +99,8 @@ class Disk:
         return lambda: drive.wait(request, writes=True)
 
     def __str__(self) -> str:
-        how = [f", {one.backend.name}{'' if one.arena.file.direct else ', not O_DIRECT'}" for one in self._open]
-        return f"disk {self.directory}{''.join(how)}"
+        direct = all(drive.arena.file.direct for drive in self._open)
+        return f"disk {self.directory}{'' if direct else ', not O_DIRECT'}"
 
     def __repr__(self) -> str:
         given = [f"{name}={getattr(self, name)!r}" for name, value in _DEFAULTS.items() if getattr(self, name) != value]
@@ -116,8 +114,8 @@ class Disk:
         with _opening:
             if not self._open:
                 opened = arena.arena_of(self.directory)
-                backend = backend_of(self.backend, self.queue_depth, direct=opened.file.direct)
-                self._open.append(Drive(opened, Buffers(self.buffer_bytes, self.buffers), backend, self.timeout))
+                threads = Threads(self.queue_depth, direct=opened.file.direct)
+                self._open.append(Drive(opened, Buffers(self.buffer_bytes, self.buffers), threads, self.timeout))
                 _disks.add(self)
             return self._open[0]
 
@@ -149,7 +147,6 @@ def disk(
     *,
     buffer_bytes: int = 2**24,
     buffers: int = 3,
-    backend: str = "auto",
     queue_depth: int = 8,
     checksums: bool = False,
     timeout: float = 60.0,
@@ -170,8 +167,7 @@ def disk(
         directory: one that exists, on a local disk, for all ranks of a run or one for each.
         buffer_bytes: what is read at once: the size of a buffer, in bytes.
         buffers: the number of buffers: one that is read, one that is updated, one that is written.
-        backend: "io_uring" (the extra `nvme`), "threads", or "auto": the first where it is there.
-        queue_depth: the number of requests, of at most 2 MiB, that the disk has at once.
+        queue_depth: the number of requests, of at most 2 MiB, that the disk has at once, each from a thread.
         checksums: whether what is read is compared with what was written (xxh3, 64 bits). Leaves must not be written in
             place then; those that follow an update all at once are, and are not compared.
         timeout: the seconds without any progress after which waiting for the disk ends with an error.
@@ -183,15 +179,12 @@ def disk(
     _check(is_a(path, str) and bool(path), "directory", directory, "a path")
     _check(is_int(buffer_bytes, PAGE), "buffer_bytes", buffer_bytes, f"bytes, at least {PAGE}")
     _check(is_int(buffers, 1), "buffers", buffers, "a positive integer")
-    _check(backend in BACKENDS, "backend", backend, " or ".join(map(repr, BACKENDS)))
     _check(is_int(queue_depth, 1) and queue_depth <= 1024, "queue_depth", queue_depth, "an integer from 1 to 1024")
     _check(is_a(checksums, bool), "checksums", checksums, "True or False")
     _check(
         is_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX, "timeout", timeout, "a positive number of seconds"
     )
-    return Disk(
-        os.path.abspath(expanded(str(path))), buffer_bytes, buffers, backend, queue_depth, checksums, float(timeout)
-    )
+    return Disk(os.path.abspath(expanded(str(path))), buffer_bytes, buffers, queue_depth, checksums, float(timeout))
 
 
 _DEFAULTS = {one.name: one.default for one in inspect.signature(disk).parameters.values() if one.name != "directory"}

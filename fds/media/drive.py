@@ -13,9 +13,8 @@ from fds.errors import DiskError
 from fds.media.arena import Arena
 from fds.media.buffers import Buffers, Slots, fresh
 from fds.media.mapping import PAGE, drop, pages
-from fds.media.requests import PIECE, Backend, Piece, Request
+from fds.media.requests import PIECE, Piece, Request, Threads
 from fds.media.tensors import Leaf, leaf_of, view
-from fds.media.threads import Threads
 
 
 @attrs.define(eq=False)
@@ -25,14 +24,14 @@ class Drive:
     Attributes:
         arena: in which its leaves have their extents.
         buffers: that they are read into.
-        backend: that reads and writes.
+        threads: that read and write.
         timeout: in seconds, without any progress.
         staged: requests that may still hold copies of what they write.
     """
 
     arena: Arena
     buffers: Buffers
-    backend: Backend
+    threads: Threads
     timeout: float
     staged: list[Request] = attrs.field(factory=list)
     lock: threading.Lock = attrs.field(factory=threading.Lock)  # of that list
@@ -74,8 +73,8 @@ class Drive:
         ]
         for at, _, nbytes in runs:
             drop(at, nbytes)  # what somebody looked at through the mapping
-        request = Request(len(cuts), pairs, self.backend.clock)
-        self.backend.start([Piece(request, file.fd, at, view(address, n), writes) for at, address, n in cuts])
+        request = Request(len(cuts), pairs, self.threads.clock)
+        self.threads.start([Piece(request, file.fd, at, view(address, n), writes) for at, address, n in cuts])
         return request
 
     def wait(self, request: Request, *, writes: bool) -> None:
@@ -99,26 +98,3 @@ class Drive:
                 want="progress",
                 hint="look at the disk, or give fds.disk a longer timeout",
             )
-
-
-def backend_of(name: str, depth: int, *, direct: bool) -> Backend:
-    """Return what reads and writes: of a name, or for "auto" io_uring where it is there. Raises `DiskError`.
-
-    Files that are not open for direct I/O are read and written by threads.
-    """
-    if name == "threads" or not direct:
-        return Threads(depth, direct=direct)
-    try:
-        from fds.media.uring import Uring  # liburing is an extra
-
-        return Uring(depth)
-    except (ImportError, OSError) as error:
-        if name == "auto":
-            return Threads(depth)
-        raise DiskError(
-            "there is no io_uring here",
-            where="backend",
-            got=str(error),
-            want="the package liburing, and a kernel and a container that allow it",
-            hint="pip install fds[nvme], or backend='threads'",
-        ) from error

@@ -1,4 +1,4 @@
-"""Leaves on a real disk, by both backends: values, neighbours, memory, space, threads."""
+"""Leaves on a real disk: values, neighbours, memory, space, threads."""
 
 import fcntl
 import gc
@@ -7,7 +7,6 @@ import struct
 import threading
 import time
 
-import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
@@ -18,7 +17,6 @@ from fds.media.tensors import leaves as living
 from fds.step.pool import Buffers
 
 CPU = torch.device("cpu")
-BOTH = pytest.mark.parametrize("backend", ["threads", "io_uring"])
 
 
 def drive(disk):
@@ -54,27 +52,25 @@ def resident() -> int:
 
 
 class Counted:
-    """A backend that counts what it is given."""
+    """Threads that count what they are given."""
 
     def __init__(self, inner):
-        self.inner, self.clock, self.name, self.pieces = inner, inner.clock, inner.name, []
+        self.inner, self.clock, self.pieces = inner, inner.clock, []
 
     def start(self, pieces):
         self.pieces += [(one.offset, len(one.memory)) for one in pieces]
         self.inner.start(pieces)
 
 
-@BOTH
-def test_leaves_of_all_sizes_read_as_they_were_written(tmp_path, backend):
-    disk = fds.disk(tmp_path, backend=backend, queue_depth=3)
+def test_leaves_of_all_sizes_read_as_they_were_written(tmp_path):
+    disk = fds.disk(tmp_path, queue_depth=3)
     sizes = [1, 3, 1023, 1024, 1025, PIECE // 4 - 1, PIECE // 4, PIECE // 4 + 1, 2 * PIECE]
     values = [torch.randn(n) for n in sizes] + [torch.tensor(True), torch.randn(5).to(torch.float8_e4m3fn)]
     made = fill(disk, values)
     for x, leaf, copy in zip(values, made, disk.read(made, CPU)(), strict=True):
         for y in (leaf, copy):
             assert torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8))
-    assert drive(disk).backend.name == backend
-    assert str(disk) == f"disk {tmp_path}, {backend}"
+    assert str(disk) == f"disk {tmp_path}"
 
 
 @settings(max_examples=25)
@@ -86,9 +82,8 @@ def test_leaves_of_all_sizes_read_as_they_were_written(tmp_path, backend):
         max_size=25,
     )
 )
-@BOTH
-def test_the_mapping_and_direct_requests_see_each_other(tmp_path_factory, backend, orders):
-    disk = fds.disk(tmp_path_factory.getbasetemp(), backend=backend)
+def test_the_mapping_and_direct_requests_see_each_other(tmp_path_factory, orders):
+    disk = fds.disk(tmp_path_factory.getbasetemp())
     values = [torch.full((size,), float(size)) for size in (1, 1000, 1024, 3000, 70000)]
     made = fill(disk, values)
     for what, i, seed in orders:
@@ -119,7 +114,7 @@ def test_many_small_leaves_are_one_request(tmp_path):
     disk = fds.disk(tmp_path)
     values = list(torch.randn(500_001)[1:].view(500, 1000))  # none of which begins with a page
     made = [disk.make(x) for x in values]
-    drive(disk).backend = counted = Counted(drive(disk).backend)
+    drive(disk).threads = counted = Counted(drive(disk).threads)
     disk.write(values, made)()
     assert len(counted.pieces) == 1
     read = disk.read(made, CPU)()
@@ -235,9 +230,8 @@ def test_what_one_looked_at_does_not_stay_in_memory(tmp_path):
     assert resident() - before < 2**22
 
 
-@BOTH
-def test_threads_read_and_write_at_once(tmp_path, backend):
-    disk = fds.disk(tmp_path, backend=backend, buffer_bytes=2**16, buffers=2)
+def test_threads_read_and_write_at_once(tmp_path):
+    disk = fds.disk(tmp_path, buffer_bytes=2**16, buffers=2)
     wrong = []
 
     def work(number):
@@ -261,7 +255,7 @@ def test_threads_read_and_write_at_once(tmp_path, backend):
 
 
 def test_disks_of_one_directory_share_its_file(tmp_path):
-    one, two = fds.disk(tmp_path), fds.disk(str(tmp_path), backend="threads", queue_depth=1)
+    one, two = fds.disk(tmp_path), fds.disk(str(tmp_path), queue_depth=1)
     made = fill(one, [torch.ones(3)]) + fill(two, [torch.zeros(3)])
     assert drive(one).arena is drive(two).arena
     assert [x.sum() for x in media.read(made, CPU)()] == [3, 0]
@@ -283,13 +277,12 @@ def test_threads_end_with_the_disk(tmp_path):
         return [one for one in threading.enumerate() if one.name == "fds-disk"]
 
     before = len(ours())
-    for backend in ("threads", "io_uring"):
-        disk = fds.disk(tmp_path, backend=backend)
-        fill(disk, [torch.ones(1)])
-        assert len(ours()) > before
-        del disk
-        gc.collect()
-        end = time.monotonic() + 20
-        while len(ours()) > before and time.monotonic() < end:
-            time.sleep(0.001)
-        assert len(ours()) <= before
+    disk = fds.disk(tmp_path, queue_depth=5)
+    fill(disk, [torch.ones(1)])
+    assert len(ours()) == before + 5
+    del disk
+    gc.collect()
+    end = time.monotonic() + 20
+    while len(ours()) > before and time.monotonic() < end:
+        time.sleep(0.001)
+    assert len(ours()) <= before

@@ -15,11 +15,10 @@ import torch
 import fds
 from fds import media
 from fds.errors import DiskError
-from fds.media import files, locks, uring
+from fds.media import files, locks
 from fds.media.requests import Clock
 
 CPU = torch.device("cpu")
-BOTH = pytest.mark.parametrize("backend", ["threads", "io_uring"])
 
 
 def fill(disk, values):
@@ -33,9 +32,7 @@ def file_of(disk):
 
 
 class Stuck:
-    """A backend whose disk answers when it is told to."""
-
-    name = "stuck"
+    """Threads whose disk answers when it is told to."""
 
     def __init__(self):
         self.clock, self.pieces = Clock(), []
@@ -50,7 +47,6 @@ class Stuck:
         *(("directory", x) for x in (None, "", b"/tmp", 3)),
         *(("buffer_bytes", x) for x in (0, 4095, 1e6, True, "64MiB")),
         *(("buffers", x) for x in (0, -1, 1.5, None)),
-        *(("backend", x) for x in ("aio", None, 3)),
         *(("queue_depth", x) for x in (0, 1025, 2.0)),
         *(("checksums", x) for x in (1, None, "yes")),
         *(("timeout", x) for x in (0, -1, float("nan"), float("inf"), True, "60")),
@@ -60,6 +56,12 @@ def test_wrong_arguments_are_refused_by_name(tmp_path, name, value):
     with pytest.raises(DiskError) as caught:
         fds.disk(**({"directory": tmp_path} | {name: value}))
     assert caught.value.where == name and caught.value.want
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "threads", "auto"])
+def test_the_backend_that_disks_had_is_refused_with_what_to_write(tmp_path, backend):
+    with pytest.raises(fds.FdsError, match=r"'backend'(.|\n)*hint:  leave backend out: threads read and write"):
+        fds.disk(tmp_path, backend=backend)
 
 
 def test_nothing_is_opened_before_the_first_leaf(tmp_path):
@@ -86,9 +88,8 @@ def test_a_directory_that_another_thread_is_closing_is_waited_for(tmp_path, monk
     assert fill(fds.disk(tmp_path), [torch.ones(3)])[0].sum() == 3 and closing.fd == -1
 
 
-@BOTH
-def test_a_disk_that_fails_is_named_and_works_again_when_it_does(tmp_path, backend):
-    disk = fds.disk(tmp_path, backend=backend)
+def test_a_disk_that_fails_is_named_and_works_again_when_it_does(tmp_path):
+    disk = fds.disk(tmp_path)
     values = torch.randn(2**20)
     made = fill(disk, [values])
     good = os.dup(file_of(disk).fd)
@@ -112,36 +113,16 @@ def test_a_disk_that_fails_is_named_and_works_again_when_it_does(tmp_path, backe
     os.close(good)
 
 
-@pytest.mark.parametrize("name", ["io_uring_submit", "io_uring_get_sqe", "io_uring_peek_cqe"])
-def test_a_ring_that_fails_is_an_error_of_all_requests_at_once(tmp_path, monkeypatch, name):
-    disk = fds.disk(tmp_path, backend="io_uring", queue_depth=2, timeout=5)
-    values = torch.randn(2**22)  # more pieces than there may be at once
-    made = fill(disk, [values])
-
-    def fails(*args):
-        raise OSError(errno.EBADFD, "in a bad state")
-
-    monkeypatch.setattr(uring.liburing, name, fails)
-    for _ in range(2):
-        with pytest.raises(DiskError, match=r"failed to read\n.*\n.*in a bad state; backend='threads' does without it"):
-            disk.read(made, CPU)()
-    with pytest.raises(DiskError, match="failed to write"):
-        disk.write([values], made)()
-    monkeypatch.undo()
-    assert torch.equal(fds.disk(tmp_path, backend="threads").read(made, CPU)()[0], values)
-
-
 def test_a_disk_that_does_not_answer_is_not_waited_for_and_its_memory_not_used_again(tmp_path):
     disk = fds.disk(tmp_path, buffer_bytes=4096, buffers=2, timeout=0.05)
     made = fill(disk, [torch.ones(1024)])
     drive = disk._open[0]
-    working, drive.backend = drive.backend, Stuck()
-    stuck = drive.backend
+    working, drive.threads = drive.threads, (stuck := Stuck())
     with pytest.raises(DiskError, match=r"did not get on(.|\n)*nothing done in 0.05 s"):
         disk.read(made, CPU)()
     with pytest.raises(DiskError, match="to write"):
         disk.write([torch.zeros(1024)], made)()
-    drive.backend = working
+    drive.threads = working
     busy = {id(one.request): one for one in stuck.pieces}
     places = [torch.frombuffer(one.memory, dtype=torch.uint8).data_ptr() for one in busy.values()]
     held = [disk.read(made, CPU)() for _ in range(3)]
@@ -155,9 +136,8 @@ def test_a_disk_that_does_not_answer_is_not_waited_for_and_its_memory_not_used_a
     assert {slot[0] is not None for slot in drive.buffers.take([4096]) or []} == {True}
 
 
-@BOTH
-def test_a_byte_that_changed_on_disk_is_noticed(tmp_path, backend):
-    disk = fds.disk(tmp_path, checksums=True, backend=backend)
+def test_a_byte_that_changed_on_disk_is_noticed(tmp_path):
+    disk = fds.disk(tmp_path, checksums=True)
     values = [torch.randn(100), torch.randn(5000)]
     made = fill(disk, values)
     assert all(map(torch.equal, disk.read(made, CPU)(), values))
@@ -190,7 +170,7 @@ def test_a_file_system_without_direct_io_or_nameless_files_will_do(tmp_path, mon
     values = [torch.randn(5000), torch.randn(3)]
     made = fill(disk, values)
     assert all(map(torch.equal, disk.read(made, CPU)(), values)) and all(map(torch.equal, made, values))
-    assert str(disk).endswith("threads, not O_DIRECT") and os.listdir(tmp_path) == ["fds.lock-0"]
+    assert str(disk).endswith(", not O_DIRECT") and os.listdir(tmp_path) == ["fds.lock-0"]
 
 
 def in_a_process(function, *args):

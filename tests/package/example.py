@@ -9,7 +9,7 @@ AFTERWARDS = """
 import importlib, importlib.metadata, pkgutil
 assert importlib.metadata.version("fds") == fds.__version__
 for module in pkgutil.walk_packages(fds.__path__, "fds."):
-    if not module.name.endswith(("__main__", "media.uring")):  # the second is of the extra nvme
+    if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 print("ran with", fds.__file__)
 """

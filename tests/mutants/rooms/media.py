@@ -70,8 +70,8 @@ MUTANTS = (
     Mutant(
         "buffers-are-given-back-early",
         "fds/media/drive.py",
-        "request = Request(len(cuts), pairs, self.backend.clock)",
-        "request = Request(len(cuts), None, self.backend.clock)",
+        "request = Request(len(cuts), pairs, self.threads.clock)",
+        "request = Request(len(cuts), None, self.threads.clock)",
         "memory that a disk may still write to is used again",
         "tests/media/test_failing_disks.py",
     ),
@@ -114,14 +114,6 @@ MUTANTS = (
         "            pass",
         "pages of leaves on disk stay in memory when they were looked at once",
         "tests/media/test_disk.py",
-    ),
-    Mutant(
-        "rings-that-fail-end",
-        "fds/media/uring.py",
-        "                self._fail(error)",
-        "                raise",
-        "after an error of io_uring nobody reads or writes, and whoever waits is told nothing until the timeout",
-        "tests/media/test_failing_disks.py -k ring",
     ),
     Mutant(
         "directories-refuse-their-own-threads",
