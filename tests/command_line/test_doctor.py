@@ -1,5 +1,6 @@
 """`fds doctor`: what it finds here, what it says of machines that are not well, and that nothing ends it."""
 
+import importlib
 import io
 import json
 import os
@@ -105,6 +106,35 @@ def test_a_process_finds_the_modules_that_this_one_finds_whatever_lies_in_its_fo
     monkeypatch.chdir(tmp_path)
     [ended] = process.run_together("platform", [{}], arguments="terse", limit=60.0)
     assert ended.code == 0 and ended.out.startswith(sys.platform.title()), ended
+
+
+ILLEGAL = """
+import ctypes, mmap
+code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+code.write({"x86_64": b"\\x0f\\x0b", "aarch64": bytes(4)}[__import__("platform").machine()])  # what no CPU has
+ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()
+"""
+
+
+def test_packages_that_end_the_process_are_named_with_the_signal_and_the_others_are_tried(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "of_another_cpu.py").write_text(ILLEGAL)
+    (tmp_path / "that_aborts.py").write_text("print('half a line', end=''); import os; os.abort()")
+    (tmp_path / "that_raises.py").write_text("raise OSError('libmissing.so')")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("of_another_cpu", "xxhash", "that_aborts", "that_raises", "numpy")
+    monkeypatch.setattr(software, "COMPILED", (*names, "not_there"))
+    for name in names[0], names[2]:
+        monkeypatch.setitem(sys.modules, name, sys)  # taken out again afterwards
+    found = {one.what: one for one in software.software(Settings(tmp_path, quick=False))}
+    assert "of_another_cpu" in found and found["of_another_cpu"].level == "problem"
+    assert "ended by SIGILL" in found["of_another_cpu"].found and "another CPU" in found["of_another_cpu"].advice
+    assert "ended by SIGABRT" in found["that_aborts"].found
+    assert found["that_raises"].found == "does not work: OSError: libmissing.so"
+    assert found["numpy"].level == found["xxhash"].level == "ok"
+    with pytest.raises(ImportError):  # not the end of the doctor
+        importlib.import_module("that_aborts")
 
 
 def test_a_folder_that_may_not_be_written_to_is_a_problem(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,11 @@ class Ended:
     def reason(self) -> str:
         """Why it failed, in a line: the last one that it printed."""
         last = next((line.strip() for line in reversed(self.err.splitlines()) if line.strip()), "")
-        how = "no answer within the time limit" if self.code is None else f"exit code {self.code}"
+        how = f"exit code {self.code}"
+        if self.code is None:
+            how = "no answer within the time limit"
+        elif self.code < 0:
+            how = f"ended by {signal.Signals(-self.code).name}"
         return f"{how}: {last}" if last else how
 
 
