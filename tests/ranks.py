@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -125,7 +126,7 @@ class Pool:
         job = pickle.dumps((function.__module__, function.__qualname__, args))
         members = self.members[:world_size]
         for rank, (_, pipe) in enumerate(members):
-            pipe.send((self.jobs, rank, world_size, timeout, job))
+            pipe.send((self.jobs, rank, world_size, timeout, sys.path, job))
         answers = self._answers([pipe for _, pipe in members], timeout)
         if len(answers) == world_size and all(good for good, _ in answers.values()):
             return [pickle.loads(answers[rank][1]) for rank in range(world_size)]
@@ -196,7 +197,7 @@ def _serve(pipe: Connection, port: int) -> None:
     pipe.send("ready")
     while True:
         try:
-            number, rank, world_size, timeout, job = pipe.recv()
+            number, rank, world_size, timeout, sys.path[:], job = pipe.recv()
         except EOFError:
             os._exit(0)
         try:
