@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import math
 import os
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from fds.collectives.gloo import GlooLink
 from fds.collectives.launch import launched, on_one_node
 from fds.collectives.links import Link
 from fds.collectives.nccl import NcclLink
+from fds.errors import MeshError
 
 
 class World(Protocol):
@@ -124,7 +126,16 @@ class TorchWorld:
         if ranks == tuple(range(self.size)) and not channel:
             return self.group
         order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-        return dist.new_group(list(ranks), backend="nccl", use_local_synchronization=True, **order)
+        if order and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+            raise MeshError(
+                "ranks of an axis over NCCL stand in another order than those of the job",
+                where=f"torch {torch.__version__}",
+                got=str(ranks),
+                want="ascending ranks, or a torch whose new_group takes sort_ranks, as 2.13 does",
+                hint="name the axes in the order of the mesh: mesh['a', 'b'], not mesh['b', 'a']",
+            )
+        timeout = datetime.timedelta(seconds=self.timeout)  # NCCL's own default is another than the job's
+        return dist.new_group(list(ranks), timeout, "nccl", use_local_synchronization=True, **order)
 
 
 SINGLE = Single()

@@ -4,6 +4,8 @@ An axis of one rank has no link, since there is nothing to send; here it gets th
 one GPU is enough to see NCCL take what fds gives it: buffers, views, dtypes and their order.
 """
 
+from types import SimpleNamespace
+
 import attrs
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch import nn
 
 import fds
 from fds import tree
+from fds.collectives import worlds
 from fds.collectives.axis import Axis
 from fds.collectives.meshes import Mesh
 from fds.collectives.nccl import NcclLink
+from fds.errors import MeshError
 from fds.step import fill, transform
 from fds.step.sharding.shard import Shard
 from fds.step.topology import Dimension
@@ -122,3 +126,22 @@ def training(backend: str, device: str) -> None:
 def test_one_rank_goes_through_a_real_group(job, backend, device):
     status, output = ranks.alone(job, backend, device)
     assert status == 0, output
+
+
+def test_groups_of_nccl_wait_as_long_as_the_job_and_in_another_order_need_a_torch_that_can(monkeypatch):
+    asked = []
+    host = SimpleNamespace(rank=lambda: 0, size=lambda: 4)
+    world = worlds.TorchWorld(host, host, torch.device("cuda"))
+    monkeypatch.setattr(worlds.TorchWorld, "timeout", 77.0)
+
+    def of_torch_211(ranks=None, timeout=None, backend=None, pg_options=None, use_local_synchronization=False):
+        asked.append((ranks, timeout.total_seconds(), backend))
+
+    monkeypatch.setattr(dist, "new_group", of_torch_211)
+    world._nccl((0, 2), "")
+    assert asked == [([0, 2], 77.0, "nccl")]
+    with pytest.raises(MeshError, match="another order than those of the job"):
+        world._nccl((2, 0), "")
+    monkeypatch.setattr(dist, "new_group", lambda *_, sort_ranks=True, **__: asked.append(sort_ranks))
+    world._nccl((2, 0), "")
+    assert asked[1:] == [False]
