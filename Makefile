@@ -129,8 +129,8 @@ GPU = @PYTHONPATH=$(CURDIR)$(if $(GPU_SITE),:$(GPU_SITE))$(if $(PYTHONPATH),:$(P
 gpu:  ## prove and measure all of it on a GPU, in calls of nine minutes: call it until it has nothing left to do
 	$(GPU) $(ARGS)
 
-gpu-tests:  ## the tests on CUDA
-	$(GPU) tests $(ARGS)
+gpu-tests:  ## the tests on CUDA, those of kernels first
+	$(GPU) kernel-tests tests $(ARGS)
 
 gpu-kernels:  ## kernels beside torch, torch.compile and what else is installed
 	$(GPU) kernels $(ARGS)

@@ -178,9 +178,9 @@ class Clock:
         )
 
     def _sets(self, work: Work) -> int:
-        if not work.moved_bytes:
-            return 1  # arithmetic takes the time
-        return max(1, min(32, math.ceil(SETS_BYTES * self.cache_bytes / work.moved_bytes)))
+        """Return how many inputs to take in turn: products of matrices, too, would be fast of inputs in the cache."""
+        one = work.moved_bytes or sum(x.nbytes for x in work.inputs(torch.Generator(self.device)).values())
+        return max(1, min(32, math.ceil(SETS_BYTES * self.cache_bytes / one)))
 
     def _in_turn(self, work: Work, way: Way, inputs: list[dict[str, Tensor]]) -> Callable:
         p = work.dropout if work.dropout else None

@@ -8,6 +8,9 @@ What a capture does to a GPU it does here. Launched work is kept and not done. A
 memory, with every number that came from the host as it was. Random numbers come from states of a generator; in a
 capture the current state may be switched, not seeded or read, and a replay goes on from the seed that it was given
 since. Reading a number raises `RuntimeError`, and so does copying between host and device.
+
+It says nothing of streams (there is one), of the allocator (memory that is free is not used again), of how addresses
+are aligned, of kernels that are compiled for a GPU, or of how long that takes.
 """
 
 from __future__ import annotations

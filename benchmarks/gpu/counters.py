@@ -1,4 +1,4 @@
-"""compute-sanitizer on tiny shapes of every kernel: a case for each of its tools and each kernel.
+"""compute-sanitizer on tiny shapes of every kernel in bfloat16: a case for each of its tools and each kernel.
 
 On the CPU, where there is no sanitizer, the same programs run by themselves: it is seen that they do.
 """
@@ -18,38 +18,44 @@ from benchmarks.gpu.records import Case, Failed
 from benchmarks.gpu.tiny import RUNS
 from benchmarks.kernel_works import Setting
 
-TOOLS = ("memcheck", "racecheck", "initcheck")
+# Kernels whose threads share memory (benchmarks/results/*-kernels-sm90.md), where they may race.
+SHARED = ("flash_attention", "layer_norm", "rms_norm", "masked_softmax", "cross_entropy", "linear_cross_entropy")
+SHARED += ("lamb", "bias_gelu", "bias_dropout_add", "rotary", "quantize", "pack_signs")
+_REPORT = ["--error-exitcode", "9", "--print-limit", "5"]
+MEMCHECK = ["--tool", "memcheck", *_REPORT]
+RACECHECK = ["--tool", "racecheck", *_REPORT, "--racecheck-report", "all"]
+INITCHECK = ["--tool", "initcheck", *_REPORT]
+# By what they find: all of one before the next, since five minutes may not be enough for all.
+TOOLS = [(MEMCHECK, tuple(RUNS)), (RACECHECK, SHARED), (INITCHECK, tuple(RUNS))]
 AT_ONCE = 6  # programs under a sanitizer: it is the host that they wait for
 LIMIT_S, OF_ONE_S = 150.0, 120.0
 PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 
 
+def sanitizer() -> str | None:
+    """Return where compute-sanitizer is, None where it is nowhere."""
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(PLACES))
+
+
 def cases(setting: Setting) -> Iterator[Case]:
     """Yield a case for each tool and kernel, all kernels of one tool first; one that fails where none is installed."""
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(PLACES))
     if setting.device.type != "cuda":
         ahead = Ahead(2, [(kernel, [], setting.device.type) for kernel in RUNS])
         yield from (
             Case(f"no tool, {kernel}", lambda kernel=kernel: ahead.result(kernel, []), LIMIT_S) for kernel in RUNS
         )
         return
-    if sanitizer is None:
+    tool = sanitizer()
+    if tool is None:
         yield Case("compute-sanitizer", not_installed)
         return
-    wanted = [(kernel, [sanitizer, "--tool", tool, *OPTIONS[tool]]) for tool in TOOLS for kernel in RUNS]
+    wanted = [(kernel, [tool, *options]) for options, some in TOOLS for kernel in some]
     ahead = Ahead(AT_ONCE, [(kernel, words, "cuda") for kernel, words in wanted])
     for kernel, words in wanted:
         yield Case(f"{words[2]}, {kernel}", lambda kernel=kernel, words=words: ahead.result(kernel, words), LIMIT_S)
 
 
-OPTIONS = {
-    "memcheck": ["--error-exitcode", "9", "--print-limit", "5"],
-    "racecheck": ["--error-exitcode", "9", "--print-limit", "5", "--racecheck-report", "all"],
-    "initcheck": ["--error-exitcode", "9", "--print-limit", "5"],
-}
-
-
-def not_installed() -> None:
+def not_installed() -> dict[str, Any]:
     """Fail."""
     raise Failed(f"compute-sanitizer is neither on the PATH nor in {', '.join(PLACES)}")
 
@@ -74,7 +80,7 @@ def program(kernel: str, words: list[str], device: str) -> dict[str, Any]:
     """Run a kernel's program under a tool, and return figures. Raises `Failed` with what was found."""
     # without torch's cache every tensor is an allocation, behind whose end nothing may be read
     environ = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
-    command = [*words, sys.executable, "-m", "benchmarks.gpu.tiny", kernel, device]
+    command = [*words, sys.executable, "-m", "benchmarks.gpu.tiny", kernel, device, "bfloat16"]
     try:
         ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=OF_ONE_S)
     except subprocess.TimeoutExpired as error:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import attrs
 
+from benchmarks.gpu import testing
 from benchmarks.gpu.parts import PARTS
-from benchmarks.gpu.records import ERROR, FAILED, NO_TIME, PASSED, Record, Records, counted
+from benchmarks.gpu.records import ERROR, FAILED, NO_TIME, PASSED, WRONG, Record, Records, counted
 from benchmarks.gpu.worker import LISTED
 
 RESULTS, PAGE, TESTS = "results.json", "results.md", "tests.xml"
@@ -22,8 +23,8 @@ Rows = tuple[str, list[str], list[list[str]]]  # a title, a header, and rows of 
 
 
 def cases_of(records: Records, part: str) -> list[Record]:
-    """Return what came last of each case of a part; that its cases could be listed is none."""
-    return [r for r in records.latest(part).values() if not (r.case == LISTED and r.status == PASSED)]
+    """Return what came last of each case of a part; what is in parentheses, as a listing that passed, is none."""
+    return [r for r in records.latest(part).values() if not (r.case.startswith("(") and r.status == PASSED)]
 
 
 def write(records: Records) -> None:
@@ -34,7 +35,7 @@ def write(records: Records) -> None:
     found = {"calls": calls, "parts": {part: [attrs.asdict(r) for r in some] for part, some in parts.items()}}
     _replace(folder / RESULTS, json.dumps(found, indent=1, default=str))
     _replace(folder / PAGE, page(records, parts))
-    _replace(folder / TESTS, junit(parts["tests"]))
+    _replace(folder / TESTS, junit(r for part in testing.PARTS for r in parts[part]))
 
 
 def page(records: Records, parts: dict[str, list[Record]]) -> str:
@@ -47,11 +48,16 @@ def page(records: Records, parts: dict[str, list[Record]]) -> str:
     rows = [[part, *(str(counted(some).get(s, 0)) for s in statuses)] for part, some in parts.items() if some]
     lines += _table("Cases", ["part", *statuses], rows)
     cases = [r for some in parts.values() for r in some]
-    wrong = [[r.part, r.case, r.status, _last_line(r.error)] for r in cases if r.status in (FAILED, ERROR)]
+    wrong = [[r.part, r.case, r.status, _last_words(r.error)] for r in cases if r.status in WRONG]
     if wrong:
         lines += _table("What failed, and its last words", ["part", "case", "status", "error"], wrong)
     if left := not_reached(cases):
         lines += ["", "## What was not reached", "", f"{left}. Call again."]
+    states = [r for r in records.records if r.case.startswith("(the GPU")]
+    if states:
+        names = list(dict.fromkeys(name for r in states for name in r.figures))
+        cells = [[str(r.call), r.part, r.case.strip("()"), *(str(r.figures.get(n, "")) for n in names)] for r in states]
+        lines += _table("The GPU before and after each part", ["call", "part", "", *names], cells)
     for part, some in parts.items():
         for title, header, rows in tables_of(part, some):
             lines += _table(f"{part}: {title}", header, rows)
@@ -95,7 +101,7 @@ def junit(records: Iterable[Record]) -> str:
         one = ET.SubElement(suite, "testcase", classname=file, name=name or file, time=f"{r.seconds:.3f}")
         if r.status != PASSED:
             kind = {FAILED: "failure", ERROR: "error"}.get(r.status, "skipped")
-            ET.SubElement(one, kind, message=_last_line(r.error) or r.status).text = _printable(r.error)
+            ET.SubElement(one, kind, message=_last_words(r.error) or r.status).text = _printable(r.error)
     return ET.tostring(suite, encoding="unicode", xml_declaration=True)
 
 
@@ -108,9 +114,11 @@ def _facts(head: dict) -> str:
     return ", ".join(f"{key} {value}" for key, value in head.items() if not isinstance(value, dict))
 
 
-def _last_line(text: str) -> str:
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return _printable(lines[-1].strip()[:300]) if lines else ""
+def _last_words(text: str) -> str:
+    """Return the first line that pytest marks as the error, which precedes what a law was given, or the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    marked = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
+    return _printable([*marked[:1], *lines[-1:], ""][0][:300])
 
 
 def _printable(text: str) -> str:

@@ -16,19 +16,22 @@ import os
 import platform
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import evidence, merging, running
+from benchmarks.gpu import evidence, merging, running, testing
 from benchmarks.gpu.needed import TO_TEST, what_is_missing
 from benchmarks.gpu.parts import PARTS, Part
-from benchmarks.gpu.records import ERROR, FAILED, NAME, NO_TIME, Record, Records, counted
+from benchmarks.gpu.records import NAME, NO_TIME, PASSED, WRONG, Record, Records, counted
 from benchmarks.gpu.worker import LISTED
 from fds.kernels.evidence import RECORD
 
+OF_THE_GPU = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
 END_S = 8.0  # of a call's time, kept for ending processes and writing files
 PACKAGES = (
     "torch",
@@ -52,7 +55,7 @@ def main() -> int:
         records = existing(options.out)
         merging.write(records)
         return recorded(options.out, records) if options.parts == ["record"] else 0
-    if (not options.parts or "tests" in options.parts) and (told := what_is_missing(TO_TEST)):
+    if (not options.parts or {*testing.PARTS} & {*options.parts}) and (told := what_is_missing(TO_TEST)):
         sys.exit(told)
     records = resumed(options.out, options.resume)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`: processes end with it
@@ -70,21 +73,25 @@ def recorded(out: Path, records: Records) -> int:
 
 
 def run(options: argparse.Namespace, records: Records) -> int:
-    """Run a call: each part within its own time, then what was left with what time is left."""
+    """Run a call: each part within its own time, then what was left with what time is left.
+
+    It ends after a part that must pass and did not.
+    """
     until = time.monotonic() + options.seconds - END_S
     select, jobs = tuple(options.tests.split()), options.jobs
     call = running.Call(options.out, options.device, jobs, select, Writer())
-    parts = [PARTS[name] for name in options.parts or PARTS]
+    parts = [part for part in map(PARTS.get, options.parts or PARTS) if part.module or testing.paths(part.name, select)]
     records.begin({**facts(options.device), "parts": " ".join(part.name for part in parts), "seconds": options.seconds})
     try:
-        for again in (False, True):
-            for i, part in enumerate(parts):
-                left_s = until - time.monotonic()
-                limit = left_s if again or len(parts) == 1 else share(options.device, parts[i:], records, left_s)
-                if limit > 1 and not (again and finished(records, part.name)):
-                    tell(f"{part.name}: {part.what}, {limit:.0f} s at most")
-                    running.run(call, part, records, time.monotonic() + limit)
-                    tell(f"{part.name}: {summary(records, part.name)}")
+        for part, limit in turns(options.device, parts, records, until):
+            tell(f"{part.name}: {part.what}, {limit:.0f} s at most")
+            note_gpu(options.device, part.name, records, "before")
+            running.run(call, part, records, time.monotonic() + limit)
+            note_gpu(options.device, part.name, records, "after")
+            tell(f"{part.name}: {summary(records, part.name)}")
+            if part.must_pass and any(r.status in WRONG for r in merging.cases_of(records, part.name)):
+                tell(f"{part.name} has to pass before anything else is worth its time")
+                break
         for part in parts:
             if not records.latest(part.name):
                 records.add(Record(part.name, LISTED, NO_TIME))
@@ -92,6 +99,16 @@ def run(options: argparse.Namespace, records: Records) -> int:
         records.refresh()
         merging.write(records)
     return outcome(records, [part.name for part in parts])
+
+
+def turns(device: str, parts: list[Part], records: Records, until: float) -> Iterator[tuple[Part, float]]:
+    """Yield each part with the seconds of its own, then those that are not finished with what time is left."""
+    for again in (False, True):
+        for i, part in enumerate(parts):
+            left_s = until - time.monotonic()
+            limit = left_s if again or len(parts) == 1 else share(device, parts[i:], records, left_s)
+            if limit > 1 and not finished(records, part.name):
+                yield part, limit
 
 
 def share(device: str, waiting: list[Part], records: Records, left_s: float) -> float:
@@ -104,7 +121,7 @@ def share(device: str, waiting: list[Part], records: Records, left_s: float) -> 
 def outcome(records: Records, parts: list[str]) -> int:
     """Say what failed and what is left; return 1 if a case failed, 0 if not."""
     latest = [r for part in parts for r in merging.cases_of(records, part)]
-    failed = sum(r.status in (FAILED, ERROR) for r in latest)
+    failed = sum(r.status in WRONG for r in latest)
     if failed:
         tell(f"{failed} cases failed: {records.path.parent / merging.PAGE} says which")
     if left := merging.not_reached(latest):
@@ -163,9 +180,12 @@ def spent(records: Records, part: str) -> float:
 
 
 def finished(records: Records, part: str) -> bool:
-    """Say whether every case of a part has ended, as far as it is known; an unknown part has not."""
+    """Say whether every case of a part has passed, or ended in this call; one that never said its cases has not."""
     over = records.done(part) | records.tried(part)
-    return bool(over) and all(r.case in over for r in merging.cases_of(records, part))
+    # from the listings too: a call that was killed recorded no more than the cases that it came to
+    listings = [r.figures.get("left", []) for r in records.records if r.part == part and r.case == LISTED]
+    cases = {r.case for r in merging.cases_of(records, part)}.union(*listings)
+    return bool(over) and over >= cases
 
 
 def summary(records: Records, part: str) -> str:
@@ -185,6 +205,18 @@ def facts(device: str) -> dict[str, Any]:
         "code": fingerprint(),
         "kernels": evidence.fingerprints(),
     }
+
+
+def note_gpu(device: str, part: str, records: Records, when: str) -> None:
+    """Record the clocks, the power and what throttles the GPU: a slow kernel on a slow clock is no slow kernel."""
+    if device == "cuda":
+        command = ["nvidia-smi", f"--query-gpu={','.join(OF_THE_GPU)}", "--format=csv,noheader"]
+        try:
+            told = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split(", ")
+        except (OSError, subprocess.TimeoutExpired) as error:  # what is measured does not depend on it
+            told = [f"{type(error).__name__}: {error}"]
+        figures = dict(zip(OF_THE_GPU, [word.strip() for word in told], strict=False))
+        records.add(Record(part, f"(the GPU {when})", PASSED, figures=figures))
 
 
 def gpu() -> str:

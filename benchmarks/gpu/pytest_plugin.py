@@ -14,16 +14,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import testing
-from benchmarks.gpu.records import ERROR, FAILED, NO_TIME, PASSED, Record, Records
+from benchmarks.gpu.records import ERROR, FAILED, NO_TIME, PASSED, WRONG, Record, Records
 from benchmarks.gpu.worker import AGAIN, LISTED, end_with_parent, is_broken
 
-PART = "tests"
+PART = os.environ.get(testing.PART, testing.OTHERS)
 
 
 def pytest_configure(config):
-    if hasattr(config, "workerinput"):
-        end_with_parent()
-    else:
+    end_with_parent()
+    if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(), "fds-gpu-recorder")
 
 
@@ -32,7 +31,7 @@ def pytest_collection_modifyitems(config, items):
     records, begun = Records(Path(os.environ[testing.OUT])), float(os.environ[testing.NOW])
     before = [r for r in records.records if r.part == PART and r.at < begun]  # the same for every worker
     over = {r.case for r in before if r.status == PASSED or (r.call == records.call and r.status != NO_TIME)}
-    failed = {r.case for r in before if r.status in (FAILED, ERROR)}
+    failed = {r.case for r in before if r.status in WRONG}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in over])
     items[:] = sorted((item for item in items if item.nodeid not in over), key=lambda item: item.nodeid in failed)
 

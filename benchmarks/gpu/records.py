@@ -22,6 +22,7 @@ import attrs
 
 NAME = "records.jsonl"
 BEGUN, PASSED, FAILED, ERROR, NO_TIME = "begun", "passed", "failed", "error", "skipped-no-time"
+WRONG = (FAILED, ERROR)
 STATUSES = (BEGUN, PASSED, FAILED, ERROR, NO_TIME)
 LONGEST_ERROR = 4000  # characters: the files of a whole run stay below a megabyte or two
 

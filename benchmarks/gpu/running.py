@@ -35,7 +35,7 @@ class Call:
     def command(self, part: Part, until: float) -> tuple[list[str], dict[str, str]]:
         """Return the command of a part, and its environment."""
         if not part.module:
-            return testing.command(self, until)
+            return testing.command(self, part.name, until)
         words = [sys.executable, "-m", "benchmarks.gpu.worker", str(self.out), part.name, part.module, self.device]
         return words, environment(self.device)
 

@@ -1,4 +1,4 @@
-"""Each kernel on a few small and awkward shapes, forward and backward: `python -m benchmarks.gpu.tiny KERNEL DEVICE`.
+"""Each kernel on small and awkward shapes, forward and backward: `python -m benchmarks.gpu.tiny KERNEL DEVICE DTYPE`.
 
 What compute-sanitizer watches: some hundred times slower than the kernel, so that nothing here is larger than it must
 be to reach every branch: a row that is no multiple of a vector, one of several blocks, masks, dropout, odd addresses.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fds import kernels
-from fds.kernels.choice import DTYPES, only
+from fds.kernels.choice import only
 
 
 class Inputs:
@@ -207,15 +207,14 @@ RUNS: dict[str, Callable[[Inputs], None]] = {
 }
 
 
-def main(kernel: str, device: str) -> None:
-    """Run a kernel in every dtype."""
+def main(kernel: str, device: str, dtype: str) -> None:
+    """Run a kernel in a dtype."""
     with only("triton"):
-        for dtype in DTYPES:
-            RUNS[kernel](Inputs(device, dtype))
+        RUNS[kernel](Inputs(device, getattr(torch, dtype)))
     if device == "cuda":
         torch.cuda.synchronize()
     print(f"{kernel}: all ran", flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

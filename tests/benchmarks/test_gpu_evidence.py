@@ -103,9 +103,9 @@ def change(kind: str, found: dict) -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (FAILED, r"1 of 3 tests did not pass, .*test_it\[1\]: failed"),
-        (ERROR, r"1 of 3 tests did not pass, .*test_it\[1\]: error"),
-        (NO_TIME, r"1 of 3 tests did not pass, .*: skipped-no-time"),
+        (FAILED, r"1 of 3 tests did not pass: .*test_it\[1\]: failed"),
+        (ERROR, r"1 of 3 tests did not pass: .*test_it\[1\]: error"),
+        (NO_TIME, r"1 of 3 tests did not pass: .*: skipped-no-time"),
         ("timed", "swiglu, forward, 4096 x 8, bfloat16: failed"),
         ("other code", "the kernel changed since"),
         ("unknown code", "the kernel changed since"),
@@ -122,6 +122,14 @@ def test_a_kernel_that_did_not_pass_all_of_its_cases_here_is_not_recorded(made, 
     assert re.search(why, told["swiglu"]) and told["swiglu"].startswith("not recorded: ")
     assert entries.keys() - {("swiglu", "sm_90")} == {("swiglu", "sm_80")}
     assert (("swiglu", "sm_90") in entries) == (kind == "a CPU")  # which says nothing about GPUs
+
+
+def test_what_torch_does_and_what_other_kernels_do_blocks_no_kernel():
+    case = "tests/kernels/test_flat.py::test_a_skipped_update_keeps_every_bit[nan-{}]"
+    asked = lambda kernel, words: evidence.tests(kernel, case.format(words))
+    assert asked("sgd", "triton-sgd_momentum") and asked("adamw", "triton-adamw") and asked("adamw", "1e-3")
+    assert not asked("adamw", "reference-adamw") and not asked("adamw", "triton-lion")
+    assert evidence.tests("adamw", "tests/kernels/test_multi_tensor.py::test_momentum")
 
 
 def test_attention_that_torch_computes_anyway_is_not_compared():

@@ -1,15 +1,18 @@
 """A run on a GPU, unattended: no case takes the others with it, and what is done is on disk whatever happens."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
+import attrs
 import pytest
 
-from benchmarks.gpu import merging, program, running
+from benchmarks.gpu import merging, program, running, testing
 from benchmarks.gpu.needed import what_is_missing
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.records import ERROR, FAILED, NO_TIME, PASSED, Record, Records, counted
@@ -141,9 +144,51 @@ def test_cases_that_are_left_are_no_failure_and_cases_that_failed_are(tmp_path, 
 def test_on_the_cpu_parts_share_the_time_that_is_left_and_on_a_gpu_each_has_its_own(tmp_path):
     records, parts = Records(tmp_path), list(PARTS.values())
     records.begin({})
-    assert program.share("cpu", parts, records, 200.0) == 50.0
-    assert program.share("cpu", parts[1:], records, 180.0) == 60.0
-    assert [program.share("cuda", parts[i:], records, 400.0) for i in range(4)] == [360.0, 400.0, 400.0, 300.0]
+    assert program.share("cpu", parts, records, 200.0 * len(parts)) == 200.0
+    assert program.share("cpu", parts[1:], records, 60.0 * (len(parts) - 1)) == 60.0
+    shares = [program.share("cuda", parts[i:], records, 400.0) for i in range(len(parts))]
+    assert shares == [min(400.0, part.seconds) for part in parts] and sum(part.seconds for part in parts) == 1800.0
+
+
+def test_a_call_that_is_killed_loses_no_more_than_what_ran_and_the_next_one_goes_on_from_a_copy(tmp_path):
+    """A rehearsal of a lent machine: the folder of results is emptied between calls, and a copy carried along."""
+    command = [sys.executable, "-m", "benchmarks.gpu", testing.OTHERS, "--device", "cpu", "--jobs", "1"]
+    command += ["--tests", "tests/benchmarks/gpu_laws.py"]
+    environ = lambda sleeps: {**os.environ, "FDS_GPU_TEST_SLEEPS": sleeps}
+    call = lambda sleeps, *more: subprocess.Popen([*command, *more], cwd=running.ROOT, env=environ(sleeps))
+    lent, kept = tmp_path / "lent", tmp_path / "kept"
+    process = call("600", "--out", str(lent))
+    while len(Records(lent).latest(testing.OTHERS)) < 3:  # the listing and two tests
+        assert process.poll() is None
+        time.sleep(0.1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.wait()
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        time.sleep(0.1)  # they end with it, and leave the GPU to the next call
+    assert not program.finished(Records(lent), testing.OTHERS)
+    lent.rename(kept)
+    assert call("0", "--out", str(lent), "--resume", str(kept)).wait() == 1
+    records = Records(lent)
+    ran = [(r.call, r.case.partition("::")[2], r.status) for r in records.records if "::" in r.case]
+    assert ran == [
+        (1, "test_that_passes", PASSED),
+        (1, "test_a_law_that_fails", FAILED),
+        (2, "test_that_sleeps", PASSED),  # first what never ran, and what passed not at all
+        (2, "test_a_law_that_fails", FAILED),
+    ]
+    assert "| AssertionError: the words of the law |" in (lent / merging.PAGE).read_text()
+    assert program.finished(records, testing.OTHERS)
+
+
+def test_a_part_that_must_pass_ends_the_call(tmp_path, monkeypatch, capsys):
+    must = attrs.evolve(PART, must_pass=True)
+    monkeypatch.setattr(program, "PARTS", {must.name: must, "step": PARTS["step"]})
+    monkeypatch.setattr(running, "run", lambda call, part, records, until: records.add(Record(part.name, "a", FAILED)))
+    options = argparse.Namespace(parts=[], out=tmp_path, device="cpu", tests="", jobs=1, seconds=400.0)
+    assert program.run(options, records := Records(tmp_path)) == 1
+    assert [(r.part, r.status) for r in records.records] == [(must.name, FAILED), ("step", NO_TIME)]
+    assert "has to pass before anything else" in capsys.readouterr().out
 
 
 def test_what_a_python_lacks_is_said_before_it_is_imported():
