@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,51 +13,76 @@ from torch import Tensor
 
 from fds.errors import OptimizerError, checked_call, did_you_mean
 from fds.optim import returned
-from fds.optim.base import Optimizer, Segment, Values
+from fds.optim.assembly import is_assembled
+from fds.optim.base import Optimizer, Segment, Values, single_group
 from fds.optim.exchange import Exchange
 from fds.tree import named
 
+Pattern = str | Callable[[str, tuple[int, ...]], bool]
+
 
 @checked_call
-def by_name(optimizers: Mapping[str, Optimizer]) -> Optimizer:
-    """Give each parameter the optimizer of the first pattern that its name matches.
+def by_name(optimizers: Mapping[Pattern | tuple[Pattern, ...], Optimizer]) -> Optimizer:
+    """Give each parameter the optimizer of the first pattern that takes it.
 
     Args:
-        optimizers: shell-style pattern (`*` crosses dots) -> optimizer, tried in order. A parameter's group
-            is the index of its pattern; every slice holds parameters of one group.
+        optimizers: pattern -> optimizer, tried in order. A pattern is a shell-style text that the name matches (`*`
+            crosses dots), a function `(name, shape) -> bool` of the name and the whole shape, or a tuple of such
+            patterns, of which one suffices.
 
-    Every group has its own learning rate: `update` ignores its argument `lr`. A step reports the learning rate of each
-    group as `lr/PATTERN`, and `lr` if all groups have the same number or schedule. Slots of one name share an entry of
-    `opt`, None for the slices of groups without it. A parameter is kept whole if its optimizer asks for it.
+    Patterns with equal optimizers are one group. Every group has its own learning rate: `update` ignores its argument
+    `lr`. A step reports the learning rate of each group as `lr/PATTERN`, by its first pattern, and `lr` if all groups
+    have the same number or schedule. Slots of one name share an entry of `opt`, None for the slices of groups without
+    it. A parameter is kept whole if its optimizer asks for it.
 
     Raises `OptimizerError` for values that are not optimizers, and when a step gets its parameters, for a parameter
-    that matches no pattern and for a pattern that matches no parameter.
+    that no pattern takes, for a pattern or a tuple that takes no parameter, and for a function that fails.
 
     >>> from fds.optim import adamw
-    >>> by_name({"*.bias": adamw(weight_decay=0.0), "*": adamw(weight_decay=0.1)})
-    by_name({'*.bias': adamw(weight_decay=0.0), '*': adamw(weight_decay=0.1)})
+    >>> by_name({("*norm*", "*.bias"): adamw(weight_decay=0.0), "*": adamw(weight_decay=0.1)})
+    by_name({('*norm*', '*.bias'): adamw(weight_decay=0.0), '*': adamw(weight_decay=0.1)})
     """
     _check_optimizers(optimizers)
-    groups = _Groups(dict(optimizers))
-    members = groups.members
-    same = all(m.lr == members[0].lr for m in members)
-    return Optimizer(
-        groups.init,
-        groups.update,
-        whole=groups.needs_whole if any(m.whole for m in members) else False,
-        lr=members[0].lr if same else None,
-        text=f"by_name({{{', '.join(_entries(optimizers))}}})",
-        group=groups.index,
-        check=groups.check,
-        runs=groups.runs,
-        members=groups.optimizers,
-        separate=all(m.separate for m in members),
-        elementwise=groups.is_elementwise,
-        draws=any(m.draws for m in members),
-        phases=members[0].phases,
-        pieces=groups.takes_pieces,
-        takes_shapes=True,  # which `returned.update` makes 1-D for those that do not
-    )
+    members: dict[str, Optimizer] = {}
+    groups: dict[Pattern | tuple[Pattern, ...], int] = {}
+    for pattern, optimizer in optimizers.items():
+        index = next((i for i, member in enumerate(members.values()) if _is_equal(member, optimizer)), len(members))
+        if index == len(members):
+            label = _label(pattern)
+            while label in members:
+                label += "'"
+            members[label] = optimizer
+        groups[pattern] = index
+    return _Groups(groups, members, f"by_name({{{', '.join(_entries(optimizers))}}})").optimizer()
+
+
+def _patterns(key: Pattern | tuple[Pattern, ...]) -> tuple[Pattern, ...]:
+    return key if isinstance(key, tuple) else (key,)
+
+
+def _name_of(function: Callable) -> str:
+    return getattr(function, "__name__", type(function).__name__).strip("<>")  # `lambda`
+
+
+def _label(key: Pattern | tuple[Pattern, ...]) -> str:
+    """Return a key of `by_name` as it is in the names of metrics."""
+    return named([one if isinstance(one, str) else _name_of(one) for one in _patterns(key)])
+
+
+def _shown(key: Pattern | tuple[Pattern, ...]) -> str:
+    """Return a key of `by_name` as text."""
+    texts = [repr(one) if isinstance(one, str) else _name_of(one) for one in _patterns(key)]
+    return f"({', '.join(texts)}{',' * (len(texts) == 1)})" if isinstance(key, tuple) else texts[0]
+
+
+def _is_equal(a: Optimizer, b: Optimizer) -> bool:
+    """Say whether two optimizers do the same: one object, or two made by equal calls of a factory of fds.
+
+    Those of which a save has a sum of learning rates by pattern stay apart, since saves have all patterns.
+    """
+    if a.phases is not None and a.phases.apart:
+        return False
+    return a is b or (is_assembled(a) and is_assembled(b) and (a.text, a.lr, a.hyper) == (b.text, b.lr, b.hyper))
 
 
 def _check_optimizers(optimizers: object) -> None:
@@ -67,10 +92,17 @@ def _check_optimizers(optimizers: object) -> None:
             "by_name: not a mapping", where="optimizers", got=repr(optimizers)[:60], want="{pattern: optimizer, ...}"
         )
     for pattern, optimizer in optimizers.items():
+        if not _patterns(pattern) or not all(isinstance(one, str) or callable(one) for one in _patterns(pattern)):
+            raise OptimizerError(
+                "by_name: not a pattern",
+                where="optimizers",
+                got=repr(pattern)[:80],
+                want='"*.bias", a function (name, shape) -> bool, or a tuple of these',
+            )
         if not isinstance(optimizer, Optimizer):
             raise OptimizerError(
                 "by_name: a pattern's value is not an optimizer",
-                where=repr(pattern),
+                where=_shown(pattern),
                 got=repr(optimizer),
                 want="adamw(...), sgd(...), ...",
                 hint="write by_name({pattern: optimizer, ...})",
@@ -80,7 +112,7 @@ def _check_optimizers(optimizers: object) -> None:
     if apart is not None:
         raise OptimizerError(
             "by_name: gradients are summed over ranks for all optimizers or for none",
-            where=repr(next(pattern for pattern, one in optimizers.items() if one is apart)),
+            where=_shown(next(pattern for pattern, one in optimizers.items() if one is apart)),
             got=f"{every[0]} and {apart}",
             want="optimizers that send alike, in the same calls",
         )
@@ -96,9 +128,44 @@ def _check_optimizers(optimizers: object) -> None:
 
 @attrs.frozen(eq=False)
 class _Groups:
-    """The optimizers by pattern, and the functions of the optimizer that they make together."""
+    """The optimizers by group, and the functions of the optimizer that they make together.
 
+    A group is what patterns with equal optimizers take; `members` have its first pattern's text as their key.
+    """
+
+    groups: dict[Pattern | tuple[Pattern, ...], int]
     optimizers: dict[str, Optimizer]
+    text: str
+    shapes: Mapping[str, tuple[int, ...]] | None = None  # whole ones, once they are known
+    indices: dict[str, int] = attrs.field(factory=dict[str, int], init=False)
+
+    def optimizer(self) -> Optimizer:
+        """Return the optimizer that they make together."""
+        members = self.members
+        same = all(m.lr == members[0].lr for m in members)
+        return Optimizer(
+            self.init,
+            self.update,
+            whole=self.needs_whole if any(m.whole for m in members) else False,
+            lr=members[0].lr if same else None,
+            text=self.text,
+            group=self.group,
+            check=self.check,
+            runs=self.runs,
+            members=self.optimizers,
+            separate=all(m.separate for m in members),
+            elementwise=self.is_elementwise,
+            draws=any(m.draws for m in members),
+            phases=members[0].phases,
+            pieces=self.takes_pieces,
+            takes_shapes=True,  # which `returned.update` makes 1-D for those that do not
+            bind=self.bind,
+        )
+
+    def bind(self, shapes: Mapping[str, tuple[int, ...]]) -> Optimizer:
+        """Return the optimizer of parameters of these whole shapes, by name."""
+        inner = {label: member.bound(shapes) for label, member in self.optimizers.items()}
+        return attrs.evolve(self, optimizers=inner, shapes=shapes).optimizer()
 
     @property
     def members(self) -> list[Optimizer]:
@@ -106,17 +173,51 @@ class _Groups:
         return list(self.optimizers.values())
 
     def index(self, name: str) -> int:
-        """Return the group of a parameter: the index of the first pattern that its name matches."""
-        for index, pattern in enumerate(self.optimizers):
-            if fnmatch.fnmatchcase(name, pattern):
+        """Return which optimizer a parameter has: that of the first pattern that takes it."""
+        if name not in self.indices:
+            self.indices[name] = self._find(name)
+        return self.indices[name]
+
+    def _find(self, name: str) -> int:
+        for key, index in self.groups.items():
+            if self._takes(key, name):
                 return index
         raise OptimizerError(
             "by_name: a parameter matches no pattern",
             where=name,
-            got=", ".join(map(repr, self.optimizers)),
+            got=", ".join(map(_shown, self.groups)),
             want="a pattern for every parameter",
             hint='end with "*": adamw(...)',
         )
+
+    def _takes(self, key: Pattern | tuple[Pattern, ...], name: str) -> bool:
+        """Say whether a pattern, or one of several, takes a parameter."""
+        return any(
+            fnmatch.fnmatchcase(name, one) if isinstance(one, str) else self._asked(one, name) for one in _patterns(key)
+        )
+
+    def _asked(self, function: Callable[[str, tuple[int, ...]], bool], name: str) -> bool:
+        assert self.shapes is not None, f"{_name_of(function)} of {name!r} was asked before shapes are known"
+        try:
+            answer = function(name, self.shapes[name])
+        except Exception as error:
+            answer, cause = f"{type(error).__name__}: {error}", error
+        else:
+            cause = None
+        if isinstance(answer, bool):
+            return answer
+        raise OptimizerError(
+            "by_name: a function of names and shapes did not say yes or no",
+            where=f"{_name_of(function)}, {name}",
+            got=answer if cause else repr(answer)[:80],
+            want="(name, shape) -> bool, say lambda name, shape: len(shape) < 2",
+        ) from cause
+
+    def group(self, name: str) -> Hashable:
+        """Return the group of a parameter: of nested ones, that inside the group too."""
+        index = self.index(name)
+        member = self.members[index]
+        return index if member.group is single_group else (index, member.group(name))
 
     def needs_whole(self, name: str) -> bool:
         """Return whether the optimizer of this parameter needs it whole."""
@@ -131,15 +232,18 @@ class _Groups:
         return self.members[self.index(name)].is_elementwise(name)
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise `OptimizerError` for a pattern that matches no parameter, and let each optimizer check its own."""
-        for pattern in self.optimizers:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        """Raise `OptimizerError` for a pattern that takes no parameter, and let each optimizer check its own."""
+        for key in self.groups:
+            if not any(self._takes(key, name) for name in names):
+                text = next((one for one in _patterns(key) if isinstance(one, str)), "")
+                near = did_you_mean(text, names) if names else "there is no trainable parameter"
+                several = 'a pattern that may match nothing goes into a tuple with one that does: ("*norm*", "*.bias")'
                 raise OptimizerError(
                     "by_name: a pattern matches no parameter",
-                    where=repr(pattern),
+                    where=_shown(key),
                     got=f"{len(names)} parameters",
                     want="the name of a parameter, with * for any part of it",
-                    hint=did_you_mean(pattern, names) if names else "there is no trainable parameter",
+                    hint="; ".join(filter(None, (near, several * bool(names)))),
                 )
         for index, member in enumerate(self.members):
             member.check([name for name in names if self.index(name) == index])
@@ -214,14 +318,17 @@ class _Groups:
         return ", ".join(dict.fromkeys(words))
 
 
-def _entries(optimizers: Mapping[str, Optimizer], most: int = 8) -> list[str]:
+def _entries(optimizers: Mapping[Pattern | tuple[Pattern, ...], Optimizer], most: int = 8) -> list[str]:
     """Return the entries of a dict of optimizers as text; if there are more than `most`, equal ones are one entry."""
     if len(optimizers) <= most:
-        return [f"{pattern!r}: {member}" for pattern, member in optimizers.items()]
-    patterns_of: dict[str, list[str]] = {}
-    for pattern, member in optimizers.items():
-        patterns_of.setdefault(member.text, []).append(pattern)
-    return [f"{repr(names[0]) if len(names) == 1 else named(names)}: {text}" for text, names in patterns_of.items()]
+        return [f"{_shown(key)}: {member}" for key, member in optimizers.items()]
+    keys_of: dict[str, list[Pattern | tuple[Pattern, ...]]] = {}
+    for key, member in optimizers.items():
+        keys_of.setdefault(member.text, []).append(key)
+    return [
+        f"{_shown(keys[0]) if len(keys) == 1 else named(list(map(_label, keys)))}: {text}"
+        for text, keys in keys_of.items()
+    ]
 
 
 def _pick(values: Sequence, indices: list[int]) -> list:

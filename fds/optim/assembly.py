@@ -155,6 +155,11 @@ def assemble(
     )
 
 
+def is_assembled(optimizer: Optimizer) -> bool:
+    """Say whether a rule makes this optimizer, so that its text, its learning rate and `hyper` say all of it."""
+    return isinstance(getattr(optimizer.update, "__self__", None), _RuleOptimizer)
+
+
 @attrs.frozen(eq=False)
 class _RuleOptimizer:
     """The functions of the optimizer that a rule makes; the attributes are the arguments of `assemble`."""

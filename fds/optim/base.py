@@ -186,6 +186,8 @@ class Optimizer:
         phases: in which calls the data ranks do not sum gradients, since the optimizer adds up something else, with
             errors that the step remembers in the slots `worker_error` and `server_error`; None for an optimizer that
             always gets the gradient.
+        bind: the whole shapes of all parameters by name -> the optimizer of these, which a step uses; None for one that
+            treats all parameters alike.
 
     Raises `OptimizerError` for an `init` or `update` that does not take what a step passes, and for an `lr` or a hyper-
     parameter that is neither a number nor a schedule.
@@ -207,6 +209,7 @@ class Optimizer:
     takes_shapes: bool = False
     phases: Phases | None = None
     pieces: bool | Callable[[str], bool] = False
+    bind: Callable[[Mapping[str, tuple[int, ...]]], Optimizer] | None = None
 
     def __attrs_post_init__(self) -> None:
         for name, value in {"lr": self.lr, **self.hyper}.items():
@@ -220,6 +223,10 @@ class Optimizer:
         values = ("values",) * bool(self.hyper or self.members) + ("exchange",) * (self.phases is not None)
         _check_signature("init", self.init, ("segments",), ("params",))
         _check_signature("update", self.update, ("grads", "opt", "params"), (*_KEYWORDS, *values))
+
+    def bound(self, shapes: Mapping[str, tuple[int, ...]]) -> Optimizer:
+        """Return the optimizer of parameters of these whole shapes, by name."""
+        return self if self.bind is None else self.bind(shapes)
 
     def needs_whole(self, name: str) -> bool:
         """Return whether a slice must hold all of this parameter or nothing of it."""

@@ -27,7 +27,7 @@ from fds.step.sharding.shard import Shard
 from fds.step.sharding.transport import Leg, Pending, Relay, Transport
 from fds.step.split_batch import SplitBatch
 from fds.step.stations import After, Commit, Place, Program, Run, Scale
-from fds.step.structure import Structure
+from fds.step.structure import AllBut, Structure
 from fds.step.sums import Sum
 from fds.step.topology import Dimension, Dimensions
 from fds.step.totals import Totals
@@ -35,6 +35,7 @@ from fds.step.views import Cut
 
 __all__ = [
     "After",
+    "AllBut",
     "Call",
     "Commit",
     "Composition",

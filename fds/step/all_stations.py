@@ -42,7 +42,7 @@ from fds.step.sharding.reduce import Reduce
 from fds.step.sharding.shard import Shard, shard_of
 from fds.step.split_batch import SplitBatch, cut, split_batch
 from fds.step.stations import After, AtOnce, Commit, Composing, Kernels, Place, Run, Scale, follow_in_pieces
-from fds.step.structure import Structure
+from fds.step.structure import AllBut, Structure
 from fds.step.sums import InPlace, Sum
 from fds.step.synchronizing import REMEMBERING, Synchronize
 from fds.step.topology import Dimension, Dimensions
@@ -56,7 +56,7 @@ class Stations:
     topology: tuple[Dimension, ...] = ()  # the axes that share the step, and how parameters lie along each
     batch: tuple[Callable[[Any, Call], Any], ...] = ()  # maps of the batch, before anything else
     split: Split = Split()  # batch -> microbatches
-    frozen: tuple[str, ...] = ()  # patterns of parameters that are not trained
+    frozen: tuple[str | AllBut, ...] = ()  # patterns of parameters that are not trained
     hold: tuple[Hold, ...] = ()  # a parameter as it is given -> as a state holds it, and back
     gather: Gather = Gather()  # slices -> whole parameters, and in which dtype the loss sees them
     execute: Executor = InTurn()  # which half of which microbatch runs where and when
@@ -311,8 +311,7 @@ class Stations:
         device = torch.get_default_device() if state.step.is_meta else state.step.device
         known = self.runtime.lives.get((structure, device))
         if known is None:
-            assert self.optimizer is not None
-            leave = functools.partial(may_leave, structure, self.optimizer, bool(self.dimensions.split))
+            leave = functools.partial(may_leave, structure, bool(self.dimensions.split))
             known = Lives.of(
                 self.place.residency,
                 structure,
@@ -330,9 +329,8 @@ class Stations:
         """Return in which chunks an update visits the slices, on all ranks that hold slices of the same parameters."""
         known = self.runtime.chunks.get(structure)
         if known is None:
-            assert self.optimizer is not None
             everyone = self.everyone if self.dimensions.split else None
-            known = agreed_chunks(self.place.residency, structure, self.optimizer, everyone, self.dimensions.place)
+            known = agreed_chunks(self.place.residency, structure, everyone, self.dimensions.place)
             self.runtime.chunks[structure] = known
         return known
 

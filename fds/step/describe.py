@@ -200,7 +200,7 @@ def _summed(places: dict[str, dict[str, int]]) -> dict[str, int]:
 
 def _station(name: str, value: Any) -> str:
     if name == "frozen":
-        return tree.named(value)
+        return tree.named(list(map(str, value)))
     if name == "memory":
         return ", ".join(map(str, value.values()))
     return ", ".join(map(_text, value)) if tree.is_sequence(value) else _text(value)

@@ -18,13 +18,14 @@ from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks import state_check as check
 from fds.step.checks.agreement import same_composition
+from fds.step.checks.own_memory import check_finite, check_own
 from fds.step.holding import encoded
 from fds.step.memory import first_slots
 from fds.step.residency.contract import Residency, check_apart, is_held, text_of
 from fds.step.residency.deferred import deferred, heard
 from fds.step.residency.first import first_opt
 from fds.step.residency.lives import resident, settled
-from fds.step.structure import Structure, check_finite, check_own, contiguous_copy
+from fds.step.structure import Structure, contiguous_copy, frozen_names
 
 
 def initial(step: Stations, params: Any, key: int | Tensor) -> State:
@@ -91,7 +92,6 @@ def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device
     Where ranks share the step and it is not `alone`, they get the module buffers of the first one at their place.
     """
     structure, parts = step.structure_of(held)
-    assert step.remembering is not None
     peers = None if alone else step.dimensions.peers
     flat, key = [x.view(-1) for x in structure.pick(parts)], random.key(key)
     residency = deferred(step.place.residency, None if alone else step.everyone)
@@ -106,7 +106,7 @@ def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device
     opt: dict[str, list[Tensor | None]] = {}
     with heard(residency, step.everyone):
         with random.seeded(key, "optimizer", *step.dimensions.coordinates):
-            opt = first_opt(residency, step.remembering, structure, flat, device)
+            opt = first_opt(residency, structure, flat, device)
         if residency.kinds:
             leaves = [_settled(step, residency, structure, at, x, device) for at, x in tree.paths(slots).items()]
             slots = tree.flatten(slots)[1](leaves)
@@ -268,10 +268,11 @@ def _read(step: Stations, params: Any, key: Tensor, *, own: bool) -> tuple[Any, 
             f"{text_of(step.place.residency)}: there are no averages that could live elsewhere, as fds.ema(...) keeps",
             stacklevel=2,
         )
-    still = tree.match(step.frozen, names, what="freeze")
+    still = frozen_names(step.frozen, names)
     floats = [name for name, x in tree.paths(shapes).items() if tree.is_float(x)]
     assert step.optimizer is not None
-    step.optimizer.check([name for name in floats if name not in still])
+    whole = {name: tuple(x.shape) for name, x in tree.paths(shapes).items()}
+    step.optimizer.bound(whole).check([name for name in floats if name not in still])
     if step.shard is not None and step.shard.gathers_on_use:
         assert structure.layout is not None
         step.gather.room(structure.layout, step.shard, step.gather.passing(structure.layout, step.shard))

@@ -13,13 +13,14 @@ from fds.errors import StateError
 from fds.state import State
 from fds.step.all_stations import Stations
 from fds.step.checks.agreement import same_composition
+from fds.step.checks.own_memory import overlap
 from fds.step.checks.state_check import usable
 from fds.step.holding import decoded
 from fds.step.pool import Pool
 from fds.step.residency.deferred import deferred, hear
 from fds.step.residency.masters import Masters, groups, in_turn
 from fds.step.sharding.gather import Gather
-from fds.step.structure import Structure, overlap
+from fds.step.structure import Structure
 
 Named = dict[str, Tensor]
 Pair = tuple[str, Tensor, Tensor]  # name in the module, what is there, what it is to become

@@ -122,7 +122,7 @@ class Step(Stations):
         Nothing in it depends on values that the host reads, but keys and `calls`, where a device is at work.
         """
         structure, parts = held.structure, held.parts
-        assert self.optimizer is not None and self.remembering is not None
+        assert self.optimizer is not None
         notes = self.notes(state) if self.following else None
         call = self.call(state, notes)
 
@@ -190,7 +190,7 @@ class Step(Stations):
         with profiled("optimizer"), seeded(call, [self.optimizer], "optimizer", *self.dimensions.coordinates):
             new.update(
                 state,
-                self.remembering,
+                structure.optimizer,
                 grads,
                 chunks,
                 self.dimensions,
@@ -343,11 +343,10 @@ class Step(Stations):
         residency: Residency,
     ) -> Speculation:
         """Return the part of the update that begins in backward, by what is decided where the norm is 0."""
-        structure, device, optimizer = held.structure, state.step.device, self.optimizer
+        structure, device = held.structure, state.step.device
         lives, chunks = attrs.evolve(self.lives(structure, state), residency=residency), self.chunks(structure)
         with heard(residency, self.everyone):
             apart = leaves_apart(lives, self.runtime.ahead, held)
-        assert optimizer is not None
 
         def grant(totals: Totals, own: Totals, predivide: float, wide: bool) -> Granted:
             norm = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
@@ -358,7 +357,7 @@ class Step(Stations):
 
         def visits(granted: Granted) -> Visit:
             rule = Rule.of(
-                optimizer,
+                structure.optimizer,
                 structure,
                 self.dimensions,
                 state,

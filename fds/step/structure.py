@@ -38,6 +38,16 @@ class Gathers(Protocol):
 
 
 @attrs.frozen
+class AllBut:
+    """In the station `frozen`: every parameter but those whose names match a pattern."""
+
+    patterns: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"all but {tree.named(self.patterns)}"
+
+
+@attrs.frozen
 class Slot:
     """What a state holds under a slot of the optimizer."""
 
@@ -67,6 +77,7 @@ class Structure:
     casts: tuple[torch.dtype, ...] | None  # in which the loss sees the leaves, None where a state holds them so
     leaves: dict[str, Leaf]  # of every parameter its name, whole shape, dtype, and whether it is trained
     opt: dict[str, Slot]  # by slot of the optimizer
+    optimizer: Optimizer  # of these parameters
     windows: list[list[BucketWindow]] = attrs.field(factory=list[Any], init=False, repr=False)  # of stage 3, by bucket
 
     @classmethod
@@ -77,7 +88,7 @@ class Structure:
         gather: Gathers,
         reduce: Transport,
         optimizer: Optimizer,
-        frozen: Sequence[str],
+        frozen: Sequence[str | AllBut],
         dimensions: Dimensions,
         text: str,
     ) -> Structure:
@@ -86,6 +97,11 @@ class Structure:
         Raises `StateError` for a leaf that is not a tensor, and parameters that were sharded in another way.
         """
         shard = shard_of(dimensions)
+        if isinstance(params, Sharded):
+            shapes = {leaf.name: leaf.shape for bucket in params.layout.buckets for leaf in bucket.leaves}
+        else:
+            shapes = {name: tuple(x.shape) for name, x in tree.paths(params).items() if isinstance(x, Tensor)}
+        optimizer = optimizer.bound(dimensions.shapes(shapes))
         read = functools.partial(
             read_leaves,
             gather=gather,
@@ -132,8 +148,9 @@ class Structure:
             _casts(leaves, gather),
             {leaf.name: leaf for leaf in leaves},
             {},
+            optimizer,
         )
-        return made._with_slots(optimizer, [(leaf.numel, leaf.dtype) for leaf in live])
+        return made._with_slots([(leaf.numel, leaf.dtype) for leaf in live])
 
     @classmethod
     def _of_layout(cls, layout: Layout, shard: Shard, optimizer: Optimizer, dimensions: Dimensions) -> Structure:
@@ -153,14 +170,15 @@ class Structure:
             None,
             {leaf.name: leaf for b in buckets for leaf in b.leaves},
             {},
+            optimizer,
         )
-        return made._with_slots(optimizer, [(b.length, b.dtype) for b in buckets if b.trained])
+        return made._with_slots([(b.length, b.dtype) for b in buckets if b.trained])
 
-    def _with_slots(self, optimizer: Optimizer, flat: list[tuple[int, torch.dtype]]) -> Structure:
+    def _with_slots(self, flat: list[tuple[int, torch.dtype]]) -> Structure:
         """Return the same, knowing which slots the optimizer keeps."""
         params = [torch.empty(n, dtype=dtype, device="meta") for n, dtype in flat]
         places = [(self.held[i], self.shapes[i]) for i in self.trained]
-        for slot, parts in first_slots(optimizer, self.segments, params).items():
+        for slot, parts in first_slots(self.optimizer, self.segments, params).items():
             has = tuple(x is not None for x in parts)
             some = [(*place, x) for place, x in zip(places, parts, strict=True) if x is not None]
             shapes = tuple(shape if x.numel() == shape.numel() else torch.Size() for _, shape, x in some)
@@ -289,7 +307,7 @@ def read_leaves(
     reduce: Transport,
     shard: Shard | None,
     optimizer: Optimizer,
-    frozen: Sequence[str],
+    frozen: Sequence[str | AllBut],
     dimensions: Dimensions,
 ) -> list[Leaf]:
     """Return what the layout depends on of every leaf. Raises `StateError` for one that is not a real tensor."""
@@ -306,7 +324,7 @@ def read_leaves(
                 hint="keep real and imaginary part: torch.view_as_real",
             )
     names = dimensions.names(tuple(named))
-    still = tree.match(frozen, names, what="freeze")
+    still = frozen_names(frozen, names)
     reduce.check(names)
     leaves: list[Leaf] = []
     for name, x in named.items():
@@ -323,59 +341,20 @@ def read_leaves(
     return leaves
 
 
+def frozen_names(frozen: Sequence[str | AllBut], names: Sequence[str]) -> set[str]:
+    """Return the names of parameters that are not trained. Raises `StateError` for a pattern that matches none."""
+    still = tree.match([one for one in frozen if isinstance(one, str)], names, what="freeze")
+    for one in frozen:
+        if isinstance(one, AllBut):
+            still |= set(names) - tree.match(one.patterns, names, what="freeze(all_but=...)")
+    return still
+
+
 def _casts(leaves: Sequence[Leaf], gather: Gathers) -> tuple[torch.dtype, ...] | None:
     seen = tuple(gather.dtype_of(leaf.name, leaf.dtype) for leaf in leaves)
     return None if seen == tuple(leaf.dtype for leaf in leaves) else seen
 
 
-def check_own(params: Any) -> None:
-    """Raise `StateError` for leaves of a tree that are not finite, or that share memory."""
-    named = tree.paths(params)
-    seen: dict[tuple[torch.device, int], dict[str, Tensor]] = {}
-    for name, x in named.items():
-        if not isinstance(x, Tensor):
-            continue
-        if x.numel() and not x.is_meta:
-            others = seen.setdefault((x.device, x.untyped_storage().data_ptr()), {})
-            for other, y in others.items():
-                if overlap(x, y):
-                    raise StateError(
-                        "two parameters share their memory, and a copy would untie them",
-                        where=name,
-                        got=f"memory of {other!r}",
-                        want="each parameter once",
-                        hint="leave one name out (fds.functional and TiedLayerSpec do), and use it twice in the loss",
-                    )
-            others[name] = x
-        check_finite(name, x)
-
-
-def check_finite(name: str, x: Tensor) -> None:
-    """Raise `StateError` for a leaf with NaN or infinite elements."""
-    if x.is_floating_point() and not x.is_meta and not bool(torch.isfinite(x).all()):
-        bad = int((~torch.isfinite(x)).sum())
-        raise StateError(
-            "a parameter is not finite",
-            where=name,
-            got=f"{bad} of {x.numel()} elements NaN or infinite",
-            want="finite initial values",
-        )
-
-
-def overlap(x: Tensor, y: Tensor) -> bool:
-    """Say whether two tensors of one storage share an element."""
-    (a, b), (c, d) = ((t.storage_offset(), t.storage_offset() + _extent(t)) for t in (x, y))
-    if x.dtype != y.dtype or b <= c or d <= a:
-        return b > c and d > a
-    used = torch.zeros(max(b, d), dtype=torch.bool)
-    used.as_strided(x.shape, x.stride(), a).fill_(True)
-    return bool(used.as_strided(y.shape, y.stride(), c).any())
-
-
 def contiguous_copy(x: Tensor) -> Tensor:
     """Return a detached contiguous copy."""
     return x.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _extent(x: Tensor) -> int:
-    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

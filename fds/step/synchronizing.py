@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -73,7 +73,11 @@ def remembering(optimizer: Optimizer, synchronize: Synchronize) -> Optimizer:
         params, own = optimizer.update(grads, opt, params, **now)
         return params, {**own, **more}
 
-    return attrs.evolve(optimizer, init=init, update=update)
+    def bind(shapes: Mapping[str, tuple[int, ...]]) -> Optimizer:
+        return remembering(optimizer.bound(shapes), synchronize)
+
+    bound = attrs.evolve(optimizer, init=init, update=update)
+    return bound if optimizer.bind is None else attrs.evolve(bound, bind=bind)
 
 
 def _of(step: Any) -> Optimizer | None:

@@ -6,22 +6,29 @@ Cost:   less: backward computes no gradient for them
 Source: requires_grad_(False), as a value
 """
 
+from collections.abc import Sequence
+
 from fds.errors import ComposeError, is_a
-from fds.step import Step, fill, transform
+from fds.step import AllBut, Step, fill, transform
 
 
 @transform
-def freeze(*patterns: str):
-    """Freeze the parameters whose names match any pattern (`"embedding.*"`; `*` crosses dots).
+def freeze(*patterns: str, all_but: Sequence[str] = ()):
+    """Freeze the parameters whose names match any pattern (`"embedding.*"`; `*` crosses dots), or all but some.
 
-    Raises `ComposeError` without patterns; `StateError` at init for a pattern that matches nothing.
+    Raises `ComposeError` without patterns, or with both kinds; `StateError` at init for a pattern that matches nothing.
     """
-    if not patterns or not all(is_a(p, str) for p in patterns):
-        raise ComposeError("freeze takes patterns of parameter names", got=repr(patterns), want='say, "embedding.*"')
+    both = [*patterns, *all_but]
+    if not both or not all(is_a(p, str) for p in both) or (patterns and all_but) or isinstance(all_but, str):
+        raise ComposeError(
+            "freeze takes patterns of parameter names",
+            got=f"{patterns!r}, all_but={all_but!r}" if all_but else repr(patterns),
+            want='say, freeze("embedding.*"), or freeze(all_but=("head.*",))',
+        )
 
     def apply(step: Step) -> Step:
-        for pattern in patterns:
-            step = fill(step, frozen=pattern)
+        for one in [AllBut(tuple(all_but))] if all_but else patterns:
+            step = fill(step, frozen=one)
         return step
 
     return apply

@@ -52,6 +52,110 @@ def test_the_rate_of_every_group_is_reported_and_one_for_all_where_they_agree():
     assert rates(nested) == {"lr/a/b": 1.0, "lr/a/c": 2.0, "lr/*": 0.25, "lr/*/a": 0.25, "lr/*/*": 0.25}
 
 
+SMALL = lambda name, shape: len(shape) < 2
+NORMS = lambda number: [f"{i}.scale" for i in range(number)]
+
+
+def net(number: int) -> dict[str, torch.Tensor]:
+    """A matrix and a vector of each of so many layers."""
+    return {
+        f"{i}.{name}": torch.full(shape, 0.5)
+        for i in range(number)
+        for name, shape in {"w": (2, 2), "scale": (2,)}.items()
+    }
+
+
+def square(params, batch):
+    return sum((x * x).sum() for x in params.values()) * batch
+
+
+def trained(optimizer, *, number=6, stage=None):
+    """Return the metrics, parameters, buckets and state of two steps of a net."""
+    more = [] if stage is None else [fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=stage)]
+    step = fds.compose(*more, optimizer)(square)
+    state = step.init(net(number))
+    for _ in range(2):
+        state, metrics = step(state, torch.tensor(1.0))
+    buckets = (
+        []
+        if stage is None
+        else [[leaf.name for leaf in b.leaves] for b in step.structure_of(state.params)[0].layout.buckets]
+    )
+    return metrics, step.params(state), buckets
+
+
+PLAIN, DECAY = sgd(0.1, momentum=0.9), sgd(0.1, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("stage", [None, 0, 2])
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        {**{name: sgd(0.1, momentum=0.9) for name in NORMS(6)}, "*": DECAY},
+        {("*norm*", "*.bias", SMALL): PLAIN, "*": DECAY},
+        {SMALL: PLAIN, "*": DECAY},
+        {tuple(NORMS(6)): PLAIN, (lambda name, shape: shape == (2, 2),): DECAY},
+        {"3.*": by_name({SMALL: PLAIN, "*": DECAY}), SMALL: PLAIN, "*": DECAY},
+    ],
+    ids=["a pattern a name", "a tuple", "a function", "a tuple of names", "nested"],
+)
+def test_patterns_tuples_and_functions_of_shapes_are_the_groups_that_they_take(patterns, stage):
+    want = trained(by_name({"*.scale": PLAIN, "*": DECAY}))[1]
+    run = lambda: trained(by_name(patterns), stage=stage)
+    for metrics, params, buckets in [run()] if stage is None else fds.simulate(run, 2):
+        assert all(torch.equal(params[name], x) for name, x in want.items())
+        nested = any(not isinstance(k, tuple) and k == "3.*" for k in patterns)
+        assert nested or sum(name.startswith("lr/") for name in metrics) == 2
+        for names in buckets:
+            assert len({name.endswith("scale") for name in names}) == 1
+        assert nested or stage != 2 or len(buckets) == 2
+
+
+def test_a_function_gets_whole_shapes_and_alone_is_asked_once_a_name():
+    asked = []
+
+    def small(name, shape):
+        asked.append((name, shape))
+        return len(shape) < 2
+
+    fds.simulate(lambda: trained(by_name({small: PLAIN, "*": DECAY}), number=1, stage=2), 2)
+    assert set(asked) == {("0.w", (2, 2)), ("0.scale", (2,))}
+
+
+def test_a_learning_rate_is_reported_by_the_first_pattern_of_its_group():
+    optimizer = by_name({"a": sgd(0.1), ("*b*", SMALL): sgd(0.2), "c": sgd(0.1), SMALL: sgd(0.3), "*": sgd(0.3)})
+    assert list(optimizer.values(torch.tensor(0)).rates()) == ["lr/a", "lr/*b*, lambda", "lr/lambda"]
+    two = by_name({SMALL: sgd(0.1), (lambda name, shape: True): sgd(0.2)})
+    assert list(two.members) == ["lambda", "lambda'"]
+    assert str(two) == "by_name({lambda: sgd(lr=0.1), lambda: sgd(lr=0.2)})"
+
+
+def fails(name, shape):
+    raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        ({fails: sgd(), "*": adamw()}, ["fails, 0.w", "no such thing"]),
+        ({(lambda name: True): sgd(), "*": adamw()}, ["lambda, 0.w", "positional"]),
+        ({(lambda name, shape: len(shape)): sgd(), "*": adamw()}, ["lambda, 0.w", "2"]),
+        ({(lambda name, shape: False): sgd(), "*": adamw()}, ["a pattern matches no parameter", "a tuple"]),
+        ({("*norm*", "*.bias"): sgd(), "*": adamw()}, ["('*norm*', '*.bias')", "a tuple"]),
+    ],
+)
+def test_a_function_that_fails_and_a_tuple_that_takes_nothing_are_refused(patterns, words):
+    with pytest.raises(OptimizerError) as error:
+        trained(by_name(patterns))
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("pattern", [(), 3, ("a", 3)])
+def test_what_is_not_a_pattern_is_refused(pattern):
+    with pytest.raises(OptimizerError, match="not a pattern"):
+        by_name({pattern: sgd()})
+
+
 def test_groups_nest(train, draw):
     params, batches = draw(SHAPES, num_steps=3)
     flat = by_name({"0.bias": sgd(0.1), "*.bias": sgd(0.2, momentum=0.9), "*": adamw()})

@@ -105,12 +105,32 @@ def test_frozen_leaves_get_no_gradient():
     assert seen == {"a": False, "b": True}
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_all_but_some_are_frozen(stage):
+    params = {name: torch.ones(4) for name in ("base.w", "base.lora_A", "head", "base.lora_B")}
+
+    def run(*frozen):
+        step = fds.compose(*frozen, fds.shard_optimizer(fds.mesh(dp=-1)["dp"], stage=stage), fds.adam(0.1))(
+            lambda p, b: sum((x * b).sum() for x in p.values())
+        )
+        state, _ = step(step.init(params), torch.ones(()))
+        return step.describe(state).frozen, step.params(state)
+
+    (still, got), *_ = fds.simulate(lambda: run(fds.freeze(all_but=("*lora_*", "head"))), 2)
+    want = fds.simulate(lambda: run(fds.freeze("base.w")), 2)[0]
+    assert still == want[0] == ("base.w",) and all(torch.equal(got[name], x) for name, x in want[1].items())
+    assert str(fds.freeze(all_but=("head",))) == "freeze(all_but=('head',))"
+
+
 def test_bad_arguments_are_refused():
     for bad in (
         lambda: fds.clip_by_global_norm(0),
         lambda: fds.clip_by_value(-1.0),
         lambda: fds.ema(1.0),
         lambda: fds.freeze(),
+        lambda: fds.freeze("a", all_but=("b",)),
+        lambda: fds.freeze(all_but="head"),
+        lambda: fds.freeze(all_but=(1,)),
         lambda: fds.accumulate(0),
         lambda: fds.accumulate(2.0),
         lambda: fds.autocast(torch.float32),
@@ -123,3 +143,6 @@ def test_bad_arguments_are_refused():
     step = fds.compose(fds.freeze("embeding.*"), fds.sgd(0.1))(lambda p, b: p["embedding.w"].sum())
     with pytest.raises(StateError, match=r"embedding\.w"):
         step.init({"embedding.w": torch.ones(2)})
+    step = fds.compose(fds.freeze(all_but=("haed",)), fds.sgd(0.1))(lambda p, b: p["head"].sum())
+    with pytest.raises(StateError, match="did you mean 'head'"):
+        step.init({"head": torch.ones(2)})

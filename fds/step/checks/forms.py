@@ -15,6 +15,7 @@ from fds.loss import Buffered
 from fds.optim import Optimizer
 from fds.step.gradients import Measure
 from fds.step.sharding.transport import Transport
+from fds.step.structure import AllBut
 from fds.step.topology import Dimension
 
 
@@ -86,7 +87,7 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "topology": (lambda x: isinstance(x, Dimension), "fds.step.Dimension(axis, role, placement)"),
     "batch": (given("batch", "call"), "a function (batch, call) -> batch"),
     "split": (given("batch"), "a function (batch) -> list of microbatches"),
-    "frozen": (lambda x: isinstance(x, str), "a pattern of parameter names"),
+    "frozen": (lambda x: isinstance(x, str | AllBut), "a pattern of parameter names, or AllBut"),
     "hold": (lambda x: has(x, "encode", "decode"), "an object with encode(x, leaf) and decode(x, leaf)"),
     "view": (given("x", "leaf", "call"), "a function (x, leaf, call) -> tensor, of one parameter"),
     "context": (given("call"), "a function (call) -> context manager"),

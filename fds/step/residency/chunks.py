@@ -62,13 +62,13 @@ def _within(segment: Segment, start: int, end: int) -> Segment:
     )
 
 
-def chunks_of(residency: Residency, structure: Structure, optimizer: Optimizer) -> list[list[Piece]]:
+def chunks_of(residency: Residency, structure: Structure) -> list[list[Piece]]:
     """Return the chunks of a residency; one of all slices for an optimizer that does not treat each by itself.
 
     Raises `ComposeError` where an element is missing, or there twice, or a slice is cut elsewhere than at multiples of
     64 elements.
     """
-    return _held(structure, _planned(residency, structure.largest, optimizer))
+    return _held(structure, _planned(residency, structure.largest))
 
 
 def _held(structure: Structure, planned: list[Chunk]) -> list[list[Piece]]:
@@ -78,9 +78,9 @@ def _held(structure: Structure, planned: list[Chunk]) -> list[list[Piece]]:
     return [[Piece.of(structure, i, start, min(end, sizes[i])) for i, start, end in chunk] for chunk in kept if chunk]
 
 
-def _planned(residency: Residency, structure: Structure, optimizer: Optimizer) -> list[Chunk]:
+def _planned(residency: Residency, structure: Structure) -> list[Chunk]:
     sizes = [structure.shapes[i].numel() for i in structure.trained]
-    if not is_separate(optimizer):
+    if not is_separate(structure.optimizer):
         return [[(i, 0, n) for i, n in enumerate(sizes)]] if sizes else []
     found = residency.chunks(structure)
     try:
@@ -95,7 +95,7 @@ def _planned(residency: Residency, structure: Structure, optimizer: Optimizer) -
             repr(found)[:200],
             f"{want}, or its pieces (index, start, end) cut at multiples of {CUT}",
         )
-    whole = [not (inside and optimizer.is_elementwise(inside[0].name)) for inside in structure.segments]
+    whole = [not (inside and structure.optimizer.is_elementwise(inside[0].name)) for inside in structure.segments]
     kept = [
         [(i, 0, sizes[i]) if whole[i] else (i, start, end) for i, start, end in chunk if not (whole[i] and start)]
         for chunk in chunks
@@ -124,13 +124,11 @@ def _piece_of(x: Any, sizes: list[int]) -> tuple[int, int, int]:
     return index, start, end
 
 
-def agreed_chunks(
-    residency: Residency, structure: Structure, optimizer: Optimizer, everyone: Axis | None, place: int
-) -> list[list[Piece]]:
+def agreed_chunks(residency: Residency, structure: Structure, everyone: Axis | None, place: int) -> list[list[Piece]]:
     """Return the chunks, alike on all ranks at the same `place`. Raises `ComposeError` on all ranks of `everyone`."""
     mine, failed = list[Chunk](), None
     try:
-        mine = _planned(residency, structure.largest, optimizer)
+        mine = _planned(residency, structure.largest)
     except Exception as error:
         failed = error
     replies = []
@@ -156,12 +154,13 @@ def is_separate(optimizer: Optimizer) -> bool:
     return optimizer.separate and not optimizer.draws
 
 
-def may_leave(structure: Structure, optimizer: Optimizer, communicates: bool, some: list[int]) -> list[bool]:
+def may_leave(structure: Structure, communicates: bool, some: list[int]) -> list[bool]:
     """Say of every slice whether it is one of `some` and may be updated on another device than the step runs on.
 
     Generators, and other ranks, are those of the device; slices that are not separate are updated in one place.
     """
     names = [inside[0].name if inside else "" for inside in structure.segments]
+    optimizer = structure.optimizer
     if optimizer.draws or not (optimizer.separate or len(some) == len(names)):
         return [False] * len(names)
     alone = [not communicates or bool(name and optimizer.is_elementwise(name)) for name in names]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fds.layout import Segment
-from fds.optim import Optimizer
 from fds.optim.returned import first_slots
 from fds.step.residency.chunks import Piece, chunks_of, is_separate
 from fds.step.residency.contract import Residency, Resident, is_held, made
@@ -20,24 +19,23 @@ READ = {"params", "opt"}  # kinds of leaves that are read and written by chunks
 
 
 def first_opt(
-    residency: Residency, optimizer: Optimizer, structure: Structure, flat: Sequence[Tensor], device: torch.device
+    residency: Residency, structure: Structure, flat: Sequence[Tensor], device: torch.device
 ) -> dict[str, list[Tensor | None]]:
     """Return the optimizer's slots before the first update, where they live.
 
     Their values are made of those of the parameters on the device, a chunk at a time.
     """
     if READ.isdisjoint(residency.kinds) or any(x.is_meta for x in flat):
-        return first_slots(optimizer, structure.segments, list(flat))
+        return first_slots(structure.optimizer, structure.segments, list(flat))
     found: dict[str, list[Tensor | None]] = {slot: [None] * len(flat) for slot in structure.opt}
-    for chunk in chunks_of(residency, structure, optimizer):
-        _fill(found, residency, optimizer, structure, chunk, flat, device)
+    for chunk in chunks_of(residency, structure):
+        _fill(found, residency, structure, chunk, flat, device)
     return found
 
 
 def _fill(
     found: dict[str, list[Tensor | None]],
     residency: Residency,
-    optimizer: Optimizer,
     structure: Structure,
     chunk: list[Piece],
     flat: Sequence[Tensor],
@@ -48,7 +46,7 @@ def _fill(
     for piece in chunk:
         x, leaf = piece.cut(flat[piece.index]), resident(structure, "params", structure.trained[piece.index])
         params += read(residency, [x], device) if is_held(residency, leaf, x.numel()) else [x]
-    for slot, made_here in first_slots(optimizer, [piece.segments for piece in chunk], params).items():
+    for slot, made_here in first_slots(structure.optimizer, [piece.segments for piece in chunk], params).items():
         for piece, x in zip(chunk, made_here, strict=True):
             leaf = resident(structure, "opt", structure.trained[piece.index])
             if x is None:
@@ -64,11 +62,11 @@ def _fill(
 
 
 def blank_opt(
-    residency: Residency, optimizer: Optimizer, structure: Structure, flat: Sequence[Tensor], device: torch.device
+    residency: Residency, structure: Structure, flat: Sequence[Tensor], device: torch.device
 ) -> dict[str, list[Tensor | None]]:
     """Return the optimizer's slots for values that are to be written, where they live; padding is as in `first_opt`."""
-    if "opt" not in residency.kinds or any(x.is_meta for x in flat) or not is_separate(optimizer):
-        return first_opt(residency, optimizer, structure, flat, device)
+    if "opt" not in residency.kinds or any(x.is_meta for x in flat) or not is_separate(structure.optimizer):
+        return first_opt(residency, structure, flat, device)
     found: dict[str, list[Tensor | None]] = {slot: [None] * len(flat) for slot in structure.opt}
     for slot, want in structure.opt.items():
         dtypes = iter(want.dtypes)
@@ -80,7 +78,7 @@ def blank_opt(
     for i, (inside, x) in enumerate(zip(structure.segments, flat, strict=True)):
         if gaps := gaps_of(inside, x.numel()):
             without = [attrs.evolve(s, offset=0, start=0, length=0) for s in inside]
-            padding = first_slots(optimizer, [without], [torch.cat([x[at:end] for at, end in gaps])])
+            padding = first_slots(structure.optimizer, [without], [torch.cat([x[at:end] for at, end in gaps])])
             for slot, (values,) in padding.items():
                 leaf = found[slot][i]
                 if leaf is not None and values is not None:

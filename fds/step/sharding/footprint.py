@@ -114,7 +114,6 @@ def _landing(step: Stations, sums: list[int], most: int) -> int:
 
 def _chunks(step: Stations, structure: Structure, state: State) -> int:
     """Return the bytes of copies of three chunks: of the update, or of a slot that follows it if that is more."""
-    assert step.optimizer is not None
     opt = structure.align([state.opt[slot][name] for slot, want in structure.opt.items() for name in want.names])
     params, lives = structure.pick(tree.leaves(state.params)), step.lives(structure, state)
     sizes = [
@@ -125,7 +124,7 @@ def _chunks(step: Stations, structure: Structure, state: State) -> int:
         for i, (x, way) in enumerate(zip(leaves, ways, strict=True)):
             sizes[i] += x.nbytes if x is not None and way != "place" else 0
     lengths = [shape.numel() for shape in structure.shapes]
-    chunks = chunks_of(step.place.residency, structure, step.optimizer)
+    chunks = chunks_of(step.place.residency, structure)
     found = [chunk_bytes(sizes, structure.pick(lengths), chunks)]
     for name, one in lives.after.items():
         both = [[x.nbytes for x in structure.like_parts(some)] for some in (state.slots[name], state.params)]

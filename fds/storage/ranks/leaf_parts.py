@@ -186,9 +186,8 @@ def blank(step: Step, template: State, device: torch.device) -> State:
         check_apart(residency, own)
         return state
     structure, held = step.structure_of(state.params)
-    assert step.remembering is not None
     flat = [x.view(-1) for x in structure.pick(held)]
-    opt = blank_opt(residency, step.remembering, structure, flat, device)
+    opt = blank_opt(residency, structure, flat, device)
     state = attrs.evolve(state, opt=structure.name_slots(opt))
     if "opt" in residency.kinds:
         leaves = {f"opt.{at}": x for at, x in tree.paths(state.opt).items()}

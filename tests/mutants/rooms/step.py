@@ -22,8 +22,8 @@ MUTANTS = (
     Mutant(
         "chunks-of-own-sizes",
         "fds/step/residency/chunks.py",
-        "mine = _planned(residency, structure.largest, optimizer)",
-        "mine = _planned(residency, structure, optimizer)",
+        "mine = _planned(residency, structure.largest)",
+        "mine = _planned(residency, structure)",
         "ranks with pieces of other sizes visit slices in other chunks",
         "tests/tensor_axis/test_training.py -k disk",
     ),
