@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 from tests.once import once
 
@@ -27,6 +28,23 @@ SPILLED = {
     ("flash_backward._queries_kernel", "64 causal key_padding bias p seed"): 8,
     ("flash_backward._keys_kernel", "256 causal key_padding bias p seed"): 8,
 }
+# What Triton 3.9 spills of kernels whose launch tables are of 3.7, the release that torch's GPU builds bring.
+if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+    SPILLED = {
+        ("normalization_backward_long._kernel", "65536 columns"): 8,
+        ("normalization_backward_long._kernel", "65536 columns, sum"): 8,
+        ("gelu._backward_kernel", "64 x 4096 tanh, bias, recompute=True"): 8,
+        ("gelu._backward_kernel", "64 x 4096 none, bias, recompute=True"): 8,
+        ("flash._forward_kernel", "128 causal key_padding bias p seed"): 24,
+        ("flash_backward._queries_kernel", "64 causal"): 24,
+        ("flash_backward._queries_kernel", "128 "): 8,
+        ("flash_backward._queries_kernel", "128 causal key_padding bias p seed"): 8,
+        ("flash_backward._queries_kernel", "256 p seed"): 16,
+        ("flash_backward._queries_kernel", "256 causal key_padding bias p seed"): 128,
+        ("flash_backward._keys_kernel", "256 causal"): 240,
+        ("flash_backward._keys_kernel", "256 p seed"): 192,
+        ("flash_backward._keys_kernel", "256 causal key_padding bias p seed"): 328,
+    }
 # What needs most shared memory of the kernels whose launch tables depend on it.
 LARGE = [("flash", "128 causal"), ("layer_normalization", "65536 columns, sum made twice")]
 

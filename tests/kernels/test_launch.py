@@ -86,7 +86,7 @@ def test_a_launch_runs_what_triton_would(first: tuple, changes: list) -> None:
                 named = {"BLOCK": block, "WIDE": wide, "num_warps": warps}
                 named = dict(reversed(named.items())) if is_reversed else named
                 made[(3, 2)](*args, **named)
-                JITFunction.run(made, *args, grid=(3, 2), warmup=False, **named)
+                made.run(*args, grid=(3, 2), warmup=False, **named)
                 assert _same(calls[-1], calls[-2])
             first = changed
 

@@ -41,14 +41,15 @@ def _kernel(
     first, length = logit_rows.middle(base, num_classes, VECTOR)
     for start in range(0, length, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(
-            logits_ptr + first + at, mask=(at < length) & is_taken, other=-float("inf"), eviction_policy="evict_first"
-        )
+        # not `is_taken &`: Triton 3.9's interpreter makes integers of one boolean that is joined to many
+        is_read = tl.where(is_taken, at < length, False)
+        x = tl.load(logits_ptr + first + at, mask=is_read, other=-float("inf"), eviction_policy="evict_first")
         dx = logit_rows.exp(x.to(tl.float32) - top - log_sum) * of_probability - of_every
         tl.store(logits_ptr + first + at, dx.to(logits_ptr.dtype.element_ty), mask=at < length)
     if ENDS:
         column, inside = logit_rows.ends(base, first, length, num_classes, VECTOR)
-        x_end = tl.load(logits_ptr + base + column, mask=inside & is_taken, other=-float("inf")).to(tl.float32)
+        is_read = tl.where(is_taken, inside, False)
+        x_end = tl.load(logits_ptr + base + column, mask=is_read, other=-float("inf")).to(tl.float32)
         dx_end = logit_rows.exp(x_end - top - log_sum) * of_probability - of_every
         tl.store(logits_ptr + base + column, dx_end.to(logits_ptr.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # the target's column is overwritten once more, after the thread that has it

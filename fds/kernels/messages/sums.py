@@ -65,9 +65,10 @@ def _sum_kernel(
     inside = read[:, :, None] & (at < n)
     total = tl.full((ROWS, WORDS, 32 // BITS), 0.0, tl.float32)
     for r in range(num_messages):
-        is_coded = r != index
-        scale = tl.load(words_ptr + g, mask=(g < count) & is_coded, other=0).to(tl.float32, bitcast=True)
-        codes = tl.load(words_ptr + count + g[:, None] * each + word, mask=read & is_coded, other=0)[:, :, None]
+        is_coded = r != index  # not joined to a mask by `&`, which Triton 3.9's interpreter makes integers of
+        has_scale, has_codes = tl.where(is_coded, g < count, False), tl.where(is_coded, read, False)
+        scale = tl.load(words_ptr + g, mask=has_scale, other=0).to(tl.float32, bitcast=True)
+        codes = tl.load(words_ptr + count + g[:, None] * each + word, mask=has_codes, other=0)[:, :, None]
         if BITS == 8:
             q = (codes << (24 - shift)) >> 24
         elif BITS == 4:
@@ -76,7 +77,7 @@ def _sum_kernel(
             q = (codes >> shift & 1) * 2 - 1
         term = q.to(tl.float32) * scale[:, None, None]
         if own_ptr is not None:
-            own = tl.load(own_ptr + at * own_stride, mask=inside & (r == index), other=0.0)
+            own = tl.load(own_ptr + at * own_stride, mask=tl.where(is_coded, False, inside), other=0.0)
             term = tl.where(is_coded, term, own.to(tl.float32))
         total = tl.where(r == 0, term, total + term)  # 0.0 + -0.0 is 0.0
         words_ptr += message
