@@ -496,7 +496,7 @@ def test_a_run_goes_on_in_mid_epoch_on_any_number_of_ranks_bit_for_bit(before, a
         assert_same_bits(one, straight[0])
 
 
-def test_with_several_microbatches_a_rank_another_number_of_ranks_adds_in_another_order(tmp_path):
+def test_with_several_microbatches_a_rank_another_number_of_ranks_may_add_in_another_order(tmp_path):
     """AdamW divides by sqrt(v) + eps, so a gradient's rounding d moves a parameter by at most lr d / eps = d a call.
 
     A gradient is some 2**7 products and sums, none above 2**3. What parameters have drifted comes back in gradients,
@@ -507,7 +507,6 @@ def test_with_several_microbatches_a_rank_another_number_of_ranks_adds_in_anothe
     bound = torch.finfo(torch.float64).eps * 2**7 * 2**3 * sum(17.0**i for i in range(4))
     wanted, got = straight[0][0], resumed[0][0]
     assert all((got[name] - wanted[name]).abs().max() <= bound for name in wanted)
-    assert any(not torch.equal(got[name], wanted[name]) for name in wanted)
 
 
 # ------------------------------------------------------------------------------------------- ranks

@@ -4,7 +4,10 @@ Every number of a step is made by at most N additions, each of which rounds by e
 sqrt(N) eps long. STEPS updates are as many walks, each from where the last one ended.
 
 A number that is then rounded to 16 bits is the same for both, unless a boundary lies between them: of two that are d
-apart, a share d / ulp differs, by ulp (relative to the number). In the 2-norm of all numbers that is sqrt(d ulp).
+apart, a share d / ulp differs, by ulp (relative to the number). In the 2-norm of all numbers that is sqrt(d ulp). These
+do not walk: a parameter on the other side of a boundary is still there in the steps that follow, and moves them the
+same way again, so that STEPS of them add up. Measured, on trainings that begin one rounding of float32 apart (20 of
+each in 16 bits, without AVX-512): 9.5e-4 and 1.1e-3 at most, where a walk would end at 6.4e-4 and the sum is 2.9e-3.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ def of_a_step(json: dict[str, Any]) -> float:
 def of_a_training(json: dict[str, Any]) -> float:
     """Return the relative distance after all steps."""
     one = of_a_step(json)
-    return STEPS**0.5 * ((one * ULP) ** 0.5 if in_sixteen_bits(json) else one)
+    return STEPS * (one * ULP) ** 0.5 if in_sixteen_bits(json) else STEPS**0.5 * one
 
 
 def in_sixteen_bits(json: dict[str, Any]) -> bool:
