@@ -1,6 +1,6 @@
 """The step: its program of stations, transforms that fill them, and what composing means."""
 
-from fds.step.batch import Split, Whole, check_tree, checksum, rows, whole
+from fds.step.batch import Split, Whole, check_tree, rows, whole
 from fds.step.call import Call
 from fds.step.checks.agreement import same_composition
 from fds.step.composition import Composition, Transform, compose, transform
@@ -85,7 +85,6 @@ __all__ = [
     "Whole",
     "beginning",
     "check_tree",
-    "checksum",
     "compose",
     "evaluate",
     "fill",

@@ -14,7 +14,7 @@ from fds import tree
 from fds.errors import BatchError
 from fds.microbatches import Microbatches
 
-_ELEMENTS = 4096  # of a leaf that a checksum looks at
+_ELEMENTS = 4096  # of a leaf that a checksum looks at, evenly spaced
 
 
 @tree.leaf
@@ -192,16 +192,36 @@ def _is_sliced(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0
 
 
-def checksum(batch: Any, *, waits: bool = False) -> int:
-    """Return a checksum of the first elements of every tensor of a batch.
+def checksums(batch: Any, *, waits: bool = False) -> tuple[int, int]:
+    """Return checksums of the shapes and dtypes of a batch, and of all of it: elements, numbers and texts too.
 
-    Of those on a GPU it is one of the shapes alone, unless it `waits` for their elements.
+    What `whole` marks counts in the second alone. Elements on a GPU are left out, unless it `waits` for them.
     """
-    found = 0
+    kinds = values = 0
     for x in tree.leaves(batch):
-        if isinstance(x, Tensor):
-            found = zlib.crc32(f"{tuple(x.shape)} {x.dtype}".encode(), found)
-            here = x.device.type == "cpu" or (waits and not x.is_meta)
-            if here and x.layout is torch.strided and x.is_contiguous() and not x.is_complex():
-                found = zlib.crc32(x.detach().view(-1)[:_ELEMENTS].cpu().double().numpy().tobytes(), found)
-    return found
+        inside = tree.leaves(x.value) if isinstance(x, Whole) else [x]
+        for y in inside:
+            kind = kind_of(y).encode()
+            kinds = kinds if isinstance(x, Whole) else zlib.crc32(kind, kinds)
+            values = zlib.crc32(_elements(y, waits), zlib.crc32(kind, values))
+    return kinds, values
+
+
+def kind_of(x: Any) -> str:
+    """Return shape and dtype of a leaf of a batch, or what class it is of.
+
+    >>> kind_of(torch.zeros(2, 3)), kind_of("text")
+    ('(2, 3) float32', 'str')
+    """
+    return f"{tuple(x.shape)} {str(x.dtype)[6:]}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _elements(x: Any, waits: bool) -> bytes:
+    """Return some elements of a tensor, of a number or a text what it is, of all else nothing."""
+    if not isinstance(x, Tensor):
+        return repr(x).encode() if isinstance(x, bool | int | float | complex | str) else b""
+    if x.layout is not torch.strided or x.is_meta or not (waits or x.device.type == "cpu"):
+        return b""
+    flat = x.detach().reshape(-1)
+    few = flat[:: flat.numel() // _ELEMENTS | 1].cpu()  # an odd step, which no width of a power of two meets
+    return (torch.view_as_real(few.resolve_conj()) if few.is_complex() else few).double().numpy().tobytes()

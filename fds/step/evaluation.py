@@ -15,7 +15,7 @@ from fds.collectives import Axis
 from fds.errors import BatchError, LossError, StateError, is_a
 from fds.state import State
 from fds.step.all_stations import Stations
-from fds.step.checks.agreement import same_composition
+from fds.step.checks.agreement import same_batch, same_composition
 from fds.step.checks.state_check import graphless, usable
 from fds.step.execution import Pass
 from fds.step.parameters import Parameters, open_parameters
@@ -88,8 +88,7 @@ def evaluate(step: Stations, state: State, batches: Iterable[Any]) -> dict[str, 
             hint="step.evaluate(state, batch) takes one",
         )
     local, sums = _local(step, state), Sums()
-    together = step.execute.together or step.dimensions.repeats[1] > 1 or step.dimensions.sequence is not None
-    for batch in _rounds(iter(batches), step.everyone, together=together):
+    for batch in _rounds(iter(batches), step.everyone, together=step.dimensions.shares_rows):
         totals, _ = local(batch, False)
         if batch is not Nothing:
             sums.add(totals, losses.name(step.eval_loss))
@@ -195,6 +194,8 @@ def _local(step: Stations, state: State) -> Local:
 
     def local(batch: Any, outputs: bool) -> tuple[Totals, list[Any]]:
         state.check("evaluate")
+        if batch is not Nothing:
+            same_batch(step, batch, "evaluate")
         order = step.order("evaluate", structure)
         params = kept or opened(order=order)
         found: tuple[Totals, list[Any]] = Totals(), []

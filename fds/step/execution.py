@@ -185,6 +185,10 @@ class Executor(Protocol):
         """Say whether this rank needs the batch."""
         ...
 
+    def parts(self, batch: Any) -> Sequence[Any]:
+        """Return what of a batch must be alike on ranks that share rows: in parts, at most two, that they may lack."""
+        ...
+
     def draws(self, loss: Any) -> list[bool]:
         """Say which calls of the loss are to be seeded here."""
         ...
@@ -261,6 +265,10 @@ class InTurn:
     def reads(self, batch: Any) -> bool:
         """Return True."""
         return True
+
+    def parts(self, batch: Any) -> list[Any]:
+        """Return all of it."""
+        return [batch]
 
     def draws(self, loss: Any) -> list[bool]:
         """Return which calls of the loss may draw."""

@@ -144,6 +144,8 @@ def _of_agreement(step: Stations, structure: Structure, state: State, everyone: 
     if weights and dimensions.data is not None:
         yield Expected.of(dimensions.data, "all_reduce", 2, torch.float64, what="weights")
 
+    if dimensions.shares_rows:
+        yield Expected.of(everyone, "all_gather", 4, torch.int64, what="batch")
     numel = 4 + sum(1 if name.endswith(": mean") else 2 for name in asked.get("step", ()))  # call, use, loss and weight
     normed = step.commit is not None or weights or any(m.norm for m in step.measure)
     sums, buffers = numel_of(notes.sums()), numel_of(state.buffers.values())

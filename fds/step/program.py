@@ -20,7 +20,6 @@ from fds.errors import DiskError, DiskFullError
 from fds.optim.base import Values
 from fds.state import State
 from fds.step.all_stations import Stations
-from fds.step.batch import checksum
 from fds.step.call import Call, seeded
 from fds.step.checks import contracts, state_check as check
 from fds.step.checks.agreement import same_batch, same_composition
@@ -105,8 +104,7 @@ class Step(Stations):
         with `fds.donate` a note with it says where the state was written over before.
         """
         same_composition(self)
-        if "batch" not in self.runtime.asked:
-            same_batch(self, batch)
+        same_batch(self, batch)
         held = self.check(state)
         if (plain := check.without_graph(state, held)) is not state:
             state, held = plain, self.check(plain)
@@ -152,7 +150,7 @@ class Step(Stations):
 
         # from the gradient to a decision, the same on every rank
         device, decides = state.step.device, self.commit is not None or guesses(found.totals)
-        totals, norm, buffers = self._agree(found, state.calls, batch, notes, decides=decides)
+        totals, norm, buffers = self._agree(found, state.calls, notes, decides=decides)
         decision = Decision.of(totals, norm, scale, found.predivide, device, decides=decides)
         if dimensions.local is not None:
             decision, buffers = self._share(decision, totals, buffers, dimensions.local, state.calls, notes)
@@ -371,7 +369,7 @@ class Step(Stations):
         return Speculation(apart, grant, visits, self.everyone)
 
     def _agree(
-        self, found: LocalGradients, calls: Tensor, batch: Any, notes: Notes | None, *, decides: bool
+        self, found: LocalGradients, calls: Tensor, notes: Notes | None, *, decides: bool
     ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
         """Return totals, the global norm of the summed gradients (where it is measured) and buffers of all ranks.
 
@@ -382,7 +380,6 @@ class Step(Stations):
         if group is None:
             return found.totals, norm, found.buffers
         some, repeats = any(found.used) or not found.used, self.dimensions.repeats
-        seen = checksum(batch) if repeats[1] > 1 and self.execute.reads(batch) else 0
         return agree(
             found.totals,
             norm,
@@ -392,7 +389,6 @@ class Step(Stations):
             calls=int(calls),
             used=some,
             repeats=repeats,
-            seen=seen,
             also=None if notes is None or notes.late else notes,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, get_args
 
 import attrs
@@ -22,6 +22,7 @@ from fds.step.placements import Owned, Placement, Range, Replicated, SplitDim
 
 Role = Literal["stage", "local", "data", "sequence", "tensor"]
 ROLES: tuple[Role, ...] = get_args(Role)  # in which ranks are numbered, the last varies fastest
+Place = tuple[int, ...]  # coordinates on some axes of a mesh
 PASSING: tuple[Role, ...] = ("data", "sequence")  # of one update, in which ranks pass other batches
 
 
@@ -188,6 +189,22 @@ class Dimensions:
                 axis = self.peers.mesh[name]
                 index, count = index * axis.size + axis.index, count * axis.size
         return index, count
+
+    @functools.cached_property
+    def shares(self) -> list[tuple[Place, Place]]:
+        """Of each of `everyone`: where it is among those that pass other rows, and among those that cut these."""
+        if self.everyone is None:
+            return []
+        cut: set[str] = set() if self.sequence is None else {*_names(self.sequence)}
+        apart: set[str] = set() if self.peers is None else {*_names(self.peers)} - cut
+        places: list[dict[str, int]] = [self.everyone.mesh.coordinate(rank) for rank in self.everyone.ranks]
+        pick: Callable[[dict[str, int], set[str]], Place] = lambda at, names: tuple(at[n] for n in at if n in names)
+        return [(pick(place, apart), pick(place, cut)) for place in places]
+
+    @functools.cached_property
+    def shares_rows(self) -> bool:
+        """Whether some ranks pass the same rows, or parts of them."""
+        return len({rows for rows, _ in self.shares}) < len(self.shares)
 
     @property
     def place(self) -> int:

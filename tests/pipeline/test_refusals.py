@@ -65,7 +65,7 @@ def test_ranks_with_different_batches_are_refused():
 
     for errors in fds.simulate(run, 2):
         for error, part in zip(errors, ("inputs", "targets"), strict=True):
-            assert isinstance(error, BatchError) and "different batches" in error.what and part in error.got
+            assert isinstance(error, BatchError) and "different batches" in error.what and part in error.where
 
 
 def test_an_error_names_the_layer():

@@ -4,7 +4,9 @@ import errno
 
 import pytest
 
-from tests.storage.campaign import __main__ as campaign, errors, kills, steps
+import fds
+from tests import ranks
+from tests.storage.campaign import __main__ as campaign, batches, errors, kills, steps
 
 
 def some(scenarios, ranks, how):
@@ -36,3 +38,14 @@ def test_full_and_read_only_disks_are_told_from_the_process_aside_too(tmp_path):
     if not row.count:
         pytest.skip(row.scenario)
     assert row.outcomes["refused"] >= 8
+
+
+@pytest.mark.parametrize("fault", batches.all_faults()[::13], ids=str)
+def test_another_batch_on_one_rank_is_told_on_all_ranks_at_once(fault):
+    batches.check(fault, fds.simulate(lambda: batches.commit(fault), 4))
+
+
+@pytest.mark.parametrize("how", ["tensor", "ulysses"])
+def test_real_ranks_with_other_rows_are_told_so_and_go_on(how):
+    fault = batches.Fault(how, "rows", 0, "evaluate")
+    batches.check(fault, ranks.run(batches.commit, fault, world_size=4))

@@ -13,6 +13,7 @@ import fds
 from fds import tree
 from fds.errors import BatchError, ComposeError, StateError
 from fds.step import Dimension, Gradients, Placement, Replicated, SplitDim, fill, transform
+from fds.step.batch import checksums
 from tests import ranks
 from tests.tensor_axis.splitting import DTYPE, Columns, Place, model, share
 
@@ -271,17 +272,19 @@ def test_a_placement_says_what_there_is(make):
         make()
 
 
-def test_batches_on_a_gpu_where_no_later_call_compares_are_compared_in_the_first(monkeypatch):
-    monkeypatch.setattr("fds.step.totals._check_repeated", lambda *_: None)  # as where the sums are on a GPU
+def test_elements_on_a_gpu_are_compared_in_the_first_call_and_shapes_in_all(monkeypatch):
+    on_a_gpu = lambda part, *, waits: checksums(part) if waits else 2 * checksums(part)[:1]
+    monkeypatch.setattr("fds.step.checks.agreement.checksums", on_a_gpu)
     place = Place(2, data=2)
 
     def body():
         step = place.step(optimizer=fds.adamw())
         state, (x, y) = step.init(model(None).init), share(step, 0)
-        own = x + step.everyone.index
-        with pytest.raises(BatchError, match="different batches"):
-            step(state, (own, y))
+        with pytest.raises(BatchError, match="other values"):
+            step(state, (x + step.everyone.index, y))
         state, _ = step(state, (x, y))
-        step(state, (own, y))
+        step(state, (x + step.everyone.index, y))
+        with pytest.raises(BatchError, match="different batches"):
+            step(state, (x[step.everyone.index :], y[step.everyone.index :]))
 
     fds.simulate(body, place.ranks)

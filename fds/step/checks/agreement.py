@@ -8,7 +8,7 @@ import itertools
 import numbers
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives import Axis, fingerprint
-from fds.errors import ComposeError
+from fds.errors import BatchError, ComposeError
 from fds.step.all_stations import Stations
-from fds.step.batch import checksum
-from fds.step.totals import different_batches
+from fds.step.batch import checksums, kind_of, place
+from fds.step.topology import Place
 
+_PARTS = 2  # of a batch, at most, of which a rank may need one alone: inputs and targets
 _DEEPEST = 32  # levels of values inside values that are compared
 _FEW = 256  # elements of a tensor whose values are compared
 _FILLING = frozenset({"setdefault", "update", "append", "extend", "insert", "add", "pop", "clear"})
@@ -48,22 +49,69 @@ def same_composition(step: Stations) -> None:
     step.runtime.asked["composition"] = []
 
 
-def same_batch(step: Stations, batch: Any) -> None:
-    """Raise `BatchError`, on every rank, where ranks that compute one loss together are given different batches.
+def same_batch(step: Stations, batch: Any, what: str = "step") -> None:
+    """Raise `BatchError`, on every rank, where ranks that share rows are given what does not fit together.
 
-    This is for the first call, which waits for tensors on a GPU; on a CPU the ranks compare in all calls.
+    Along a tensor axis or a pipeline that is anything but one batch, along a sequence axis parts of different shapes.
+    Ranks compare before anything else is done, in one small message: a collective of another shape ends the process.
+    Elements on a GPU are waited for in the first call alone.
     """
-    axis = step.everyone
-    if axis is None or step.dimensions.repeats[1] == 1:
-        step.runtime.asked["batch"] = []
+    axis, shares = step.everyone, step.dimensions.shares
+    if axis is None or not step.dimensions.shares_rows:
         return
-    repeating = [one.axis.name.split(",") for one in step.dimensions.entries if one.repeats and one.axis is not None]
-    place = [(name, i) for name, i in axis.mesh.coordinate().items() if name not in itertools.chain(*repeating)]
-    seen = checksum(batch, waits=True) if step.execute.reads(batch) else 0
-    told = axis.exchange((place, seen), "batch")
-    if len({repr(one) for one, _ in told}) < len({repr(one) for one in told}):
-        raise different_batches(axis)
-    step.runtime.asked["batch"] = []
+    asked, key = step.runtime.asked, f"batch of {what}"
+    parts = step.execute.parts(batch)
+    sums = torch.zeros(_PARTS, 2, dtype=torch.int64, device="cpu")  # 0: there is no such part here
+    for i, part in enumerate(parts):
+        if part is not None or not step.execute.together:
+            sums[i] = torch.tensor(checksums(part, waits=key not in asked), device="cpu") + 1
+    everyones = sums.new_empty(axis.size, *sums.shape)
+    axis.used_for("batch").start_all_gather(everyones.view(-1), sums.view(-1)).wait()
+    pair = _apart(tree.values_of(everyones), shares)
+    if pair is not None:
+        leaves = [{path: kind_of(x) for path, x in tree.paths(part).items()} for part in parts]
+        raise _different_batches(axis, shares, axis.exchange(leaves, "batch"), *pair)
+    asked.setdefault(key, [])
+
+
+def _apart(sums: list[list[list[int]]], shares: Sequence[tuple[Place, Place]]) -> tuple[int, int, int] | None:
+    """Return two ranks whose batches do not fit together, and which part of those."""
+    for i in range(_PARTS):
+        first: dict[tuple[Place, ...], tuple[int, int]] = {}  # by share of the rows: a rank, and its checksum
+        for rank, (theirs, (rows, tokens)) in enumerate(zip(sums, shares, strict=True)):
+            kinds, values = theirs[i]
+            for share, checksum in (((rows,), kinds), ((rows, tokens), values)):
+                before, same = first.setdefault(share, (rank, checksum)) if checksum else (rank, checksum)
+                if same != checksum:
+                    return before, rank, i
+    return None
+
+
+def _different_batches(
+    axis: Axis,
+    shares: Sequence[tuple[Place, Place]],
+    leaves: list[list[dict[str, str]]],
+    one: int,
+    other: int,
+    part: int,
+) -> BatchError:
+    """Return the error for two ranks whose batches have these leaves: of every rank, by part and path."""
+    want, got = leaves[one][part], leaves[other][part]
+    paths = [path for path in {**want, **got} if want.get(path) != got.get(path)]
+    path = paths[0] if paths else next(iter(got), "")
+    named = ["inputs", "targets"][part] if len(leaves[one]) > 1 else ""
+    cut = shares[one][1] != shares[other][1]
+    return BatchError(
+        "ranks along a sequence axis were given parts of different shapes"
+        if cut
+        else "ranks that compute one loss together were given different batches",
+        where=f"{place('.'.join(filter(None, (named, path))))}, rank {axis.ranks[other]}",
+        got=f"{got.get(path, 'nothing')}{'' if paths else ' with other values'}",
+        want=f"{want.get(path, 'nothing')}, as on rank {axis.ranks[one]}",
+        hint="ranks along a sequence axis pass equal parts of the same rows: pad what does not divide into them"
+        if cut
+        else "take rows by the coordinate on the data axis, not by the global rank",
+    )
 
 
 def _different(axis: Axis, compositions: list[list[list[str]]], pipeline: int | None) -> ComposeError:

@@ -14,9 +14,9 @@ from fds.collectives import Axis, fingerprint
 from fds.collectives.dry import dry
 from fds.collectives.traffic import Expected
 from fds.errors import LossError
+from fds.microbatches import Microbatches
 from fds.step import Pass, PassResult, Runtime, SplitBatch, Totals, materialize, rows
 from fds.transforms.pipeline import ranks, serial
-from fds.transforms.pipeline.batches import check_same, digest
 from fds.transforms.pipeline.computations import Computations
 from fds.transforms.pipeline.expected import expected
 from fds.transforms.pipeline.failure import Failure, first
@@ -60,6 +60,14 @@ class Pipeline:
         """Say whether a stage of this rank needs inputs or targets, and the batch has some."""
         return batch is not None and self.plan.reads
 
+    def parts(self, batch: Any) -> list[Any]:
+        """Return inputs and targets, None for what is not there; nothing of what is no pair, and refused later."""
+        each = batch.parts if isinstance(batch, Microbatches) else (batch,)
+        if not self.plan.reads or not all(tree.is_sequence(one) and len(one) == 2 for one in each):
+            return []
+        halves = list(zip(*each, strict=True))
+        return [None if all(x is None for x in half) else half[0] if len(half) == 1 else half for half in halves]
+
     def draws(self, loss: Any) -> list[bool]:
         """Say which calls of the loss this rank makes and may draw in."""
         return self.owned.draws(loss)
@@ -99,8 +107,7 @@ class Pipeline:
         whole = sorted({layer for stage in work.stages.values() for layer in stage.whole})
         if run.seeds.share is not None:
             work.totals.divisor = 0 if run.seeds.divisor is None else run.seeds.divisor
-        seen = digest(run.batch.batch) if self.axis is not None and self.plan.reads else None
-        return PassResult(work.totals, buffers, (failure, whole, seen))
+        return PassResult(work.totals, buffers, (failure, whole))
 
     def agree(self, ran: PassResult, everyone: Axis | None, runtime: Runtime, *, wide: bool) -> tuple[Totals, bool]:
         """Return the totals of the last stage. Raises, on every rank, what was raised on any."""
@@ -140,7 +147,7 @@ class Pipeline:
                     failure = Failure.of(error)
         if run.order is not None:
             run.order.finish()
-        totals, _ = self._agree(work.totals, run.everyone, failure, [], None, wide=False, what="evaluate")
+        totals, _ = self._agree(work.totals, run.everyone, failure, [], wide=False, what="evaluate")
         return totals, [self.owned.from_last(*shown)] if run.outputs else []
 
     def _work(self, run: Pass, plan: Lowered, add: Callable[..., None]) -> tuple[Computations, Failure | None]:
@@ -200,29 +207,26 @@ class Pipeline:
         everyone: Axis | None,
         failure: Failure | None,
         whole: list[int],
-        seen: list[int | None] | None,
         *,
         wide: bool,
         what: str = "step",
     ) -> tuple[Totals, bool]:
         """Return totals with zeros for what the last stage alone has, and whether any rank has float64 gradients.
 
-        Raises, on every rank, what was raised first on any, and `BatchError` where ranks along the pipeline were given
-        different batches.
+        Raises, on every rank, what was raised first on any.
         """
         if failure is not None and (everyone is None or dry.get() is not None):  # there is nobody to tell
             raise failure.alone()
         if everyone is None:
             self.whole.update(whole)
             return totals, wide
-        report = [failure and failure.json(), _kinds(totals), whole, wide, seen]
+        report = [failure and failure.json(), _kinds(totals), whole, wide]
         reports = everyone.exchange(report, what)
         if failed := first([one[0] for one in reports]):
             rank, known = failed
             mine = failure is not None and rank == everyone.index
             known = failure if mine and failure is not None else known
             raise known.raised(f"rank {rank} of {everyone.name}")
-        check_same([one[4] for one in reports], 1 if self.axis is None else self.axis.size)
         kinds = [one[1] for one in reports if one[1] is not None]
         if any(kind != kinds[0] for kind in kinds):
             raise LossError("ranks return different metrics", got=str(kinds[-1]), want=str(kinds[0]))

@@ -69,9 +69,9 @@ MUTANTS = (
     ),
     Mutant(
         "targets-not-compared",
-        "fds/transforms/pipeline/batches.py",
-        'for at, part in enumerate(("inputs", "targets")):',
-        'for at, part in enumerate(("inputs",)):',
+        "fds/step/checks/agreement.py",
+        "for i in range(_PARTS):",
+        "for i in range(1):",
         "ranks along a pipeline may be given different targets",
         "tests/pipeline -k different_batches",
     ),

@@ -4,18 +4,18 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        "first-batches-not-compared",
-        "fds/step/checks/agreement.py",
-        "if len({repr(one) for one, _ in told}) < len({repr(one) for one in told}):",
-        "if False:",
-        "ranks that compute one loss of different batches on a GPU are not told so",
-        "tests/tensor_axis/test_training.py",
+        "batches-compared-too-late",
+        "fds/step/evaluation.py",
+        'same_batch(step, batch, "evaluate")',
+        "pass",
+        "ranks that evaluate one loss of different batches are not told so",
+        "tests/storage/test_campaign.py -k batch",
     ),
     Mutant(
         "batches-of-data-ranks-compared",
         "fds/step/checks/agreement.py",
-        "if name not in itertools.chain(*repeating)]",
-        "if False]",
+        "for share, checksum in (((rows,), kinds), ((rows, tokens), values)):",
+        "for share, checksum in (((), kinds), ((rows, tokens), values)):",
         "data ranks, whose batches differ, are refused",
         "tests/tensor_axis/test_training.py",
     ),
@@ -354,13 +354,5 @@ MUTANTS = (
         "memory_format=torch.contiguous_format)\n        for some",
         "16-bit gradients of microbatches are added in 16 bit",
         "tests/transforms/test_precision.py",
-    ),
-    Mutant(
-        "batches-of-tensor-ranks-unchecked",
-        "fds/step/totals.py",
-        "_check_repeated(next(read), repeats[1], everyone)",
-        "next(read)",
-        "ranks of a tensor axis that were given different batches go on",
-        "tests/tensor_axis/test_training.py",
     ),
 )

@@ -1,7 +1,7 @@
 """Run the fault campaign: `make faults`, or `python -m tests.storage.campaign --seed 3 --kills 500`.
 
 Kills, errors at every request, real full disks, files that were tampered with, ranks that stop, are interrupted, are
-missing, come twice or compose something else. Prints a table, and ends with 1 at the
+missing, come twice, compose something else or pass another batch. Prints a table, and ends with 1 at the
 first thing that did not hold, with the seed to repeat it.
 """
 
@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tests.storage.campaign import disks, errors, kills, ranks, steps
+from tests.storage.campaign import batches, disks, errors, kills, ranks, steps
 from tests.storage.campaign.outcomes import Row, Violation
 
 ROOT = Path(__file__).parents[3]
@@ -99,6 +99,7 @@ def main() -> int:
                 on_disks(root / "disks"),
                 tampered(root / "fuzz", options.seed, options.inputs),
                 ranks.all_rows(root / "ranks"),
+                (run() for run in (batches.simulated, batches.real)),
             ):
                 for row in part:
                     rows.append(row)

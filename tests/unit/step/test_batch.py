@@ -9,7 +9,7 @@ import torch
 import fds
 from fds import tree
 from fds.errors import BatchError
-from fds.step import checksum
+from fds.step.batch import checksums
 from tests.bits import assert_same_bits, snapshot
 from tests.unit.step.problem import BATCH, make, make_params
 
@@ -234,5 +234,23 @@ def test_a_checksum_reads_elements_on_a_gpu_only_where_it_may_wait():
 
     with pretending.pretended():
         one, other = (torch.arange(10.0).add(i).to(pretending.DEVICE) for i in (0, 1))
-        assert checksum(one) == checksum(other)
-        assert checksum(one, waits=True) == checksum(torch.arange(10.0)) != checksum(other, waits=True)
+        assert checksums(one) == checksums(other)
+        assert checksums(one, waits=True) == checksums(torch.arange(10.0)) != checksums(other, waits=True)
+
+
+X, LONG = torch.arange(12.0).view(3, 4), torch.zeros(64, 1024)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (X.t(), X.t() + 1),  # not contiguous
+        (X.to(torch.complex64), X * 1j),
+        (LONG, torch.cat([LONG[:32], LONG[32:] + 1])),  # far from the first elements
+        ({"x": X, "rate": 0.1}, {"x": X, "rate": 0.2}),
+        ([fds.whole(X)], [fds.whole(X + 1)]),
+    ],
+)
+def test_a_checksum_is_of_all_that_a_loss_may_read(one, other):
+    assert checksums(one) != checksums(other) and checksums(one)[0] == checksums(other)[0]
+    assert checksums(one) == checksums(fds.tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, one))
