@@ -6,8 +6,9 @@ import difflib
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import UnionType
+from types import CodeType, UnionType
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 P = ParamSpec("P")
@@ -208,6 +209,25 @@ def checked_call(function: Callable[P, R]) -> Callable[P, R]:
 def expanded(path: str | os.PathLike[str]) -> str:
     """Return a path of the user's with `~` as the home that it stands for."""
     return os.path.expanduser(os.fspath(path))
+
+
+def outside(*libraries: str) -> str:
+    """Return file, line and function of the innermost caller of neither fds, torch, Python nor these; "" for none."""
+    frame = inspect.currentframe()
+    while frame is not None and is_of_library(frame.f_globals.get("__name__", ""), libraries):
+        frame = frame.f_back
+    return "" if frame is None else line_of(frame.f_code, frame.f_lineno)
+
+
+def is_of_library(module: str, more: Sequence[str] = ()) -> bool:
+    """Say whether a module is of fds, torch, Python or these libraries, rather than a user's."""
+    name = module.partition(".")[0]
+    return name in ("fds", "torch", "triton", *more) or name in sys.stdlib_module_names
+
+
+def line_of(code: CodeType, line: int) -> str:
+    """Return a line of code as text."""
+    return f"{os.path.basename(code.co_filename)}:{line}, in {code.co_name}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

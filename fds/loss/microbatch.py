@@ -71,7 +71,7 @@ class Setting:
                     random.reseed(seed, self.devices)
                 if draw is None:
                     return f(*args)
-                with draw(args[given:]):
+                with draw(index, args[given:]):
                     return f(*args)
 
         return run

@@ -14,7 +14,7 @@ from fds.loss.carried import Carried
 from fds.loss.roots import Root
 
 ModuleMap = Callable[[nn.Module, Root], None]  # changes a copy of a module in place
-Draw = Callable[[Any], AbstractContextManager[object]]  # what a call of a loss is given -> how it draws
+Draw = Callable[[int, Any], AbstractContextManager[object]]  # number of a layer, what it is given -> how it draws
 
 
 @attrs.frozen

@@ -6,6 +6,7 @@ from fds.nn.parallel.auto import auto_plan
 from fds.nn.parallel.embedding import VocabEmbedding
 from fds.nn.parallel.linear import ColumnLinear, RowLinear
 from fds.nn.parallel.linear_cross_entropy import linear_cross_entropy
+from fds.nn.parallel.mixing import allow_mixing
 from fds.nn.parallel.mlp import MLP
 from fds.nn.parallel.plan import column, heads, replicated, row, sequence, vocab
 from fds.nn.parallel.self_attention import SelfAttention
@@ -22,6 +23,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "VocabEmbedding",
+    "allow_mixing",
     "attention",
     "auto_plan",
     "column",

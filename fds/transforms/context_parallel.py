@@ -48,7 +48,9 @@ def context_parallel(axis: Axis, *, layout: Layout = "contiguous"):
     Ranks that pass the same rows draw what one rank draws for them: dropout and noise of (B, S/N, ...) are drawn for
     the whole rows, of which a rank takes its part, and what has nothing of tokens is alike. `LossError` says what
     cannot be drawn so: tokens along another dim than 1, functions that draw otherwise, dropout in
-    `torch.utils.checkpoint`; and attention that would see this rank's tokens alone.
+    `torch.utils.checkpoint`. And in a first call what would see this rank's tokens alone, and one rank all of them:
+    other attention, convolutions, positions by `torch.arange`, shifts, means that are not the loss; but for what is in
+    `with fds.nn.allow_mixing():`.
 
     Args:
         axis: of `fds.mesh`, in the order of the parts. One of size 1 changes nothing.

@@ -81,7 +81,10 @@ def _over_ranks(
     check(q, k, v, key_padding, bias, scale, p)
     _check_parts(q, k, axis, layout, bias, p)
     q, scale = positive(q, max(q.shape[3], 1) ** -0.5 if scale is None else scale)
-    return METHODS[method](q, k, v, axis, causal=causal, key_padding=key_padding, scale=scale, layout=layout)
+    out = METHODS[method](q, k, v, axis, causal=causal, key_padding=key_padding, scale=scale, layout=layout)
+    if (draws := tokens.now()) is not None and draws.watch is not None:
+        draws.watch.mark(out, -2)
+    return out
 
 
 def _check_names(axis: Any, method: Any, layout: Any) -> None:

@@ -24,6 +24,7 @@ from fds import tree
 from fds.collectives import Axis
 from fds.errors import LossError
 from fds.loss import traced
+from fds.nn.parallel.mixing import Watch, line
 from fds.nn.parallel.zigzag import Layout, chunks_of
 
 # private: what `torch.autograd.graph.saved_tensors_hooks` has entered last
@@ -48,16 +49,20 @@ class Parts:
 
     axis: Axis
     layout: Layout = "contiguous"
+    looked: set[tuple[int, bool]] = attrs.field(factory=set, init=False, eq=False)  # calls of layers, with grad or not
 
     def __repr__(self) -> str:
         return f"for whole rows, of which ranks of {self.axis.name} take their {self.layout} parts"
 
-    def __call__(self, given: Any) -> Draws:
-        """Return the mode in which a call of the loss runs, which is given these of the microbatch's tensors."""
-        shapes = [x.shape for x in tree.leaves(given) if isinstance(x, Tensor) and x.dim() > 1]
+    def __call__(self, layer: int, given: Any) -> Draws:
+        """Return the mode in which a call of a layer runs, which is given these of the microbatch's tensors."""
+        tensors = [x for x in tree.leaves(given) if isinstance(x, Tensor) and x.dim() > 1]
+        shapes = [x.shape for x in tensors]
         lengths, rows = {shape[1] for shape in shapes}, {shape[0] for shape in shapes}
         lengths = lengths - {1} or lengths  # of (rows, 1, ...) all tokens of a row share something
-        return Draws(self, rows, lengths, lengths.union(shape[:2].numel() for shape in shapes) - rows)
+        flat, call = lengths.union(shape[:2].numel() for shape in shapes) - rows, (layer, torch.is_grad_enabled())
+        watch = None if call in self.looked else Watch(self.axis, rows, lengths, tensors)
+        return Draws(self, rows, lengths, flat, call, watch)
 
     def ranges(self, length: int) -> list[tuple[int, int]]:
         """Return first index and length of each range of this rank's tokens in the whole rows."""
@@ -89,11 +94,20 @@ def now() -> Draws | None:
 class Draws(TorchFunctionMode):
     """Inside, functions of torch draw for whole rows, of which this rank has parts of these lengths."""
 
-    def __init__(self, parts: Parts, rows: set[int], lengths: set[int], flat: set[int]):  # flat: tokens without rows
+    def __init__(
+        self,
+        parts: Parts,
+        rows: set[int],
+        lengths: set[int],
+        flat: set[int],
+        call: tuple[int, bool],
+        watch: Watch | None,
+    ):  # flat: tokens without rows
         super().__init__()
         self.parts, self.rows, self.lengths, self.flat = parts, rows, lengths, flat
-        self.hooks, self.recorded = _saving(True), torch.is_grad_enabled()
+        self.hooks, self.recorded = _saving(True), call[1]
         self.before: Draws | None = None
+        self.call, self.watch = call, watch
 
     def __enter__(self) -> Draws:
         self.before, _now.draws = _now.draws, self
@@ -102,12 +116,18 @@ class Draws(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         _now.draws = self.before
+        if error[:1] == (None,):
+            self.parts.looked.add(self.call)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         other = _OTHERS.get(func)
         if other is None or (kwargs and kwargs.get("generator") is not None):  # draws from a generator are the user's
-            return func(*args, **(kwargs or {}))
-        return other(self, func, *args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
+        else:
+            out = other(self, func, *args, **(kwargs or {}))
+        if not torch.compiler.is_compiling() and self.watch is not None:
+            self.watch.look(func, args, kwargs or {}, out)
+        return out
 
     def cut(self, shape: Sequence[int]) -> Cut | None:
         """Return how what has this shape is cut, None for what has nothing of tokens.
@@ -173,7 +193,7 @@ def check_alone(q: Tensor, k: Tensor) -> None:
     if draws is not None and q.shape[-2] == k.shape[-2] and k.shape[-2] in draws.lengths:
         raise LossError(
             "attention sees this rank's tokens alone, of rows that have more",
-            where=_WHERE.format(axis=draws.parts.axis),
+            where=f"{line()}: " + _WHERE.format(axis=draws.parts.axis),
             got=f"queries {tuple(q.shape)}, keys {tuple(k.shape)}",
             want="fds.nn.attention(..., axis=axis)",
         )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import pathlib
-import sys
 import types
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -13,7 +10,17 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives import Axis
-from fds.errors import BatchError, ComposeError, FdsError, LossError, ScheduleError, StateError
+from fds.errors import (
+    BatchError,
+    ComposeError,
+    FdsError,
+    LossError,
+    ScheduleError,
+    StateError,
+    is_of_library,
+    line_of,
+    outside,
+)
 from fds.step.residency.contract import Residency, text_of
 
 _HINT = "leave out fds.cuda_graph(), or fds.compile(whole=True)"
@@ -152,10 +159,10 @@ def at_fault(error: BaseException, what: str, *, want: str, hint: str) -> FdsErr
     modules = [(tb.tb_frame.f_globals.get("__name__", ""), tb) for tb in _traceback(first)]
     kinds = {"fds.loss": LossError, "fds.optim.base": ScheduleError}
     inside = [kind for name, kind in kinds.items() if any(at.startswith(name) for at, _ in modules)]
-    own = [tb for name, tb in modules if not _is_ours(name)]
+    own = [tb for name, tb in modules if not is_of_library(name)]
     return (inside[-1] if inside else ComposeError)(
         what,
-        where=_place(own[-1].tb_frame.f_code, own[-1].tb_lineno) if own else "",
+        where=line_of(own[-1].tb_frame.f_code, own[-1].tb_lineno) if own else "",
         got=str(first).strip().partition("\n")[0][:200],
         want=want,
         hint=hint,
@@ -202,26 +209,9 @@ def too_many(shapes: str, most: int) -> BatchError:
     )
 
 
-def outside() -> str:
-    """Return file, line and function of the innermost caller that is of neither fds, torch nor Python; "" for none."""
-    frame = inspect.currentframe()
-    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-    return "" if frame is None else _place(frame.f_code, frame.f_lineno)
-
-
 def shapes_of(batch: Any) -> str:
     """Return the shapes in a batch as text."""
     return ", ".join(str(tuple(x.shape)) for x in tree.leaves(batch) if isinstance(x, Tensor))[:120]
-
-
-def _is_ours(module: str) -> bool:
-    name = module.partition(".")[0]
-    return name in ("fds", "torch", "triton") or name in sys.stdlib_module_names
-
-
-def _place(code: types.CodeType, line: int) -> str:
-    return f"{pathlib.Path(code.co_filename).name}:{line}, in {code.co_name}"
 
 
 def _traceback(error: BaseException) -> list[types.TracebackType]:

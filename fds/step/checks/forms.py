@@ -93,7 +93,7 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "context": (given("call"), "a function (call) -> context manager"),
     "kernels": (takes(0), "a function () -> context manager"),
     "modules": (given("module", "root"), "a function (copy of a module, its root) -> None, which changes it in place"),
-    "draw": (given("given"), "a function (what a call of the loss is given) -> context manager"),
+    "draw": (given("layer", "given"), "a function (number of the layer, what it is given) -> context manager"),
     "layer": (given("calls", "call"), "a function (list of LayerCalls, call) -> list of LayerCalls"),
     "scale": (lambda x: has(x, "scale", "metrics"), "an object with scale(slots, device) and metrics(slots, device)"),
     "measure": (lambda x: isinstance(x, Measure), "fds.step.Measure(norm=True)"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fds.errors import ComposeError, FdsError, LossError
-from fds.step.checks.capture import HasStations, alone_on_a_device, at_fault, outside
+from fds.errors import ComposeError, FdsError, LossError, outside
+from fds.step.checks.capture import HasStations, alone_on_a_device, at_fault
 
 _HINT = "fds.compile() compiles the loss alone"
 

@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 TRAINING, DRAWS = "tests/sequence_axis/test_training.py", "tests/sequence_axis/test_draws.py"
-ATTENTION = "tests/nn/parallel/test_attention.py"
+MIXING, ATTENTION = "tests/sequence_axis/test_mixing.py", "tests/nn/parallel/test_attention.py"
 MUTANTS = (
     Mutant(
         "a-sequence-adds-no-gradients",
@@ -124,5 +124,37 @@ MUTANTS = (
         "n",
         "keys are sent n times where once is enough",
         ATTENTION,
+    ),
+    Mutant(
+        "the-numbers-of-positions-are-not-compared",
+        "fds/nn/parallel/mixing.py",
+        '"first positions"))) == 1',
+        '"first positions"))) == 0',
+        "positions of the part are taken for those of the row",
+        MIXING,
+    ),
+    Mutant(
+        "a-sum-over-a-part-meets-tokens",
+        "fds/nn/parallel/mixing.py",
+        'meets = "tokens" in kinds and call.out.is_floating_point()',
+        "meets = False",
+        "hidden states are centred by the mean of a part",
+        MIXING,
+    ),
+    Mutant(
+        "tokens-meet-tokens",
+        "fds/nn/parallel/along.py",
+        'found |= {"mixes"} if self._makes_pairs() else set()',
+        "found |= set()",
+        "attention that is written by hand sees a part",
+        MIXING,
+    ),
+    Mutant(
+        "every-call-is-looked-at",
+        "fds/nn/parallel/tokens.py",
+        "self.parts.looked.add(self.call)",
+        "pass",
+        "steady calls pay for what a first one looks at",
+        MIXING,
     ),
 )
