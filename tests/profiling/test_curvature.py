@@ -73,6 +73,20 @@ def test_sharpness_is_the_greatest_eigenvalue_also_where_another_is_greater_in_m
     )
 
 
+@pytest.mark.parametrize("tol", [1e-2, 1e-3, 1e-6])
+def test_sharpness_is_as_near_as_it_is_asked_for_and_says_where_it_is_not(tol):
+    draw = torch.Generator().manual_seed(0)
+    basis, _ = torch.linalg.qr(torch.randn(200, 200, generator=draw, dtype=torch.float64))
+    for values in (torch.linspace(-2.0, 1.2877, 200), torch.linspace(-1.0, 1.2877, 200) ** 3, -torch.arange(1.0, 201)):
+        matrix = basis @ torch.diag(values.double()) @ basis.T
+        loss_fn = lambda p, _, matrix=matrix: p["x"] @ matrix @ p["x"] / 2
+        params, most = {"x": torch.zeros(200, dtype=torch.float64)}, float(values.max())
+        found = curvature.sharpness(loss_fn, params, None, tol=tol, max_iter=250)
+        assert abs(found - most) <= tol * abs(most)
+    with pytest.warns(UserWarning, match="after 3 products"):
+        curvature.sharpness(loss_fn, params, None, tol=tol, max_iter=3)
+
+
 def test_the_trace_is_within_its_error_and_exact_for_a_diagonal():
     loss_fn, params, batch = problem()
     want = float(explicit(loss_fn, params, batch, list(params)).trace())

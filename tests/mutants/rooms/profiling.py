@@ -116,11 +116,11 @@ MUTANTS = (
         "tests/profiling/test_curvature.py",
     ),
     Mutant(
-        "curvature-unsigned-shift",
+        "curvature-change-as-residual",
         "fds/curvature.py",
-        "tol, 0.0, found)[0] + found",
-        "tol, 0.0, found)[0]",
-        "sharpness is that of the shifted Hessian",
+        "if residual <= tol * abs(value) or",
+        "if len(diagonal) > 3 or",
+        "sharpness ends before its error is bounded",
         "tests/profiling/test_curvature.py",
     ),
 )
