@@ -20,6 +20,7 @@ from fds.step.runtime import Runtime
 from fds.step.seeds import Seeds
 from fds.step.sharding.gather import Gather
 from fds.step.sharding.handles import materialize
+from fds.step.sharding.kept import Kept
 from fds.step.sharding.named import Named
 from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import Reduce
@@ -47,6 +48,7 @@ __all__ = [
     "Gather",
     "Gradients",
     "InTurn",
+    "Kept",
     "Leg",
     "LocalGradients",
     "Measure",

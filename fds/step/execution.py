@@ -210,8 +210,11 @@ class Executor(Protocol):
         """Return into how many microbatches a batch, given in one piece, is cut for evaluation: alike on all ranks."""
         ...
 
-    def messages(self, everyone: Axis) -> Iterable[Expected]:
-        """Return the messages of a training call of its own, as far as earlier calls have shown them."""
+    def messages(self, everyone: Axis, *, keeps: bool) -> Iterable[Expected]:
+        """Return the messages of a training call of its own, as far as earlier calls have shown them.
+
+        `keeps` says whether gradients are sent with error feedback.
+        """
         ...
 
     def train(self, run: Pass) -> PassResult:
@@ -288,7 +291,7 @@ class InTurn:
         """Return 1."""
         return 1
 
-    def messages(self, everyone: Axis) -> list[Expected]:
+    def messages(self, everyone: Axis, *, keeps: bool) -> list[Expected]:
         """Return nothing."""
         return []
 
@@ -309,8 +312,8 @@ class InTurn:
                     more=cut,
                     reentrant=reentrant,
                 )
-                if run.ahead is not None:
-                    run.ahead.forward(outcome, totals, run.seeds, run.sums, first=i == 0, last=last)
+                if run.ahead is not None or run.sums.kept is not None:
+                    _foresee(run, outcome, totals, last=last)
                 with profiled("backward"):
                     run.sums.add(backward, last=last, in_parts=reentrant)
                 del backward
@@ -335,6 +338,21 @@ class InTurn:
         if run.order is not None:
             run.order.finish()
         return totals, shown
+
+
+def _foresee(run: Pass, outcome: losses.Outcome, totals: Totals, *, last: bool) -> None:
+    """Tell what acts in the last backward what all ranks' totals are; all of them call this before every backward."""
+    assert run.sums is not None and run.seeds is not None
+    if totals.count == 1:
+        run.seeds.has_weights(outcome)
+    if not last:
+        return
+    every = run.seeds.foreseen(totals, run.everyone)
+    if run.ahead is not None:
+        run.ahead.foresee(every, attrs.evolve(totals, divisor=run.seeds.divisor), run.sums)
+    if run.sums.kept is not None:
+        assert isinstance(every.weight, Tensor)
+        run.sums.kept.weigh(every.weight, 1 if every.divisor is None else every.divisor)
 
 
 def _plain(x: Any) -> Any:

@@ -64,7 +64,7 @@ def _all(step: Stations, structure: Structure, state: State, everyone: Axis) -> 
     local = phases is not None and not state.calls.is_meta and phases.local(int(state.calls))
     if step.shard is not None and not local:
         yield from _of_buckets(step, structure, step.shard)
-    yield from step.execute.messages(everyone)
+    yield from step.execute.messages(everyone, keeps=step.reduce.transport.keeps)
     yield from _of_shared(step, structure)
     yield from _of_agreement(step, structure, state, everyone)
     if step.synchronize is not None:
@@ -141,6 +141,9 @@ def _of_agreement(step: Stations, structure: Structure, state: State, everyone: 
     )
     divides = seeds.share is not None
     weights = divides and asked.get("weights") == ["Mean"]
+    alone = step.execute.together or asked.get("weights") == ["Mean"]  # whether what a batch weighs is asked for alone
+    if dimensions.data is not None and alone and (step.reduce.transport.keeps or step.place.speculate):
+        yield Expected.of(dimensions.data, "all_reduce", 1, torch.float64, what="weights")
     if weights and dimensions.data is not None:
         yield Expected.of(dimensions.data, "all_reduce", 2, torch.float64, what="weights")
 

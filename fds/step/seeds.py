@@ -119,20 +119,29 @@ class Seeds:
         Of a `Mean` the data ranks add the weights up, in a collective; `has_weights` was called before.
         """
         if everyone is None:
-            return totals
+            return attrs.evolve(totals, divisor=self.divisor)
         assert totals.loss is not None
-        device = totals.loss.device
-        weight, divisor = (None if x is None else _as_tensor(x, device) for x in (totals.weight, totals.divisor))
-        assert weight is not None
+        weight = _as_tensor(totals.weight, totals.loss.device)
         if self.data is not None and self.asked.get("weights") == ["Mean"]:
             if self.order is not None:
                 self.order.settle()
-            total = weight.to(torch.float64, copy=True)
-            self.data.start_all_reduce(total, what="weights").wait()
-            weight = total.to(weight.dtype)
+            weight = self.summed(weight)
         elif self.data is not None:
             weight = weight * self.data.size
+        divisor = None if self.divisor is None else _as_tensor(self.divisor, weight.device)
         return attrs.evolve(totals, weight=weight, divisor=divisor)
+
+    def summed(self, weight: Tensor) -> Tensor:
+        """Return the sum of weights, () each, over the data ranks, in a collective."""
+        assert self.data is not None
+        total = weight.to(torch.float64, copy=True)
+        self.data.start_all_reduce(total, what="weights").wait()
+        return total.to(weight.dtype)
+
+    def share_of(self, outcome: Outcome) -> Tensor:
+        """Return how much a microbatch adds to the weight over the divisor, () float64; `decide` was called before."""
+        weight = _as_tensor(outcome.weight, outcome.total.device).to(torch.float64)
+        return weight if self.divisor is None else weight / self.divisor
 
     def has_weights(self, outcome: Outcome | None) -> bool:
         """Return whether the loss is a `Mean`, on any data rank; they ask each other in the first call."""

@@ -77,10 +77,20 @@ def match(
 
     Of leaves in `partial` slots the source may have another number of terms.
 
-    Raises `StorageError` for the first leaf that does not match, parameters before others; if not strict, warns of all
-    of them with a `StorageWarning` instead.
+    Raises `StorageError` for the first leaf that does not match, parameters before others, and for one whose numbers
+    are in other units, unless such are to be initialised; if not strict, warns of all of them with a `StorageWarning`
+    instead.
     """
-    have = source.leaves
+    have, void = source.leaves, [name for name in source.void if name in want and options.read(name)]
+    if void and options.strict and "init" not in options.slots:
+        raise StorageError(
+            f"this save has {void[0]} in other units: what messages of gradients have lost",
+            where=source.where,
+            got=source.void[void[0]],
+            want="of the mean gradient, as saves have it from format 4 on",
+            hint='slots="init" begins with nothing kept: what the messages of about one call have lost is lost',
+        )
+    have = {name: leaf for name, leaf in have.items() if name not in void}
     sources = {name: _source_name(name, have, want, options) for name in want if options.read(name)}
     names = {name: found for name, found in sources.items() if found is not None}
     if "init" in options.slots:

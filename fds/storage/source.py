@@ -36,6 +36,7 @@ class Source:
         aliases: for each name of a leaf that has several, the first of them.
         read_box: `read_box(name, box, start, out)` does what `read` does for a box of the leaf, flattened by itself;
             None where all is read through `read`.
+        void: why the numbers of some leaves say nothing to a state of this version, by name.
     """
 
     where: str
@@ -45,6 +46,7 @@ class Source:
     composition: tuple[str, ...] = ()
     aliases: Mapping[str, str] = attrs.field(factory=dict)
     read_box: Callable[[str, Box, int, Tensor], None] | None = None
+    void: Mapping[str, str] = attrs.field(factory=dict)
 
     def fill(self, name: str, box: Box | None, start: int, out: Tensor) -> None:
         """Fill `out` as `read` does with elements of a flattened leaf, or of a box of it."""
@@ -81,8 +83,15 @@ def save_source(manifest: Manifest, folders: list[OpenFolder], *, verify: bool =
     home = {name: next((f for f in folders if f.has(name)), folders[0]) for name in manifest.files}
     boxed = frozenset(n for n, leaf in manifest.leaves.items() if any(c.box is not None for c in leaf.chunks))
     saved = _Saved(manifest, folders, Files(home, manifest.files, verify), boxed)
+    totals = f"format {manifest.format}: of sums of gradients, whatever a batch weighed"
     return Source(
-        str(folders[0].path), manifest.leaves, saved.read, manifest.extra, manifest.composition, read_box=saved.read_box
+        str(folders[0].path),
+        manifest.leaves,
+        saved.read,
+        manifest.extra,
+        manifest.composition,
+        read_box=saved.read_box,
+        void={name: totals for name in manifest.leaves if manifest.format < 4 and name.startswith("slots.kept.")},
     )
 
 

@@ -77,7 +77,7 @@ def test_what_is_sent_and_what_is_kept_is_what_is_given(place):
     want, _ = sums(attrs.evolve(place, gradients=None))
     got, kept = sums(place)
     assert {f"opt.momentum_buffer.{one}" for one in kept} == want.keys() == got.keys()
-    assert max(float(x.abs().max()) for x in kept.values()) > 1e-3
+    assert max(float(x.abs().max()) for x in kept.values()) > 1e-4
     for one, x in kept.items():
         whole = want[f"opt.momentum_buffer.{one}"]
         rounding = torch.finfo(torch.float32).eps * 8 * 2 * place.ranks * float(whole.abs().max())  # additions

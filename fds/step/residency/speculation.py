@@ -16,14 +16,12 @@ from torch import Tensor
 
 from fds.collectives import Axis
 from fds.errors import ComposeError
-from fds.loss import Outcome
 from fds.optim import Optimizer
 from fds.step.ranges import profiled
 from fds.step.residency.apart import Apart
 from fds.step.residency.chunks import is_separate
 from fds.step.residency.landing import Landing
 from fds.step.residency.visit import Visit
-from fds.step.seeds import Seeds
 from fds.step.totals import Totals
 
 
@@ -85,19 +83,11 @@ class Speculation:
     granted: Granted | None = None
     visit: Visit | None = None
 
-    def forward(self, outcome: Outcome, totals: Totals, seeds: Seeds, sums: Sums, *, first: bool, last: bool) -> None:
-        """Follow a microbatch, before its backward; all ranks call it.
-
-        After the last one what the totals of all ranks lead to is taken for granted.
-        """
-        if first:
-            seeds.has_weights(outcome)
-        if last:
-            assert sums.landing is not None
-            own = attrs.evolve(totals, divisor=seeds.divisor)
-            every = seeds.foreseen(own, self.everyone)
-            self.granted = self.grant(every, own, sums.predivide, sums.landing.wide)
-            self.visit = self.visits(self.granted)
+    def foresee(self, every: Totals, own: Totals, sums: Sums) -> None:
+        """Take for granted what the totals of all ranks lead to, before the last backward; `own` are this rank's."""
+        assert sums.landing is not None
+        self.granted = self.grant(every, own, sums.predivide, sums.landing.wide)
+        self.visit = self.visits(self.granted)
 
     def tell(self, grads: Mapping[int, Tensor]) -> None:
         """Take gradients that are complete, and update what waits for nothing else."""

@@ -120,6 +120,8 @@ class Bucketed:
         finally:
             self.adding = False
         if self.order is not None:
+            for i in self.kept.waiting() if last and self.kept is not None else ():
+                self._open(i)
             for i in sorted(self.filling, reverse=True):
                 if i in self.filling:
                     self.order.need(("reduce", i))

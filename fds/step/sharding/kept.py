@@ -11,6 +11,7 @@ from torch import Tensor
 from fds import tree
 from fds.layout import Bucket
 from fds.step import foreach
+from fds.step.gradients import combined_scale
 from fds.step.pool import Pool
 
 SLOT = "kept"
@@ -25,47 +26,60 @@ def nothing_kept(shapes: Mapping[str, tuple[int, ...]], device: torch.device) ->
 class Kept:
     """What is kept of every bucket in one call: read from the state before its first message, changed by each.
 
-    The state has it by parameter, of the gradient of the loss itself, so that it means the same under another loss
-    scale, in other buckets and on other ranks. What is sent is that times `scale` / `divisor` (and, where the gradients
-    of a `Mean` are divided by a power of two near its weight, by that: then it is of the mean).
+    The state has it by parameter, in units of the mean gradient, so that it means the same where batches weigh more,
+    under another loss scale, in other buckets and on other ranks. Sums of a call are the mean times `total`, which of a
+    `Mean` is known once all microbatches have run forward: so what was kept before goes with the messages of the last
+    one, and those of earlier ones keep what they lose for it.
     """
 
-    given: Mapping[str, Tensor]  # by trained parameter, of its shape, float32, before the call
-    scale: Tensor | None  # () float64; None is 1
-    divisor: float
+    before: Mapping[str, Tensor]  # by trained parameter, of its shape, float32
+    scale: Tensor | None  # of the loss, () float64; None is 1
+    predivide: float  # of what is sent
     pool: Pool
+    total: Tensor | None = None  # what sums are larger by than the mean gradient, () float64; None until it is known
     flat: dict[int, tuple[Bucket, Tensor]] = tree.new(dict)  # by index of the bucket
+    joined: set[int] = tree.new(set)  # buckets of which that has what was kept before the call
+
+    def weigh(self, weight: Tensor, divisor: Tensor | float = 1) -> None:
+        """Take what the batch of all ranks weighs, () each, and what its gradients were divided by in backward."""
+        self.total = combined_scale(weight, self.scale, divisor * self.predivide, weight.device)
 
     def bucket(self, index: int, bucket: Bucket) -> Tensor:
         """Return what is kept of a bucket, (numel,) float32, which its next message changes."""
-        if index not in self.flat:
-            flat = self._read(bucket)
-            if self.scale is not None:
-                flat.mul_(self.scale)
-            if self.divisor != 1:
-                flat.div_(self.divisor)
-            self.flat[index] = bucket, flat
-        return self.flat[index][1]
+        flat = self.flat[index][1] if index in self.flat else None
+        if self.total is not None and index not in self.joined:
+            self.joined.add(index)
+            before = self._read(bucket).mul_(self.total)
+            flat = before if flat is None else flat.add_(before)
+        if flat is None:
+            flat = self.pool.take(bucket.numel, torch.float32, self._device(bucket)).zero_()
+        self.flat[index] = bucket, flat
+        return flat
+
+    def waiting(self) -> list[int]:
+        """Return the buckets of which messages were sent, but nothing of what was kept before the call."""
+        return [index for index in self.flat if index not in self.joined]
 
     def after(self, skip: Tensor | None) -> dict[str, Tensor]:
         """Return what is kept after the call, by parameter; where `skip`, () bool, is true it is what was before."""
-        found = dict(self.given)
+        after = dict(self.before)
+        assert not self.waiting()
         for bucket, flat in self.flat.values():
-            if self.divisor != 1:
-                flat.mul_(self.divisor)
-            if self.scale is not None:
-                flat.div_(self.scale)
+            assert self.total is not None
+            flat.div_(self.total)
             if skip is not None:
                 torch.where(skip, self._read(bucket), flat, out=flat)
-            found.update(zip((leaf.name for leaf in bucket.leaves), bucket.views(flat), strict=True))
-        return found
+            after.update(zip((leaf.name for leaf in bucket.leaves), bucket.views(flat), strict=True))
+        return after
 
     def _read(self, bucket: Bucket) -> Tensor:
         """Return what was kept of a bucket before the call, zero in its padding."""
-        held = [self.given[leaf.name] for leaf in bucket.leaves]
-        flat = self.pool.take(bucket.numel, torch.float32, held[0].device)
+        flat = self.pool.take(bucket.numel, torch.float32, self._device(bucket))
         views, gaps = bucket.cut(flat)
-        foreach.copy_(views, held)
+        foreach.copy_(views, [self.before[leaf.name] for leaf in bucket.leaves])
         if gaps:
             foreach.zero_(gaps)
         return flat
+
+    def _device(self, bucket: Bucket) -> torch.device:
+        return self.before[bucket.leaves[0].name].device

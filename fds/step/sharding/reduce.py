@@ -60,7 +60,7 @@ class Reduce:
         predivide = shard.divisor([self.dtype or dtype or kind for kind in kinds])
         kept = None
         if self.transport.keeps:
-            kept = Kept(slots[SLOT], seeds.scale, predivide * (seeds.share or 1), pool)
+            kept = Kept(slots[SLOT], seeds.scale, predivide, pool)
         return Bucketed(
             structure,
             leaves,

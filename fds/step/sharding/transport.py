@@ -30,7 +30,7 @@ class Transport:
         keeps: whether the legs of gradients keep the errors of their messages (error feedback): they are then given
             `kept`, what this rank kept of the bucket before, and write the new error there: what was sent plus `kept`
             is what was given, the float32 sum of the numbers and the old `kept`. It lies in the state, in the slot
-            `kept`, by parameter.
+            `kept`, by parameter, in units of the mean gradient.
         bound: the largest error of an element of a message, relative to the largest absolute value in the bucket that
             it was made of; 0 where nothing is lost.
         draws: whether gradients are sent with random numbers: then every call sends by what `seeded` returns for it.

@@ -20,8 +20,9 @@ from fds.storage.disk.writer import checksum
 from fds.storage.format import boxes
 from fds.storage.format.tensors import DTYPES
 
-FORMAT = 3  # incremented when a reader of the previous format could misread a file
-READABLE = (2, 3)  # in format 2 every chunk is of the whole leaf
+FORMAT = 4  # incremented when a reader of the previous format could misread a file
+# in format 2 every chunk is of the whole leaf; to 3 `slots.kept` has the errors of sums of gradients, not of their mean
+READABLE = (2, 3, 4)
 NAME = "manifest.json"
 MAX_INT = 2**63 - 1  # of sizes and offsets; Python refuses to print some integers that JSON can hold
 MAX_DEPTH = 100  # levels of `extra`, which JSON readers and writers handle at any depth of the call stack

@@ -13,7 +13,7 @@ from torch import Tensor
 from fds import loss as losses, tree
 from fds.errors import BatchError, RankError
 from fds.plans import Action, Op, recorder
-from fds.step import Order, Seeds, Totals, profiled
+from fds.step import Kept, Order, Seeds, Totals, profiled
 from fds.transforms.pipeline.packet import Packet
 from fds.transforms.pipeline.stage import Stage
 
@@ -61,6 +61,8 @@ class Computations:
     seeds: Seeds | None = None  # None where there are no backwards
     order: Order | None = None  # in which data ranks meet
     keeps: bool = False  # whether what the last stage returned is wanted
+    kept: Kept | None = None  # what transports keep: then the weights of microbatches travel with their gradients
+    shares: dict[int, Tensor] = tree.new(dict)  # by microbatch, how much it adds to the weight over the divisor
     totals: Totals = attrs.field(factory=Totals)
     outputs: dict[int, Packet] = tree.new(dict)
     outcomes: dict[int, losses.Outcome] = tree.new(dict)  # by microbatch, until its backward begins
@@ -78,6 +80,7 @@ class Computations:
             self.seeds.decide(None)
         if action == self.final:
             try:
+                self._weigh()
                 next(iter(self.stages.values())).add(_nothing, last=True)
             except RankError:
                 raise
@@ -92,17 +95,23 @@ class Computations:
         if action.op is Op.FORWARD:
             self._forward(stage, s, i, mail)
         elif action.op is Op.BACKWARD_WEIGHT:
+            if last:
+                self._weigh()
             self._begin()
             with profiled("backward_weight", stage=s, microbatch=i):
                 stage.backward_weight(i, last=last)
         else:
-            grads = [self._seed(i)] if s + 1 == self.num_stages else mail.take(("gradient", s, i))
+            grads = self._seed(i) if s + 1 == self.num_stages else mail.take(("gradient", s, i))
+            share = [] if self.kept is None else [grads.pop()]
+            self.shares.update((i, x) for x in share)
+            if last:
+                self._weigh()
             self._begin()
             with profiled("backward", stage=s, microbatch=i):
                 whole = action.op is Op.BACKWARD
                 grads = stage.backward(i, grads, last=last) if whole else stage.backward_input(i, grads)
             if s:
-                mail.give(("gradient", s - 1, i), grads)
+                mail.give(("gradient", s - 1, i), [*grads, *share])
         self._settle(action)
 
     def _forward(self, stage: Stage, s: int, i: int, mail: Mail) -> None:
@@ -120,12 +129,20 @@ class Computations:
         if self.seeds is not None:
             self.outcomes[i] = attrs.evolve(outcome, metrics={}, buffers={})
 
-    def _seed(self, i: int) -> Tensor:
-        """Return the gradient at which backward of microbatch `i` begins."""
+    def _seed(self, i: int) -> list[Tensor]:
+        """Return the gradient at which backward of microbatch `i` begins, and its share where that is asked for."""
         assert self.seeds is not None
         outcome = self.outcomes.pop(i)
         seed = self.seeds.seed(outcome, self.microbatches[i][1])
-        return torch.ones_like(outcome.total) if seed is None else seed
+        seed = torch.ones_like(outcome.total) if seed is None else seed
+        return [seed] if self.kept is None else [seed, self.seeds.share_of(outcome)]
+
+    def _weigh(self) -> None:
+        """Add up what the batch weighs, before the last gradients come; data ranks call it at the same action."""
+        if self.kept is not None and self.kept.total is None:
+            assert self.seeds is not None
+            zero = torch.zeros((), dtype=torch.float64, device=self.settings[0].devices[0])
+            self.kept.weigh(self.seeds.summed(sum(self.shares.values(), zero)))
 
     def _microbatch(self, s: int, i: int) -> tuple[Any, Any]:
         if self.microbatches[i] is None:

@@ -28,8 +28,12 @@ def expected(
     placement: Mapping[int, int],
     channels: Mapping[Any, Axis],
     headers: Mapping[int, dict[str, Any] | None],
+    shares: bool,
 ) -> Iterator[Expected]:
-    """Yield the messages of a rank's row, of the borders whose header is known, by the stage before each."""
+    """Yield the messages of a rank's row, of the borders whose header is known, by the stage before each.
+
+    `shares` says whether a number goes with the gradients by every packet.
+    """
     numbers, announced = numbered(placement), set[int]()
     for action in row:
         if action.op not in _POSTED or action.stage is None:
@@ -46,6 +50,8 @@ def expected(
             for dtype, dims, wants in filter(None, shape.tensors)
             if wants or kind == "activation"
         ]
+        if kind == "gradient" and shares:
+            sizes.append(torch.float64.itemsize)
         if kind == "activation" and border not in announced:
             announced.add(border)
             sizes = [torch.int64.itemsize, len(json.dumps(header).encode()), *sizes]

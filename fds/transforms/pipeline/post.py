@@ -80,6 +80,7 @@ class Border:
     gradients: Line
     dynamic: bool
     early: bool  # whether the plan has receives before they are needed, so that none may hold up the rank
+    shares: bool = False  # whether a number () float64 goes with the gradients by every packet
     last: dict[str, Any] | None = None  # the header of the call before, for a dry run
     known: dict[str, Any] | None = None  # the header that holds for all packets
     shape: Shape | None = None
@@ -114,10 +115,9 @@ class Border:
         if shape is None:
             return []
         tensors: list[Tensor] = []
-        for at, kind in enumerate(shape.tensors):
-            if kind is not None and kind[2]:
-                grad = None if grads is None else grads[at]
-                tensors.append(self._zeros(kind[0], kind[1]) if grad is None else grad.to(kind[0]))
+        for at, kind in self._gradients(shape):
+            grad = None if grads is None else grads[at]
+            tensors.append(self._zeros(*kind) if grad is None else grad.to(kind[0]))
         messages = _bytes(tensors)
         del self.shapes[i]
         return self.gradients.send(messages)
@@ -134,8 +134,7 @@ class Border:
     def receive_gradient(self, i: int) -> None:
         """Begin to receive the gradients by a packet that was sent."""
         shape = self.shapes.setdefault(i, None)
-        kinds = [] if shape is None else [(kind[0], kind[1]) for kind in shape.tensors if kind is not None and kind[2]]
-        self.gradients.begin(i, kinds)
+        self.gradients.begin(i, [] if shape is None else [kind for _, kind in self._gradients(shape)])
 
     def activation(self, i: int) -> Packet | None:
         """Return the packet, once it is there; None where the stage before has failed."""
@@ -147,7 +146,17 @@ class Border:
     def gradient(self, i: int) -> list[Tensor | None]:
         """Return the gradients by leaf of the packet, once they are there."""
         tensors, shape = iter(self.gradients.end(i)), self.shapes.pop(i)
-        return [] if shape is None else [next(tensors) if t is not None and t[2] else None for t in shape.tensors]
+        if shape is None:
+            return []
+        found: list[Tensor | None] = [None] * (len(shape.tensors) + self.shares)
+        for (at, _), x in zip(self._gradients(shape), tensors, strict=True):
+            found[at] = x
+        return found
+
+    def _gradients(self, shape: Shape) -> list[tuple[int, tuple[torch.dtype, tuple[int, ...]]]]:
+        """Return the index and the kind of every gradient by a packet, and of the number that goes with them."""
+        kinds = [(at, kind[:2]) for at, kind in enumerate(shape.tensors) if kind is not None and kind[2]]
+        return kinds + [(len(shape.tensors), (torch.float64, ()))] * self.shares
 
     def _begin(self, i: int) -> None:
         """Begin to receive what is expected, in order, up to a microbatch."""
@@ -182,6 +191,7 @@ class Post:
         dynamic: bool,
         early: bool,
         last: Mapping[int, dict[str, Any] | None],
+        shares: bool = False,
     ):
         self.box: dict[Item, Any] = {}
         self.sending: dict[tuple[Any, ...], list[tuple[Work, Tensor]]] = {}
@@ -192,7 +202,7 @@ class Post:
                 here = ends[0] == index
                 both = [channels[kind, number] for kind in ("activation", "gradient")]
                 to, back = (Line(axis, ends[here], axis.device, pool) for axis in both)
-                self.borders[stage] = Border(stage, here, to, back, dynamic, early, last.get(stage))
+                self.borders[stage] = Border(stage, here, to, back, dynamic, early, shares, last.get(stage))
 
     def give(self, item: Item, value: Any) -> None:
         """Keep what was made, until it is taken here or sent."""

@@ -88,7 +88,7 @@ class Pipeline:
             asked["kinds"] = sorted({name for one in replies for name in one})
         return [getattr(torch, name) for name in asked["kinds"]]
 
-    def messages(self, everyone: Axis) -> Iterator[Expected]:
+    def messages(self, everyone: Axis, *, keeps: bool) -> Iterator[Expected]:
         """Yield the report at the end, and what goes over the borders of this rank's stages, once a call has shown it.
 
         Nothing is known of that where shapes may differ.
@@ -96,7 +96,7 @@ class Pipeline:
         if self.axis is not None:
             yield Expected.of(everyone, "exchange", what="step")
             if not self.dynamic:
-                yield from expected(self.plan.row, self.owned.placement, self.channels, self.headers)
+                yield from expected(self.plan.row, self.owned.placement, self.channels, self.headers, keeps)
 
     def train(self, run: Pass) -> PassResult:
         """Run the plan."""
@@ -180,6 +180,7 @@ class Pipeline:
             run.seeds,
             run.order,
             run.outputs,
+            run.sums and run.sums.kept,
         ), failure
 
     def _run(self, run: Pass, plan: Lowered, work: Computations, failure: Failure | None) -> Failure | None:
@@ -194,6 +195,7 @@ class Pipeline:
             dynamic=self.dynamic,
             early=plan.early,
             last=self.headers,
+            shares=work.kept is not None,
         )
         failure = ranks.run(plan, work, post, failure)
         if plan.plan.trains:
