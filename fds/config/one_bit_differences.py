@@ -20,9 +20,10 @@ ONE_BIT = (
         f"{_INTENDED}test_the_warm_up_of_1_bit_optimizers_is_one_call_shorter_and_every_call_updates",
     ),
     ListedDifference(
-        "after the warm-up of 1-bit optimizers every rank clips its own gradient by its own norm, by default at 1.0",
-        "nothing is clipped by default, and a `gradient_clipping` of the JSON is refused: nobody has the gradient",
-        f"{_INTENDED}test_gradients_of_1_bit_optimizers_are_clipped_by_nobodys_own_norm",
+        "after the warm-up of 1-bit optimizers every rank clips its own gradient: in 16 bits by its own norm, in "
+        "float32 by the mean of the norms of all ranks",
+        "by its own norm in any dtype",
+        f"{_OPTIM}test_onebit_clips.py::test_after_warm_up_each_rank_clips_its_own_gradient",
     ),
     ListedDifference(
         "errors of 1-bit messages are dropped when a save is loaded, and only those of rank 0 are saved",

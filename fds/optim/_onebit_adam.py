@@ -56,8 +56,9 @@ def onebit_adam(
     would throw it away. Where all calls of warm-up are skipped that is every element, and `metrics["step"]` is 0 then.
 
     Torch operators update all parameters. Composes with `shard_optimizer(stage=0)`, also with replicas, pipelines,
-    accumulation, precision and loss scales; after warm-up nobody has the whole gradient, so that maps of it (clips),
-    slices of it (stages 1 to 3), offload and graphs of the step are refused, and no `grad_norm` is reported.
+    accumulation, precision, loss scales and `clip_by_global_norm`, which after warm-up goes by the norm of each rank's
+    own gradient: then nobody has the whole one, so that other maps of it, slices of it (stages 1 to 3), offload and
+    graphs of the step are refused, and no `grad_norm` is reported.
 
     Raises `OptimizerError` for a value out of range, for a pattern that no parameter has, and for a mask of a shape
     that does not expand to its parameter's.

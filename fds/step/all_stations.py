@@ -144,17 +144,19 @@ class Stations:
             used, leaves = sums.used(), sums.finish()
             wide = everyone is not None and torch.float64 in set(map(tree.dtype_of, leaves))
             totals, wide = self.execute.agree(ran, everyone, self.runtime, wide=wide)
-            counted = self.dimensions.add_up(leaves, structure.segments)
+            counted = self.dimensions.add_up(leaves, structure.segments, summed=not local)
             if landing is not None:
                 leaves = landing.finish(leaves)
             if ahead is not None:
                 ahead.settle()
         except BaseException:
-            for one in (landing, ahead):
-                if one is not None:
-                    one.close()
+            for one in filter(None, (landing, ahead)):
+                one.close()
             raise
-        return LocalGradients(totals, leaves, used, counted, ran.buffers, sums.predivide, wide, sums.kept, landing)
+        apart = self.dimensions.data if local else None
+        return LocalGradients(
+            totals, leaves, used, counted, ran.buffers, sums.predivide, wide, sums.kept, landing, apart
+        )
 
     def _run(
         self,
@@ -312,7 +314,7 @@ class Stations:
         known = self.runtime.lives.get((structure, device))
         if known is None:
             leave = functools.partial(may_leave, structure, bool(self.dimensions.split))
-            known = Lives.of(
+            known = self.runtime.lives[structure, device] = Lives.of(
                 self.place.residency,
                 structure,
                 state.slots,
@@ -322,7 +324,6 @@ class Stations:
                 leave,
                 speculate=self.place.speculate,
             )
-            self.runtime.lives[structure, device] = known
         return known
 
     def chunks(self, structure: Structure) -> list[list[Piece]]:

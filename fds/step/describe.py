@@ -107,6 +107,8 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
         value = getattr(step, station.name)
         if station.name != "eval_loss" and value not in (station.default, None, (), {}):
             stations[station.name] = _station(station.name, value)
+            if station.name == "condition" and step.shard and step.optimizer and step.optimizer.phases:
+                stations["condition"] += "; in calls that do not sum gradients of each rank's own, by its norm"
         if station.name == "memory":  # what follows is not a station
             break
     kernels = stations.get("kernels", "torch's operators; on a GPU also kernels that passed there")

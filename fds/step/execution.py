@@ -18,9 +18,11 @@ from torch import Tensor
 from fds import autodiff, loss as losses, random, tree
 from fds.collectives import Axis
 from fds.collectives.traffic import Expected
+from fds.layout import Segment
 from fds.step.call import Call
 from fds.step.checks import contracts, state_check as check
-from fds.step.gradients import global_norm
+from fds.step.decision import Decision
+from fds.step.gradients import Gradients, global_norm
 from fds.step.parameters import Parameters
 from fds.step.ranges import in_range, profiled
 from fds.step.residency.landing import Landing
@@ -34,6 +36,7 @@ from fds.step.sharding.order import Order
 from fds.step.sharding.reduce import same_metrics
 from fds.step.split_batch import SplitBatch
 from fds.step.sums import InPlace, detached
+from fds.step.topology import Dimensions
 from fds.step.totals import Totals, clamped, combined, placed
 from fds.step.views import Cut, Views
 
@@ -147,6 +150,21 @@ class LocalGradients:
     wide: bool = False  # some rank's gradients are float64
     kept: Kept | None = None  # what was not sent
     landing: Landing | None = None  # where leaves live that do not live where the step runs
+    apart: Axis | None = None  # the data ranks, where each has its own gradient: they add up to the whole one
+
+    def for_maps(self, decision: Decision, segments: Sequence[Sequence[Segment]], dimensions: Dimensions) -> Gradients:
+        """Return them as gradient maps get them, with what ranks have agreed on.
+
+        The norm of a rank's own gradient is that of the mean over its own rows, as if those of all others were like it.
+        """
+        norm, norm_of = decision.norm, None
+        if self.apart is not None:
+            norm, norm_of = None, functools.partial(self._norm_of_own, axes=[axis for axis, _ in dimensions.differing])
+        elif dimensions.differing:
+            assert dimensions.group is not None
+            norm_of = functools.partial(self._norm_over, axes=[dimensions.group])
+        split, counted = dimensions.split, self.counted
+        return Gradients(self.leaves, decision.scale, norm, segments, split, norm_of, counted, self.landing)
 
     def norm(self) -> Tensor:
         """Return the norm () of the leaves that count here."""
@@ -158,10 +176,16 @@ class LocalGradients:
         assert self.totals.loss is not None
         return (norm.double() if self.wide else norm).to(self.totals.loss.device)
 
-    def norm_of_all(self, leaves: Sequence[Tensor], everyone: Axis, landing: Landing | None) -> Tensor:
-        """Return the norm () of what became of these leaves on all ranks, the same on each."""
-        own = self._norm(leaves, landing)
-        return clamped(combined(everyone.all_reduce(placed(own, everyone), what="norm")), own.dtype)
+    def _norm_over(self, leaves: Sequence[Tensor], axes: Sequence[Axis], landing: Landing | None) -> Tensor:
+        """Return the norm () of what became of these leaves on all ranks of some axes, the same on each."""
+        norm = self._norm(leaves, landing)
+        for axis in axes:
+            norm = clamped(combined(axis.all_reduce(placed(norm, axis), what="norm")), norm.dtype)
+        return norm
+
+    def _norm_of_own(self, leaves: Sequence[Tensor], axes: Sequence[Axis], landing: Landing | None) -> Tensor:
+        assert self.apart is not None
+        return self._norm_over(leaves, axes, landing) * self.apart.size
 
 
 class Executor(Protocol):

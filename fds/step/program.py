@@ -6,7 +6,6 @@ does, which the station `run` runs at once, or captures and replays.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -143,8 +142,6 @@ class Step(Stations):
         ahead = self._speculation(state, held, scale, values, call, residency) if self.place.speculate else None
         seen = parts if own_sums is None else own_sums.seen(structure, parts)
         found = self.gradients(state, structure, seen, batch, scale, call, residency, ahead, local)
-        if local:  # those of every rank decide whether all are finite
-            found.counted = [True] * len(found.counted)
         if everyone is None:
             check_used(found.used, losses.name(self.loss), viewed=bool(self.view))
 
@@ -154,18 +151,7 @@ class Step(Stations):
         decision = Decision.of(totals, norm, scale, found.predivide, device, decides=decides)
         if dimensions.local is not None:
             decision, buffers = self._share(decision, totals, buffers, dimensions.local, state.calls, notes)
-        group = dimensions.group if dimensions.differing else None
-        norm_of = None if group is None else functools.partial(found.norm_of_all, everyone=group)
-        grads = Gradients(
-            found.leaves,
-            decision.scale,
-            decision.norm,
-            structure.segments,
-            self.dimensions.split,
-            norm_of,
-            found.counted,
-            found.landing,
-        )
+        grads = found.for_maps(decision, structure.segments, dimensions)
         failed, landing = None, found.landing
         versions = [] if ahead is None else list(map(tree.version_of, found.leaves))
         try:

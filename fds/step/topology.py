@@ -322,10 +322,13 @@ class Dimensions:
         held = {name: self.cut(name, x) if isinstance(x, Tensor) else x for name, x in held.items()}
         return held if self.owned else tree.flatten(whole)[1](list(held.values()))
 
-    def add_up(self, grads: Sequence[Tensor], segments: Sequence[Sequence[Segment]]) -> list[bool]:
+    def add_up(
+        self, grads: Sequence[Tensor], segments: Sequence[Sequence[Segment]], *, summed: bool = True
+    ) -> list[bool]:
         """Sum the gradients of what several ranks hold, in place; say for each whether this rank's counts in norms.
 
-        A bucket never mixes kinds, so its first parameter speaks for all of it.
+        Those of all data ranks count that are not `summed` over them. A bucket never mixes kinds, so its first
+        parameter speaks for all of it.
         """
         if not self.entries:
             return [True] * len(grads)
@@ -335,7 +338,7 @@ class Dimensions:
                 if name is not None:
                     placement.add_up(name, grad)
         counted = [True] * len(firsts)
-        for one in self.entries:
+        for one in self.entries if summed else (one for one in self.entries if not one.batches):
             counted = [a and b for a, b in zip(counted, one.placement.counts(firsts), strict=True)]
         return counted
 

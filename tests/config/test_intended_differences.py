@@ -6,7 +6,7 @@ from torch import nn
 
 import fds
 from fds.config import TrainingConfig
-from fds.errors import ConfigError, NotSupportedError
+from fds.errors import ConfigError
 from tests.bits import assert_same_bits
 
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
@@ -204,15 +204,13 @@ def test_0_1_adam_has_as_many_updates_of_the_first_phase_as_the_json_says():
     assert "var_freeze_step=1" in str(
         composed({"optimizer": {"type": "zerooneadam", "params": {"var_freeze_step": 0}}})
     )
-    with pytest.raises(NotSupportedError, match="gradient_clipping"):
-        composed({"optimizer": {"type": "ZeroOneAdam"}, "gradient_clipping": 1.0})
 
 
 @every_one_bit
-def test_gradients_of_1_bit_optimizers_are_clipped_by_nobodys_own_norm(asked):
-    assert "clip" not in str(composed({"optimizer": asked}))
-    with pytest.raises(NotSupportedError, match="gradient_clipping"):
-        composed({"optimizer": asked, "gradient_clipping": 1.0})
+def test_1_bit_optimizers_take_the_clip_of_the_json_and_its_default(asked):
+    assert "clip_by_global_norm(1.0)" in str(composed({"optimizer": asked}))
+    assert "clip_by_global_norm(0.5)" in str(composed({"optimizer": asked, "gradient_clipping": 0.5}))
+    assert "clip" not in str(composed({"optimizer": asked, "gradient_clipping": 0.0}))
 
 
 @every_one_bit

@@ -28,14 +28,11 @@ REFUSED = {  # shape -> the keys that ask for what is not there
         "compression_training.activation_quantization.shared_parameters.enabled",
     ],
     "bing_bert_layer_drop": ["progressive_layer_drop.enabled"],
-    "bing_bert_onebit_lamb": ["gradient_clipping"],
     "bing_bert_sparse": ["sparse_attention.mode"],
-    "bing_bert_zero_one_adam": ["gradient_clipping"],
     "cifar_elastic": ["elasticity.enabled"],
     "gpt_random_ltd": ["data_efficiency.data_routing.random_ltd.enabled"],
     "hf_autotuning": ["autotuning.enabled"],
     "megatron_curriculum": ["curriculum_learning.enabled"],
-    "squad_onebit_adam": ["gradient_clipping"],
 }
 UNKNOWN = {  # shape -> (the first key that 0.19.6 drops in silence, the nearest that is known)
     "llama_factory_zero2": ("comms_config", "comms_logger"),

@@ -252,8 +252,7 @@ def refused(*more, stage=0):
 def test_what_needs_the_whole_gradient_is_refused_with_what_to_write_instead():
     for stage in (1, 2, 3):
         assert "gradients=fds.transports.onebit()" in refused(stage=stage)
-    for one in (fds.clip_by_global_norm(1.0), fds.clip_by_value(1.0)):
-        assert "a gradient map needs the whole gradient" in refused(one)
+    assert "a gradient map needs the whole gradient" in refused(fds.clip_by_value(1.0))
     assert "offload" in refused(fds.offload(moments="host"))
 
 

@@ -120,6 +120,15 @@ def running() -> Iterator[None]:
         yield
 
 
+def clip_by_own_norm(params: list[Any], bound: float) -> None:
+    """Clip what a rank has, as DeepSpeed's optimizer of 16-bit parameters does around the 1-bit ones."""
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer  # pyright: ignore[reportMissingImports]
+    from deepspeed.runtime.utils import get_flattened_grad_norm  # pyright: ignore[reportMissingImports]
+
+    around = SimpleNamespace(clip_grad=bound, loss_scale_config=SimpleNamespace(cur_scale=1.0))
+    FP16_Optimizer.unscale_and_clip_grads(around, [p.grad for p in params], get_flattened_grad_norm(params))
+
+
 def main(out: str, name: str, steps: str, arguments: str) -> None:
     """Train."""
     torch.set_num_threads(1)
@@ -131,7 +140,7 @@ def main(out: str, name: str, steps: str, arguments: str) -> None:
     with running():
         held = {name: torch.nn.Parameter(x) for name, x in params().items()}
         given = {"comm_backend_name": "compressed", **json.loads(arguments)}
-        apart = given.pop("apart", False)
+        apart, clip = given.pop("apart", False), given.pop("clip", 0.0)
         groups = [[p] for p in held.values()] if apart else [list(held.values())]
         optimizers = [kinds[name](params, engine, **given) for params in groups]
         agreed = Agreed(optimizers[0], held.values()) if name == "zero_one_adam" else None
@@ -141,6 +150,7 @@ def main(out: str, name: str, steps: str, arguments: str) -> None:
                 p.grad = every[dist.get_rank()][key]
                 if engine.enable_backward_allreduce:  # in the order of ranks
                     p.grad = sum(one[key] for one in every) / len(every)
+            clip_by_own_norm(list(held.values()), clip)
             for optimizer in optimizers:
                 optimizer.step()
             if agreed is not None:

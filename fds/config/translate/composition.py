@@ -11,8 +11,6 @@ from torch import nn
 
 from fds.config.keys.communication import DTYPES
 from fds.config.keys.groups import Groups
-from fds.config.keys.optimizer import PARAMETERS, CompressedConfig
-from fds.config.record import Config
 from fds.config.translate.function_call import AxisOf, FunctionCall, Name
 from fds.config.translate.offloading import offload_call
 from fds.config.translate.optimizer import optimizer_call
@@ -304,9 +302,6 @@ def _profile(config: Groups) -> FunctionCall | None:
 
 
 def clipping_call(config: Groups) -> FunctionCall | None:
-    """Return the call that clips the gradient, or None; a 1-bit optimizer is not clipped unless the JSON says so."""
+    """Return the call that clips the gradient, or None."""
     bound = config.clipping.gradient_clipping
-    kind = None if config.optimizer is None else config.optimizer.kind
-    if issubclass(PARAMETERS.get(str(kind), Config), CompressedConfig) and not config.clipping.given:
-        return None
     return FunctionCall.of("clip_by_global_norm", bound) if bound else None

@@ -32,9 +32,6 @@ def unsupported_keys(config: Groups) -> Iterator[tuple[str, str]]:
     elif kind is not None and kind not in optimizer.PARAMETERS:
         near = did_you_mean(str(config["optimizer.type"]), optimizer.SPELLED.values())
         yield "optimizer.type", f"the optimizer {config['optimizer.type']!r} ({near}; or pass an Optimizer of your own)"
-    compressed = issubclass(optimizer.PARAMETERS.get(str(kind), Config), optimizer.CompressedConfig)
-    if compressed and config.clipping.given and config.clipping.gradient_clipping:
-        yield "gradient_clipping", "clips with a 1-bit optimizer: after its warm-up no rank has the whole gradient"
     type_ = config.scheduler.type if config.scheduler is not None else None
     if type_ is not None and type_ not in scheduler.PARAMETERS:
         near = did_you_mean(type_, scheduler.PARAMETERS)

@@ -194,11 +194,8 @@ class Bucketed:
         if self.order is not None:
             self.order.need(("reduce", i))
             return
-        while self.turn and self._is_full(self.turn[-1]):
+        while self.turn and self.come[self.turn[-1]] == len(self.awaited[self.turn[-1]]):
             self._launch(self.turn.pop())
-
-    def _is_full(self, i: int) -> bool:
-        return self.come[i] == len(self.awaited[i])
 
     def _take(self, i: int, some: Sequence[int] | None = None) -> None:
         """Move the gradients that have come for a bucket, or for some of its leaves, into it."""

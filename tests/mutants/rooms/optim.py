@@ -189,9 +189,9 @@ MUTANTS = (
     ),
     Mutant(
         "only-the-first-rank-looks-at-its-gradients",
-        "fds/step/program.py",
-        "found.counted = [True] * len(found.counted)",
-        "found.counted = list(found.counted)",
+        "fds/step/topology.py",
+        "self.entries if summed else (one for one in self.entries if not one.batches)",
+        "self.entries",
         "a NaN on another rank than the first is not seen where gradients stay on their ranks",
         "tests/laws/test_law_12_own_sums.py",
     ),

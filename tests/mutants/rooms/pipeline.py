@@ -86,7 +86,7 @@ MUTANTS = (
     Mutant(
         "gradient-of-another-dtype",
         "fds/transforms/pipeline/post.py",
-        "tensors.append(self._zeros(kind[0], kind[1]) if grad is None else grad.to(kind[0]))",
+        "tensors.append(self._zeros(*kind) if grad is None else grad.to(kind[0]))",
         "tensors.append(grad if grad is not None else self._zeros(torch.float64, kind[1]))",
         "what stands for a missing gradient is sent in another dtype than is expected",
         "tests/pipeline/test_messages.py",

@@ -150,10 +150,10 @@ MUTANTS = (
     Mutant(
         "kept-not-divided-back",
         "fds/step/sharding/kept.py",
-        "                flat.mul_(self.divisor)",
-        "                pass",
-        "what a transport kept comes back smaller by the divisor of its message",
-        "tests/laws/test_law_12_transports.py",
+        "            flat.div_(self.total)",
+        "            pass",
+        "what a transport kept is of the sum of gradients, not of their mean",
+        "tests/laws/test_law_12_kept.py",
     ),
     Mutant(
         "kept-changes-on-a-skip",

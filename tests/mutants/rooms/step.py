@@ -318,8 +318,8 @@ MUTANTS = (
     Mutant(
         "speculation-guesses-the-weight-of-one-rank",
         "fds/step/seeds.py",
-        "weight = total.to(weight.dtype)",
-        "pass",
+        "return total.to(weight.dtype)",
+        "return weight",
         "of a Mean every rank expects its own weight alone, and all is updated twice",
         "tests/laws/test_law_11_speculation.py",
     ),
