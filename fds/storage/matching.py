@@ -84,17 +84,17 @@ def match(
     have, void = source.leaves, [name for name in source.void if name in want and options.read(name)]
     if void and options.strict and "init" not in options.slots:
         raise StorageError(
-            f"this save has {void[0]} in other units: what messages of gradients have lost",
+            f"this save has {void[0]} in other units: what messages have lost",
             where=source.where,
             got=source.void[void[0]],
-            want="of the mean gradient, as saves have it from format 4 on",
+            want="of the mean gradient, or of how far a rank went, as from format 4 on",
             hint='slots="init" begins with nothing kept: what the messages of about one call have lost is lost',
         )
     have = {name: leaf for name, leaf in have.items() if name not in void}
     sources = {name: _source_name(name, have, want, options) for name in want if options.read(name)}
     names = {name: found for name, found in sources.items() if found is not None}
     if "init" in options.slots:
-        names = _without_partial_slots(names, have, want)
+        names = _without_partial_slots(names, source.leaves, want)
     alike = (lambda a, b: a.shape == b.shape) if options.foreign else (lambda a, b: str(a) == str(b))
     mismatched = [
         name

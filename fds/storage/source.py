@@ -83,7 +83,8 @@ def save_source(manifest: Manifest, folders: list[OpenFolder], *, verify: bool =
     home = {name: next((f for f in folders if f.has(name)), folders[0]) for name in manifest.files}
     boxed = frozenset(n for n, leaf in manifest.leaves.items() if any(c.box is not None for c in leaf.chunks))
     saved = _Saved(manifest, folders, Files(home, manifest.files, verify), boxed)
-    totals = f"format {manifest.format}: of sums of gradients, whatever a batch weighed"
+    units = {"slots.kept.": "of sums of gradients, whatever a batch weighed", "opt.outer_kept.": "of a share of a mean"}
+    old = units if manifest.format < 4 else {}
     return Source(
         str(folders[0].path),
         manifest.leaves,
@@ -91,7 +92,12 @@ def save_source(manifest: Manifest, folders: list[OpenFolder], *, verify: bool =
         manifest.extra,
         manifest.composition,
         read_box=saved.read_box,
-        void={name: totals for name in manifest.leaves if manifest.format < 4 and name.startswith("slots.kept.")},
+        void={
+            name: f"format {manifest.format}: {unit}"
+            for name in manifest.leaves
+            for slot, unit in old.items()
+            if name.startswith(slot)
+        },
     )
 
 

@@ -81,12 +81,13 @@ class LocalUpdates:
             return [None if (x := slices[piece.index]) is None else piece.cut(x) for piece in pieces]
 
         anchor, local = cut(opt[ANCHOR]), cut(params)
-        went = torch.cat([a - p for a, p in zip(anchor, local, strict=True)]).div_(self.axis.size)
+        went = torch.cat([a - p for a, p in zip(anchor, local, strict=True)])
         lost, kept = None, []
-        if self.transport.keeps:
+        if self.transport.keeps:  # of how far this rank went, not of its share of the mean: ranks may become more
             kept = cut(opt[KEPT])
             went += torch.cat(kept)
             lost = torch.zeros_like(went, dtype=torch.float32)
+        went.div_(self.axis.size)
         way = self.transport.seeded(call.at("synchronize").key) if self.transport.draws else self.transport
         way.combine(self.axis, went, lost).wait()
         sizes = list(map(len, anchor))
@@ -114,7 +115,7 @@ class LocalUpdates:
         _write(anchor, agreed, None)
         _write(local, agreed, skip)
         if lost is not None:
-            _write(kept, lost.split_with_sizes(sizes), skip)
+            _write(kept, lost.mul_(self.axis.size).split_with_sizes(sizes), skip)
 
     def _messages(self, structure: Structure, fragment: int) -> Iterator[list[Piece]]:
         """Yield the pieces of slices that travel together: a fragment's, of one dtype."""

@@ -323,6 +323,28 @@ def test_a_pipeline_resumes_between_two_turns(tmp_path):
     fds.simulate(run, 4)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_a_turn_lost_comes_back_as_large_on_more_ranks(ranks, tmp_path):
+    """The largest of nine numbers is sent in a turn: after nine, eight without a gradient, all have come."""
+    went = torch.arange(1.0, 10.0)
+
+    def run(calls, loads):
+        way = {"outer": fds.sgd(1.0), "transport": transports.topk(0.1)}
+        local, _ = apart(1, ranks=ranks if loads else 2, **way)
+        step = fds.compose(local, fds.sgd(1.0))(lambda p, x: (p["w"] * x).mean(0).sum())
+        fresh = {"w": torch.zeros(9)}
+        state = fds.load(tmp_path, step, fresh)[0] if loads else step.init(fresh)
+        for _ in range(calls):
+            state, _ = step(state, went[None] * (not loads))
+        fds.save(tmp_path, state, step)
+        return step.params(state)["w"]
+
+    (first, _), found = fds.simulate(lambda: run(1, False), 2), fds.simulate(lambda: run(9, True), ranks)
+    assert not torch.equal(first, -went)
+    for got in found:
+        torch.testing.assert_close(got, -went, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("donated", [False, True])
 def test_a_state_stays_as_it_was_unless_it_is_given_up(donated):
     def run():
