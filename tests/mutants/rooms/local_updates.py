@@ -40,8 +40,8 @@ MUTANTS = (
     Mutant(
         "errors-of-a-skipped-turn-are-kept",
         FILE,
-        "_write(kept, lost.split_with_sizes(sizes), skip)",
-        "_write(kept, lost.split_with_sizes(sizes), None)",
+        "_write(kept, lost.mul_(self.axis.size).split_with_sizes(sizes), skip)",
+        "_write(kept, lost.mul_(self.axis.size).split_with_sizes(sizes), None)",
         "what a message with NaN lost is added to all later ones",
         LAW,
     ),
