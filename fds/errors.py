@@ -243,11 +243,25 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a hint that names the known word nearest to `word`; empty if none is near, for errors that list them.
 
+    A word is near if six tenths of its letters and the other's agree in order, in the parts between dots that differ, or
+    if it begins or ends the other: "pin" and "pin_memory", "0.weight" and "params.0.weight".
+
     >>> nearest("liner", ["log", "linear"]), nearest("cosine", ["log", "linear"])
     ("did you mean 'linear'?", '')
     """
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {near[0]!r}?" if near else ""
+    part = lambda one: one.startswith(f"{word}_") or one.endswith(f".{word}")
+    ratios = [(max(_agreement(word, one), 0.6 * part(one)), one) for one in known]
+    ratio, near = max(ratios, key=lambda pair: pair[0], default=(0.0, ""))
+    return f"did you mean {near!r}?" if ratio >= 0.6 else ""
+
+
+def _agreement(word: str, other: str) -> float:
+    """Return the share of letters that agree in order, without the parts between dots in which both begin or end."""
+    parts, others = word.split("."), other.split(".")
+    for end in (0, -1):
+        while len(parts) > 1 and len(others) > 1 and parts[end] == others[end]:
+            del parts[end], others[end]
+    return difflib.SequenceMatcher(None, ".".join(others), ".".join(parts)).ratio()
 
 
 def escaped(text: str) -> str:

@@ -7,7 +7,6 @@ is the identity, except for old spellings.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import math
 import typing
@@ -17,9 +16,10 @@ from typing import Any, Self
 
 import attrs
 
+from fds.config.contradiction import UnknownKeyError
 from fds.config.field import ABSENT, AUTO, EDITIONS, Edition, Key, flat_keys, is_comment, keys
 from fds.config.values import convert, describe_type, is_union
-from fds.errors import ConfigError, did_you_mean, is_number
+from fds.errors import ConfigError, did_you_mean, is_number, nearest
 
 
 @attrs.frozen
@@ -199,15 +199,9 @@ def _arguments(cls: type[Config], data: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _unknown(name: Any, names: list[str]) -> ConfigError:
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError(
-        "there is no such key",
-        where=str(name),
-        got=repr(name),
-        want="a known key",
-        hint=f'{hint}Or leave it out with a warning: unknown="warn"',
+def _unknown(name: str, names: list[str]) -> UnknownKeyError:
+    return UnknownKeyError(
+        "there is no such key", where=name, got=repr(name), want="a known key", hint=nearest(name, names)
     )
 
 
@@ -228,6 +222,9 @@ def _structure(value: Any, type_: Any, key: Key, name: str, edition: Edition) ->
         return {one: _record_at(f"{name}.{one}.", inner, of[1], edition) for one, inner in value.items()}
     if isinstance(value, str) and value == AUTO:
         return value
+    if isinstance(value, int) and value.bit_length() > 63:  # a float, and the text of the number, may not exist
+        got = f"a number of {value.bit_length()} bits"
+        raise ConfigError("a number is out of range", where=name, got=got, want="at most 63 bits")
     try:
         value = convert(value, type_)
     except TypeError:

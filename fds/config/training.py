@@ -10,6 +10,7 @@ import attrs
 from torch import nn
 
 from fds.collectives import Axis, Mesh, worlds
+from fds.config.contradiction import UnknownKeyError
 from fds.config.explain import explanation
 from fds.config.field import Edition
 from fds.config.keys.groups import Groups
@@ -20,7 +21,7 @@ from fds.config.translate.messages import operations
 from fds.config.translate.monitors import printed_every, sinks
 from fds.config.translate.optimizer import schedule_call
 from fds.config.translate.unsupported import check_supported
-from fds.config.unknown import Unknown, with_known_keys
+from fds.config.unknown import Unknown, naming_the_option, with_known_keys
 from fds.curvature import Eigenvalue, top_eigenvalue
 from fds.debugging import dump_state
 from fds.errors import ComposeError, ConfigError, MeshError
@@ -58,12 +59,15 @@ class TrainingConfig(Groups):
             source: a dict, a path, or base64.
             defaults: where the defaults of absent keys come from: `"0.19.6"`, DeepSpeed's code, or `"docs"`, its
                 documentation.
-            unknown: `"error"` refuses unknown keys, `"warn"` leaves each out with a `UserWarning`. Keys that begin with
-                `_` are always comments.
+            unknown: `"error"` refuses unknown keys, `"warn"` leaves each out with a `UserWarning`, save parameters of the
+                optimizer and the scheduler, which are refused. Keys that begin with `_` are always comments.
 
         Raises `ConfigError` for a file that cannot be read, with the line; for keys, with their JSON path.
         """
-        return cls.from_dict(with_known_keys(cls, read(source), unknown), defaults=defaults)
+        try:
+            return cls.from_dict(with_known_keys(cls, read(source), unknown), defaults=defaults)
+        except UnknownKeyError as error:
+            raise naming_the_option(error) from None
 
     def check(self) -> None:
         """Raise `ConfigError` for keys that contradict each other, and for values that functions of fds refuse."""

@@ -1,19 +1,22 @@
-"""`unknown="warn"`: leave unknown keys out of a JSON, each with a warning."""
+"""`unknown="warn"`: leave unknown keys out of a JSON, each with a warning.
+
+Keys of `optimizer.params` and `scheduler.params` are never left out: without `maximize` a run would minimise.
+"""
 
 from __future__ import annotations
 
-import difflib
 import typing
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from fds.config.contradiction import UnknownKeyError
 from fds.config.field import flat_keys, is_comment
-from fds.config.keys import optimizer, scheduler
 from fds.config.record import Config, record_of
-from fds.errors import ConfigError
+from fds.errors import ConfigError, nearest
 
 Unknown = Literal["error", "warn"]
+_NEVER_LEFT_OUT = ("optimizer.params.", "scheduler.params.")
 
 
 def with_known_keys(cls: type[Config], data: Mapping[str, Any], unknown: Unknown) -> Mapping[str, Any]:
@@ -31,6 +34,15 @@ def with_known_keys(cls: type[Config], data: Mapping[str, Any], unknown: Unknown
     return data if unknown == "error" else _known(cls, data, "")
 
 
+def naming_the_option(error: UnknownKeyError) -> ConfigError:
+    """Return the error, with a hint at `unknown="warn"` where that would leave the key out."""
+    hint = error.hint
+    if not error.where.startswith(_NEVER_LEFT_OUT):
+        hint = f"{hint} Or leave" if hint else "leave"
+        hint += ' it out with a warning: unknown="warn"'
+    return ConfigError(error.what, where=error.where, got=error.got, want=error.want, hint=hint)
+
+
 def _known(cls: type[Config], data: Any, path: str) -> Any:
     if not isinstance(data, Mapping):
         return data
@@ -40,18 +52,16 @@ def _known(cls: type[Config], data: Any, path: str) -> Any:
     out = {}
     for name, value in data.items():
         if name in types:
-            out[name] = _value(types[name], value, f"{path}{name}", _parameters(cls, data))
+            out[name] = _value(types[name], value, f"{path}{name}")
         elif not is_comment(str(name)):
-            near = difflib.get_close_matches(str(name), types, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            near = nearest(str(name), types)
+            hint = f" ({near})" if near else ""
             warnings.warn(f"{path}{name} is not known and is left out{hint}", UserWarning, stacklevel=_depth(path) + 4)
     return out
 
 
-def _value(type_: Any, value: Any, path: str, parameters: type[Config] | None) -> Any:
+def _value(type_: Any, value: Any, path: str) -> Any:
     """Return the value of a key without unknown keys below it."""
-    if parameters is not None and path.endswith(".params"):
-        return _known(parameters, value, f"{path}.")
     if (record := record_of(type_)) is not None:
         return _known(record, value, f"{path}.")
     of = typing.get_args(type_)
@@ -59,14 +69,6 @@ def _value(type_: Any, value: Any, path: str, parameters: type[Config] | None) -
     if named and isinstance(value, Mapping):
         return {name: _known(of[1], one, f"{path}.{name}.") for name, one in value.items()}
     return value
-
-
-def _parameters(cls: type[Config], data: Mapping[str, Any]) -> type[Config] | None:
-    """Return the record of the parameters of an optimizer or scheduler, or None if its type is not known."""
-    type_ = data.get("type")
-    if cls is optimizer.OptimizerConfig and isinstance(type_, str):
-        return optimizer.PARAMETERS.get(optimizer.kind_of(type_))
-    return scheduler.PARAMETERS.get(str(type_)) if cls is scheduler.SchedulerConfig else None
 
 
 def _depth(path: str) -> int:

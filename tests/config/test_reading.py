@@ -11,7 +11,7 @@ import fds
 from fds.command_line import main
 from fds.config import TrainingConfig
 from fds.config.schema import schema
-from fds.errors import ConfigError
+from fds.errors import ConfigError, NotSupportedError
 
 HJSON = """\
 # comments as scripts have them
@@ -113,17 +113,15 @@ NOBODYS = {
     "flops": 1,
     "zero_optimization": {"stage": 2, "stge": 3},
     "train_batch_size": 4,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "beta": 0.9}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.5}, "lr": 1.0},
     "bfloat16": {"enabled": True, "x": 1},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}},
     "compression_training": {"weight_quantization": {"different_groups": {"g": {"modul": []}}}},
 }
 NAMES = [
     "flops",
     "zero_optimization.stge",
-    "optimizer.params.beta",
+    "optimizer.lr",
     "bfloat16.x",
-    "scheduler.params.warmup_steps",
     "compression_training.weight_quantization.different_groups.g.modul",
 ]
 
@@ -135,6 +133,30 @@ def test_unknown_keys_are_left_out_where_that_is_asked_for_each_with_a_warning()
     said = [str(one.message).split()[0] for one in told if one.category is UserWarning]
     assert sorted(said) == sorted(NAMES)
     assert config.optimizer.params == {"lr": 0.5} and config.zero_optimization.to_dict() == {"stage": 2}
+
+
+@pytest.mark.parametrize("unknown", ["error", "warn"])
+@pytest.mark.parametrize(
+    ("group", "type_", "name", "value"),
+    [
+        ("optimizer", "AdamW", "beta", 0.9),
+        ("optimizer", "SGD", "max_grad_norm", 1.0),
+        ("optimizer", "OneBitLamb", "maximize", True),
+        ("scheduler", "WarmupLR", "warmup_steps", 3),
+    ],
+)
+def test_parameters_of_optimizers_and_schedulers_are_never_left_out(group, type_, name, value, unknown):
+    data = {"train_batch_size": 4, group: {"type": type_, "params": {name: value}}}
+    with pytest.raises(ConfigError) as error:
+        TrainingConfig.of(data, unknown=unknown)
+    assert error.value.where == f"{group}.params.{name}" and "warn" not in error.value.hint
+
+
+@pytest.mark.parametrize("type_", ["AdamW", "Adam", "Adagrad", "SGD"])
+def test_maximizing_is_refused_by_its_name(type_):
+    data = {"train_batch_size": 4, "optimizer": {"type": type_, "params": {"maximize": True}}}
+    with pytest.raises(NotSupportedError, match="return the negative loss"):
+        TrainingConfig.of(data, unknown="warn").transforms(fds.mesh(dp=1))
 
 
 @pytest.mark.filterwarnings("ignore:.*old spelling:FutureWarning")

@@ -7,7 +7,9 @@ import pytest
 
 import fds
 from fds import errors
-from fds.errors import FdsError, did_you_mean, escaped
+from fds.config import TrainingConfig
+from fds.config.field import flat_keys
+from fds.errors import FdsError, did_you_mean, escaped, nearest
 
 FAMILY = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, FdsError)]
 
@@ -51,6 +53,38 @@ def test_a_donated_state_is_a_state_error():
 
 def test_a_near_word_is_suggested():
     assert did_you_mean("wieght", ["bias", "weight"]) == "did you mean 'weight'?"
+
+
+NEAR = [  # word, known words, the nearest; empty: none is near
+    ("graidient_clipping", list(flat_keys(TrainingConfig)), "gradient_clipping"),
+    ("grad_clip", list(flat_keys(TrainingConfig)), "gradient_clipping"),
+    ("zero_optimisation", list(flat_keys(TrainingConfig)), "zero_optimization"),
+    ("zero", list(flat_keys(TrainingConfig)), "zero_optimization"),
+    ("batch_size", list(flat_keys(TrainingConfig)), "train_batch_size"),
+    ("accumulation_steps", list(flat_keys(TrainingConfig)), "gradient_accumulation_steps"),
+    ("cuda_visible_devices", list(flat_keys(TrainingConfig)), ""),
+    ("max_grad_norm", list(flat_keys(TrainingConfig)), ""),
+    ("learning_rate", list(flat_keys(TrainingConfig)), ""),
+    ("num_gpus", list(flat_keys(TrainingConfig)), ""),
+    ("epochs", list(flat_keys(TrainingConfig)), ""),
+    ("seed", list(flat_keys(TrainingConfig)), ""),
+    ("lr", list(flat_keys(TrainingConfig)), ""),
+    ("pin", ["device", "pin_memory"], "pin_memory"),
+    ("cuda", ["cpu", "disk"], ""),
+    ("sp", ["dp", "tp"], ""),
+    ("zero_optimization.stge", ["zero_optimization.stage", "zero_optimization.cpu_offload"], "zero_optimization.stage"),
+    ("zero_optimization.cuda", ["zero_optimization.stage", "zero_optimization.sub_group_size"], ""),
+    ("blocks.0.norm.weight", ["blocks.0.attention.weight", "blocks.0.mlp.weight"], ""),
+    ("blocks.0.atention.weight", ["blocks.0.mlp.weight", "blocks.0.attention.weight"], "blocks.0.attention.weight"),
+    ("layer.weight", ["buffers.mean", "params.layer.weight"], "params.layer.weight"),
+    ("", ["a"], ""),
+    ("x", [], ""),
+]
+
+
+@pytest.mark.parametrize(("word", "known", "near"), NEAR)
+def test_a_word_that_is_far_is_not_suggested(word, known, near):
+    assert nearest(word, known) == (f"did you mean {near!r}?" if near else "")
 
 
 def test_without_a_near_word_the_known_ones_are_listed():

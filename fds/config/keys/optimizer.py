@@ -87,6 +87,7 @@ class AdamConfig(Config):
         None, "keep moments in float32 on the CPU", NotYet("16-bit optimizer states", nothing=(None, True))
     )
     amsgrad: bool = _amsgrad()
+    maximize: bool = _maximize()
     foreach: bool | None = key(None, "torch's choice of implementation", _FOREACH)
     fused: bool | None = key(None, "torch's choice of implementation", _FOREACH)
     set_grad_none: bool = key(
