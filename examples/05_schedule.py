@@ -46,7 +46,7 @@ def loss_fn(params, batch):
     return F.cross_entropy(apply(params, context), following)
 
 
-curve = fds.schedules.warmup_cosine(3e-3, warmup_steps=20, total_steps=100, kind="linear")
+curve = fds.schedules.warmup_cosine(3e-3, warmup_steps=20, total_steps=100)
 cycle = fds.schedules.one_cycle(1e-4, 3e-3, first_steps=40, second_steps=60)
 swing = fds.schedules.one_cycle_momentum(0.85, 0.95, first_steps=40, second_steps=60)
 

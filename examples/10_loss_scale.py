@@ -51,7 +51,7 @@ step = fds.compose(
     fds.loss_scale(initial=2.0**24, hysteresis=1, window=50),  # far too high, to see it fall
     fds.accumulate(4),
     fds.clip_by_global_norm(1.0),
-    fds.adamw(lr=fds.schedules.warmup(3e-3, warmup_steps=20, kind="linear")),
+    fds.adamw(lr=fds.schedules.warmup(3e-3, warmup_steps=20)),
 )(loss_fn)
 state = step.init(params, key=0)
 

@@ -59,7 +59,7 @@ def training_step(options: argparse.Namespace, mesh: Mesh) -> fds.Step:
         schedule, _ = pipelines.SCHEDULES[options.pipeline]
         microbatches = fds.pipeline(schedule, mesh["pp"], num_microbatches=num_microbatches)
     lr = fds.schedules.warmup_cosine(
-        options.lr, warmup_steps=options.steps // 20, total_steps=options.steps, kind="linear", end_ratio=0.02
+        options.lr, warmup_steps=options.steps // 20, total_steps=options.steps, end_ratio=0.02
     )
     adamw = functools.partial(fds.adamw, lr, betas=(0.9, 0.95))
     muon = functools.partial(fds.muon, lr, adjust_lr="match_rms_adamw")  # updates as large as AdamW's

@@ -243,8 +243,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a hint that names the known word nearest to `word`; empty if none is near, for errors that list them.
 
-    A word is near if six tenths of its letters and the other's agree in order, in the parts between dots that differ, or
-    if it begins or ends the other: "pin" and "pin_memory", "0.weight" and "params.0.weight".
+    A word is near if six tenths of the letters agree in order, in the parts between dots that differ, or if it begins
+    or ends the other: "pin" and "pin_memory", "0.weight" and "params.0.weight".
 
     >>> nearest("liner", ["log", "linear"]), nearest("cosine", ["log", "linear"])
     ("did you mean 'linear'?", '')

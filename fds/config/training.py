@@ -59,8 +59,8 @@ class TrainingConfig(Groups):
             source: a dict, a path, or base64.
             defaults: where the defaults of absent keys come from: `"0.19.6"`, DeepSpeed's code, or `"docs"`, its
                 documentation.
-            unknown: `"error"` refuses unknown keys, `"warn"` leaves each out with a `UserWarning`, save parameters of the
-                optimizer and the scheduler, which are refused. Keys that begin with `_` are always comments.
+            unknown: `"error"` refuses unknown keys, `"warn"` leaves each out with a `UserWarning`, but refuses those of
+                `optimizer.params` and `scheduler.params`. Keys that begin with `_` are always comments.
 
         Raises `ConfigError` for a file that cannot be read, with the line; for keys, with their JSON path.
         """

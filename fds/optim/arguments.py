@@ -51,13 +51,13 @@ def check_betas(factory: str, betas: Any) -> None:
 
 
 def call_text(factory: Callable, arguments: Mapping[str, Any]) -> str:
-    """Return the call of `factory` with these arguments as text, without those at their defaults.
+    """Return the call of `factory` with these arguments as text: the rate, and what is not at its default.
 
     >>> call_text(check_betas, {"factory": "lion", "betas": (0.9, 0.99)})
     "check_betas(factory='lion', betas=(0.9, 0.99))"
     """
     parameters = inspect.signature(factory).parameters.values()
-    names = (p.name for p in parameters if arguments[p.name] != p.default)
+    names = (p.name for p in parameters if p.name == "lr" or arguments[p.name] != p.default)
     return f"{factory.__name__}({', '.join(f'{name}={_shown(arguments[name])}' for name in names)})"
 
 

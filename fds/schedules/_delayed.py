@@ -29,7 +29,7 @@ def delayed(curve: Callable, updates: int = 1, *, before: float | None = None) -
         ScheduleError: `curve` cannot be called, or `updates` is not a count.
 
     >>> from fds.schedules import warmup
-    >>> linear = warmup(1.0, warmup_steps=4, kind="linear")
+    >>> linear = warmup(1.0, warmup_steps=4)
     >>> [linear(t) for t in range(-1, 5)], [delayed(linear)(t) for t in range(-1, 5)]
     ([0.0, 0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 0.0, 0.0, 0.25, 0.5, 0.75])
     """

@@ -11,34 +11,36 @@ from torch import Tensor
 from fds.errors import ScheduleError, did_you_mean
 from fds.schedules.curve import schedule
 
-Kind = Literal["log", "linear"]
-RISES = {"log": lambda t, steps: (t + 1).log() / math.log(steps), "linear": lambda t, steps: t / steps}
+Kind = Literal["linear", "log"]
+RISES = {"linear": lambda t, steps: t / steps, "log": lambda t, steps: (t + 1).log() / math.log(steps)}
 
 
 @schedule
 def warmup(
-    peak: float, *, warmup_steps: int = 1000, start: float = 0.0, kind: Kind = "log"
+    peak: float, *, warmup_steps: int = 1000, start: float = 0.0, kind: Kind = "linear"
 ) -> Callable[[Tensor], Tensor]:
     """Rise from `start` to `peak` within `warmup_steps` updates, then stay there. Values in the unit of `peak`.
 
         f(t) = start + (peak - start) * rise(t)
-        rise(t) = 0 for t < 0; ln(t + 1) / ln(W) ("log") or t / W ("linear") for 0 <= t < W; 1 for t >= W
-        W = max(2, warmup_steps)
+        rise(t) = 0 for t < 0; t / W ("linear") or ln(t + 1) / ln(W) ("log") for 0 <= t < W; 1 for t >= W
+        W = warmup_steps; max(2, warmup_steps) for "log"
 
-    Both kinds begin at `start` on the first update, t = 0. With `warmup_steps=0` there is no warm-up: `peak` from
-    t = 0 on.
+    Both kinds begin at `start` on the first update, t = 0: "linear" along a straight line, as transformers'
+    `get_constant_schedule_with_warmup`; "log" steeply, half of the way after 3 of 10 updates. With `warmup_steps=0`
+    there is no warm-up: `peak` from t = 0 on.
 
     Raises:
         ScheduleError: an argument is not a number of its type, or `kind` is unknown.
 
-    Source: the values of DeepSpeed 0.19.6's WarmupLR, which uses t = -1 for the first update and t = k - 2 for update
-    k, so that two updates run at `start`; here update k uses t = k - 1.
+    Source: the values of DeepSpeed 0.19.6's WarmupLR, whose default is "log", and whose W is at least 2 in both kinds.
+    It uses t = -1 for the first update and t = k - 2 for update k, so that two updates run at `start`; here update k
+    uses t = k - 1.
 
     >>> f = warmup(0.001, warmup_steps=4)
     >>> [round(f(t), 6) for t in (-1, 0, 1, 2, 3, 4, 100)]
-    [0.0, 0.0, 0.0005, 0.000792, 0.001, 0.001, 0.001]
+    [0.0, 0.0, 0.00025, 0.0005, 0.00075, 0.001, 0.001]
     >>> f
-    warmup(0.001, warmup_steps=4)
+    warmup(0.001, warmup_steps=4, kind='linear')
     """
     fraction = rise(warmup_steps, kind)
     return lambda t: between(start, peak, fraction(t))
@@ -51,13 +53,13 @@ def rise(warmup_steps: int, kind: Kind) -> Callable[[Tensor], Tensor]:
         raise ScheduleError("unknown kind of warm-up", got=f"kind={kind!r}", want=" or ".join(RISES), hint=hint)
     if warmup_steps == 0:
         return lambda t: (t >= 0).to(t.dtype)
-    steps = length(warmup_steps)
+    steps = length(warmup_steps, kind)
     return lambda t: RISES[kind](t.clamp(0, steps), steps).clamp(max=1)
 
 
-def length(warmup_steps: int) -> int:
-    """Return the number of updates of a warm-up: 0, or at least 2, since the formula divides by its logarithm."""
-    return max(2, warmup_steps) if warmup_steps else 0
+def length(warmup_steps: int, kind: Kind) -> int:
+    """Return the number of updates of a warm-up: of a logarithm, by which the formula divides, 0 or at least 2."""
+    return max(2, warmup_steps) if warmup_steps and kind == "log" else warmup_steps
 
 
 def between(low: float, high: float, fraction: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def warmup_cosine(
     total_steps: int,
     start_ratio: float = 0.0,
     end_ratio: float = 1e-4,
-    kind: Kind = "log",
+    kind: Kind = "linear",
 ) -> Callable[[Tensor], Tensor]:
     """Rise to `peak`, then fall to `end_ratio * peak`. The ratios are fractions of `peak`, the values in its unit.
 
@@ -35,14 +35,14 @@ def warmup_cosine(
     Raises:
         ScheduleError: an argument is missing or not a number of its type, or `kind` is unknown.
 
-    Source: the values of DeepSpeed 0.19.6's WarmupCosineLR at the same t; the cosine is Loshchilov and Hutter 2017,
-    arXiv:1608.03983, equation 5, without restarts.
+    Source: the values of DeepSpeed 0.19.6's WarmupCosineLR at the same t, whose default is "log"; the cosine is
+    Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5, without restarts.
 
-    >>> f = warmup_cosine(0.001, warmup_steps=4, total_steps=8, kind="linear")
+    >>> f = warmup_cosine(0.001, warmup_steps=4, total_steps=8)
     >>> [round(f(t), 9) for t in (-1, 0, 2, 3, 4, 5, 7, 8)]
     [0.0, 0.0, 0.0005, 0.00075, 0.000853568, 0.00050005, 1e-07, 1e-07]
     """
-    rising, steps = rise(warmup_steps, kind), length(warmup_steps)
+    rising, steps = rise(warmup_steps, kind), length(warmup_steps, kind)
 
     def value(t: Tensor) -> Tensor:
         up = between(start_ratio, 1.0, rising(t)) * (t >= 0)

@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, ParamSpec, overload
+from typing import Any, Literal, ParamSpec, get_origin, overload
 
 import attrs
 import torch
@@ -30,7 +30,7 @@ class Curve:
 
     factory: Callable[..., Curve]
     positional: tuple
-    named: tuple[tuple[str, Any], ...]  # those that differ from their defaults, in the order of the signature
+    named: tuple[tuple[str, Any], ...]  # those that choose a formula or differ from their defaults, in the given order
     formula: Callable[[Tensor], Tensor] = attrs.field(eq=False)  # float64 to float64, elementwise, same device
 
     @property
@@ -65,6 +65,7 @@ def schedule(factory: Callable[P, Callable[[Tensor], Tensor]]) -> Callable[P, Cu
         ScheduleError: an argument is missing, unknown or not such a number.
     """
     signature = inspect.signature(factory, eval_str=True)
+    chosen = [name for name, one in signature.parameters.items() if get_origin(one.annotation) is Literal]
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Curve:
@@ -72,7 +73,7 @@ def schedule(factory: Callable[P, Callable[[Tensor], Tensor]]) -> Callable[P, Cu
         for name, value in given.arguments.items():
             _check(factory.__name__, signature.parameters[name], value)
         given.apply_defaults()
-        named = tuple((n, v) for n, v in given.kwargs.items() if v != signature.parameters[n].default)
+        named = tuple((n, v) for n, v in given.kwargs.items() if n in chosen or v != signature.parameters[n].default)
         return Curve(make, given.args, named, factory(*args, **kwargs))
 
     return make

@@ -410,7 +410,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, int], list[str]]] = [
     ),
     (update("SGD", momentum=0.9, nesterov=True), DP2, ["fds.sgd(0.001, momentum=0.9, nesterov=True)"]),
     # schedulers
-    (adam(lr=0.02) | rate("WarmupLR"), DP2, [f"fds.adamw({LATE}warmup(0.02)), weight_decay=0.0)"]),
+    (adam(lr=0.02) | rate("WarmupLR"), DP2, [f"fds.adamw({LATE}warmup(0.02, kind='log')), weight_decay=0.0)"]),
     (
         update("SGD", lr=0.02)
         | rate("WarmupLR", warmup_max_lr=0.3, warmup_min_lr=0.1, warmup_num_steps=9, warmup_type="linear"),

@@ -111,7 +111,7 @@ def test_without_an_optimizer_it_says_where_one_goes_and_its_learning_rate():
     ends = ")(loss_fn)\n# an optimizer of your own goes last; its learning rate:\n# "
     assert ends + "a number or a schedule\n\n# batch" in explained(said)
     text = explained(said | rate, {"dp": 1})
-    assert ends + "fds.schedules.delayed(fds.schedules.warmup(0.1))\n\n# batch" in text
+    assert ends + "fds.schedules.delayed(fds.schedules.warmup(0.1, kind='log'))\n\n# batch" in text
     with pytest.raises(ComposeError, match="the composition has no optimizer"):
         exec(text, {"loss_fn": LOSS})
 
@@ -188,7 +188,7 @@ def test_autos_that_nobody_filled_are_told():
     assert told == ["optimizer.params.lr", "zero_optimization.stage3_prefetch_bucket_size"]
     filled = TrainingConfig.of(ALL).resolve(world_size=2, auto={"optimizer.params.lr": 0.5})
     text = filled.explain({"dp": 2})
-    assert '"auto"' not in text and "fds.schedules.warmup(0.5)" in text
+    assert '"auto"' not in text and "fds.schedules.warmup(0.5, kind='log')" in text
 
 
 @pytest.mark.parametrize(

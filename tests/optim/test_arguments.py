@@ -7,7 +7,21 @@ import torch
 
 import fds.optim
 from fds.errors import OptimizerError
-from fds.optim import Segment, adagrad, adam, adamw, by_name, lamb, lion, muon, sgd
+from fds.optim import (
+    Segment,
+    adagrad,
+    adam,
+    adamw,
+    by_name,
+    lamb,
+    lion,
+    muon,
+    onebit_adam,
+    onebit_lamb,
+    sgd,
+    zero_one_adam,
+)
+from fds.schedules import warmup_decay
 
 NAN = float("nan")
 BAD = [
@@ -74,21 +88,25 @@ def slow(t):
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [
-        (adam(), "adam()"),
+        (adam(), "adam(lr=0.001)"),
         (adamw(lr=3e-4, weight_decay=0.1), "adamw(lr=0.0003, weight_decay=0.1)"),
         (
             adamw(slow, betas=(0.9, slow), bias_correction=False),
             "adamw(lr=slow, betas=(0.9, slow), bias_correction=False)",
         ),
         (sgd(0.1, 0.9, nesterov=True), "sgd(lr=0.1, momentum=0.9, nesterov=True)"),
-        (adagrad(eps=1e-6), "adagrad(eps=1e-06)"),
-        (lamb(max_coeff=1.0), "lamb(max_coeff=1.0)"),
+        (adagrad(eps=1e-6), "adagrad(lr=0.01, eps=1e-06)"),
+        (lamb(max_coeff=1.0), "lamb(lr=0.001, max_coeff=1.0)"),
         (lion(1e-3), "lion(lr=0.001)"),
-        (muon(adjust_lr="match_rms_adamw"), "muon(adjust_lr='match_rms_adamw')"),
-        (by_name({"*.bias": sgd(), "*": adam(0.1)}), "by_name({'*.bias': sgd(), '*': adam(lr=0.1)})"),
+        (muon(adjust_lr="match_rms_adamw"), "muon(lr=0.001, adjust_lr='match_rms_adamw')"),
+        (adamw(warmup_decay(0.1, total_steps=9)), "adamw(lr=warmup_decay(0.1, total_steps=9, kind='linear'))"),
+        (onebit_adam(), "onebit_adam(lr=0.001)"),
+        (onebit_lamb(), "onebit_lamb(lr=0.001)"),
+        (zero_one_adam(), "zero_one_adam(lr=0.001)"),
+        (by_name({"*.bias": sgd(), "*": adam(0.1)}), "by_name({'*.bias': sgd(lr=0.001), '*': adam(lr=0.1)})"),
     ],
 )
-def test_an_optimizer_prints_as_it_was_written(optimizer, text):
+def test_an_optimizer_prints_its_rate_and_what_is_not_at_its_default(optimizer, text):
     assert repr(optimizer) == optimizer.text == text
 
 

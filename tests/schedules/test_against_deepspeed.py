@@ -52,6 +52,8 @@ MOMENTUM = (
 
 def build(factory, names: dict, case: dict):
     theirs = case["arguments"] | {"group_lr": case["group_lr"]}
+    if "warmup_num_steps" in WARMUP.keys() & names.keys():  # as the JSON is read: a logarithm, of at least 2 updates
+        theirs = {"warmup_type": "log", **theirs, "warmup_num_steps": max(2, theirs.get("warmup_num_steps", 1000))}
     return factory(**{names[name]: value for name, value in theirs.items() if name in names})
 
 

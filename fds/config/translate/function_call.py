@@ -99,8 +99,9 @@ class FunctionCall:
 
     @classmethod
     def of(cls, path: str, *args: Any, **kwargs: Any) -> FunctionCall:
-        """Return the call, without the keywords that equal the function's defaults."""
-        return cls(path, args, {name: value for name, value in kwargs.items() if value != default(path, name)})
+        """Return the call, without the keywords that equal the function's defaults, but with the kind of a schedule."""
+        shown = {name: value for name, value in kwargs.items() if name == "kind" or value != default(path, name)}
+        return cls(path, args, shown)
 
     def argument(self, name: str) -> Any:
         """Return the value of a keyword, or the function's default."""

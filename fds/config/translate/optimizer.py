@@ -73,10 +73,14 @@ def _base_lr(config: Groups) -> float:
     return config.optimizer.arguments.lr
 
 
+def _warmup_steps(p: Any) -> int:
+    return max(2, p.warmup_num_steps)  # as DeepSpeed, also where the warm-up rises linearly
+
+
 def _warmup(config: Groups, p: Any) -> FunctionCall:
     peak = _base_lr(config) if p.warmup_max_lr is None else p.warmup_max_lr
     return FunctionCall.of(
-        "schedules.warmup", peak, warmup_steps=p.warmup_num_steps, start=p.warmup_min_lr, kind=p.warmup_type
+        "schedules.warmup", peak, warmup_steps=_warmup_steps(p), start=p.warmup_min_lr, kind=p.warmup_type
     )
 
 
@@ -85,7 +89,7 @@ def _warmup_decay(config: Groups, p: Any) -> FunctionCall:
         "schedules.warmup_decay",
         p.warmup_max_lr,
         total_steps=p.total_num_steps,
-        warmup_steps=p.warmup_num_steps,
+        warmup_steps=_warmup_steps(p),
         start=p.warmup_min_lr,
         kind=p.warmup_type,
     )
@@ -96,7 +100,7 @@ def _warmup_cosine(config: Groups, p: Any) -> FunctionCall:
         "schedules.warmup_cosine",
         _base_lr(config),
         total_steps=p.total_num_steps,
-        warmup_steps=p.warmup_num_steps,
+        warmup_steps=_warmup_steps(p),
         start_ratio=p.warmup_min_ratio,
         end_ratio=p.cos_min_ratio,
         kind=p.warmup_type,
