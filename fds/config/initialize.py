@@ -19,11 +19,12 @@ from fds.config.training import TrainingConfig
 from fds.config.translate.composition import axes_of, calls, data_ranks, embeddings_of
 from fds.config.unknown import Unknown
 from fds.data import DistributedLoader
-from fds.errors import ConfigError, DataError, MeshError
+from fds.errors import BatchError, ConfigError, DataError, MeshError
 from fds.loss import Layers
+from fds.microbatches import Microbatches
 from fds.optim import Optimizer
 from fds.state import State
-from fds.step import Step, Transform, compose
+from fds.step import Split, Step, Transform, compose, rows
 from fds.transforms.freeze import freeze
 
 
@@ -69,6 +70,9 @@ def initialize(
         transforms: additional ones, for which there is no key: `fds.donate()`, `fds.ema(0.999)`.
         key: seed of the state's random numbers, of the initial parameters of `Layers` and of the order of the data.
 
+    Calls of the step raise `BatchError` for other rows than all microbatches of a rank have by the JSON. Fewer pass
+    where it says `"dataloader_drop_last": false`: the last batch of an epoch. `evaluate` takes any number.
+
     Raises `ConfigError` if JSON and arguments both say something, and everything that `compose` and `step.init` raise.
     """
     ranks = _mesh_of(mesh)
@@ -86,10 +90,56 @@ def initialize(
     loss_fn, params = loss_and_params(model, loss)
     step = compose(*_frozen(model), *transforms, *_transforms(config, mesh, model, optimizer, schedule))(loss_fn)
     _check_tensor_axis(step, mesh)
+    step = attrs.evolve(step, split=_split(config, step.split))
     loader = None if training_data is None else _loader(config, mesh, training_data, collate_fn, key)
     state = step.init(params, key=key)
     config.dump_state(state, step)
     return step, state, loader, schedule
+
+
+@attrs.frozen
+class SplitRows(Split):
+    """The station `split` of a JSON, which says how many rows a rank passes: others are a `BatchError`.
+
+    A loader of the user's own may load microbatches, as in DeepSpeed: each would be an update, of too few rows.
+    """
+
+    rows: int = attrs.field(kw_only=True)
+    shorter: bool = attrs.field(kw_only=True)  # whether the last batch of an epoch may have fewer
+
+    def checked(self, batch: Microbatches) -> tuple[Any, ...]:
+        """Return the parts of a batch that is cut already. Raises `BatchError`."""
+        parts = super().checked(batch)
+        self._check([rows(part) for part in parts])
+        return parts
+
+    def __call__(self, batch: Any) -> list[Any]:
+        """Return the microbatches. Raises `BatchError`."""
+        self._check([rows(batch)])
+        return super().__call__(batch)
+
+    def _check(self, lengths: list[int | None]) -> None:
+        got, n = sum(filter(None, lengths)), self.num_microbatches
+        if None in lengths or got == self.rows or (self.shorter and got < self.rows):
+            return
+        raise BatchError(
+            "the batch has other rows than the configuration says",
+            where="batch",
+            got=f"{got} rows",
+            want=f"{self.rows} rows: train_micro_batch_size_per_gpu {self.rows // n} x gradient_accumulation_steps {n}",
+            hint=f"one call takes the rows of all microbatches of this rank: DataLoader(..., batch_size={self.rows})"
+            + '\nfor shorter last batches "dataloader_drop_last": false in the JSON' * (got < self.rows),
+        )
+
+
+def _split(config: TrainingConfig, split: Split) -> SplitRows:
+    batch, loading = config.batch, config.loading
+    assert batch.train_micro_batch_size_per_gpu is not None and batch.gradient_accumulation_steps is not None
+    return SplitRows(
+        split.num_microbatches,
+        rows=batch.train_micro_batch_size_per_gpu * batch.gradient_accumulation_steps,
+        shorter="dataloader_drop_last" in loading.given and not loading.dataloader_drop_last,
+    )
 
 
 def _read(config: Any, unknown: Unknown) -> TrainingConfig:

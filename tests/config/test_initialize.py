@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import fds
 from fds.config import TrainingConfig
 from fds.data import DistributedLoader, RepeatingLoader
-from fds.errors import ComposeError, ConfigError, DataError, LossError, MeshError, NotSupportedError
+from fds.errors import BatchError, ComposeError, ConfigError, DataError, LossError, MeshError, NotSupportedError
 from tests import ranks
 from tests.bits import assert_same_bits
 
@@ -453,6 +453,39 @@ def test_copies_of_shards_read_rows_of_their_own():
         return next(iter(loader))[0]
 
     assert torch.cat(fds.simulate(run, 4)).unique(dim=0).shape == (16, 4)
+
+
+# ------------------------------------------------------------------------------------------- other rows
+
+
+def takes(step, state, batch):
+    """Return the number of updates after a call, or what it is refused with."""
+    try:
+        return int(step(state, batch)[0].step)
+    except BatchError as error:
+        return error.got, error.want.split(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [("8 rows", "16 rows"), 1, ("32 rows", "16 rows")]),  # a loader of microbatches, as in DeepSpeed
+        ({"dataloader_drop_last": True}, [("8 rows", "16 rows"), 1, ("32 rows", "16 rows")]),
+        ({"dataloader_drop_last": False}, [1, 1, ("32 rows", "16 rows")]),
+        ({"train_batch_size": 32}, [("8 rows", "32 rows"), ("16 rows", "32 rows"), 1]),
+    ],
+)
+def test_other_rows_than_those_of_the_json_are_refused_but_for_a_shorter_last_batch(keys, expected):
+    step, state, *_ = fds.initialize(module(), loss, config={**JSON, **keys})
+    batches = [DATA[: 8 * n] for n in (1, 2, 4)]
+    assert [takes(step, state, batch) for batch in batches] == expected
+    assert all(step.evaluate(state, batch)["loss"].isfinite() for batch in batches)
+    parts = in_parts(step.split.num_microbatches, rows=32)
+    assert takes(step, state, parts) == expected[2]
+
+
+def in_parts(n, rows):
+    return fds.Microbatches([DATA[i * rows // n : (i + 1) * rows // n] for i in range(n)])
 
 
 # ------------------------------------------------------------------------------------------- going on
