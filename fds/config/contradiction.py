@@ -14,10 +14,6 @@ class MissingKeyError(ConfigError):
     """Refuse a configuration without a key that it needs; `where` has the path of the key."""
 
 
-class UnknownKeyError(ConfigError):
-    """Refuse a key that nobody knows; `where` has its path."""
-
-
 def contradiction(config: Config, what: str, *paths: str, want: str) -> ConfigError:
     """Return an error that shows the paths, below a record, and the values of keys that contradict each other."""
     got = ", ".join(f"{path}={_at(config, path)!r}" for path in paths)

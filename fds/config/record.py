@@ -16,10 +16,13 @@ from typing import Any, Self
 
 import attrs
 
-from fds.config.contradiction import UnknownKeyError
 from fds.config.field import ABSENT, AUTO, EDITIONS, Edition, Key, flat_keys, is_comment, keys
 from fds.config.values import convert, describe_type, is_union
 from fds.errors import ConfigError, did_you_mean, is_number, nearest
+
+
+class UnknownKeyError(ConfigError):
+    """Refuse a key that nobody knows; `where` has its path."""
 
 
 @attrs.frozen

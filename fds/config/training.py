@@ -10,11 +10,11 @@ import attrs
 from torch import nn
 
 from fds.collectives import Axis, Mesh, worlds
-from fds.config.contradiction import UnknownKeyError
 from fds.config.explain import explanation
 from fds.config.field import Edition
 from fds.config.keys.groups import Groups
 from fds.config.reading import read
+from fds.config.record import UnknownKeyError
 from fds.config.translate import composition
 from fds.config.translate.buildable import check_buildable
 from fds.config.translate.messages import operations

@@ -10,9 +10,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from fds.config.contradiction import UnknownKeyError
 from fds.config.field import flat_keys, is_comment
-from fds.config.record import Config, record_of
+from fds.config.record import Config, UnknownKeyError, record_of
 from fds.errors import ConfigError, nearest
 
 Unknown = Literal["error", "warn"]

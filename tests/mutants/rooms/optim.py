@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant(
         "warmup-of-one-step-divides-by-zero",
         "fds/schedules/_warmup.py",
-        "return max(2, warmup_steps) if warmup_steps else 0",
+        'return max(2, warmup_steps) if warmup_steps and kind == "log" else warmup_steps',
         "return warmup_steps",
         "a logarithmic warm-up of one step is not a number",
         "tests/schedules",
