@@ -158,7 +158,7 @@ def _of_agreement(step: Stations, structure: Structure, state: State, everyone: 
             local, "all_reduce", numel + local.size * normed + buffers + early, torch.float64, what="scalars"
         )
     if (group := dimensions.group) is not None:
-        numel += group.size * normed + 2 * divides + 2 * (dimensions.repeats[1] > 1)
+        numel += group.size * normed + 2 * divides + group.size * (dimensions.repeats[1] > 1)
         if dimensions.data is group:
             numel += buffers
         elif dimensions.data is not None and buffers:

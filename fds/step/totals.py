@@ -11,9 +11,11 @@ from torch import Tensor
 
 from fds import tree
 from fds.collectives import Axis
-from fds.errors import BatchError, LossError, RankError
+from fds.errors import LossError, RankError
 from fds.loss import Outcome
 from fds.step.sums import detached
+
+_ROUNDING = 2.0**-12  # in which losses of ranks may differ: as much as 2**11 roundings of float32
 
 
 @attrs.define(eq=False)
@@ -104,7 +106,6 @@ def agree(
     calls: int,
     used: bool = True,
     repeats: tuple[int, int] = (0, 1),
-    seen: int = 0,
     also: Sums | None = None,
 ) -> tuple[Totals, Tensor | None, dict[str, Tensor]]:
     """Combine over ranks everything that a step's decisions depend on, in one small message; average the buffers.
@@ -118,12 +119,13 @@ def agree(
         calls: what this rank's state has counted.
         used: whether a gradient came on this rank.
         repeats: of the ranks that compute the same totals, which one this is, and how many: the first's count.
-        seen: a checksum of the batch, which these must have in common.
         also: what else is added up, of the same shapes and dtypes on all ranks.
 
     Raises, on the CPU, where reading a number is free: `RankError` where ranks are at different calls, `LossError`
-    where no rank uses any parameter, `BatchError` where ranks that compute the same were given different batches.
+    where no rank uses any parameter, and where ranks that compute the same found other losses.
     """
+    assert totals.loss is not None
+    computed = totals.loss.double() / totals.weight
     totals = totals if repeats[0] == 0 else totals.silent()
     assert totals.loss is not None
     device, names = totals.loss.device, sorted(totals.metrics)
@@ -140,7 +142,7 @@ def agree(
         known = isinstance(totals.divisor, Tensor) or totals.divisor > 0
         parts.append(torch.stack([number(totals.divisor), number(float(known))]))
     if repeats[1] > 1:
-        parts.append(torch.stack([number(seen), number(0 if repeats[0] else seen)]))
+        parts.append(placed(computed, everyone))
     more = [] if also is None else also.sums()
     parts += [x for m in more for x in _exactly(m)]
     together = data is everyone
@@ -165,7 +167,7 @@ def agree(
         found, knows = next(read)
         divisor = found / knows
     if repeats[1] > 1:
-        _check_repeated(next(read), repeats[1], everyone)
+        loss = _same_loss(next(read), loss, repeats[1], everyone)
     if also is not None:
         also.put_sums([_rebuilt(m, read) for m in more])
     if buffers and data is not None:
@@ -181,21 +183,29 @@ def add_up(sums: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     return [_rebuilt(s, read) for s in sums]
 
 
-def _check_repeated(sums: Tensor, count: int, everyone: Axis) -> None:
-    """Raise `BatchError` where the checksums of all ranks (2,) are not those of the ranks that count, so many times."""
-    if sums.device.type == "cpu" and float(sums[0]) != count * float(sums[1]):
-        raise different_batches(everyone)
+def _same_loss(computed: Tensor, loss: Tensor, count: int, everyone: Axis) -> Tensor:
+    """Return the loss; raise `LossError` where ranks that compute it together have other ones (N,).
 
-
-def different_batches(everyone: Axis) -> BatchError:
-    """Return the error for ranks that compute one loss of several batches."""
-    return BatchError(
-        "ranks that compute one loss together were given different batches",
-        where=f"axis {everyone.name!r}",
-        got="other inputs or targets",
-        want="one batch for all ranks that differ only along a tensor axis",
-        hint="take rows by the coordinate on the data axis, not by the global rank",
-    )
+    On a GPU, which would have to be waited for, it is NaN then. `count` ranks after each other have the same batch.
+    Rounding may differ: a matrix at another address, or more threads, are sums in another order (measured).
+    """
+    groups = computed.view(-1, count)
+    first = groups[:, :1]
+    bound = _ROUNDING * torch.maximum(groups.abs(), first.abs()).clamp(min=_ROUNDING)
+    differs = ~((groups == first) | (groups.isnan() & first.isnan()) | ((groups - first).abs() <= bound))
+    if loss.device.type != "cpu":
+        return torch.where(differs.any(), torch.nan, loss)
+    if differs.any():
+        other = int(differs.view(-1).nonzero()[0])
+        begin = other - other % count
+        raise LossError(
+            "ranks that compute one loss together found different losses",
+            where=f"axis {everyone.name!r}: ranks {begin} and {other}",
+            got=f"{float(computed[begin])!r} and {float(computed[other])!r}",
+            want="the same loss on all ranks of a tensor axis",
+            hint="the loss reads this rank's number, or pieces of features or parameters that nothing puts together",
+        )
+    return loss
 
 
 def _summed(parts: list[Tensor], axis: Axis, what: str) -> Iterator[Tensor]:

@@ -275,6 +275,7 @@ def test_a_placement_says_what_there_is(make):
 def test_elements_on_a_gpu_are_compared_in_the_first_call_and_shapes_in_all(monkeypatch):
     on_a_gpu = lambda part, *, waits: checksums(part) if waits else 2 * checksums(part)[:1]
     monkeypatch.setattr("fds.step.checks.agreement.checksums", on_a_gpu)
+    monkeypatch.setattr("fds.step.totals._same_loss", lambda computed, loss, *_: loss)  # which is NaN there
     place = Place(2, data=2)
 
     def body():
