@@ -20,6 +20,7 @@ from fds.loss import traced
 from fds.loss.compiled import lent
 from fds.loss.modes import current
 from fds.loss.modules import Apply
+from fds.loss.values import total_of
 
 _is_watched = _python_dispatch.is_in_any_mode_without_ignore_compile_internals
 _numbers = itertools.count()
@@ -91,7 +92,7 @@ class Compiler:
         """Return what a whole loss returns."""
         if _is_watched():
             return function(*args)
-        kind, now = self._looked_at(function, args[:1], args[1:]), current()
+        kind, now = self._looked_at(function, args[:1], args[1:], is_loss=True), current()
         if not now.evaluating:
             return self._run(traced.call_function, kind, where, function, tuple(args))
         carried = {} if now.carried is None else now.carried.values
@@ -100,15 +101,17 @@ class Compiler:
             now.seen[:] = shown
         return value
 
-    def _looked_at(self, function: Callable, params: Sequence[Any], given: Sequence[Any]) -> Hashable:
+    def _looked_at(
+        self, function: Callable, params: Sequence[Any], given: Sequence[Any], *, is_loss: bool = False
+    ) -> Hashable:
         """Run a function uncompiled, the first time in this mode; return what its compiled code is found by."""
         kind = (id(function), current().key)
         if kind not in self.looked:
-            self._look(function, params, given)
+            self._look(function, params, given, is_loss=is_loss)
             self.looked.add(kind)
         return kind
 
-    def _look(self, function: Callable, params: Sequence[Any], given: Sequence[Any]) -> None:
+    def _look(self, function: Callable, params: Sequence[Any], given: Sequence[Any], *, is_loss: bool = False) -> None:
         """Run a function uncompiled, and drop what it returns, draws, saves and writes into what it is given."""
         given = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, given)
         traced.now.looking = (self.number, *current().key)
@@ -120,7 +123,8 @@ class Compiler:
                 torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same),
                 _python_dispatch._disable_current_modes(),
             ):
-                function(*params, *given)
+                value = function(*params, *given)
+            current().check_graph(total_of(value) if is_loss else None)
         finally:
             traced.now.looking = None
 

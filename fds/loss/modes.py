@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import attrs
-from torch import nn
+from torch import Tensor, nn
 
 from fds.loss.carried import Carried
 from fds.loss.roots import Root
@@ -39,6 +39,12 @@ class Mode:
             free.append(variant)
         if self.busy is not None:
             self.busy.clear()
+
+    def check_graph(self, total: Tensor | None) -> None:
+        """Show a loss and its graph to what changes modules; None for a first call of which there is none."""
+        for one in self.modules:
+            if (check := getattr(one, "check_graph", None)) is not None:
+                check(total)
 
     @property
     def key(self) -> tuple[bool, tuple[str, ...], bool, tuple[ModuleMap, ...]]:

@@ -130,6 +130,12 @@ def read(value: Any, *, where: str, buffers: dict[str, Tensor], threaded: bool =
     return Outcome(total, weight, weighted, {k: _metric(k, v, where) for k, v in metrics.items()}, buffers, half)
 
 
+def total_of(value: Any) -> Any:
+    """Return the total in what a loss returned, which is not checked."""
+    value = value[0] if isinstance(value, tuple) and value else value
+    return value.total if isinstance(value, Mean) else value
+
+
 def _metric(name: str, value: Any, where: str) -> Tensor | float | int:
     path = f"{where}, metrics[{name!r}]"
     if not isinstance(name, str) or name in RESERVED or name.startswith("lr/"):

@@ -95,13 +95,16 @@ class Microbatch:
                 stack.enter_context(contracts.context(make(setting.at(make, "context", i)), make))
             yield params, cuts
 
-    def check_graph(self, total: Tensor) -> bool:
+    def check_graph(self, total: Tensor, setting: losses.Setting) -> bool:
         """Raise `LossError` for a total that no parameter of the step, or one of a module itself, decides on.
+
+        What changes modules is shown it too.
 
         Return whether the loss checkpoints reentrantly. The first graph tells.
         """
         if self.alone and not total.requires_grad:
             raise detached(self.loss, "a value without a graph", viewed=self.views is not None)
+        setting.mode.check_graph(total)
         if "graph" not in self.asked:
             losses.check_no_originals(total)
             self.asked["graph"] = ["reentrant"] if autodiff.is_reentrant(total) else []
@@ -328,7 +331,7 @@ class InTurn:
             buffers, last = outcome.buffers, i + 1 == run.batch.count
             totals.add(outcome, run.each.loss)
             if run.params.trained:
-                reentrant = run.each.check_graph(outcome.total)
+                reentrant = run.each.check_graph(outcome.total, setting)
                 backward = functools.partial(
                     autodiff.backward_into,
                     outcome.total,

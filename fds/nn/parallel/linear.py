@@ -129,7 +129,7 @@ def through_rows(layer: Piece, x: Tensor, weight: Tensor, bias: Tensor | None) -
     region = layer.region
     if region is None:
         return F.linear(x, weight, bias)
-    y = region.rows(x, weight, run=layer.run)
+    y = region.rows(x, weight, layer.cut, run=layer.run)
     return y if bias is None else y + bias.to(y.dtype)
 
 

@@ -173,6 +173,14 @@ def _(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, want
 
 
 class _VocabLinearCrossEntropy(LinearCrossEntropy):
+    gives = "whole"  # see `uses`
+    advice = "'vocab' for the head whose weight this is"
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        LinearCrossEntropy.setup_context(ctx, inputs, output)
+        ctx.takes = "whole" if inputs[8] is None else "pieces"  # parts of sequences have terms of gradients, too
+
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
         return _forward(*args)

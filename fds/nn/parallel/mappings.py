@@ -60,6 +60,8 @@ def _piece(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 class _Copied(torch.autograd.Function):
+    takes, gives = "whole", "pieces"  # see `uses`
+
     @staticmethod
     def forward(x: Tensor, axis: Axis) -> Tensor:
         return x.view_as(x)
@@ -74,6 +76,8 @@ class _Copied(torch.autograd.Function):
 
 
 class _Summed(_Copied):
+    takes, gives = "pieces", "whole"
+
     @staticmethod
     def forward(x: Tensor, axis: Axis) -> Tensor:
         return operators.all_reduce(x, axis.handle)
@@ -84,6 +88,8 @@ class _Summed(_Copied):
 
 
 class _Cut(torch.autograd.Function):
+    takes, gives = "whole", "pieces"
+
     @staticmethod
     def forward(x: Tensor, axis: Axis, dim: int) -> Tensor:
         return _piece(x, axis, dim)
@@ -98,6 +104,8 @@ class _Cut(torch.autograd.Function):
 
 
 class _Joined(_Cut):
+    takes, gives = "pieces", "whole"
+
     @staticmethod
     def forward(x: Tensor, axis: Axis, dim: int) -> Tensor:
         return operators.all_gather(x, axis.handle, dim)

@@ -139,6 +139,8 @@ def linear_scattered(x: Tensor, weight: Tensor, axis: Axis, *, dim: int, chunks:
 
 
 class _Copied(Function):
+    takes, gives = "whole", "pieces"  # see `uses`; weights are pieces
+
     @staticmethod
     def forward(axis: Axis, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         n = len(parameters) // 2
@@ -168,6 +170,8 @@ def _backward_of_copied(axis: Axis, wants: Sequence[bool], x: Tensor | None, *te
 
 
 class _Summed(Function):
+    takes, gives = "pieces", "whole"
+
     @staticmethod
     def forward(axis: Axis, chunks: int, x: Tensor, weight: Tensor) -> Tensor:
         if chunks == 1:
@@ -201,6 +205,8 @@ def _backward_of_summed(wants: Sequence[bool], x: Tensor | None, weight: Tensor,
 
 
 class _Gathered(Function):
+    takes, gives = "pieces", "pieces"
+
     @staticmethod
     def forward(axis: Axis, dim: int, chunks: int, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         n = len(parameters) // 2
@@ -238,6 +244,8 @@ def _backward_of_gathered(
 
 
 class _Scattered(Function):
+    takes, gives = "pieces", "pieces"
+
     @staticmethod
     def forward(axis: Axis, dim: int, chunks: int, x: Tensor, weight: Tensor) -> Tensor:
         by_ranks = pieces.rows_of_whole(x, dim, axis.size)

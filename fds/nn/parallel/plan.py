@@ -60,14 +60,7 @@ class Column(Part):
 
     def __attrs_post_init__(self) -> None:
         checking.flags("column", ComposeError, gather=self.gather)
-        known = self.parts if is_a(self.parts, tuple) else (self.parts,)
-        if not (known and all(is_int(n, 1) for n in known)):  # pyright: ignore[reportGeneralTypeIssues]
-            raise ComposeError(
-                "column takes how many parts there are, or their lengths",
-                where="parts",
-                got=repr(self.parts)[:80],
-                want="an int >= 1, or a tuple of them",
-            )
+        _check_parts("column", self.parts)
         if not is_int(self.unit, 1):
             raise ComposeError(
                 "column: unit is the width of a head", where="unit", got=repr(self.unit)[:80], want="an int >= 1"
@@ -106,16 +99,22 @@ class Column(Part):
 class Row(Part):
     """See `row`."""
 
+    parts: int | tuple[int, ...] = 1
+
+    def __attrs_post_init__(self) -> None:
+        _check_parts("row", self.parts)
+
     def dims(self, module: nn.Module, path: str) -> Dims:
         """Divide the inputs."""
         dim = 1 - _dim_of_outputs(module, path, "row")
         weight: Any = module.weight
-        return {"weight": (dim, (weight.shape[dim],))}
+        return {"weight": (dim, lengths(self.parts, weight.shape[dim], path))}
 
     def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
         """Make the copy a row."""
+        cut = self.dims(module, "")["weight"][1]
         _become(module, RowConv1D if _is_conv1d(module) else RowLinear)
-        _join(module, region, run=run)
+        _join(module, region, run=run, cut=cut)
 
 
 @attrs.frozen
@@ -209,7 +208,9 @@ class Heads(Part):
             return
         for name in self.counts:
             setattr(module, name, getattr(module, name) // region.axis.size)
-        wrap(module, functools.partial(_attend, region, run if self.counts_tokens else None, self.cross, drops(module)))
+        counts = tuple(getattr(module, name) for name in self.counts)
+        run = run if self.counts_tokens else None
+        wrap(module, functools.partial(_attend, region, run, counts, self.cross, drops(module)))
 
 
 @attrs.frozen
@@ -217,10 +218,17 @@ class Whole(Part):
     """See `replicated`."""
 
     grads: str = "same"
+    enters: bool = False
 
     def __attrs_post_init__(self) -> None:
+        checking.flags("replicated", ComposeError, enters=self.enters)
         if self.grads not in ("same", "sum"):
             raise ComposeError("replicated takes what gradients are", got=repr(self.grads)[:80], want="'same' or 'sum'")
+
+    def convert(self, module: nn.Module, region: Region, *, run: str | None) -> None:
+        """Let what the copy returns in."""
+        if self.enters:
+            wrap(module, functools.partial(_entered, functools.partial(region.let_in, run=run)))
 
 
 @attrs.frozen
@@ -253,9 +261,14 @@ def column(parts: int | tuple[int, ...] = 1, *, gather: bool = False, unit: int 
     return Column(parts, gather, unit)
 
 
-def row() -> Row:
-    """Divide the inputs of a linear layer over the ranks, which a column before it has divided: its output is whole."""
-    return Row()
+def row(parts: int | tuple[int, ...] = 1) -> Row:
+    """Divide the inputs of a linear layer over the ranks, which a column before it has divided: its output is whole.
+
+    Args:
+        parts: of inputs that are put together from what several columns return, `torch.cat([a(x), b(x)], -1)`, each
+            divided by itself: how many equal ones, or their lengths.
+    """
+    return Row(parts)
 
 
 def vocab(*, gather: bool = True) -> Vocab:
@@ -281,14 +294,16 @@ def heads(*counts: str, cross: bool = False) -> Heads:
     return Heads(counts, cross=cross)
 
 
-def replicated(grads: str = "same") -> Whole:
+def replicated(grads: str = "same", *, enters: bool = False) -> Whole:
     """Have all of a module's parameters on every rank.
 
     Args:
         grads: "sum" where the module works on a piece of an activation, such as a norm of each head: then every rank
             has a term of its gradient. "same" elsewhere.
+        enters: whether what the module returns, or the first of what it returns, meets pieces and nothing else, such as
+            a gate that is whole and multiplies what a column returns: then its gradient is summed over the ranks.
     """
-    return Whole(grads)
+    return Whole(grads, enters)
 
 
 def sequence(enters: bool = True, leaves: bool = True) -> Sequence:
@@ -347,6 +362,17 @@ def of_layer(module: nn.Module) -> Part | None:
     return Vocab() if type(module) is VocabEmbedding else None
 
 
+def _check_parts(name: str, parts: Any) -> None:
+    known = parts if is_a(parts, tuple) else (parts,)
+    if not (known and all(is_int(n, 1) for n in known)):
+        raise ComposeError(
+            f"{name} takes how many parts there are, or their lengths",
+            where="parts",
+            got=repr(parts)[:80],
+            want="an int >= 1, or a tuple of them",
+        )
+
+
 def _dim_of_outputs(module: nn.Module, path: str, name: str) -> int:
     """Return the dim of a linear layer's weight along which its outputs lie."""
     if type(module) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear, ColumnLinear, RowLinear):
@@ -383,12 +409,19 @@ def wrap(module: nn.Module, around: Callable[..., Any]) -> None:
 
 
 def _attend(
-    region: Region, run: str | None, cross: bool, draws: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    region: Region,
+    run: str | None,
+    counts: tuple[int, ...],
+    cross: bool,
+    draws: bool,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     if run is not None:
         args, kwargs = _of_first(functools.partial(region.enter, run=run), args, kwargs)
-    with region.in_attention(given, memory=cross):
+    with region.in_attention(given, counts, memory=cross, opened=run is not None):
         if not draws or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         with DrawsOfAll(region):
@@ -404,6 +437,10 @@ def _in_parts(region: Region, block: Sequence, forward: Callable[..., Any], *arg
     finally:
         region.run = before
     return _first(functools.partial(region.joined, run=block.run), out) if block.leaves else out
+
+
+def _entered(let_in: Callable[[Tensor], Tensor], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _first(let_in, forward(*args, **kwargs))
 
 
 def _of_first(f: Callable[[Tensor], Tensor], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -16,6 +16,7 @@ from fds.collectives import Axis, all_gather, reduce_scatter
 from fds.errors import LossError
 from fds.loss import current_mode
 from fds.nn.parallel import mappings, overlapped
+from fds.nn.parallel.uses import function_of, metadata_of, nodes_behind
 
 
 @attrs.define(eq=False)
@@ -28,8 +29,11 @@ class Region:
         dim: of an activation, along which the sequence lies: -2 of (..., sequence, features).
         inside: the lengths of the parts of the activation that is cut along its features now; none where it is not.
         lead: the shape of that activation, but for its features; () where it is not known.
+        widths: how many features pieces have here, of all columns that have run.
         heads: what a module of attention that runs was given, else None: inside, tensors of four dims are cut along
             the third last.
+        counts: how many heads the module of attention that runs has on this rank, where a plan names them.
+        opened: whether attention that runs was given the whole of what are parts of sequences, its first argument.
         before: what `inside` is where a call begins: what layers before it left.
         run: the name of the blocks one of which runs now, if it is given parts of sequences: an encoder's, a decoder's.
         draws: whether the module draws in functions, so that calls of it run in `DrawsOfAll`; `drawing` while one does.
@@ -37,7 +41,7 @@ class Region:
         blocks: whether there are blocks in which activations are parts of sequences.
         lengths: how long sequences of this microbatch are, by run of blocks; known until the next call begins, since
             torch.utils.checkpoint runs what is inside of blocks again.
-        look: what is called with the terms of a sum, while a call is watched.
+        look: what is called, while a call is watched, with the input of a row, its weight, and the parts it is cut by.
     """
 
     axis: Axis
@@ -45,7 +49,10 @@ class Region:
     dim: int = -2
     inside: tuple[int, ...] = ()
     lead: tuple[int, ...] = ()
+    widths: set[int] = attrs.field(factory=set[int])
     heads: list[Tensor] | None = None
+    counts: tuple[int, ...] = ()
+    opened: bool = False
     before: tuple[int, ...] = ()
     run: str | None = None
     draws: bool = False
@@ -53,18 +60,22 @@ class Region:
     memory: bool = False
     blocks: bool = False
     lengths: dict[str, int] = attrs.field(factory=dict)
-    look: Callable[[Tensor], None] | None = None
-    _given: tuple[Tensor, int, bool, Tensor] | None = (
-        None  # the last input, its version, if recorded, as what it got in
-    )
+    look: Callable[[Tensor, Tensor, tuple[int, ...]], None] | None = None
+    # the last input, its version, if recorded, as what it got in
+    _given: tuple[Tensor, int, bool, Tensor] | None = None
+    _left: tuple[Tensor, tuple[int, ...]] | None = None  # the last input of a row, and the parts of which it is a piece
 
     def enter(self, x: Tensor, *, run: str | None) -> Tensor:
         """Return an activation for parts of a product; several products of one activation let it in once."""
         entered = self._known(x)
         if entered is None:
-            entered = mappings.copied(x, self.axis) if run is None or self._is_memory(x) else self.gathered(x, run)
+            entered = self.let_in(x, run=None if self._is_memory(x) else run)
             self._given = x, x._version, torch.is_grad_enabled(), entered
         return entered
+
+    def let_in(self, x: Tensor, *, run: str | None) -> Tensor:
+        """Return the whole of an activation, for pieces that it meets."""
+        return mappings.copied(x, self.axis) if run is None else self.gathered(x, run)
 
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, run: str | None) -> Tensor:
         """Return a product of an activation that enters for it alone, beside its message."""
@@ -75,12 +86,16 @@ class Region:
         options = {"dim": x.dim() + self.dim, "chunks": self.chunks}
         return self._unpadded(overlapped.gathered_linear(x, [weight], [bias], self.axis, **options)[0], run)
 
-    def rows(self, x: Tensor, weight: Tensor, *, run: str | None) -> Tensor:
-        """Return the sum of the ranks' products, beside its message where that is cut; see `leave`."""
+    def rows(self, x: Tensor, weight: Tensor, cut: tuple[int, ...], *, run: str | None) -> Tensor:
+        """Return the sum of the ranks' products, beside its message where that is cut; see `leave`.
+
+        Of the whole input, parts of these lengths are divided.
+        """
+        self._left = x, cut
+        if self.look is not None:
+            self.look(x, weight, cut)
         if not self.chunks:
             return self.leave(F.linear(x, weight), run=run)
-        if self.look is not None:
-            self.look(x)
         self._given, self.inside = None, ()
         if run is None:
             return overlapped.linear_summed(x, weight, self.axis, self.chunks)
@@ -95,21 +110,23 @@ class Region:
     def _known(self, x: Tensor) -> Tensor | None:
         """Return as what an activation was let in, None where it was not.
 
-        Raises `LossError` for what attention made of what it was given.
+        Raises `LossError` for what attention to a sequence that all have whole made of what it was given.
         """
         if self._given is not None:
             given, version, then, entered = self._given
             if x is entered or (x is given and version == x._version and then == torch.is_grad_enabled()):
                 return entered
-        if self.heads is not None and not any(x is one for one in self.heads):
-            raise LossError(
-                "a projection of attention is given something else than the attention was",
-                where=f"tensor_parallel over {self.axis.name!r}",
-                got=f"shape {tuple(x.shape)}, computed inside of a module that the plan calls 'heads'",
-                want="queries, keys and values that are projections of the module's arguments",
-                hint="a norm before them belongs outside of that module",
-            )
-        return None
+        if self.heads is None or not self.opened or any(x is one for one in self.heads):
+            return None
+        if not self.memory:
+            return x  # what attention makes of what it was given whole, such as a norm or an adapter
+        raise LossError(
+            "a projection of attention is given something else than the attention was",
+            where=f"tensor_parallel over {self.axis.name!r}",
+            got=f"shape {tuple(x.shape)}, computed inside of attention to another sequence, of parts of one",
+            want="queries, keys and values that are projections of the module's arguments",
+            hint="a norm before them belongs outside of that module; or no 'sequence' for the block",
+        )
 
     def inside_of(self, parts: tuple[int, ...], y: Tensor) -> None:
         """Note that an activation is this rank's pieces of these parts of features from now on."""
@@ -121,15 +138,14 @@ class Region:
                 want="nn.Dropout, or fds.checkpoint_activations()",
             )
         self.inside, self.lead = parts, y.shape[:-1]
-        if (
-            not torch.compiler.is_compiling() and y.grad_fn is not None
-        ):  # torch.utils.checkpoint stops half way in here: what it runs next begins anew
+        self.widths.add(y.shape[-1])
+        if not torch.compiler.is_compiling() and y.grad_fn is not None:
+            metadata_of(y.grad_fn)["pieces"] = parts
+            # torch.utils.checkpoint stops half way in here: what it runs next begins anew
             y.grad_fn.register_prehook(self._after_backward)
 
     def leave(self, x: Tensor, *, run: str | None, dim: int | None = None) -> Tensor:
         """Return the sum of the ranks' terms: whole, or this rank's part of the sequence, which lies along `dim`."""
-        if self.look is not None:
-            self.look(x)
         self._given, self.inside = None, ()
         if run is None:
             return mappings.summed(x, self.axis)
@@ -189,17 +205,18 @@ class Region:
         None for an activation that all ranks have whole. Raises `LossError` where that cannot be told.
         """
         size, index = self.axis.size, self.axis.index
-        if not self.inside:
-            return None if run is None else self._part(x, run)
-        if self.heads is not None and x.dim() == 4:
+        if self.inside and self.heads is not None and x.dim() == 4:
             n = x.shape[-3]
             return -3, n * size, [(index * n, n)]
-        own = [ranges(part, self.axis)[index] for part in self.inside]
-        wholes = {part for part, (_, n) in zip(self.inside, own, strict=True) if n == x.shape[-1]}
-        fits = not self.lead or self.lead == x.shape[:-1]
+        inside = self._parts_of(x)
+        if not inside:
+            return None if run is None or self.opened else self._part(x, run)
+        own = [ranges(part, self.axis)[index] for part in inside]
+        wholes = {part for part, (_, n) in zip(inside, own, strict=True) if n == x.shape[-1]}
+        fits = inside is not self.inside or not self.lead or self.lead == x.shape[:-1]
         if fits and x.shape[-1] == sum(n for _, n in own):
-            starts = itertools.accumulate(self.inside, initial=0)
-            return -1, sum(self.inside), [(start + first, n) for start, (first, n) in zip(starts, own, strict=False)]
+            starts = itertools.accumulate(inside, initial=0)
+            return -1, sum(inside), [(start + first, n) for start, (first, n) in zip(starts, own, strict=False)]
         if fits and len(wholes) == 1:
             whole = wholes.pop()
             return -1, whole, [ranges(whole, self.axis)[index]]
@@ -207,9 +224,40 @@ class Region:
         raise LossError(
             "dropout is given what it cannot know the whole of",
             where=f"tensor_parallel over {self.axis.name!r}, {size} ranks",
-            got=f"shape {tuple(x.shape)}, made of pieces of features {self.inside}: {(*self.lead, held)}",
+            got=f"shape {tuple(x.shape)}, made of pieces of features {inside}: {(*self.lead, held)}",
             want="a piece of features; or heads (batch, heads, sequence, ...), in a module that the plan calls 'heads'",
         )
+
+    def _parts_of(self, x: Tensor) -> tuple[int, ...]:
+        """Return the lengths of the parts of which an activation is this rank's pieces, none where it is whole.
+
+        A column before it says no more than that it may be one: an adapter, or a gate, goes on with the whole. So it is
+        asked whether it is what went into a column, or a row; then the graph, where there is one.
+        """
+        if self._given is not None and (x is self._given[0] or x is self._given[3]):
+            return self.before
+        if self._left is not None and x is self._left[0]:
+            return self._left[1]
+        if (self.inside or x.shape[-1] in self.widths) and x.grad_fn is not None and not torch.compiler.is_compiling():
+            return self.pieces_in_graph(x)
+        return self.inside
+
+    def pieces_in_graph(self, x: Tensor) -> tuple[int, ...]:
+        """Return the lengths of the parts of the column that an activation comes from, none for what is whole."""
+        for node, _ in nodes_behind(x.grad_fn, stops=self.passes_between):
+            if (parts := metadata_of(node).get("pieces")) is not None:
+                return parts
+        return ()
+
+    @property
+    def width(self) -> int:
+        """How many features the activation has that went into the last column, 0 where there is none."""
+        return 0 if self._given is None else self._given[0].shape[-1]
+
+    def passes_between(self, node: Any) -> bool:
+        """Say whether a node of the graph is of a function that lets in, puts together or exchanges what ranks have."""
+        ranks = getattr(getattr(node, "axis", None), "ranks", None)
+        return ranks == self.axis.ranks or getattr(function_of(node), "gives", None) is not None
 
     def _part(self, x: Tensor, run: str) -> tuple[int, int, list[tuple[int, int]]] | None:
         n = x.shape[self.dim] if x.dim() >= -self.dim else 0
@@ -233,20 +281,23 @@ class Region:
 
     def reset(self) -> None:
         """Forget what a call leaves behind."""
-        self._given, self.inside, self.lead, self.heads, self.memory = None, self.before, (), None, False
+        self._given, self._left, self.inside, self.lead, self.heads = None, None, self.before, (), None
+        self.memory = self.opened = False
 
     def _after_backward(self, grads: Any) -> None:
-        self._given, self.inside, self.lead = None, self.before, ()
+        self._given, self._left, self.inside, self.lead = None, None, self.before, ()
 
     @contextlib.contextmanager
-    def in_attention(self, given: list[Tensor], *, memory: bool = False) -> Iterator[None]:
+    def in_attention(
+        self, given: list[Tensor], counts: tuple[int, ...] = (), *, memory: bool = False, opened: bool = False
+    ) -> Iterator[None]:
         """Mark what runs inside as attention over this rank's heads, of these arguments."""
-        before = self.heads, self.memory
-        self.heads, self.memory = given, memory
+        before = self.heads, self.counts, self.memory, self.opened
+        self.heads, self.counts, self.memory, self.opened = given, counts, memory, opened
         try:
             yield
         finally:
-            self.heads, self.memory = before
+            self.heads, self.counts, self.memory, self.opened = before
 
     def _padded(self, x: Tensor, dim: int) -> Tensor:
         missing = -x.shape[dim] % self.axis.size

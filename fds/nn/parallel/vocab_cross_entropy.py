@@ -162,6 +162,9 @@ def check_num_classes(num_classes: int | None) -> None:
 
 
 class _VocabCrossEntropy(Function):
+    takes, gives = "pieces", "whole"  # see `uses`
+    advice = "fds.nn.vocab(gather=False) for the head, or torch's cross_entropy of logits that all ranks have whole"
+
     @staticmethod
     def forward(
         logits: Tensor, columns: Tensor, axis: Axis, count: int, label_smoothing: float, every: Any, z_loss: float

@@ -1,27 +1,27 @@
 """How calls of a copy of a module run, whose parts compute with pieces: the first ones are watched.
 
-A first call shows what no plan says: functions that draw, which then draw for the whole in all later calls; and
-parameters that are used where their gradients would be wrong, or of which something whole is made that meets pieces,
-which the graph of autograd shows where they are summed. Watching takes 1 us for every function of torch.
+A first call shows what no plan says: functions that draw, which then draw for the whole in all later calls; parameters
+whose gradients a plan takes for others than they are (see `uses`); and features that lie otherwise than it says (see
+`features`). Watching takes 1 us for every function of torch.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from fds.errors import LossError
 from fds.nn.parallel.dropout import DrawsOfAll, is_drawn_for_all
+from fds.nn.parallel.features import Divided, check_arithmetic, check_row, look_at
 from fds.nn.parallel.region import Region
+from fds.nn.parallel.uses import Edges, Side, Use, check_uses, edges_of, nearest
 
 _OURS, _TORCH = os.path.dirname(__file__), os.path.dirname(torch.__file__)
 _RANDOM = {  # functions that draw as many numbers as what they are given has elements
@@ -40,19 +40,8 @@ _ATTENTION = {F.scaled_dot_product_attention, F.multi_head_attention_forward, to
 class Known:
     """What calls of the copies of a module have shown."""
 
-    watched: bool = False
+    watched: set[bool] = attrs.field(factory=set[bool])  # with gradients, and without
     draws: bool = False
-
-
-@attrs.frozen(eq=False)
-class Use:
-    """A parameter of a copy: where the copy holds it, its name, and how ranks hold it: "piece", "same" or "sum"."""
-
-    held: Mapping[str, Tensor | None]
-    key: str
-    name: str
-    lies: str
-    in_parts: bool
 
 
 @attrs.frozen(eq=False)
@@ -62,8 +51,11 @@ class Calls:
     region: Region
     known: Known
     uses: list[Use]
+    counts: list[tuple[nn.Module, str, str]]  # modules of attention, an attribute that is divided, and its name
+    pending: Edges  # what a loss is checked for that takes what these return
     run: str | None  # of blocks, if it is given parts of sequences
     after: tuple[int, ...] | None  # what `inside` is where it ends, None for anything
+    side: Side | None  # what it returns, None for either
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the copy; nothing of the call is left in the region."""
@@ -71,10 +63,15 @@ class Calls:
         region.begin()
         region.run = self.run
         try:
-            if not known.watched and not torch.compiler.is_compiling():
-                with Watch(self):
+            recorded = torch.is_grad_enabled()
+            if recorded not in known.watched and not torch.compiler.is_compiling():
+                edges = edges_of(self.uses)
+                with Watch(self, edges):
                     out = forward(*args, **kwargs)
-                known.watched = True
+                check_uses(edges, out, self.side)
+                if self.after is None and recorded:
+                    self.pending.update(edges)
+                known.watched.add(recorded)
             elif known.draws and not torch.compiler.is_compiling():
                 region.draws = region.drawing = True
                 with DrawsOfAll(region):
@@ -97,19 +94,23 @@ class Calls:
 class Watch(DrawsOfAll):
     """Draw for the whole, and look at what every function of torch is given."""
 
-    def __init__(self, calls: Calls):
+    def __init__(self, calls: Calls, edges: Edges):
         super().__init__(calls.region)
-        self.known = calls.known
-        held = [(x, use) for use in calls.uses if (x := use.held.get(use.key)) is not None]
-        self.uses = {id(x): use for x, use in held}
-        self.edges = {tuple(get_gradient_edge(x))[:2]: use for x, use in held if x.requires_grad}
+        self.known, self.counts, self.edges = calls.known, calls.counts, edges
+        self.uses = {id(x): use for use in calls.uses if (x := use.held.get(use.key)) is not None}
 
     def __enter__(self) -> Watch:
-        self.region.look = self._check_terms
+        self.region.look = self._check_row
+        for module, key, name in self.counts:
+            count = Divided(getattr(module, key))
+            count.name, count.region = name, self.region
+            setattr(module, key, count)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.region.look = None
+        for module, key, _ in self.counts:
+            setattr(module, key, int(getattr(module, key)))
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -128,7 +129,17 @@ class Watch(DrawsOfAll):
             use = self.uses.get(id(x))
             if use is not None and getattr(func, "__name__", "") != "__get__":
                 self._check_use(use, func)
-        return super().__torch_function__(func, types, args, kwargs)
+        check_arithmetic(func, given)
+        out = super().__torch_function__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunction():  # private; as in `DrawsOfAll`
+            look_at(func, given, out, self.region, self.edges)
+        return out
+
+    def _check_row(self, x: Tensor, weight: Tensor, cut: tuple[int, ...]) -> None:
+        use = self.uses.get(id(weight))
+        name = nearest(self.edges, weight.grad_fn) if use is None else use.name
+        with torch._C.DisableTorchFunction():  # private; as in `DrawsOfAll`
+            check_row(x, cut, name, self.region)
 
     def _check_whole(self, func: Any, x: Tensor | None) -> None:
         region = self.region
@@ -141,24 +152,6 @@ class Watch(DrawsOfAll):
                 got=f"{getattr(func, '__name__', func)} of shape {tuple(x.shape)}",
                 want="nn.Dropout, F.dropout, or dropout_p of F.scaled_dot_product_attention",
             )
-
-    def _check_terms(self, x: Tensor) -> None:
-        """Look at what one rank's term of a sum is made of, back to where it entered: of nothing that is whole."""
-        waiting, seen = deque([(x.grad_fn, x.output_nr)]), set[Any]()  # nearest first
-        while waiting:
-            node, number = waiting.popleft()
-            use = self.edges.get((node, number))
-            if use is not None and use.lies == "same":
-                raise LossError(
-                    "a parameter makes something whole that meets pieces, and its gradient would be that of one rank's",
-                    where=f"tensor_parallel: {use.name}",
-                    got="gradients that the plan takes to be the same on all ranks",
-                    want="'column' for its layer, or fds.nn.replicated(grads='sum') if all that it makes meets pieces",
-                )
-            if node is None or node in seen or use is not None or _passes_between_ranks(node):
-                continue
-            seen.add(node)
-            waiting += node.next_functions
 
     def _is_given_parts(self) -> bool:
         region = self.region
@@ -174,30 +167,13 @@ class Watch(DrawsOfAll):
         )
 
     def _check_use(self, use: Use, func: Any) -> None:
-        region = self.region
-        if use.lies == "piece":
-            if not _is_ours():
-                raise LossError(
-                    "a function is given a parameter of which every rank has a piece, and takes it for the whole",
-                    where=f"tensor_parallel: {use.name}",
-                    got=getattr(func, "__name__", str(func)),
-                    want="the module that holds it, called",
-                    hint="or leave it out of the plan",
-                )
-        elif use.lies == "same" and region.inside:
+        if use.lies == "piece" and not _is_ours():
             raise LossError(
-                "a parameter is used beside pieces of features, and its gradient would be that of one rank's pieces",
+                "a function is given a parameter of which every rank has a piece, and takes it for the whole",
                 where=f"tensor_parallel: {use.name}",
-                got="gradients that the plan takes to be the same on all ranks",
-                want="fds.nn.replicated(grads='sum') for the module that holds it",
-                hint="or, if it is for what all ranks have whole, use it before the column",
-            )
-        elif use.lies == "sum" and not region.inside and region.run is None and not use.in_parts:
-            raise LossError(
-                "a parameter is used for what all ranks have whole, and its gradient would be counted by each",
-                where=f"tensor_parallel: {use.name}",
-                got="replicated(grads='sum')",
-                want="replicated(), or no entry in the plan",
+                got=getattr(func, "__name__", str(func)),
+                want="the module that holds it, called",
+                hint="or leave it out of the plan",
             )
 
 
@@ -209,12 +185,6 @@ def watch(module: nn.Module, calls: Calls) -> None:
         return calls(forward, *args, **kwargs)
 
     module.forward = run
-
-
-def _passes_between_ranks(node: Any) -> bool:
-    """Say whether a node of autograd is that of a function that sums or puts together what ranks have."""
-    function = getattr(type(node), "_forward_cls", None)  # private; of a `torch.autograd.Function`
-    return getattr(function, "__module__", "").startswith(("fds.nn.parallel.", "fds.collectives."))
 
 
 def _is_ours() -> bool:

@@ -121,7 +121,7 @@ class Stage:
         outcome = losses.read(value, where="the criterion of Layers", buffers=current)
         total = outcome.total
         if trains:
-            self.each.check_graph(total)
+            self.each.check_graph(total, setting)
         root = Packet([total], None, (total.requires_grad,))
         assert piece is not None
         self._close(i, piece, root)

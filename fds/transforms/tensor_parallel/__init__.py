@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Mapping
 
 import attrs
-from torch import nn
+from torch import Tensor, nn
 
 from fds.collectives import Axis
 from fds.errors import ComposeError, LossError, is_a, is_int
 from fds.loss import Root, modules_of
 from fds.nn.parallel.plan import Part
 from fds.nn.parallel.region import Region
+from fds.nn.parallel.uses import Edges, check_uses
 from fds.step import Dimension, Placement, Replicated, SplitDim, Step, fill, transform
 from fds.transforms.tensor_parallel.resolving import Resolved, resolve
 
@@ -59,6 +60,7 @@ class Dividing:
     axis: Axis
     resolved: Mapping[int, Resolved]
     chunks: int
+    pending: Edges = attrs.field(factory=Edges)  # of first calls, whose loss has not been checked
 
     @property
     def vocabularies(self) -> set[int]:
@@ -78,7 +80,23 @@ class Dividing:
                 got="a module that the loss reaches in another way than it shows",
                 want="loss_fn that holds apply in its closure, its defaults or as a global; or fds.Layers",
             )
-        known.convert(module, Region(self.axis, self.chunks))
+        known.convert(module, Region(self.axis, self.chunks), self.pending)
+
+    def check_graph(self, total: Tensor | None) -> None:
+        """Raise `LossError` for a first loss that takes pieces for the whole, or whose gradients the plan mistakes.
+
+        The next call is looked at again then. None drops what waits for a loss.
+        """
+        if not self.pending:
+            return
+        edges = dict(self.pending)
+        self.pending.clear()
+        try:
+            check_uses(edges, total, "whole")
+        except LossError:
+            for known in (known for one in self.resolved.values() for known in one.known.values()):
+                known.watched.clear()
+            raise
 
 
 @transform

@@ -17,7 +17,8 @@ from fds.nn.parallel.dropout import become_dropout
 from fds.nn.parallel.linear import Piece
 from fds.nn.parallel.plan import Column, Heads, Part, Row, Sequence as Block, Vocab, Whole
 from fds.nn.parallel.region import Region
-from fds.nn.parallel.watching import Calls, Known, Use, watch
+from fds.nn.parallel.uses import Edges, Side, Use
+from fds.nn.parallel.watching import Calls, Known, watch
 from fds.step import Replicated, SplitDim
 
 Lies = SplitDim | Replicated
@@ -40,8 +41,15 @@ class Resolved:
         """How many rows there are of each matrix that is divided by rows."""
         return {sum(how.parts) for how in self.lies.values() if isinstance(how, SplitDim) and how.dim == 0}
 
-    def convert(self, module: nn.Module, region: Region) -> None:
-        """Have a copy of the module compute with pieces, in place."""
+    @property
+    def side(self) -> Side | None:
+        """What the module returns; None where its loss says it, or where parts of sequences may leave it."""
+        if self.after is None or any(isinstance(part, Block) and not part.leaves for part in self.parts.values()):
+            return None
+        return "pieces" if self.after else "whole"
+
+    def convert(self, module: nn.Module, region: Region, pending: Edges) -> None:
+        """Have a copy of the module compute with pieces, in place; what its first call shows waits for the loss."""
         region.before = region.inside = self.before
         columns = Counter(path.rpartition(".")[0] for path, part in self.parts.items() if isinstance(part, Column))
         for path, one in submodules(module):
@@ -63,10 +71,16 @@ class Resolved:
             how = lies.grads if isinstance(lies, Replicated) else "piece"
             held = modules[owner]._parameters  # pyright: ignore[reportPrivateUsage]
             uses.append(Use(held, key, self.found.prefix + name, how, owner in self.in_parts))
+        counts = [
+            (modules[path], key, _joined(self.found.prefix, f"{path}.{key}".lstrip(".")))
+            for path, part in self.parts.items()
+            if isinstance(part, Heads) and not isinstance(modules[path], nn.MultiheadAttention)
+            for key in part.counts
+        ]
         block = self.parts.get("")
         run = block.run if isinstance(block, Block) and not block.enters else None
         known = self.known[any(one.training for one in modules.values())]
-        watch(module, Calls(region, known, uses, run, self.after))
+        watch(module, Calls(region, known, uses, counts, pending, run, self.after, self.side))
 
 
 def resolve(found: Sequence[Found], plan: str | Mapping[Any, Any], size: int, *, sequence: bool) -> list[Resolved]:
