@@ -63,7 +63,7 @@ def record_run(
             earlier = read_record(path / NAME).starts if (path / NAME).exists() else ()
             record = Record(
                 FORMAT,
-                (*(start for start in earlier if start.calls < calls), Start(_now(), calls)),
+                (*earlier, Start(_now(), calls, _topology(axes, axis.size))),
                 configuration,
                 explain,
                 described.stations,
@@ -81,6 +81,10 @@ def record_run(
     problem = axis.exchange(problem, "the record of a run")[0]
     if problem:
         raise FdsError("the run cannot be recorded", where=f"record_run, {directory}", got=problem)
+
+
+def _topology(axes: Mapping[str, int], num_ranks: int) -> str:
+    return ", ".join([f"{num_ranks} rank{'s' * (num_ranks > 1)}", *(f"{n}={size}" for n, size in axes.items())])
 
 
 def _now() -> str:

@@ -41,8 +41,11 @@ def figures(run: Run) -> dict[str, str]:
         ("mfu", "MFU", " %", 100.0),
         (f"{TIMES}call", "time of a call", " ms", 1.0),
     ):
-        if math.isfinite(value := typical(run.series.get(name)) * scale):
-            found[label] = f"{value:,.0f}{unit}" if value >= 1000 else f"{value:.3g}{unit}"
+        parts = {} if name not in run.series else run.by_topology(run.series[name])
+        for topology, part in parts.items():
+            if math.isfinite(value := typical(part) * scale):
+                on = f"{label} on {topology or 'ranks that are not known'}" if len(parts) > 1 else label
+                found[on] = f"{value:,.0f}{unit}" if value >= 1000 else f"{value:.3g}{unit}"
     if (skipped := run.series.get("skipped")) is not None:
         found["skipped"] = f"{int(np.nansum(skipped.y > 0)):,}"
     if run.record.num_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import attrs
@@ -40,7 +41,7 @@ class Finding:
 def findings(run: Run) -> list[Finding]:
     """Return what of a run deserves a look, problems first."""
     found = [*_not_finite(run), *_skipped(run), *_spikes(run), *_worse(run), *_slower(run), *_waits(run)]
-    found += [*_bubble(run), *_stragglers(run), *_late(run), *_cut(run), *_unreadable(run)]
+    found += [*_moved(run), *_bubble(run), *_stragglers(run), *_late(run), *_cut(run), *_unreadable(run)]
     return sorted(found, key=lambda one: one.level != "problem")
 
 
@@ -109,7 +110,7 @@ def _worse(run: Run) -> Iterator[Finding]:
 
 def _slower(run: Run) -> Iterator[Finding]:
     for name in ("tokens_per_s", "samples_per_s"):
-        if (series := run.series.get(name)) is not None and len(known := finite(series)) >= 4 * WINDOW:
+        if (series := run.latest(name)) is not None and len(known := finite(series)) >= 4 * WINDOW:
             quarters = [float(np.median(part)) for part in np.array_split(known.y, 4)]
             if quarters[-1] < 0.8 * max(quarters):
                 speeds = f"{quarters[-1]:,.0f} in the last quarter of the run, {max(quarters):,.0f} in the fastest"
@@ -118,13 +119,21 @@ def _slower(run: Run) -> Iterator[Finding]:
 
 
 def _waits(run: Run) -> Iterator[Finding]:
-    call, wait = (run.series.get(TIMES + name) for name in ("call", "wait"))
+    call, wait = (run.latest(TIMES + name) for name in ("call", "wait"))
     if call is None or wait is None:
         return
     whole, waited = float(np.nansum(call.y)), float(np.nansum(wait.y))
     if waited > SHARE * whole:
         what = f"the first rank waits for messages, and so for other ranks, {waited / whole:.0%} of a call"
         yield Finding("note", what, TIMES + "wait")
+
+
+def _moved(run: Run) -> Iterator[Finding]:
+    name = lambda start: start.topology or "ranks that are not known"
+    for before, start in itertools.pairwise(run.record.starts):
+        if before.topology != start.topology:
+            what = f"from call {start.calls:,} on the run was on {name(start)}, before on {name(before)}"
+            yield Finding("note", f"{what}: its speeds are told apart")
 
 
 def _bubble(run: Run) -> Iterator[Finding]:

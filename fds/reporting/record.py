@@ -22,6 +22,7 @@ class Start:
 
     at: str  # ISO 8601, in UTC
     calls: int  # of the state that it began with
+    topology: str = ""  # its ranks and axes, as text; a record of an older fds does not say
 
 
 @attrs.frozen
@@ -29,7 +30,7 @@ class Record:
     """What a run says of itself.
 
     Attributes:
-        starts: of its processes, in order; those that a later one went back behind are left out.
+        starts: of its processes, in order, also of those that a later one went back behind.
         configuration: as the user wrote it.
         explain: what the configuration came to, a text.
         stations: station of the step -> what fills it.

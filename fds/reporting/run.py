@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 
 from fds.errors import FdsError
 from fds.reporting.messages import NAME as MESSAGES, Table, read_messages
 from fds.reporting.record import FORMAT, NAME, Record, read_record
-from fds.reporting.series import Series, read_lines, read_table
+from fds.reporting.series import STEPS, Series, read_lines, read_table
 from fds.storage.disk.folders import find, tags
 from fds.storage.format.manifest import read_manifest
 
@@ -58,6 +59,38 @@ class Run:
     files: list[str] = attrs.field(factory=list)
     cut: list[str] = attrs.field(factory=list)
     unreadable: dict[str, str] = attrs.field(factory=dict)
+
+    def by_topology(self, series: Series) -> dict[str, Series]:
+        """Return the points of a metric by the topology on which they were logged, in the order of its first use.
+
+        A point belongs to the last start before it. All are of one topology where it is not known how many calls, or
+        samples, a point is after the beginning.
+        """
+        starts = self.record.starts
+        labels = list(dict.fromkeys(start.topology for start in starts))
+        if len(labels) < 2 or (per_call := self._per_call(series.axis)) is None:
+            return {labels[-1] if labels else "": series}
+        of = np.zeros(len(series), dtype=np.int64)
+        for start in starts:
+            of[series.x > start.calls * per_call] = labels.index(start.topology)
+        return {label: series.part(of == i) for i, label in enumerate(labels) if (of == i).any()}
+
+    def latest(self, name: str) -> Series | None:
+        """Return the points of a metric on the last topology, None without any."""
+        series = self.series.get(name)
+        return None if series is None else [*self.by_topology(series).values()][-1]
+
+    def _per_call(self, axis: str) -> float | None:
+        """Return how far a call goes along an axis: 1, or the samples of a call, None where it cannot be known."""
+        if axis == STEPS:
+            return 1.0
+        x = np.concatenate([one.x for one in self.series.values() if one.axis == axis])
+        if not (x == np.floor(x)).all() or not (x > 0).all():
+            return None
+        calls = max(one.calls for one in (*self.record.starts, *self.saves))
+        several = int(np.gcd.reduce(x.astype(np.int64)))  # samples of as many calls as lie between two points
+        counts = (n for n in range(1, 10_000) if several % n == 0 and x.max() * n >= calls * several)
+        return next((several / n for n in counts), None)
 
 
 def read_run(path: Path, name: str) -> Run:

@@ -133,7 +133,8 @@ def _time(told: Told) -> str:
 
 
 def _parts(run: Run) -> str:
-    means = {part: float(np.nanmean(series.y)) for part, series in parts(run).items() if np.isfinite(series.y).any()}
+    latest = {part: [*run.by_topology(series).values()][-1] for part, series in parts(run).items()}
+    means = {part: float(np.nanmean(series.y)) for part, series in latest.items() if np.isfinite(series.y).any()}
     return bar({part: (ms, PARTS[part][1]) for part, ms in means.items()}, lambda ms: f"{ms:,.2f} ms", "mean")
 
 
@@ -211,7 +212,10 @@ def _configuration(run: Run) -> str:
 
 
 def _environment(run: Run) -> str:
-    starts = [f"{moment(start.at)}, at call {start.calls:,}" for start in run.record.starts]
+    starts = [
+        ", ".join(filter(None, (moment(start.at), f"at call {start.calls:,}", start.topology)))
+        for start in run.record.starts
+    ]
     went_on = (("started" if i == 0 else "went on", start) for i, start in enumerate(starts))
     return pairs([*run.record.environment.items(), *went_on], "options")
 

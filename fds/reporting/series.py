@@ -38,6 +38,10 @@ class Series:
     def __len__(self) -> int:
         return len(self.x)
 
+    def part(self, of: np.ndarray) -> Series:
+        """Return the points for which `of`, (N,) bool, is true."""
+        return Series(self.axis, self.x[of], self.y[of], self.seconds[of])
+
 
 @attrs.define(eq=False)
 class Points:

@@ -25,11 +25,11 @@ def test_a_record_says_what_the_step_says(tmp_path):
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["run.json"]
 
 
-def test_starts_are_kept_before_the_state_that_a_run_goes_on_with(tmp_path):
+def test_every_start_is_kept_also_one_that_a_later_one_went_back_behind(tmp_path):
     step, state = plain_step()
     for calls in (0, 7, 3, 3):
         fds.record_run(tmp_path, step, fds.State(**{**vars_of(state), "calls": torch.tensor(calls)}))
-    assert [start.calls for start in read_record(tmp_path / "run.json").starts] == [0, 3]
+    assert [start.calls for start in read_record(tmp_path / "run.json").starts] == [0, 7, 3, 3]
 
 
 def vars_of(state):

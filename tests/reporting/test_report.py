@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 
+import attrs
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from fds.command_line import main
 from fds.display import read_log
 from fds.errors import FdsError
 from fds.monitors import CSV, JSONL, Event
-from tests.reporting.runs import CONFIG, Page, pipelined, plain_step, reported, train
+from tests.reporting.runs import CONFIG, Page, loss_fn, pipelined, plain_step, reported, train
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +152,7 @@ def test_a_run_that_was_killed_and_resumed_has_every_step_once(tmp_path):
     page = reported(folder)
     assert page.line("loss")[0] == [8 * i for i in range(1, 21)] and "half a line" not in page.text["findings"]
     starts = json.loads((folder / "run.json").read_text())["starts"]
-    assert [one["calls"] for one in starts] == [0, 8] and "went on" in page.text["environment"]
+    assert [one["calls"] for one in starts] == [0, 8, 8] and "went on" in page.text["environment"]
 
 
 def test_files_that_another_program_appended_to_have_every_step_once_too(tmp_path):
@@ -296,3 +298,32 @@ def test_a_long_run_of_many_metrics_makes_a_small_page(tmp_path):
 def test_a_page_is_written_over_an_older_one_and_is_no_part_of_the_run(plain):
     first = reported(plain).bytes
     assert reported(plain).bytes == first
+
+
+@pytest.mark.parametrize("batch_size", [None, 32])
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_run_that_went_on_with_other_ranks_has_the_numbers_of_each(tmp_path, every, batch_size):
+    """Two ranks to call 40, killed at 46, then one rank from 40 to 60, at half the speed."""
+
+    def log(ranks, begin, end, speed):
+        def rank():
+            mesh = fds.mesh(dp=-1)
+            step = fds.compose(fds.shard_optimizer(mesh["dp"]), fds.adamw(0.01))(loss_fn)
+            state = attrs.evolve(step.init({"w": torch.zeros(4)}), calls=torch.tensor(begin))
+            fds.record_run(tmp_path, step, state)
+            with fds.monitor(JSONL(tmp_path / "log.jsonl", every=every), batch_size=batch_size) as monitor:
+                for calls in range(begin + 1, end + 1):
+                    metrics = {"loss": 1.0, "samples_per_s": speed, "elapsed_time_ms_call": 1000 / speed}
+                    monitor(attrs.evolve(state, calls=torch.tensor(calls)), metrics)
+
+        fds.simulate(rank, ranks)
+
+    log(2, 0, 46, 100.0)
+    log(1, 40, 60, 50.0)
+    page = reported(tmp_path)
+    glance, about = page.text["glance"], page.text["environment"]
+    assert re.search(r"speed on 2 ranks, dp=2\s+100 samples/s", glance)
+    assert re.search(r"speed on 1 rank\s+50 samples/s", glance)
+    assert re.search(r"started\s+.*, at call 0, 2 ranks, dp=2\s+went on\s+.*, at call 40, 1 rank", about)
+    assert "from call 40 on the run was on 1 rank, before on 2 ranks, dp=2" in page.text["findings"]
+    assert "fell" not in page.text["findings"]
