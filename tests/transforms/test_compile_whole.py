@@ -1,5 +1,6 @@
 """`compile(whole=True)`: one graph of a whole step. The composition without it is the oracle, bit for bit."""
 
+import contextlib
 import copy
 
 import attrs
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fds
 from fds import tree
-from fds.errors import BatchError, ComposeError, DonatedStateError, LossError, ScheduleError
+from fds.errors import BatchError, ComposeError, DonatedStateError, FdsError, LossError, ScheduleError
 from fds.step.compiled import draws
 from tests.bits import assert_same_bits, snapshot
 from tests.laws.mapped import Mapped, mapped
@@ -404,6 +405,37 @@ def test_what_a_graph_would_not_repeat_is_refused_by_its_line_and_costs_nothing(
     assert words in str(error.value) and "tracing" not in str(error.value)
     assert_same_bits(snapshot(state), before)
     assert torch.equal(torch.get_rng_state(), draw) and state.token.spent_at is None
+
+
+class ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2 if float(grad.sum()) else grad
+
+
+def test_what_was_refused_decides_nothing_about_what_is_compiled_later():
+    """Selective checkpointing leaves metadata of nodes in torch, which the partitioner of the next graph would read."""
+    loss = lambda params, x: (torch.utils.checkpoint.checkpoint(layer, params["p"], x, use_reentrant=False)).sum()
+    layer = lambda p, x: (p * x).tanh().cos()
+    batch = torch.ones(3, 2), torch.ones(3, 1)
+    for last in (ReadsInBackward.apply, torch.tanh):
+        parts = [nn.Linear(2, 4), torch.tanh, nn.Linear(4, 1), last]
+        layers = fds.Layers(parts, lambda out, y: (out - y).square().mean())
+        step = fds.compose(fds.checkpoint_activations(policy="matmuls"), whole(), fds.sgd(0.1))(layers)
+        state, _ = step(step.init(layers.init), batch)
+        with contextlib.suppress(FdsError):
+            step(state, batch)
+            assert last is torch.tanh
+        assert not torch.fx.traceback.get_current_meta() and not torch.fx.traceback.has_preserved_node_meta()
+    plain = fds.compose(fds.sgd(0.1))(loss)
+    compiled = fds.compose(fds.compile(backend="aot_eager_decomp_partition"), fds.sgd(0.1))(loss)
+    x = torch.ones(3, 2)
+    states = [step(step.init(NARROW), x)[0] for step in (plain, compiled)]
+    assert_same_bits(*map(snapshot, states))
 
 
 def test_a_number_that_is_the_same_in_every_call_may_be_read():

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fds.step.checks import one_graph
+from fds.step.compiled.recording import own_metadata
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -43,7 +44,7 @@ class Backend:
             fake.from_tensor(x) for x in inputs
         ]  # as torch.compile gives them: nobody keeps the state's memory
         try:
-            with torch.no_grad():
+            with torch.no_grad(), own_metadata():
                 if self.backend == "inductor":
                     chosen = {} if self.mode is None else _inductor.list_mode_options(self.mode)
                     found: Any = _inductor.compile(graph, like, options={**chosen, **(self.options or {})})

@@ -7,12 +7,14 @@ Source: Reed et al. 2022, "torch.fx", arXiv:2112.08429; torch.fx.experimental.pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, fx
+from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.graph import CodeGen
 from torch.overrides import TorchFunctionMode
@@ -82,7 +84,7 @@ def record(program: Program, state: State, held: StateTensors, kind: Kind, *, fu
     inputs = [*leaves, state.step.clone(), *(x.detach() for x in kind.tensors)]
     graph = reading.Recording(fuses, host)
     try:
-        with random.scope(devices), random.seeding_by(drawing), reading.recording(graph):
+        with own_metadata(), random.scope(devices), random.seeding_by(drawing), reading.recording(graph):
             module: fx.GraphModule = make_fx(work)(*inputs)
             draws = drawing.finished()
     except FdsError:
@@ -95,6 +97,17 @@ def record(program: Program, state: State, held: StateTensors, kind: Kind, *, fu
     watch.check()
     constants = _lifted(module, drawing.made)
     return Recorded(module, constants, draws, names, moved)
+
+
+@contextlib.contextmanager
+def own_metadata() -> Generator[None]:
+    """Let what runs inside neither see nor leave metadata of nodes, which torch keeps in one place of the process.
+
+    Selective checkpointing writes to it in a recording, also in one that is refused, and never clears it.
+    """
+    with traceback.preserve_node_meta(enable=False):
+        traceback.get_current_meta().clear()  # it is restored from a copy
+        yield
 
 
 class Unrepeated(RuntimeError):
