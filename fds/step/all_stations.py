@@ -304,6 +304,14 @@ class Stations:
             self.runtime.recent[0] = key, structure
         return structure, leaves
 
+    def held_by(self, state: State) -> tuple[Structure, list[Tensor]]:
+        """Return the structure of a state's parameters, and what it holds of them.
+
+        Raises `StateError` for whole parameters, or slices of something else, where a state of this step has slices.
+        """
+        check.same_form(state.params, self.shard)
+        return self.structure_of(state.params)
+
     def resident(self, structure: Structure, path: str) -> Resident | None:
         """Return the leaf at a key path of a state as a residency knows it, None for one that never lives elsewhere."""
         return resident_at(structure, path, [one.slot for one in self.after], follow_in_pieces(self.after))
@@ -313,7 +321,6 @@ class Stations:
         device = torch.get_default_device() if state.step.is_meta else state.step.device
         known = self.runtime.lives.get((structure, device))
         if known is None:
-            leave = functools.partial(may_leave, structure, bool(self.dimensions.split))
             known = self.runtime.lives[structure, device] = Lives.of(
                 self.place.residency,
                 structure,
@@ -321,7 +328,7 @@ class Stations:
                 [one.slot for one in self.after],
                 follow_in_pieces(self.after),
                 device,
-                leave,
+                functools.partial(may_leave, structure, bool(self.dimensions.split)),
                 speculate=self.place.speculate,
             )
         return known
@@ -330,9 +337,8 @@ class Stations:
         """Return in which chunks an update visits the slices, on all ranks that hold slices of the same parameters."""
         known = self.runtime.chunks.get(structure)
         if known is None:
-            everyone = self.everyone if self.dimensions.split else None
-            known = agreed_chunks(self.place.residency, structure, everyone, self.dimensions.place)
-            self.runtime.chunks[structure] = known
+            everyone, place = self.everyone if self.dimensions.split else None, self.dimensions.place
+            known = self.runtime.chunks[structure] = agreed_chunks(self.place.residency, structure, everyone, place)
         return known
 
     def settings(self, call: Call, buffers: dict[str, Tensor], n: int) -> list[losses.Setting]:

@@ -116,7 +116,7 @@ def describe(step: Stations, state: State | None, batch: Any) -> Description:
         return Description(stations, kernels)
     usable(state, "describe")
     assert state is not None and step.optimizer is not None
-    structure, _ = step.structure_of(state.params)
+    structure, _ = step.held_by(state)
     trained = set(structure.trained_names)
     frozen = tuple(name for name in structure.names if name not in trained)
     unused, kept = ((), {}) if batch is None else _tried(step, structure, state, batch)

@@ -183,7 +183,7 @@ def _local(step: Stations, state: State) -> Local:
     """Return a function of a batch, and of whether its outputs are wanted: this rank's totals and outputs."""
     same_composition(step)
     usable(state, "evaluate")
-    structure, parts = step.structure_of(state.params)
+    structure, parts = step.held_by(state)
     waits = step.order("evaluate", structure) is not None
     residency = deferred(step.place.residency, step.everyone)
     masters = step.masters(structure, parts, state.step.device, residency)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -30,11 +31,41 @@ from fds.step.structure import Structure, contiguous_copy, frozen_names
 
 def initial(step: Stations, params: Any, key: int | Tensor) -> State:
     """Return the first state of a step, agreed between the ranks that share it; see `Step.init`."""
-    return _initial(step, params, random.key(key), step.everyone)
+    return beginning(step, *_placed(step, params, random.key(key), step.everyone))
 
 
-def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) -> State:
-    """Return the first state; `everyone` is the axis to agree over, None for a rank that asks for its own part."""
+def with_parameters(step: Stations, state: State, params: Any) -> State:
+    """Return a state with other parameters, whole ones or a slot of the optimizer's; see `Step.with_params`."""
+    check.usable(state, "with_params")
+    structure, parts = step.held_by(state)
+    trained = [structure.held[i] for i in structure.trained]
+    if tree.is_dict(params) and list(params) == trained and (structure.sharded or trained != list(structure.names)):
+        opt = step.place.residency
+        new = [x.to(state.step.device) if opt.kinds else contiguous_copy(x) for x in params.values()]
+        held = structure.put(parts, [x.view(structure.shapes[i]) for i, x in zip(structure.trained, new, strict=True)])
+    else:
+        here = tree.map(lambda x: x.to(state.step.device) if isinstance(x, Tensor) and not x.is_meta else x, params)
+        held = _placed(step, here, state.key, step.everyone)[0]
+    other = step.structure_of(held)[0]
+    if other is not structure:
+        both = other.leaves, structure.leaves
+        got, want = ({n: f"{leaf.shape} {leaf.dtype}" for n, leaf in leaves.items()} for leaves in both)
+        name = next((name for name in [*want, *got] if got.get(name) != want.get(name)), "params")
+        raise StateError(
+            "these parameters are not those of this state",
+            where=name,
+            got=got.get(name, "another tree" if name == "params" else "nothing"),
+            want=want.get(name, "the tree of step.params(state)" if name == "params" else "nothing"),
+            hint="what step.params(state) returned, with other values",
+        )
+    return attrs.evolve(state, params=held)
+
+
+def _placed(step: Stations, params: Any, key: Tensor, everyone: Axis | None) -> tuple[Any, Tensor, torch.device]:
+    """Return the parameters as this rank holds them, the key that all ranks have, and the device of the step.
+
+    `everyone` is the axis to agree over, None for a rank that asks for its own part.
+    """
     if everyone is not None:
         same_composition(step)
         key = torch.tensor(everyone.exchange(tree.values_of(key), "init")[0], dtype=torch.int64, device="cpu")
@@ -83,7 +114,7 @@ def _initial(step: Stations, params: Any, key: Tensor, everyone: Axis | None) ->
     held = structure.hold(values(), step.dimensions.slice, settle)
     _check_made(failed, everyone)
     device = devices[0] if devices else device_of(held, shapes, everyone)
-    return beginning(step, held, key, device, alone=alone)
+    return held, key, device
 
 
 def beginning(step: Stations, held: Any, key: int | Tensor, device: torch.device, *, alone: bool = False) -> State:
@@ -148,7 +179,9 @@ def traced(step: Stations, params: Any) -> State:
         elif callable(params):
             params = params(random.key(0))
         params = tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, params)
-        return tree.map(lambda x: x.to("meta"), _initial(step, params, random.key(0), None))
+        return tree.map(
+            lambda x: x.to("meta"), beginning(step, *_placed(step, params, random.key(0), None), alone=True)
+        )
 
 
 def at_first(step: Stations, state: State) -> dict[str, dict[str, Any]]:

@@ -33,7 +33,7 @@ def whole_parameters(step: Stations, state: State, doing: str, *, copies: bool) 
     """
     same_composition(step)
     usable(state, doing)
-    structure, parts = step.structure_of(state.params)
+    structure, parts = step.held_by(state)
     residency = deferred(step.place.residency, step.everyone)
     masters = step.masters(structure, parts, state.step.device, residency)
     found = _whole(step, structure, parts, masters, copies=copies)
@@ -81,12 +81,12 @@ def _in_turn(step: Stations, structure: Structure, masters: Masters, use: Callab
 
 def into(step: Stations, module: Any, state: State, prefix: str, buffers_prefix: str | None) -> Any:
     """Write parameters and buffers of a state into a module; see `Step.into`. No rank writes where one does not fit."""
-    structure, parts = step.structure_of(state.params)
+    usable(state, "into")
+    structure, parts = step.held_by(state)
     if step.dimensions.differing:  # ranks send each other what they have, all of it
         params = tree.paths(whole_parameters(step, state, "into", copies=False))
     else:
         same_composition(step)
-        usable(state, "into")
         params = {
             leaf.name: decoded(step.hold, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), leaf)
             for leaf in map(structure.leaves.__getitem__, structure.names)

@@ -28,7 +28,7 @@ from fds.step.describe import Description, describe, explain
 from fds.step.evaluation import evaluator
 from fds.step.execution import LocalGradients
 from fds.step.gradients import Gradients
-from fds.step.initial import at_first, initial, traced
+from fds.step.initial import at_first, initial, traced, with_parameters
 from fds.step.into import into, whole_parameters
 from fds.step.notes import Notes, followed, may_note
 from fds.step.own_sums import OwnSums
@@ -249,6 +249,20 @@ class Step(Stations):
         return whole_parameters(self, state, "params", copies=True)
 
     @check.graphless
+    @with_chosen_kernels
+    def with_params(self, state: State, params: Any) -> State:
+        """Return the state with other values of its parameters, the inverse of `params`: all ranks call it.
+
+        Args:
+            state: of this step. All else of it, such as the optimizer's slots, is shared with the new one.
+            params: whole parameters in the user's structure, of which rank 0's values are taken; or a slot of
+                `state.opt`, the values that an optimizer keeps for evaluation, say.
+
+        Raises `StateError`, on every rank, for other names, shapes or dtypes, and for values that are not finite.
+        """
+        return with_parameters(self, state, params)
+
+    @check.graphless
     def into(self, module: M, state: State, *, prefix: str = "", buffers_prefix: str | None = None) -> M:
         """Write whole parameters and buffers back into a module, and return it; all ranks call it.
 
@@ -281,7 +295,7 @@ class Step(Stations):
     def check(self, state: Any) -> check.StateTensors:
         """Return the tensors of a state that this step can take. Raises `StateError` for any other."""
         check.usable(state, "step")
-        structure, leaves = self.structure_of(state.params)
+        structure, leaves = self.held_by(state)
         check.counters(state)
         check.same_composition(state, self.memory, structure.opt)
         if structure not in self.runtime.fresh:

@@ -119,8 +119,8 @@ def _export_state(
     ranks = Ranks() if step is None else Ranks.of(step, "export_weights")
     with ranks.together() as exchange:
         state.check("export_weights")
-        if step is not None and isinstance(state.params, Sharded):
-            step.structure_of(state.params)  # raises an error for slices of another step
+        if step is not None:
+            step.held_by(state)  # raises an error for slices of another step
         parts = parts_of(state, ranks)
         check_writable({name: part.tensor for name, part in parts.items()})
         exchange.mine = {

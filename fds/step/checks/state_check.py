@@ -14,10 +14,12 @@ from torch import Tensor
 
 from fds import autodiff, tree
 from fds.errors import FdsError, LossError, StateError
+from fds.layout import Sharded
 from fds.loss import Layers
 from fds.loss.compiled import untraced
 from fds.state import State
 from fds.step.checks.forms import takes
+from fds.step.sharding.shard import Shard
 from fds.step.structure import Slot, Structure
 
 P = ParamSpec("P")
@@ -93,6 +95,19 @@ def usable(state: Any, doing: str) -> None:
             hint="what step.init(params), fds.load or a step returned",
         )
     state.check(doing)
+
+
+def same_form(params: Any, shard: Shard | None) -> None:
+    """Raise `StateError` for anything but slices where a state of a step holds slices."""
+    if shard is not None and shard.slices_state and not isinstance(params, Sharded):
+        raise StateError(
+            "the state does not hold the slices of parameters that this step does",
+            where="params",
+            got=f"a {type(params).__name__} in their place",
+            want=f"parameters as stage {shard.stage} holds them",
+            hint="state = step.with_params(state, params) takes whole ones, as step.params returns them, or a slot of "
+            "state.opt",
+        )
 
 
 def same_composition(state: State, slots: Iterable[str], opt: Mapping[str, Slot]) -> None:
