@@ -1,6 +1,7 @@
 """Directories and disks that fail: named errors, and nothing lost that was not on them."""
 
 import errno
+import gc
 import os
 import resource
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from fds import media
 from fds.errors import DiskError
 from fds.media import files, locks
 from fds.media.requests import Clock
+from fds.storage.disk.locks import lock_file
 
 CPU = torch.device("cpu")
 
@@ -80,6 +83,54 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fds.lock-0")
     with pytest.raises(DiskError, match="not a regular file"):
         fds.disk(tmp_path).make(torch.ones(3))
+
+
+def test_what_others_have_under_the_name_of_a_lock_keeps_every_byte_and_still_locks(tmp_path):
+    precious, lock = tmp_path / "precious", tmp_path / "fds.lock-0"
+    for text, is_link in (("x" * 10_000, True), ("process 1 of the recipe\nstir\n", True), ("process 1\nstir", False)):
+        (precious if is_link else lock).write_text(text)
+        if is_link:
+            os.link(precious, lock)
+        disk = fds.disk(tmp_path)
+        made = fill(disk, [torch.ones(3)])
+        assert lock.read_text() == text and "another run" in in_a_process(refusal, tmp_path)
+        del disk, made
+        gc.collect()
+        assert lock.read_text() == text
+        lock.unlink()
+    precious.write_text("process 1 on vm since 2020\n")  # a lock's text under two names
+    os.link(precious, lock)
+    made = fill(fds.disk(tmp_path), [torch.ones(3)])
+    assert made[0].sum() == 3 and precious.read_text() == "process 1 on vm since 2020\n"
+
+
+def test_a_stale_lock_of_another_user_is_taken_over():
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o1777)
+        lock, save = (os.path.join(directory, name) for name in ("fds.lock-0", "save"))
+        for path in lock, save:
+            with open(path, "w") as file:
+                file.write("process 1 on vm since 2020\n")
+            os.chmod(path, 0o444)
+        assert in_a_process(as_another_user, directory, save) == repr((3.0, True))
+        with open(lock) as file:
+            assert file.read() == "process 1 on vm since 2020\n"
+
+
+def as_another_user(directory, save):
+    if not os.getuid():
+        os.setgid(65534)
+        os.setuid(65534)
+    made = fill(fds.disk(directory), [torch.ones(3)])
+    with lock_file(Path(save)):
+        return float(made[0].sum()), not os.access(save, os.W_OK)
+
+
+def refusal(directory):
+    try:
+        fds.disk(directory).make(torch.ones(1))
+    except DiskError as error:
+        return error.what
 
 
 def test_a_directory_that_another_thread_is_closing_is_waited_for(tmp_path, monkeypatch):

@@ -17,9 +17,17 @@ _held: set[int] = set()  # descriptors: a lock is released when all processes ha
 def lock_file(path: Path) -> Iterator[None]:
     """Hold the lock of a regular file, created if it is missing; without effect on a file system without locks.
 
-    Raises `BlockingIOError` if another process holds it, `OSError` if the path is not a regular file.
+    Another user's, which may only be read, can still be locked. Raises `BlockingIOError` if another process holds it,
+    `OSError` if the path is not a regular file.
     """
-    with locked(open_regular(path, os.O_RDWR | os.O_CREAT)):
+    try:
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT)
+    except PermissionError as error:
+        try:
+            fd = open_regular(path, os.O_RDONLY)
+        except OSError:
+            raise error from None
+    with locked(fd):
         yield
 
 
