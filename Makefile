@@ -13,7 +13,7 @@ DOCS := .venv-docs/.ready
 PEERS_TESTED := .venv-peers/.ready-for-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-browser test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-context gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
+.PHONY: help setup train test check every-test unit-tests test-peers test-inductor test-cpus test-browser test-matrix laws faults mutants fuzz-config lint format bench-plain bench-host bench-compiling bench-launches bench-sharding bench-tensor bench-overlap bench-pipeline bench-storage bench-offload bench-offload-large bench-kernels bench-imports bench-watching bench-network bench-losses bench-context gpu gpu-tests gpu-kernels gpu-step gpu-counters package gallery docs docs-serve docs-look architecture golden clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -41,6 +41,9 @@ test-peers: $(PEERS_TESTED)  ## run the tests that ask DeepSpeed and transformer
 
 test-inductor: $(READY)  ## run the tests that compile by torch's inductor (needs a C++ compiler; minutes)
 	@$(BIN)/pytest -m inductor tests/sharding tests/transforms $(ARGS)
+
+test-cpus: $(READY)  ## run the tests that depend on the CPU's instructions as on CPUs with others (an hour on two cores)
+	@$(BIN)/python -m tests.cpus $(ARGS)
 
 test-browser: $(READY)  ## run the tests that look at the page of fds report in a headless Chromium (needs chromium)
 	@$(BIN)/pytest -m browser tests/reporting $(ARGS)

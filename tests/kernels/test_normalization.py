@@ -102,7 +102,9 @@ def test_tensors_with_gaps_and_transposed_ones_are_read_as_they_are(norm, kind):
         check(norm, of, invertible=True)
         out = normalized(norm, of)[0]
         dy = strided(random(6, 42))
-        assert torch.equal(*(torch.autograd.grad(out, of["x"], d, retain_graph=True)[0] for d in (dy, dy.contiguous())))
+        there, here = (torch.autograd.grad(out, of["x"], d, retain_graph=True)[0] for d in (dy, dy.contiguous()))
+        assert distance(there, here) <= TOLERANCE[torch.float32]  # torch may add what has gaps in another order
+        assert torch.equal(there, here) or kind == "reference"
 
 
 @given(rows=st.integers(1, 70), columns=st.integers(2, 300), dtype=st.sampled_from(DTYPES), data=st.data())

@@ -222,8 +222,8 @@ def two_by_two(schedule, armed, good, stage, *, at: int = 1, more=(), alone: boo
 
 
 @functools.cache
-def untroubled_pair(schedule, good: int, stage: int):
-    return fds.simulate(lambda: two_by_two(schedule, None, good, stage), 4)[0]
+def untroubled_pair(schedule, good: int, stage: int, *, alone: bool = False):
+    return fds.simulate(lambda: two_by_two(schedule, None, good, stage, alone=alone), 2 if alone else 4)[0]
 
 
 # Layer 2 ends the stage that layer 0 begins; gradients travel alike at stages 0 and 1.
@@ -247,7 +247,7 @@ def test_where_one_of_two_processes_fails_that_play_all_stages_both_say_so(stage
     """In the first backward and in the last one, after which other ranks have sent their gradients already."""
     for place, microbatch in (((5, "weight"), 0), ((0, "backward"), MICROBATCHES - 1)):
         run = functools.partial(two_by_two, plans.one_f_one_b, (place, microbatch, boom()), 1, stage, alone=True)
-        found, want = fds.simulate(run, 2), untroubled_pair(plans.one_f_one_b, 1, stage)
+        found, want = fds.simulate(run, 2), untroubled_pair(plans.one_f_one_b, 1, stage, alone=True)
         assert len({str(error) for error, *_ in found}) == 1, found
         for error, params, metrics in found:
             refused(error, plans.one_f_one_b, 2, place, microbatch)
