@@ -101,6 +101,11 @@ def test_what_mixes_tokens_is_refused_and_would_be_wrong(name):
         assert not torch.allclose(loss, whole, rtol=1e-6)
 
 
+def test_a_loss_is_looked_at_before_it_is_compiled():
+    for error in fds.simulate(lambda: trained(REFUSED["cumsum"][1], 2, "contiguous", fds.compile()), 2):
+        assert "cumsum of (" in str(error)
+
+
 def by_chunks(x: Tensor, axis: Any) -> Tensor:
     return torch.cat([NORM(x[:, i : i + 3]) for i in range(0, x.shape[1], 3)], 1)
 
