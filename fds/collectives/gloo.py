@@ -23,6 +23,7 @@ from torch import Tensor
 from fds.collectives.interrupts import Interruptible, was_closed
 from fds.collectives.links import Collective, Work, different, same_memory
 from fds.collectives.reductions import bounds, is_exchanged, reduce_in_rank_order
+from fds.collectives.waits import Label, Origin, Wait, kind_of, origin
 from fds.errors import FdsError, RankError
 
 # The kind of message in a tag: of a collective, of its second phase, of a send, of an exchange.
@@ -40,6 +41,8 @@ class GlooLink:
         self.sent, self.received = [0] * self.size, [0] * self.size  # sends and recvs started, by peer
         # Equal on all ranks of the axis, whichever other axes they have. Axes with the same number match by order.
         self.number = 1 + _digest((ranks, channel) if channel else ranks, 2**13 - 1)
+        self.last: dict[int, tuple[str, str]] = {}  # what was sent to each rank last, beside collectives
+        self.name = f"{_digest((ranks, channel), 2**60):x}"
         self.scratch = Scratch()
 
     def start(self, collective: Collective, out: Tensor, x: Tensor) -> Work:
@@ -95,24 +98,25 @@ class GlooLink:
             raise different(f"rank {self.ranks[self.index]}, axis {collective.axis!r}", dict(started))
         return [reply for _, reply in replies]
 
-    def _tag(self, collective: Collective, count: int, part: int) -> int:
-        """Return a tag of 31 bits: 13 for the axis, 7 for the collective, 9 for its number, 2 for the kind of message.
+    def _tag(self, collective: Collective, count: int, part: int) -> Label:
+        """Return a tag of 31 bits: 13 for the axis, 11 for the collective, 5 for its number, 2 for the kind of message.
 
-        Different collectives get different tags, so that they time out instead of receiving each other's bytes. The
-        shape is part of the tag only if data flows one way. If it flows both ways, one rank receives more than it
-        expects, and gloo ends that process; receiving less than expected goes unnoticed.
+        Different collectives, also of other shapes, get different tags, so that they do not receive each other's bytes:
+        gloo ends a process that is sent more than it expects, and does not notice less. `waits` finds them out.
         """
-        one_way = part == DIRECT or collective.op == "broadcast"
-        how = "" if part == EXCHANGE else collective.how  # an exchange sends its purpose in the text
-        op, shape = "direct" if part == DIRECT else collective.op, collective.shape if one_way else ()
-        alike = (op, how, str(collective.dtype), shape)
-        return self.number << 18 | _digest(alike, 2**7) << 11 | (count % 2**9) << 2 | part
+        if part == EXCHANGE:  # sends its purpose in the text, and lengths first
+            alike = (collective.op,)
+        else:
+            op = "direct" if part == DIRECT else collective.op
+            alike = (op, collective.how, str(collective.dtype), collective.shape)
+        tag = self.number << 18 | _digest(alike, 2**11) << 7 | (count % 2**5) << 2 | part
+        return Label(tag, f"{part} {count} of {self.name}")
 
     def _others(self) -> list[int]:
         """Return the other ranks, starting with the successor, so that not all ranks send to the same one first."""
         return [(self.index + i) % self.size for i in range(1, self.size)]
 
-    def _all_gather(self, collective: Collective, outs: Any, part: Tensor, tag: int) -> Messages:
+    def _all_gather(self, collective: Collective, outs: Any, part: Tensor, tag: Label) -> Messages:
         messages = Messages(self, collective)
         for i in self._others():
             messages.swap(i, outs[i], part, tag)
@@ -121,7 +125,7 @@ class GlooLink:
         return messages
 
     def _reduce_scatter(
-        self, collective: Collective, out: Tensor, pieces: list[Tensor], how: str, tag: int
+        self, collective: Collective, out: Tensor, pieces: list[Tensor], how: str, tag: Label
     ) -> Messages:
         messages, own = Messages(self, collective), pieces[self.index]
         # On two ranks the piece received is added in place; `out` receives it unless it is this rank's own piece.
@@ -133,7 +137,7 @@ class GlooLink:
         messages.finish = lambda: reduce_in_rank_order(parts, out, how, spare=received.get(0))
         return messages
 
-    def _exchange(self, collective: Collective, x: Tensor, tag: int) -> Messages:
+    def _exchange(self, collective: Collective, x: Tensor, tag: Label) -> Messages:
         messages = Messages(self, collective)
         received = {i: messages.scratch(x) for i in self._others()}
         for i in self._others():
@@ -142,14 +146,14 @@ class GlooLink:
         messages.finish = lambda: reduce_in_rank_order(parts, x, collective.how, spare=received.get(0))
         return messages
 
-    def _all_to_all(self, collective: Collective, outs: Any, pieces: Any, tag: int) -> Messages:
+    def _all_to_all(self, collective: Collective, outs: Any, pieces: Any, tag: Label) -> Messages:
         messages = Messages(self, collective)
         for i in self._others():
             messages.swap(i, outs[i], pieces[i], tag)
         outs[self.index].copy_(pieces[self.index])
         return messages
 
-    def _broadcast(self, collective: Collective, x: Tensor, tag: int) -> Messages:
+    def _broadcast(self, collective: Collective, x: Tensor, tag: Label) -> Messages:
         messages = Messages(self, collective)
         if self.index != collective.peer:
             return messages.receive(collective.peer, x, tag)
@@ -187,22 +191,33 @@ class Messages:
     under_way: list[tuple[int, Any]] = attrs.field(factory=list)  # (other rank, torch's work, which keeps the tensor)
     borrowed: list[Tensor] = attrs.field(factory=list)
     over: bool = False
+    label: Label = Label(0, "")  # of what is received
 
-    def send(self, to: int, x: Tensor, tag: int) -> Messages:
+    @property
+    def one_way(self) -> bool:
+        """Whether this rank either sends or receives."""
+        return self.collective.op in ("send", "recv", "broadcast")
+
+    def send(self, to: int, x: Tensor, tag: Label) -> Messages:
         """Send a tensor to the rank with coordinate `to`."""
+        if self.one_way:
+            self.link.last[self.link.ranks[to]] = tag.key, kind_of(self.collective)
+        else:
+            self.label = tag
         if x.numel():
             with self._named(to):
-                self.under_way.append((to, self.link.group.send([x], self.link.ranks[to], tag)))
+                self.under_way.append((to, self.link.group.send([x], self.link.ranks[to], tag.tag)))
         return self
 
-    def receive(self, source: int, out: Tensor, tag: int) -> Messages:
+    def receive(self, source: int, out: Tensor, tag: Label) -> Messages:
         """Receive a tensor from the rank with coordinate `source`."""
+        self.label = tag
         if out.numel():
             with self._named(source):
-                self.under_way.append((source, self.link.group.recv([out], self.link.ranks[source], tag)))
+                self.under_way.append((source, self.link.group.recv([out], self.link.ranks[source], tag.tag)))
         return self
 
-    def swap(self, peer: int, out: Tensor, x: Tensor, tag: int) -> None:
+    def swap(self, peer: int, out: Tensor, x: Tensor, tag: Label) -> None:
         """Receive from a rank, and send to it: of two ranks one begins with the one, the other with the other.
 
         512 KB took 0.65 and 0.58 ms where both received first, 0.34 and 0.39 so; 4 MB 3.2 and 4.1, and 3.4 and 3.7.
@@ -223,8 +238,13 @@ class Messages:
         if self.over:
             return
         if self.under_way:
-            with Interruptible(self.link.group, self.link.ranks[self.under_way[0][0]]):
+            ranks, collective = self.link.ranks, self.collective
+            wait = Wait(
+                self.link.group, ranks[self.link.index], collective, self.label.key, self.link.last, self.one_way
+            )
+            with Interruptible(wait):
                 for peer, work in self.under_way:
+                    wait.peer = ranks[peer]
                     with self._named(peer):
                         work.wait()
         if self.finish is not None:
@@ -310,11 +330,17 @@ def lost(
     """Return the error for a collective that failed because of another rank."""
     message = re.sub(r"\[/\S+\] ", "", str(error).strip().partition("\n")[0])  # without gloo's source path
     late = "imed out" in message or "imeout" in message
+    where, began = f"rank {ranks[index]}, in {collective}", Origin()
+    if peer is not None:
+        began = origin(ranks[index], peer, str(collective), late=late)
+    if began.different is not None:
+        return different(where, began.different)
+    peer, late = (peer, late) if began.rank is None else (began.rank, began.late)
     lost_rank = f"rank {peer}" if peer is not None else "a rank"
     return RankError(
         f"{lost_rank} did not answer in time" if late else f"{lost_rank} was lost",
-        where=f"rank {ranks[index]}, in {collective}",
-        got=message[:300],
+        where=where,
+        got="\n".join(filter(None, (message[:300], began.trail))),
         want=f"ranks {', '.join(map(str, ranks))} to take part",
         hint="fds.init_distributed(check=True) reports what each rank does"
         if late

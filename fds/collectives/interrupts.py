@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import select
 import signal
 import threading
 import weakref
@@ -17,39 +18,44 @@ from typing import Any
 
 import torch
 
+from fds.collectives.waits import LOOK, Wait
+from fds.errors import RankError
+
 _TAG = 2**31 - 1  # of a message that is never sent
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
-_waiting: list[tuple[Any, int]] = []  # the group in which the main thread waits, and another rank in it
-_closed: list[weakref.ref] = []  # groups whose connections were closed
+_waiting: list[Wait] = []  # in which the main thread is
+_closed: list[weakref.ref] = []  # groups whose connections were closed on Ctrl-C
 _pipe: list[int] = []  # the descriptor that signals of this process write to
 
 
 class Interruptible:
-    """Let Ctrl-C end waits inside for ranks of a group; `other` is any rank of it but this one.
+    """Let Ctrl-C end a wait inside, and look from time to time whether it is in vain.
 
-    It has no effect outside the main thread, if the program installed its own handler of SIGINT, or if another library
-    uses `signal.set_wakeup_fd`.
+    It has no effect outside the main thread. Ctrl-C has none if the program installed its own handler of SIGINT, or if
+    another library uses `signal.set_wakeup_fd`.
     """
 
-    def __init__(self, group: Any, other: int):
-        self.waits = (group, other)
+    def __init__(self, wait: Wait):
+        self.wait = wait
         self.watches = False
 
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             return
-        before = signal.set_wakeup_fd(_pipe[0] if _pipe else _watched(), warn_on_full_buffer=False)
+        pipe = _pipe[0] if _pipe else _watched()
+        before = signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
         self.watches = before == -1
-        if self.watches:
-            _waiting.append(self.waits)
-        else:
+        if not self.watches:
             signal.set_wakeup_fd(before)
+        _waiting.append(self.wait)
 
-    def __exit__(self, *_: Any) -> None:
-        if self.watches:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self.wait.failed = kind is RankError
+        if self.wait in _waiting:
             _waiting.clear()
-            signal.set_wakeup_fd(-1)
+            if self.watches:
+                signal.set_wakeup_fd(-1)
 
 
 def was_closed(group: Any) -> bool:
@@ -67,13 +73,32 @@ def _watched() -> int:
 
 
 def _watch(read: int) -> None:
-    while data := os.read(read, 64):
-        # Nothing is closed if the program has its own handler; checked here, since it takes 4 us.
-        if signal.SIGINT in data and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            for group, other in tuple(_waiting):
-                _closed.append(weakref.ref(group))
-                with contextlib.suppress(RuntimeError):
-                    group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, _TAG).wait(_AT_ONCE)
+    last: list[Wait] = []  # that was there at the last look
+    ready = select.poll()
+    ready.register(read, select.POLLIN)
+    while True:
+        if ready.poll(1000 * LOOK):
+            # Nothing is closed if the program has its own handler; checked here, since it takes 4 us.
+            data, handled = os.read(read, 64), signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            for wait in _waiting[:] if signal.SIGINT in data and handled else ():
+                _closed.append(weakref.ref(wait.group))
+                _close(wait)
+            continue
+        now = _waiting[:]
+        for wait in last:
+            try:
+                if wait not in now:
+                    wait.end()
+                elif wait.look():
+                    _close(wait)
+            except (RuntimeError, ValueError):  # the rank that hosts the store has ended
+                now = [one for one in now if one is not wait]
+        last = now
+
+
+def _close(wait: Wait) -> None:
+    with contextlib.suppress(RuntimeError):
+        wait.group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], wait.peer, _TAG).wait(_AT_ONCE)
 
 
 os.register_at_fork(after_in_child=_pipe.clear)  # the thread does not exist in the child

@@ -55,6 +55,62 @@ def test_a_rank_that_does_not_come_in_time_is_named():
     assert "check=True" in text
 
 
+def wait_in_a_ring(origin: str) -> str:
+    """Let every rank wait for the next, but one, which sleeps or ends; return what it is told."""
+    a = axis()
+    a.barrier()
+    if a.index == 2:
+        time.sleep(4.0 if origin == "sleeps" else 1.5)
+        os._exit(0) if origin == "ends" else None
+        return ""
+    text = told(lambda: a.start_recv(torch.ones(3), (a.index + 1) % a.size).wait())
+    print(text)
+    return text
+
+
+def test_the_rank_is_named_that_waits_for_nobody_and_not_the_neighbour():
+    texts = ranks.run(wait_in_a_ring, "sleeps", world_size=4, timeout=6)
+    for rank in (0, 1, 3):
+        assert texts[rank].startswith("rank 2 did not answer in time"), texts[rank]
+    assert "rank 1 waits for rank 2 in recv from 2 of (3,) float32" in texts[0]
+
+
+def wait_for_one_who_ends():
+    c.init_distributed(timeout=30)
+    wait_in_a_ring("ends")
+
+
+def test_the_rank_is_named_that_ended_first_though_others_end_for_it():
+    for rank, (_, text) in enumerate(ranks.spawn(wait_for_one_who_ends, world_size=4)):
+        assert "rank 2 was lost" in text or rank == 2, text
+
+
+SHAPES = {
+    "all_reduce": lambda a, n: a.start_all_reduce(torch.ones(n)).wait(),
+    "all_to_all": lambda a, n: c.all_to_all(torch.ones(3, n), a),
+    "all_gather": lambda a, n: c.all_gather(torch.ones(n), a),
+    "broadcast": lambda a, n: (a.start_broadcast(torch.ones(n), 0).wait(), a.barrier()),
+    "message": lambda a, n: (
+        a.start_recv(torch.ones(n), 0).wait() if a.index == 1 else None,
+        a.start_send(torch.ones(n), 1).wait() if a.index == 0 else None,
+        a.barrier(),
+    ),
+}
+
+
+def start_other_shapes(op: str) -> str:
+    a = axis()
+    a.barrier()
+    return told(lambda: SHAPES[op](a, 5 if a.index == 1 else 8))
+
+
+@pytest.mark.parametrize("op", SHAPES)
+def test_other_shapes_on_a_rank_end_no_process_and_are_told_on_all_before_the_time_limit(op):
+    for text in ranks.run(start_other_shapes, op, world_size=3):
+        assert text.startswith("the ranks started different collectives"), text
+        assert "rank 1: " in text and "5" in text.partition("rank 1: ")[2] and "8" in text.partition("got: ")[2], text
+
+
 PATHS = {
     "op": (lambda a: a.start_all_reduce(torch.ones(2)), lambda a: a.start_broadcast(torch.ones(2), 0)),
     "shape": (lambda a: a.start_all_reduce(torch.ones(2)), lambda a: a.start_all_reduce(torch.ones(3))),
