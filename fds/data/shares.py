@@ -54,7 +54,7 @@ class Shares:
         begin, end = self.coordinate.share(self.stream.begin(batch), self.stream.begin(batch + 1))
         pieces = list(self.stream.pieces(begin, end))
         if not draws(self.dataset) and self.collate is default_collate:
-            return default_collate([self.dataset[i] for piece in pieces for i in self.orders.rows_of(*piece)])
+            return stacked([self.dataset[i] for piece in pieces for i in self.orders.rows_of(*piece)])
         devices = random.in_use() if get_worker_info() is None else []  # a forked worker cannot use a GPU
         with random.scope(devices), random.python_seeded(self.key):
             rows = [row for piece in pieces for row in self._read(*piece, devices)]
@@ -62,7 +62,7 @@ class Shares:
             if isinstance(self.collate, PerMicrobatch):
                 return self.collate(rows, seed)
             seed(0)
-            return self.collate(rows)
+            return stacked(rows) if self.collate is default_collate else self.collate(rows)
 
     def _read(self, epoch: int, first: int, end: int, devices: list[torch.device]) -> list:
         indices = self.orders.rows_of(epoch, first, end)
@@ -76,6 +76,20 @@ class Shares:
             _reseed(random.seed(key, "row", index, *(() if self.orders.sampler is None else (position,))), devices)
             rows.append(self.dataset[index])
         return rows
+
+
+def stacked(rows: list) -> Any:
+    """Return rows as a batch, of which torch stacks the tensors. Raises `DataError` for rows of different shapes."""
+    try:
+        return default_collate(rows)
+    except RuntimeError as error:
+        raise DataError(
+            "the rows of a batch cannot be stacked",
+            where="collate",
+            got=str(error)[:200],
+            want="rows whose tensors have one shape",
+            hint="collate=f, where f(rows) pads them; fds.data.per_microbatch(f, n) does each microbatch by itself",
+        ) from error
 
 
 def draws(dataset: Any) -> bool:

@@ -138,6 +138,14 @@ def test_a_row_that_raises_stop_iteration_does_not_end_the_epoch(workers):
         list(DistributedLoader(range(8), 2, collate=lambda rows: next(iter(()))))
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_of_other_shapes_are_refused_with_what_pads_them(workers):
+    rows = [torch.ones(2 + i % 2) for i in range(8)]
+    with pytest.raises(DataError, match=r"cannot be stacked(?s:.*)hint: +collate="):
+        list(DistributedLoader(rows, 4, num_workers=workers))
+
+
 @pytest.mark.parametrize("name", ["persistent_workers", "prefetch_factor"])
 def test_there_is_nothing_to_keep_or_read_ahead_without_workers(name):
     with pytest.raises(DataError, match="no workers"):

@@ -289,3 +289,16 @@ def test_elements_on_a_gpu_are_compared_in_the_first_call_and_shapes_in_all(monk
             step(state, (x[step.everyone.index :], y[step.everyone.index :]))
 
     fds.simulate(body, place.ranks)
+
+
+def test_a_sparse_batch_trains_as_a_dense_one():
+    apply, params, _ = fds.functional(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)))
+    x = torch.eye(4, 3)
+
+    def body():
+        divided = fds.tensor_parallel(fds.mesh(tp=2)["tp"], {"0": "column", "2": "row"})
+        step = fds.compose(divided, fds.sgd(0.1))(lambda p, batch: apply(p, batch).square().mean())
+        return [step.params(step(step.init(params), one)[0]) for one in (x, x.to_sparse())]
+
+    for dense, sparse in fds.simulate(body, 2):
+        torch.testing.assert_close(sparse, dense)

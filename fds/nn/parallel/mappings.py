@@ -64,7 +64,7 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, axis: Axis) -> Tensor:
-        return x.view_as(x)
+        return x.view_as(x) if x.layout is torch.strided else x.detach()  # a sparse batch has no views
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
