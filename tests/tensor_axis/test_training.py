@@ -292,7 +292,8 @@ def test_elements_on_a_gpu_are_compared_in_the_first_call_and_shapes_in_all(monk
 
 
 def test_a_sparse_batch_trains_as_a_dense_one():
-    apply, params, _ = fds.functional(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)))
+    layers = torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+    apply, params, _ = fds.functional(torch.nn.Sequential(*layers))
     x = torch.eye(4, 3)
 
     def body():
