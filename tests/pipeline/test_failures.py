@@ -845,3 +845,35 @@ def test_a_step_of_one_process_runs_in_two_threads_at_once():
     want = [trained(state) for state in states]
     with ThreadPoolExecutor(2) as pool:
         assert_same_bits(list(pool.map(trained, states)), want)
+
+
+class Fragile(nn.Module):
+    """Raises for large numbers."""
+
+    def forward(self, x):
+        if x.abs().max() > 50:
+            raise ValueError("large")
+        return x
+
+
+@pytest.mark.parametrize(("place", "stage"), [(1, 1), (1, 2), (3, 0), (3, 2)])
+def test_a_failure_leaves_nobody_waiting_for_the_weights_that_feedback_asks_for(place, stage):
+    parts = [nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)]
+    parts.insert(place, Fragile())
+    layers = fds.Layers(parts, lambda out, y: fds.Mean((out - y).square().sum(), torch.tensor(float(y.numel()))))
+
+    def run():
+        mesh = fds.mesh(pp=2, dp=2)
+        shard = fds.shard_optimizer(mesh["dp"], stage=stage, gradients=fds.transports.topk(0.3))
+        pipe = fds.pipeline(fds.plans.zb_h1, mesh["pp"], num_microbatches=4)
+        step = fds.compose(pipe, shard, fds.sgd(0.1))(layers)
+        x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(mesh["dp"].index)), torch.zeros(8, 3)
+        state, _ = step(step.init(layers.init, key=0), (x, y))
+        large = x * torch.where(torch.arange(8) == 5, 1e4 if mesh["dp"].index else 1.0, 1.0)[:, None]
+        with pytest.raises(FdsError, match="large"):
+            step(state, (large, y))
+        _, metrics = step(state, (x, y))
+        return float(metrics["loss"])
+
+    found = fds.simulate(run, 4)
+    assert len(set(found)) == 1 and 0 < found[0] < 1
