@@ -38,7 +38,8 @@ def save(
         tag: the name of this save, by default `step00000012` after 12 calls; an existing one is replaced.
         extra: other data for resuming the run (a loader's position): a dict that survives JSON unchanged. The first
             rank's is written, with `local` each rank's own.
-        keep: how many tags to keep, this one included; older ones are removed once this one is complete.
+        keep: how many unnamed saves to keep, this one included; older ones are removed once this one is complete. Saves
+            with a `tag` of another form than `step00000012` stay.
         tag_validation: what to do if ranks pass different tags: "fail", or "warn" or "ignore" and use the first rank's.
         local: for ranks without a common file system: each writes what it holds to a separate directory, `dir/rank0`,
             `dir/rank1`, ..., which `load(..., local=True)` reads. A tag that is replaced is kept until all ranks have

@@ -96,15 +96,16 @@ def test_an_error_after_the_last_rename_says_that_the_save_is_in_its_place(tmp_p
 
 
 def test_a_folder_with_a_file_of_somebodys_is_kept_by_keep(tmp_path):
-    for calls, tag in enumerate("abc"):
+    a, b, c, d = (f"step{calls:08d}" for calls in range(4))
+    for calls, tag in enumerate((a, b, c)):
         save(tmp_path, calls, tag)
-    (tmp_path / "a" / "notes.txt").write_text("mine")
+    (tmp_path / a / "notes.txt").write_text("mine")
     (tmp_path / "elsewhere").mkdir()
-    os.rename(tmp_path / "b", tmp_path / "elsewhere" / "b")
-    (tmp_path / "b").symlink_to(tmp_path / "elsewhere" / "b")
-    save(tmp_path, 4, "d", keep=1)
-    assert folders.tags(tmp_path) == ["a", "b", "d"]
-    assert (tmp_path / "a" / "notes.txt").read_text() == "mine" and (tmp_path / "b").is_symlink()
+    os.rename(tmp_path / b, tmp_path / "elsewhere" / b)
+    (tmp_path / b).symlink_to(tmp_path / "elsewhere" / b)
+    save(tmp_path, 4, d, keep=1)
+    assert folders.tags(tmp_path) == [a, b, d]
+    assert (tmp_path / a / "notes.txt").read_text() == "mine" and (tmp_path / b).is_symlink()
 
 
 @pytest.mark.parametrize("link", [".saving", ".saving/old", ".lock", "b"])

@@ -40,12 +40,23 @@ def test_the_newest_are_kept_and_without_it_all_are(tmp_path):
 
 
 def test_the_age_of_a_save_is_when_it_was_made_and_not_its_name(tmp_path):
-    for calls, tag in ((1, "z"), (2, "a"), (3, "m")):
+    a, b, m, z = (f"step{calls:08d}" for calls in (1, 2, 5, 9))
+    for calls, tag in ((1, z), (2, a), (3, m)):
         save(tmp_path, calls, tag)
-    save(tmp_path, 4, "b", keep=3)
-    assert folders.tags(tmp_path) == ["a", "b", "m"]
-    save(tmp_path, 5, "a", keep=2)  # replaced: now it is the newest
-    assert folders.tags(tmp_path) == ["a", "b"] and found(tmp_path, "a") == 5
+    save(tmp_path, 4, b, keep=3)
+    assert folders.tags(tmp_path) == [a, b, m]
+    save(tmp_path, 5, a, keep=2)  # replaced: now it is the newest
+    assert folders.tags(tmp_path) == [a, b] and found(tmp_path, a) == 5
+
+
+def test_saves_with_a_name_are_not_counted_and_stay(tmp_path):
+    for calls in range(1, 6):
+        save(tmp_path, calls, keep=2)
+        if calls in (1, 3):
+            save(tmp_path, calls, "best", keep=2)
+            save(tmp_path, calls, f"epoch{calls}", keep=1)
+    assert folders.tags(tmp_path) == ["best", "epoch1", "epoch3", "step00000004", "step00000005"]
+    assert found(tmp_path, "best") == 3 and found(tmp_path) == 5
 
 
 def set_clock(monkeypatch, year):
@@ -70,20 +81,21 @@ def test_a_clock_that_is_set_back_costs_no_save_its_place(tmp_path, monkeypatch,
 
 
 def test_a_save_of_the_future_that_was_copied_here_does_not_cost_the_last_one_its_place(tmp_path):
-    save(tmp_path, 1, "copied")
-    save(tmp_path, 2, "last")
-    rewrite(tmp_path / "copied", lambda record: record.update(saved="2099-01-01T00:00:00.000000+00:00"))
-    save(tmp_path, 3, "new", keep=2)
-    assert folders.tags(tmp_path) == ["last", "new"]
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    rewrite(tmp_path / "step00000001", lambda record: record.update(saved="2099-01-01T00:00:00.000000+00:00"))
+    save(tmp_path, 3, keep=2)
+    assert folders.tags(tmp_path) == ["step00000002", "step00000003"]
 
 
 def test_a_tag_that_is_replaced_counts_once(tmp_path):
-    save(tmp_path, 1, "first")
+    first, again = "step00000001", "step00000009"
+    save(tmp_path, 1)
     for calls in (2, 3, 4):
-        save(tmp_path, calls, "best", keep=2)
-        assert folders.tags(tmp_path) == ["best", "first"] and found(tmp_path) == calls
-    save(tmp_path, 5, "best", keep=1)
-    assert folders.tags(tmp_path) == ["best"]
+        save(tmp_path, calls, again, keep=2)
+        assert folders.tags(tmp_path) == [first, again] and found(tmp_path) == calls
+    save(tmp_path, 5, again, keep=1)
+    assert folders.tags(tmp_path) == [again]
 
 
 def test_what_cannot_be_read_is_nobodys_to_remove(tmp_path):
@@ -102,10 +114,10 @@ def test_what_cannot_be_read_is_nobodys_to_remove(tmp_path):
 
 @pytest.mark.parametrize("date", ["", "~~~", "\U0010ffff", "9999"])
 def test_no_date_of_another_save_costs_the_new_one_its_place(tmp_path, date):
-    save(tmp_path, 1, "odd")
-    rewrite(tmp_path / "odd", lambda record: record.update(saved=date))
-    save(tmp_path, 2, "new", keep=1)
-    assert folders.tags(tmp_path) == ["new"] and found(tmp_path) == 2
+    save(tmp_path, 1)
+    rewrite(tmp_path / "step00000001", lambda record: record.update(saved=date))
+    save(tmp_path, 2, keep=1)
+    assert folders.tags(tmp_path) == ["step00000002"] and found(tmp_path) == 2
 
 
 @pytest.mark.parametrize("keep", [0, -1, True, False, "3", 1.0, [1]])

@@ -195,11 +195,11 @@ class Killed(BaseException):
 def test_one_rank_is_lost_when_others_have_published(tmp_path, keep, which):
     """Then what all ranks have is the save before, and no rank has removed it."""
     topology = TOPOLOGIES["stage 1"]
-    states, _ = saved(tmp_path, topology, fds.save, tag="one", keep=keep)
+    states, _ = saved(tmp_path, topology, fds.save, tag="step00000001", keep=keep)
     plain_rename = os.rename
 
     def rename(old, new):
-        if str(new) == str(machine(tmp_path, which) / f"rank{which}" / "two"):
+        if str(new) == str(machine(tmp_path, which) / f"rank{which}" / "step00000002"):
             raise Killed
         plain_rename(old, new)
 
@@ -208,44 +208,49 @@ def test_one_rank_is_lost_when_others_have_published(tmp_path, keep, which):
         def body(index):
             step, state = state_on(topology, 4)
             with pytest.raises(Killed if index == which else StorageError):
-                fds.save(machine(tmp_path, index), state, step, "two", local=True, keep=keep)
+                fds.save(machine(tmp_path, index), state, step, "step00000002", local=True, keep=keep)
 
         on(topology, body)
     have = [folders.tags(machine(tmp_path, i) / f"rank{i}") for i in range(3)]
-    assert have == [["one"] if i == which else ["one", "two"] for i in range(3)]
+    assert have == [["step00000001"] if i == which else ["step00000001", "step00000002"] for i in range(3)]
     assert_same_bits([state for state, _ in loaded(tmp_path, topology)], states)
-    after, _ = saved(tmp_path, topology, fds.save, tag="three", key=5, keep=keep)
+    after, _ = saved(tmp_path, topology, fds.save, tag="step00000003", key=5, keep=keep)
     assert_same_bits([state for state, _ in loaded(tmp_path, topology)], after)
     if keep:
-        assert [folders.tags(machine(tmp_path, i) / f"rank{i}") for i in range(3)] == [["three"]] * 3
+        assert [folders.tags(machine(tmp_path, i) / f"rank{i}") for i in range(3)] == [["step00000003"]] * 3
 
 
 @begun
 def test_every_rank_keeps_as_many_once_all_have_the_newest(tmp_path, save):
     topology = TOPOLOGIES["stage 1"]
-    for key, tag in enumerate("abc"):
+    for key, tag in enumerate(("step00000001", "step00000002", "step00000003")):
         saved(tmp_path, topology, save, key=key, tag=tag, keep=2)
-    assert {tuple(folders.tags(machine(tmp_path, i) / f"rank{i}")) for i in range(3)} == {("b", "c")}
+    assert {tuple(folders.tags(machine(tmp_path, i) / f"rank{i}")) for i in range(3)} == {
+        ("step00000002", "step00000003")
+    }
     assert all(not (machine(tmp_path, i) / f"rank{i}" / ".saving").exists() for i in range(3))
 
 
 def test_in_the_background_older_saves_go_when_somebody_has_waited_and_once(tmp_path):
     topology = TOPOLOGIES["stage 1"]
-    saved(tmp_path, topology, fds.save, tag="a")
+    saved(tmp_path, topology, fds.save, tag="step00000001")
 
     def body(index):
         step, state = state_on(topology)
         run = machine(tmp_path, index) / f"rank{index}"
-        first = fds.save_async(machine(tmp_path, index), state, step, "b", local=True, keep=1)
+        first = fds.save_async(machine(tmp_path, index), state, step, "step00000002", local=True, keep=1)
         until(first.done)
         before = folders.tags(run)
         first.wait()
         middle = folders.tags(run)
-        fds.save_async(machine(tmp_path, index), state, step, "c", local=True).wait()
+        fds.save_async(machine(tmp_path, index), state, step, "step00000003", local=True).wait()
         first.wait()
         return before, middle, folders.tags(run)
 
-    assert on(topology, body) == [(["a", "b"], ["b"], ["b", "c"])] * 3
+    assert (
+        on(topology, body)
+        == [(["step00000001", "step00000002"], ["step00000002"], ["step00000002", "step00000003"])] * 3
+    )
 
 
 @pytest.mark.parametrize("which", range(3))
