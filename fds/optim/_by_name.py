@@ -40,7 +40,7 @@ def by_name(optimizers: Mapping[Pattern | tuple[Pattern, ...], Optimizer]) -> Op
 
     >>> from fds.optim import adamw
     >>> by_name({("*norm*", "*.bias"): adamw(weight_decay=0.0), "*": adamw(weight_decay=0.1)})
-    by_name({('*norm*', '*.bias'): adamw(weight_decay=0.0), '*': adamw(weight_decay=0.1)})
+    by_name({('*norm*', '*.bias'): adamw(lr=0.001, weight_decay=0.0), '*': adamw(lr=0.001, weight_decay=0.1)})
     """
     _check_optimizers(optimizers)
     members: dict[str, Optimizer] = {}

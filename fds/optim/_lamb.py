@@ -55,7 +55,7 @@ def lamb(
     than of the moments are DeepSpeed's FusedLamb.
 
     >>> lamb(max_coeff=5.0)
-    lamb(max_coeff=5.0)
+    lamb(lr=0.001, max_coeff=5.0)
     """
     text = call_text(lamb, locals())
     check_numbers("lamb", lr=lr, weight_decay=weight_decay)

@@ -36,7 +36,7 @@ def lion(
     Source: Chen et al. 2023, arXiv:2302.06675, algorithm 2.
 
     >>> lion(betas=(0.95, 0.98))
-    lion(betas=(0.95, 0.98))
+    lion(lr=0.0001, betas=(0.95, 0.98))
     """
     text = call_text(lion, locals())
     check_numbers("lion", lr=lr, weight_decay=weight_decay)
