@@ -238,7 +238,9 @@ class Region:
             return self.before
         if self._left is not None and x is self._left[0]:
             return self._left[1]
-        if (self.inside or x.shape[-1] in self.widths) and x.grad_fn is not None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # dynamo reads no graph
+            return self.inside
+        if (self.inside or x.shape[-1] in self.widths) and x.grad_fn is not None:
             return self.pieces_in_graph(x)
         return self.inside
 
