@@ -239,7 +239,7 @@ def test_what_the_step_has_not_learned_yet_is_a_bound_or_unknown():
         return all(one.at_most for one in bound), bound, [one.kind.what for one in unknown]
 
     for at_most, bound, unknown in fds.simulate(fresh, 4):
-        assert at_most and bound and unknown == ["step", "scalars"]
+        assert at_most and bound and unknown == ["step", "batch", "scalars"]
     none_came = MessageTable((), 3).beside(Description({}, "", messages=tuple(bound)))
     assert none_came.rows[0].predicted_count == 3 * bound[0].count
     assert f"<= {3 * bound[0].count}" in str(none_came)

@@ -88,8 +88,8 @@ MUTANTS = (
     Mutant(
         "ranks-evaluate-apart",
         "fds/step/evaluation.py",
-        " or step.dimensions.sequence is not None",
-        "",
+        "together=step.dimensions.shares_rows",
+        "together=False",
         "a rank waits in attention for one that has no more batches",
         TRAINING,
     ),
