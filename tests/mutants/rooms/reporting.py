@@ -79,11 +79,11 @@ MUTANTS = (
         RECORD,
     ),
     Mutant(
-        "lost-starts-stay",
+        "starts-are-forgotten",
         "fds/reporting/_record_run.py",
-        "if start.calls < calls)",
-        "if True)",
-        "a new run into the folder of an old one has begun twice",
+        "(*earlier, Start(",
+        "(*(one for one in earlier if one.calls < calls), Start(",
+        "a start is forgotten that a later one went back behind",
         RECORD,
     ),
 )

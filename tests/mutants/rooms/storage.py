@@ -62,8 +62,8 @@ MUTANTS = (
     Mutant(
         "keep-one-fewer",
         "fds/storage/disk/folders.py",
-        "[: max(len(ages) + 1 - keep, 0)]",
-        "[: max(len(ages) + 2 - keep, 0)]",
+        "[: max(len(ages) + _is_unnamed(tag) - keep, 0)]",
+        "[: max(len(ages) + _is_unnamed(tag) + 1 - keep, 0)]",
         "one save fewer is kept than was asked for",
         "tests/storage/test_keep.py",
     ),
