@@ -64,6 +64,8 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, axis: Axis) -> Tensor:
+        if torch.compiler.is_compiling():  # dynamo reads no layout
+            return x.view_as(x)
         return x.view_as(x) if x.layout is torch.strided else x.detach()  # a sparse batch has no views
 
     @staticmethod
